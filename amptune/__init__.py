@@ -1,0 +1,59 @@
+"""amptune: the fastest numerically safe way to run a PyTorch training step on the GPU at hand.
+
+The public names are loaded when first used, so that importing amptune in a training script costs nothing
+that training does not need.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from amptune.errors import AmptuneError as AmptuneError
+    from amptune.hardware.machine import Hardware as Hardware
+    from amptune.hardware.probing import probe as probe
+    from amptune.policy.file import PolicyFile as PolicyFile
+    from amptune.policy.loading import load as load
+    from amptune.policy.loading import save as save
+    from amptune.policy.profile import Profile as Profile
+    from amptune.policy.settings import Fp32Rule as Fp32Rule
+    from amptune.policy.settings import LossScale as LossScale
+    from amptune.policy.settings import Policy as Policy
+    from amptune.runtime.applying import apply as apply
+    from amptune.runtime.tuned import Tuned as Tuned
+    from amptune.search.deciding import Decision as Decision
+    from amptune.search.tuning import tune as tune
+    from amptune.workload.protocol import Workload as Workload
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AmptuneError": "amptune.errors",
+    "Decision": "amptune.search.deciding",
+    "Fp32Rule": "amptune.policy.settings",
+    "Hardware": "amptune.hardware.machine",
+    "LossScale": "amptune.policy.settings",
+    "Policy": "amptune.policy.settings",
+    "PolicyFile": "amptune.policy.file",
+    "Profile": "amptune.policy.profile",
+    "Tuned": "amptune.runtime.tuned",
+    "Workload": "amptune.workload.protocol",
+    "apply": "amptune.runtime.applying",
+    "load": "amptune.policy.loading",
+    "probe": "amptune.hardware.probing",
+    "save": "amptune.policy.loading",
+    "tune": "amptune.search.tuning",
+}
+
+__all__ = [*_HOME, "__version__"]  # noqa: PLE0604  # names of the table above
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'amptune' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,96 @@
+"""The command `amptune`: finds the command asked for, and turns errors into text and exit codes."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from importlib import import_module
+from types import FrameType
+from typing import NoReturn
+
+import click
+
+import amptune
+from amptune import errors
+
+__all__ = ["STARTED", "cli", "exit_code_of", "main"]
+
+# A budget is of the whole command, so it counts from here.
+STARTED = time.monotonic()
+
+_COMMANDS = {
+    "check": "amptune.cli.files:check_command",
+    "explain": "amptune.cli.files:explain_command",
+    "init": "amptune.cli.init:init_command",
+    "probe": "amptune.cli.probe:probe_command",
+    "profile": "amptune.cli.profile:profile_group",
+    "schema": "amptune.cli.files:schema_command",
+    "tune": "amptune.cli.tune:tune_command",
+}
+
+_EXIT_CODES: dict[type[errors.AmptuneError], int] = {
+    errors.UserCodeError: 1,
+    errors.NothingFeasibleError: 3,
+    errors.HardwareMismatchError: 4,
+}
+
+
+class _LazyGroup(click.Group):
+    """Imports a command's module when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # click's signature
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, attribute = _COMMANDS[cmd_name].partition(":")
+        command: click.Command = getattr(import_module(module), attribute)
+        return command
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(amptune.__version__, prog_name="amptune")
+def cli() -> None:
+    """Find the fastest numerically safe way to run a PyTorch training step on this machine.
+
+    \b
+    amptune init train_workload.py                  describe your training step
+    amptune tune train_workload.py:workload         measure; writes policy.yaml
+    amptune explain policy.yaml                     what was found, in words
+
+    In training: tuned = amptune.apply("policy.yaml", model)
+
+    Exit codes: 0 fine; 1 your code raised; 2 a wrong argument or file; 3 not even the
+    baseline runs; 4 not valid for this hardware; 130 interrupted.
+    """
+
+
+def main() -> NoReturn:
+    """Runs the command line and exits."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        code = cli(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except errors.AmptuneError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(exit_code_of(error))
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(141)  # the reader of our output went away, as under SIGPIPE
+
+
+def exit_code_of(error: errors.AmptuneError) -> int:
+    """The exit code of an error: 2, wrong use, unless it is of a kind of its own."""
+    return next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), 2)
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt

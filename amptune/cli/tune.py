@@ -1,0 +1,149 @@
+"""`amptune tune`: measure, decide, write the policy."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from amptune.cli.options import SECONDS, json_option, print_json
+
+if TYPE_CHECKING:
+    from amptune.policy.settings import Policy
+    from amptune.search.deciding import Decision
+    from amptune.search.tuning import TuningRequest
+
+__all__ = ["tune_command"]
+
+
+@click.command("tune")
+@click.argument("target")
+@click.option("-o", "--output", default="policy.yaml", show_default=True, help="Where the policy is written.")
+@click.option("--budget", type=SECONDS, default="300s", show_default=True, help="Wall-clock time of the whole command.")
+@click.option("--trials", type=click.IntRange(1), help="Try at most this many policies.")
+@click.option("--space", metavar="NAME|FILE", help="Search space; by default the one of this machine's hardware.")
+@click.option("--batch-size", metavar="auto|N", help="Per device. Default: the workload's own; auto searches it too.")
+@click.option("--baseline", default="stock", show_default=True, metavar="stock|amp-fp16|amp-bf16|FILE",
+              help="What training uses today.")  # fmt: skip
+@click.option("--set", "pins", multiple=True, metavar="KNOB=VALUE", help="Pin a knob instead of searching it.")
+@click.option("--device", metavar="cuda:N|cpu", help="Default: the first GPU, else the CPU.")
+@click.option("--study", metavar="DIR|URL", help="Where trials are remembered. Default: .amptune/TARGET.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the search; batches have their own.")
+@json_option
+def tune_command(output: str, as_json: bool, **options: Any) -> int:
+    """Find the fastest policy for TARGET on this machine.
+
+    TARGET is FILE.py:NAME or PACKAGE.MODULE:NAME, an amptune.Workload or a function that returns one;
+    `amptune init` writes a starter. Stock PyTorch and the AMP recipe are always measured and compared.
+    The same command again resumes its study: what was measured is not measured twice.
+    """
+    from amptune.policy.loading import require_writable
+    from amptune.report.progress import progress_for
+    from amptune.search.tuning import TuningInterrupted, run_tuning
+
+    require_writable(output)
+    request = _request(**options)
+    try:
+        with progress_for(sys.stderr) as observer:
+            decision = run_tuning(request, observer)
+    except TuningInterrupted as interrupted:
+        if interrupted.decision is None:
+            click.echo("interrupted before the baseline was measured: nothing to write", err=True)
+        else:
+            _deliver(interrupted.decision, output, as_json=as_json)
+        return 130
+    _deliver(decision, output, as_json=as_json)
+    return 0
+
+
+def _request(
+    target: str,
+    budget: float,
+    trials: int | None,
+    space: str | None,
+    batch_size: str | None,
+    baseline: str,
+    pins: tuple[str, ...],
+    device: str | None,
+    study: str | None,
+    seed: int,
+) -> TuningRequest:
+    from amptune.cli.main import STARTED
+    from amptune.search.budget import Budget
+    from amptune.search.candidates import Wanted
+    from amptune.search.tuning import TuningRequest, place_of, source_of
+
+    folder, storage = place_of(study, target)
+    return TuningRequest(
+        source=source_of(target),
+        wanted=Wanted(
+            baseline=_baseline(baseline), space=space, pins=dict(map(_pin, pins)), batch_size=_batch_size(batch_size)
+        ),
+        budget=Budget(seconds=budget, trials=trials, started=STARTED),
+        folder=folder,
+        study=storage,
+        device=device,
+        seed=seed,
+    )
+
+
+def _baseline(text: str) -> Policy:
+    from amptune.policy.loading import load
+    from amptune.policy.settings import STOCK, amp_recipe
+
+    named = {"stock": STOCK, "amp-fp16": amp_recipe("fp16"), "amp-bf16": amp_recipe("bf16")}
+    if text in named:
+        return named[text]
+    if not Path(text).exists():
+        raise click.BadParameter(f"{text!r} is not stock, amp-fp16, amp-bf16 or a policy file", param_hint="--baseline")
+    return load(text).policy
+
+
+def _pin(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name or not value:
+        raise click.BadParameter(f"{text!r} is not of the form KNOB=VALUE", param_hint="--set")
+    return name, value
+
+
+def _batch_size(text: str | None) -> int | str | None:
+    if text is None or text == "auto":
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise click.BadParameter(f"{text!r} is neither auto nor a whole number of at least 1", param_hint="--batch-size")
+    return int(text)
+
+
+def _deliver(decision: Decision, output: str, *, as_json: bool) -> None:
+    """Writes the policy and says what was found; a disk that is full loses nothing, the policy goes to stdout."""
+    from amptune.errors import OutputError
+    from amptune.policy.loading import dumps, save
+    from amptune.report.terminal import print_decision
+
+    try:
+        save(decision.policy_file, output)
+    except OutputError:
+        click.echo(dumps(decision.policy_file))
+        raise
+    if as_json:
+        print_json("amptune.tune/1", _as_data(decision, output))
+    else:
+        print_decision(decision, output, sys.stdout)
+
+
+def _as_data(decision: Decision, output: str) -> dict[str, Any]:
+    from amptune.policy.wire import policy_to_dict
+
+    speedup = decision.speedup
+    return {
+        "output": output,
+        "policy": policy_to_dict(decision.policy),
+        "speedup": speedup.value,
+        "speedup_ci95": [speedup.low, speedup.high],
+        "provisional": decision.provisional,
+        "evidence": decision.policy_file.evidence,
+        "valid_for": decision.policy_file.valid_for,
+        "findings": [finding.as_dict() for finding in decision.findings],
+    }

@@ -1,0 +1,89 @@
+"""What a machine can do, as a value. Constructing one touches nothing; `probing` reads the real machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = ["Cpu", "Gpu", "Hardware", "Software"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cpu:
+    """The processor: `cores` are physical cores this process may use; memory is the machine's (or cgroup's).
+
+    `vendor`, `family` and `model_number` are CPUID's, so only an x86 has them.
+    """
+
+    model: str
+    architecture: str
+    cores: int
+    memory_mib: int | None
+    vendor: str | None = None
+    family: int | None = None
+    model_number: int | None = None
+    avx512_bf16: bool = False
+    amx_bf16: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU, or one MIG slice. A reading that NVML could not give is None."""
+
+    index: int
+    name: str
+    uuid: str | None
+    generation: str
+    compute_capability: tuple[int, int]
+    memory_mib: int | None
+    multiprocessors: int
+    tensor_cores: bool
+    bf16: bool
+    tf32: bool
+    fp8: bool
+    fp16_rate: float | None = None
+    power_limit_w: float | None = None
+    sm_clock_mhz: int | None = None
+    sm_clock_max_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    temperature_c: int | None = None
+    mig: bool | None = None
+    ecc: bool | None = None
+    other_processes: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Software:
+    """Versions that decide which kernels run; None where the part is absent."""
+
+    torch: str
+    python: str
+    cuda: str | None = None
+    cudnn: str | None = None
+    driver: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """The machine as amptune sees it: the device tuned for, the CPU beside it, and the software above both.
+
+    `labels` are what a policy's `valid_for` and a profile's `match` are held against: GPU Feature
+    Discovery's names for a GPU, Node Feature Discovery's for a CPU, `torch`, `cudnn`, and what
+    `AMPTUNE_LABELS` adds. `unread` names the readings that failed, each with why.
+    """
+
+    device: Literal["cuda", "cpu"]
+    cpu: Cpu
+    gpu: Gpu | None
+    software: Software
+    labels: tuple[tuple[str, str], ...] = ()
+    unread: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def name(self) -> str:
+        return self.gpu.name if self.gpu else self.cpu.model
+
+    @property
+    def generation(self) -> str:
+        """`hopper`, `turing`, …, or `cpu`."""
+        return self.gpu.generation if self.gpu else "cpu"

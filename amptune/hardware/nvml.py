@@ -1,0 +1,184 @@
+"""NVIDIA's management library, one GPU at a time. No other module imports `pynvml`.
+
+Any reading may be missing by itself: MIG slices have no utilization, Jetsons and other machines of unified
+memory no memory figures, WSL answers "Unknown Error" to some. So every reading is asked for alone and is
+None where NVML cannot say.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from types import ModuleType, TracebackType
+
+__all__ = ["NvmlAbsent", "NvmlGpu", "connect", "open_gpu"]
+
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvmlAbsent:
+    """Why NVML could not give a GPU: no library, no driver, or no device of that UUID."""
+
+    why: str
+
+
+def open_gpu(uuid: str) -> NvmlGpu | None:
+    """The GPU or MIG slice with this UUID, to be closed by the caller; None where NVML does not have it."""
+    gpu = connect(uuid)
+    return gpu if isinstance(gpu, NvmlGpu) else None
+
+
+def connect(uuid: str) -> NvmlGpu | NvmlAbsent:
+    """As `open_gpu`, with the reason where there is none. `uuid` may lack its `GPU-` or `MIG-`, as torch prints it."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return NvmlAbsent(why=f"NVML: {error}")
+    why = ""
+    for full_uuid in _spellings(uuid):
+        try:
+            return NvmlGpu(pynvml, full_uuid, pynvml.nvmlDeviceGetHandleByUUID(full_uuid))
+        except pynvml.NVMLError as error:
+            why = f"NVML: {full_uuid}: {error}"
+    pynvml.nvmlShutdown()
+    return NvmlAbsent(why=why)
+
+
+def _spellings(uuid: str) -> tuple[str, ...]:
+    """The slice first: where torch gives the UUID of a slice, no GPU has the same."""
+    return (uuid,) if uuid.startswith(("GPU-", "MIG-")) else (f"MIG-{uuid}", f"GPU-{uuid}")
+
+
+class NvmlGpu:
+    """An open GPU or MIG slice; a reading that NVML cannot give is None, and `unread` says why.
+
+    Of a MIG slice, memory and processes are its own; power limit, clocks, temperature and ECC are those of
+    the GPU it is cut from. After `close` no reading may be asked for.
+    """
+
+    def __init__(self, nvml: ModuleType, uuid: str, handle: Any) -> None:
+        self.uuid = uuid
+        self._nvml = nvml
+        self._open = True
+        self._why_unread: dict[str, str] = {}
+        self._handle = handle
+        self.mig_slice = _is_mig_slice(nvml, handle)
+        self._board = handle
+        if self.mig_slice:
+            self._board = self._ask("parent GPU", "nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) or handle
+
+    def close(self) -> None:
+        """Gives NVML back; it counts its users, so others in this process keep theirs. Twice does no harm."""
+        if self._open:
+            self._open = False
+            self._nvml.nvmlShutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def unread(self) -> tuple[str, ...]:
+        """One line for each reading whose last attempt failed, with NVML's reason."""
+        return tuple(f"{what}: {why}" for what, why in self._why_unread.items())
+
+    def driver_version(self) -> str | None:
+        version: str | None = self._ask("driver version", "nvmlSystemGetDriverVersion")
+        return version
+
+    def memory_mib(self) -> int | None:
+        memory = self._ask("memory", "nvmlDeviceGetMemoryInfo", self._handle)
+        return None if memory is None else memory.total // _MIB
+
+    def memory_used_mib(self) -> int | None:
+        """Memory in use by everybody, what the driver keeps for itself included."""
+        memory = self._ask("memory", "nvmlDeviceGetMemoryInfo", self._handle)
+        return None if memory is None else memory.used // _MIB
+
+    def power_limit_w(self) -> float | None:
+        limit_mw = self._ask("power limit", "nvmlDeviceGetEnforcedPowerLimit", self._board)
+        return None if limit_mw is None else limit_mw / 1000
+
+    def energy_j(self) -> float | None:
+        """Energy used since the driver was loaded; None for a MIG slice, whose neighbours use the same meter."""
+        if self.mig_slice:
+            return None
+        energy_mj = self._ask("energy", "nvmlDeviceGetTotalEnergyConsumption", self._board)
+        return None if energy_mj is None else energy_mj / 1000
+
+    def sm_clock_mhz(self) -> int | None:
+        return self._clock_mhz("SM clock", "nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_SM)
+
+    def sm_clock_max_mhz(self) -> int | None:
+        return self._clock_mhz("highest SM clock", "nvmlDeviceGetMaxClockInfo", self._nvml.NVML_CLOCK_SM)
+
+    def memory_clock_mhz(self) -> int | None:
+        return self._clock_mhz("memory clock", "nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_MEM)
+
+    def clock_event_reasons(self) -> int | None:
+        """Why the clocks are what they are, as the bits `nvmlClocksEventReason*`."""
+        what = "clock event reasons"
+        reasons: int | None = self._ask(what, "nvmlDeviceGetCurrentClocksEventReasons", self._board)
+        if reasons is None:  # the name before driver 535
+            reasons = self._ask(what, "nvmlDeviceGetCurrentClocksThrottleReasons", self._board)
+        return reasons
+
+    def temperature_c(self) -> int | None:
+        sensor = self._nvml.NVML_TEMPERATURE_GPU
+        temperature_c: int | None = self._ask("temperature", "nvmlDeviceGetTemperature", self._board, sensor)
+        return temperature_c
+
+    def mig_mode(self) -> bool | None:
+        """Whether the GPU is cut into slices; None also where it cannot be."""
+        return self._enabled("MIG mode", "nvmlDeviceGetMigMode")
+
+    def ecc(self) -> bool | None:
+        return self._enabled("ECC", "nvmlDeviceGetEccMode")
+
+    def processes(self, exclude: Collection[int] = ()) -> tuple[int, ...] | None:
+        """Other processes that compute on this GPU, by id: this one and those in `exclude` are left out.
+
+        NVML counts ids as the host does; inside a container they may be unknown numbers, or missing.
+        """
+        running = self._ask("processes", "nvmlDeviceGetComputeRunningProcesses", self._handle)
+        if running is None:
+            return None
+        return tuple(sorted({process.pid for process in running} - {os.getpid(), *exclude}))
+
+    def _clock_mhz(self, what: str, function: str, domain: int) -> int | None:
+        clock_mhz: int | None = self._ask(what, function, self._board, domain)
+        return clock_mhz
+
+    def _enabled(self, what: str, function: str) -> bool | None:
+        modes = self._ask(what, function, self._board)
+        if modes is None:
+            return None
+        current, _after_reset = modes
+        return bool(current)
+
+    def _ask(self, what: str, function: str, *arguments: Any) -> Any:
+        nvml = self._nvml
+        try:
+            answer = getattr(nvml, function)(*arguments)
+        except (nvml.NVMLError, nvml.NVMLLibraryMismatchError) as error:
+            self._why_unread[what] = str(error)
+            return None
+        self._why_unread.pop(what, None)
+        return answer
+
+
+def _is_mig_slice(nvml: ModuleType, handle: Any) -> bool:
+    try:
+        return bool(nvml.nvmlDeviceIsMigDeviceHandle(handle))
+    except nvml.NVMLError:  # a GPU or a driver that knows no MIG
+        return False

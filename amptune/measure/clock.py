@@ -1,0 +1,48 @@
+"""Timing steps: CUDA events on a GPU, where the host runs ahead of the work; a monotonic clock on a CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+__all__ = ["Clock", "CpuClock", "CudaClock", "clock_for"]
+
+
+class Clock(Protocol):
+    """Times steps back to back."""
+
+    def time_steps(self, step: Callable[[], object], count: int) -> list[float]:
+        """Runs `step` `count` times and returns each step's time in ms, from the end of the step before it."""
+        ...
+
+
+class CudaClock:
+    """Events between the steps, one synchronisation at the end: the queue stays full, as in training."""
+
+    def time_steps(self, step: Callable[[], object], count: int) -> list[float]:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            step()
+            mark.record()
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) for before, after in zip(marks, marks[1:], strict=False)]
+
+
+class CpuClock:
+    """`time.perf_counter` around each step."""
+
+    def time_steps(self, step: Callable[[], object], count: int) -> list[float]:
+        times = []
+        for _ in range(count):
+            start = time.perf_counter()
+            step()
+            times.append(1000 * (time.perf_counter() - start))
+        return times
+
+
+def clock_for(device: torch.device) -> Clock:
+    return CudaClock() if device.type == "cuda" else CpuClock()

@@ -1,0 +1,78 @@
+"""Exceptions into typed failures. An exception never becomes a number."""
+
+from __future__ import annotations
+
+import torch
+
+from amptune.errors import PolicyApplyError
+from amptune.measure.outcome import Failure, FailureKind
+from amptune.workload.user_code import where_in_user_code
+
+__all__ = ["NonFiniteError", "cuda_is_broken", "failure_of"]
+
+# How out-of-memory reads besides torch.OutOfMemoryError: the CUDA runtime, cuBLAS, cuDNN, the CPU allocator.
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "can't allocate memory",
+    "not enough memory",
+)
+_UNSUPPORTED = ("not implemented for", "is not supported", "not currently supported", "CUDNN_STATUS_NOT_SUPPORTED")
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss, a weight or a buffer is not finite, or every step was skipped by the loss scaler."""
+
+
+def failure_of(error: BaseException) -> Failure:
+    """The failure an exception stands for, with the place in the user's code it came from."""
+    return Failure(
+        kind=_kind_of(error),
+        message=_first_line(error),
+        where=where_in_user_code(error.__traceback__),
+        exception=type(error).__name__,
+    )
+
+
+def cuda_is_broken() -> bool:
+    """Whether a CUDA error has made this process useless: such errors come back at every later call."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _kind_of(error: BaseException) -> FailureKind:
+    text = str(error)
+    if isinstance(error, NonFiniteError):
+        return "nonfinite"
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or _any_in(_OUT_OF_MEMORY, text):
+        return "oom"
+    if "CUDNN_STATUS_NOT_SUPPORTED" in text and _memory_is_short():
+        return "oom"  # cuDNN's answer when no workspace fits
+    if isinstance(error, NotImplementedError | PolicyApplyError) or _any_in(_UNSUPPORTED, text):
+        return "unsupported"
+    if "CUDA error" in text or "CUBLAS_STATUS" in text or "CUDNN_STATUS" in text:
+        return "crash"
+    return "error"
+
+
+def _any_in(needles: tuple[str, ...], text: str) -> bool:
+    return any(needle in text for needle in needles)
+
+
+def _memory_is_short() -> bool:
+    try:
+        free, total = torch.cuda.mem_get_info()
+    except RuntimeError:
+        return False
+    return free < 0.1 * total
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

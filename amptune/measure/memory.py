@@ -1,0 +1,82 @@
+"""Peak memory of one trial inside a process that runs many."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+import torch
+
+__all__ = ["PeakMemory", "memory_for"]
+
+_MIB = 2**20
+
+
+class PeakMemory(Protocol):
+    """Peaks since the last `reset`, in MiB."""
+
+    def reset(self) -> None: ...
+
+    def peak_mib(self) -> tuple[float, float]:
+        """(allocated, reserved)."""
+        ...
+
+    def alloc_retries(self) -> int:
+        """How often the allocator had to flush its cache to find memory: above 0, the timings are not real."""
+        ...
+
+
+class _CudaPeakMemory:
+    def __init__(self) -> None:
+        self._retries_before = 0
+
+    def reset(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+        self._retries_before = self._retries()
+
+    def peak_mib(self) -> tuple[float, float]:
+        return torch.cuda.max_memory_allocated() / _MIB, torch.cuda.max_memory_reserved() / _MIB
+
+    def alloc_retries(self) -> int:
+        return self._retries() - self._retries_before
+
+    @staticmethod
+    def _retries() -> int:
+        return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+
+
+class _ResidentPeakMemory:
+    """The peak resident set. The kernel's high-water mark lives as long as the process, so it is reset first."""
+
+    def reset(self) -> None:
+        gc.collect()
+        # Linux: 5 resets VmHWM, https://docs.kernel.org/filesystems/proc.html ("clear_refs")
+        marks = Path("/proc/self/clear_refs")
+        if marks.exists():
+            try:
+                marks.write_text("5")
+            except OSError:
+                return  # a container may forbid it; the mark then covers earlier trials too
+
+    def peak_mib(self) -> tuple[float, float]:
+        peak = _high_water_mark_mib() or psutil.Process().memory_info().rss / _MIB
+        return peak, peak
+
+    def alloc_retries(self) -> int:
+        return 0
+
+
+def memory_for(device: torch.device) -> PeakMemory:
+    return _CudaPeakMemory() if device.type == "cuda" else _ResidentPeakMemory()
+
+
+def _high_water_mark_mib() -> float | None:
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    for line in status.read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024  # the kernel writes kB
+    return None

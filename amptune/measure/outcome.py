@@ -1,0 +1,101 @@
+"""What measuring gives: a `Measurement`, or a `Failure` that says why there is none. Values, kept as evidence."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import pydantic
+
+__all__ = ["Effort", "Failure", "FailureKind", "Measurement", "Outcome", "outcome_from_dict", "outcome_to_dict"]
+
+FailureKind = Literal["oom", "nonfinite", "unsupported", "timeout", "crash", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How long to look at one policy.
+
+    Warm-up ends when two blocks of steps agree or after `warmup_s`; then steps are timed for `measure_s`,
+    `min_steps` at least and `max_steps` at most. A step slower than `abandon_above_ms` ends it early with
+    what is there. `time_limit_s` is the hard end, enforced from outside.
+    """
+
+    warmup_s: float = 3.0
+    measure_s: float = 0.5
+    min_steps: int = 5
+    max_steps: int = 200
+    abandon_above_ms: float | None = None
+    time_limit_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One policy, timed in one process.
+
+    `step_ms` holds every timed step in order; a step is one optimizer step over `samples_per_step` samples.
+    Peaks are of the whole trial, warm-up and weights included: on a GPU those of PyTorch's allocator, on a
+    CPU the process's peak resident set, as both. `losses` are those of the first steps from the initial weights, on the same batches for
+    every policy; `gradient_norm` is the L2 norm over all parameters at the first of them, None for a
+    workload with a step of its own. `skipped_share` is the share of steps that the loss scaler skipped.
+    """
+
+    samples_per_step: int
+    step_ms: tuple[float, ...]
+    warmup_s: float
+    warmup_steps: int
+    peak_allocated_mib: float
+    peak_reserved_mib: float
+    losses: tuple[float, ...]
+    gradient_norm: float | None = None
+    skipped_share: float = 0.0
+    alloc_retries: int = 0
+    energy_j_per_sample: float | None = None
+    clock_event_reasons: int | None = None
+    abandoned: bool = False
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.step_ms)
+
+    @property
+    def samples_per_s(self) -> float:
+        return 1000 * self.samples_per_step / self.median_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why a policy could not be measured; `where` is `file:line` in the user's code where an exception came from it."""
+
+    kind: FailureKind
+    message: str
+    where: str | None = None
+    exception: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}" + (f" ({self.where})" if self.where else "")
+
+
+Outcome = Measurement | Failure
+
+
+def outcome_to_dict(outcome: Outcome) -> dict[str, Any]:
+    """The outcome as plain data for a journal; `outcome_from_dict` is the inverse."""
+    return {"failed": isinstance(outcome, Failure), **asdict(outcome)}
+
+
+def outcome_from_dict(data: Mapping[str, Any]) -> Outcome:
+    """The outcome that `outcome_to_dict` wrote; raises `ValueError` where it is not one."""
+    fields = {key: value for key, value in data.items() if key != "failed"}
+    return _adapter(Failure if data["failed"] else Measurement).validate_python(fields)  # type: ignore[no-any-return]
+
+
+@cache
+def _adapter(kind: type) -> pydantic.TypeAdapter[Any]:
+    import pydantic
+
+    return pydantic.TypeAdapter(kind)

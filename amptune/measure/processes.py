@@ -1,0 +1,115 @@
+"""Worker processes: a pool of one, that dies alone.
+
+The pool is pebble's: it enforces time limits from outside, notices a process that died, and starts another.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import types
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from multiprocessing.context import SpawnContext, SpawnProcess
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import pebble
+
+from amptune.measure.outcome import Failure
+from amptune.measure.worker import Setting, start
+
+__all__ = ["WorkerProcess"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Importing torch, opening a CUDA context, importing the user's file and building the model.
+START_LIMIT_S = 300.0
+
+
+class _SpawnWithoutMain(SpawnProcess):
+    """A spawned process that does not import the parent's `__main__` again.
+
+    The workload travels as a target or pickled by value, so nothing in it is needed; and a training script
+    without a `__main__` guard would start its tuning again in every worker.
+    """
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:  # noqa: N802  # the name multiprocessing calls
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            return SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]  # not in typeshed
+        finally:
+            sys.modules["__main__"] = main
+
+
+class _Context(SpawnContext):
+    Process = _SpawnWithoutMain  # type: ignore[assignment]  # a narrower class of the same role
+
+
+class WorkerProcess:
+    """One process, started at the first call, replaced after it dies, hangs, or is told to stop."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._pool: pebble.ProcessPool | None = None
+        self._warm = False
+
+    def call(self, limit_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Failure:
+        """The function's result in the worker, or the `timeout`, `crash` or `oom` that kept it from answering.
+
+        What the function raises is raised here.
+        """
+        limit_s = limit_s if self._warm else limit_s + START_LIMIT_S
+        kills_before = _kernel_oom_kills()
+        future = self._running().schedule(function, args=args, kwargs=kwargs, timeout=limit_s)
+        try:
+            # pebble counts from the task's start: a process that dies before it would never be noticed.
+            result: T = future.result(timeout=limit_s + START_LIMIT_S)
+        except FutureTimeoutError:
+            self.stop()
+            return Failure(kind="timeout", message=f"no answer within {limit_s:.0f} s; the worker was replaced")
+        except pebble.ProcessExpired as expired:
+            self.stop()
+            return _death(expired.exitcode, _kernel_oom_kills() > kills_before, self._setting.log)
+        self._warm = True
+        return result
+
+    def stop(self) -> None:
+        """Ends the process at once; the next call starts another."""
+        if self._pool is not None:
+            self._pool.stop()
+            self._pool.join()
+        self._pool, self._warm = None, False
+
+    def _running(self) -> pebble.ProcessPool:
+        if self._pool is None:
+            self._pool = pebble.ProcessPool(
+                max_workers=1, initializer=start, initargs=(self._setting,), context=_Context()
+            )
+        return self._pool
+
+
+def _death(exitcode: int | None, killed_by_kernel: bool, log: Path) -> Failure:
+    if killed_by_kernel and exitcode == -signal.SIGKILL:
+        return Failure(kind="oom", message="the kernel killed the worker for its memory")
+    if exitcode is not None and exitcode < 0:
+        how = f"was ended by {signal.Signals(-exitcode).name}"
+    else:
+        how = f"ended with exit code {exitcode}"
+    return Failure(kind="crash", message=f"the worker {how}; its output is in {log}")
+
+
+def _kernel_oom_kills() -> int:
+    """How many processes of this control group the kernel has killed for memory (cgroup v2); 0 where it cannot say."""
+    try:
+        group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
+        events = Path("/sys/fs/cgroup") / group.lstrip("/") / "memory.events"
+        lines = events.read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+

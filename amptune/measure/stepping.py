@@ -1,0 +1,90 @@
+"""One training step of the user's, run the way the README's loop runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from typing import Any
+
+import torch
+
+from amptune.measure.failing import NonFiniteError
+from amptune.runtime.tuned import Tuned
+from amptune.workload.protocol import Workload
+from amptune.workload.user_code import user_code
+
+__all__ = ["Stepper"]
+
+
+class Stepper:
+    """Calls are training steps: forward, loss, backward, optimizer step, over the batches in turn.
+
+    Built after the policy was applied, with an optimizer of its own, so each trial starts from fresh state.
+    """
+
+    def __init__(self, workload: Workload, tuned: Tuned, batches: Sequence[Any]) -> None:
+        self._workload = workload
+        self._tuned = tuned
+        self._batches = cycle(batches)
+        self._after_backward: Callable[[], None] | None = None
+        with user_code("building the optimizer"):
+            self._optimizer = workload.optimizer(tuned.model)
+        self._optimizer = tuned.optimizer(self._optimizer)
+
+    def __call__(self) -> torch.Tensor:
+        """One optimizer step; returns the detached loss (of the last micro-batch)."""
+        if self._workload.step is not None:
+            loss = self._workload.step(self._tuned, self._tuned.model, self._optimizer, next(self._batches))
+            return loss.detach()
+        return self._recipe().detach()
+
+    def _recipe(self) -> torch.Tensor:
+        assert self._workload.loss is not None  # noqa: S101  # Workload checks: either loss or step
+        tuned = self._tuned
+        for _ in range(tuned.accumulate):
+            with tuned.autocast():
+                loss = self._workload.loss(tuned.model, tuned.batch(next(self._batches)))
+                scaled = loss / tuned.accumulate
+            tuned.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]  # torch's stub lacks it
+        if self._after_backward:
+            self._after_backward()
+        tuned.scaler.step(self._optimizer)
+        tuned.scaler.update()
+        self._optimizer.zero_grad()
+        return loss
+
+    def first_step(self) -> tuple[float, float | None]:
+        """The first step's (loss, gradient norm); the norm is None for a workload with a step of its own."""
+        norms: list[float] = []
+        self._after_backward = lambda: norms.append(self._gradient_norm())
+        loss = float(self())
+        self._after_backward = None
+        return loss, norms[0] if norms else None
+
+    def _gradient_norm(self) -> float:
+        gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        return float(norm) / float(self._tuned.scaler.get_scale())
+
+    def require_sound(self, model: torch.nn.Module, steps: int) -> float:
+        """Raises `NonFiniteError` if training broke; returns the share of `steps` the loss scaler skipped."""
+        for kind, named in (("weight", model.named_parameters()), ("buffer", model.named_buffers())):
+            for name, tensor in named:
+                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                    raise NonFiniteError(f"{kind} {name} is not finite after {steps} steps")
+        skipped = self._skipped_steps()
+        if steps >= _ENOUGH_TO_SETTLE and skipped >= steps:
+            raise NonFiniteError(f"the loss scaler skipped all of {steps} steps: every gradient overflowed")
+        return min(1.0, skipped / steps)
+
+    def _skipped_steps(self) -> int:
+        """Each skipped step halves the scale; growth within a trial is too rare to hide it."""
+        scaler = self._tuned.scaler
+        if not scaler.is_enabled():
+            return 0
+        initial = scaler._init_scale  # type: ignore[attr-defined]  # torch has no public reading of it
+        return max(0, round(torch.tensor(initial / scaler.get_scale()).log2().item()))
+
+
+# From 65536 a healthy model skips at most a handful of steps until its scale has settled.
+_ENOUGH_TO_SETTLE = 8

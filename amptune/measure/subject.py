@@ -1,0 +1,52 @@
+"""What is known of a workload's model before the first trial: enough to narrow the search, nothing to run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from amptune.hardware.machine import Hardware
+
+__all__ = ["Leaf", "Prepared", "Subject"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """One module without children, as one forward pass met it.
+
+    `flops` counts multiply and add of one forward pass at the workload's batch size, 0 for modules that are
+    no matrix product; `cast_numel` counts the elements that autocast converts for it (input, weight, bias).
+    `called` is its place in the order of first calls, None if the pass did not reach it.
+    """
+
+    path: str
+    type: str
+    parameters: int
+    flops: int
+    cast_numel: int
+    called: int | None
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per element cast: what half precision can gain there over what it costs (a roofline's x axis)."""
+        return self.flops / self.cast_numel if self.cast_numel else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """The workload as the search sees it. `convolution_dims` are the spatial dimensions of its convolutions."""
+
+    name: str
+    source_digest: str
+    model_digest: str
+    batch_size: int
+    parameters: int
+    leaves: tuple[Leaf, ...]
+    convolution_dims: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A worker's first answer: where it runs and what it is to measure."""
+
+    hardware: Hardware
+    subject: Subject

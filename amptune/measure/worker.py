@@ -1,0 +1,120 @@
+"""What runs inside a worker process. Its stdout and stderr are the study's log; answers travel by the pool's pipe."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from amptune.measure.outcome import Effort, Outcome
+from amptune.measure.subject import Prepared
+from amptune.policy.settings import Policy
+
+if TYPE_CHECKING:
+    from amptune.measure.bench import Bench
+    from amptune.workload.protocol import Workload
+
+__all__ = ["Reply", "Setting", "Source", "measure", "prepare", "start"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a worker gets the workload from: a target's text, or a `Workload` pickled by value (cloudpickle)."""
+
+    target: str | None = None
+    pickled: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Everything a fresh worker needs; `device` is None for the best there is, `log` takes what the user prints."""
+
+    source: Source
+    device: str | None
+    log: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """An outcome, and whether the process behind it is unusable from now on (a sticky CUDA error)."""
+
+    outcome: Outcome
+    broken: bool = False
+
+
+class _State:
+    """The process's one bench, built by the first task: a start-up that fails is then that task's answer."""
+
+    setting: Setting
+    bench: Bench | None = None
+
+
+def start(setting: Setting) -> None:
+    """The pool's initializer: output into the log, Ctrl-C left to the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    log = os.open(setting.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    _State.setting = setting
+
+
+def prepare() -> Prepared:
+    """Builds the workload and looks at its model. Raises `TargetError`, `UserCodeError` or `DeviceError`."""
+    from amptune.hardware.probing import probe
+    from amptune.measure.inspecting import inspect_model
+
+    return Prepared(
+        hardware=probe(_State.setting.device),
+        subject=inspect_model(_bench(), _source_digest(_State.setting.source)),
+    )
+
+
+def measure(policy: Policy, effort: Effort) -> Reply:
+    from amptune.measure.failing import cuda_is_broken
+
+    outcome = _bench().measure(policy, effort)
+    return Reply(outcome=outcome, broken=cuda_is_broken())
+
+
+def _bench() -> Bench:
+    if _State.bench is None:
+        import torch
+
+        from amptune.hardware.nvml import open_gpu
+        from amptune.hardware.probing import probe
+        from amptune.measure.bench import Bench
+
+        gpu = probe(_State.setting.device).gpu
+        if gpu is not None:
+            torch.cuda.set_device(gpu.index)
+        device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu.index)
+        nvml = open_gpu(gpu.uuid) if gpu is not None and gpu.uuid else None
+        _State.bench = Bench(_workload(_State.setting.source), device, nvml)
+    return _State.bench
+
+
+def _workload(source: Source) -> Workload:
+    if source.target is not None:
+        from amptune.workload.targets import load_workload, parse_target
+
+        return load_workload(parse_target(source.target))
+    import cloudpickle
+
+    unpickle: Callable[[bytes | None], Workload] = cloudpickle.loads
+    return unpickle(source.pickled)
+
+
+def _source_digest(source: Source) -> str:
+    if source.target is not None:
+        from amptune.workload.targets import parse_target, source_digest
+
+        return source_digest(parse_target(source.target))
+    return hashlib.sha256(source.pickled or b"").hexdigest()

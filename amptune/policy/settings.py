@@ -1,0 +1,138 @@
+"""What a policy sets. Settings alone: no evidence, no name, no hardware; hashable, so a policy is its own key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+__all__ = [
+    "STOCK",
+    "Autocast",
+    "CompileMode",
+    "Fp32Math",
+    "Fp32Rule",
+    "LossScale",
+    "MemoryFormat",
+    "Policy",
+    "Reason",
+    "amp_recipe",
+]
+
+Autocast = Literal["off", "bf16", "fp16"]
+Fp32Math = Literal["stock", "ieee", "tf32"]
+MemoryFormat = Literal["contiguous", "channels_last", "channels_last_3d"]
+CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """Why a module is kept in FP32, as measured.
+
+    `saves_ms` is the step time its exclusion saves; `risk` the number that condemned its numerics.
+    """
+
+    saves_ms: float | None = None
+    risk: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp32Rule:
+    """Modules kept out of autocast: by `path` or by `type`, exactly one of the two.
+
+    A path is exact, or a pattern in which `*` stands for one name and `**` for any depth. A type is a class
+    name as `type(module).__name__` or one of its bases has it. `cast_output` casts the output back to the
+    autocast dtype, so an FP32 output does not promote the stream behind it. `reason` is no setting: two
+    rules that differ in it alone are equal.
+    """
+
+    path: str | None = None
+    type: str | None = None
+    cast_output: bool = False
+    reason: Reason | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.type is None):
+            raise ValueError("an FP32 rule names either a path or a type, and not both")
+        if self.path == "" or self.type == "":
+            raise ValueError("an FP32 rule's path or type must not be empty")
+
+    def __str__(self) -> str:
+        return self.path if self.path is not None else f"type {self.type}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScale:
+    """Dynamic loss scaling of fp16; the defaults are those of `torch.amp.GradScaler`."""
+
+    init: float = 65536.0
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        if not self.init > 0:
+            raise ValueError(f"loss_scale.init: {self.init} is not above 0")
+        if self.growth_interval < 1:
+            raise ValueError(f"loss_scale.growth_interval: {self.growth_interval} is not at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """How to run a training step. `Policy()` is stock PyTorch; every field departs from it when set.
+
+    `batch_size` is per device and None leaves it to the user; `accumulate` counts micro-batches per
+    optimizer step. `loss_scale` belongs to fp16 alone; None means `torch.amp.GradScaler`'s defaults there.
+    """
+
+    autocast: Autocast = "off"
+    fp32_math: Fp32Math = "stock"
+    fp32_modules: tuple[Fp32Rule, ...] = ()
+    memory_format: MemoryFormat = "contiguous"
+    cudnn_benchmark: bool = False
+    batch_size: int | None = None
+    accumulate: int = 1
+    compile: CompileMode = "off"
+    fused_optimizer: bool = False
+    loss_scale: LossScale | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"batch_size: {self.batch_size} is not at least 1")
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate: {self.accumulate} is not at least 1")
+        if self.loss_scale is not None and self.autocast != "fp16":
+            raise ValueError(f"loss_scale: only autocast fp16 scales the loss, and autocast is {self.autocast}")
+
+    def departures(self) -> Iterator[tuple[str, Any]]:
+        """Each setting that differs from stock PyTorch, as (name, value), in the order of the file."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value != getattr(STOCK, f.name):
+                yield f.name, value
+
+    def __str__(self) -> str:
+        words = [_in_words(name, value) for name, value in self.departures()]
+        return ", ".join(words) or "stock PyTorch"
+
+
+STOCK = Policy()
+
+
+def amp_recipe(autocast: Autocast, **more: Any) -> Policy:
+    """PyTorch's AMP recipe as everybody tries it first: autocast and nothing else (or with `more`)."""
+    return Policy(autocast=autocast, **more)
+
+
+def _in_words(name: str, value: Any) -> str:
+    match name:
+        case "autocast" | "memory_format":
+            return str(value)
+        case "fp32_math":
+            return f"{value} for FP32"
+        case "fp32_modules":
+            return "FP32: " + " + ".join(str(rule) for rule in value)
+        case "cudnn_benchmark" | "fused_optimizer":
+            return name.replace("_", " ")
+        case "loss_scale":
+            return f"loss scale {value.init:g}"
+        case _:
+            return f"{name.replace('_', ' ')} {value}"

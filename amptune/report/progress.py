@@ -1,0 +1,93 @@
+"""Progress while tuning: one live line on a terminal, a plain line an event elsewhere. Always on stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console
+from rich.status import Status
+
+from amptune.measure.outcome import Failure, Measurement
+from amptune.search.events import (
+    Event,
+    FinalMeasured,
+    FinalsStarted,
+    Observer,
+    SearchEnded,
+    SearchStarted,
+    TrialEnded,
+    TrialStarted,
+)
+
+__all__ = ["describe", "progress_for"]
+
+
+@contextmanager
+def progress_for(stream: TextIO) -> Iterator[Observer]:
+    """An observer that writes to `stream`, as that stream can show it."""
+    console = Console(file=stream, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        yield lambda event: _print_line(console, event)
+        return
+    with console.status("building the workload …") as status:
+        yield lambda event: _show(console, status, event)
+
+
+def describe(event: Event) -> str | None:
+    """The event as one plain line; None for what is only worth showing live."""
+    match event:
+        case SearchStarted():
+            return _started(event)
+        case TrialEnded():
+            return _trial(event)
+        case SearchEnded():
+            return f"search ended after {event.trials} new trials: {event.because}"
+        case FinalsStarted():
+            return f"final comparison: {len(event.policies)} policies in turn"
+        case _:
+            return None
+
+
+def _print_line(console: Console, event: Event) -> None:
+    line = describe(event)
+    if line is not None:
+        console.print(line, markup=False)
+
+
+def _show(console: Console, status: Status, event: Event) -> None:
+    _print_line(console, event)
+    match event:
+        case TrialStarted():
+            status.update(f"measuring: {event.policy}")
+        case FinalMeasured():
+            status.update(f"final comparison, round {event.round}: {event.policy}")
+        case _:
+            pass
+
+
+def _started(event: SearchStarted) -> str:
+    subject = event.prepared.subject
+    remembered = f"; {event.remembered} trials remembered from {event.study}" if event.remembered else ""
+    return (
+        f"{subject.name}: {subject.parameters:,} parameters, batch {subject.batch_size}, "
+        f"on {event.prepared.hardware.name}\n"
+        f"search space {event.architecture}: {event.size} policies; budget {event.budget_s:.0f} s{remembered}"
+    )
+
+
+def _trial(event: TrialEnded) -> str:
+    trial = event.trial
+    head = f"[{event.left_s:4.0f} s left] {trial.number + 1:3d}"
+    if isinstance(trial.outcome, Failure):
+        return f"{head}  {trial.outcome.kind:>10}        {trial.policy}: {trial.outcome.message}"
+    mark = "*" if event.best is trial else " "
+    return f"{head} {mark}{trial.outcome.median_ms:9.3f} ms {_relative(event)} {trial.policy}"
+
+
+def _relative(event: TrialEnded) -> str:
+    baseline = event.baseline
+    if baseline is None or not isinstance(baseline.outcome, Measurement):
+        return "      "
+    return f"{event.trial.samples_per_s / baseline.samples_per_s:5.2f}×"

@@ -1,0 +1,143 @@
+"""What the commands print on stdout: tables where a table reads better, plain text elsewhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from amptune.hardware.machine import Cpu, Gpu, Hardware
+    from amptune.search.deciding import Decision
+    from amptune.search.decision import Standing
+
+__all__ = ["print_decision", "print_hardware"]
+
+_WIDTH_ELSEWHERE = 120
+
+
+def print_decision(decision: Decision, output: str, stream: TextIO) -> None:
+    """What won, against what, and where it was written."""
+    console = _console(stream)
+    console.print(_comparison(decision))
+    for finding in decision.findings:
+        console.print(f"• {finding}", markup=False)
+    parity = decision.policy_file.evidence.get("parity", {})
+    if parity:
+        console.print(f"• {_parity_in_words(parity)}", markup=False)
+    state = "provisional policy" if decision.provisional else "policy"
+    trials = f"{len(decision.trials)} trials, {decision.seconds:.0f} s"
+    console.print(f'\n{state} written to {output} ({trials}). In training:', markup=False)
+    console.print(f'  tuned = amptune.apply("{output}", model)', markup=False)
+
+
+def print_hardware(hardware: Hardware, stream: TextIO) -> None:
+    """The machine, a fact a line."""
+    console = _console(stream)
+    facts = _gpu_facts(hardware.gpu) if hardware.gpu else {}
+    facts |= _cpu_facts(hardware.cpu)
+    software = hardware.software
+    facts["software"] = ", ".join(
+        f"{name} {version}"
+        for name, version in (
+            ("torch", software.torch),
+            ("Python", software.python),
+            ("CUDA", software.cuda),
+            ("cuDNN", software.cudnn),
+            ("driver", software.driver),
+        )
+        if version
+    )
+    width = max(map(len, facts)) + 2
+    for name, fact in facts.items():
+        console.print(f"{name:<{width}}{fact}", markup=False)
+    console.print("labels", markup=False)
+    for name, value in hardware.labels:
+        console.print(f"  {name}: {value}", markup=False)
+    for reading in hardware.unread:
+        console.print(f"not read: {reading}", markup=False)
+
+
+def _comparison(decision: Decision) -> Table:
+    table = Table(title=f"{decision.subject.name} on {decision.hardware.name}", title_justify="left", box=None)
+    for heading in ("", "ms/step", "95 %", "samples/s", "peak MiB", "vs. baseline"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    table.add_column("policy")
+    for standing in decision.verdict.standings:
+        table.add_row(*_row(standing, _role(standing, decision)))
+    return table
+
+
+def _role(standing: Standing, decision: Decision) -> str:
+    roles = []
+    if standing.policy == decision.policy:
+        roles.append("winner")
+    if standing.policy == decision.baseline.policy:
+        roles.append("baseline")
+    elif decision.amp_recipe is not None and standing.policy == decision.amp_recipe.policy:
+        roles.append("AMP recipe")
+    return ", ".join(roles)
+
+
+def _row(standing: Standing, role: str) -> tuple[str, ...]:
+    policy = str(standing.policy)
+    if standing.failure is not None or standing.step_ms is None:
+        return (role, str(standing.failure and standing.failure.kind), "", "", "", "", policy)
+    low, high = standing.step_ms_ci95 or (standing.step_ms, standing.step_ms)
+    ratio = standing.vs_baseline
+    return (
+        role,
+        f"{standing.step_ms:.3f}",
+        f"{low:.3f}-{high:.3f}",
+        f"{standing.samples_per_s:,.1f}",
+        f"{standing.peak_memory_mib:,.0f}",
+        "" if ratio is None else f"{ratio.value:.2f}×",
+        policy,
+    )
+
+
+def _parity_in_words(parity: dict[str, float] | object) -> str:
+    assert isinstance(parity, dict)  # noqa: S101  # evidence that this process made
+    words = f"losses of the first steps within {parity['loss_deviation']:.2g} of the baseline's (relative)"
+    if "fp32_loss_deviation" in parity:
+        words += f"; the baseline's own runs differ by {parity['fp32_loss_deviation']:.2g}"
+    return words
+
+
+def _gpu_facts(gpu: Gpu) -> dict[str, str]:
+    can = [name for name in ("tensor_cores", "bf16", "tf32", "fp8") if getattr(gpu, name)]
+    cannot = [name for name in ("tensor_cores", "bf16", "tf32", "fp8") if not getattr(gpu, name)]
+    major, minor = gpu.compute_capability
+    others = gpu.other_processes
+    facts = {
+        "gpu": f"{gpu.name} (cuda:{gpu.index}, {gpu.uuid})",
+        "generation": f"{gpu.generation}, compute capability {major}.{minor}, {gpu.multiprocessors} multiprocessors",
+        "memory": _or_unknown(gpu.memory_mib, "MiB"),
+        "has": ", ".join(can).replace("_", " ") or "none of tensor cores, bf16, tf32, fp8",
+        "has not": ", ".join(cannot).replace("_", " "),
+        "power limit": _or_unknown(gpu.power_limit_w, "W"),
+        "sm clock": f"{_or_unknown(gpu.sm_clock_mhz, 'MHz')} of {_or_unknown(gpu.sm_clock_max_mhz, 'MHz')}",
+        "mig": "unknown" if gpu.mig is None else "on" if gpu.mig else "off",
+        "others on it": "unknown" if others is None else ", ".join(map(str, others)) or "no process",
+    }
+    return {name: fact for name, fact in facts.items() if fact}
+
+
+def _cpu_facts(cpu: Cpu) -> dict[str, str]:
+    extensions = [name for name, has in (("AVX-512-BF16", cpu.avx512_bf16), ("AMX-BF16", cpu.amx_bf16)) if has]
+    return {
+        "cpu": f"{cpu.model} ({cpu.architecture}), {cpu.cores} cores"
+        + (f", {', '.join(extensions)}" if extensions else ", no bf16 instructions"),
+        "cpu memory": _or_unknown(cpu.memory_mib, "MiB"),
+    }
+
+
+def _or_unknown(value: float | None, unit: str) -> str:
+    return "unknown" if value is None else f"{value:,.0f} {unit}"
+
+
+def _console(stream: TextIO) -> Console:
+    """Wide enough off a terminal that a table is not cut by a width nobody has."""
+    width = None if stream.isatty() else _WIDTH_ELSEWHERE
+    return Console(file=stream, highlight=False, width=width)

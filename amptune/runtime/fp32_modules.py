@@ -1,0 +1,159 @@
+"""One module in FP32 inside autocast, by swapping its class for a subclass with another forward.
+
+A class swap (as `torch.nn.utils.parametrize` and FSDP2 do it) leaves the module the same object: state_dict
+keys, `isinstance`, hooks, copies and pickles hold, and torch.compile sees no break in the graph. Replacing
+`forward` on the instance would make a deep copy run the original's weights; a wrapper would rename weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from amptune.errors import PolicyApplyError
+from amptune.runtime.nested import map_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+__all__ = ["obstacle", "swap", "swapped_class", "unswap"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+# Where autocast can be on: asked of the accelerator this torch was built for, so that no input has to tell.
+# An input's device can mislead: a mask or a time step on the CPU beside features on the GPU.
+_accelerator = torch.accelerator.current_accelerator()
+_DEVICE_TYPES = ("cpu",) if _accelerator is None else (_accelerator.type, "cpu")
+
+# Values live as long as a module has the class (or the garbage collector lets it); keys go with them.
+_classes: weakref.WeakValueDictionary[tuple[type[nn.Module], bool], type[nn.Module]] = weakref.WeakValueDictionary()
+
+
+def obstacle(module: nn.Module) -> str | None:
+    """Why this module cannot be kept in FP32 by a class swap, or None if it can."""
+    if swapped_class(module) is not None:
+        return "is kept in FP32 by a policy already; undo that one first (a copy of a patched model is patched too)"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is a TorchScript module, whose forward cannot be replaced; apply the policy before scripting"
+    if "forward" in vars(module):
+        return (
+            "has a forward set on the instance (accelerate's prepare() and torch.compile do that), which hides the "
+            "class's; apply the policy before that"
+        )
+    half = {str(p.dtype) for p in module.parameters() if p.dtype in _HALF}
+    if half:
+        return f"has weights in {' and '.join(sorted(half))}; call its .float(), or leave the rule out"
+    return None
+
+
+def swap(module: nn.Module, *, cast_output: bool = False) -> None:
+    """Keeps the module in FP32 from now on, whenever it runs inside autocast; outside it changes nothing.
+
+    Half inputs are cast to FP32, at any depth of the arguments; FP32 outputs are cast back to autocast's
+    dtype if `cast_output`. Raises `PolicyApplyError` where there is an `obstacle`.
+    """
+    reason = obstacle(module)
+    if reason is not None:
+        raise PolicyApplyError(f"{type(module).__name__} {reason}")
+    module.__class__ = _fp32_class(type(module), cast_output)
+
+
+def unswap(module: nn.Module) -> None:
+    """Gives the module its own class back. Raises `PolicyApplyError` if its class was changed again since."""
+    swapped = swapped_class(module)
+    if swapped is None:
+        return
+    if type(module) is not swapped:
+        raise PolicyApplyError(
+            f"{type(module).__name__} got yet another class after the policy was applied (parametrize and "
+            "fully_shard do that); undo that first"
+        )
+    (module.__class__,) = swapped.__bases__
+
+
+def swapped_class(module: nn.Module) -> type[nn.Module] | None:
+    """The class `swap` gave the module, found under whatever was put over it since; None for no swap."""
+    return next((base for base in type(module).__mro__ if "_amptune_cast_output" in vars(base)), None)
+
+
+def _fp32_class(cls: type[nn.Module], cast_output: bool) -> type[nn.Module]:
+    """The subclass of `cls` that runs in FP32, made once. It keeps the name: type rules and repr() go by it."""
+    known = _classes.get((cls, cast_output))
+    if known is not None:
+        return known
+    body = {
+        "__doc__": cls.__doc__,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__reduce_ex__": _reduction_of(cls, cast_output),
+        "_amptune_cast_output": cast_output,
+        "forward": _forward_of(cls, cast_output),
+    }
+    made: type[nn.Module] = types.new_class(cls.__name__, (cls,), exec_body=lambda space: space.update(body))
+    _classes[cls, cast_output] = made
+    return made
+
+
+def _forward_of(cls: type[nn.Module], cast_output: bool) -> Callable[..., Any]:
+    # wraps() keeps the signature readable: trainers drop the columns of a batch that forward does not name.
+    @functools.wraps(cls.forward, updated=())
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        on = [device_type for device_type in _DEVICE_TYPES if torch.is_autocast_enabled(device_type)]
+        if not on:
+            return cls.forward(self, *args, **kwargs)
+        run = _run_compiled if torch.compiler.is_compiling() else _run_eager
+        output = run(on, cls.forward, (self, *map_tensors(_to_fp32, args)), map_tensors(_to_fp32, kwargs))
+        if not cast_output:
+            return output
+        dtype = torch.get_autocast_dtype(on[0])
+        return map_tensors(lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor, output)
+
+    return forward
+
+
+def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in _HALF else tensor
+
+
+def _run_eager(on: Sequence[str], call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Flips the switch alone: entering and leaving the context manager costs several times as much."""
+    for device_type in on:
+        torch.set_autocast_enabled(device_type, False)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        for device_type in on:
+            torch.set_autocast_enabled(device_type, True)
+
+
+def _run_compiled(on: Sequence[str], call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The context manager, which torch.compile traces into the graph."""
+    if not on:
+        return call(*args, **kwargs)
+    with torch.amp.autocast(on[0], enabled=False):
+        return _run_compiled(on[1:], call, args, kwargs)
+
+
+def _reduction_of(cls: type[nn.Module], cast_output: bool) -> Callable[[nn.Module, Any], Any]:
+    """Copies and pickles go by the class that can be imported, and swap what they have rebuilt."""
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:  # noqa: N807  # becomes the method of that name
+        reduced = cls.__reduce_ex__(self, protocol)
+        if isinstance(reduced, str):
+            return reduced
+        build, args, *rest = reduced
+        importable = tuple(cls if arg is type(self) else arg for arg in args)
+        return (_rebuild, (cast_output, build, importable), *rest)
+
+    return __reduce_ex__
+
+
+def _rebuild(cast_output: bool, build: Callable[..., nn.Module], args: Sequence[Any]) -> nn.Module:
+    module = build(*args)
+    module.__class__ = _fp32_class(type(module), cast_output)
+    return module

@@ -1,0 +1,134 @@
+"""Which modules the rules of a policy keep in FP32. Reads the model, changes nothing."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from amptune.errors import PolicyApplyError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from amptune.policy.settings import Fp32Rule
+
+__all__ = ["Selected", "select"]
+
+# What wrapping puts before every path: torch.compile, and DistributedDataParallel or DataParallel.
+_WRAPPER_NAMES = ("_orig_mod", "module")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selected:
+    """A module to keep in FP32, under the first of its paths; the root's path is empty."""
+
+    path: str
+    module: nn.Module
+    rule: Fp32Rule
+
+    def __str__(self) -> str:
+        return self.path or "the model itself"
+
+
+def select(model: nn.Module, rules: Sequence[Fp32Rule]) -> list[Selected]:
+    """The modules to keep in FP32, each once, in the model's order; the first rule that names one decides.
+
+    A container without a forward of its own stands for its children. A module that only runs inside another
+    selected one is left out, since that one's region covers it. Raises `PolicyApplyError` naming every rule
+    that matches nothing.
+    """
+    if not rules:
+        return []
+    paths = _paths_by_module(model)
+    rule_of: dict[nn.Module, Fp32Rule] = {}
+    idle: list[Fp32Rule] = []
+    for rule in rules:
+        matches = _matches(rule)
+        matched = [module for module in paths if any(matches(path, module) for path in paths[module])]
+        runnable = [module for top in matched for module in _runnable(top)]
+        for module in runnable:
+            rule_of.setdefault(module, rule)
+        if not runnable:
+            idle.append(rule)
+    if idle:
+        raise PolicyApplyError(_no_match(model, idle, paths))
+    return list(_outermost(paths, rule_of))
+
+
+def _paths_by_module(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Every module with all its paths: one that is shared has several."""
+    paths: dict[nn.Module, list[str]] = defaultdict(list)
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths[module].append(path)
+    return paths
+
+
+def _matches(rule: Fp32Rule) -> Callable[[str, nn.Module], bool]:
+    if rule.path is None:
+        return lambda _, module: any(base.__name__ == rule.type for base in type(module).__mro__)
+    pattern = _pattern(rule.path)
+    return lambda path, _: pattern.fullmatch(path and path + ".") is not None
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    """Matches paths with a dot behind every name, so that `**` can stand for no name at all."""
+    names = path.split(".")
+    return re.compile("".join(r"(?:[^.]+\.)*" if name == "**" else _name_pattern(name) for name in names))
+
+
+def _name_pattern(name: str) -> str:
+    inside = r"[^.]+" if name == "*" else re.escape(name).replace(r"\*", r"[^.]*")
+    return inside + r"\."
+
+
+def _runnable(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, or where it has no forward (a ModuleList, a ModuleDict) the modules it holds."""
+    if _has_forward(module):
+        yield module
+    else:
+        for child in module.children():
+            yield from _runnable(child)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _outermost(paths: dict[nn.Module, list[str]], rule_of: dict[nn.Module, Fp32Rule]) -> Iterator[Selected]:
+    """Leaves out what has a selected ancestor on each of its paths."""
+    tops = {path for module in rule_of for path in paths[module]}
+    for module, own in paths.items():
+        if module in rule_of and any(tops.isdisjoint(_ancestors(path)) for path in own):
+            yield Selected(path=own[0], module=module, rule=rule_of[module])
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    """`a.b.c` has `a.b`, `a` and the root; the root has none."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _no_match(model: nn.Module, idle: Sequence[Fp32Rule], paths: dict[nn.Module, list[str]]) -> str:
+    every_path = [path for own in paths.values() for path in own if path]
+    every_type = sorted({type(module).__name__ for module in paths})
+    lines = [f"these rules of fp32_modules match no module of {type(model).__name__}:"]
+    lines += [f"  {rule.path}{_closest(rule.path, every_path)}" for rule in idle if rule.path is not None]
+    lines += [f"  type {rule.type}{_closest(rule.type, every_type)}" for rule in idle if rule.type is not None]
+    lines.append(
+        "A path is exact, or * stands for one name and ** for any depth; a container must hold a module that "
+        "runs. `[path for path, _ in model.named_modules()]` lists the paths there are."
+    )
+    if [name for name, _ in model.named_children()] in [[name] for name in _WRAPPER_NAMES]:
+        lines.append("The model looks wrapped: apply the policy before torch.compile and DistributedDataParallel.")
+    return "\n".join(lines)
+
+
+def _closest(wanted: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(wanted, list(known), cutoff=0.5)
+    return f": did you mean {', '.join(close)}?" if close else ""

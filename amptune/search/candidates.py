@@ -1,0 +1,124 @@
+"""What will be tried for one workload on one machine: the space narrowed to both, and how a point becomes a policy."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from amptune.measure.subject import Prepared, Subject
+from amptune.policy.settings import Policy, amp_recipe
+from amptune.search.exclusions import Group, Ladder, groups_by_intensity, rules_at_depth
+from amptune.search.space import Point, Space, digest, pin, restrict
+from amptune.search.space_file import load_space, space_for
+
+__all__ = ["Candidates", "Wanted", "candidates_for"]
+
+# With --batch-size auto: these multiples of the workload's own batch size.
+BATCH_FACTORS = (0.5, 1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What the user asked of the search. `batch_size` is None (the workload's own), a number, or "auto"."""
+
+    baseline: Policy
+    space: str | Path | None = None
+    pins: Mapping[str, str]
+    batch_size: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """`first` are measured before the sampler proposes anything; `known_good` stand in the final comparison too."""
+
+    space: Space
+    ladder: tuple[Group, ...]
+    batch_size: int
+    study_name: str
+    baseline: Policy
+    amp_recipes: tuple[Policy, ...]
+    known_good: tuple[Policy, ...]
+
+    def policy_of(self, point: Point) -> Policy:
+        """The settings a point of the space stands for; the batch size is the user's where it is no knob."""
+        settings: dict[str, Any] = {"batch_size": self.batch_size, **dict(point)}
+        depth = settings.pop("fp32_exclusions", 0)
+        rules = rules_at_depth(self.ladder, depth) if settings.get("autocast") != "off" else ()
+        return Policy(**settings, fp32_modules=rules)
+
+    @property
+    def first(self) -> tuple[Policy, ...]:
+        tried = (self.policy_of(point) for point in self.space.try_first)
+        return tuple(dict.fromkeys([self.baseline, *self.known_good, *tried]))
+
+
+def candidates_for(prepared: Prepared, wanted: Wanted, ladder: Ladder = groups_by_intensity) -> Candidates:
+    """Narrows the machine's space to what can matter for this model, then to what the user pinned.
+
+    Raises an `AmptuneError` for a space that does not exist or a pin that means nothing.
+    """
+    subject = prepared.subject
+    groups = tuple(ladder(subject))
+    space = load_space(wanted.space) if wanted.space else space_for(prepared.hardware)
+    space = _narrowed(space, subject, len(groups))
+    recipes = _amp_recipes(space)
+    for name, value in wanted.pins.items():
+        space = pin(space, name, value)
+    batch_size = wanted.batch_size if isinstance(wanted.batch_size, int) else subject.batch_size
+    if wanted.batch_size == "auto":
+        sizes = tuple(sorted({max(1, int(factor * batch_size)) for factor in BATCH_FACTORS}))
+        space = space.with_knob("batch_size", sizes, stock=batch_size)
+    recipes = tuple(replace(policy, batch_size=batch_size) for policy in recipes)
+    baseline = replace(wanted.baseline, batch_size=wanted.baseline.batch_size or batch_size)
+    return Candidates(
+        space=space,
+        ladder=groups,
+        batch_size=batch_size,
+        study_name=_study_name(prepared, space, batch_size),
+        baseline=baseline,
+        amp_recipes=tuple(policy for policy in recipes if policy.memory_format == "contiguous"),
+        known_good=recipes,
+    )
+
+
+def _narrowed(space: Space, subject: Subject, groups: int) -> Space:
+    """Drops what cannot matter: layouts and plans of convolutions a model does not have, rungs of no ladder."""
+    formats = {"contiguous"}
+    formats |= {"channels_last"} if 2 in subject.convolution_dims else set()  # noqa: PLR2004
+    formats |= {"channels_last_3d"} if 3 in subject.convolution_dims else set()  # noqa: PLR2004
+    allowed: dict[str, Any] = {
+        "memory_format": lambda value: value in formats,
+        "cudnn_benchmark": lambda value: bool(subject.convolution_dims) or not value,
+        "fp32_exclusions": lambda value: value <= groups,
+    }
+    for knob in space.knobs:
+        if knob.name in allowed:
+            space = restrict(space, knob.name, tuple(filter(allowed[knob.name], knob.choices)))
+    return space
+
+
+def _amp_recipes(space: Space) -> tuple[Policy, ...]:
+    """The AMP recipe in every dtype this machine has, and the same in the model's channels-last format."""
+    choices = {knob.name: knob.choices for knob in space.knobs}
+    dtypes = [dtype for dtype in choices.get("autocast", ()) if dtype != "off"]
+    formats = choices.get("memory_format", ("contiguous",))
+    return tuple(amp_recipe(dtype, memory_format=layout) for layout in formats for dtype in dtypes)
+
+
+def _study_name(prepared: Prepared, space: Space, batch_size: int) -> str:
+    """Everything whose change makes earlier measurements void, as a hash behind a readable name."""
+    subject, software = prepared.subject, prepared.hardware.software
+    parts = [
+        subject.source_digest,
+        subject.model_digest,
+        str(batch_size),
+        prepared.hardware.name,
+        str(prepared.hardware.gpu and (prepared.hardware.gpu.memory_mib, prepared.hardware.gpu.power_limit_w)),
+        software.torch,
+        str(software.cudnn),
+        digest(space),
+    ]
+    return f"{subject.name}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:12]}"

@@ -1,0 +1,96 @@
+"""From trials and final rounds to what is written down: the decision, and the policy file with its evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from amptune.hardware.machine import Hardware
+from amptune.measure.outcome import Measurement
+from amptune.measure.subject import Prepared, Subject
+from amptune.policy.file import PolicyFile
+from amptune.policy.findings import Finding
+from amptune.policy.settings import Policy
+from amptune.search.decision import Ratio, Round, Standing, Verdict, standings_of, verdict_of
+from amptune.search.evidence import evidence_of, labels_of
+from amptune.search.trial import Trial
+
+__all__ = ["Decision", "decide"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What tuning found. `provisional` means the final comparison is missing or was cut short.
+
+    `amp_recipe` is the faster of the AMP recipes that ran, or the failure of the last.
+    """
+
+    policy_file: PolicyFile
+    verdict: Verdict
+    amp_recipe: Standing | None
+    trials: tuple[Trial, ...]
+    hardware: Hardware
+    subject: Subject
+    seconds: float
+    provisional: bool
+
+    @property
+    def policy(self) -> Policy:
+        return self.policy_file.policy
+
+    @property
+    def speedup(self) -> Ratio:
+        """Samples per second under the policy over those of the baseline."""
+        return self.verdict.speedup
+
+    @property
+    def baseline(self) -> Standing:
+        return self.verdict.baseline
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        return self.verdict.findings
+
+
+def decide(
+    prepared: Prepared,
+    trials: Sequence[Trial],
+    rounds: Sequence[Round],
+    *,
+    baseline: Policy,
+    amp_recipes: Sequence[Policy],
+    seconds: float,
+    provisional: bool,
+) -> Decision | None:
+    """None where the baseline was not measured or failed: then nothing can be claimed."""
+    verdict = verdict_of(rounds, baseline) if rounds else _verdict_of_trials(trials, baseline)
+    if verdict is None:
+        return None
+    provisional = provisional or not rounds
+    amp_recipe = next((standing for standing in verdict.standings if standing.policy in amp_recipes), None)
+    evidence = evidence_of(verdict, amp_recipe, trials, rounds, seconds=seconds, provisional=provisional)
+    return Decision(
+        policy_file=PolicyFile(
+            policy=verdict.winner.policy,
+            name=prepared.subject.name,
+            valid_for=labels_of(prepared),
+            evidence=evidence,
+        ),
+        verdict=verdict,
+        amp_recipe=amp_recipe,
+        trials=tuple(trials),
+        hardware=prepared.hardware,
+        subject=prepared.subject,
+        seconds=seconds,
+        provisional=provisional,
+    )
+
+
+def _verdict_of_trials(trials: Sequence[Trial], baseline: Policy) -> Verdict | None:
+    """The fastest trial wins, without an interval: what can be said before the final comparison."""
+    by_policy = {trial.policy: trial.outcome for trial in trials}
+    if not isinstance(by_policy.get(baseline), Measurement):
+        return None
+    standings = standings_of([by_policy], baseline)
+    of = {standing.policy: standing for standing in standings}
+    finding = Finding(code="provisional", message="no final comparison was made: the fastest trial, measured once")
+    return Verdict(winner=standings[0], baseline=of[baseline], standings=standings, findings=(finding,))

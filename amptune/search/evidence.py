@@ -1,0 +1,118 @@
+"""What the policy file says for itself: where it holds, and the figures behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from amptune.measure.outcome import Measurement
+from amptune.measure.subject import Prepared
+from amptune.policy.file import Evidence
+from amptune.policy.settings import Policy
+from amptune.policy.wire import policy_to_dict
+from amptune.search.decision import Round, Standing, Verdict
+from amptune.search.trial import Trial
+
+__all__ = ["evidence_of", "labels_of", "parity_of"]
+
+# Under these labels the evidence holds. Others (driver, site labels) may differ without changing which policy wins.
+_HOLDS_FOR = {
+    "cuda": ("nvidia.com/gpu.product", "nvidia.com/gpu.memory", "nvidia.com/gpu.compute.", "torch", "cudnn"),
+    "cpu": ("kubernetes.io/arch", "feature.node.kubernetes.io/cpu-", "torch"),
+}
+
+
+def labels_of(prepared: Prepared) -> dict[str, str]:
+    """`valid_for`: the labels of this machine that matter, and the model's digest."""
+    prefixes = _HOLDS_FOR[prepared.hardware.device]
+    labels = {name: value for name, value in prepared.hardware.labels if name.startswith(prefixes)}
+    return {**labels, "model": prepared.subject.model_digest}
+
+
+def evidence_of(
+    verdict: Verdict,
+    amp_recipe: Standing | None,
+    trials: Sequence[Trial],
+    rounds: Sequence[Round],
+    *,
+    seconds: float,
+    provisional: bool,
+) -> Evidence:
+    """The policy file's `evidence`, from the final comparison (or, provisionally, from the trials)."""
+    winner = verdict.winner
+    evidence = Evidence(
+        baseline=_figures(verdict.baseline),
+        **_own_figures(winner),
+        parity=parity_of(trials, rounds, winner.policy, verdict.baseline.policy),
+        finalists=[_figures(standing) for standing in verdict.standings],
+        findings=[finding.as_dict() for finding in verdict.findings],
+        tuned_on=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        trials=len(trials),
+        seconds=round(seconds, 1),
+    )
+    if amp_recipe is not None:
+        evidence["amp_recipe"] = _figures(amp_recipe)
+    if provisional:
+        evidence["provisional"] = True
+    return evidence
+
+
+def parity_of(
+    trials: Sequence[Trial], rounds: Sequence[Round], policy: Policy, baseline: Policy
+) -> dict[str, float]:
+    """How far the first steps under `policy` are from the baseline's, from the same weights on the same batches.
+
+    Losses by the largest relative deviation, the first gradient's L2 norm by its relative deviation; and the
+    same between the baseline's own runs, which differ by the GPU's order of summation alone.
+    """
+    trial_round = {trial.policy: trial.outcome for trial in trials}
+    own = _measurements([trial_round, *rounds], policy)
+    reference = _measurements([trial_round, *rounds], baseline)
+    if not own or not reference:
+        return {}
+    first = reference[0]
+    parity = {"loss_deviation": max(_loss_deviation(m, first) for m in own)}
+    if len(reference) > 1:
+        parity["fp32_loss_deviation"] = max(_loss_deviation(m, first) for m in reference[1:])
+    if first.gradient_norm and own[0].gradient_norm is not None:
+        parity["gradient_norm_deviation"] = abs(own[0].gradient_norm / first.gradient_norm - 1)
+    return {name: float(f"{value:.3g}") for name, value in parity.items()}
+
+
+def _measurements(rounds: Sequence[Mapping[Policy, Any]], policy: Policy) -> list[Measurement]:
+    return [outcome for r in rounds if isinstance(outcome := r.get(policy), Measurement)]
+
+
+def _loss_deviation(a: Measurement, b: Measurement) -> float:
+    pairs = zip(a.losses, b.losses, strict=False)
+    return max((abs(x - y) / max(abs(y), 1e-12) for x, y in pairs), default=0.0)
+
+
+def _figures(standing: Standing) -> dict[str, Any]:
+    """One finalist as plain data: its policy and what was measured, or how it failed."""
+    figures: dict[str, Any] = {"policy": policy_to_dict(standing.policy)}
+    if standing.failure is not None:
+        return {**figures, "failure": {"kind": standing.failure.kind, "message": standing.failure.message}}
+    return {**figures, **_own_figures(standing)}
+
+
+def _own_figures(standing: Standing) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "samples_per_s": _rounded(standing.samples_per_s),
+        "step_ms": _rounded(standing.step_ms),
+        "step_ms_ci95": standing.step_ms_ci95 and [_rounded(limit) for limit in standing.step_ms_ci95],
+        "peak_memory_mib": standing.peak_memory_mib and round(standing.peak_memory_mib),
+        "energy_j_per_sample": _rounded(standing.energy_j_per_sample),
+    }
+    ratio = standing.vs_baseline
+    if ratio is not None:
+        figures["speedup"] = _rounded(ratio.value)
+        if standing.rounds > 1:
+            figures["speedup_ci95"] = [_rounded(ratio.low), _rounded(ratio.high)]
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+def _rounded(value: float | None) -> float | None:
+    """Four significant digits: more than the measurement holds, few enough to read."""
+    return None if value is None else float(f"{value:.4g}")

@@ -1,0 +1,100 @@
+"""The search loop: ask for a policy, measure it, tell; until the budget or the space is used up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from amptune.errors import StudyError
+from amptune.measure.evaluator import Evaluator
+from amptune.measure.outcome import Effort, Failure, Measurement
+from amptune.policy.settings import Policy
+from amptune.search.budget import Budget
+from amptune.search.events import Observer, SearchEnded, TrialEnded, TrialStarted
+from amptune.search.study import Study, Suggestion
+from amptune.search.trial import Trial
+
+__all__ = ["best_of", "search"]
+
+# A step this many times slower than the best, per sample, is not looked at for long.
+HOPELESS = 2.0
+TRIAL_LIMIT_S = 90.0
+# Less than this is not enough for a trial in a worker that already runs.
+SHORTEST_TRIAL_S = 3.0
+
+
+def search(
+    study: Study,
+    evaluator: Evaluator,
+    budget: Budget,
+    *,
+    baseline: Policy,
+    reserve_s: Callable[[], float],
+    observer: Observer,
+) -> None:
+    """Measures what the study suggests, one policy after another, and leaves `reserve_s()` of the budget unspent.
+
+    The baseline comes first and is let run whatever it takes. Every outcome is in the study when this returns.
+    """
+    measured_before = len(study.trials)
+    try:
+        because = _search_until(study, evaluator, budget, baseline, reserve_s, observer)
+    except StudyError as error:  # a storage that fails ends the search; what is in memory still decides
+        because = str(error)
+    observer(SearchEnded(because=because, trials=len(study.trials) - measured_before))
+
+
+def best_of(study: Study) -> Trial | None:
+    """The fastest trial so far."""
+    alive = [trial for trial in study.trials if isinstance(trial.outcome, Measurement)]
+    return max(alive, key=lambda trial: trial.samples_per_s, default=None)
+
+
+def _search_until(
+    study: Study,
+    evaluator: Evaluator,
+    budget: Budget,
+    baseline: Policy,
+    reserve_s: Callable[[], float],
+    observer: Observer,
+) -> str:
+    """Searches until there is a reason to stop, and returns it in words."""
+    last = None if budget.trials is None else len(study.trials) + budget.trials
+    while len(study.trials) != last:
+        if study.trials and budget.left_s - reserve_s() < SHORTEST_TRIAL_S:
+            return "the budget for searching is spent"
+        suggestion = study.suggest()
+        if suggestion is None:
+            return "every policy of the space is measured"
+        trial = _try(study, suggestion, evaluator, budget.left_s - reserve_s(), observer)
+        if trial is None:
+            return "the budget for searching is spent"
+        study.tell(suggestion, trial)
+        first = study.trial_of(baseline)
+        observer(TrialEnded(trial=trial, best=best_of(study), baseline=first, left_s=budget.left_s))
+        if trial is first and isinstance(trial.outcome, Failure):
+            return "the baseline itself fails"
+    return f"the {budget.trials} trials allowed are done"
+
+
+def _try(
+    study: Study, suggestion: Suggestion, evaluator: Evaluator, left_s: float, observer: Observer
+) -> Trial | None:
+    """The trial, or None where the budget and not the policy cut it short: that says nothing about the policy."""
+    observer(TrialStarted(policy=suggestion.policy))
+    limit_s = TRIAL_LIMIT_S if not study.trials else min(TRIAL_LIMIT_S, max(SHORTEST_TRIAL_S, left_s))
+    start = time.monotonic()
+    outcome = evaluator.measure(suggestion.policy, _effort(study, suggestion.policy, limit_s))
+    seconds = time.monotonic() - start
+    if isinstance(outcome, Failure) and outcome.kind == "timeout" and limit_s < TRIAL_LIMIT_S:
+        study.forget(suggestion)
+        return None
+    return Trial(number=len(study.trials), policy=suggestion.policy, outcome=outcome, seconds=seconds)
+
+
+def _effort(study: Study, policy: Policy, limit_s: float) -> Effort:
+    best = best_of(study)
+    if best is None or not best.samples_per_s:
+        return Effort(time_limit_s=limit_s)
+    samples = (policy.batch_size or 1) * policy.accumulate
+    return Effort(time_limit_s=limit_s, abandon_above_ms=HOPELESS * 1000 * samples / best.samples_per_s)

@@ -1,0 +1,258 @@
+"""Tuning, as one pipeline: prepare, narrow the space, search, compare the finalists, decide."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import cloudpickle
+from filelock import FileLock, Timeout
+
+from amptune.errors import NothingFeasibleError, StudyError, TargetError, UserCodeError
+from amptune.measure.evaluator import Evaluator, WorkerEvaluator
+from amptune.measure.outcome import Failure, Measurement
+from amptune.measure.subject import Prepared
+from amptune.measure.worker import Source
+from amptune.policy.settings import STOCK, Policy
+from amptune.search.budget import Budget
+from amptune.search.candidates import Candidates, Wanted, candidates_for
+from amptune.search.deciding import Decision, decide
+from amptune.search.decision import Round
+from amptune.search.events import Observer, SearchStarted
+from amptune.search.finals import MIN_ROUNDS, compare
+from amptune.search.searching import search
+from amptune.search.study import Study, open_study
+from amptune.workload.protocol import Workload
+from amptune.workload.targets import parse_target
+
+__all__ = ["TuningInterrupted", "TuningRequest", "run_tuning", "tune", "tune_with"]
+
+# The finals take at most this share of the budget; the search has the rest.
+FINALS_SHARE = 0.4
+FINALISTS = 3
+
+
+class TuningInterrupted(KeyboardInterrupt):
+    """Ctrl-C (or SIGTERM, on the command line) during tuning; `decision` is the best so far, provisional, or None."""
+
+    def __init__(self, decision: Decision | None) -> None:
+        super().__init__("tuning was interrupted")
+        self.decision = decision
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningRequest:
+    """A tuning run: `study` is a folder or a database URL, `folder` where log and lock are kept."""
+
+    source: Source
+    wanted: Wanted
+    budget: Budget
+    folder: Path
+    study: Path | str
+    device: str | None = None
+    seed: int = 0
+
+
+def tune(
+    workload: Workload | str,
+    *,
+    budget_s: float = 300.0,
+    trials: int | None = None,
+    space: str | Path | None = None,
+    pins: Mapping[str, str] | None = None,
+    baseline: Policy = STOCK,
+    batch_size: int | Literal["auto"] | None = None,
+    device: str | None = None,
+    study: str | Path | None = None,
+    seed: int = 0,
+    observer: Observer | None = None,
+) -> Decision:
+    """Finds the fastest policy for a workload on this machine: `amptune tune` as a function.
+
+    `workload` is a `Workload` (its functions travel to the worker processes by value) or a target such as
+    `"train.py:workload"`. `budget_s` is wall-clock seconds, final comparison included; `trials` bounds the
+    number of policies tried. `space` names a search space or its file, `pins` fixes knobs by name, `study`
+    is a folder or a database URL to remember trials in (default: under `.amptune/`).
+
+    Raises an `AmptuneError` of the fitting kind, and `TuningInterrupted` on Ctrl-C, with the best so far.
+    """
+    source = source_of(workload)
+    name = workload.name or "workload" if isinstance(workload, Workload) else workload
+    folder, storage = place_of(study, name)
+    request = TuningRequest(
+        source=source,
+        wanted=Wanted(baseline=baseline, space=space, pins=pins or {}, batch_size=batch_size),
+        budget=Budget(seconds=budget_s, trials=trials),
+        folder=folder,
+        study=storage,
+        device=device,
+        seed=seed,
+    )
+    return run_tuning(request, observer or (lambda _: None))
+
+
+def source_of(workload: Workload | str) -> Source:
+    """Where workers get the workload from. Raises `TargetError` for a target of the wrong form or a missing file."""
+    if isinstance(workload, str):
+        return Source(target=str(parse_target(workload)))
+    if not isinstance(workload, Workload):
+        raise TargetError(f"tune() takes a Workload or a target such as 'train.py:workload', not {type(workload).__name__}")
+    try:
+        return Source(pickled=cloudpickle.dumps(workload))
+    except Exception as error:
+        raise TargetError(
+            f"the workload cannot be sent to the worker processes: {type(error).__name__}: {error}; build what "
+            "cannot be pickled (open files, locks, CUDA tensors) inside model(), batch() or optimizer()"
+        ) from error
+
+
+def place_of(study: str | Path | None, name: str) -> tuple[Path, Path | str]:
+    """(folder for log and lock, where the trials are kept: that folder or a database URL)."""
+    default = Path(".amptune") / re.sub(r"[^\w.-]+", "-", name).strip("-.")
+    if study is None:
+        return default, default
+    if "://" in str(study):
+        return default, str(study)
+    return Path(study), Path(study)
+
+
+def run_tuning(request: TuningRequest, observer: Observer) -> Decision:
+    """Tunes on this machine. Raises an `AmptuneError`, or `TuningInterrupted` with what was found by then."""
+    with _locked(request.folder):
+        evaluator = WorkerEvaluator(request.source, request.device, request.folder / "workers.log")
+        try:
+            return tune_with(evaluator, request, observer)
+        finally:
+            evaluator.close()
+
+
+def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) -> Decision:
+    """The same on any evaluator: this machine, or a recording of one."""
+    prepared = evaluator.prepare()
+    candidates = candidates_for(prepared, request.wanted)
+    name, space = candidates.study_name, candidates.space
+    study = open_study(request.study, name, space, candidates.policy_of, seed=request.seed)
+    rounds: list[Round] = []
+    progress = _Progress(request, prepared, candidates, study, rounds)
+    try:
+        _run(evaluator, progress, observer)
+    except KeyboardInterrupt:
+        raise TuningInterrupted(progress.decision(provisional=True)) from None
+    decision = progress.decision(provisional=False)
+    if decision is None:
+        raise _nothing_feasible(study, candidates)
+    return decision
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """A tuning run under way: what a decision can be made of at any moment."""
+
+    request: TuningRequest
+    prepared: Prepared
+    candidates: Candidates
+    study: Study
+    rounds: list[Round]
+
+    def decision(self, *, provisional: bool) -> Decision | None:
+        return decide(
+            self.prepared,
+            self.study.trials,
+            self.rounds,
+            baseline=self.candidates.baseline,
+            amp_recipes=self.candidates.amp_recipes,
+            seconds=self.request.budget.spent_s,
+            provisional=provisional,
+        )
+
+
+def _run(evaluator: Evaluator, progress: _Progress, observer: Observer) -> None:
+    request, study, candidates = progress.request, progress.study, progress.candidates
+    study.measure_first(candidates.first)
+    observer(
+        SearchStarted(
+            prepared=progress.prepared,
+            architecture=candidates.space.architecture,
+            size=study.size,
+            remembered=len(study.trials),
+            study=str(request.study),
+            budget_s=request.budget.seconds,
+        )
+    )
+    search(
+        study,
+        evaluator,
+        request.budget,
+        baseline=candidates.baseline,
+        reserve_s=lambda: _finals_s(study, request.budget, len(candidates.known_good) + FINALISTS),
+        observer=observer,
+    )
+    baseline = study.trial_of(candidates.baseline)
+    if baseline is None or isinstance(baseline.outcome, Failure):
+        return
+    finalists = _finalists(study, candidates)
+    for final_round in compare(
+        evaluator,
+        finalists,
+        request.budget,
+        baseline=candidates.baseline,
+        failed=_failures(study),
+        seed=request.seed,
+        observer=observer,
+    ):
+        progress.rounds.append(final_round)
+
+
+def _finals_s(study: Study, budget: Budget, policies: int) -> float:
+    """The time to keep for the finals: their least rounds, at what a trial has cost so far."""
+    costs = sorted(trial.seconds for trial in study.trials)
+    typical_s = costs[len(costs) // 2] if costs else 2.0
+    return min(FINALS_SHARE * budget.seconds, MIN_ROUNDS * policies * typical_s)
+
+
+def _finalists(study: Study, candidates: Candidates) -> tuple[Policy, ...]:
+    """The baseline, the known-good policies and the fastest trials, each once."""
+    alive = [trial for trial in study.trials if isinstance(trial.outcome, Measurement)]
+    fastest = sorted(alive, key=lambda trial: -trial.samples_per_s)[:FINALISTS]
+    known = [policy for policy in candidates.known_good if study.trial_of(policy) is not None]
+    return tuple(dict.fromkeys([candidates.baseline, *known, *(trial.policy for trial in fastest)]))
+
+
+def _failures(study: Study) -> dict[Policy, Failure]:
+    return {trial.policy: trial.outcome for trial in study.trials if isinstance(trial.outcome, Failure)}
+
+
+def _nothing_feasible(study: Study, candidates: Candidates) -> Exception:
+    """Why there is no decision: the user's own error where it is one, else the baseline's failure."""
+    trial = study.trial_of(candidates.baseline)
+    if trial is None:
+        return NothingFeasibleError("the baseline was not measured: the budget was spent before its first step")
+    failure = trial.outcome
+    assert isinstance(failure, Failure)  # noqa: S101  # a measured baseline always gives a decision
+    if failure.kind == "error":
+        place = f" ({failure.where})" if failure.where else ""
+        text = f"the training step raised {failure.exception}: {failure.message}{place}"
+        return UserCodeError(text, kind=failure.exception or "Exception", where=failure.where)
+    return NothingFeasibleError(f"the baseline ({candidates.baseline}) fails, so nothing can be held against it: {failure}")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps a second tuner out of the study's folder. Raises `StudyError` if there is one, or no folder can be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock")
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise StudyError(f"another amptune is tuning in {folder}; wait for it, or name another folder with --study") from None
+    except OSError as error:
+        raise StudyError(f"the study's folder {folder} cannot be used: {error}") from error
+    try:
+        yield
+    finally:
+        lock.release()
+

@@ -1,0 +1,122 @@
+"""Targets: how a command line names a workload, `file.py:name` or `package.module:name`."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from amptune.errors import TargetError
+from amptune.workload.protocol import Workload
+from amptune.workload.user_code import user_code
+
+__all__ = ["Target", "load_workload", "parse_target", "source_digest"]
+
+
+class Target(str):
+    """A target's text, known to have the right form; `place` is the file or module, `attribute` the name in it."""
+
+    __slots__ = ()
+
+    @property
+    def place(self) -> str:
+        return self.rpartition(":")[0]
+
+    @property
+    def attribute(self) -> str:
+        return self.rpartition(":")[2]
+
+    @property
+    def is_file(self) -> bool:
+        return self.place.endswith(".py") or "/" in self.place
+
+
+def parse_target(text: str) -> Target:
+    """Checks form and file without running any of it; raises `TargetError`."""
+    target = Target(text)
+    if not target.place or not target.attribute.isidentifier():
+        raise TargetError(f"{text!r} is no target: write FILE.py:NAME or PACKAGE.MODULE:NAME, as in train.py:workload")
+    if target.is_file and not Path(target.place).is_file():
+        raise TargetError(f"{text}: there is no file {target.place} (looked in {Path.cwd()})")
+    return target
+
+
+def load_workload(target: Target) -> Workload:
+    """Imports the target and returns its workload, named after the attribute where it has no name of its own.
+
+    Raises `TargetError` if there is no such thing or it is no workload, `UserCodeError` if its code raises.
+    """
+    found = _attribute(_import(target), target)
+    if callable(found) and not isinstance(found, Workload | type):
+        with user_code(f"{target}: {target.attribute}()"):
+            found = found()
+    if not isinstance(found, Workload):
+        raise TargetError(
+            f"{target} is {_a(found)}, not an amptune.Workload nor a function that returns one; "
+            "`amptune init` writes an example"
+        )
+    return found if found.name else replace(found, name=target.attribute)
+
+
+def source_digest(target: Target) -> str:
+    """SHA-256 of the source file behind a target, whose change makes earlier measurements void."""
+    if target.is_file:
+        return _digest_of(Path(target.place))
+    spec = importlib.util.find_spec(target.place)
+    return _digest_of(Path(spec.origin)) if spec and spec.origin else "unknown"
+
+
+def _digest_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _import(target: Target) -> ModuleType:
+    if target.is_file:
+        return _import_file(Path(target.place).resolve())
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        with user_code(f"importing {target.place}"):
+            return importlib.import_module(target.place)
+    except Exception as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and cause.name and f"{target.place}.".startswith(f"{cause.name}."):
+            raise TargetError(f"{target}: there is no module {cause.name} (sys.path is searched)") from None
+        raise
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Imports a script as its own module: its folder importable as under `python script.py`, `__main__` guard off."""
+    sys.path.insert(0, str(path.parent))
+    name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"amptune_target_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise TargetError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    with user_code(f"importing {path.name}"):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _attribute(module: ModuleType, target: Target) -> Any:
+    with user_code(f"{target}: looking up {target.attribute}"):
+        if hasattr(module, target.attribute):
+            return getattr(module, target.attribute)
+    names = [name for name in dir(module) if not name.startswith("_")]
+    close = difflib.get_close_matches(target.attribute, names)
+    workloads = [name for name in names if isinstance(getattr(module, name, None), Workload)]
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    hint += f"; it has the workloads {', '.join(workloads)}" if workloads and not close else ""
+    raise TargetError(f"{target}: {target.place} has no {target.attribute}{hint}")
+
+
+def _a(value: Any) -> str:
+    kind = value.__name__ if isinstance(value, type) else type(value).__name__
+    return f"the class {kind}" if isinstance(value, type) else f"of type {kind}"

@@ -1,0 +1,48 @@
+"""The edge to the user's own code: its exceptions come out as one `UserCodeError` that says where."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from amptune.errors import AmptuneError, UserCodeError
+
+__all__ = ["user_code", "where_in_user_code"]
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_LIBRARIES = tuple({str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("stdlib", "purelib", "platlib")})
+
+
+@contextmanager
+def user_code(doing: str) -> Iterator[None]:
+    """Turns whatever the user's code raises while `doing` something into `UserCodeError`."""
+    try:
+        yield
+    except AmptuneError:
+        raise
+    except Exception as error:
+        where = where_in_user_code(error.__traceback__)
+        kind = type(error).__name__
+        place = f" ({where})" if where else ""
+        raise UserCodeError(f"{doing} raised {kind}: {error}{place}", kind=kind, where=where) from error
+
+
+def where_in_user_code(trace: TracebackType | None) -> str | None:
+    """`file:line` of the innermost frame that is neither amptune's nor an installed library's."""
+    for frame in reversed(traceback.extract_tb(trace)):
+        if _is_the_users(frame.filename):
+            return f"{frame.filename}:{frame.lineno}"
+    return None
+
+
+def _is_the_users(filename: str) -> bool:
+    if filename.startswith("<"):
+        return False
+    path = Path(filename).resolve()
+    if path.is_relative_to(_PACKAGE):
+        return path.is_relative_to(_PACKAGE / "workload" / "zoo")
+    return not any(path.is_relative_to(library) for library in _LIBRARIES)

@@ -1,0 +1,107 @@
+"""BERT-base as a masked language model (Devlin et al., 2018, arXiv:1810.04805), 512 tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from amptune.workload.protocol import Workload
+from amptune.workload.zoo.attention import SelfAttention
+from amptune.workload.zoo.layers import named
+from amptune.workload.zoo.recipes import adamw
+
+__all__ = ["bert_base"]
+
+_VOCABULARY = 30522
+_MASK = 103  # the [MASK] token of the published vocabulary
+_MASKED_SHARE = 0.15
+_UNMASKED = -100  # what cross_entropy ignores by default
+_DROPOUT = 0.1
+_EPSILON = 1e-12
+
+
+def bert_base(*, width: int = 768, layers: int = 12, tokens: int = 512, batch_size: int = 16) -> Workload:
+    return Workload(
+        name="bert_base",
+        model=partial(MaskedLanguageModel, width, layers, tokens),
+        batch=partial(_masked_text, tokens=tokens),
+        loss=_masked_cross_entropy,
+        optimizer=adamw,
+        batch_size=batch_size,
+    )
+
+
+class MaskedLanguageModel(nn.Module):
+    """Maps token numbers (batch, tokens) to logits (batch, tokens, vocabulary)."""
+
+    def __init__(self, width: int, layers: int, tokens: int) -> None:
+        super().__init__()
+        self.embeddings = Embeddings(width, tokens)
+        self.encoder = nn.Sequential(*(EncoderLayer(width) for _ in range(layers)))
+        self.transform = named(dense=nn.Linear(width, width), gelu=nn.GELU(), norm=nn.LayerNorm(width, eps=_EPSILON))
+        self.decoder = nn.Linear(width, _VOCABULARY)
+        self.apply(_draw)
+        self.decoder.weight = self.embeddings.word.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.decoder(self.transform(self.encoder(self.embeddings(tokens))))
+        return logits
+
+
+class Embeddings(nn.Module):
+    """The sum of what a token is, where it stands, and which segment it is of (here all of the first)."""
+
+    def __init__(self, width: int, tokens: int) -> None:
+        super().__init__()
+        self.word = nn.Embedding(_VOCABULARY, width)
+        self.position = nn.Embedding(tokens, width)
+        self.segment = nn.Embedding(2, width)
+        self.norm = nn.LayerNorm(width, eps=_EPSILON)
+        self.dropout = nn.Dropout(_DROPOUT)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        total = self.word(tokens) + self.position(places) + self.segment(torch.zeros_like(tokens))
+        embedded: Tensor = self.dropout(self.norm(total))
+        return embedded
+
+
+class EncoderLayer(nn.Module):
+    """Attention, then a feed-forward network, each normalized after its residual sum."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = SelfAttention(width, width // 64, dropout=_DROPOUT)
+        self.norm1 = nn.LayerNorm(width, eps=_EPSILON)
+        self.feed_forward = named(
+            expand=nn.Linear(width, 4 * width), gelu=nn.GELU(), reduce=nn.Linear(4 * width, width)
+        )
+        self.norm2 = nn.LayerNorm(width, eps=_EPSILON)
+        self.dropout = nn.Dropout(_DROPOUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + self.dropout(self.attention(x)))
+        encoded: Tensor = self.norm2(x + self.dropout(self.feed_forward(x)))
+        return encoded
+
+
+def _draw(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear):
+        nn.init.zeros_(module.bias)
+
+
+def _masked_text(n: int, *, tokens: int) -> tuple[Tensor, Tensor]:
+    """Token numbers with 15 % masked, and what stood there; both of shape (n, tokens)."""
+    text = torch.randint(_VOCABULARY, (n, tokens))
+    masked = torch.rand(n, tokens) < _MASKED_SHARE
+    return text.masked_fill(masked, _MASK), text.masked_fill(~masked, _UNMASKED)
+
+
+def _masked_cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    text, hidden = batch
+    return functional.cross_entropy(model(text).flatten(0, 1), hidden.flatten())

@@ -1,0 +1,41 @@
+"""One strided convolution: the case where PyTorch's AMP recipe is slower than FP32.
+
+The shape is that of a question on PyTorch's forum: 3 input channels are too few for half precision to pay.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from amptune.workload.protocol import Workload
+from amptune.workload.zoo.layers import named
+from amptune.workload.zoo.recipes import sgd
+
+__all__ = ["conv1"]
+
+
+def conv1(*, side: int = 224, batch_size: int = 64) -> Workload:
+    return Workload(
+        name="conv1",
+        model=_model,
+        batch=partial(_images, side=side),
+        loss=_mean_square,
+        optimizer=partial(sgd, lr=0.01),
+        batch_size=batch_size,
+    )
+
+
+def _model() -> nn.Sequential:
+    return named(conv=nn.Conv2d(3, 64, kernel_size=3, stride=2, padding=1))
+
+
+def _images(n: int, *, side: int) -> Tensor:
+    return torch.randn(n, 3, side, side)
+
+
+def _mean_square(model: nn.Module, images: Tensor) -> Tensor:
+    output: Tensor = model(images)
+    return output.square().mean()

@@ -1,0 +1,81 @@
+"""A small convolution network on real images: the 1,797 handwritten digits that scikit-learn carries.
+
+Small enough for a laptop's CPU, and, its data being real, a training run of it can be judged.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor, nn
+
+from amptune.errors import TargetError
+from amptune.workload.protocol import Workload
+from amptune.workload.zoo.layers import conv_bn_relu, he_normal, named
+from amptune.workload.zoo.recipes import cross_entropy, sgd
+
+__all__ = ["digits"]
+
+
+def digits(*, batch_size: int = 64) -> Workload:
+    """Raises `TargetError` where scikit-learn is not installed."""
+    if find_spec("sklearn") is None:
+        raise TargetError("digits: its images come with scikit-learn, not installed: pip install 'amptune[digits]'")
+    return Workload(
+        name="digits",
+        model=_model,
+        batch=_batch,
+        loss=cross_entropy,
+        optimizer=partial(sgd, lr=0.01),
+        evaluate=_accuracy,
+        batch_size=batch_size,
+    )
+
+
+def _model() -> nn.Sequential:
+    return he_normal(
+        named(
+            conv1=conv_bn_relu(1, 48, 3),
+            conv2=conv_bn_relu(48, 64, 3, stride=2),
+            conv3=conv_bn_relu(64, 128, 3, stride=2),
+            pool=nn.MaxPool2d(2),
+            flatten=nn.Flatten(),
+            fc=nn.Linear(128 * 4 * 4, 10),
+        )
+    )
+
+
+def _batch(n: int) -> tuple[Tensor, Tensor]:
+    """Images of shape (n, 1, 32, 32) and labels of shape (n,), drawn from the training part with replacement."""
+    images, _, labels, _ = _scans()
+    drawn = torch.randint(len(images), (n,))
+    return images[drawn], labels[drawn]
+
+
+@torch.no_grad()
+def _accuracy(model: nn.Module) -> float:
+    """The share of the held-out fifth that is recognized."""
+    _, images, _, labels = _scans()
+    device = next(model.parameters()).device
+    was_training = model.training
+    try:
+        guesses = model.eval()(images.to(device)).argmax(dim=1).cpu()
+    finally:
+        model.train(was_training)
+    return float((guesses == labels).float().mean())
+
+
+@cache
+def _scans() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training images, test images, training labels, test labels: a split that is the same on every machine."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    scans = load_digits()
+    # 8x8 pixels of 0 to 16 become (n, 1, 32, 32) of 0 to 1, each pixel a square of four by four.
+    images = (scans.images / 16).astype("float32").repeat(4, axis=1).repeat(4, axis=2)[:, None]
+    parts = train_test_split(images, scans.target, test_size=0.2, random_state=0, stratify=scans.target)
+    training, test, training_labels, test_labels = map(torch.from_numpy, parts)
+    return training, test, training_labels, test_labels

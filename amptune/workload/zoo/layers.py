@@ -1,0 +1,45 @@
+"""Pieces that several of the bundled networks are made of."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TypeVar
+
+from torch import nn
+
+__all__ = ["conv", "conv_bn", "conv_bn_relu", "he_normal", "named"]
+
+Network = TypeVar("Network", bound=nn.Module)
+
+
+def named(**children: nn.Module) -> nn.Sequential:
+    """A Sequential whose children have names, so that a policy can speak of `layer1.0.body.conv2`."""
+    return nn.Sequential(OrderedDict(children))
+
+
+def conv(inputs: int, outputs: int, kernel: int, *, stride: int = 1, dilation: int = 1, groups: int = 1) -> nn.Conv2d:
+    """A convolution padded to keep the image's size (before its stride); no bias, for a BatchNorm follows or leads."""
+    padding = dilation * (kernel // 2)
+    return nn.Conv2d(inputs, outputs, kernel, stride, padding, dilation, groups, bias=False)
+
+
+def conv_bn(inputs: int, outputs: int, kernel: int, *, stride: int = 1) -> nn.Sequential:
+    return named(conv=conv(inputs, outputs, kernel, stride=stride), bn=nn.BatchNorm2d(outputs))
+
+
+def conv_bn_relu(inputs: int, outputs: int, kernel: int, *, stride: int = 1, dilation: int = 1) -> nn.Sequential:
+    return named(
+        conv=conv(inputs, outputs, kernel, stride=stride, dilation=dilation),
+        bn=nn.BatchNorm2d(outputs),
+        relu=nn.ReLU(inplace=True),
+    )
+
+
+def he_normal(network: Network) -> Network:
+    """The same network, its convolutions drawn anew as in He et al., 2015 (arXiv:1502.01852)."""
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    return network

@@ -1,0 +1,120 @@
+"""ResNet (He et al., 2015, arXiv:1512.03385), in its v1.5 form: a bottleneck strides in its 3x3 convolution.
+
+The v1.5 form is Goyal et al., 2017 (arXiv:1706.02677), whose learning rate of 0.1 per 256 images is used too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from amptune.workload.zoo.layers import conv, conv_bn, he_normal, named
+from amptune.workload.zoo.recipes import classification
+
+if TYPE_CHECKING:
+    from amptune.workload.protocol import Workload
+
+__all__ = ["Block", "Residual", "bottleneck", "bottleneck_body", "residual_network", "resnet18", "resnet50", "stages"]
+
+# block(inputs, width, *, stride=1, dilation=1)
+Block = Callable[..., "Residual"]
+
+
+def resnet18(*, classes: int = 1000, side: int = 224, batch_size: int = 64) -> Workload:
+    model = partial(residual_network, _basic, (2, 2, 2, 2), features=512, classes=classes)
+    return classification(name="resnet18", model=model, classes=classes, side=side, batch_size=batch_size, lr=0.025)
+
+
+def resnet50(*, classes: int = 1000, side: int = 224, batch_size: int = 128) -> Workload:
+    model = partial(residual_network, bottleneck, (3, 4, 6, 3), features=2048, classes=classes)
+    return classification(name="resnet50", model=model, classes=classes, side=side, batch_size=batch_size, lr=0.05)
+
+
+class Residual(nn.Module):
+    """relu(body(x) + x), with a 1x1 convolution on the shortcut where the shape changes."""
+
+    def __init__(self, body: nn.Sequential, inputs: int, outputs: int, *, stride: int = 1) -> None:
+        super().__init__()
+        self.outputs = outputs
+        self.body = body
+        same_shape = stride == 1 and inputs == outputs
+        self.shortcut = nn.Identity() if same_shape else conv_bn(inputs, outputs, 1, stride=stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.body(x) + self.shortcut(x), inplace=True)
+
+
+def _basic(inputs: int, width: int, *, stride: int = 1, dilation: int = 1) -> Residual:
+    body = named(
+        conv1=conv(inputs, width, 3, stride=stride, dilation=dilation),
+        bn1=nn.BatchNorm2d(width),
+        relu1=nn.ReLU(inplace=True),
+        conv2=conv(width, width, 3, dilation=dilation),
+        bn2=nn.BatchNorm2d(width),
+    )
+    return Residual(body, inputs, width, stride=stride)
+
+
+def bottleneck(inputs: int, width: int, *, stride: int = 1, dilation: int = 1) -> Residual:
+    outputs = 4 * width
+    body = bottleneck_body(inputs, width, outputs, stride=stride, dilation=dilation)
+    return Residual(body, inputs, outputs, stride=stride)
+
+
+def bottleneck_body(
+    inputs: int, width: int, outputs: int, *, stride: int = 1, dilation: int = 1, groups: int = 1
+) -> nn.Sequential:
+    return named(
+        conv1=conv(inputs, width, 1),
+        bn1=nn.BatchNorm2d(width),
+        relu1=nn.ReLU(inplace=True),
+        conv2=conv(width, width, 3, stride=stride, dilation=dilation, groups=groups),
+        bn2=nn.BatchNorm2d(width),
+        relu2=nn.ReLU(inplace=True),
+        conv3=conv(width, outputs, 1),
+        bn3=nn.BatchNorm2d(outputs),
+    )
+
+
+def stages(block: Block, depths: Sequence[int], *, last_dilation: int = 1) -> dict[str, nn.Module]:
+    """The stem and the stages `layer1` to `layer4`, by name.
+
+    With `last_dilation` above 1 the last stage dilates instead of striding: output stride 16, not 32.
+    """
+    trunk: dict[str, nn.Module] = {"stem": _stem()}
+    names = ("layer1", "layer2", "layer3", "layer4")
+    widths = (64, 128, 256, 512)
+    strides = (1, 2, 2, 2 if last_dilation == 1 else 1)
+    dilations = (1, 1, 1, last_dilation)
+    inputs = 64
+    for name, width, depth, stride, dilation in zip(names, widths, depths, strides, dilations, strict=True):
+        first = block(inputs, width, stride=stride, dilation=dilation)
+        inputs = first.outputs
+        rest = (block(inputs, width, dilation=dilation) for _ in range(depth - 1))
+        trunk[name] = nn.Sequential(first, *rest)
+    return trunk
+
+
+def _stem() -> nn.Sequential:
+    return named(
+        conv=conv(3, 64, 7, stride=2),
+        bn=nn.BatchNorm2d(64),
+        relu=nn.ReLU(inplace=True),
+        pool=nn.MaxPool2d(3, stride=2, padding=1),
+    )
+
+
+def residual_network(block: Block, depths: Sequence[int], *, features: int, classes: int) -> nn.Sequential:
+    """A classifier over `stages`, the last of which gives `features` channels."""
+    return he_normal(
+        named(
+            **stages(block, depths),
+            pool=nn.AdaptiveAvgPool2d(1),
+            flatten=nn.Flatten(),
+            fc=nn.Linear(features, classes),
+        )
+    )

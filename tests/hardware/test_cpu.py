@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from amptune.hardware.cpu import read_cpu
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+MIB = 1024 * 1024
+SAPPHIRE_RAPIDS = """\
+processor\t: 0
+vendor_id\t: GenuineIntel
+cpu family\t: 6
+model\t\t: 143
+model name\t: Intel(R) Xeon(R) Platinum 8480C
+flags\t\t: fpu vme sse2 avx512f avx512_bf16 amx_bf16 amx_tile
+
+processor\t: 1
+vendor_id\t: GenuineIntel
+model\t\t: 144
+"""
+GRAVITON = """\
+processor\t: 0
+BogoMIPS\t: 2100.00
+Features\t: fp asimd bf16
+CPU implementer\t: 0x41
+"""
+
+linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="CPU affinity and cgroups are Linux's")
+
+
+@pytest.fixture
+def one_cpu_allowed() -> Iterator[None]:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    yield
+    os.sched_setaffinity(0, before)
+
+
+def machine(root: Path, files: Mapping[str, str]) -> Path:
+    """A file system with these files below `root`."""
+    for name, text in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
+
+
+def test_this_machine_has_a_model_cores_and_memory() -> None:
+    cpu = read_cpu()
+    assert cpu.model
+    assert 1 <= cpu.cores <= (os.cpu_count() or 1)
+    assert cpu.memory_mib is not None
+    assert 0 < cpu.memory_mib <= psutil.virtual_memory().total // MIB
+
+
+@linux
+@pytest.mark.usefixtures("one_cpu_allowed")
+def test_cores_are_those_this_process_may_run_on() -> None:
+    assert read_cpu().cores == 1
+
+
+@linux
+def test_two_threads_of_one_core_are_one_core(tmp_path: Path) -> None:
+    allowed = os.sched_getaffinity(0)
+    together = ",".join(map(str, sorted(allowed))) + "\n"
+    files = {f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": together for cpu in allowed}
+    assert read_cpu(machine(tmp_path, files)).cores == 1
+
+
+def test_an_x86_is_told_from_its_first_processor(tmp_path: Path) -> None:
+    cpu = read_cpu(machine(tmp_path, {"proc/cpuinfo": SAPPHIRE_RAPIDS}))
+    assert (cpu.model, cpu.vendor, cpu.family) == ("Intel(R) Xeon(R) Platinum 8480C", "GenuineIntel", 6)
+    assert cpu.model_number == 143
+    assert cpu.avx512_bf16
+    assert cpu.amx_bf16
+
+
+@pytest.mark.parametrize("cpuinfo", [GRAVITON, "", "\n\n", "no colon here"], ids=["arm", "empty", "blank", "odd"])
+def test_a_cpuinfo_without_x86_facts_still_gives_a_cpu(tmp_path: Path, cpuinfo: str) -> None:
+    cpu = read_cpu(machine(tmp_path, {"proc/cpuinfo": cpuinfo}))
+    assert cpu.model
+    assert (cpu.vendor, cpu.family, cpu.model_number) == (None, None, None)
+    assert not cpu.avx512_bf16
+    assert not cpu.amx_bf16
+
+
+def test_a_machine_without_proc_and_sys_still_gives_a_cpu(tmp_path: Path) -> None:
+    cpu = read_cpu(tmp_path)
+    assert cpu.model
+    assert cpu.cores >= 1
+    assert cpu.memory_mib == psutil.virtual_memory().total // MIB
+
+
+def test_the_memory_limit_of_cgroup_2_holds_for_the_groups_below_it(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/jobs/mine\n",
+        "sys/fs/cgroup/jobs/mine/memory.max": "max\n",
+        "sys/fs/cgroup/jobs/memory.max": f"{64 * MIB}\n",
+    }
+    assert read_cpu(machine(tmp_path, files)).memory_mib == 64
+
+
+def test_the_memory_limit_of_cgroup_1_holds(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/jobs/mine\n0::/\n",
+        "sys/fs/cgroup/memory/jobs/mine/memory.limit_in_bytes": f"{96 * MIB}\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+    }
+    assert read_cpu(machine(tmp_path, files)).memory_mib == 96
+
+
+def test_a_container_whose_cgroup_has_the_hosts_path_still_finds_its_limit(tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": "0::/kubepods/pod1/abc\n", "sys/fs/cgroup/memory.max": f"{48 * MIB}\n"}
+    assert read_cpu(machine(tmp_path, files)).memory_mib == 48
+
+
+def test_a_limit_above_the_machines_memory_changes_nothing(tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{2**60}\n"}
+    assert read_cpu(machine(tmp_path, files)).memory_mib == psutil.virtual_memory().total // MIB

@@ -1,0 +1,270 @@
+"""NVML's readings, from a recording of one H200 behind `pynvml`: the one seam where no machine needs a GPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+
+from amptune.hardware.gpu import as_torch_has_it, with_readings
+from amptune.hardware.machine import Gpu
+from amptune.hardware.nvml import NvmlAbsent, NvmlGpu, connect, open_gpu
+
+UUID = "3b2c0d11-9c5e-4a4f-8f2b-1d5a6e7f8091"
+MIB = 1024 * 1024
+MIG_NAME = "NVIDIA H200 MIG 1g.18gb"
+
+RECORDED: dict[str, Any] = {
+    "nvmlSystemGetDriverVersion": "580.159.04",
+    "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=143771 * MIB, used=619 * MIB),
+    "nvmlDeviceGetEnforcedPowerLimit": 700_000,
+    "nvmlDeviceGetTotalEnergyConsumption": 1_234_567,
+    "nvmlDeviceGetClockInfo": {pynvml.NVML_CLOCK_SM: 345, pynvml.NVML_CLOCK_MEM: 3201},
+    "nvmlDeviceGetMaxClockInfo": {pynvml.NVML_CLOCK_SM: 1980},
+    "nvmlDeviceGetCurrentClocksEventReasons": 0x1,
+    "nvmlDeviceGetCurrentClocksThrottleReasons": 0x4,
+    "nvmlDeviceGetTemperature": 31,
+    "nvmlDeviceGetMigMode": [0, 1],
+    "nvmlDeviceGetEccMode": [1, 0],
+    "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=pid) for pid in (os.getpid(), 4242, 17)],
+}
+
+
+class RecordedNvml(ModuleType):
+    """`pynvml` with recorded answers; `failing` maps a function to the NVML error it raises.
+
+    Its handles are the words "board" and "slice".
+    """
+
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+        self.users = 0
+        self.failing: dict[str, Exception] = {}
+        self.devices = {f"GPU-{UUID}": "board"}
+        self.asked_of: dict[str, str] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Constants and exceptions are the real library's."""
+        if name not in RECORDED:
+            return getattr(pynvml, name)
+        return lambda *arguments: self._answer(name, *arguments)
+
+    def _answer(self, name: str, handle: str = "", *which: int) -> Any:
+        assert self.users > 0, f"{name} asked for while NVML is closed"
+        self._fail_if_told(name)
+        self.asked_of[name] = handle
+        answer = RECORDED[name]
+        return answer[which[0]] if isinstance(answer, dict) else answer
+
+    def _fail_if_told(self, name: str) -> None:
+        if name in self.failing:
+            raise self.failing[name]
+
+    def nvmlInit(self) -> None:  # noqa: N802  # the library's own names, here and below
+        self._fail_if_told("nvmlInit")
+        self.users += 1
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        assert self.users > 0, "NVML shut down more often than initialized"
+        self.users -= 1
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
+        if uuid not in self.devices:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return self.devices[uuid]
+
+    def nvmlDeviceIsMigDeviceHandle(self, handle: str) -> int:  # noqa: N802
+        self._fail_if_told("nvmlDeviceIsMigDeviceHandle")
+        return int(handle == "slice")
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: str) -> str:  # noqa: N802
+        assert handle == "slice"
+        return "board"
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> RecordedNvml:
+    recorded = RecordedNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", recorded)
+    return recorded
+
+
+def torch_properties(name: str = "NVIDIA H200", total_mib: int = 143156) -> SimpleNamespace:
+    """What `torch.cuda.get_device_properties` gives; its memory is a little less than NVML's."""
+    return SimpleNamespace(
+        name=name, major=9, minor=0, total_memory=total_mib * MIB, multi_processor_count=132, uuid=UUID
+    )
+
+
+def gpu_at(uuid: str) -> NvmlGpu:
+    gpu = open_gpu(uuid)
+    assert gpu is not None
+    return gpu
+
+
+READINGS: dict[str, tuple[str, Any]] = {  # method: the NVML function behind it, and what it makes of the recording
+    "driver_version": ("nvmlSystemGetDriverVersion", "580.159.04"),
+    "memory_mib": ("nvmlDeviceGetMemoryInfo", 143771),
+    "memory_used_mib": ("nvmlDeviceGetMemoryInfo", 619),
+    "power_limit_w": ("nvmlDeviceGetEnforcedPowerLimit", 700.0),
+    "energy_j": ("nvmlDeviceGetTotalEnergyConsumption", 1234.567),
+    "sm_clock_mhz": ("nvmlDeviceGetClockInfo", 345),
+    "sm_clock_max_mhz": ("nvmlDeviceGetMaxClockInfo", 1980),
+    "memory_clock_mhz": ("nvmlDeviceGetClockInfo", 3201),
+    "temperature_c": ("nvmlDeviceGetTemperature", 31),
+    "mig_mode": ("nvmlDeviceGetMigMode", False),
+    "ecc": ("nvmlDeviceGetEccMode", True),
+    "processes": ("nvmlDeviceGetComputeRunningProcesses", (17, 4242)),
+}
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_a_reading_comes_in_the_unit_of_its_name(nvml: RecordedNvml, reading: str) -> None:
+    with gpu_at(UUID) as gpu:
+        assert getattr(gpu, reading)() == READINGS[reading][1]
+        assert gpu.unread() == ()
+    assert nvml.users == 0
+
+
+@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize(
+    "error",
+    [
+        pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED),
+        pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN),
+        pynvml.NVMLLibraryMismatchError("an old driver"),
+    ],
+    ids=["not supported", "unknown", "old driver"],
+)
+def test_a_reading_that_fails_is_none_and_says_why(nvml: RecordedNvml, reading: str, error: Exception) -> None:
+    nvml.failing[READINGS[reading][0]] = error
+    with gpu_at(UUID) as gpu:
+        assert getattr(gpu, reading)() is None
+        (line,) = gpu.unread()
+    assert line.endswith(f": {error}")
+
+
+def test_a_reading_that_fails_leaves_the_others_alone(nvml: RecordedNvml) -> None:
+    nvml.failing["nvmlDeviceGetMemoryInfo"] = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    with gpu_at(UUID) as gpu:
+        found = with_readings(as_torch_has_it(0, torch_properties()), gpu)
+        assert gpu.unread() == ("memory: Not Supported",)
+    assert (found.memory_mib, found.power_limit_w, found.temperature_c) == (143156, 700.0, 31)
+
+
+def test_a_reading_that_works_again_is_no_longer_unread(nvml: RecordedNvml) -> None:
+    with gpu_at(UUID) as gpu:
+        nvml.failing["nvmlDeviceGetTemperature"] = pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+        assert gpu.temperature_c() is None
+        nvml.failing.clear()
+        assert gpu.temperature_c() == 31
+        assert gpu.unread() == ()
+
+
+def test_an_old_driver_gives_clock_event_reasons_under_their_old_name(nvml: RecordedNvml) -> None:
+    with gpu_at(UUID) as gpu:
+        assert gpu.clock_event_reasons() == 0x1
+        missing = pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+        nvml.failing["nvmlDeviceGetCurrentClocksEventReasons"] = missing
+        assert gpu.clock_event_reasons() == 0x4
+        nvml.failing["nvmlDeviceGetCurrentClocksThrottleReasons"] = missing
+        assert gpu.clock_event_reasons() is None
+
+
+def test_processes_leave_out_this_one_and_those_told(nvml: RecordedNvml) -> None:
+    assert nvml.users == 0
+    with gpu_at(UUID) as gpu:
+        assert gpu.processes(exclude=(17,)) == (4242,)
+
+
+def test_an_h200_is_what_torch_and_nvml_say_together(nvml: RecordedNvml) -> None:
+    assert nvml.users == 0
+    with gpu_at(UUID) as gpu:
+        found = with_readings(as_torch_has_it(3, torch_properties()), gpu)
+    assert found == Gpu(
+        index=3,
+        name="NVIDIA H200",
+        uuid=f"GPU-{UUID}",
+        generation="hopper",
+        compute_capability=(9, 0),
+        memory_mib=143771,
+        multiprocessors=132,
+        tensor_cores=True,
+        bf16=True,
+        tf32=True,
+        fp8=True,
+        fp16_rate=2.0,
+        power_limit_w=700.0,
+        sm_clock_mhz=345,
+        sm_clock_max_mhz=1980,
+        memory_clock_mhz=3201,
+        temperature_c=31,
+        mig=False,
+        ecc=True,
+        other_processes=(17, 4242),
+    )
+
+
+@pytest.mark.parametrize("uuid", [UUID, f"GPU-{UUID}"])
+def test_a_gpu_is_found_with_and_without_the_prefix_of_its_uuid(nvml: RecordedNvml, uuid: str) -> None:
+    assert nvml.users == 0
+    with gpu_at(uuid) as gpu:
+        assert (gpu.uuid, gpu.mig_slice) == (f"GPU-{UUID}", False)
+
+
+@pytest.mark.parametrize("uuid", [UUID, f"MIG-{UUID}"])
+def test_of_a_mig_slice_memory_is_its_own_and_power_its_parents(nvml: RecordedNvml, uuid: str) -> None:
+    nvml.devices = {f"MIG-{UUID}": "slice"}
+    with gpu_at(uuid) as gpu:
+        assert gpu.mig_slice
+        with_readings(as_torch_has_it(0, torch_properties(name=MIG_NAME, total_mib=16384)), gpu)
+        assert gpu.energy_j() is None
+    own = {name for name, handle in nvml.asked_of.items() if handle == "slice"}
+    assert own == {"nvmlDeviceGetMemoryInfo", "nvmlDeviceGetComputeRunningProcesses"}
+    assert nvml.asked_of["nvmlDeviceGetEnforcedPowerLimit"] == "board"
+
+
+def test_a_mig_slice_never_gets_the_memory_of_the_whole_gpu(nvml: RecordedNvml) -> None:
+    """Should torch give the parent's UUID for a slice, NVML knows the whole GPU alone."""
+    assert list(nvml.devices.values()) == ["board"]
+    with gpu_at(UUID) as gpu:
+        found = with_readings(as_torch_has_it(0, torch_properties(name=MIG_NAME, total_mib=16384)), gpu)
+    assert (found.memory_mib, found.other_processes, found.power_limit_w) == (16384, None, 700.0)
+
+
+def test_a_driver_that_knows_no_mig_has_no_slices(nvml: RecordedNvml) -> None:
+    nvml.failing["nvmlDeviceIsMigDeviceHandle"] = pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+    with gpu_at(UUID) as gpu:
+        assert not gpu.mig_slice
+        assert gpu.unread() == ()
+
+
+def test_a_gpu_that_nvml_does_not_know_is_absent_and_nvml_closed(nvml: RecordedNvml) -> None:
+    nvml.devices = {}
+    assert connect(UUID) == NvmlAbsent(why=f"NVML: GPU-{UUID}: Not Found")
+    assert open_gpu(UUID) is None
+    assert nvml.users == 0
+
+
+def test_without_the_library_there_is_one_reason(nvml: RecordedNvml) -> None:
+    nvml.failing["nvmlInit"] = pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    assert connect(UUID) == NvmlAbsent(why="NVML: NVML Shared Library Not Found")
+    assert open_gpu(UUID) is None
+
+
+def test_closing_twice_gives_nvml_back_once(nvml: RecordedNvml) -> None:
+    other = gpu_at(UUID)
+    gpu = gpu_at(UUID)
+    gpu.close()
+    gpu.close()
+    assert nvml.users == 1
+    other.close()
+
+
+def test_the_real_library_knows_no_made_up_gpu() -> None:
+    """No recording: with a driver NVML does not find it, without one NVML does not start; neither is an error."""
+    assert isinstance(connect(UUID), NvmlAbsent)
