@@ -1,35 +1,172 @@
-"""The switches of a whole process that a policy sets: FP32 math, cudnn.benchmark, autocast of compiled backwards.
+"""The switches of a whole process that a policy sets: FP32 math, cudnn.benchmark, autocast in compiled backwards.
 
-Each function here sets one and returns what puts it back.
+Each function sets one and returns what puts it back exactly.
 """
 
 from __future__ import annotations
 
+import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from amptune.policy.settings import Fp32Math
 
-__all__ = ["Fp32MathState", "fp32_math_state", "set_compiled_backward", "set_cudnn_benchmark", "set_fp32_math"]
+__all__ = ["keep_autocast_out_of_compiled_backward", "set_cudnn_benchmark", "set_fp32_math"]
 
-Undo = Callable[[], None] if TYPE_CHECKING else None
-Precision = Literal["none", "ieee", "tf32", "bf16"]
-
-# PyTorch keeps FP32 math twice, since 2.9: as older switches, and as a tree of fp32_precision settings in which
-# "none" follows the parent (docs: notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices). Reading an
-# older switch raises when the two disagree, which torch.compile's cache does.
+# PyTorch 2.9 and later keep FP32 math twice: in older switches (set_float32_matmul_precision, allow_tf32), and
+# in a tree of fp32_precision settings where "none" follows the parent; reading an older switch raises where the
+# two disagree (https://docs.pytorch.org/docs/stable/notes/cuda.html, TensorFloat-32).
 _PARENTS = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
 _LEAVES = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"))
 
-# (matmul, convolutions and RNNs). PyTorch's own default is TF32 for cuDNN and IEEE for matrix products.
-_WANTED: dict[Fp32Math, tuple[Precision, Precision]] = {
+# These two stand behind the attributes of torch.backends. One of those, mkldnn.fp32_precision, sets another
+# setting than it reads (torch 2.13, torch/backends/mkldnn/__init__.py).
+_read = torch._C._get_fp32_precision_getter
+_write = torch._C._set_fp32_precision_setter
+
+# (matrix products, cuDNN's convolutions and RNNs). Stock is what PyTorch starts with.
+_WANTED: dict[Fp32Math, tuple[str, str]] = {
     "stock": ("ieee", "tf32"),
     "ieee": ("ieee", "ieee"),
     "tf32": ("tf32", "tf32"),
 }
+
+
+def set_fp32_math(math: Fp32Math) -> Callable[[], None]:
+    """Sets what FP32 matrix products, convolutions and RNNs compute in; nothing is touched if that holds already."""
+    matmul, cudnn = _WANTED[math]
+    if _holds(matmul, cudnn):
+        return _nothing
+    before = _state()
+    _set(
+        _Fp32State(
+            matmul_precision="high" if matmul == "tf32" else "highest",
+            cudnn_allow_tf32=cudnn == "tf32",
+            leaves={("cuda", "matmul"): matmul, ("cuda", "conv"): cudnn, ("cuda", "rnn"): cudnn},
+        )
+    )
+    return lambda: _set(before)
+
+
+def set_cudnn_benchmark(enabled: bool) -> Callable[[], None]:
+    """Whether cuDNN times its algorithms at the first sight of a shape."""
+    before = torch.backends.cudnn.benchmark
+
+    def undo() -> None:
+        torch.backends.cudnn.benchmark = before
+
+    torch.backends.cudnn.benchmark = enabled
+    return undo
+
+
+def keep_autocast_out_of_compiled_backward() -> Callable[[], None]:
+    """Compiled backward passes run as eager ones do, each operation in the dtype of its forward.
+
+    By default they are traced under the forward's autocast, and run the backward of a module that is kept
+    in FP32 in half precision (https://github.com/pytorch/pytorch/issues/179804).
+    """
+    from torch._functorch import config
+
+    if not hasattr(config, "backward_pass_autocast"):
+        return _nothing
+    before = config.backward_pass_autocast
+    config.backward_pass_autocast = "off"  # noqa: S105  # "pass" as in backward pass
+    return lambda: setattr(config, "backward_pass_autocast", before)
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fp32State:
+    """The older switches, and the settings of the tree's leaves by (backend, operation)."""
+
+    matmul_precision: str
+    cudnn_allow_tf32: bool
+    leaves: Mapping[tuple[str, str], str]
+
+
+def _holds(matmul: str, cudnn: str) -> bool:
+    """Whether FP32 math is so by both accounts; unset ("none") matrix products are IEEE."""
+    if _read("cuda", "matmul").replace("none", "ieee") != matmul:
+        return False
+    if {_read("cuda", "conv"), _read("cuda", "rnn")} != {cudnn}:
+        return False
+    return _older_matmul() in {"ieee": ["highest"], "tf32": ["high", "medium"]}[matmul] and _older_cudnn() is not None
+
+
+def _state() -> _Fp32State:
+    """What `_set` needs to put all back. Overwrites the leaves on the way: set them next."""
+    seen = {leaf: _read(*leaf) for leaf in _LEAVES}
+    with _parents_unset():
+        own = {leaf: _read(*leaf) for leaf in _LEAVES}
+        matmul_precision, cudnn_allow_tf32 = _older_switches()
+    # PyTorch's own default gives way to a parent, but cannot be written: what it amounts to now is.
+    leaves = {leaf: own[leaf] if own[leaf] in ("none", seen[leaf]) else seen[leaf] for leaf in _LEAVES}
+    return _Fp32State(matmul_precision=matmul_precision, cudnn_allow_tf32=cudnn_allow_tf32, leaves=leaves)
+
+
+@contextmanager
+def _parents_unset() -> Iterator[None]:
+    """Without parents to follow, leaves read as what they were set to."""
+    before = {}
+    for parent in _PARENTS:  # from the top: what a parent follows must be unset before it is read
+        before[parent] = _read(*parent)
+        _write(*parent, "none")
+    try:
+        yield
+    finally:
+        for parent, value in before.items():
+            _write(*parent, value)
+
+
+def _older_switches() -> tuple[str, bool]:
+    """(matmul precision, cudnn.allow_tf32), read beside leaves that contradict neither."""
+    for leaf in (("cuda", "matmul"), ("mkldnn", "matmul")):
+        _write(*leaf, "ieee")
+    for leaf in (("cuda", "conv"), ("cuda", "rnn")):
+        _write(*leaf, "tf32")
+    with _deprecation_unsaid():
+        return torch.get_float32_matmul_precision(), _older_cudnn() is True
+
+
+def _older_matmul() -> str | None:
+    """None where it contradicts the tree."""
+    with _deprecation_unsaid():
+        try:
+            return torch.get_float32_matmul_precision()
+        except RuntimeError:
+            return None
+
+
+def _older_cudnn() -> bool | None:
+    """None where it contradicts the tree."""
+    with _deprecation_unsaid():
+        try:
+            return torch.backends.cudnn.allow_tf32
+        except RuntimeError:
+            return None
+
+
+def _set(state: _Fp32State) -> None:
+    """In this order, since each overwrites leaves that later ones set."""
+    with _deprecation_unsaid():
+        torch.set_float32_matmul_precision(state.matmul_precision)
+        torch.backends.cudnn.allow_tf32 = state.cudnn_allow_tf32
+    for leaf, precision in state.leaves.items():
+        _write(*leaf, precision)
+
+
+@contextmanager
+def _deprecation_unsaid() -> Iterator[None]:
+    """Some versions warn of the older switches; the user did not use them, and others still read them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield

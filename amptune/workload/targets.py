@@ -110,10 +110,10 @@ def _attribute(module: ModuleType, target: Target) -> Any:
         if hasattr(module, target.attribute):
             return getattr(module, target.attribute)
     names = [name for name in dir(module) if not name.startswith("_")]
-    close = difflib.get_close_matches(target.attribute, names)
     workloads = [name for name in names if isinstance(getattr(module, name, None), Workload)]
+    close = difflib.get_close_matches(target.attribute, workloads or names)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
-    hint += f"; it has the workloads {', '.join(workloads)}" if workloads and not close else ""
+    hint = hint or (f"; it has the workloads {', '.join(workloads)}" if workloads else "")
     raise TargetError(f"{target}: {target.place} has no {target.attribute}{hint}")
 
 

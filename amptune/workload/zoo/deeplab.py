@@ -27,7 +27,7 @@ def deeplabv3plus(*, classes: int = 19, height: int = 512, width: int = 896, bat
         model=partial(DeepLabV3Plus, classes),
         batch=partial(_scenes, height=height, width=width, classes=classes),
         loss=_pixel_cross_entropy,
-        optimizer=partial(sgd, lr=0.007),
+        optimizer=sgd,
         batch_size=batch_size,
     )
 

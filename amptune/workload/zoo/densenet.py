@@ -25,7 +25,7 @@ _DEPTHS = (6, 12, 36, 24)
 
 def densenet161(*, classes: int = 10, side: int = 32, batch_size: int = 256) -> Workload:
     model = partial(_model, classes)
-    return classification(name="densenet161", model=model, classes=classes, side=side, batch_size=batch_size, lr=0.1)
+    return classification(name="densenet161", model=model, classes=classes, side=side, batch_size=batch_size)
 
 
 class DenseLayer(nn.Module):

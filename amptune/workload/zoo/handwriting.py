@@ -5,7 +5,7 @@ Small enough for a laptop's CPU, and, its data being real, a training run of it 
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -28,7 +28,7 @@ def digits(*, batch_size: int = 64) -> Workload:
         model=_model,
         batch=_batch,
         loss=cross_entropy,
-        optimizer=partial(sgd, lr=0.01),
+        optimizer=sgd,
         evaluate=_accuracy,
         batch_size=batch_size,
     )

@@ -24,7 +24,7 @@ def mlp3(*, width: int = 4096, batch_size: int = 512) -> Workload:
         model=partial(_model, width),
         batch=partial(_pairs, width=width),
         loss=_mean_square_error,
-        optimizer=partial(sgd, lr=0.01),
+        optimizer=sgd,
         batch_size=batch_size,
     )
 

@@ -21,16 +21,14 @@ if TYPE_CHECKING:
 __all__ = ["adamw", "classification", "cross_entropy", "labelled_images", "sgd"]
 
 
-def classification(
-    *, name: str, model: Callable[[], nn.Module], classes: int, side: int, batch_size: int, lr: float
-) -> Workload:
+def classification(*, name: str, model: Callable[[], nn.Module], classes: int, side: int, batch_size: int) -> Workload:
     """An image classifier trained by SGD on random square images of `side` pixels."""
     return Workload(
         name=name,
         model=model,
         batch=partial(labelled_images, side=side, classes=classes),
         loss=cross_entropy,
-        optimizer=partial(sgd, lr=lr),
+        optimizer=sgd,
         batch_size=batch_size,
     )
 
@@ -45,8 +43,9 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return functional.cross_entropy(model(images), labels)
 
 
-def sgd(model: nn.Module, *, lr: float) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    """A tenth of the usual rate of 0.1: only a run's first steps are taken here, and those need a warm-up."""
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:

@@ -1,6 +1,6 @@
 """ResNet (He et al., 2015, arXiv:1512.03385), in its v1.5 form: a bottleneck strides in its 3x3 convolution.
 
-The v1.5 form is Goyal et al., 2017 (arXiv:1706.02677), whose learning rate of 0.1 per 256 images is used too.
+The v1.5 form is that of Goyal et al., 2017 (arXiv:1706.02677).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Block = Callable[..., "Residual"]
 
 def resnet18(*, classes: int = 1000, side: int = 224, batch_size: int = 64) -> Workload:
     model = partial(residual_network, _basic, (2, 2, 2, 2), features=512, classes=classes)
-    return classification(name="resnet18", model=model, classes=classes, side=side, batch_size=batch_size, lr=0.025)
+    return classification(name="resnet18", model=model, classes=classes, side=side, batch_size=batch_size)
 
 
 def resnet50(*, classes: int = 1000, side: int = 224, batch_size: int = 128) -> Workload:
     model = partial(residual_network, bottleneck, (3, 4, 6, 3), features=2048, classes=classes)
-    return classification(name="resnet50", model=model, classes=classes, side=side, batch_size=batch_size, lr=0.05)
+    return classification(name="resnet50", model=model, classes=classes, side=side, batch_size=batch_size)
 
 
 class Residual(nn.Module):

@@ -22,7 +22,7 @@ __all__ = ["seresnext50"]
 
 def seresnext50(*, classes: int = 10, side: int = 32, batch_size: int = 256) -> Workload:
     model = partial(residual_network, _block, (3, 4, 6, 3), features=2048, classes=classes)
-    return classification(name="seresnext50", model=model, classes=classes, side=side, batch_size=batch_size, lr=0.1)
+    return classification(name="seresnext50", model=model, classes=classes, side=side, batch_size=batch_size)
 
 
 class SqueezeExcitation(nn.Module):

@@ -1,0 +1,61 @@
+"""The commands about files: `amptune check`, `amptune explain`, `amptune schema`."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from amptune.cli.options import json_option, print_json
+
+__all__ = ["check_command", "explain_command", "schema_command"]
+
+
+@click.command("check")
+@click.argument("file")
+@json_option
+def check_command(file: str, as_json: bool) -> None:
+    """Is FILE (a policy, profile or search space) well formed, and valid on this machine?
+
+    Exits with 2 if it is malformed, with 4 if it is not valid here.
+    """
+    from amptune.report.checking import check_file
+
+    kind, findings = check_file(file)
+    if as_json:
+        print_json("amptune.check/1", {"file": file, "kind": kind, "findings": [f.as_dict() for f in findings]})
+        return
+    for finding in findings:
+        click.echo(f"note: {finding}", err=True)
+    click.echo(f"{file}: a well-formed {kind}, valid here")
+
+
+@click.command("explain")
+@click.argument("file")
+@json_option
+def explain_command(file: str, as_json: bool) -> None:
+    """Say in words what each setting of a policy does and why it is there."""
+    from amptune.policy.loading import load
+    from amptune.report.explaining import explain
+
+    sentences = explain(load(file))
+    if as_json:
+        print_json("amptune.explain/1", {"file": file, "sentences": list(sentences), "findings": []})
+    else:
+        click.echo("\n".join(sentences))
+
+
+@click.command("schema")
+@click.argument("kind", type=click.Choice(["policy", "profile", "space"]))
+@json_option
+def schema_command(kind: str, as_json: bool) -> None:  # noqa: ARG001  # JSON it is in any case
+    """Print the JSON Schema of a file format, for an editor or another checker."""
+    if kind == "space":
+        from amptune.search.space_file import space_schema
+
+        schema = space_schema()
+    else:
+        from amptune.policy.json_schema import schema_of
+
+        schema = schema_of("policy" if kind == "policy" else "profile")
+    click.echo(json.dumps(schema, indent=2))

@@ -1,0 +1,94 @@
+"""Memory formats: of a model's weights and buffers, and of its batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from amptune.runtime.nested import map_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from amptune.policy.settings import MemoryFormat
+
+__all__ = ["convert_batch", "convert_model", "convertible"]
+
+_TORCH_FORMAT = {
+    "contiguous": torch.contiguous_format,
+    "channels_last": torch.channels_last,
+    "channels_last_3d": torch.channels_last_3d,
+}
+
+# How many dimensions a format is for; rows are (batch, channels, height, width) and (…, depth, height, width).
+_DIMENSIONS = {"contiguous": (4, 5), "channels_last": (4,), "channels_last_3d": (5,)}
+
+
+def convertible(tensor: torch.Tensor, memory_format: MemoryFormat) -> bool:
+    """Whether the format is for tensors like this: strided, of 4 or 5 dimensions, no element stored for several."""
+    return (
+        tensor.dim() in _DIMENSIONS[memory_format]
+        and tensor.layout is torch.strided
+        and all(stride or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    )
+
+
+def convert_batch(batch: Any, memory_format: MemoryFormat) -> Any:
+    """The batch with its images (or volumes) in the format, at any depth; everything else as it was."""
+    return map_tensors(lambda tensor: _converted(tensor, memory_format), batch)
+
+
+def convert_model(model: nn.Module, memory_format: MemoryFormat) -> Callable[[], None]:
+    """Converts weights and buffers in place, and returns what restores their strides exactly.
+
+    The tensors keep their identity, so an optimizer built before still holds them.
+    """
+    before: list[_Strides] = []
+    for module, name, tensor in _state(model):
+        if not convertible(tensor, memory_format):
+            continue
+        strides = tensor.stride()
+        tensor.data = _converted(tensor.data, memory_format)
+        if tensor.stride() != strides:
+            before.append(_Strides(module=module, name=name, shape=tensor.shape, strides=strides))
+    return lambda: _restore(before)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Strides:
+    """How a tensor lay in memory. By name, not by tensor: moving a model to a device replaces its buffers."""
+
+    module: nn.Module
+    name: str
+    shape: torch.Size
+    strides: Sequence[int]
+
+
+def _state(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    for module in model.modules():
+        for name, tensor in (module._parameters | module._buffers).items():
+            if tensor is not None and not nn.parameter.is_lazy(tensor):
+                yield module, name, tensor
+
+
+def _converted(tensor: torch.Tensor, memory_format: MemoryFormat) -> torch.Tensor:
+    """`to` also restrides where both formats fit, as with one channel; `contiguous` would not.
+
+    https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
+    """
+    if not convertible(tensor, memory_format):
+        return tensor
+    return tensor.to(memory_format=_TORCH_FORMAT[memory_format])
+
+
+@torch.no_grad()
+def _restore(before: Sequence[_Strides]) -> None:
+    for was in before:
+        tensor = (was.module._parameters | was.module._buffers).get(was.name)
+        if tensor is None or tensor.shape != was.shape or tensor.stride() == was.strides:
+            continue  # replaced by another since, or put back through another module that shares it
+        restored = torch.empty_strided(was.shape, was.strides, dtype=tensor.dtype, device=tensor.device)
+        tensor.data = restored.copy_(tensor.data)

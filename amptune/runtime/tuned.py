@@ -1,0 +1,115 @@
+"""What `amptune.apply` gives back: the policy at work on a model, and everything a training loop asks of it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amptune.errors import PolicyApplyError
+from amptune.runtime.fused_optimizer import fuse
+from amptune.runtime.layout import convert_batch
+from amptune.runtime.loss_scaling import PolicyScaler, scaler_for
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+    from typing import Self
+
+    from torch import nn
+
+    from amptune.policy.findings import Finding
+    from amptune.policy.settings import Policy
+
+__all__ = ["Tuned"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Tuned:
+    """A policy applied to a model. As a context manager it undoes itself at the end.
+
+    `model` is the model that was given, or its compiled form where the policy compiles; `findings` are what
+    was noticed, and grow while the loop is set up.
+    """
+
+    def __init__(
+        self, policy: Policy, model: nn.Module, *, compiled: nn.Module, findings: Sequence[Finding], undo: ExitStack
+    ) -> None:
+        self.policy = policy
+        self.model = compiled
+        self._plain_model = model
+        self._findings = list(findings)
+        self._undo = undo
+        self._scalers: dict[str, PolicyScaler] = {}
+        self._active = True
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        return tuple(self._findings)
+
+    def autocast(self) -> torch.amp.autocast:
+        """Autocast for the device the model is on now; disabled where the policy has it off, or was undone."""
+        dtype = _DTYPES.get(self.policy.autocast) if self._active else None
+        return torch.amp.autocast(self._device_type(), dtype=dtype, enabled=dtype is not None)
+
+    @property
+    def scaler(self) -> PolicyScaler:
+        """The loss scaler for the device the model is on now, the same one at each call; enabled for fp16 alone."""
+        device_type = self._device_type()
+        if device_type not in self._scalers:
+            self._scalers[device_type] = scaler_for(self.policy, device_type)
+        return self._scalers[device_type]
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The same optimizer, fused in place where the policy says so; one that cannot be is a finding."""
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise PolicyApplyError(
+                f"tuned.optimizer() takes a built torch.optim.Optimizer, not {type(optimizer).__name__}: "
+                "tuned.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))"
+            )
+        finding = fuse(optimizer) if self.policy.fused_optimizer else None
+        if finding is not None:
+            self._findings.append(finding)
+        return optimizer
+
+    def batch(self, batch: Any) -> Any:
+        """The batch in the policy's memory format: tensors at any depth of tuples, dicts and dataclasses."""
+        return convert_batch(batch, self.policy.memory_format) if self._active else batch
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per device and micro-batch. Raises `PolicyApplyError` if the policy leaves it out.
+
+        None would be worse: `DataLoader(batch_size=None)` stops batching without a word.
+        """
+        if self.policy.batch_size is None:
+            raise PolicyApplyError("the policy leaves batch_size out: pass your own batch size to the DataLoader")
+        return self.policy.batch_size
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.policy.accumulate
+
+    def undo(self) -> None:
+        """Restores the model, its layout and the process's flags; once, and again does nothing.
+
+        An optimizer stays fused. Raises `PolicyApplyError`, with nothing undone, while something laid over the
+        policy is in the way.
+        """
+        ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.undo()
+
+    def _device_type(self) -> str:
+        for tensor in (*self._plain_model.parameters(),):
+            return tensor.device.type
+        return "cpu"

@@ -1,0 +1,205 @@
+"""Tunes bundled workloads on this machine, and holds each policy against what one would otherwise use.
+
+    python reports/compare.py --out reports/h200 --budget 100 resnet50 vgg16 …
+
+For each workload, in this order: `amptune.tune` with the budget; an exhaustive grid over autocast × FP32 math
+× memory format × cudnn.benchmark; and one interleaved comparison of stock PyTorch, IEEE FP32, TF32, the AMP
+recipe in fp16 and bf16, the grid's best and the tuned policy. Writes OUT/WORKLOAD.json (every outcome, raw
+samples included) and OUT/WORKLOAD.policy.yaml; `python reports/compare.py --out OUT --table` prints the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from amptune.errors import AmptuneError
+from amptune.measure.evaluator import WorkerEvaluator
+from amptune.measure.outcome import Effort, Failure, Measurement, Outcome, outcome_to_dict
+from amptune.measure.subject import Prepared
+from amptune.measure.worker import Source
+from amptune.policy.loading import save
+from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.policy.wire import policy_to_dict
+from amptune.report.progress import progress_for
+from amptune.search.budget import Budget
+from amptune.search.decision import Round, Standing, standings_of
+from amptune.search.finals import compare
+from amptune.search.tuning import tune
+from amptune.workload.zoo import NAMES
+
+FINALS_S = 60.0
+GRID_EFFORT = Effort(warmup_s=3.0, measure_s=0.4, min_steps=4, time_limit_s=120.0)
+HOPELESS = 2.5
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One column of the table."""
+
+    name: str
+    policy: Policy
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", default=[], metavar="WORKLOAD", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--budget", type=float, default=100.0, help="seconds of tuning per workload")
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--table", action="store_true", help="only print the table of what is in OUT")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if not arguments.table:
+        for name in arguments.workloads or NAMES:
+            report(name, arguments.out, arguments.budget, arguments.device)
+    print(table(arguments.out))
+    return 0
+
+
+def report(name: str, out: Path, budget_s: float, device: str | None) -> None:
+    """Measures one workload and writes its evidence."""
+    target = f"amptune.workload.zoo:{name}"
+    with tempfile.TemporaryDirectory() as folder, progress_for(sys.stderr) as observer:
+        started = time.monotonic()
+        try:
+            decision = tune(target, budget_s=budget_s, device=device, study=folder, observer=observer)
+        except AmptuneError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return
+        tuning_s = time.monotonic() - started
+        save(decision.policy_file, out / f"{name}.policy.yaml")
+        evaluator = WorkerEvaluator(Source(target=target), device, Path(folder) / "workers.log")
+        try:
+            prepared = evaluator.prepare()
+            grid = measure_grid(evaluator, prepared, decision.policy.batch_size)
+            contenders = contenders_of(decision.policy, grid)
+            rounds = list(
+                compare(
+                    evaluator,
+                    tuple(dict.fromkeys(contender.policy for contender in contenders)),
+                    Budget(seconds=FINALS_S),
+                    baseline=contenders[0].policy,
+                    failed={policy: outcome for policy, outcome in grid.items() if isinstance(outcome, Failure)},
+                    seed=1,
+                    observer=observer,
+                )
+            )
+        finally:
+            evaluator.close()
+    data = {
+        "schema": "amptune.report/1",
+        "workload": name,
+        "command": f"python reports/compare.py --out {out} --budget {budget_s:g} {name}",
+        "hardware": prepared.hardware.name,
+        "software": {"torch": prepared.hardware.software.torch, "cudnn": prepared.hardware.software.cudnn},
+        "tuning_s": round(tuning_s, 1),
+        "trials": [_row(trial.policy, trial.outcome, seconds=trial.seconds) for trial in decision.trials],
+        "grid": [_row(policy, outcome) for policy, outcome in grid.items()],
+        "finals": [[_row(policy, outcome) for policy, outcome in r.items()] for r in rounds],
+        "contenders": [_contender(contender, rounds, contenders[0].policy) for contender in contenders],
+    }
+    (out / f"{name}.json").write_text(json.dumps(data, indent=1) + os.linesep)
+
+
+def measure_grid(evaluator: WorkerEvaluator, prepared: Prepared, batch_size: int | None) -> dict[Policy, Outcome]:
+    """Every policy of the grid, once; one far behind the best is timed over two steps only."""
+    convolutions = bool(prepared.subject.convolution_dims)
+    grid: dict[Policy, Outcome] = {}
+    best_ms = float("inf")
+    for benchmark, autocast, math, layout in itertools.product(
+        (False, True) if convolutions else (False,),
+        ("bf16", "fp16", "off"),
+        ("stock", "tf32", "ieee"),
+        ("contiguous", "channels_last") if convolutions else ("contiguous",),
+    ):
+        policy = Policy(
+            autocast=autocast,  # type: ignore[arg-type]  # itertools.product forgets the literals
+            fp32_math=math,  # type: ignore[arg-type]
+            memory_format=layout,  # type: ignore[arg-type]
+            cudnn_benchmark=benchmark,
+            batch_size=batch_size,
+        )
+        effort = replace(GRID_EFFORT, abandon_above_ms=HOPELESS * best_ms)
+        grid[policy] = evaluator.measure(policy, effort)
+        if isinstance(outcome := grid[policy], Measurement):
+            best_ms = min(best_ms, outcome.median_ms)
+    return grid
+
+
+def contenders_of(tuned: Policy, grid: dict[Policy, Outcome]) -> list[Contender]:
+    """The columns of the table. The grid's three fastest go in, since one measurement does not say which is best."""
+    batch_size = tuned.batch_size
+    alive = {policy: outcome for policy, outcome in grid.items() if isinstance(outcome, Measurement)}
+    fastest = sorted(alive, key=lambda policy: alive[policy].median_ms)[:3]
+    return [
+        Contender("stock", replace(STOCK, batch_size=batch_size)),
+        Contender("fp32 (ieee)", Policy(fp32_math="ieee", batch_size=batch_size)),
+        Contender("tf32", Policy(fp32_math="tf32", batch_size=batch_size)),
+        Contender("amp fp16", amp_recipe("fp16", batch_size=batch_size)),
+        Contender("amp bf16", amp_recipe("bf16", batch_size=batch_size)),
+        *(Contender(f"grid {i + 1}", policy) for i, policy in enumerate(fastest)),
+        Contender("tuned", tuned),
+    ]
+
+
+def table(out: Path) -> str:
+    """The evidence in OUT as a Markdown table, ms a step."""
+    reports = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+    columns = ["stock", "fp32 (ieee)", "tf32", "amp fp16", "amp bf16", "grid best", "tuned"]
+    lines = [
+        f"| workload | {' | '.join(columns)} | tuned / grid best | tuned vs. stock | vs. best AMP recipe | found in | policy |",
+        "|---" * (len(columns) + 6) + "|",
+    ]
+    lines += [_line(report, columns) for report in reports]
+    return "\n".join(lines)
+
+
+def _line(report: dict[str, Any], columns: Sequence[str]) -> str:
+    ms = {entry["name"]: entry.get("step_ms") for entry in report["contenders"]}
+    ms["grid best"] = min(value for name, value in ms.items() if name.startswith("grid") and value is not None)
+    tuned = next(entry for entry in report["contenders"] if entry["name"] == "tuned")
+    recipes = [value for name, value in ms.items() if name.startswith("amp") and value is not None]
+    cells = [f"{ms[name]:.3f}" if ms[name] is not None else "failed" for name in columns]
+    own = ms["tuned"]
+    recipe = f"{min(recipes) / own:.2f}×" if recipes else "failed"
+    return (
+        f"| {report['workload']} | {' | '.join(cells)} | {own / ms['grid best']:.3f} | {ms['stock'] / own:.2f}× "
+        f"| {recipe} | {report['tuning_s']:.0f} s | {tuned['words']} |"
+    )
+
+
+def _contender(contender: Contender, rounds: Sequence[Round], baseline: Policy) -> dict[str, Any]:
+    standing: Standing = next(s for s in standings_of(rounds, baseline) if s.policy == contender.policy)
+    ratio = standing.vs_baseline
+    return {
+        "name": contender.name,
+        "words": str(replace(contender.policy, batch_size=None)),
+        "policy": policy_to_dict(contender.policy),
+        "step_ms": standing.step_ms,
+        "step_ms_ci95": standing.step_ms_ci95,
+        "peak_memory_mib": standing.peak_memory_mib,
+        "vs_stock": ratio and [ratio.value, ratio.low, ratio.high],
+        "failure": str(standing.failure) if standing.failure else None,
+    }
+
+
+def _row(policy: Policy, outcome: Outcome, **more: float) -> dict[str, Any]:
+    data = outcome_to_dict(outcome)
+    if "step_ms" in data:
+        data["step_ms"] = [round(ms, 4) for ms in data["step_ms"]]
+        data["losses"] = [round(loss, 6) for loss in data["losses"]]
+    return {"policy": policy_to_dict(policy), **more, **data}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from amptune.errors import TargetError, UserCodeError
+from amptune.workload.protocol import Workload
+from amptune.workload.targets import load_workload, parse_target, source_digest
+
+WORKLOAD = """
+from torch import nn, optim, randn
+from amptune import Workload
+
+def build():
+    return Workload(model=lambda: nn.Linear(2, 1), batch=lambda n: randn(n, 2),
+                    loss=lambda model, batch: model(batch).mean(), optimizer=lambda model: optim.SGD(model.parameters()))
+
+ready = build()
+number = 3
+def boom():
+    raise RuntimeError("no luck")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _clean_imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if not name.startswith(("torch", "amptune.", "numpy", "sympy")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(WORKLOAD)
+    return path
+
+
+@pytest.mark.parametrize("name", ["ready", "build"])
+def test_a_target_is_a_workload_or_a_function_that_returns_one(script: Path, name: str) -> None:
+    workload = load_workload(parse_target(f"{script}:{name}"))
+    assert isinstance(workload, Workload)
+    assert workload.name == name
+
+
+@pytest.mark.parametrize("text", ["train.py", ":name", "train.py:", "train.py:not a name", ""])
+def test_a_target_of_the_wrong_form_says_the_right_one(text: str) -> None:
+    with pytest.raises(TargetError, match=r"is no target: write FILE.py:NAME or PACKAGE.MODULE:NAME"):
+        parse_target(text)
+
+
+def test_a_file_that_does_not_exist_is_named_with_where_it_was_looked_for() -> None:
+    with pytest.raises(TargetError, match=r"there is no file nowhere.py \(looked in /"):
+        parse_target("nowhere.py:workload")
+
+
+def test_a_name_that_does_not_exist_is_answered_with_the_closest(script: Path) -> None:
+    with pytest.raises(TargetError, match="has no redy; did you mean ready"):
+        load_workload(parse_target(f"{script}:redy"))
+
+
+def test_a_name_far_from_all_is_answered_with_the_workloads_there_are(script: Path) -> None:
+    with pytest.raises(TargetError, match="has no workload; it has the workloads ready"):
+        load_workload(parse_target(f"{script}:workload"))
+
+
+def test_a_thing_that_is_no_workload_is_said_to_be_what_it_is(script: Path) -> None:
+    with pytest.raises(TargetError, match=r"is of type int, not an amptune.Workload"):
+        load_workload(parse_target(f"{script}:number"))
+
+
+def test_a_function_that_raises_is_the_users_error_with_its_place(script: Path) -> None:
+    with pytest.raises(UserCodeError, match=r"RuntimeError: no luck \(.*train.py:12\)") as caught:
+        load_workload(parse_target(f"{script}:boom"))
+    assert caught.value.kind == "RuntimeError"
+    assert caught.value.where == f"{script}:12"
+
+
+def test_a_script_that_raises_while_imported_is_the_users_error(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("import torch\n1 / 0\n")
+    with pytest.raises(UserCodeError, match=r"importing broken.py raised ZeroDivisionError: .*broken.py:2"):
+        load_workload(parse_target(f"{path}:workload"))
+
+
+def test_a_module_that_does_not_exist_is_a_wrong_target() -> None:
+    with pytest.raises(TargetError, match="there is no module nosuchpackage"):
+        load_workload(parse_target("nosuchpackage.train:workload"))
+
+
+def test_a_module_whose_own_import_fails_is_the_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "halfway.py").write_text("import surely_not_installed\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserCodeError, match="ModuleNotFoundError"):
+        load_workload(parse_target("halfway:workload"))
+
+
+def test_a_script_can_import_what_lies_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "beside_it.py").write_text(WORKLOAD)
+    (tmp_path / "main_script.py").write_text("from beside_it import ready\n")
+    assert load_workload(parse_target(f"{tmp_path / 'main_script.py'}:ready")).name == "ready"
+
+
+def test_the_digest_of_a_source_changes_with_it(script: Path) -> None:
+    target = parse_target(f"{script}:ready")
+    before = source_digest(target)
+    script.write_text(WORKLOAD + "\n# changed\n")
+    assert source_digest(target) != before
+
+
+def test_a_workload_tells_all_its_mistakes_at_once() -> None:
+    with pytest.raises(TargetError) as caught:
+        Workload(model=3, batch=None, optimizer=len, batch_size=0)  # type: ignore[arg-type]  # the mistake under test
+    text = str(caught.value)
+    assert "model must be a function, not int" in text
+    assert "batch is missing" in text
+    assert "either loss or step" in text
+    assert "batch_size must be a whole number of at least 1, not 0" in text
