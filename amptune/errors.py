@@ -15,8 +15,10 @@ __all__ = [
     "FileFormatError",
     "HardwareMismatchError",
     "NothingFeasibleError",
+    "OutputError",
     "PolicyApplyError",
     "Problem",
+    "SpaceError",
     "StudyError",
     "TargetError",
     "UserCodeError",
@@ -83,3 +85,11 @@ class NothingFeasibleError(AmptuneError):
 
 class StudyError(AmptuneError):
     """The study's folder or storage cannot be used: locked by another tuner, unwritable, disk full."""
+
+
+class OutputError(AmptuneError):
+    """A result cannot be written where it was asked for: no such folder, no permission, disk full."""
+
+
+class SpaceError(AmptuneError):
+    """A search space does not exist, or a knob is pinned to what no policy can have."""

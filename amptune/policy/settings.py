@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 __all__ = [
     "STOCK",
@@ -24,6 +24,9 @@ Fp32Math = Literal["stock", "ieee", "tf32"]
 MemoryFormat = Literal["contiguous", "channels_last", "channels_last_3d"]
 CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune"]
 
+# For pydantic, where a file is read into these classes: a key that is none of their fields is an error.
+_STRICT = {"extra": "forbid"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
@@ -31,6 +34,8 @@ class Reason:
 
     `saves_ms` is the step time its exclusion saves; `risk` the number that condemned its numerics.
     """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
     saves_ms: float | None = None
     risk: float | None = None
@@ -45,6 +50,8 @@ class Fp32Rule:
     autocast dtype, so an FP32 output does not promote the stream behind it. `reason` is no setting: two
     rules that differ in it alone are equal.
     """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
     path: str | None = None
     type: str | None = None
@@ -65,14 +72,16 @@ class Fp32Rule:
 class LossScale:
     """Dynamic loss scaling of fp16; the defaults are those of `torch.amp.GradScaler`."""
 
+    __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
+
     init: float = 65536.0
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
         if not self.init > 0:
-            raise ValueError(f"loss_scale.init: {self.init} is not above 0")
+            raise ValueError(f"init: {self.init} is not above 0")
         if self.growth_interval < 1:
-            raise ValueError(f"loss_scale.growth_interval: {self.growth_interval} is not at least 1")
+            raise ValueError(f"growth_interval: {self.growth_interval} is not at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +91,8 @@ class Policy:
     `batch_size` is per device and None leaves it to the user; `accumulate` counts micro-batches per
     optimizer step. `loss_scale` belongs to fp16 alone; None means `torch.amp.GradScaler`'s defaults there.
     """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
     autocast: Autocast = "off"
     fp32_math: Fp32Math = "stock"
@@ -95,12 +106,16 @@ class Policy:
     loss_scale: LossScale | None = None
 
     def __post_init__(self) -> None:
+        """Raises `ValueError` with every problem, one a line, each after the name of its setting."""
+        wrong = []
         if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"batch_size: {self.batch_size} is not at least 1")
+            wrong.append(f"batch_size: {self.batch_size} is not at least 1")
         if self.accumulate < 1:
-            raise ValueError(f"accumulate: {self.accumulate} is not at least 1")
+            wrong.append(f"accumulate: {self.accumulate} is not at least 1")
         if self.loss_scale is not None and self.autocast != "fp16":
-            raise ValueError(f"loss_scale: only autocast fp16 scales the loss, and autocast is {self.autocast}")
+            wrong.append(f"loss_scale: only autocast fp16 scales the loss, and autocast is {self.autocast}")
+        if wrong:
+            raise ValueError("\n".join(wrong))
 
     def departures(self) -> Iterator[tuple[str, Any]]:
         """Each setting that differs from stock PyTorch, as (name, value), in the order of the file."""

@@ -21,7 +21,7 @@ from amptune.runtime.nested import map_tensors
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["obstacle", "swap", "swapped_class", "unswap"]
+__all__ = ["obstacle", "overlaid", "swap", "swapped_class", "unswap"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -65,15 +65,19 @@ def swap(module: nn.Module, *, cast_output: bool = False) -> None:
 
 def unswap(module: nn.Module) -> None:
     """Gives the module its own class back. Raises `PolicyApplyError` if its class was changed again since."""
-    swapped = swapped_class(module)
-    if swapped is None:
-        return
-    if type(module) is not swapped:
+    if overlaid(module):
         raise PolicyApplyError(
-            f"{type(module).__name__} got yet another class after the policy was applied (parametrize and "
-            "fully_shard do that); undo that first"
+            f"{type(module).__name__} got yet another class after it was put in FP32 (parametrize and fully_shard "
+            "do that); undo that first"
         )
-    (module.__class__,) = swapped.__bases__
+    swapped = swapped_class(module)
+    if swapped is not None:
+        (module.__class__,) = swapped.__bases__
+
+
+def overlaid(module: nn.Module) -> bool:
+    """Whether the module's class was changed again since it was swapped."""
+    return swapped_class(module) not in (None, type(module))
 
 
 def swapped_class(module: nn.Module) -> type[nn.Module] | None:

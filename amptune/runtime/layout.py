@@ -46,14 +46,18 @@ def convert_model(model: nn.Module, memory_format: MemoryFormat) -> Callable[[],
 
     The tensors keep their identity, so an optimizer built before still holds them.
     """
-    before: list[_Strides] = []
-    for module, name, tensor in _state(model):
-        if not convertible(tensor, memory_format):
-            continue
-        strides = tensor.stride()
-        tensor.data = _converted(tensor.data, memory_format)
-        if tensor.stride() != strides:
-            before.append(_Strides(module=module, name=name, shape=tensor.shape, strides=strides))
+    before = [
+        _Strides(module=module, name=name, shape=tensor.shape, strides=tensor.stride())
+        for module, name, tensor in _state(model)
+        if convertible(tensor, memory_format)
+    ]
+    try:
+        for was in before:
+            if (tensor := was.tensor()) is not None:
+                tensor.data = _converted(tensor.data, memory_format)
+    except BaseException:  # out of memory, most likely: half a model converted is of no use
+        _restore(before)
+        raise
     return lambda: _restore(before)
 
 
@@ -65,6 +69,10 @@ class _Strides:
     name: str
     shape: torch.Size
     strides: Sequence[int]
+
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor that has the name now."""
+        return self.module._parameters.get(self.name, self.module._buffers.get(self.name))
 
 
 def _state(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
@@ -87,7 +95,7 @@ def _converted(tensor: torch.Tensor, memory_format: MemoryFormat) -> torch.Tenso
 @torch.no_grad()
 def _restore(before: Sequence[_Strides]) -> None:
     for was in before:
-        tensor = (was.module._parameters | was.module._buffers).get(was.name)
+        tensor = was.tensor()
         if tensor is None or tensor.shape != was.shape or tensor.stride() == was.strides:
             continue  # replaced by another since, or put back through another module that shares it
         restored = torch.empty_strided(was.shape, was.strides, dtype=tensor.dtype, device=tensor.device)

@@ -21,50 +21,64 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     Goes through tuples, named tuples, lists, mappings and dataclasses at any depth. What it does not know
     passes through, and a container in which nothing changed is returned itself; none is changed in place.
     """
+    return _mapped(fn, value)[0]
+
+
+def _mapped(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> tuple[Any, bool]:
+    """(what becomes of the value, whether it changed). torch.compile cannot tell containers apart by identity."""
     if isinstance(value, torch.Tensor):
-        return fn(value)
+        new = fn(value)
+        return new, new is not value
     if isinstance(value, tuple | list):
         return _sequence(fn, value)
     if isinstance(value, Mapping):
         return _mapping(fn, value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _dataclass(fn, value)
-    return value
+    return value, False
 
 
-def _sequence(fn: Callable[[torch.Tensor], torch.Tensor], value: tuple[Any, ...] | list[Any]) -> Any:
-    items = [map_tensors(fn, item) for item in value]
-    if all(new is old for new, old in zip(items, value, strict=True)):
-        return value
+def _sequence(fn: Callable[[torch.Tensor], torch.Tensor], value: tuple[Any, ...] | list[Any]) -> tuple[Any, bool]:
+    pairs = [_mapped(fn, item) for item in value]
+    if not any(changed for _, changed in pairs):
+        return value, False
+    items = [item for item, _ in pairs]
     if type(value) is tuple:
-        return tuple(items)
+        return tuple(items), True
     make = getattr(type(value), "_make", type(value))  # named tuples take their fields one by one, and have _make
-    return make(items)
+    return make(items), True
 
 
-def _mapping(fn: Callable[[torch.Tensor], torch.Tensor], value: Mapping[Any, Any]) -> Any:
+def _mapping(fn: Callable[[torch.Tensor], torch.Tensor], value: Mapping[Any, Any]) -> tuple[Any, bool]:
     changed = _changed(fn, value)
     if not changed:
-        return value
+        return value, False
+    if type(value) is dict:
+        return {**value, **changed}, True
     if not isinstance(value, MutableMapping):
-        return type(value)({**value, **changed})  # type: ignore[call-arg]  # as MappingProxyType takes it
-    replaced = copy.copy(value)  # keeps default factories, and attributes beside the items
-    for key, new in changed.items():
-        replaced[key] = new
-    return replaced
+        return type(value)({**value, **changed}), True  # type: ignore[call-arg]  # as MappingProxyType takes it
+    copied = copy.copy(value)  # keeps default factories, and attributes beside the items
+    for key, item in changed.items():
+        copied[key] = item
+    return copied, True
 
 
-def _dataclass(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Copies and sets: `dataclasses.replace` refuses init=False fields and would run `__post_init__` again."""
-    changed = _changed(fn, {field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+def _dataclass(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> tuple[Any, bool]:
+    """Built without `__init__`, so that checks and counters in `__post_init__` do not run a second time.
+
+    `dataclasses.replace` would run them and refuses init=False fields; `copy.copy` of a frozen one with slots
+    breaks the graph of torch.compile.
+    """
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    changed = _changed(fn, fields)
     if not changed:
-        return value
-    replaced = copy.copy(value)
-    for name, new in changed.items():
-        object.__setattr__(replaced, name, new)
-    return replaced
+        return value, False
+    copied = object.__new__(type(value))
+    for name, item in {**getattr(value, "__dict__", {}), **fields, **changed}.items():
+        object.__setattr__(copied, name, item)
+    return copied, True
 
 
 def _changed(fn: Callable[[torch.Tensor], torch.Tensor], items: Mapping[Any, Any]) -> dict[Any, Any]:
-    mapped = {key: map_tensors(fn, item) for key, item in items.items()}
-    return {key: item for key, item in mapped.items() if item is not items[key]}
+    pairs = [(key, _mapped(fn, item)) for key, item in items.items()]
+    return {key: item for key, (item, changed) in pairs if changed}

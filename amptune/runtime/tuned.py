@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ from amptune.runtime.layout import convert_batch
 from amptune.runtime.loss_scaling import PolicyScaler, scaler_for
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -35,11 +35,17 @@ class Tuned:
     """
 
     def __init__(
-        self, policy: Policy, model: nn.Module, *, compiled: nn.Module, findings: Sequence[Finding], undo: ExitStack
+        self,
+        policy: Policy,
+        plain_model: nn.Module,
+        *,
+        model: nn.Module,
+        findings: Sequence[Finding],
+        undo: Callable[[], None],
     ) -> None:
         self.policy = policy
-        self.model = compiled
-        self._plain_model = model
+        self.model = model
+        self._plain_model = plain_model
         self._findings = list(findings)
         self._undo = undo
         self._scalers: dict[str, PolicyScaler] = {}
@@ -94,12 +100,15 @@ class Tuned:
         return self.policy.accumulate
 
     def undo(self) -> None:
-        """Restores the model, its layout and the process's flags; once, and again does nothing.
+        """Restores the model, its layout and the process's flags; a second call does nothing.
 
-        An optimizer stays fused. Raises `PolicyApplyError`, with nothing undone, while something laid over the
-        policy is in the way.
+        An optimizer stays fused. Raises `PolicyApplyError`, with nothing undone, while something that was put
+        over the policy is in the way.
         """
-        ...
+        if self._active:
+            self._undo()
+            self._active = False
+            self.model = self._plain_model
 
     def __enter__(self) -> Self:
         return self
@@ -110,6 +119,5 @@ class Tuned:
         self.undo()
 
     def _device_type(self) -> str:
-        for tensor in (*self._plain_model.parameters(),):
-            return tensor.device.type
-        return "cpu"
+        first = next(chain(self._plain_model.parameters(), self._plain_model.buffers()), None)
+        return "cpu" if first is None else first.device.type

@@ -1,0 +1,52 @@
+"""A policy as it is written down: the settings, where they hold, and what was measured for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from typing_extensions import TypedDict
+
+from amptune.policy.settings import Policy
+
+__all__ = ["Evidence", "PolicyFile"]
+
+
+class Evidence(TypedDict, total=False):
+    """What was measured in the final comparison; times in ms, memory in MiB, energy in J, rates per second.
+
+    `baseline`, `amp_recipe` and the `finalists` hold the same figures for other policies, or their failure.
+    `parity` is how far the first training steps are from the baseline's; `tuned_on` is UTC, ISO 8601.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # type: ignore[misc]  # noqa: RUF012  # read by pydantic
+
+    workload: str
+    baseline: dict[str, Any]
+    amp_recipe: dict[str, Any]
+    samples_per_s: float
+    step_ms: float
+    step_ms_ci95: list[float]
+    peak_memory_mib: float
+    energy_j_per_sample: float
+    speedup: float
+    speedup_ci95: list[float]
+    parity: dict[str, Any]
+    ablation: dict[str, Any]
+    finalists: list[dict[str, Any]]
+    findings: list[dict[str, Any]]
+    tuned_on: str
+    trials: int
+    seconds: float
+    provisional: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyFile:
+    """A policy with its name, the labels of the machine its evidence was taken on, and that evidence."""
+
+    policy: Policy
+    name: str | None = None
+    valid_for: Mapping[str, str] = field(default_factory=dict, hash=False)
+    evidence: Evidence = field(default_factory=Evidence, hash=False)

@@ -1,0 +1,139 @@
+"""Policy and profile files: read, checked, written. A file is data; nothing in it can run anything."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from amptune.errors import FileFormatError, OutputError
+from amptune.policy.file import PolicyFile
+from amptune.policy.profile import Entry, Profile, resolve
+from amptune.policy.settings import Policy
+from amptune.policy.wire import (
+    POLICY_SCHEMA,
+    PROFILE_SCHEMA,
+    PolicyDocument,
+    ProfileDocument,
+    adapter_for,
+    policy_file_from,
+    policy_file_to_dict,
+)
+from amptune.policy.yaml_text import Document, dump, read, validate
+
+__all__ = ["dumps", "load", "load_any", "parse_policy", "require_writable", "save"]
+
+
+def load(path: str | os.PathLike[str]) -> PolicyFile:
+    """A policy file, or the entry of a profile that matches this machine.
+
+    Raises `FileFormatError` with every problem in the file, `HardwareMismatchError` if no entry matches.
+    """
+    found = load_any(path)
+    if isinstance(found, PolicyFile):
+        return found
+    from amptune.hardware.probing import probe
+
+    return resolve(found, dict(probe().labels)).policy_file
+
+
+def load_any(path: str | os.PathLike[str]) -> PolicyFile | Profile:
+    """What the file holds. Raises `FileFormatError`."""
+    return parse_policy(read(path))
+
+
+def parse_policy(document: Document) -> PolicyFile | Profile:
+    """A document as the policy or profile its `schema` says it is. Raises `FileFormatError`."""
+    if not isinstance(document.data, Mapping):
+        raise FileFormatError([document.problem((), "a policy file is a mapping of settings, key: value")])
+    schema = document.data.get("schema")
+    data = _with_labels_as_written(document)
+    if schema == POLICY_SCHEMA:
+        return policy_file_from(validate(document, adapter_for(PolicyDocument), data))
+    if schema == PROFILE_SCHEMA:
+        return _profile_from(validate(document, adapter_for(ProfileDocument), data))
+    allowed = f"amptune reads {POLICY_SCHEMA} and {PROFILE_SCHEMA}"
+    said = "schema: this key is missing" if schema is None else f"schema: {schema!r} is not known"
+    raise FileFormatError([document.problem(("schema",), f"{said}; {allowed}")])
+
+
+def dumps(content: Policy | PolicyFile | Profile) -> str:
+    """The file's text."""
+    if isinstance(content, Policy):
+        content = PolicyFile(policy=content)
+    if isinstance(content, PolicyFile):
+        return dump(policy_file_to_dict(content))
+    data: dict[str, Any] = {"schema": PROFILE_SCHEMA, "entries": [_entry_to_dict(entry) for entry in content.entries]}
+    if content.default is not None:
+        data["default"] = policy_file_to_dict(content.default, schema=False)
+    return dump(data)
+
+
+def save(content: Policy | PolicyFile | Profile, path: str | os.PathLike[str]) -> None:
+    """Writes the file as a whole or not at all. Raises `OutputError` where it cannot be written."""
+    target = Path(path)
+    text = dumps(content)
+    try:
+        if target.exists() and not target.is_file():  # a pipe or a terminal cannot be replaced
+            target.write_text(text, encoding="utf-8")
+        else:
+            _replace(target, text)
+    except OSError as error:
+        raise OutputError(f"{target} cannot be written: {error.strerror or error}") from error
+
+
+def require_writable(path: str | os.PathLike[str]) -> None:
+    """Raises `OutputError` if a file could not be written there; asked before long work rather than after."""
+    target = Path(path)
+    folder = target.parent
+    if not folder.is_dir():
+        raise OutputError(f"{target} cannot be written: there is no folder {folder}")
+    if target.is_dir():
+        raise OutputError(f"{target} cannot be written: it is a folder")
+    if not os.access(target if target.exists() else folder, os.W_OK):
+        raise OutputError(f"{target} cannot be written: permission denied")
+
+
+def _replace(target: Path, text: str) -> None:
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)  # mkstemp makes files private; a policy is to be shared
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _entry_to_dict(entry: Entry) -> dict[str, Any]:
+    return {"match": dict(entry.match), "policy": policy_file_to_dict(entry.policy, schema=False)}
+
+
+def _profile_from(document: ProfileDocument) -> Profile:
+    return Profile(
+        entries=tuple(Entry(match=e.match, policy=policy_file_from(e.policy)) for e in document.entries),
+        default=None if document.default is None else policy_file_from(document.default),
+    )
+
+
+def _with_labels_as_written(document: Document) -> Any:
+    """The data with every label value as its text in the file: 2.10 is a version, not the number 2.1."""
+
+    def walk(value: Any, path: tuple[str | int, ...], *, labels: bool) -> Any:
+        if isinstance(value, Mapping):
+            return {key: walk(item, (*path, key), labels=labels or _holds_labels(path, key)) for key, item in value.items()}
+        if isinstance(value, list):
+            return [walk(item, (*path, index), labels=False) for index, item in enumerate(value)]
+        return document.text_at(path) if labels and value is not None else value
+
+    return walk(document.data, (), labels=False)
+
+
+def _holds_labels(path: tuple[str | int, ...], key: str) -> bool:
+    inside_policy = not path or path[-1] in ("policy", "default")
+    return (key == "valid_for" and inside_policy) or (key == "match" and path[:1] == ("entries",))

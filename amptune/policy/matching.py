@@ -1,0 +1,66 @@
+"""Is a policy valid here? Another machine is an error, other software a warning that names what changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+
+from amptune.errors import HardwareMismatchError
+from amptune.hardware.labels import is_software_label
+from amptune.policy.file import PolicyFile
+from amptune.policy.findings import Finding
+
+__all__ = ["drift", "mismatches", "require_valid"]
+
+# Drivers and ECC take a little of the memory; a GPU of another size differs by far more.
+MEMORY_TOLERANCE = 0.02
+OVERRIDE = "AMPTUNE_ANY_HARDWARE"
+
+
+def require_valid(
+    policy_file: PolicyFile, labels: Mapping[str, str], *, any_hardware: bool = False
+) -> tuple[Finding, ...]:
+    """What changed in the software since the policy was tuned.
+
+    Raises `HardwareMismatchError` on a machine the policy is not for, unless `any_hardware` or
+    `AMPTUNE_ANY_HARDWARE=1` says that this is meant.
+    """
+    wrong = list(mismatches(policy_file.valid_for, labels))
+    if wrong and not any_hardware and os.environ.get(OVERRIDE, "") in ("", "0"):
+        name = f"policy {policy_file.name!r}" if policy_file.name else "this policy"
+        raise HardwareMismatchError(
+            f"{name} was not tuned on this kind of machine:\n  "
+            + "\n  ".join(wrong)
+            + f"\ntune here with `amptune tune`; to use it all the same, pass any_hardware=True or set {OVERRIDE}=1"
+        )
+    return tuple(drift(policy_file.valid_for, labels))
+
+
+def mismatches(valid_for: Mapping[str, str], labels: Mapping[str, str]) -> Iterator[str]:
+    """Each hardware label that differs here, or that this machine lacks, in words."""
+    for name, tuned in valid_for.items():
+        if is_software_label(name):
+            continue
+        here = labels.get(name)
+        if here is None:
+            yield f"{name}: {tuned} where it was tuned, and this machine has no such label"
+        elif not _same(name, tuned, here):
+            yield f"{name}: {tuned} where it was tuned, {here} here"
+
+
+def drift(valid_for: Mapping[str, str], labels: Mapping[str, str]) -> Iterator[Finding]:
+    """Each version that changed. A version this machine does not tell (the model's digest, say) is passed over."""
+    for name, tuned in valid_for.items():
+        here = labels.get(name)
+        if is_software_label(name) and here is not None and here != tuned:
+            yield Finding(
+                code="drift",
+                message=f"{name} was {tuned} when this policy was tuned, and is {here} here; its claim may not hold",
+                figures={"label": name, "tuned": tuned, "here": here},
+            )
+
+
+def _same(name: str, tuned: str, here: str) -> bool:
+    if name == "nvidia.com/gpu.memory" and tuned.isdecimal() and here.isdecimal():
+        return abs(int(here) - int(tuned)) <= MEMORY_TOLERANCE * int(tuned)
+    return tuned == here

@@ -1,0 +1,98 @@
+"""Profiles: one file for several kinds of GPU, each entry with the labels it is for."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from amptune.errors import HardwareMismatchError
+from amptune.hardware.labels import is_software_label
+from amptune.policy.file import PolicyFile
+
+__all__ = ["Entry", "Profile", "Rejected", "Resolution", "entry_for", "resolve"]
+
+_COMPARISON = re.compile(r"\s*(>=|<=|!=|>|<)\s*(.+?)\s*")
+_ORDER = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A policy for machines whose labels all match: a value, or a comparison such as `>=80000`."""
+
+    match: Mapping[str, str] = field(hash=False)
+    policy: PolicyFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Entries in the order they are tried, and what machines get that match none."""
+
+    entries: tuple[Entry, ...]
+    default: PolicyFile | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """An entry passed over, and each label that did not match."""
+
+    entry: int
+    because: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolution:
+    """`entry` is the index of the entry that won, or "default"; `rejected` are those tried before it."""
+
+    entry: int | str
+    policy_file: PolicyFile
+    rejected: tuple[Rejected, ...]
+
+
+def resolve(profile: Profile, labels: Mapping[str, str]) -> Resolution:
+    """The first entry whose every label matches. Raises `HardwareMismatchError` if none does and there is no default."""
+    rejected = []
+    for index, entry in enumerate(profile.entries):
+        because = tuple(_mismatches(entry.match, labels))
+        if not because:
+            return Resolution(entry=index, policy_file=entry.policy, rejected=tuple(rejected))
+        rejected.append(Rejected(entry=index, because=because))
+    if profile.default is not None:
+        return Resolution(entry="default", policy_file=profile.default, rejected=tuple(rejected))
+    reasons = "".join(f"\n  entry {r.entry}: {'; '.join(r.because)}" for r in rejected)
+    raise HardwareMismatchError(f"no entry of the profile matches this machine, and it has no default:{reasons}")
+
+
+def entry_for(policy_file: PolicyFile) -> Entry | None:
+    """An entry that matches the machine a policy was tuned on; None if the policy does not say which."""
+    match = {
+        name: value
+        for name, value in policy_file.valid_for.items()
+        if not is_software_label(name) and name != "nvidia.com/gpu.memory"
+    }
+    memory = policy_file.valid_for.get("nvidia.com/gpu.memory", "")
+    if memory.isdecimal():  # drivers and ECC move it by a percent; less than that is another GPU
+        match["nvidia.com/gpu.memory"] = f">={int(int(memory) * 0.98)}"
+    return Entry(match=match, policy=policy_file) if match else None
+
+
+def _mismatches(match: Mapping[str, str], labels: Mapping[str, str]) -> Iterator[str]:
+    for name, wanted in match.items():
+        if name not in labels:
+            yield f"{name} is wanted to be {wanted}, and this machine has no such label"
+        elif not _holds(wanted, labels[name]):
+            yield f"{name} is wanted to be {wanted}, and is {labels[name]} here"
+
+
+def _holds(wanted: str, value: str) -> bool:
+    comparison = _COMPARISON.fullmatch(wanted)
+    if comparison is None:
+        return wanted == value
+    sign, limit = comparison[1], comparison[2]
+    if sign == "!=":
+        return value != limit
+    try:
+        return bool(_ORDER[sign](float(value), float(limit)))
+    except ValueError:  # "80GB" has no order against ">=80000"
+        return False

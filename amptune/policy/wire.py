@@ -1,0 +1,122 @@
+"""Policies as plain data, the shape they have in YAML and JSON; derived from the dataclasses, field by field.
+
+The classes here exist for pydantic alone: `Policy`'s own fields, and beside them what only the file has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from amptune.policy.file import Evidence, PolicyFile
+from amptune.policy.settings import Policy
+
+if TYPE_CHECKING:
+    import pydantic
+
+__all__ = [
+    "POLICY_SCHEMA",
+    "PROFILE_SCHEMA",
+    "PolicyBody",
+    "PolicyDocument",
+    "ProfileDocument",
+    "adapter_for",
+    "policy_file_from",
+    "policy_file_to_dict",
+    "policy_from_dict",
+    "policy_to_dict",
+]
+
+POLICY_SCHEMA = "amptune.policy/1"
+PROFILE_SCHEMA = "amptune.profile/1"
+
+# Written even where they are stock: these four are what people look for in a policy.
+_ALWAYS = frozenset({"autocast", "fp32_math", "memory_format", "cudnn_benchmark"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyBody(Policy):
+    """A policy as an entry of a profile holds it."""
+
+    schema: Literal["amptune.policy/1"] | None = None
+    name: str | None = None
+    valid_for: dict[str, str] = field(default_factory=dict)
+    evidence: Evidence = field(default_factory=Evidence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyDocument(PolicyBody):
+    """A policy file: the same, and the schema is required."""
+
+    schema: Literal["amptune.policy/1"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryBody:
+    """An entry of a profile."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    match: dict[str, str]
+    policy: PolicyBody
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileDocument:
+    """A profile file."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    schema: Literal["amptune.profile/1"]
+    entries: list[EntryBody]
+    default: PolicyBody | None = None
+
+
+@cache
+def adapter_for(kind: type) -> pydantic.TypeAdapter[Any]:
+    """pydantic's validator for a class, made when first needed: it is slow to make and to import."""
+    import pydantic
+
+    return pydantic.TypeAdapter(kind)
+
+
+def policy_to_dict(policy: Policy) -> dict[str, Any]:
+    """The settings that differ from stock PyTorch, and the four that people look for; `policy_from_dict` undoes it."""
+    differs = dict(policy.departures())
+    plain = asdict(policy)
+    names = [f.name for f in fields(Policy) if f.name in _ALWAYS or f.name in differs]
+    return {name: _without_defaults(plain[name]) for name in names}
+
+
+def policy_from_dict(data: Mapping[str, Any]) -> Policy:
+    """Raises `pydantic.ValidationError` (a `ValueError`) for what `policy_to_dict` never writes."""
+    return adapter_for(Policy).validate_python(dict(data))  # type: ignore[no-any-return]
+
+
+def policy_file_to_dict(policy_file: PolicyFile, *, schema: bool = True) -> dict[str, Any]:
+    """A policy file's content in the order it is written; `policy_file_from` undoes it."""
+    head: dict[str, Any] = {"schema": POLICY_SCHEMA} if schema else {}
+    if policy_file.name is not None:
+        head["name"] = policy_file.name
+    tail = {"valid_for": dict(policy_file.valid_for), "evidence": dict(policy_file.evidence)}
+    return head | policy_to_dict(policy_file.policy) | {name: value for name, value in tail.items() if value}
+
+
+def policy_file_from(body: PolicyBody) -> PolicyFile:
+    """Splits what a file holds in one mapping into settings and the rest."""
+    settings = {f.name: getattr(body, f.name) for f in fields(Policy)}
+    rest = {f.name: getattr(body, f.name) for f in fields(PolicyFile) if f.name != "policy"}
+    return PolicyFile(policy=Policy(**settings), **rest)
+
+
+def _without_defaults(value: Any) -> Any:
+    """Rules and their reasons without what they do not say."""
+    if isinstance(value, tuple | list):
+        return [_without_defaults(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _without_defaults(item) for name, item in value.items() if item is not None and item is not False}
+    return value
+
+

@@ -1,0 +1,267 @@
+"""YAML in and out, with the line and column of everything. The only import of PyYAML.
+
+Read more strictly than PyYAML does by itself: duplicate keys are errors, only `true` and `false` are booleans
+(so `off` is a word, as in YAML 1.2), `1e-3` is a number, and nothing in a file can name a Python object.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import yaml
+
+from amptune.errors import FileFormatError, Problem
+from amptune.policy.allowed import allowed_keys
+
+if TYPE_CHECKING:
+    import pydantic
+    from pydantic_core import ErrorDetails
+
+__all__ = ["Document", "dump", "parse", "read", "validate"]
+
+T = TypeVar("T")
+Path_ = tuple[str | int, ...]
+Place = tuple[int, int]
+
+MAX_CHARACTERS = 2_000_000
+MAX_DEPTH = 60
+
+_BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_STRING = "tag:yaml.org,2002:str"
+_NULL = re.compile(r"~|null|Null|NULL|")
+_BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
+_INT = re.compile(r"[-+]?[0-9]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A parsed file: `data` in plain Python, and where each value, key and scalar's own text stood."""
+
+    source: str
+    data: Any
+    values: Mapping[Path_, Place] = field(default_factory=dict, repr=False)
+    keys: Mapping[Path_, Place] = field(default_factory=dict, repr=False)
+    texts: Mapping[Path_, str] = field(default_factory=dict, repr=False)
+
+    def problem(self, path: Path_, message: str, *, key: bool = False) -> Problem:
+        """A problem at the value (or the key) at `path`, or at its nearest ancestor that stands in the file."""
+        places = self.keys if key else self.values
+        line, column = next((places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in places), (1, 1))
+        return Problem(message=message, source=self.source, line=line, column=column)
+
+    def text_at(self, path: Path_) -> str | None:
+        """A scalar as it is written in the file: `2.10` stays `2.10`."""
+        return self.texts.get(path)
+
+
+def read(path: str | os.PathLike[str]) -> Document:
+    """Parses a file. Raises `FileFormatError` if it cannot be read or is no YAML."""
+    source = os.fspath(path)
+    try:
+        if Path(path).stat().st_size > MAX_CHARACTERS:
+            raise FileFormatError([Problem(message=f"larger than {MAX_CHARACTERS:,} bytes: no file of ours", source=source)])
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise FileFormatError([Problem(message=f"cannot be read: {error.strerror}", source=source)]) from error
+    except ValueError as error:
+        raise FileFormatError([Problem(message=f"is no text in UTF-8: {error}", source=source)]) from error
+    return parse(text, source)
+
+
+def parse(text: str, source: str) -> Document:
+    """Parses text. Raises `FileFormatError` for what is no YAML, and for every duplicate key."""
+    if _deeper_than(text, MAX_DEPTH):
+        raise FileFormatError([Problem(message=f"nested deeper than {MAX_DEPTH} levels", source=source)])
+    try:
+        root = yaml.compose(text, Loader=_BaseLoader)
+    except yaml.MarkedYAMLError as error:
+        raise FileFormatError([_syntax_problem(error, text, source)]) from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise FileFormatError([Problem(message=f"is no YAML: {error}".replace("\n", " "), source=source)]) from error
+    reading = _Reading(source)
+    data = {} if root is None else reading.value(root, ())
+    if reading.problems:
+        raise FileFormatError(reading.problems)
+    return Document(source=source, data=data, values=reading.values, keys=reading.keys, texts=reading.texts)
+
+
+def dump(data: Any) -> str:
+    """Block style, keys in the given order; strings that YAML would read as something else are quoted."""
+    text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=120)
+    return text
+
+
+def validate(document: Document, adapter: pydantic.TypeAdapter[T], data: Any = None) -> T:
+    """The document as the adapter's type. Raises `FileFormatError` with every problem, in the file's order."""
+    import pydantic
+
+    try:
+        return adapter.validate_python(document.data if data is None else data)
+    except pydantic.ValidationError as error:
+        schema = adapter.json_schema()
+        problems = {str(p): p for e in error.errors(include_url=False) for p in _problems_of(document, e, schema)}
+    raise FileFormatError(sorted(problems.values(), key=lambda p: (p.line or 0, p.column or 0)))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Indents lists below their key; quotes what this module, or YAML 1.1, would not read back as a string."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> Any:  # noqa: ARG002, FBT001, FBT002
+        return super().increase_indent(flow, indentless=False)
+
+
+def _dump_string(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    plain = re.fullmatch(r"[A-Za-z_][\w./ :+-]*", text) and ": " not in text and text.strip() == text
+    words = {"on", "off", "yes", "no", "y", "n", "true", "false", "null", "nan", "inf"}
+    style = None if plain and text.lower() not in words and not text.endswith(":") else '"'
+    return dumper.represent_scalar(_STRING, text, style=style)
+
+
+def _dump_float(dumper: _Dumper, number: float) -> yaml.ScalarNode:
+    text = ".nan" if math.isnan(number) else str(number).replace("inf", ".inf")
+    text = text if "." in text else text.replace("e", ".0e")  # YAML 1.1 takes 1e-07 for a string
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
+
+
+_Dumper.add_representer(str, _dump_string)
+_Dumper.add_representer(float, _dump_float)
+
+
+@dataclass
+class _Reading:
+    """One pass over PyYAML's nodes: plain data, positions, and every problem on the way."""
+
+    source: str
+    values: dict[Path_, Place] = field(default_factory=dict)
+    keys: dict[Path_, Place] = field(default_factory=dict)
+    texts: dict[Path_, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    nodes: int = 0
+
+    def value(self, node: yaml.Node, path: Path_) -> Any:
+        self.nodes += 1
+        place = node.start_mark.line + 1, node.start_mark.column + 1
+        self.values[path] = place
+        if self.nodes > MAX_CHARACTERS // 10 or len(path) > MAX_DEPTH:  # aliases may multiply what little text there is
+            if not self.problems:
+                self._note(place, "aliases blow this file up: no file of ours")
+            return None
+        if not node.tag.startswith("tag:yaml.org,2002:") or "python" in node.tag:
+            self._note(place, f"the tag {node.tag!r} is not allowed: plain values only")
+            return None
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
+        self.texts[path] = node.value
+        return _scalar(node)
+
+    def _mapping(self, node: yaml.MappingNode, path: Path_) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            place = key_node.start_mark.line + 1, key_node.start_mark.column + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                self._note(place, "a key must be a word")
+                continue
+            key = str(key_node.value)
+            if key in result:
+                first = self.keys[(*path, key)][0]
+                self._note(place, f"{key!r} stands here a second time; the first is in line {first}")
+                continue
+            self.keys[(*path, key)] = place
+            result[key] = self.value(value_node, (*path, key))
+        return result
+
+    def _note(self, place: Place, message: str) -> None:
+        self.problems.append(Problem(message=message, source=self.source, line=place[0], column=place[1]))
+
+
+def _scalar(node: yaml.ScalarNode) -> Any:
+    text = node.value
+    if node.style in ("'", '"', "|", ">"):
+        return text
+    if _NULL.fullmatch(text):
+        return None
+    if _BOOL.fullmatch(text):
+        return text.lower() == "true"
+    if _INT.fullmatch(text) and len(text) < 40:  # noqa: PLR2004  # longer is no number anybody means
+        return int(text)
+    if _FLOAT.fullmatch(text):
+        return float(re.sub(r"\.(inf|nan)", r"\1", text.lower()))
+    return text
+
+
+def _deeper_than(text: str, levels: int) -> bool:
+    """A cheap bound on nesting before libyaml, whose composer recurses, sees the text."""
+    flow = max_flow = 0
+    for character in text:
+        flow += (character in "[{") - (character in "]}")
+        max_flow = max(max_flow, flow)
+    dashes = max((len(re.findall(r"[-?] ", match)) for match in re.findall(r"(?m)^\s*(?:[-?] +)+", text)), default=0)
+    indents = [len(match) for match in re.findall(r"(?m)^ *", text)]
+    return max_flow > levels or dashes > levels or len(set(indents)) > levels
+
+
+def _syntax_problem(error: yaml.MarkedYAMLError, text: str, source: str) -> Problem:
+    mark = error.problem_mark or error.context_mark
+    message = f"is no YAML: {error.problem or error.context}"
+    line = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
+    if re.search(r":\s*\*|-\s*\*|[\[,]\s*\*", line) or "alias" in message:
+        message += "; a pattern that begins with * must be quoted: path: \"*.norm\""
+    if "\t" in line:
+        message += "; indent with spaces, not tabs"
+    place = (mark.line + 1, mark.column + 1) if mark else (None, None)
+    return Problem(message=message, source=source, line=place[0], column=place[1])
+
+
+def _problems_of(document: Document, error: ErrorDetails, schema: Mapping[str, Any]) -> Iterator[Problem]:
+    path = _path_in(document.data, error["loc"])
+    name = ".".join(str(part) for part in path)
+    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        yield document.problem(path, _unknown(str(path[-1]), allowed_keys(schema, path[:-1])), key=True)
+    elif error["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
+        yield document.problem(path[:-1], f"{name}: this key is missing")
+    elif error["type"] == "value_error":  # our own checks: one problem a line, after the name of its setting
+        for line in str(error.get("ctx", {}).get("error", error["msg"])).splitlines():
+            setting = (*path, line.partition(":")[0])
+            here = setting if setting in document.values else path
+            prefix = f"{name}.{line}" if name and here is setting else f"{name}: {line}" if name else line
+            yield document.problem(here, prefix)
+    else:
+        yield document.problem(path, f"{name}: {_in_words(error)}" if name else f"the file: {_in_words(error)}")
+
+
+def _unknown(key: str, allowed: Sequence[str]) -> str:
+    close = difflib.get_close_matches(key, allowed, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"unknown key {key!r}; {hint}allowed here: {', '.join(allowed)}"
+
+
+def _path_in(data: Any, loc: Sequence[str | int]) -> Path_:
+    """pydantic's location without what is no place in the file (union members, model names)."""
+    path: list[str | int] = []
+    for n, part in enumerate(loc):
+        inside = isinstance(data, Mapping) and part in data or isinstance(data, list) and isinstance(part, int)
+        if inside:
+            data = data[part]
+        if inside or n == len(loc) - 1 and isinstance(data, Mapping) and isinstance(part, str) and "[" not in part:
+            path.append(part)
+    return tuple(path)
+
+
+def _in_words(error: ErrorDetails) -> str:
+    given, context = error["input"], error.get("ctx", {})
+    if error["type"] == "literal_error":
+        allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ")
+        close = difflib.get_close_matches(str(given), allowed.split(", "), n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        return f"{given!r} is not one of {allowed}{hint}"
+    return f"{given!r}: {error['msg'][0].lower()}{error['msg'][1:]}"

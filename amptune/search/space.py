@@ -1,0 +1,169 @@
+"""A search space: the knobs, what to try first, and what never to try and why. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args, get_type_hints
+
+from amptune.errors import SpaceError
+from amptune.policy import settings
+from amptune.policy.settings import STOCK, Policy
+
+__all__ = ["Forbidden", "Knob", "Point", "Space", "Value", "digest", "forbidden_because", "pin", "points", "restrict", "with_knob"]
+
+Value = str | int | bool
+
+# How many of the ranked groups of modules stay in FP32; every other knob is a setting of the policy.
+EXCLUSIONS = "fp32_exclusions"
+
+
+class Point(Mapping[str, Value]):
+    """A value for every knob; hashable, and the same whatever order the knobs came in."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, Value]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> Value:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._values.items()))
+
+    def __repr__(self) -> str:
+        return f"Point({self._values})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """A setting to search, and its values in the order of preference."""
+
+    name: str
+    choices: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forbidden:
+    """Points never to try: those in which each knob of `when` has one of the values named there."""
+
+    when: tuple[tuple[str, tuple[Value, ...]], ...]
+    because: str
+
+    def forbids(self, point: Mapping[str, Value]) -> bool:
+        return all(name in point and _is_in(point[name], values) for name, values in self.when)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What is worth trying on one architecture. Points in `try_first` are complete and allowed."""
+
+    architecture: str
+    compute_capability: tuple[str, ...]
+    knobs: tuple[Knob, ...]
+    try_first: tuple[Point, ...] = ()
+    forbid: tuple[Forbidden, ...] = ()
+
+    def choices(self, name: str) -> tuple[Value, ...]:
+        """A knob's values; none where the space has no such knob."""
+        return next((knob.choices for knob in self.knobs if knob.name == name), ())
+
+
+def points(space: Space) -> Iterator[Point]:
+    """Every allowed point, in a stable order."""
+    for values in itertools.product(*(knob.choices for knob in space.knobs)):
+        point = Point({knob.name: value for knob, value in zip(space.knobs, values, strict=True)})
+        if forbidden_because(space, point) is None:
+            yield point
+
+
+def forbidden_because(space: Space, point: Mapping[str, Value]) -> str | None:
+    """Why a point is not to be tried; None where it is allowed."""
+    return next((rule.because for rule in space.forbid if rule.forbids(point)), None)
+
+
+def restrict(space: Space, name: str, choices: tuple[Value, ...]) -> Space:
+    """The space with one knob cut to these values; starting points that need another are dropped."""
+    knobs = tuple(replace(knob, choices=choices) if knob.name == name else knob for knob in space.knobs)
+    kept = tuple(point for point in space.try_first if name not in point or _is_in(point[name], choices))
+    return replace(space, knobs=knobs, try_first=kept)
+
+
+def pin(space: Space, name: str, text: str) -> Space:
+    """The space with one knob fixed to the value written in `text`, in the space's choices or not.
+
+    Starting points take that value. Raises `SpaceError` for an unknown knob, or a value no policy can have.
+    """
+    names = [knob.name for knob in space.knobs]
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise SpaceError(f"{name!r} is no knob of this search; {hint}the knobs are {', '.join(names)}")
+    value = _value_of(name, text)
+    knobs = tuple(replace(knob, choices=(value,)) if knob.name == name else knob for knob in space.knobs)
+    pinned = replace(space, knobs=knobs)
+    moved = dict.fromkeys(Point({**point, name: value}) for point in space.try_first)
+    return replace(pinned, try_first=tuple(p for p in moved if forbidden_because(pinned, p) is None))
+
+
+def with_knob(space: Space, name: str, choices: tuple[Value, ...], *, stock: Value) -> Space:
+    """The space with one more knob; starting points have it at `stock`."""
+    first = tuple(Point({**point, name: stock}) for point in space.try_first)
+    return replace(space, knobs=(*space.knobs, Knob(name=name, choices=choices)), try_first=first)
+
+
+def digest(space: Space) -> str:
+    """A short hash of knobs and forbidden points: under another one, a study is another study."""
+    return hashlib.sha256(repr((space.knobs, space.forbid)).encode()).hexdigest()[:8]
+
+
+def stock_value(name: str) -> Value:
+    """What stock PyTorch has for a knob."""
+    return 0 if name == EXCLUSIONS else getattr(STOCK, name)  # type: ignore[no-any-return]
+
+
+def legal_values(name: str) -> tuple[Value, ...] | None:
+    """The values a policy can have for a knob; None where any whole number will do. Raises `KeyError` for no knob."""
+    if name == EXCLUSIONS:
+        return None
+    hint = _POLICY_HINTS[name]
+    if getattr(hint, "__origin__", None) is Literal:
+        return get_args(hint)
+    return (False, True) if hint is bool else None
+
+
+_POLICY_HINTS: dict[str, Any] = {
+    name: hint
+    for name, hint in get_type_hints(Policy, vars(settings)).items()
+    if name in {f.name for f in fields(Policy)} - {"fp32_modules", "loss_scale"}
+}
+KNOBS = (*_POLICY_HINTS, EXCLUSIONS)
+
+
+def _value_of(name: str, text: str) -> Value:
+    legal = legal_values(name)
+    if legal is None:
+        if not text.isdecimal():
+            raise SpaceError(f"{name}={text}: {text!r} is no whole number")
+        return int(text)
+    words = {str(value).lower(): value for value in legal}
+    if legal == (False, True):
+        words |= {"on": True, "off": False}
+    if text.lower() not in words:
+        raise SpaceError(f"{name}={text}: {text!r} is not one of {', '.join(str(value).lower() for value in legal)}")
+    return words[text.lower()]
+
+
+def _is_in(value: Value, values: tuple[Value, ...]) -> bool:
+    """Membership that keeps 0 and False apart."""
+    return any(value == other and type(value) is type(other) for other in values)

@@ -1,0 +1,371 @@
+from __future__ import annotations
+
+import copy
+import gc
+import subprocess
+import sys
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from amptune.errors import PolicyApplyError
+from amptune.policy.settings import Fp32Rule, LossScale, Policy
+from amptune.runtime.applying import apply
+from amptune.runtime.tuned import Tuned
+
+EVERYTHING = Policy(
+    autocast="bf16",
+    fp32_math="tf32",
+    fp32_modules=(Fp32Rule(path="head"), Fp32Rule(type="BatchNorm2d", cast_output=True)),
+    memory_format="channels_last",
+    cudnn_benchmark=True,
+    batch_size=4,
+    accumulate=2,
+    fused_optimizer=True,
+)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.stem(x).mean((2, 3)))
+        return out
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """All that apply may change and must put back."""
+    backends: Any = torch.backends  # whose stubs know half of it
+    return {
+        "classes": [type(module) for module in model.modules()],
+        "attributes": [sorted(vars(module)) for module in model.modules()],
+        "strides": [tensor.stride() for tensor in model.state_dict().values()],
+        "identities": [id(parameter) for parameter in model.parameters()],
+        "benchmark": backends.cudnn.benchmark,
+        "fp32": [
+            backends.cuda.matmul.fp32_precision,
+            backends.cudnn.conv.fp32_precision,
+            backends.cudnn.rnn.fp32_precision,
+            backends.mkldnn.matmul.fp32_precision,
+            torch.get_float32_matmul_precision(),
+        ],
+        "backward": torch._functorch.config.backward_pass_autocast,
+    }
+
+
+def train(tuned: Tuned, optimizer: torch.optim.Optimizer, steps: int = 4) -> list[float]:
+    """The training loop of the README."""
+    losses = []
+    for i in range(steps):
+        with tuned.autocast():
+            loss = tuned.model(tuned.batch(torch.randn(4, 3, 6, 6))).square().mean() / tuned.accumulate
+        tuned.scaler.scale(loss).backward()
+        if (i + 1) % tuned.accumulate == 0:
+            tuned.scaler.step(optimizer)
+            tuned.scaler.update()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_apply_sets_what_the_policy_says_and_undo_restores_all_of_it() -> None:
+    model = Net()
+    before = state_of(model)
+    tuned = apply(EVERYTHING, model)
+    during = state_of(model)
+    assert tuned.model is model
+    assert torch.backends.cudnn.benchmark is True
+    assert during["fp32"][:3] == ["tf32", "tf32", "tf32"]
+    assert model.stem.get_parameter("0.weight").is_contiguous(memory_format=torch.channels_last)
+    assert during["identities"] == before["identities"]
+    assert during["backward"] == "off"
+    tuned.undo()
+    assert state_of(model) == before
+    tuned.undo()
+    assert state_of(model) == before
+
+
+def test_stock_pytorch_changes_nothing() -> None:
+    model = Net()
+    before = state_of(model)
+    tuned = apply(Policy(), model)
+    assert state_of(model) == before
+    with tuned.autocast():
+        assert not torch.is_autocast_enabled("cpu")
+    x = torch.randn(1, 3, 6, 6)
+    assert tuned.batch(x) is x
+    assert tuned.findings == ()
+    tuned.undo()
+
+
+@pytest.mark.parametrize("autocast", ["off", "bf16", "fp16"])
+def test_one_training_loop_serves_every_precision(autocast: Any) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    with apply(Policy(autocast=autocast, accumulate=2, fused_optimizer=True), model) as tuned:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        assert tuned.optimizer(optimizer) is optimizer
+        assert optimizer.param_groups[0]["fused"] is True
+        losses = train(tuned, optimizer)
+    assert all(map(torch.isfinite, map(torch.tensor, losses)))
+
+
+def test_excluded_modules_run_in_fp32_and_the_others_in_half() -> None:
+    model = Net()
+    seen: dict[str, torch.dtype] = {}
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda _m, _i, out, name=name: seen.update({name: out.dtype}))
+    with apply(EVERYTHING, model) as tuned, tuned.autocast():
+        tuned.model(tuned.batch(torch.randn(2, 3, 6, 6)))
+    assert seen["stem.0"] is torch.bfloat16
+    assert seen["stem.1"] is torch.bfloat16  # cast back
+    assert seen["head"] is torch.float32
+
+
+def test_undo_works_after_training_and_in_another_dtype() -> None:
+    model = Net()
+    before = state_of(model)
+    tuned = apply(EVERYTHING, model)
+    train(tuned, tuned.optimizer(torch.optim.SGD(model.parameters(), lr=0.1)))
+    model.double()
+    tuned.undo()
+    model.float()
+    after = state_of(model)
+    assert after["classes"] == before["classes"]
+    assert after["strides"] == before["strides"]
+    assert after["identities"] == before["identities"]
+
+
+def test_a_context_manager_undoes_also_when_training_raises() -> None:
+    model = Net()
+    before = state_of(model)
+    with pytest.raises(ZeroDivisionError), apply(EVERYTHING, model):
+        raise ZeroDivisionError
+    assert state_of(model) == before
+
+
+def test_after_undo_nothing_is_cast_or_converted() -> None:
+    model = Net()
+    tuned = apply(EVERYTHING, model)
+    tuned.undo()
+    x = torch.randn(2, 3, 6, 6)
+    assert tuned.batch(x) is x
+    with tuned.autocast():
+        assert tuned.model(x).dtype is torch.float32
+
+
+@pytest.mark.parametrize("autocast", ["off", "bf16"])
+def test_a_rule_that_matches_no_module_is_an_error_and_nothing_was_changed(autocast: Any) -> None:
+    model = Net()
+    before = state_of(model)
+    policy = Policy(autocast=autocast, fp32_math="ieee", fp32_modules=(Fp32Rule(path="haed"),))
+    with pytest.raises(PolicyApplyError, match="haed: did you mean head"):
+        apply(policy, model)
+    assert state_of(model) == before
+    apply(Policy(), model).undo()
+
+
+def test_modules_that_cannot_be_patched_are_one_error_and_nothing_was_changed() -> None:
+    model = Net()
+    model.head.bfloat16()
+    stem = model.stem[0]
+    assert isinstance(stem, nn.Module)
+    stem.forward = stem.forward
+    before = state_of(model)
+    with pytest.raises(PolicyApplyError) as caught:
+        apply(Policy(autocast="bf16", fp32_modules=(Fp32Rule(path="head"), Fp32Rule(path="stem.0"))), model)
+    assert str(caught.value).startswith("not every module can be kept in FP32:\n  stem.0 has a forward set on")
+    assert "\n  head has weights in torch.bfloat16" in str(caught.value)
+    assert state_of(model) == before
+
+
+def test_the_whole_model_in_fp32_is_named_as_such_in_an_error() -> None:
+    model = Net()
+    model.forward = model.forward  # type: ignore[method-assign]  # as accelerate does
+    with pytest.raises(PolicyApplyError, match="the model itself has a forward set on the instance"):
+        apply(Policy(autocast="bf16", fp32_modules=(Fp32Rule(path="**"),)), model)
+
+
+def test_a_later_step_that_fails_takes_the_earlier_ones_back() -> None:
+    class Registered(nn.Linear):
+        names: tuple[str, ...] = ()
+
+        def __init_subclass__(cls, *, register: str) -> None:
+            cls.names = (*cls.names, register)
+
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Linear(3, 3), Registered(3, 3))
+    before = state_of(model)
+    rules = (Fp32Rule(type="Linear"), Fp32Rule(type="Conv2d"))
+    with pytest.raises(TypeError, match="register"):
+        apply(Policy(autocast="bf16", fp32_math="tf32", memory_format="channels_last", fp32_modules=rules), model)
+    assert state_of(model) == before
+    apply(Policy(autocast="bf16"), model).undo()
+
+
+def test_a_model_has_one_policy_at_a_time() -> None:
+    model = Net()
+    tuned = apply(Policy(), model)
+    with pytest.raises(PolicyApplyError, match=r"this Net already has a policy; undo that one first, with tuned.undo"):
+        apply(Policy(autocast="bf16"), model)
+    tuned.undo()
+    apply(Policy(autocast="bf16"), model).undo()
+
+
+def test_a_copy_of_a_patched_model_is_patched_and_said_to_be() -> None:
+    model = Net()
+    with apply(EVERYTHING, model):
+        other = copy.deepcopy(model)
+        with pytest.raises(PolicyApplyError, match=r"already has a policy \(it keeps stem.1 in FP32\)"):
+            apply(EVERYTHING, other)
+    assert type(other.head) is not nn.Linear
+
+
+def test_undo_waits_for_what_was_put_over_the_policy() -> None:
+    model = Net()
+    before = state_of(model)
+    tuned = apply(EVERYTHING, model)
+    nn.utils.parametrizations.weight_norm(model.head)
+    with pytest.raises(PolicyApplyError, match="the class of head was changed again after the policy was applied"):
+        tuned.undo()
+    assert torch.backends.cudnn.benchmark is True
+    nn.utils.parametrize.remove_parametrizations(model.head, "weight")
+    tuned.undo()
+    assert state_of(model)["classes"] == before["classes"]
+    assert torch.backends.cudnn.benchmark is False
+
+
+def test_weights_are_not_kept_by_a_policy() -> None:
+    model = Net()
+    tuned = apply(EVERYTHING, model)
+    gone = weakref.ref(model.head.weight)
+    model.head.weight = nn.Parameter(torch.zeros(2, 8))
+    gc.collect()
+    assert gone() is None
+    tuned.undo()
+
+
+@pytest.mark.parametrize("wrong", [Policy, None, {"autocast": "bf16"}])
+def test_what_is_no_policy_is_refused(wrong: Any) -> None:
+    with pytest.raises(PolicyApplyError, match=r"a policy is a path, an amptune\.Policy or what amptune\.load"):
+        apply(wrong, Net())
+
+
+@pytest.mark.parametrize("wrong", [Net, None, "model"])
+def test_what_is_no_model_is_refused(wrong: Any) -> None:
+    with pytest.raises(PolicyApplyError, match=r"applied to a torch\.nn\.Module, not to"):
+        apply(Policy(), wrong)
+
+
+def test_batch_size_raises_where_the_policy_leaves_it_out() -> None:
+    with apply(Policy(), Net()) as tuned, pytest.raises(PolicyApplyError, match="pass your own batch size"):
+        _ = tuned.batch_size
+    with apply(EVERYTHING, Net()) as tuned:
+        assert (tuned.batch_size, tuned.accumulate) == (4, 2)
+
+
+def test_an_optimizer_that_cannot_be_fused_is_returned_as_it_is_with_a_finding() -> None:
+    model = Net()
+    with apply(Policy(fused_optimizer=True), model) as tuned:
+        optimizer = torch.optim.RMSprop(model.parameters())
+        assert tuned.optimizer(optimizer) is optimizer
+        assert [finding.code for finding in tuned.findings] == ["optimizer-not-fused"]
+
+
+def test_without_the_knob_an_optimizer_is_left_alone() -> None:
+    model = Net()
+    with apply(Policy(), model) as tuned:
+        optimizer = tuned.optimizer(torch.optim.SGD(model.parameters()))
+    assert optimizer.param_groups[0]["fused"] is None
+
+
+def test_an_optimizer_must_be_built_first() -> None:
+    wrong: Any = torch.optim.SGD
+    with (
+        apply(Policy(), Net()) as tuned,
+        pytest.raises(PolicyApplyError, match=r"takes a built torch\.optim\.Optimizer"),
+    ):
+        tuned.optimizer(wrong)
+
+
+def test_settings_without_effect_are_findings() -> None:
+    policy = Policy(fp32_modules=(Fp32Rule(type="Linear"),), memory_format="channels_last")
+    model = nn.Sequential(nn.Linear(4, 4))
+    with apply(policy, model) as tuned:
+        codes = [finding.code for finding in tuned.findings]
+        assert type(model[0]) is nn.Linear
+    assert codes == ["fp32-modules-without-effect", "memory-format-without-effect"]
+
+
+def test_the_scaler_is_one_and_the_same_and_scales_as_the_policy_says() -> None:
+    with apply(Policy(autocast="fp16", loss_scale=LossScale(init=64)), Net()) as tuned:
+        assert tuned.scaler is tuned.scaler
+        assert tuned.scaler.get_scale() == 64
+
+
+def test_a_model_without_parameters_is_on_the_cpu() -> None:
+    with apply(Policy(autocast="bf16"), nn.ReLU()) as tuned, tuned.autocast():
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_a_compiled_model_trains_with_the_eager_one_s_gradients() -> None:
+    """The default of torch.compile would run an excluded module's backward in bf16, 2e-3 off."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    x = torch.randn(32, 64)
+    gradients = []
+    with apply(Policy(autocast="bf16", fp32_modules=(Fp32Rule(path="1"),)), model) as tuned:
+        for net in (tuned.model, torch.compile(tuned.model, backend="aot_eager", fullgraph=True)):
+            model.zero_grad()
+            with tuned.autocast():
+                loss = net(x).square().mean()
+            loss.backward()
+            gradient = model.get_parameter("1.weight").grad
+            assert gradient is not None
+            gradients.append(gradient.clone())
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's imports use what torch deprecates
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_a_policy_that_compiles_gives_a_compiled_model_until_undone(mode: Any) -> None:
+    model = Net()
+    before = state_of(model)
+    tuned = apply(Policy(compile=mode), model)
+    assert isinstance(tuned.model, torch._dynamo.OptimizedModule)
+    assert id(tuned.model._orig_mod) == id(model)
+    assert [id(parameter) for parameter in tuned.model.parameters()] == before["identities"]
+    tuned.undo()
+    assert tuned.model is model
+    assert state_of(model) == before
+
+
+def test_autocast_can_be_entered_inside_a_compiled_function() -> None:
+    torch.compiler.reset()
+    model = Net()
+    x = torch.randn(2, 3, 6, 6)
+    with apply(EVERYTHING, model) as tuned:
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            with tuned.autocast():
+                out: torch.Tensor = tuned.model(x)
+                return out
+
+        with torch.no_grad():
+            model.eval()
+            assert torch.equal(torch.compile(step, backend="aot_eager", fullgraph=True)(x), step(x))
+
+
+def test_what_training_imports_is_light() -> None:
+    program = (
+        "import sys; import amptune.runtime.applying; "
+        "print([name for name in ('optuna', 'click', 'rich', 'pydantic', 'yaml') if name in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)  # noqa: S603  # our own
+    assert answer.stdout.strip() == "[]"

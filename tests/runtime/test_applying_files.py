@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from amptune.errors import HardwareMismatchError, PolicyApplyError
+from amptune.hardware.probing import probe
+from amptune.policy.file import PolicyFile
+from amptune.policy.loading import save
+from amptune.policy.profile import Entry, Profile
+from amptune.policy.settings import Fp32Rule, Policy
+from amptune.runtime.applying import PolicyDriftWarning, apply
+from amptune.runtime.digest import model_digest
+
+HERE = dict(probe().labels)
+POLICY = Policy(autocast="bf16", fp32_math="ieee", fp32_modules=(Fp32Rule(path="0"),))
+ELSEWHERE = {"nvidia.com/gpu.product": "NVIDIA-GeForce-GTX-1070"}
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+
+def untouched(model: nn.Sequential) -> bool:
+    backends: Any = torch.backends  # whose stubs know half of it
+    return type(model[0]) is nn.Linear and backends.cudnn.conv.fp32_precision == "tf32"
+
+
+@pytest.mark.parametrize("as_path", [str, Path])
+def test_a_policy_file_valid_here_is_applied_without_a_word(tmp_path: Path, as_path: Any) -> None:
+    model = net()
+    save(PolicyFile(policy=POLICY, valid_for={**HERE, "model": model_digest(model)}), tmp_path / "policy.yaml")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with apply(as_path(tmp_path / "policy.yaml"), model) as tuned:
+            assert tuned.policy == POLICY
+            assert tuned.findings == ()
+            assert not untouched(model)
+    assert untouched(model)
+
+
+def test_a_policy_of_another_machine_is_refused_and_nothing_was_changed() -> None:
+    model = net()
+    with pytest.raises(HardwareMismatchError, match="nvidia.com/gpu.product: NVIDIA-GeForce-GTX-1070"):
+        apply(PolicyFile(policy=POLICY, valid_for=ELSEWHERE), model)
+    assert untouched(model)
+    apply(Policy(), model).undo()
+
+
+def test_any_hardware_overrides_by_argument_and_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = PolicyFile(policy=POLICY, valid_for=ELSEWHERE)
+    apply(file, net(), any_hardware=True).undo()
+    monkeypatch.setenv("AMPTUNE_ANY_HARDWARE", "1")
+    apply(file, net()).undo()
+
+
+def test_a_bare_policy_is_held_against_no_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMPTUNE_LABELS", "malformed")  # would raise if it were read
+    apply(POLICY, net()).undo()
+    apply(PolicyFile(policy=POLICY), net()).undo()
+
+
+def test_other_versions_and_another_model_are_warned_of_and_are_findings() -> None:
+    file = PolicyFile(policy=POLICY, valid_for={**HERE, "torch": "2.0", "model": "sha256:0"})
+    with pytest.warns(PolicyDriftWarning) as caught, apply(file, net()) as tuned:
+        assert [finding.figures["label"] for finding in tuned.findings] == ["torch", "model"]
+    assert {warning.filename for warning in caught} == {__file__}
+    assert "torch was 2.0 when this policy was tuned" in str(caught[0].message)
+
+
+def test_a_drift_made_an_error_changes_nothing() -> None:
+    model = net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PolicyDriftWarning)
+        with pytest.raises(PolicyDriftWarning):
+            apply(PolicyFile(policy=POLICY, valid_for={"torch": "2.0"}), model)
+    assert untouched(model)
+    apply(Policy(), model).undo()
+
+
+def test_the_entry_of_a_profile_that_fits_this_machine_is_applied(tmp_path: Path) -> None:
+    there, here = PolicyFile(policy=Policy(autocast="fp16")), PolicyFile(policy=POLICY)
+    entries = (Entry(match=ELSEWHERE, policy=there), Entry(match={"torch": HERE["torch"]}, policy=here))
+    save(Profile(entries=entries), tmp_path / "cluster.yaml")
+    with apply(tmp_path / "cluster.yaml", net()) as tuned:
+        assert tuned.policy == POLICY
+
+
+def test_a_profile_itself_is_no_policy() -> None:
+    wrong: Any = Profile(entries=())
+    with pytest.raises(PolicyApplyError, match=r"not a Profile"):
+        apply(wrong, net())

@@ -1,0 +1,357 @@
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import io
+import pickle
+import time
+import weakref
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+from amptune.errors import PolicyApplyError
+from amptune.runtime.fp32_modules import overlaid, swap, swapped_class, unswap
+
+bf16 = torch.bfloat16
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class Inputs:
+    x: torch.Tensor
+
+
+class Picky(nn.Module):
+    """Records what it was given, and gives the same back."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen = (args, kwargs)
+        return args[0] if args else kwargs
+
+
+class Pickled(nn.Module):
+    """Has a reduction of its own, as some compiled and quantized modules have."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.linear = nn.Linear(width, width)
+
+    def __reduce__(self) -> Any:
+        return (Pickled, (self.width,), {"note": "rebuilt", **self.__dict__})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
+def autocast(dtype: torch.dtype = bf16) -> torch.amp.autocast:
+    return torch.amp.autocast("cpu", dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_excluded_linear_computes_exactly_what_fp32_does_on_the_cast_input(dtype: torch.dtype) -> None:
+    linear = nn.Linear(16, 16)
+    x = torch.randn(4, 16).to(dtype)
+    expected = linear(x.float())
+    swap(linear)
+    with autocast(dtype):
+        out = linear(x)
+        assert torch.is_autocast_enabled("cpu")
+    assert out.dtype is torch.float32
+    assert torch.equal(out, expected)
+
+
+def test_gradients_are_those_of_fp32_too() -> None:
+    linear, twin = nn.Linear(16, 16), nn.Linear(16, 16)
+    twin.load_state_dict(linear.state_dict())
+    x = torch.randn(4, 16).bfloat16()
+    swap(linear)
+    with autocast():
+        loss = linear(x).square().sum()
+    loss.backward()
+    twin(x.float()).square().sum().backward()
+    assert linear.weight.grad is not None
+    assert twin.weight.grad is not None
+    assert torch.equal(linear.weight.grad, twin.weight.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cast_output_gives_the_autocast_dtype_back(dtype: torch.dtype) -> None:
+    linear = nn.Linear(16, 16)
+    x = torch.randn(4, 16)
+    expected = linear(x).to(dtype)
+    swap(linear, cast_output=True)
+    with autocast(dtype):
+        assert torch.equal(linear(x), expected)
+
+
+def test_outside_autocast_nothing_is_cast_either_way() -> None:
+    picky = Picky()
+    swap(picky, cast_output=True)
+    x = torch.ones(2, dtype=bf16)
+    assert picky(x) is x
+    single = torch.ones(2)
+    assert picky(single) is single
+
+
+def test_half_inputs_are_cast_at_any_depth_and_nothing_else_is() -> None:
+    picky = Picky()
+    swap(picky)
+    half, whole, double = torch.ones(1, dtype=bf16), torch.ones(1, dtype=torch.long), torch.ones(1).double()
+    with autocast():
+        picky(half, (half, [whole]), Pair(half, None), mask={"m": half}, inputs=Inputs(half), scale=double, name="n")
+    args, kwargs = picky.seen
+    assert args[0].dtype is args[1][0].dtype is args[2].left.dtype is torch.float32
+    assert kwargs["mask"]["m"].dtype is kwargs["inputs"].x.dtype is torch.float32
+    assert args[1][1][0] is whole
+    assert kwargs["scale"] is double
+    assert (args[2].right, kwargs["name"]) == (None, "n")
+
+
+def test_cast_output_reaches_nested_outputs_and_leaves_integers_and_doubles() -> None:
+    picky = Picky()
+    swap(picky, cast_output=True)
+    with autocast():
+        out = picky(a=torch.ones(1), b=(torch.ones(1, dtype=torch.long), torch.ones(1).double()))
+    assert (out["a"].dtype, out["b"][0].dtype, out["b"][1].dtype) == (bf16, torch.long, torch.double)
+
+
+def test_autocast_is_back_on_after_an_exception() -> None:
+    linear = nn.Linear(4, 4)
+    swap(linear)
+    with autocast():
+        with pytest.raises(RuntimeError, match="shape"):
+            linear(torch.ones(1, 5))
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_modules_inside_an_excluded_one_run_in_fp32_without_casts_between() -> None:
+    last = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU(), last))
+    swap(model[1])
+    seen: list[torch.dtype] = []
+    last.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    with autocast():
+        assert model(torch.randn(2, 4)).dtype is torch.float32
+    assert seen == [torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("module", "x"),
+    [
+        (nn.LSTM(4, 4, batch_first=True), torch.randn(2, 3, 4)),
+        (nn.Embedding(5, 4), torch.tensor([1, 2])),
+        (nn.BatchNorm2d(3), torch.randn(2, 3, 4, 4)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_other_kinds_of_layers_run_in_fp32(module: nn.Module, x: torch.Tensor) -> None:
+    swap(module)
+    with autocast():
+        out = module(x.bfloat16() if x.is_floating_point() else x)
+    assert (out[0] if isinstance(out, tuple) else out).dtype is torch.float32
+
+
+def test_names_keys_and_instance_checks_hold() -> None:
+    linear = nn.Linear(4, 4)
+    before = (repr(linear), list(linear.state_dict()), inspect.signature(linear.forward), type(linear).__doc__)
+    swap(linear)
+    assert (repr(linear), list(linear.state_dict()), inspect.signature(linear.forward), type(linear).__doc__) == before
+    assert isinstance(linear, nn.Linear)
+    assert type(linear).__bases__ == (nn.Linear,)
+    assert (type(linear).__name__, type(linear).__qualname__) == ("Linear", "Linear")
+    assert type(linear).__module__ == nn.Linear.__module__
+
+
+def test_unswap_restores_the_class_and_one_class_serves_all_its_modules() -> None:
+    one, two, casting = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+    swap(one)
+    swap(two)
+    swap(casting, cast_output=True)
+    assert type(one) is type(two)
+    assert type(one) is not type(casting)
+    for module in (one, two, casting):
+        unswap(module)
+        assert type(module) is nn.Linear
+    unswap(one)
+    assert type(one) is nn.Linear
+
+
+def test_a_class_made_for_one_module_is_not_kept_alive() -> None:
+    def swapped_type() -> weakref.ref[type]:
+        class Local(nn.Module):
+            pass
+
+        module = Local()
+        swap(module)
+        return weakref.ref(type(module))
+
+    made = swapped_type()
+    gc.collect()
+    assert made() is None
+
+
+def test_a_module_is_swapped_only_once() -> None:
+    linear = nn.Linear(4, 4)
+    swap(linear)
+    with pytest.raises(PolicyApplyError, match="kept in FP32 by a policy already"):
+        swap(linear, cast_output=True)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_stays_excluded(protocol: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    swap(model[1], cast_output=True)
+    loaded = pickle.loads(pickle.dumps(model, protocol))
+    assert type(loaded[1]) is type(model[1])
+    assert type(loaded[0]) is nn.Linear
+    assert torch.equal(loaded[1].weight, model.get_parameter("1.weight"))
+
+
+def test_torch_save_of_a_whole_model_and_of_its_state_both_load() -> None:
+    model, plain = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
+    swap(model[0])
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert swapped_class(torch.load(file, weights_only=False)[0]) is not None
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(plain.get_parameter("0.weight"), model.get_parameter("0.weight"))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy], ids=["deepcopy", "copy"])
+def test_a_copy_stays_excluded_and_runs_its_own_weights(copied: Any) -> None:
+    linear = nn.Linear(4, 4)
+    swap(linear)
+    other = copied(linear)
+    other.weight = nn.Parameter(torch.zeros(4, 4))
+    with autocast():
+        out = other(torch.ones(1, 4))
+    assert type(other) is type(linear)
+    assert torch.equal(out, linear.bias.unsqueeze(0))
+
+
+def test_a_module_with_a_reduction_of_its_own_is_copied_by_it_and_stays_excluded() -> None:
+    module = Pickled(4)
+    swap(module)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert type(other) is type(module)
+        assert other.note == "rebuilt"
+
+
+def test_a_parametrized_module_is_excluded_with_its_parametrization() -> None:
+    linear = parametrizations.weight_norm(nn.Linear(4, 4))
+    swap(linear)
+    with autocast():
+        assert linear(torch.ones(1, 4).bfloat16()).dtype is torch.float32
+    other = copy.deepcopy(linear)
+    assert type(other) is type(linear)
+    unswap(linear)
+    assert parametrize.is_parametrized(linear, "weight")
+    parametrize.remove_parametrizations(linear, "weight")
+    assert type(linear) is nn.Linear
+
+
+def test_a_class_put_over_the_swap_must_go_first() -> None:
+    linear = nn.Linear(4, 4)
+    swap(linear)
+    parametrizations.weight_norm(linear)
+    assert overlaid(linear)
+    with pytest.raises(PolicyApplyError, match="undo that first"):
+        unswap(linear)
+    parametrize.remove_parametrizations(linear, "weight")
+    assert not overlaid(linear)
+    unswap(linear)
+    assert type(linear) is nn.Linear
+
+
+def test_a_forward_set_on_the_instance_is_refused_since_it_would_hide_the_swap() -> None:
+    linear = nn.Linear(4, 4)
+    linear.forward = linear.forward  # type: ignore[method-assign]  # as accelerate does
+    with pytest.raises(PolicyApplyError, match=r"Linear has a forward set on the instance .* apply the policy before"):
+        swap(linear)
+    assert type(linear) is nn.Linear
+
+
+def test_half_weights_are_refused_since_they_cannot_run_in_fp32() -> None:
+    with pytest.raises(PolicyApplyError, match=r"has weights in torch.bfloat16; call its .float\(\)"):
+        swap(nn.Linear(4, 4).bfloat16())
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing_recomputes_in_fp32(use_reentrant: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    twin = copy.deepcopy(model)
+    for net in (model, twin):
+        swap(net[1])
+    x = torch.randn(4, 8, requires_grad=True)
+    with autocast():
+        checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
+        twin(x).sum().backward()
+    gradients = [net.get_parameter("1.weight").grad for net in (model, twin)]
+    assert gradients[0] is not None
+    assert gradients[1] is not None
+    assert torch.equal(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("cast_output", [False, True])
+def test_compiled_it_gives_the_same_numbers_without_a_graph_break(backend: str, cast_output: bool) -> None:
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    swap(model[1], cast_output=cast_output)
+    x = torch.randn(4, 8)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with autocast():
+        assert torch.equal(compiled(x), model(x))
+    assert torch.equal(compiled(x), model(x))
+
+
+def test_nested_arguments_compile_without_a_graph_break() -> None:
+    class Nested(nn.Module):
+        def forward(self, pair: Any, *, more: Any, inputs: Inputs) -> Any:
+            return {"sum": pair[0] @ pair[1] + more["x"][0] + inputs.x}
+
+    torch.compiler.reset()
+    module = Nested()
+    swap(module, cast_output=True)
+    x = torch.randn(4, 4).bfloat16()
+
+    def call(x: torch.Tensor) -> Any:
+        return module((x, x), more={"x": [x]}, inputs=Inputs(x))
+
+    with autocast():
+        expected = call(x)["sum"]
+        assert torch.equal(torch.compile(call, backend="aot_eager", fullgraph=True)(x)["sum"], expected)
+    assert expected.dtype is bf16
+
+
+def test_a_call_costs_microseconds() -> None:
+    module = Picky()
+    x = torch.ones(1)
+    with autocast():
+        before_s = _seconds_per_call(module, x)
+        swap(module)
+        cost_us = 1e6 * (_seconds_per_call(module, x) - before_s)
+    assert cost_us < 40
+
+
+def _seconds_per_call(module: nn.Module, x: torch.Tensor) -> float:
+    """The best of several rounds: other work on the machine only ever adds."""
+
+    def timed() -> float:
+        start = time.perf_counter()
+        for _ in range(500):
+            module(x)
+        return (time.perf_counter() - start) / 500
+
+    return min(timed() for _ in range(9))

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from amptune.runtime.fused_optimizer import fuse
+
+Build = Callable[[Any], torch.optim.Optimizer]
+
+FUSIBLE: list[Build] = [
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    lambda p: torch.optim.Adam(p, lr=0.1),
+    lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    lambda p: torch.optim.Adagrad(p, lr=0.1),
+]
+OTHERS: list[Build] = [
+    lambda p: torch.optim.RMSprop(p),
+    lambda p: torch.optim.NAdam(p),
+    lambda p: torch.optim.RAdam(p),
+    lambda p: torch.optim.LBFGS(p),
+]
+
+
+class Mine(torch.optim.AdamW):
+    """A subclass whose `__init__` takes other arguments."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+
+
+def train(model: nn.Linear, optimizer: torch.optim.Optimizer, steps: int = 3) -> torch.Tensor:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.full((2, 4), 1.0 + step)).square().sum().backward()
+        optimizer.step()
+    return model.weight.detach().clone()
+
+
+@pytest.mark.parametrize("build", FUSIBLE)
+def test_a_fused_optimizer_takes_the_steps_of_the_plain_one(build: Build) -> None:
+    plain, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    model.load_state_dict(plain.state_dict())
+    optimizer = build(model.parameters())
+    assert fuse(optimizer) is None
+    assert all(group["fused"] and not group["foreach"] for group in optimizer.param_groups)
+    assert optimizer.defaults["fused"] is True
+    assert vars(optimizer)["_step_supports_amp_scaling"] is True
+    torch.testing.assert_close(train(model, optimizer), train(plain, build(plain.parameters())))
+
+
+@pytest.mark.parametrize("build", FUSIBLE)
+def test_an_optimizer_can_be_fused_after_steps_or_a_loaded_state(build: Build) -> None:
+    plain, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    model.load_state_dict(plain.state_dict())
+    before, optimizer = build(plain.parameters()), build(model.parameters())
+    train(plain, before)
+    train(model, optimizer)
+    assert fuse(optimizer) is None
+    torch.testing.assert_close(train(model, optimizer), train(plain, before))
+
+
+def test_every_group_keeps_its_own_settings_and_later_groups_are_fused() -> None:
+    model = nn.Linear(4, 4)
+    groups: list[dict[str, Any]] = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    fuse(optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert optimizer.param_groups[-1]["fused"] is True
+
+
+def test_a_subclass_with_other_arguments_is_fused() -> None:
+    assert fuse(Mine(nn.Linear(4, 4))) is None
+
+
+@pytest.mark.parametrize("build", OTHERS)
+def test_an_optimizer_without_a_fused_kernel_is_a_finding_and_stays_as_it_is(build: Build) -> None:
+    optimizer = build(nn.Linear(4, 4).parameters())
+    before = copy.deepcopy(optimizer.state_dict())
+    finding = fuse(optimizer)
+    assert finding is not None
+    assert finding.code == "optimizer-not-fused"
+    assert f"{type(optimizer).__name__} has no fused kernel in PyTorch; it runs as it is" in str(finding)
+    assert optimizer.state_dict() == before
+
+
+def test_parameters_no_fused_kernel_is_for_are_a_finding_with_pytorch_s_reason() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1)
+    finding = fuse(optimizer)
+    assert finding is not None
+    assert "SGD cannot be fused here (`fused=True` requires" in str(finding)
+    assert optimizer.param_groups[0]["fused"] is None
+
+
+def test_a_differentiable_optimizer_is_a_finding() -> None:
+    finding = fuse(torch.optim.Adam([nn.Parameter(torch.ones(2))], differentiable=True))
+    assert finding is not None
+    assert "differentiable" in str(finding)
+
+
+def test_a_fused_optimizer_works_with_a_loss_scaler_and_skips_an_overflow() -> None:
+    model = nn.Linear(4, 4)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    fuse(optimizer)
+    before = model.weight.detach().clone()
+    scaler.scale(model(torch.full((1, 4), torch.inf)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(model.weight, before)
+    assert scaler.get_scale() == 32768

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch._functorch import config as functorch_config
+
+from amptune.policy.settings import Fp32Math
+from amptune.runtime.global_flags import (
+    keep_autocast_out_of_compiled_backward,
+    set_cudnn_benchmark,
+    set_fp32_math,
+)
+
+SETTINGS = [
+    *(("generic", "all"), ("cuda", "all"), ("mkldnn", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")),
+    *(("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn")),
+]
+WANTED: dict[Fp32Math, tuple[str, str]] = {
+    "stock": ("ieee", "tf32"),
+    "ieee": ("ieee", "ieee"),
+    "tf32": ("tf32", "tf32"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _flags_as_pytorch_has_them() -> Iterator[None]:
+    yield
+    for backend, operation in SETTINGS:
+        torch._C._set_fp32_precision_setter(backend, operation, "none")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = True
+
+
+def readings() -> list[object]:
+    """All a user can read of FP32 math; an error is a reading too."""
+    values: list[object] = [torch._C._get_fp32_precision_getter(*setting) for setting in SETTINGS]
+    for older in (
+        torch.get_float32_matmul_precision,
+        lambda: torch.backends.cuda.matmul.allow_tf32,
+        lambda: torch.backends.cudnn.allow_tf32,
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                values.append(older())
+            except RuntimeError:
+                values.append("contradiction")
+    return values
+
+
+def readings_under_other_parents() -> list[list[object]]:
+    """What a user would read after setting all backends at once: shows what follows a parent."""
+    general = torch._C._get_fp32_precision_getter("generic", "all")
+    values = []
+    for precision in ("ieee", "tf32"):
+        torch._C._set_fp32_precision_setter("generic", "all", precision)
+        values.append(readings())
+    torch._C._set_fp32_precision_setter("generic", "all", general)
+    return values
+
+
+def assert_effective(math: Fp32Math) -> None:
+    matmul, cudnn = WANTED[math]
+    backends: Any = torch.backends  # whose stubs know half of it
+    assert backends.cuda.matmul.fp32_precision in ({matmul, "none"} if matmul == "ieee" else {matmul})
+    assert backends.cudnn.conv.fp32_precision == cudnn
+    assert backends.cudnn.rnn.fp32_precision == cudnn
+    assert "contradiction" not in readings()
+
+
+@pytest.mark.parametrize("math", ["stock", "ieee", "tf32"])
+def test_fp32_math_is_set_from_pytorch_s_defaults_and_put_back(math: Fp32Math) -> None:
+    before = readings()
+    undo = set_fp32_math(math)
+    assert_effective(math)
+    undo()
+    assert readings() == before
+
+
+def test_stock_touches_nothing_in_a_fresh_process() -> None:
+    before = readings_under_other_parents()
+    set_fp32_math("stock")
+    assert readings_under_other_parents() == before
+
+
+def older_steps() -> Iterator[Callable[[], object]]:
+    for precision in ("highest", "high", "medium"):
+        yield partial(torch.set_float32_matmul_precision, precision)
+    for allowed in (True, False):
+        yield partial(setattr, torch.backends.cudnn, "allow_tf32", allowed)
+        yield partial(setattr, torch.backends.cuda.matmul, "allow_tf32", allowed)
+
+
+def newer_steps() -> Iterator[Callable[[], object]]:
+    for (backend, operation), precision in product(SETTINGS[:7], ("none", "ieee", "tf32", "bf16")):
+        if precision != "bf16" or backend != "cuda":
+            yield partial(torch._C._set_fp32_precision_setter, backend, operation, precision)
+
+
+@pytest.mark.filterwarnings("ignore:Please use the new API")  # the older switches, in some versions
+def test_whatever_was_set_before_fp32_math_becomes_effective_and_is_put_back_exactly() -> None:
+    draw = random.Random(0)  # noqa: S311  # no secrets here
+    torch.backends.cudnn.allow_tf32 = True  # PyTorch's built-in default can be overwritten but not written
+    steps = [*older_steps(), *newer_steps()]
+    for _ in range(1500):
+        for step in draw.choices(steps, k=2):
+            step()
+        math = draw.choice(list(WANTED))
+        before = readings(), readings_under_other_parents()
+        undo = set_fp32_math(math)
+        assert_effective(math)
+        undo()
+        assert (readings(), readings_under_other_parents()) == before
+
+
+def test_setting_fp32_math_says_nothing_of_deprecated_switches() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        set_fp32_math("tf32")()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_cudnn_benchmark_is_set_and_put_back(before: bool) -> None:
+    torch.backends.cudnn.benchmark = before
+    try:
+        undo = set_cudnn_benchmark(True)
+        assert torch.backends.cudnn.benchmark is True
+        undo()
+        assert torch.backends.cudnn.benchmark is before
+    finally:
+        torch.backends.cudnn.benchmark = False
+
+
+def test_compiled_backwards_are_traced_without_autocast_until_undone() -> None:
+    before = functorch_config.backward_pass_autocast
+    undo = keep_autocast_out_of_compiled_backward()
+    assert functorch_config.backward_pass_autocast == "off"  # noqa: S105  # no password
+    undo()
+    assert functorch_config.backward_pass_autocast == before

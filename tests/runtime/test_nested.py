@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from amptune.runtime.nested import map_tensors
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class Sample:
+    image: torch.Tensor
+    label: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    image: torch.Tensor
+    name: str = "one"
+
+
+@dataclass
+class Counted:
+    image: torch.Tensor
+    built: list[int]
+    doubled: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.built.append(1)
+        self.doubled = 2 * self.image
+
+
+class Batch(UserDict[str, Any]):
+    pass
+
+
+class Columns(OrderedDict[str, Any]):
+    origin = "unset"
+
+
+def double(tensor: torch.Tensor) -> torch.Tensor:
+    return 2 * tensor
+
+
+ONE = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (ONE, 1),
+        [ONE, "text"],
+        Pair(ONE, None),
+        {"x": ONE, "n": 3},
+        OrderedDict(x=ONE),
+        Batch(x=ONE),
+        MappingProxyType({"x": ONE}),
+        {"deep": [(ONE, {"deeper": Pair(ONE, ONE)})]},
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_each_container_keeps_its_type_and_is_not_changed_in_place(value: Any) -> None:
+    before = repr(value)
+    doubled = map_tensors(double, value)
+    assert type(doubled) is type(value)
+    assert repr(doubled) == before.replace("1., 1.", "2., 2.")
+    assert repr(value) == before
+
+
+@pytest.mark.parametrize(
+    "value", [(ONE,), [ONE], Pair(ONE, 1), {"x": ONE}, Sample(ONE, 1), Frozen(ONE), "text", None, 3]
+)
+def test_what_does_not_change_is_returned_itself(value: Any) -> None:
+    assert map_tensors(lambda tensor: tensor, value) is value
+
+
+def test_a_plain_and_a_frozen_dataclass_are_copied_with_new_tensors() -> None:
+    sample, frozen = Sample(ONE, 7), Frozen(ONE, "two")
+    assert map_tensors(double, sample).image.tolist() == [2, 2]
+    assert map_tensors(double, frozen).image.tolist() == [2, 2]
+    assert (map_tensors(double, sample).label, map_tensors(double, frozen).name) == (7, "two")
+    assert sample.image is ONE
+    assert frozen.image is ONE
+
+
+def test_a_dataclass_field_outside_its_init_is_mapped_without_building_it_again() -> None:
+    value = Counted(ONE, [])
+    mapped = map_tensors(double, value)
+    assert mapped.doubled.tolist() == [4, 4]
+    assert mapped.built == [1]
+
+
+def test_a_default_factory_and_attributes_of_a_mapping_survive() -> None:
+    grouped: defaultdict[str, list[torch.Tensor]] = defaultdict(list, x=[ONE])
+    assert map_tensors(double, grouped)["missing"] == []
+    columns = Columns(x=ONE)
+    columns.origin = "disk"
+    assert map_tensors(double, columns).origin == "disk"
+
+
+def test_a_packed_sequence_keeps_its_lengths() -> None:
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    halved = map_tensors(lambda t: t.half() if t.is_floating_point() else t, packed)
+    assert isinstance(halved, PackedSequence)
+    assert halved.data.dtype is torch.float16
+    assert halved.batch_sizes.tolist() == [2, 2, 1]
+
+
+def test_torch_s_own_result_tuples_are_mapped() -> None:
+    result = torch.ones(2, 2).max(dim=0)
+    assert map_tensors(double, result).values.tolist() == [2, 2]
+
+
+def test_objects_it_does_not_know_pass_through() -> None:
+    class Graph:
+        nodes = ONE
+
+    graph = Graph()
+    assert map_tensors(double, (graph, ONE))[0] is graph

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from amptune.errors import PolicyApplyError
+from amptune.policy.settings import Fp32Rule
+from amptune.runtime.selection import select
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(self.conv(x))
+        return out
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.heads = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))})
+        self.empty = nn.ModuleList()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def paths(model: nn.Module, *rules: Fp32Rule) -> list[str]:
+    return [selected.path for selected in select(model, rules)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("blocks.0.conv", ["blocks.0.conv"]),
+        ("blocks.*.norm", ["blocks.0.norm", "blocks.1.norm"]),
+        ("blocks.*", ["blocks.0", "blocks.1"]),
+        ("**.norm", ["blocks.0.norm", "blocks.1.norm"]),
+        ("**.blocks.**.conv", ["blocks.0.conv", "blocks.1.conv"]),
+        ("heads.b.**", ["heads.b"]),
+        ("heads.b.*", ["heads.b.0", "heads.b.1"]),
+        ("blocks.0.no*", ["blocks.0.norm"]),
+        ("**", [""]),
+        ("*", ["blocks.0", "blocks.1", "heads.a", "heads.b"]),
+    ],
+)
+def test_a_path_is_exact_or_a_pattern_of_whole_names(pattern: str, expected: list[str]) -> None:
+    assert paths(Net(), Fp32Rule(path=pattern)) == expected
+
+
+def test_a_type_is_the_name_of_the_class_or_of_a_base() -> None:
+    assert paths(Net(), Fp32Rule(type="BatchNorm2d")) == ["blocks.0.norm", "blocks.1.norm"]
+    assert paths(Net(), Fp32Rule(type="_BatchNorm")) == ["blocks.0.norm", "blocks.1.norm"]
+    assert paths(Net(), Fp32Rule(type="Net")) == [""]
+
+
+def test_a_container_without_a_forward_stands_for_its_children() -> None:
+    assert paths(Net(), Fp32Rule(path="blocks")) == ["blocks.0", "blocks.1"]
+    assert paths(Net(), Fp32Rule(path="heads")) == ["heads.a", "heads.b"]
+    assert paths(Net(), Fp32Rule(type="ModuleDict")) == ["heads.a", "heads.b"]
+
+
+def test_containers_within_containers_are_expanded_to_what_runs() -> None:
+    plain = nn.Module()
+    plain.inner = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)])])
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.extra = plain
+    assert paths(model, Fp32Rule(path="extra")) == ["extra.inner.0.0"]
+
+
+def test_what_runs_inside_a_selected_module_is_covered_by_it() -> None:
+    rules = (Fp32Rule(path="blocks.0"), Fp32Rule(path="blocks.0.conv"), Fp32Rule(path="blocks.1.conv"))
+    assert paths(Net(), *rules) == ["blocks.0", "blocks.1.conv"]
+
+
+def test_the_first_rule_that_names_a_module_decides() -> None:
+    first, second = Fp32Rule(type="Conv2d", cast_output=True), Fp32Rule(path="**.conv")
+    assert [one.rule for one in select(Net(), (first, second))] == [first, first]
+
+
+def test_a_shared_module_is_selected_once_by_any_of_its_paths() -> None:
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    (selected,) = select(model, [Fp32Rule(path="2")])
+    assert (selected.path, selected.module) == ("0", shared)
+
+
+def test_a_module_that_also_runs_outside_its_selected_parent_is_selected_itself() -> None:
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Sequential(shared, nn.ReLU()), shared)
+    assert paths(model, Fp32Rule(path="0"), Fp32Rule(path="1")) == ["0", "0.0"]
+
+
+def test_a_module_with_dots_and_stars_of_its_own_is_not_a_pattern() -> None:
+    model = nn.Module()
+    model.add_module("a+b[0]", nn.Linear(2, 2))
+    model.add_module("axb", nn.Linear(2, 2))
+    assert paths(model, Fp32Rule(path="a+b[0]")) == ["a+b[0]"]
+
+
+def test_rules_that_match_no_module_are_one_error_with_the_closest_names() -> None:
+    rules = (Fp32Rule(path="blocks.*.conf"), Fp32Rule(type="BatchNorm3d"), Fp32Rule(path="heads.a"))
+    with pytest.raises(PolicyApplyError) as caught:
+        select(Net(), rules)
+    text = str(caught.value)
+    assert "these rules of fp32_modules match no module of Net:" in text
+    assert re.search(r"  blocks\.\*\.conf: did you mean blocks\.\d\.conv", text)
+    assert "  type BatchNorm3d: did you mean BatchNorm2d" in text
+    assert "heads.a\n" not in text
+    assert "named_modules()" in text
+
+
+def test_a_container_that_holds_nothing_that_runs_is_a_rule_that_matches_nothing() -> None:
+    with pytest.raises(PolicyApplyError, match="a container must hold a module that runs"):
+        select(Net(), [Fp32Rule(path="empty")])
+
+
+def test_a_wrapped_model_is_recognised_in_the_error() -> None:
+    compiled = torch.compile(Net(), backend="eager")
+    assert isinstance(compiled, nn.Module)
+    with pytest.raises(PolicyApplyError, match=r"apply the policy before torch\.compile"):
+        select(compiled, [Fp32Rule(path="heads.a")])
+    with pytest.raises(PolicyApplyError) as caught:
+        select(Net(), [Fp32Rule(path="nowhere")])
+    assert "wrapped" not in str(caught.value)
