@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import pebble
 
 from amptune.measure.outcome import Failure
-from amptune.measure.worker import Setting, start
+from amptune.measure.worker import Setting, identify, start
 
 __all__ = ["WorkerProcess"]
 
@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 # Importing torch, opening a CUDA context, importing the user's file and building the model.
 START_LIMIT_S = 300.0
+_ANSWER_LIMIT_S = 5.0
 
 
 class _SpawnWithoutMain(SpawnProcess):
@@ -76,6 +77,11 @@ class WorkerProcess:
             return _death(expired.exitcode, _kernel_oom_kills() > kills_before, self._setting.log)
         self._warm = True
         return result
+
+    def process_id(self) -> int | None:
+        """The id of the process that answers now; None if it cannot answer."""
+        answer = self.call(_ANSWER_LIMIT_S, identify)
+        return None if isinstance(answer, Failure) else answer
 
     def stop(self) -> None:
         """Ends the process at once; the next call starts another."""

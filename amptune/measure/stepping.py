@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import Any
@@ -54,12 +55,15 @@ class Stepper:
         return loss
 
     def first_step(self) -> tuple[float, float | None]:
-        """The first step's (loss, gradient norm); the norm is None for a workload with a step of its own."""
+        """The first step's (loss, gradient norm).
+
+        The norm is None for a workload with a step of its own, and where the first loss scale was too large.
+        """
         norms: list[float] = []
         self._after_backward = lambda: norms.append(self._gradient_norm())
         loss = float(self())
         self._after_backward = None
-        return loss, norms[0] if norms else None
+        return loss, norms[0] if norms and math.isfinite(norms[0]) else None
 
     def _gradient_norm(self) -> float:
         gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from amptune.measure.bench import Bench
     from amptune.workload.protocol import Workload
 
-__all__ = ["Reply", "Setting", "Source", "measure", "prepare", "start"]
+__all__ = ["Reply", "Setting", "Source", "identify", "measure", "prepare", "start"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,11 @@ def start(setting: Setting) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     _State.setting = setting
+
+
+def identify() -> int:
+    """This process's id."""
+    return os.getpid()
 
 
 def prepare() -> Prepared:

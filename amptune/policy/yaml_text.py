@@ -131,6 +131,13 @@ def _dump_float(dumper: _Dumper, number: float) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:float", text)
 
 
+def _dump_list(dumper: _Dumper, items: list[Any]) -> yaml.SequenceNode:
+    """A list of plain values in one line."""
+    plain = all(isinstance(item, int | float | str) for item in items)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=plain)
+
+
+_Dumper.add_representer(list, _dump_list)
 _Dumper.add_representer(str, _dump_string)
 _Dumper.add_representer(float, _dump_float)
 

@@ -71,7 +71,7 @@ def _comparison(decision: Decision) -> Table:
 
 def _role(standing: Standing, decision: Decision) -> str:
     roles = []
-    if standing.policy == decision.policy:
+    if standing is decision.verdict.winner:
         roles.append("winner")
     if standing.policy == decision.baseline.policy:
         roles.append("baseline")

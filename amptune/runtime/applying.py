@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from amptune.policy.file import PolicyFile
+    from amptune.policy.settings import CompileMode
     from amptune.runtime.selection import Selected
 
 __all__ = ["PolicyDriftWarning", "apply"]
@@ -139,7 +140,7 @@ def _apply(settings: Policy, model: nn.Module, selected: Sequence[Selected], fin
         for one in selected:
             swap(one.module, cast_output=one.rule.cast_output)
             steps.callback(unswap, one.module)
-        compiled = _compiled(settings, model)
+        compiled = model if settings.compile == "off" else _compiled(settings.compile, model, steps)
         way_back = steps.pop_all()
 
     def undo() -> None:
@@ -149,10 +150,13 @@ def _apply(settings: Policy, model: nn.Module, selected: Sequence[Selected], fin
     return Tuned(settings, model, model=compiled, findings=findings, undo=undo)
 
 
-def _compiled(settings: Policy, model: nn.Module) -> nn.Module:
-    if settings.compile == "off":
-        return model
-    return cast("nn.Module", torch.compile(model, mode=None if settings.compile == "default" else settings.compile))
+def _compiled(mode: CompileMode, model: nn.Module, steps: ExitStack) -> nn.Module:
+    """torch.compile leaves marks on the model, which go again with `steps`."""
+    before = set(vars(model))
+    compiled = cast("nn.Module", torch.compile(model, mode=None if mode == "default" else mode))
+    for mark in vars(model).keys() - before:
+        steps.callback(vars(model).pop, mark, None)
+    return compiled
 
 
 def _require_unswappable(selected: Sequence[Selected]) -> None:

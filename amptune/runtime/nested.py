@@ -29,7 +29,7 @@ def _mapped(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> tuple[Any
     if isinstance(value, torch.Tensor):
         new = fn(value)
         return new, new is not value
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):  # older torch.compile cannot trace `tuple | list`
         return _sequence(fn, value)
     if isinstance(value, Mapping):
         return _mapping(fn, value)
@@ -74,7 +74,9 @@ def _dataclass(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> tuple[
     if not changed:
         return value, False
     copied = object.__new__(type(value))
-    for name, item in {**getattr(value, "__dict__", {}), **fields, **changed}.items():
+    # What was hung on the object beside its fields comes along, save in a graph: torch 2.9 cannot trace __dict__.
+    beside = {} if torch.compiler.is_compiling() else getattr(value, "__dict__", {})
+    for name, item in {**beside, **fields, **changed}.items():
         object.__setattr__(copied, name, item)
     return copied, True
 

@@ -11,7 +11,7 @@ from typing import Any
 from amptune.measure.subject import Prepared, Subject
 from amptune.policy.settings import Policy, amp_recipe
 from amptune.search.exclusions import Group, Ladder, groups_by_intensity, rules_at_depth
-from amptune.search.space import Point, Space, digest, pin, restrict
+from amptune.search.space import Point, Space, digest, pin, restrict, with_knob
 from amptune.search.space_file import load_space, space_for
 
 __all__ = ["Candidates", "Wanted", "candidates_for"]
@@ -36,15 +36,15 @@ class Candidates:
 
     space: Space
     ladder: tuple[Group, ...]
-    batch_size: int
+    batch_size: int | None
     study_name: str
     baseline: Policy
     amp_recipes: tuple[Policy, ...]
     known_good: tuple[Policy, ...]
 
     def policy_of(self, point: Point) -> Policy:
-        """The settings a point of the space stands for; the batch size is the user's where it is no knob."""
-        settings: dict[str, Any] = {"batch_size": self.batch_size, **dict(point)}
+        """The settings a point of the space stands for. Without a batch size it is the workload's own."""
+        settings: dict[str, Any] = {"batch_size": self.batch_size, **point}
         depth = settings.pop("fp32_exclusions", 0)
         rules = rules_at_depth(self.ladder, depth) if settings.get("autocast") != "off" else ()
         return Policy(**settings, fp32_modules=rules)
@@ -67,17 +67,18 @@ def candidates_for(prepared: Prepared, wanted: Wanted, ladder: Ladder = groups_b
     recipes = _amp_recipes(space)
     for name, value in wanted.pins.items():
         space = pin(space, name, value)
-    batch_size = wanted.batch_size if isinstance(wanted.batch_size, int) else subject.batch_size
+    batch_size = wanted.batch_size if isinstance(wanted.batch_size, int) else None
     if wanted.batch_size == "auto":
+        batch_size = subject.batch_size
         sizes = tuple(sorted({max(1, int(factor * batch_size)) for factor in BATCH_FACTORS}))
-        space = space.with_knob("batch_size", sizes, stock=batch_size)
+        space = with_knob(space, "batch_size", sizes, stock=batch_size)
     recipes = tuple(replace(policy, batch_size=batch_size) for policy in recipes)
     baseline = replace(wanted.baseline, batch_size=wanted.baseline.batch_size or batch_size)
     return Candidates(
         space=space,
         ladder=groups,
         batch_size=batch_size,
-        study_name=_study_name(prepared, space, batch_size),
+        study_name=_study_name(prepared, space, batch_size or subject.batch_size),
         baseline=baseline,
         amp_recipes=tuple(policy for policy in recipes if policy.memory_format == "contiguous"),
         known_good=recipes,

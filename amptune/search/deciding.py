@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from amptune.hardware.machine import Hardware
 from amptune.measure.outcome import Measurement
@@ -66,11 +66,12 @@ def decide(
     if verdict is None:
         return None
     provisional = provisional or not rounds
+    policy = verdict.winner.policy
     amp_recipe = next((standing for standing in verdict.standings if standing.policy in amp_recipes), None)
     evidence = evidence_of(verdict, amp_recipe, trials, rounds, seconds=seconds, provisional=provisional)
     return Decision(
         policy_file=PolicyFile(
-            policy=verdict.winner.policy,
+            policy=replace(policy, batch_size=policy.batch_size or prepared.subject.batch_size),
             name=prepared.subject.name,
             valid_for=labels_of(prepared),
             evidence=evidence,

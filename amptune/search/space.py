@@ -13,7 +13,19 @@ from amptune.errors import SpaceError
 from amptune.policy import settings
 from amptune.policy.settings import STOCK, Policy
 
-__all__ = ["Forbidden", "Knob", "Point", "Space", "Value", "digest", "forbidden_because", "pin", "points", "restrict", "with_knob"]
+__all__ = [
+    "Forbidden",
+    "Knob",
+    "Point",
+    "Space",
+    "Value",
+    "digest",
+    "forbidden_because",
+    "pin",
+    "points",
+    "restrict",
+    "with_knob",
+]
 
 Value = str | int | bool
 
@@ -97,6 +109,12 @@ def restrict(space: Space, name: str, choices: tuple[Value, ...]) -> Space:
     knobs = tuple(replace(knob, choices=choices) if knob.name == name else knob for knob in space.knobs)
     kept = tuple(point for point in space.try_first if name not in point or _is_in(point[name], choices))
     return replace(space, knobs=knobs, try_first=kept)
+
+
+def completed(space: Space) -> Space:
+    """The space with every point of `try_first` naming all knobs, less those it does not have."""
+    fitting = (_fitted(space, point) for point in space.try_first)
+    return replace(space, try_first=tuple(dict.fromkeys(point for point in fitting if point is not None)))
 
 
 def pin(space: Space, name: str, text: str) -> Space:

@@ -12,6 +12,7 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.samplers import BaseSampler, PartialFixedSampler
 from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
@@ -43,6 +44,7 @@ class Study:
 
     def __init__(self, study: optuna.Study, space: Space, to_policy: ToPolicy, seed: int) -> None:
         self._study = study
+        self._sampler = study.sampler
         self._to_policy = to_policy
         self._distributions = _distributions(space)
         self._points = {to_policy(point): point for point in points(space)}
@@ -50,6 +52,10 @@ class Study:
         self._random = random.Random(seed)  # noqa: S311  # a choice of what to measure, no secret
         self.trials: list[Trial] = sorted(_remembered(study), key=lambda trial: trial.number)
         self._outcomes = {trial.policy: trial for trial in self.trials}
+
+    def has_knob(self, name: str) -> bool:
+        """Whether there is a choice to make there."""
+        return len({point[name] for point in self._points.values() if name in point}) > 1
 
     @property
     def size(self) -> int:
@@ -63,19 +69,20 @@ class Study:
         """Has these suggested before anything the sampler proposes, those outside the space too."""
         self._first.extend(policies)
 
-    def suggest(self) -> Suggestion | None:
-        """The next unmeasured policy; None when every policy of the space is measured."""
+    def suggest(self, fixed: Mapping[str, Any] | None = None) -> Suggestion | None:
+        """The next unmeasured policy, with some knobs fixed; None when every such policy of the space is measured."""
+        fixed = fixed or {}
         while self._first:
             if self._first[0] not in self._outcomes:
                 return self._ask_for(self._first[0])
             self._first.popleft()
         for attempt in range(2 * REPEATS):
-            unmeasured = [policy for policy in self._points if policy not in self._outcomes]
+            unmeasured = [policy for policy in self._points if self._is_open(policy, fixed)]
             if not unmeasured:
                 return None
             # Optuna proposes what it knows already, by design; after a few of those, draw from what is left.
             tired = attempt >= REPEATS
-            suggestion = self._ask_for(self._random.choice(unmeasured)) if tired else self._ask()
+            suggestion = self._ask_for(self._random.choice(unmeasured)) if tired else self._ask(fixed)
             if suggestion is not None:
                 return suggestion
         return None
@@ -99,16 +106,21 @@ class Study:
         with _storage_errors():
             self._study.tell(suggestion.handle, state=TrialState.FAIL)
 
+    def _is_open(self, policy: Policy, fixed: Mapping[str, Any]) -> bool:
+        point = self._points[policy]
+        return policy not in self._outcomes and all(point[name] == value for name, value in fixed.items())
+
     def _ask_for(self, policy: Policy) -> Suggestion | None:
         point = self._points.get(policy)
         with _storage_errors():
             if point is None:  # outside the space: the sampler learns nothing from it, the journal keeps it
                 return Suggestion(policy, self._study.ask())
             self._study.enqueue_trial(dict(point))
-        return self._ask()
+        return self._ask({})
 
-    def _ask(self) -> Suggestion | None:
+    def _ask(self, fixed: Mapping[str, Any]) -> Suggestion | None:
         """What Optuna proposes; None, told at once, where that is forbidden or known already."""
+        self._study.sampler = _fixing(fixed, self._sampler)
         with _storage_errors():
             handle = self._study.ask(self._distributions)
             policy = self._to_policy(Point(handle.params))
@@ -138,6 +150,14 @@ def open_study(where: Path | str, name: str, space: Space, to_policy: ToPolicy, 
             storage=_storage(where), study_name=name, sampler=sampler, direction="maximize", load_if_exists=True
         )
         return Study(study, space, to_policy, seed)
+
+
+def _fixing(fixed: Mapping[str, Any], sampler: BaseSampler) -> BaseSampler:
+    if not fixed:
+        return sampler
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        return PartialFixedSampler(dict(fixed), sampler)
 
 
 def _storage(where: Path | str) -> BaseStorage:

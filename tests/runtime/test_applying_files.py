@@ -46,7 +46,7 @@ def test_a_policy_file_valid_here_is_applied_without_a_word(tmp_path: Path, as_p
 
 def test_a_policy_of_another_machine_is_refused_and_nothing_was_changed() -> None:
     model = net()
-    with pytest.raises(HardwareMismatchError, match="nvidia.com/gpu.product: NVIDIA-GeForce-GTX-1070"):
+    with pytest.raises(HardwareMismatchError, match=r"nvidia\.com/gpu\.product: NVIDIA-GeForce-GTX-1070"):
         apply(PolicyFile(policy=POLICY, valid_for=ELSEWHERE), model)
     assert untouched(model)
     apply(Policy(), model).undo()

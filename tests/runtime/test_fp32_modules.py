@@ -211,10 +211,10 @@ def test_a_module_is_swapped_only_once() -> None:
 def test_a_pickle_stays_excluded(protocol: int) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     swap(model[1], cast_output=True)
-    loaded = pickle.loads(pickle.dumps(model, protocol))
+    loaded: nn.Sequential = pickle.loads(pickle.dumps(model, protocol))
     assert type(loaded[1]) is type(model[1])
     assert type(loaded[0]) is nn.Linear
-    assert torch.equal(loaded[1].weight, model.get_parameter("1.weight"))
+    assert torch.equal(loaded.get_parameter("1.weight"), model.get_parameter("1.weight"))
 
 
 def test_torch_save_of_a_whole_model_and_of_its_state_both_load() -> None:

@@ -1,0 +1,158 @@
+"""Real worker processes, and a workload that misbehaves on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import misbehaving as how
+import pytest
+
+from amptune.errors import TargetError, UserCodeError
+from amptune.measure.evaluator import WorkerEvaluator
+from amptune.measure.outcome import Effort, Failure, Measurement
+from amptune.measure.worker import Source
+from amptune.policy.settings import STOCK, Policy, amp_recipe
+
+QUICK = Effort(warmup_s=0.1, measure_s=0.02, min_steps=3, time_limit_s=60.0)
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def evaluator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerEvaluator]:
+    log = tmp_path_factory.mktemp("workers") / "workers.log"
+    source = Source(target=f"{HERE / 'misbehaving.py'}:workload")
+    with WorkerEvaluator(source, "cpu", log) as evaluator:
+        evaluator.prepare()
+        yield evaluator
+
+
+def measured(evaluator: WorkerEvaluator, policy: Policy) -> Measurement:
+    outcome = evaluator.measure(policy, QUICK)
+    assert isinstance(outcome, Measurement), outcome
+    return outcome
+
+
+def failed(evaluator: WorkerEvaluator, batch_size: int, effort: Effort = QUICK) -> Failure:
+    outcome = evaluator.measure(Policy(batch_size=batch_size), effort)
+    assert isinstance(outcome, Failure), outcome
+    return outcome
+
+
+def test_a_policy_is_timed_step_by_step(evaluator: WorkerEvaluator) -> None:
+    outcome = measured(evaluator, STOCK)
+    assert outcome.samples_per_step == how.WELL
+    assert len(outcome.step_ms) >= QUICK.min_steps
+    assert all(ms > 0 for ms in outcome.step_ms)
+    assert outcome.samples_per_s == pytest.approx(1000 * how.WELL / outcome.median_ms)
+    assert outcome.peak_allocated_mib > 10
+
+
+def test_every_trial_starts_from_the_same_weights_and_batches(evaluator: WorkerEvaluator) -> None:
+    first, second = measured(evaluator, STOCK), measured(evaluator, STOCK)
+    assert first.losses == second.losses
+    assert first.losses[0] != first.losses[-1]
+
+
+def test_a_trial_leaves_nothing_behind_for_the_next(evaluator: WorkerEvaluator) -> None:
+    before = measured(evaluator, STOCK)
+    measured(evaluator, amp_recipe("bf16"))
+    failed(evaluator, how.POISONS)
+    assert measured(evaluator, STOCK).losses == before.losses
+
+
+def test_accumulation_counts_all_samples_of_an_optimizer_step(evaluator: WorkerEvaluator) -> None:
+    assert measured(evaluator, Policy(accumulate=3)).samples_per_step == 3 * how.WELL
+
+
+def test_the_users_exception_is_an_error_with_its_place(evaluator: WorkerEvaluator) -> None:
+    failure = failed(evaluator, how.RAISES)
+    assert (failure.kind, failure.exception) == ("error", "KeyError")
+    assert failure.where is not None
+    assert failure.where.startswith(str(HERE / "misbehaving.py"))
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "kind", "words"),
+    [
+        (how.NAN, "nonfinite", "the loss is nan at step 1"),
+        (how.POISONS, "nonfinite", "buffer norm.running_mean is not finite"),
+        (how.OUT_OF_MEMORY, "oom", "CUDA out of memory"),
+        (how.UNSUPPORTED, "unsupported", "not implemented for 'Half'"),
+    ],
+)
+def test_failures_are_typed(evaluator: WorkerEvaluator, batch_size: int, kind: str, words: str) -> None:
+    failure = failed(evaluator, batch_size)
+    assert failure.kind == kind
+    assert words in failure.message
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "words"), [(how.EXITS, "ended with exit code 3"), (how.KILLED, "was ended by SIGKILL")]
+)
+def test_a_worker_that_dies_costs_one_trial(evaluator: WorkerEvaluator, batch_size: int, words: str) -> None:
+    failure = failed(evaluator, batch_size)
+    assert failure.kind == "crash"
+    assert words in failure.message
+    measured(evaluator, STOCK)
+
+
+def test_a_worker_that_hangs_is_ended_at_its_time_limit(evaluator: WorkerEvaluator) -> None:
+    measured(evaluator, STOCK)  # a fresh worker has more time, to start
+    failure = failed(evaluator, how.HANGS, replace(QUICK, time_limit_s=2.0))
+    assert failure.kind == "timeout"
+    assert "no answer within 2 s" in failure.message
+    measured(evaluator, STOCK)
+
+
+def test_each_cudnn_benchmark_setting_has_a_process_of_its_own(evaluator: WorkerEvaluator) -> None:
+    measured(evaluator, STOCK)
+    measured(evaluator, Policy(cudnn_benchmark=True))
+    processes = {arm.process_id() for arm in evaluator._arms.values()}
+    assert len(processes) == 2
+    assert None not in processes
+
+
+def test_what_the_user_prints_lands_in_the_log(evaluator: WorkerEvaluator, capfd: pytest.CaptureFixture[str]) -> None:
+    measured(evaluator, STOCK)
+    assert "the user prints in every step" in evaluator.log.read_text()
+    assert "the user prints" not in capfd.readouterr().out
+
+
+def test_traceback_of_the_users_exception_is_in_the_log(evaluator: WorkerEvaluator) -> None:
+    failed(evaluator, how.RAISES)
+    assert 'raise KeyError("the user\'s own mistake")' in evaluator.log.read_text()
+
+
+WRONG = """
+import torch
+from torch import nn
+from amptune import Workload
+
+def of(**parts):
+    given = dict(model=lambda: nn.Linear(2, 1), batch=lambda n: torch.randn(n, 2),
+                 loss=lambda model, batch: model(batch).mean(), optimizer=lambda m: torch.optim.SGD(m.parameters()))
+    return Workload(**{**given, **parts})
+
+no_parameters = of(model=nn.ReLU)
+no_module = of(model=lambda: 3)
+raises = of(model=lambda: 1 / 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("no_parameters", TargetError, "no parameters that require a gradient"),
+        ("no_module", TargetError, "model() returned int, not a torch.nn.Module"),
+        ("raises", UserCodeError, "model() raised ZeroDivisionError"),
+    ],
+)
+def test_a_workload_that_cannot_be_built_says_why(tmp_path: Path, name: str, kind: type, words: str) -> None:
+    script = tmp_path / "wrong.py"
+    script.write_text(WRONG)
+    with WorkerEvaluator(Source(target=f"{script}:{name}"), "cpu", tmp_path / "log") as evaluator:
+        with pytest.raises(kind) as caught:
+            evaluator.prepare()
+        assert words in str(caught.value)
