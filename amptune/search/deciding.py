@@ -17,6 +17,7 @@ from amptune.search.trial import Trial
 
 __all__ = ["Decision", "decide"]
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """What tuning found. `provisional` means the final comparison is missing or was cut short.

@@ -13,7 +13,17 @@ from amptune.measure.outcome import Failure, Measurement, Outcome
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 
-__all__ = ["Ratio", "Round", "Standing", "Verdict", "departure_count", "ratio_of", "settled", "standings_of", "verdict_of"]
+__all__ = [
+    "Ratio",
+    "Round",
+    "Standing",
+    "Verdict",
+    "departure_count",
+    "ratio_of",
+    "settled",
+    "standings_of",
+    "verdict_of",
+]
 
 BOOTSTRAP = 2000
 # An interval this narrow (half its width, as a ratio) is worth no further rounds.

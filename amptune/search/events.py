@@ -10,7 +10,16 @@ from amptune.measure.subject import Prepared
 from amptune.policy.settings import Policy
 from amptune.search.trial import Trial
 
-__all__ = ["Event", "FinalMeasured", "FinalsStarted", "Observer", "SearchEnded", "SearchStarted", "TrialEnded", "TrialStarted"]
+__all__ = [
+    "Event",
+    "FinalMeasured",
+    "FinalsStarted",
+    "Observer",
+    "SearchEnded",
+    "SearchStarted",
+    "TrialEnded",
+    "TrialStarted",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

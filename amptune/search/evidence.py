@@ -58,9 +58,7 @@ def evidence_of(
     return evidence
 
 
-def parity_of(
-    trials: Sequence[Trial], rounds: Sequence[Round], policy: Policy, baseline: Policy
-) -> dict[str, float]:
+def parity_of(trials: Sequence[Trial], rounds: Sequence[Round], policy: Policy, baseline: Policy) -> dict[str, float]:
     """How far the first steps under `policy` are from the baseline's, from the same weights on the same batches.
 
     Losses by the largest relative deviation, the first gradient's L2 norm by its relative deviation; and the

@@ -98,9 +98,7 @@ def _dear_variants(study: Study) -> list[Policy]:
     return [replace(trial.policy, cudnn_benchmark=True) for trial in alive[:DEAR_VARIANTS]]
 
 
-def _try(
-    study: Study, suggestion: Suggestion, evaluator: Evaluator, left_s: float, observer: Observer
-) -> Trial | None:
+def _try(study: Study, suggestion: Suggestion, evaluator: Evaluator, left_s: float, observer: Observer) -> Trial | None:
     """The trial, or None where the budget and not the policy cut it short: that says nothing about the policy."""
     observer(TrialStarted(policy=suggestion.policy))
     limit_s = TRIAL_LIMIT_S if not study.trials else min(TRIAL_LIMIT_S, max(SHORTEST_TRIAL_S, left_s))

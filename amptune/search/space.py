@@ -111,12 +111,6 @@ def restrict(space: Space, name: str, choices: tuple[Value, ...]) -> Space:
     return replace(space, knobs=knobs, try_first=kept)
 
 
-def completed(space: Space) -> Space:
-    """The space with every point of `try_first` naming all knobs, less those it does not have."""
-    fitting = (_fitted(space, point) for point in space.try_first)
-    return replace(space, try_first=tuple(dict.fromkeys(point for point in fitting if point is not None)))
-
-
 def pin(space: Space, name: str, text: str) -> Space:
     """The space with one knob fixed to the value written in `text`, in the space's choices or not.
 

@@ -196,5 +196,7 @@ class _storage_errors:  # noqa: N801  # reads as a function at its uses
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError) or (kind is not None and kind.__module__.startswith(("sqlalchemy", "optuna.exc"))):
+        if isinstance(error, OSError) or (
+            kind is not None and kind.__module__.startswith(("sqlalchemy", "optuna.exc"))
+        ):
             raise StudyError(f"the study cannot be read or written: {error}") from error

@@ -100,7 +100,9 @@ def source_of(workload: Workload | str) -> Source:
     if isinstance(workload, str):
         return Source(target=str(parse_target(workload)))
     if not isinstance(workload, Workload):
-        raise TargetError(f"tune() takes a Workload or a target such as 'train.py:workload', not {type(workload).__name__}")
+        raise TargetError(
+            f"tune() takes a Workload or a target such as 'train.py:workload', not {type(workload).__name__}"
+        )
     try:
         return Source(pickled=cloudpickle.dumps(workload))
     except Exception as error:
@@ -237,7 +239,9 @@ def _nothing_feasible(study: Study, candidates: Candidates) -> Exception:
         place = f" ({failure.where})" if failure.where else ""
         text = f"the training step raised {failure.exception}: {failure.message}{place}"
         return UserCodeError(text, kind=failure.exception or "Exception", where=failure.where)
-    return NothingFeasibleError(f"the baseline ({candidates.baseline}) fails, so nothing can be held against it: {failure}")
+    return NothingFeasibleError(
+        f"the baseline ({candidates.baseline}) fails, so nothing can be held against it: {failure}"
+    )
 
 
 @contextmanager
@@ -248,11 +252,12 @@ def _locked(folder: Path) -> Iterator[None]:
         lock = FileLock(folder / ".lock")
         lock.acquire(timeout=0)
     except Timeout:
-        raise StudyError(f"another amptune is tuning in {folder}; wait for it, or name another folder with --study") from None
+        raise StudyError(
+            f"another amptune is tuning in {folder}; wait for it, or name another folder with --study"
+        ) from None
     except OSError as error:
         raise StudyError(f"the study's folder {folder} cannot be used: {error}") from error
     try:
         yield
     finally:
         lock.release()
-

@@ -91,10 +91,11 @@ def test_a_plain_and_a_frozen_dataclass_are_copied_with_new_tensors() -> None:
 
 
 def test_a_dataclass_field_outside_its_init_is_mapped_without_building_it_again() -> None:
-    value = Counted(ONE, [])
+    value: Any = Counted(ONE, [])
+    value.note = "beside the fields"
     mapped = map_tensors(double, value)
     assert mapped.doubled.tolist() == [4, 4]
-    assert mapped.built == [1]
+    assert (mapped.built, mapped.note) == ([1], "beside the fields")
 
 
 def test_a_default_factory_and_attributes_of_a_mapping_survive() -> None:

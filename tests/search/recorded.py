@@ -1,0 +1,121 @@
+"""An evaluator that stands for an H200: step times from a recorded grid, with noise, and no GPU."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from amptune.hardware.machine import Cpu, Gpu, Hardware, Software
+from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
+from amptune.measure.subject import Leaf, Prepared, Subject
+from amptune.policy.settings import Policy
+
+H200 = Hardware(
+    device="cuda",
+    cpu=Cpu(model="some CPU", architecture="x86_64", cores=16, memory_mib=131072),
+    gpu=Gpu(
+        index=0,
+        name="NVIDIA H200",
+        uuid="GPU-0",
+        generation="hopper",
+        compute_capability=(9, 0),
+        memory_mib=143771,
+        multiprocessors=132,
+        tensor_cores=True,
+        bf16=True,
+        tf32=True,
+        fp8=True,
+    ),
+    software=Software(torch="2.11.0+cu130", python="3.12.3", cuda="13.0", cudnn="9.19.0"),
+    labels=(
+        ("nvidia.com/gpu.product", "NVIDIA-H200"),
+        ("nvidia.com/gpu.memory", "143771"),
+        ("nvidia.com/gpu.compute.major", "9"),
+        ("nvidia.com/gpu.compute.minor", "0"),
+        ("torch", "2.11"),
+        ("cudnn", "9.19"),
+    ),
+)
+
+STEM = Leaf(path="stem", type="Conv2d", parameters=9408, flops=10**9, cast_numel=10**7, called=0)
+BODY = Leaf(path="body.conv", type="Conv2d", parameters=10**7, flops=10**12, cast_numel=10**8, called=1)
+NORM = Leaf(path="body.norm", type="BatchNorm2d", parameters=512, flops=0, cast_numel=10**8, called=2)
+HEAD = Leaf(path="head", type="Linear", parameters=2 * 10**6, flops=10**9, cast_numel=10**8, called=3)
+
+# What excluding each further group of the ladder (head, stem, …) costs, as measured in direction: a little.
+EXCLUSION_COSTS = 1.03
+
+
+@cache
+def grid(workload: str) -> dict[tuple[str, str, bool], float]:
+    """Recorded step times in ms by (precision, memory format, cudnn.benchmark)."""
+    rows = json.loads((Path(__file__).parent / "h200_grid.json").read_text())["rows"]
+    return {
+        (row["precision"], row["memory_format"], row["cudnn_benchmark"]): row["step_ms"]
+        for row in rows
+        if row["workload"] == workload and row["compile"] == "off"
+    }
+
+
+def recorded_ms(workload: str, policy: Policy) -> float:
+    """The recorded step time that a policy comes closest to; stock is TF32 where convolutions do the work."""
+    math = {"ieee": "fp32", "stock": "tf32", "tf32": "tf32"}[policy.fp32_math]
+    precision = math if policy.autocast == "off" else policy.autocast
+    times = grid(workload)
+    ms = times.get((precision, policy.memory_format, policy.cudnn_benchmark))
+    if ms is None:
+        ms = times[(precision, policy.memory_format, False)]
+    return ms * EXCLUSION_COSTS ** len(policy.fp32_modules)
+
+
+Interference = Callable[[Policy], Failure | None]
+
+
+@dataclass
+class RecordedEvaluator:
+    """Answers from the grid; `interfere` may fail a policy, or raise, before it does."""
+
+    workload: str
+    noise: float = 0.01
+    seed: int = 0
+    interfere: Interference = lambda _: None
+    measured: list[Policy] = field(default_factory=list)
+    closed: bool = False
+
+    def prepare(self) -> Prepared:
+        subject = Subject(
+            name=self.workload,
+            source_digest="0" * 64,
+            model_digest="sha256:" + "1" * 64,
+            batch_size=128,
+            parameters=25 * 10**6,
+            leaves=(STEM, BODY, NORM, HEAD),
+            convolution_dims=frozenset({2}),
+        )
+        return Prepared(hardware=H200, subject=subject)
+
+    def measure(self, policy: Policy, effort: Effort) -> Outcome:
+        self.measured.append(policy)
+        failure = self.interfere(policy)
+        if failure is not None:
+            return failure
+        rng = random.Random(f"{self.seed} {len(self.measured)}")
+        ms = recorded_ms(self.workload, policy)
+        steps = max(effort.min_steps, 5)
+        return Measurement(
+            samples_per_step=policy.batch_size or 128,
+            step_ms=tuple(ms * (1 + rng.gauss(0, self.noise)) for _ in range(steps)),
+            warmup_s=0.2,
+            warmup_steps=10,
+            peak_allocated_mib=5000.0,
+            peak_reserved_mib=6000.0,
+            losses=(7.0, 6.9, 6.8),
+            gradient_norm=3.0,
+        )
+
+    def close(self) -> None:
+        self.closed = True

@@ -1,0 +1,242 @@
+"""The whole search, driven by recorded trials."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from recorded import Interference, RecordedEvaluator, grid, recorded_ms
+
+from amptune.errors import AmptuneError, NothingFeasibleError, StudyError, UserCodeError
+from amptune.measure.outcome import Failure
+from amptune.measure.worker import Source
+from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.search.budget import Budget
+from amptune.search.candidates import Wanted
+from amptune.search.deciding import Decision
+from amptune.search.events import Event, SearchEnded, SearchStarted, TrialEnded
+from amptune.search.tuning import TuningInterrupted, TuningRequest, tune, tune_with
+
+OOM = Failure(kind="oom", message="CUDA out of memory")
+
+
+def request_in(folder: Path, *, trials: int | None = 40, baseline: Policy = STOCK, **wanted: object) -> TuningRequest:
+    return TuningRequest(
+        source=Source(target="recorded"),
+        wanted=Wanted(baseline=baseline, **{"pins": {}, **wanted}),  # type: ignore[arg-type]  # by keyword
+        budget=Budget(seconds=600, trials=trials),
+        folder=folder,
+        study=folder,
+    )
+
+
+def tuned_on(evaluator: RecordedEvaluator, folder: Path, **options: object) -> tuple[Decision, list[Event]]:
+    events: list[Event] = []
+    return tune_with(evaluator, request_in(folder, **options), events.append), events  # type: ignore[arg-type]
+
+
+def failing(*policies: Policy) -> Interference:
+    return lambda policy: OOM if replace(policy, batch_size=None) in policies else None
+
+
+@pytest.mark.parametrize(
+    "workload", ["resnet50", "resnet18", "vgg16_cifar", "densenet161_cifar", "seresnext50_cifar", "deeplabv3p", "conv1"]
+)
+def test_the_policy_found_is_within_five_percent_of_the_best_recorded(workload: str, tmp_path: Path) -> None:
+    decision, _ = tuned_on(RecordedEvaluator(workload), tmp_path)
+    assert recorded_ms(workload, decision.policy) <= 1.05 * min(grid(workload).values())
+    assert recorded_ms(workload, decision.policy) <= recorded_ms(workload, STOCK)
+
+
+def test_a_single_convolution_keeps_autocast_off(tmp_path: Path) -> None:
+    decision, _ = tuned_on(RecordedEvaluator("conv1"), tmp_path)
+    assert decision.policy.autocast == "off" or decision.policy.fp32_modules
+
+
+def test_stock_and_the_amp_recipes_are_always_compared_in_the_end(tmp_path: Path) -> None:
+    decision, _ = tuned_on(RecordedEvaluator("resnet50"), tmp_path)
+    finalists = {standing.policy for standing in decision.verdict.standings}
+    assert {STOCK, amp_recipe("bf16"), amp_recipe("fp16")} <= finalists
+    assert amp_recipe("bf16", memory_format="channels_last") in finalists
+    assert decision.amp_recipe is not None
+    assert decision.amp_recipe.policy in (amp_recipe("bf16"), amp_recipe("fp16"))
+
+
+def test_an_amp_recipe_that_fails_stands_in_the_comparison_with_its_failure(tmp_path: Path) -> None:
+    evaluator = RecordedEvaluator("resnet50", interfere=failing(amp_recipe("fp16")))
+    decision, _ = tuned_on(evaluator, tmp_path)
+    of = {standing.policy: standing for standing in decision.verdict.standings}
+    assert of[amp_recipe("fp16")].failure == OOM
+
+
+def test_a_failed_policy_costs_one_trial_and_is_not_tried_again(tmp_path: Path) -> None:
+    broken = amp_recipe("bf16", memory_format="channels_last")
+    evaluator = RecordedEvaluator("resnet50", interfere=failing(broken))
+    decision, _ = tuned_on(evaluator, tmp_path)
+    assert evaluator.measured.count(broken) == 1
+    assert decision.policy.autocast == "fp16"
+
+
+def test_a_crash_that_recurs_everywhere_but_in_the_baseline_keeps_what_there_is(tmp_path: Path) -> None:
+    crash = Failure(kind="crash", message="gone")
+    evaluator = RecordedEvaluator("resnet50", interfere=lambda policy: None if policy == STOCK else crash)
+    decision, _ = tuned_on(evaluator, tmp_path)
+    assert replace(decision.policy, batch_size=None) == STOCK
+    assert decision.findings[0].code == "keep"
+
+
+def test_a_baseline_that_fails_ends_the_search_at_once(tmp_path: Path) -> None:
+    evaluator = RecordedEvaluator("resnet50", interfere=failing(STOCK))
+    with pytest.raises(NothingFeasibleError, match=r"the baseline \(stock PyTorch\) fails.*oom: CUDA out of memory"):
+        tuned_on(evaluator, tmp_path)
+    assert evaluator.measured == [STOCK]
+
+
+def test_a_baseline_that_raises_is_the_users_error(tmp_path: Path) -> None:
+    failure = Failure(kind="error", message="no such key", exception="KeyError", where="train.py:7")
+    evaluator = RecordedEvaluator("resnet50", interfere=lambda _: failure)
+    with pytest.raises(UserCodeError, match=r"the training step raised KeyError: no such key \(train.py:7\)"):
+        tuned_on(evaluator, tmp_path)
+
+
+def test_no_policy_is_measured_twice_before_the_finals(tmp_path: Path) -> None:
+    evaluator = RecordedEvaluator("resnet50")
+    _, events = tuned_on(evaluator, tmp_path)
+    tried = [event.trial.policy for event in events if isinstance(event, TrialEnded)]
+    assert len(tried) == len(set(tried)) == 40
+
+
+def test_a_study_resumes_where_it_stopped(tmp_path: Path) -> None:
+    first = RecordedEvaluator("resnet50")
+    tuned_on(first, tmp_path, trials=12)
+    decision, events = tuned_on(RecordedEvaluator("resnet50"), tmp_path, trials=6)
+    started = next(event for event in events if isinstance(event, SearchStarted))
+    tried = [event.trial.policy for event in events if isinstance(event, TrialEnded)]
+    assert started.remembered == 12
+    assert len(tried) == 6
+    assert not set(tried) & set(first.measured[:12])
+    assert len(decision.trials) == 18
+
+
+def test_a_study_killed_between_asking_and_telling_resumes(tmp_path: Path) -> None:
+    def die(policy: Policy) -> None:
+        if policy == amp_recipe("fp16"):
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        tuned_on(RecordedEvaluator("resnet50", interfere=die), tmp_path)
+    decision, _ = tuned_on(RecordedEvaluator("resnet50"), tmp_path)
+    assert recorded_ms("resnet50", decision.policy) <= 1.05 * min(grid("resnet50").values())
+
+
+def test_an_interruption_hands_over_the_best_so_far(tmp_path: Path) -> None:
+    evaluator = RecordedEvaluator("resnet50")
+
+    def interrupt(_: Policy) -> None:
+        if len(evaluator.measured) == 8:
+            raise KeyboardInterrupt
+
+    evaluator.interfere = interrupt
+    with pytest.raises(TuningInterrupted) as caught:
+        tuned_on(evaluator, tmp_path)
+    decision = caught.value.decision
+    assert decision is not None
+    assert decision.provisional
+    assert decision.policy_file.evidence["provisional"] is True
+    assert recorded_ms("resnet50", decision.policy) < recorded_ms("resnet50", STOCK)
+
+
+def test_an_interruption_before_the_baseline_has_nothing_to_hand_over(tmp_path: Path) -> None:
+    def interrupt(_: Policy) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(TuningInterrupted) as caught:
+        tuned_on(RecordedEvaluator("resnet50", interfere=interrupt), tmp_path)
+    assert caught.value.decision is None
+
+
+def test_a_pinned_knob_is_not_searched_but_stock_is_still_compared(tmp_path: Path) -> None:
+    evaluator = RecordedEvaluator("resnet50")
+    decision, events = tuned_on(evaluator, tmp_path, pins={"autocast": "bf16"})
+    tried = {event.trial.policy for event in events if isinstance(event, TrialEnded)}
+    known = {STOCK, *(amp_recipe("fp16", memory_format=f) for f in ("contiguous", "channels_last"))}
+    assert {policy.autocast for policy in tried - known} == {"bf16"}
+    assert STOCK in {standing.policy for standing in decision.verdict.standings}
+
+
+def test_another_baseline_is_what_the_claim_is_held_against(tmp_path: Path) -> None:
+    recipe = amp_recipe("fp16")
+    decision, _ = tuned_on(RecordedEvaluator("resnet50"), tmp_path, baseline=recipe)
+    assert decision.baseline.policy == recipe
+    expected = recorded_ms("resnet50", recipe) / recorded_ms("resnet50", decision.policy)
+    assert decision.speedup.value == pytest.approx(expected, rel=0.03)
+
+
+def test_the_batch_size_is_the_users_unless_asked_for(tmp_path: Path) -> None:
+    decision, _ = tuned_on(RecordedEvaluator("resnet50"), tmp_path / "own")
+    assert decision.policy.batch_size == 128
+    evaluator = RecordedEvaluator("resnet50")
+    tuned_on(evaluator, tmp_path / "auto", batch_size="auto", trials=80)
+    assert len({policy.batch_size for policy in evaluator.measured}) > 3
+
+
+def test_cudnn_benchmark_is_tried_on_the_fastest_only_after_the_cheap_trials(tmp_path: Path) -> None:
+    evaluator = RecordedEvaluator("resnet50")
+    tuned_on(evaluator, tmp_path, trials=None)
+    flags = [policy.cudnn_benchmark for policy in evaluator.measured]
+    assert True in flags
+    assert not any(flags[:12])
+
+
+def test_a_small_space_is_measured_to_its_end(tmp_path: Path) -> None:
+    pins = {"fp32_exclusions": "0", "cudnn_benchmark": "false"}
+    _, events = tuned_on(RecordedEvaluator("resnet50"), tmp_path, trials=None, pins=pins)
+    assert next(e for e in events if isinstance(e, SearchEnded)).because == "every policy of the space is measured"
+
+
+def test_the_policy_file_says_where_it_holds_and_what_was_measured(tmp_path: Path) -> None:
+    decision, _ = tuned_on(RecordedEvaluator("resnet50"), tmp_path)
+    file = decision.policy_file
+    assert file.valid_for["nvidia.com/gpu.product"] == "NVIDIA-H200"
+    assert file.valid_for["model"].startswith("sha256:")
+    assert file.evidence["speedup"] == pytest.approx(decision.speedup.value, rel=1e-3)
+    assert file.evidence["baseline"]["step_ms"] > file.evidence["step_ms"]
+    assert file.evidence["trials"] == 40
+
+
+def test_a_second_tuner_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    from filelock import FileLock
+
+    with FileLock(tmp_path / ".lock"), pytest.raises(StudyError, match="another amptune is tuning in"):
+        tune("amptune.workload.zoo:digits", study=tmp_path, budget_s=5)
+
+
+def test_a_folder_that_cannot_be_made_is_said_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StudyError, match="cannot be used"):
+        tune("amptune.workload.zoo:digits", study=tmp_path / "file" / "study", budget_s=5)
+
+
+def test_a_storage_that_fills_up_ends_the_search_and_loses_nothing(tmp_path: Path) -> None:
+    evaluator = RecordedEvaluator("resnet50")
+
+    def fill(_: Policy) -> None:
+        if len(evaluator.measured) == 8:
+            journal = tmp_path / "journal.log"
+            journal.rename(tmp_path / "journal.gone")
+            journal.mkdir()
+
+    evaluator.interfere = fill
+    decision, events = tuned_on(evaluator, tmp_path)
+    because = next(e for e in events if isinstance(e, SearchEnded)).because
+    assert "the study cannot be read or written" in because
+    assert len(decision.trials) == 8
+    assert recorded_ms("resnet50", decision.policy) < recorded_ms("resnet50", STOCK)
+
+
+def test_an_unknown_knob_or_space_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(AmptuneError, match="autocast"):
+        tuned_on(RecordedEvaluator("resnet50"), tmp_path, pins={"autcast": "bf16"})
+    with pytest.raises(AmptuneError, match="hopper"):
+        tuned_on(RecordedEvaluator("resnet50"), tmp_path, space="hoper")
