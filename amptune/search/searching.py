@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +26,7 @@ TRIAL_LIMIT_S = 90.0
 # first, for this share of its time, and then tries it on the fastest.
 CHEAP = {"cudnn_benchmark": False}
 CHEAP_SHARE = 0.6
-DEAR_VARIANTS = 3
+DEAR_VARIANTS = 4
 # Less than this is not enough for a trial in a worker that already runs.
 SHORTEST_TRIAL_S = 3.0
 
@@ -66,14 +67,16 @@ def _search_until(
     observer: Observer,
 ) -> str:
     """Searches until there is a reason to stop, and returns it in words."""
-    last = None if budget.trials is None else len(study.trials) + budget.trials
+    measured_before = len(study.trials)
+    last = None if budget.trials is None else measured_before + budget.trials
+    cheap_trials = math.inf if budget.trials is None else measured_before + CHEAP_SHARE * budget.trials
     fixed = dict(CHEAP) if all(map(study.has_knob, CHEAP)) else {}
     cheap_until_s = budget.spent_s + CHEAP_SHARE * (budget.left_s - reserve_s())
     while len(study.trials) != last:
         if study.trials and budget.left_s - reserve_s() < SHORTEST_TRIAL_S:
             return "the budget for searching is spent"
         suggestion = study.suggest(fixed)
-        if fixed and (suggestion is None or budget.spent_s > cheap_until_s):
+        if fixed and (suggestion is None or budget.spent_s > cheap_until_s or len(study.trials) >= cheap_trials):
             if suggestion is not None:
                 study.forget(suggestion)
             study.measure_first(_dear_variants(study))
@@ -93,9 +96,12 @@ def _search_until(
 
 
 def _dear_variants(study: Study) -> list[Policy]:
-    """The fastest policies so far, with cudnn.benchmark."""
-    alive = sorted(study.trials, key=lambda trial: -trial.samples_per_s)
-    return [replace(trial.policy, cudnn_benchmark=True) for trial in alive[:DEAR_VARIANTS]]
+    """With cudnn.benchmark: the fastest policies so far that differ in dtype or layout, and so in their plans."""
+    fastest: dict[tuple[str, str], Policy] = {}
+    for trial in sorted(study.trials, key=lambda trial: -trial.samples_per_s):
+        fastest.setdefault((trial.policy.autocast, trial.policy.memory_format), trial.policy)
+    variants = (replace(policy, cudnn_benchmark=True) for policy in fastest.values())
+    return [policy for policy in variants if policy in study][:DEAR_VARIANTS]
 
 
 def _try(study: Study, suggestion: Suggestion, evaluator: Evaluator, left_s: float, observer: Observer) -> Trial | None:

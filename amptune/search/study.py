@@ -53,6 +53,10 @@ class Study:
         self.trials: list[Trial] = sorted(_remembered(study), key=lambda trial: trial.number)
         self._outcomes = {trial.policy: trial for trial in self.trials}
 
+    def __contains__(self, policy: Policy) -> bool:
+        """Whether the space holds a policy, measured or not."""
+        return policy in self._points
+
     def has_knob(self, name: str) -> bool:
         """Whether there is a choice to make there."""
         return len({point[name] for point in self._points.values() if name in point}) > 1
@@ -162,6 +166,7 @@ def _fixing(fixed: Mapping[str, Any], sampler: BaseSampler) -> BaseSampler:
 
 def _storage(where: Path | str) -> BaseStorage:
     if isinstance(where, Path):
+        where.mkdir(parents=True, exist_ok=True)
         return JournalStorage(JournalFileBackend(str(where / "journal.log")))
     return optuna.storages.get_storage(where)
 
