@@ -46,7 +46,7 @@ _HOME = {
     "tune": "amptune.search.tuning",
 }
 
-__all__ = [*_HOME, "__version__"]  # noqa: PLE0604  # names of the table above
+__all__ = [*_HOME, "__version__"]  # names of the table above
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """`python -m amptune` is the command `amptune`."""
 
-from amptune.cli.main import main
+from amptune.cli.entry import main
 
 if __name__ == "__main__":
     main()

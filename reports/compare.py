@@ -157,7 +157,7 @@ def table(out: Path) -> str:
     reports = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
     columns = ["stock", "fp32 (ieee)", "tf32", "amp fp16", "amp bf16", "grid best", "tuned"]
     lines = [
-        f"| workload | {' | '.join(columns)} | tuned / grid best | tuned vs. stock | vs. best AMP recipe | found in | policy |",
+        f"| workload | {' | '.join(columns)} | tuned / grid best | vs. stock | vs. AMP recipe | found in | policy |",
         "|---" * (len(columns) + 6) + "|",
     ]
     lines += [_line(report, columns) for report in reports]

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import click
 
 __all__ = ["SECONDS", "json_option", "print_json"]
 
 
-class _Seconds(click.ParamType):
+class _Seconds(click.ParamType[float]):
     """A duration: `90`, `90s`, `5m`, `1h`."""
 
     name = "duration"
-    _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+    _UNITS: ClassVar = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|m|min|h|)\s*", str(value))

@@ -32,7 +32,9 @@ def build_command(policies: tuple[str, ...], output: str, as_json: bool) -> None
         found = load_any(path)
         entry = None if isinstance(found, Profile) else entry_for(found)
         if entry is None:
-            problems.append(Problem(message="a profile is built from policies that say where they are valid", source=path))
+            problems.append(
+                Problem(message="a profile is built from policies that say where they are valid", source=path)
+            )
         else:
             entries.append(entry)
     if problems:

@@ -70,7 +70,7 @@ def _request(
     study: str | None,
     seed: int,
 ) -> TuningRequest:
-    from amptune.cli.main import STARTED
+    from amptune.cli.entry import STARTED
     from amptune.search.budget import Budget
     from amptune.search.candidates import Wanted
     from amptune.search.tuning import TuningRequest, place_of, source_of
@@ -112,7 +112,9 @@ def _batch_size(text: str | None) -> int | str | None:
     if text is None or text == "auto":
         return text
     if not text.isdecimal() or int(text) < 1:
-        raise click.BadParameter(f"{text!r} is neither auto nor a whole number of at least 1", param_hint="--batch-size")
+        raise click.BadParameter(
+            f"{text!r} is neither auto nor a whole number of at least 1", param_hint="--batch-size"
+        )
     return int(text)
 
 

@@ -25,7 +25,7 @@ from amptune.runtime.applying import apply
 from amptune.runtime.nested import map_tensors
 from amptune.runtime.tuned import Tuned
 from amptune.workload.protocol import Workload
-from amptune.workload.user_code import user_code
+from amptune.workload.user_errors import user_code
 
 __all__ = ["Bench"]
 
@@ -190,7 +190,7 @@ def _seed_everything() -> None:
     import numpy as np
 
     random.seed(SEED)
-    np.random.seed(SEED)  # noqa: NPY002  # users draw from the global generator; that is the one to seed
+    np.random.seed(SEED)  # users draw from the global generator; that is the one to seed
     torch.manual_seed(SEED)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -23,13 +24,13 @@ class CudaClock:
     """Events between the steps, one synchronisation at the end: the queue stays full, as in training."""
 
     def time_steps(self, step: Callable[[], object], count: int) -> list[float]:
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]  # type: ignore[no-untyped-call]
         marks[0].record()
         for mark in marks[1:]:
             step()
             mark.record()
         torch.cuda.synchronize()
-        return [before.elapsed_time(after) for before, after in zip(marks, marks[1:], strict=False)]
+        return [before.elapsed_time(after) for before, after in pairwise(marks)]
 
 
 class CpuClock:

@@ -6,7 +6,7 @@ import torch
 
 from amptune.errors import PolicyApplyError
 from amptune.measure.outcome import Failure, FailureKind
-from amptune.workload.user_code import where_in_user_code
+from amptune.workload.user_errors import where_in_user_code
 
 __all__ = ["NonFiniteError", "cuda_is_broken", "failure_of"]
 
@@ -37,7 +37,7 @@ def failure_of(error: BaseException) -> Failure:
 
 def cuda_is_broken() -> bool:
     """Whether a CUDA error has made this process useless: such errors come back at every later call."""
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has not typed it
         return False
     try:
         torch.cuda.synchronize()

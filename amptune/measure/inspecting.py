@@ -66,8 +66,7 @@ def _watching(leaves: dict[str, nn.Module], seen: dict[str, _Seen]) -> Iterator[
         mine.cast_numel += _numel(inputs) + sum(p.numel() for p in module.parameters(recurse=False))
 
     hooks = [
-        module.register_forward_hook(lambda m, i, o, path=path: note(path, m, i, o))  # type: ignore[misc]
-        for path, module in leaves.items()
+        module.register_forward_hook(lambda m, i, o, path=path: note(path, m, i, o)) for path, module in leaves.items()
     ]
     try:
         yield

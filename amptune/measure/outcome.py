@@ -39,9 +39,10 @@ class Measurement:
 
     `step_ms` holds every timed step in order; a step is one optimizer step over `samples_per_step` samples.
     Peaks are of the whole trial, warm-up and weights included: on a GPU those of PyTorch's allocator, on a
-    CPU the process's peak resident set, as both. `losses` are those of the first steps from the initial weights, on the same batches for
-    every policy; `gradient_norm` is the L2 norm over all parameters at the first of them, None for a
-    workload with a step of its own. `skipped_share` is the share of steps that the loss scaler skipped.
+    CPU the process's peak resident set, as both. `losses` are those of the first steps from the initial
+    weights, on the same batches for every policy; `gradient_norm` is the L2 norm over all parameters at the
+    first of them, None for a workload with a step of its own. `skipped_share` is the share of steps that the
+    loss scaler skipped; `clock_event_reasons` are NVML's, a bit mask.
     """
 
     samples_per_step: int

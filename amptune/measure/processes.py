@@ -41,13 +41,13 @@ class _SpawnWithoutMain(SpawnProcess):
         main = sys.modules["__main__"]
         sys.modules["__main__"] = types.ModuleType("__main__")
         try:
-            return SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]  # not in typeshed
+            return SpawnProcess._Popen(process_obj)
         finally:
             sys.modules["__main__"] = main
 
 
 class _Context(SpawnContext):
-    Process = _SpawnWithoutMain  # type: ignore[assignment]  # a narrower class of the same role
+    Process = _SpawnWithoutMain
 
 
 class WorkerProcess:
@@ -86,7 +86,7 @@ class WorkerProcess:
     def stop(self) -> None:
         """Ends the process at once; the next call starts another."""
         if self._pool is not None:
-            self._pool.stop()
+            self._pool.stop()  # type: ignore[no-untyped-call]  # pebble has not typed it
             self._pool.join()
         self._pool, self._warm = None, False
 
@@ -117,5 +117,3 @@ def _kernel_oom_kills() -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
-
-

@@ -12,7 +12,7 @@ import torch
 from amptune.measure.failing import NonFiniteError
 from amptune.runtime.tuned import Tuned
 from amptune.workload.protocol import Workload
-from amptune.workload.user_code import user_code
+from amptune.workload.user_errors import user_code
 
 __all__ = ["Stepper"]
 
@@ -46,7 +46,7 @@ class Stepper:
             with tuned.autocast():
                 loss = self._workload.loss(tuned.model, tuned.batch(next(self._batches)))
                 scaled = loss / tuned.accumulate
-            tuned.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]  # torch's stub lacks it
+            tuned.scaler.scale(scaled).backward()
         if self._after_backward:
             self._after_backward()
         tuned.scaler.step(self._optimizer)

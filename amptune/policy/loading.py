@@ -126,7 +126,9 @@ def _with_labels_as_written(document: Document) -> Any:
 
     def walk(value: Any, path: tuple[str | int, ...], *, labels: bool) -> Any:
         if isinstance(value, Mapping):
-            return {key: walk(item, (*path, key), labels=labels or _holds_labels(path, key)) for key, item in value.items()}
+            return {
+                key: walk(item, (*path, key), labels=labels or _holds_labels(path, key)) for key, item in value.items()
+            }
         if isinstance(value, list):
             return [walk(item, (*path, index), labels=False) for index, item in enumerate(value)]
         return document.text_at(path) if labels and value is not None else value

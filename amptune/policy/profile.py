@@ -51,8 +51,11 @@ class Resolution:
 
 
 def resolve(profile: Profile, labels: Mapping[str, str]) -> Resolution:
-    """The first entry whose every label matches. Raises `HardwareMismatchError` if none does and there is no default."""
-    rejected = []
+    """The first entry whose every label matches.
+
+    Raises `HardwareMismatchError` if none does and there is no default, with what each was wanted to be.
+    """
+    rejected: list[Rejected] = []
     for index, entry in enumerate(profile.entries):
         because = tuple(_mismatches(entry.match, labels))
         if not because:

@@ -76,7 +76,7 @@ class ProfileDocument:
 
 @cache
 def adapter_for(kind: type) -> pydantic.TypeAdapter[Any]:
-    """pydantic's validator for a class, made when first needed: it is slow to make and to import."""
+    """Pydantic's validator for a class, made when first needed: it is slow to make and to import."""
     import pydantic
 
     return pydantic.TypeAdapter(kind)
@@ -118,5 +118,3 @@ def _without_defaults(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_defaults(item) for name, item in value.items() if item is not None and item is not False}
     return value
-
-

@@ -67,7 +67,9 @@ def read(path: str | os.PathLike[str]) -> Document:
     source = os.fspath(path)
     try:
         if Path(path).stat().st_size > MAX_CHARACTERS:
-            raise FileFormatError([Problem(message=f"larger than {MAX_CHARACTERS:,} bytes: no file of ours", source=source)])
+            raise FileFormatError(
+                [Problem(message=f"larger than {MAX_CHARACTERS:,} bytes: no file of ours", source=source)]
+            )
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise FileFormatError([Problem(message=f"cannot be read: {error.strerror}", source=source)]) from error
@@ -95,7 +97,9 @@ def parse(text: str, source: str) -> Document:
 
 def dump(data: Any) -> str:
     """Block style, keys in the given order; strings that YAML would read as something else are quoted."""
-    text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=120)
+    text: str = yaml.dump(
+        data, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=120
+    )
     return text
 
 
@@ -114,7 +118,7 @@ def validate(document: Document, adapter: pydantic.TypeAdapter[T], data: Any = N
 class _Dumper(yaml.SafeDumper):
     """Indents lists below their key; quotes what this module, or YAML 1.1, would not read back as a string."""
 
-    def increase_indent(self, flow: bool = False, indentless: bool = False) -> Any:  # noqa: ARG002, FBT001, FBT002
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> Any:  # noqa: ARG002
         return super().increase_indent(flow, indentless=False)
 
 
@@ -199,7 +203,7 @@ def _scalar(node: yaml.ScalarNode) -> Any:
         return None
     if _BOOL.fullmatch(text):
         return text.lower() == "true"
-    if _INT.fullmatch(text) and len(text) < 40:  # noqa: PLR2004  # longer is no number anybody means
+    if _INT.fullmatch(text) and len(text) < 40:  # longer is no number anybody means
         return int(text)
     if _FLOAT.fullmatch(text):
         return float(re.sub(r"\.(inf|nan)", r"\1", text.lower()))
@@ -222,7 +226,7 @@ def _syntax_problem(error: yaml.MarkedYAMLError, text: str, source: str) -> Prob
     message = f"is no YAML: {error.problem or error.context}"
     line = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
     if re.search(r":\s*\*|-\s*\*|[\[,]\s*\*", line) or "alias" in message:
-        message += "; a pattern that begins with * must be quoted: path: \"*.norm\""
+        message += '; a pattern that begins with * must be quoted: path: "*.norm"'
     if "\t" in line:
         message += "; indent with spaces, not tabs"
     place = (mark.line + 1, mark.column + 1) if mark else (None, None)
@@ -253,13 +257,13 @@ def _unknown(key: str, allowed: Sequence[str]) -> str:
 
 
 def _path_in(data: Any, loc: Sequence[str | int]) -> Path_:
-    """pydantic's location without what is no place in the file (union members, model names)."""
+    """Pydantic's location without what is no place in the file (union members, model names)."""
     path: list[str | int] = []
     for n, part in enumerate(loc):
-        inside = isinstance(data, Mapping) and part in data or isinstance(data, list) and isinstance(part, int)
+        inside = (isinstance(data, Mapping) and part in data) or (isinstance(data, list) and isinstance(part, int))
         if inside:
             data = data[part]
-        if inside or n == len(loc) - 1 and isinstance(data, Mapping) and isinstance(part, str) and "[" not in part:
+        if inside or (n == len(loc) - 1 and isinstance(data, Mapping) and isinstance(part, str) and "[" not in part):
             path.append(part)
     return tuple(path)
 

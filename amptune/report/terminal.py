@@ -28,7 +28,7 @@ def print_decision(decision: Decision, output: str, stream: TextIO) -> None:
         console.print(f"• {_parity_in_words(parity)}", markup=False)
     state = "provisional policy" if decision.provisional else "policy"
     trials = f"{len(decision.trials)} trials, {decision.seconds:.0f} s"
-    console.print(f'\n{state} written to {output} ({trials}). In training:', markup=False)
+    console.print(f"\n{state} written to {output} ({trials}). In training:", markup=False)
     console.print(f'  tuned = amptune.apply("{output}", model)', markup=False)
 
 

@@ -88,8 +88,8 @@ def candidates_for(prepared: Prepared, wanted: Wanted, ladder: Ladder = groups_b
 def _narrowed(space: Space, subject: Subject, groups: int) -> Space:
     """Drops what cannot matter: layouts and plans of convolutions a model does not have, rungs of no ladder."""
     formats = {"contiguous"}
-    formats |= {"channels_last"} if 2 in subject.convolution_dims else set()  # noqa: PLR2004
-    formats |= {"channels_last_3d"} if 3 in subject.convolution_dims else set()  # noqa: PLR2004
+    formats |= {"channels_last"} if 2 in subject.convolution_dims else set()
+    formats |= {"channels_last_3d"} if 3 in subject.convolution_dims else set()
     allowed: dict[str, Any] = {
         "memory_format": lambda value: value in formats,
         "cudnn_benchmark": lambda value: bool(subject.convolution_dims) or not value,
@@ -104,7 +104,7 @@ def _narrowed(space: Space, subject: Subject, groups: int) -> Space:
 def _amp_recipes(space: Space) -> tuple[Policy, ...]:
     """The AMP recipe in every dtype this machine has, and the same in the model's channels-last format."""
     choices = {knob.name: knob.choices for knob in space.knobs}
-    dtypes = [dtype for dtype in choices.get("autocast", ()) if dtype != "off"]
+    dtypes: list[Any] = [dtype for dtype in choices.get("autocast", ()) if dtype != "off"]
     formats = choices.get("memory_format", ("contiguous",))
     return tuple(amp_recipe(dtype, memory_format=layout) for layout in formats for dtype in dtypes)
 

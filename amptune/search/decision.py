@@ -131,7 +131,7 @@ def ratio_of(faster: Sequence[float], slower: Sequence[float]) -> Ratio:
     claims nothing.
     """
     logs = np.log(np.asarray(faster)) - np.log(np.asarray(slower))
-    if len(logs) < 2:  # noqa: PLR2004
+    if len(logs) < 2:
         return Ratio(value=float(np.exp(logs.mean())), low=0.0, high=math.inf)
     draws = np.random.default_rng(0).integers(0, len(logs), size=(BOOTSTRAP, len(logs)))
     means = logs[draws].mean(axis=1)

@@ -41,9 +41,9 @@ def evidence_of(
 ) -> Evidence:
     """The policy file's `evidence`, from the final comparison (or, provisionally, from the trials)."""
     winner = verdict.winner
+    own: Any = _own_figures(winner)
     evidence = Evidence(
         baseline=_figures(verdict.baseline),
-        **_own_figures(winner),
         parity=parity_of(trials, rounds, winner.policy, verdict.baseline.policy),
         finalists=[_figures(standing) for standing in verdict.standings],
         findings=[finding.as_dict() for finding in verdict.findings],
@@ -51,6 +51,7 @@ def evidence_of(
         trials=len(trials),
         seconds=round(seconds, 1),
     )
+    evidence.update(own)
     if amp_recipe is not None:
         evidence["amp_recipe"] = _figures(amp_recipe)
     if provisional:

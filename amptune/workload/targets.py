@@ -14,7 +14,7 @@ from typing import Any
 
 from amptune.errors import TargetError
 from amptune.workload.protocol import Workload
-from amptune.workload.user_code import user_code
+from amptune.workload.user_errors import user_code
 
 __all__ = ["Target", "load_workload", "parse_target", "source_digest"]
 

@@ -40,7 +40,7 @@ def misbehave(how: int, model: nn.Module) -> None:
         case 10:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
         case 11:
-            raise NotImplementedError('"some_op" not implemented for \'Half\'')
+            raise NotImplementedError("\"some_op\" not implemented for 'Half'")
         case 12:
             dict(model.named_buffers())["norm.running_mean"].fill_(float("inf"))
         case _:
@@ -51,7 +51,7 @@ def step(tuned: Tuned, model: nn.Module, optimizer: torch.optim.Optimizer, batch
     print("the user prints in every step", flush=True)
     misbehave(len(batch), model)
     with tuned.autocast():
-        loss = model(tuned.batch(batch)).square().mean()
+        loss: torch.Tensor = model(tuned.batch(batch)).square().mean()
     if len(batch) == NAN:
         loss = loss * float("nan")
     tuned.scaler.scale(loss).backward()

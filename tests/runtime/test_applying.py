@@ -27,6 +27,9 @@ EVERYTHING = Policy(
     fused_optimizer=True,
 )
 
+# Importing Inductor uses what torch itself deprecates (2.11 to 2.13: torch.jit.script_method).
+torch_s_own_deprecations = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -313,6 +316,7 @@ def test_a_model_without_parameters_is_on_the_cpu() -> None:
         assert torch.is_autocast_enabled("cpu")
 
 
+@torch_s_own_deprecations
 def test_a_compiled_model_trains_with_the_eager_one_s_gradients() -> None:
     """The default of torch.compile would run an excluded module's backward in bf16, 2e-3 off."""
     torch.compiler.reset()
@@ -332,7 +336,7 @@ def test_a_compiled_model_trains_with_the_eager_one_s_gradients() -> None:
     assert torch.equal(*gradients)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's imports use what torch deprecates
+@torch_s_own_deprecations
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
 def test_a_policy_that_compiles_gives_a_compiled_model_until_undone(mode: Any) -> None:
     model = Net()

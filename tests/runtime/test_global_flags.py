@@ -108,7 +108,7 @@ def newer_steps() -> Iterator[Callable[[], object]]:
 
 @pytest.mark.filterwarnings("ignore:Please use the new API")  # the older switches, in some versions
 def test_whatever_was_set_before_fp32_math_becomes_effective_and_is_put_back_exactly() -> None:
-    draw = random.Random(0)  # noqa: S311  # no secrets here
+    draw = random.Random(0)
     torch.backends.cudnn.allow_tf32 = True  # PyTorch's built-in default can be overwritten but not written
     steps = [*older_steps(), *newer_steps()]
     for _ in range(1500):

@@ -16,7 +16,7 @@ from amptune import Workload
 
 def build():
     return Workload(model=lambda: nn.Linear(2, 1), batch=lambda n: randn(n, 2),
-                    loss=lambda model, batch: model(batch).mean(), optimizer=lambda model: optim.SGD(model.parameters()))
+                    loss=lambda model, batch: model(batch).mean(), optimizer=lambda m: optim.SGD(m.parameters()))
 
 ready = build()
 number = 3

@@ -53,7 +53,7 @@ class _LazyGroup(click.Group):
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(amptune.__version__, prog_name="amptune")
 def cli() -> None:
-    """Find the fastest numerically safe way to run a PyTorch training step on this machine.
+    r"""Find the fastest numerically safe way to run a PyTorch training step on this machine.
 
     \b
     amptune init train_workload.py                  describe your training step
