@@ -63,7 +63,7 @@ def downward(here: str | None, source: str) -> list[str]:
 def _only_for_types(source: str, module: str) -> bool:
     tree = ast.parse(source)
     guarded = [n for n in tree.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
-    return any(module == name for block in guarded for name, _ in imports_of(ast.unparse(block.body)))
+    return any(module == name for block in guarded for name, _ in imports_of("\n".join(map(ast.unparse, block.body))))
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -46,7 +46,8 @@ class Stepper:
             with tuned.autocast():
                 loss = self._workload.loss(tuned.model, tuned.batch(next(self._batches)))
                 scaled = loss / tuned.accumulate
-            tuned.scaler.scale(scaled).backward()
+            scaled = tuned.scaler.scale(scaled)
+            scaled.backward()  # type: ignore[no-untyped-call]  # torch has not typed it
         if self._after_backward:
             self._after_backward()
         tuned.scaler.step(self._optimizer)
@@ -86,7 +87,7 @@ class Stepper:
         scaler = self._tuned.scaler
         if not scaler.is_enabled():
             return 0
-        initial = scaler._init_scale  # type: ignore[attr-defined]  # torch has no public reading of it
+        initial = scaler._init_scale  # torch has no public reading of it
         return max(0, round(torch.tensor(initial / scaler.get_scale()).log2().item()))
 
 

@@ -195,7 +195,7 @@ class _Reading:
         self.problems.append(Problem(message=message, source=self.source, line=place[0], column=place[1]))
 
 
-def _scalar(node: yaml.ScalarNode) -> Any:
+def _scalar(node: yaml.Node) -> Any:
     text = node.value
     if node.style in ("'", '"', "|", ">"):
         return text

@@ -151,8 +151,8 @@ def _reduction_of(cls: type[nn.Module], cast_output: bool) -> Callable[[nn.Modul
         if isinstance(reduced, str):
             return reduced
         build, args, *rest = reduced
-        importable = tuple(cls if arg is type(self) else arg for arg in args)
-        return (_rebuild, (cast_output, build, importable), *rest)
+        build, *args = [cls if part is type(self) else part for part in (build, *args)]
+        return (_rebuild, (cast_output, build, tuple(args)), *rest)
 
     return __reduce_ex__
 

@@ -37,6 +37,8 @@ _WANTED: dict[Fp32Math, tuple[str, str]] = {
     "tf32": ("tf32", "tf32"),
 }
 
+_OLDER_NAME = {"ieee": "highest", "tf32": "high"}
+
 
 def set_fp32_math(math: Fp32Math) -> Callable[[], None]:
     """Sets what FP32 matrix products, convolutions and RNNs compute in; nothing is touched if that holds already."""
@@ -46,7 +48,7 @@ def set_fp32_math(math: Fp32Math) -> Callable[[], None]:
     before = _state()
     _set(
         _Fp32State(
-            matmul_precision="high" if matmul == "tf32" else "highest",
+            matmul_precision=_OLDER_NAME[matmul],
             cudnn_allow_tf32=cudnn == "tf32",
             leaves={("cuda", "matmul"): matmul, ("cuda", "conv"): cudnn, ("cuda", "rnn"): cudnn},
         )
@@ -99,7 +101,7 @@ def _holds(matmul: str, cudnn: str) -> bool:
         return False
     if {_read("cuda", "conv"), _read("cuda", "rnn")} != {cudnn}:
         return False
-    return _older_matmul() in {"ieee": ["highest"], "tf32": ["high", "medium"]}[matmul] and _older_cudnn() is not None
+    return _older_matmul() == _OLDER_NAME[matmul] and _older_cudnn() is not None
 
 
 def _state() -> _Fp32State:

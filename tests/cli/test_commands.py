@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -47,6 +46,21 @@ slow = of(loss=slow_loss)
 """
 
 
+TRAINING = """
+import amptune
+from train import small
+
+model = small.model()
+with amptune.apply("policy.yaml", model) as tuned:
+    optimizer = tuned.optimizer(small.optimizer(model))
+    with tuned.autocast():
+        loss = small.loss(tuned.model, tuned.batch(small.batch(tuned.batch_size)))
+    tuned.scaler.scale(loss).backward()
+    tuned.scaler.step(optimizer)
+    tuned.scaler.update()
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "train.py").write_text(WORKLOADS)
@@ -75,14 +89,7 @@ def test_tuning_writes_a_policy_that_trains(folder: Path) -> None:
     assert run("check", "policy.yaml", folder=folder).returncode == 0
     explained = run("explain", "policy.yaml", folder=folder)
     assert "autocast" in explained.stdout
-    training = (
-        "import amptune, torch\nfrom train import small\nmodel = small.model()\n"
-        "with amptune.apply('policy.yaml', model) as tuned:\n"
-        "    optimizer = tuned.optimizer(small.optimizer(model))\n"
-        "    with tuned.autocast():\n        loss = small.loss(tuned.model, tuned.batch(small.batch(tuned.batch_size)))\n"
-        "    tuned.scaler.scale(loss).backward(); tuned.scaler.step(optimizer); tuned.scaler.update()\n"
-    )
-    subprocess.run([sys.executable, "-W", "error", "-c", training], cwd=folder, check=True)
+    subprocess.run([sys.executable, "-W", "error", "-c", TRAINING], cwd=folder, check=True)
 
 
 def test_json_is_one_versioned_object_on_stdout(folder: Path) -> None:
@@ -94,8 +101,8 @@ def test_json_is_one_versioned_object_on_stdout(folder: Path) -> None:
 
 
 def test_the_same_command_again_resumes(folder: Path) -> None:
-    run("tune", "train.py:small", "--budget", "15s", "--trials", "2", folder=folder)
-    again = run("tune", "train.py:small", "--budget", "15s", "--trials", "1", folder=folder)
+    run("tune", "train.py:small", "--budget", "40s", "--trials", "2", folder=folder)
+    again = run("tune", "train.py:small", "--budget", "40s", "--trials", "1", folder=folder)
     assert "2 trials remembered" in again.stderr
     assert "search ended after 1 new trials" in again.stderr
 
@@ -140,23 +147,26 @@ def test_an_error_in_the_users_step_names_file_and_line(folder: Path) -> None:
     assert "Traceback" in next((folder / ".amptune").rglob("workers.log")).read_text()
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-def test_an_interruption_writes_the_best_so_far(folder: Path, stop: signal.Signals) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "amptune", "tune", "train.py:slow", "--budget", "60s"],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def tuning_of_slow(folder: Path, *more: str) -> subprocess.Popen[str]:
+    """A tuning run in the background, on a workload slow enough to be stopped in the middle."""
+    command = [sys.executable, "-m", "amptune", "tune", "train.py:slow", "--budget", "60s", *more]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_trials(process: subprocess.Popen[str], count: int) -> None:
     assert process.stderr is not None
-    seen = 0
-    while seen < 2:
+    while count:
         line = process.stderr.readline()
         assert line, "tuning ended before it was interrupted"
-        seen += " s left]" in line
-    process.send_signal(stop)
-    stdout, _ = process.communicate(timeout=30)
+        count -= " s left]" in line
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_writes_the_best_so_far(folder: Path, stop: signal.Signals) -> None:
+    with tuning_of_slow(folder) as process:
+        wait_for_trials(process, 2)
+        process.send_signal(stop)
+        stdout, _ = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "provisional policy written to policy.yaml" in stdout
     assert "provisional: true" in (folder / "policy.yaml").read_text()
@@ -165,20 +175,11 @@ def test_an_interruption_writes_the_best_so_far(folder: Path, stop: signal.Signa
 def test_killing_the_tuner_leaves_no_worker_behind(folder: Path) -> None:
     import psutil
 
-    process = subprocess.Popen(
-        [sys.executable, "-m", "amptune", "tune", "train.py:slow", "--budget", "60s"],
-        cwd=folder,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    while " s left]" not in process.stderr.readline():
-        assert process.poll() is None
-    workers = psutil.Process(process.pid).children(recursive=True)
-    assert workers
-    process.kill()
-    process.wait()
+    with tuning_of_slow(folder) as process:
+        wait_for_trials(process, 1)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        assert workers
+        process.kill()
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert alive == []
 
@@ -269,17 +270,10 @@ def test_every_command_has_help_and_stands_in_the_readme() -> None:
 
 
 def test_a_second_tuner_on_the_same_study_is_refused(folder: Path) -> None:
-    first = subprocess.Popen(
-        [sys.executable, "-m", "amptune", "tune", "train.py:slow", "--budget", "40s", "--study", "study"],
-        cwd=folder,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 20
-    while not (folder / "study" / "workers.log").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    second = run("tune", "train.py:slow", "--study", "study", folder=folder)
-    first.terminate()
-    first.wait(timeout=30)
+    with tuning_of_slow(folder, "--study", "study") as first:
+        wait_for_trials(first, 1)
+        second = run("tune", "train.py:slow", "--study", "study", folder=folder)
+        first.terminate()
+        first.communicate(timeout=30)
     assert second.returncode == 2
     assert "another amptune is tuning in study" in second.stderr

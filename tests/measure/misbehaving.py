@@ -54,7 +54,7 @@ def step(tuned: Tuned, model: nn.Module, optimizer: torch.optim.Optimizer, batch
         loss: torch.Tensor = model(tuned.batch(batch)).square().mean()
     if len(batch) == NAN:
         loss = loss * float("nan")
-    tuned.scaler.scale(loss).backward()
+    tuned.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch has not typed it
     tuned.scaler.step(optimizer)
     tuned.scaler.update()
     optimizer.zero_grad()

@@ -371,5 +371,5 @@ def test_what_training_imports_is_light() -> None:
         "import sys; import amptune.runtime.applying; "
         "print([name for name in ('optuna', 'click', 'rich', 'pydantic', 'yaml') if name in sys.modules])"
     )
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)  # noqa: S603  # our own
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"

@@ -46,7 +46,7 @@ class Pickled(nn.Module):
         self.linear = nn.Linear(width, width)
 
     def __reduce__(self) -> Any:
-        return (Pickled, (self.width,), {"note": "rebuilt", **self.__dict__})
+        return (type(self), (self.width,), {"note": "rebuilt", **self.__dict__})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.linear(x)

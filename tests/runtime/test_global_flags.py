@@ -92,6 +92,14 @@ def test_stock_touches_nothing_in_a_fresh_process() -> None:
     assert readings_under_other_parents() == before
 
 
+def test_tf32_is_not_taken_for_the_bf16_that_medium_means_on_a_cpu() -> None:
+    torch.set_float32_matmul_precision("medium")
+    undo = set_fp32_math("tf32")
+    assert torch.get_float32_matmul_precision() == "high"
+    undo()
+    assert torch.get_float32_matmul_precision() == "medium"
+
+
 def older_steps() -> Iterator[Callable[[], object]]:
     for precision in ("highest", "high", "medium"):
         yield partial(torch.set_float32_matmul_precision, precision)

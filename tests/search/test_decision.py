@@ -67,6 +67,14 @@ def test_one_round_alone_claims_nothing() -> None:
     assert verdict.winner.policy == STOCK
 
 
+def test_two_rounds_under_heavy_interference_claim_nothing() -> None:
+    """Seen on a CPU that another process used: the baseline was hit in both rounds, its rival in one."""
+    rounds = rounds_of((STOCK, [86.0, 88.0]), (AMP, [0.33, 54.0]))
+    verdict = verdict_of(rounds, STOCK)
+    assert verdict is not None
+    assert verdict.winner.policy == STOCK
+
+
 def test_a_policy_that_failed_once_stands_there_with_its_failure_and_cannot_win() -> None:
     failed: Outcome = Failure(kind="oom", message="CUDA out of memory")
     rounds: list[Round] = [{STOCK: block(10), AMP: block(5)}, {STOCK: block(10), AMP: failed}]
@@ -102,15 +110,14 @@ def test_a_verdict_is_settled_when_all_rivals_are_beaten_or_level() -> None:
 
 
 def test_the_interval_of_a_ratio_holds_the_truth_about_as_often_as_it_says() -> None:
-    """A percentile bootstrap over ten rounds is known to be a little narrow; far off would be a mistake."""
     rng = random.Random(1)
     held = 0
     for _ in range(300):
-        a = [1.1 * math.exp(rng.gauss(0, 0.02)) for _ in range(10)]
-        b = [math.exp(rng.gauss(0, 0.02)) for _ in range(10)]
+        a = [1.1 * math.exp(rng.gauss(0, 0.02)) for _ in range(5)]
+        b = [math.exp(rng.gauss(0, 0.02)) for _ in range(5)]
         ratio = ratio_of(a, b)
         held += ratio.low <= 1.1 <= ratio.high
-    assert 0.86 <= held / 300 <= 0.98
+    assert 0.92 <= held / 300 <= 0.98
 
 
 def test_standings_are_ordered_by_speed_with_failures_last() -> None:

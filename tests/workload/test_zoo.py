@@ -166,7 +166,7 @@ def test_no_module_of_the_zoo_takes_the_place_of_a_workload() -> None:
 @pytest.mark.parametrize(("asked", "loads_torch"), [("NAMES", False), ("workload('conv1')", True)])
 def test_torch_is_imported_when_a_workload_is_asked_for_and_not_before(asked: str, loads_torch: bool) -> None:
     program = f"import sys; from amptune.workload import zoo; zoo.{asked}; print('torch' in sys.modules)"
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)  # noqa: S603  # our own program
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == str(loads_torch)
 
 
