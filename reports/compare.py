@@ -37,8 +37,8 @@ from amptune.search.finals import compare
 from amptune.search.tuning import tune
 from amptune.workload.zoo import NAMES
 
-FINALS_S = 60.0
-GRID_EFFORT = Effort(warmup_s=3.0, measure_s=0.4, min_steps=4, time_limit_s=120.0)
+FINALS_S = 45.0
+GRID_EFFORT = Effort(warmup_s=1.0, measure_s=0.3, min_steps=4, time_limit_s=120.0)
 HOPELESS = 2.5
 
 

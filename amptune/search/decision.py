@@ -116,11 +116,14 @@ def standings_of(rounds: Sequence[Round], baseline: Policy) -> tuple[Standing, .
 
 
 def settled(rounds: Sequence[Round], baseline: Policy) -> bool:
-    """Whether further rounds could hardly change the verdict: every rival of the fastest is beaten, or equal to 1 %."""
+    """Whether further rounds could hardly change the verdict: every rival of the fastest is beaten, or equal to 1 %.
+
+    A rival that the last round left out is beaten.
+    """
     alive = [standing for standing in standings_of(rounds, baseline) if standing.samples_per_s is not None]
     if not alive:
         return True
-    ratios = [_ratio(rounds, alive[0].policy, rival.policy) for rival in alive[1:]]
+    ratios = [_ratio(rounds, alive[0].policy, rival.policy) for rival in alive[1:] if rival.policy in rounds[-1]]
     return all(ratio.low > 1 or (ratio.high - ratio.low) / 2 < NARROW for ratio in ratios)
 
 

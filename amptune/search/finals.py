@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 
 from amptune.measure.evaluator import Evaluator
-from amptune.measure.outcome import Effort, Failure, Outcome
+from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import Policy
 from amptune.search.budget import Budget
 from amptune.search.decision import Round, settled
@@ -16,6 +16,9 @@ __all__ = ["MIN_ROUNDS", "compare"]
 
 MIN_ROUNDS = 5
 MAX_ROUNDS = 12
+# Slower than this share of the best in this many rounds, and it is not measured in the rest.
+FAR_BEHIND = 0.75
+FAR_BEHIND_ROUNDS = 2
 FINAL_EFFORT = Effort(warmup_s=1.0, measure_s=0.3, min_steps=4, time_limit_s=60.0)
 
 
@@ -32,22 +35,39 @@ def compare(
     """Yields rounds in which each policy was measured once, in random order; one round at the least.
 
     Ends when the verdict is settled or the budget cannot hold another round. A policy that failed, in
-    the search (`failed`) or here, is not measured again; its failure stands in the rounds that follow.
+    the search (`failed`) or here, is not measured again; its failure stands in the rounds that follow. One far
+    behind in two rounds is left out of the rest, which leaves more of them for those that may win.
     """
     observer(FinalsStarted(policies=tuple(policies)))
     shuffle = random.Random(seed)  # noqa: S311  # an order of measuring, no secret
     rounds: list[Round] = []
     failures = dict(failed)
-    longest_s = 0.0
-    while len(rounds) < MAX_ROUNDS and (not rounds or budget.left_s > longest_s):
+    last_s = 0.0
+    while len(rounds) < MAX_ROUNDS and (not rounds or budget.left_s > last_s):
         if len(rounds) >= MIN_ROUNDS and settled(rounds, baseline):
             break
         before_s = budget.left_s
         outcomes: dict[Policy, Outcome] = {}
-        for policy in shuffle.sample(list(policies), len(policies)):
+        contenders = [policy for policy in policies if policy == baseline or not _is_far_behind(policy, rounds)]
+        for policy in shuffle.sample(contenders, len(contenders)):
             outcomes[policy] = failures.get(policy) or evaluator.measure(policy, FINAL_EFFORT)
             observer(FinalMeasured(round=len(rounds) + 1, policy=policy, outcome=outcomes[policy]))
         failures |= {policy: outcome for policy, outcome in outcomes.items() if isinstance(outcome, Failure)}
         rounds.append(outcomes)
         yield outcomes
-        longest_s = max(longest_s, before_s - budget.left_s)
+        last_s = before_s - budget.left_s
+
+
+def _is_far_behind(policy: Policy, rounds: Sequence[Round]) -> bool:
+    """Whether a policy lost every round by so much that no noise explains it."""
+    behind = [outcome.samples_per_s < FAR_BEHIND * _best(r) for r in rounds if (outcome := _measured(policy, r))]
+    return len(behind) >= FAR_BEHIND_ROUNDS and all(behind)
+
+
+def _measured(policy: Policy, final_round: Round) -> Measurement | None:
+    outcome = final_round.get(policy)
+    return outcome if isinstance(outcome, Measurement) else None
+
+
+def _best(final_round: Round) -> float:
+    return max(outcome.samples_per_s for outcome in final_round.values() if isinstance(outcome, Measurement))

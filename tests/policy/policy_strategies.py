@@ -1,0 +1,76 @@
+"""Any policy, file and profile that the types allow, for property tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from amptune.policy.file import Evidence, PolicyFile
+from amptune.policy.profile import Entry, Profile
+from amptune.policy.settings import Autocast, Fp32Rule, LossScale, Policy, Reason
+
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+positive = st.floats(min_value=1e-30, max_value=1e30)
+words = st.text(min_size=1, max_size=12)
+plain: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**12), 10**12) | numbers | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=6,
+)
+free = st.dictionaries(words, plain, max_size=3)
+labels = st.dictionaries(
+    words, words | st.sampled_from(["2.10", "9", "143771", "true", "off", "~", "1e-3"]), max_size=3
+)
+
+reasons = st.builds(Reason, saves_ms=st.none() | numbers, risk=st.none() | numbers)
+rules = st.one_of(
+    st.builds(Fp32Rule, path=words, cast_output=st.booleans(), reason=st.none() | reasons),
+    st.builds(Fp32Rule, type=words, cast_output=st.booleans(), reason=st.none() | reasons),
+)
+loss_scales = st.builds(LossScale, init=positive, growth_interval=st.integers(1, 10**6))
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> Policy:
+    autocast: Autocast = draw(st.sampled_from(["off", "bf16", "fp16"]))
+    return Policy(
+        autocast=autocast,
+        fp32_math=draw(st.sampled_from(["stock", "ieee", "tf32"])),
+        fp32_modules=tuple(draw(st.lists(rules, max_size=3))),
+        memory_format=draw(st.sampled_from(["contiguous", "channels_last", "channels_last_3d"])),
+        cudnn_benchmark=draw(st.booleans()),
+        batch_size=draw(st.none() | st.integers(1, 10**6)),
+        accumulate=draw(st.integers(1, 1000)),
+        compile=draw(st.sampled_from(["off", "default", "reduce-overhead", "max-autotune"])),
+        fused_optimizer=draw(st.booleans()),
+        loss_scale=draw(st.none() | loss_scales) if autocast == "fp16" else None,
+    )
+
+
+_EVIDENCE: dict[str, st.SearchStrategy[Any]] = {
+    "workload": words,
+    "baseline": free,
+    "amp_recipe": free,
+    "samples_per_s": numbers,
+    "step_ms": numbers,
+    "step_ms_ci95": st.lists(numbers, min_size=2, max_size=2),
+    "peak_memory_mib": numbers,
+    "energy_j_per_sample": numbers,
+    "speedup": numbers,
+    "speedup_ci95": st.lists(numbers, min_size=2, max_size=2),
+    "parity": free,
+    "ablation": free,
+    "finalists": st.lists(free, max_size=2),
+    "findings": st.lists(free, max_size=2),
+    "tuned_on": st.just("2026-11-21T05:00:00Z"),
+    "trials": st.integers(0, 10**6),
+    "seconds": numbers,
+    "provisional": st.booleans(),
+}
+assert set(_EVIDENCE) == set(Evidence.__annotations__), "a new field of Evidence needs a strategy"
+
+evidence = st.fixed_dictionaries({}, optional=_EVIDENCE)
+policy_files = st.builds(PolicyFile, policy=policies(), name=st.none() | words, valid_for=labels, evidence=evidence)
+entries = st.builds(Entry, match=labels, policy=policy_files)
+profiles = st.builds(Profile, entries=st.lists(entries, max_size=2).map(tuple), default=st.none() | policy_files)
