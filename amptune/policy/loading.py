@@ -79,7 +79,7 @@ def save(content: Policy | PolicyFile | Profile, path: str | os.PathLike[str]) -
         if target.exists() and not target.is_file():  # a pipe or a terminal cannot be replaced
             target.write_text(text, encoding="utf-8")
         else:
-            _replace(target, text)
+            _replace(target.resolve(), text)  # a link stays a link
     except OSError as error:
         raise OutputError(f"{target} cannot be written: {error.strerror or error}") from error
 
@@ -101,13 +101,20 @@ def _replace(target: Path, text: str) -> None:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)  # mkstemp makes files private; a policy is to be shared
+        os.chmod(name, _mode(target))
         os.replace(name, target)
     except BaseException:
         os.unlink(name)
         raise
+
+
+def _mode(target: Path) -> int:
+    """The old file's, else what `open` would give: mkstemp makes files private, and a policy is to be shared."""
+    if target.exists():
+        return target.stat().st_mode & 0o777
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
 
 
 def _entry_to_dict(entry: Entry) -> dict[str, Any]:

@@ -84,11 +84,11 @@ def _mismatches(match: Mapping[str, str], labels: Mapping[str, str]) -> Iterator
     for name, wanted in match.items():
         if name not in labels:
             yield f"{name} is wanted to be {wanted}, and this machine has no such label"
-        elif not _holds(wanted, labels[name]):
+        elif not _holds(name, wanted, labels[name]):
             yield f"{name} is wanted to be {wanted}, and is {labels[name]} here"
 
 
-def _holds(wanted: str, value: str) -> bool:
+def _holds(name: str, wanted: str, value: str) -> bool:
     comparison = _COMPARISON.fullmatch(wanted)
     if comparison is None:
         return wanted == value
@@ -96,6 +96,16 @@ def _holds(wanted: str, value: str) -> bool:
     if sign == "!=":
         return value != limit
     try:
-        return bool(_ORDER[sign](float(value), float(limit)))
+        return bool(_ORDER[sign](_size(name, value), _size(name, limit)))
     except ValueError:  # "80GB" has no order against ">=80000"
         return False
+
+
+def _size(name: str, text: str) -> tuple[float, ...]:
+    """What to order by. 2.10 is the number after 2.09, but as a version of software it comes after 2.9."""
+    if not is_software_label(name):
+        return (float(text),)
+    parts = [int(part) for part in text.split(".")]
+    while parts and not parts[-1]:  # 2.0 is 2
+        parts.pop()
+    return tuple(parts)

@@ -6,27 +6,21 @@ Read more strictly than PyYAML does by itself: duplicate keys are errors, only `
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import yaml
 
 from amptune.errors import FileFormatError, Problem
-from amptune.policy.allowed import allowed_keys
-
-if TYPE_CHECKING:
-    import pydantic
-    from pydantic_core import ErrorDetails
+from amptune.policy.validation import validate
 
 __all__ = ["Document", "dump", "parse", "read", "validate"]
 
-T = TypeVar("T")
 Path_ = tuple[str | int, ...]
 Place = tuple[int, int]
 
@@ -43,13 +37,18 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\
 
 @dataclass(frozen=True)
 class Document:
-    """A parsed file: `data` in plain Python, and where each value, key and scalar's own text stood."""
+    """A parsed file: `data` in plain Python, and where each value, key and scalar's own text stood.
+
+    `problems` are duplicate keys, of which `data` has the first: `validate` raises them with all others.
+    """
 
     source: str
     data: Any
     values: Mapping[Path_, Place] = field(default_factory=dict, repr=False)
     keys: Mapping[Path_, Place] = field(default_factory=dict, repr=False)
     texts: Mapping[Path_, str] = field(default_factory=dict, repr=False)
+    plain: frozenset[Path_] = field(default=frozenset(), repr=False)
+    problems: tuple[Problem, ...] = ()
 
     def problem(self, path: Path_, message: str, *, key: bool = False) -> Problem:
         """A problem at the value (or the key) at `path`, or at its nearest ancestor that stands in the file."""
@@ -60,6 +59,10 @@ class Document:
     def text_at(self, path: Path_) -> str | None:
         """A scalar as it is written in the file: `2.10` stays `2.10`."""
         return self.texts.get(path)
+
+    def is_plain(self, path: Path_) -> bool:
+        """Whether a scalar stands there without quotes."""
+        return path in self.plain
 
 
 def read(path: str | os.PathLike[str]) -> Document:
@@ -79,10 +82,9 @@ def read(path: str | os.PathLike[str]) -> Document:
 
 
 def parse(text: str, source: str) -> Document:
-    """Parses text. Raises `FileFormatError` for what is no YAML, and for every duplicate key."""
-    if _deeper_than(text, MAX_DEPTH):
-        raise FileFormatError([Problem(message=f"nested deeper than {MAX_DEPTH} levels", source=source)])
+    """Parses text. Raises `FileFormatError` for what is no YAML; duplicate keys are `Document.problems`."""
     try:
+        _refuse_deep(text, source)
         root = yaml.compose(text, Loader=_BaseLoader)
     except yaml.MarkedYAMLError as error:
         raise FileFormatError([_syntax_problem(error, text, source)]) from error
@@ -91,8 +93,16 @@ def parse(text: str, source: str) -> Document:
     reading = _Reading(source)
     data = {} if root is None else reading.value(root, ())
     if reading.problems:
-        raise FileFormatError(reading.problems)
-    return Document(source=source, data=data, values=reading.values, keys=reading.keys, texts=reading.texts)
+        raise FileFormatError(reading.problems + reading.duplicates)
+    return Document(
+        source=source,
+        data=data,
+        values=reading.values,
+        keys=reading.keys,
+        texts=reading.texts,
+        plain=frozenset(reading.plain),
+        problems=tuple(reading.duplicates),
+    )
 
 
 def dump(data: Any) -> str:
@@ -101,18 +111,6 @@ def dump(data: Any) -> str:
         data, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=120
     )
     return text
-
-
-def validate(document: Document, adapter: pydantic.TypeAdapter[T], data: Any = None) -> T:
-    """The document as the adapter's type. Raises `FileFormatError` with every problem, in the file's order."""
-    import pydantic
-
-    try:
-        return adapter.validate_python(document.data if data is None else data)
-    except pydantic.ValidationError as error:
-        schema = adapter.json_schema()
-        problems = {str(p): p for e in error.errors(include_url=False) for p in _problems_of(document, e, schema)}
-    raise FileFormatError(sorted(problems.values(), key=lambda p: (p.line or 0, p.column or 0)))
 
 
 class _Dumper(yaml.SafeDumper):
@@ -154,11 +152,13 @@ class _Reading:
     values: dict[Path_, Place] = field(default_factory=dict)
     keys: dict[Path_, Place] = field(default_factory=dict)
     texts: dict[Path_, str] = field(default_factory=dict)
+    plain: set[Path_] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
+    duplicates: list[Problem] = field(default_factory=list)
     nodes: int = 0
 
     def value(self, node: yaml.Node, path: Path_) -> Any:
-        self.nodes += 1
+        self.nodes += 1 + (len(node.value) // 10 if isinstance(node, yaml.ScalarNode) else 0)
         place = node.start_mark.line + 1, node.start_mark.column + 1
         self.values[path] = place
         if self.nodes > MAX_CHARACTERS // 10 or len(path) > MAX_DEPTH:  # aliases may multiply what little text there is
@@ -173,7 +173,9 @@ class _Reading:
         if isinstance(node, yaml.SequenceNode):
             return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
         self.texts[path] = node.value
-        return _scalar(node)
+        if isinstance(node, yaml.ScalarNode) and not node.style:
+            self.plain.add(path)
+        return _scalar(node)  # type: ignore[arg-type]  # what is no collection is a scalar
 
     def _mapping(self, node: yaml.MappingNode, path: Path_) -> dict[str, Any]:
         result: dict[str, Any] = {}
@@ -185,7 +187,8 @@ class _Reading:
             key = str(key_node.value)
             if key in result:
                 first = self.keys[(*path, key)][0]
-                self._note(place, f"{key!r} stands here a second time; the first is in line {first}")
+                message = f"{key!r} stands here a second time; the first is in line {first}"
+                self.duplicates.append(Problem(message=message, source=self.source, line=place[0], column=place[1]))
                 continue
             self.keys[(*path, key)] = place
             result[key] = self.value(value_node, (*path, key))
@@ -195,7 +198,7 @@ class _Reading:
         self.problems.append(Problem(message=message, source=self.source, line=place[0], column=place[1]))
 
 
-def _scalar(node: yaml.Node) -> Any:
+def _scalar(node: yaml.ScalarNode) -> Any:
     text = node.value
     if node.style in ("'", '"', "|", ">"):
         return text
@@ -210,15 +213,13 @@ def _scalar(node: yaml.Node) -> Any:
     return text
 
 
-def _deeper_than(text: str, levels: int) -> bool:
-    """A cheap bound on nesting before libyaml, whose composer recurses, sees the text."""
-    flow = max_flow = 0
-    for character in text:
-        flow += (character in "[{") - (character in "]}")
-        max_flow = max(max_flow, flow)
-    dashes = max((len(re.findall(r"[-?] ", match)) for match in re.findall(r"(?m)^\s*(?:[-?] +)+", text)), default=0)
-    indents = [len(match) for match in re.findall(r"(?m)^ *", text)]
-    return max_flow > levels or dashes > levels or len(set(indents)) > levels
+def _refuse_deep(text: str, source: str) -> None:
+    """Before composing, which recurses: parsing alone does not, and it stops where the depth is reached."""
+    level = 0
+    for event in yaml.parse(text, Loader=_BaseLoader):
+        level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if level > MAX_DEPTH:
+            raise FileFormatError([Problem(message=f"nested deeper than {MAX_DEPTH} levels", source=source)])
 
 
 def _syntax_problem(error: yaml.MarkedYAMLError, text: str, source: str) -> Problem:
@@ -231,48 +232,3 @@ def _syntax_problem(error: yaml.MarkedYAMLError, text: str, source: str) -> Prob
         message += "; indent with spaces, not tabs"
     place = (mark.line + 1, mark.column + 1) if mark else (None, None)
     return Problem(message=message, source=source, line=place[0], column=place[1])
-
-
-def _problems_of(document: Document, error: ErrorDetails, schema: Mapping[str, Any]) -> Iterator[Problem]:
-    path = _path_in(document.data, error["loc"])
-    name = ".".join(str(part) for part in path)
-    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        yield document.problem(path, _unknown(str(path[-1]), allowed_keys(schema, path[:-1])), key=True)
-    elif error["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
-        yield document.problem(path[:-1], f"{name}: this key is missing")
-    elif error["type"] == "value_error":  # our own checks: one problem a line, after the name of its setting
-        for line in str(error.get("ctx", {}).get("error", error["msg"])).splitlines():
-            setting = (*path, line.partition(":")[0])
-            here = setting if setting in document.values else path
-            prefix = f"{name}.{line}" if name and here is setting else f"{name}: {line}" if name else line
-            yield document.problem(here, prefix)
-    else:
-        yield document.problem(path, f"{name}: {_in_words(error)}" if name else f"the file: {_in_words(error)}")
-
-
-def _unknown(key: str, allowed: Sequence[str]) -> str:
-    close = difflib.get_close_matches(key, allowed, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return f"unknown key {key!r}; {hint}allowed here: {', '.join(allowed)}"
-
-
-def _path_in(data: Any, loc: Sequence[str | int]) -> Path_:
-    """Pydantic's location without what is no place in the file (union members, model names)."""
-    path: list[str | int] = []
-    for n, part in enumerate(loc):
-        inside = (isinstance(data, Mapping) and part in data) or (isinstance(data, list) and isinstance(part, int))
-        if inside:
-            data = data[part]
-        if inside or (n == len(loc) - 1 and isinstance(data, Mapping) and isinstance(part, str) and "[" not in part):
-            path.append(part)
-    return tuple(path)
-
-
-def _in_words(error: ErrorDetails) -> str:
-    given, context = error["input"], error.get("ctx", {})
-    if error["type"] == "literal_error":
-        allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ")
-        close = difflib.get_close_matches(str(given), allowed.split(", "), n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        return f"{given!r} is not one of {allowed}{hint}"
-    return f"{given!r}: {error['msg'][0].lower()}{error['msg'][1:]}"

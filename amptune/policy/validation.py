@@ -1,0 +1,194 @@
+"""A document as the type it should be: every problem at once, each at its line and column, in plain words.
+
+A file is read strictly, as JSON Schema would, but as people mean it: `10.0` is a whole number, `on` and `yes`
+switch something on, and an unquoted `0` is text where text is meant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from amptune.errors import FileFormatError, Problem
+from amptune.policy.allowed import allowed_keys
+
+if TYPE_CHECKING:
+    import pydantic
+    from pydantic_core import ErrorDetails
+
+    from amptune.policy.yaml_text import Document
+
+__all__ = ["validate"]
+
+T = TypeVar("T")
+Path = tuple[str | int, ...]
+
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+_MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")
+_WORDS = {
+    "int_type": "is not a whole number",
+    "float_type": "is not a number",
+    "bool_type": "is not true or false",
+    "string_type": "is not text",
+    "list_type": "is not a list",
+    "tuple_type": "is not a list",
+    "dict_type": "is not a mapping of keys to values",
+    "dataclass_type": "is not a mapping of keys to values",
+}
+
+
+def validate(document: Document, adapter: pydantic.TypeAdapter[T], data: Any = None) -> T:
+    """The document as the adapter's type. Raises `FileFormatError` with every problem, in the file's order.
+
+    Rules between settings are checked only once each setting is right; so what is wrong is noted, taken
+    out, and the rest is looked at again. A rule that names something taken out is not reported.
+    """
+    import pydantic
+
+    data = document.data if data is None else data
+    problems = {str(problem): problem for problem in document.problems}
+    gone: set[Path] = set()
+    while True:
+        try:
+            value = adapter.validate_json(json.dumps(data), strict=True)
+            break
+        except pydantic.ValidationError as error:
+            errors = error.errors(include_url=False)
+            if repairs := dict(_read_as_meant(document, data, errors)):
+                data = _replaced_all(data, repairs)
+                continue
+            wrong = [e for e in errors if _lines(e, data, gone)]
+            schema = adapter.json_schema()
+            problems |= {str(p): p for e in wrong for p in _problems_of(document, data, e, schema, gone)}
+            culprits = {path for e in wrong for path in _culprits(e, data, schema, gone)}
+            rest = _without(data, culprits, gone)
+            if rest == data:
+                break
+            data = rest
+    if problems:
+        raise FileFormatError(sorted(problems.values(), key=lambda p: (p.line or 0, p.column or 0)))
+    return value
+
+
+def _read_as_meant(document: Document, data: Any, errors: Sequence[ErrorDetails]) -> Iterator[tuple[Path, Any]]:
+    """What people mean by values that are of another kind than asked for, and where these stand."""
+    for error in errors:
+        given, path = error["input"], _path_in(data, error["loc"])
+        if error["type"] == "int_type" and isinstance(given, float) and given.is_integer():
+            yield path, int(given)
+        elif error["type"] == "bool_type" and given in ("on", "yes", "off", "no") and document.is_plain(path):
+            yield path, given in ("on", "yes")
+        elif error["type"] == "string_type" and isinstance(given, bool | int | float):
+            yield path, document.text_at(path)
+
+
+def _replaced_all(data: Any, values: Mapping[Path, Any]) -> Any:
+    for path, value in values.items():
+        data = _replaced(data, path, value)
+    return data
+
+
+def _replaced(data: Any, path: Path, value: Any) -> Any:
+    if not path:
+        return value
+    pairs = data.items() if isinstance(data, dict) else enumerate(data)
+    new = {key: _replaced(item, path[1:], value) if key == path[0] else item for key, item in pairs}
+    return new if isinstance(data, dict) else list(new.values())
+
+
+def _without(data: Any, paths: set[Path], gone: set[Path]) -> Any:
+    """`data` without the keys at `paths` (for an item of a list, the list's key), which are added to `gone`."""
+    for path in paths:
+        while path and not isinstance(path[-1], str):
+            path = path[:-1]
+        gone.add(path)
+    return _kept(data, (), gone)
+
+
+def _kept(data: Any, path: Path, gone: set[Path]) -> Any:
+    if isinstance(data, dict):
+        return {k: _kept(item, (*path, k), gone) for k, item in data.items() if (*path, k) not in gone}
+    if isinstance(data, list):
+        return [_kept(item, (*path, n), gone) for n, item in enumerate(data)]
+    return data
+
+
+def _lines(error: ErrorDetails, data: Any, gone: set[Path]) -> list[str]:
+    """The error's own lines, less those that may be there only because of what was taken out."""
+    path = _path_in(data, error["loc"])
+    absent = {str(p[-1]) for p in gone if p and p[:-1] == path}
+    if error["type"] in _MISSING and str(error["loc"][-1]) in absent:
+        return []
+    lines = str(error.get("ctx", {}).get("error", error["msg"])).splitlines()
+    return [line for line in lines if error["type"] != "value_error" or not absent & set(re.findall(r"\w+", line))]
+
+
+def _culprits(error: ErrorDetails, data: Any, schema: Mapping[str, Any], gone: set[Path]) -> Iterator[Path]:
+    """What to take out; for a misspelt key also the key that was meant, so that it does not count as unset."""
+    path = _path_in(data, error["loc"])
+    if error["type"] in _UNKNOWN:
+        yield from ((*path[:-1], close) for close in _nearest(str(path[-1]), allowed_keys(schema, path[:-1])))
+    if error["type"] == "value_error":
+        named = [(*path, line.partition(":")[0]) for line in _lines(error, data, gone)]
+        yield from (here if _holds(data, here) else path for here in named)
+    elif error["type"] not in _MISSING:
+        yield path
+
+
+def _holds(data: Any, path: Path) -> bool:
+    return _path_in(data, path) == path
+
+
+def _problems_of(
+    document: Document, data: Any, error: ErrorDetails, schema: Mapping[str, Any], gone: set[Path]
+) -> Iterator[Problem]:
+    path = _path_in(data, error["loc"])
+    name = ".".join(str(part) for part in path)
+    if error["type"] in _UNKNOWN:
+        yield document.problem(path, _unknown(str(path[-1]), allowed_keys(schema, path[:-1])), key=True)
+    elif error["type"] in _MISSING:
+        missing = ".".join(str(part) for part in (*path, error["loc"][-1]))
+        yield document.problem(path, f"{missing}: this key is missing")
+    elif error["type"] == "value_error":  # our own checks: one problem a line, after the name of its setting
+        for line in _lines(error, data, gone):
+            setting = (*path, line.partition(":")[0])
+            here = setting if _holds(data, setting) else path
+            prefix = f"{name}.{line}" if name and here is setting else f"{name}: {line}" if name else line
+            yield document.problem(here, prefix)
+    else:
+        yield document.problem(path, f"{name}: {_in_words(error)}" if name else f"the file: {_in_words(error)}")
+
+
+def _nearest(word: str, words: Sequence[str]) -> list[str]:
+    return difflib.get_close_matches(word, words, n=1)
+
+
+def _unknown(key: str, allowed: Sequence[str]) -> str:
+    close = _nearest(key, allowed)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"unknown key {key!r}; {hint}allowed here: {', '.join(allowed)}"
+
+
+def _path_in(data: Any, loc: Sequence[str | int]) -> Path:
+    """Pydantic's location without what is no place in the file (union members, model names, missing keys)."""
+    path: list[str | int] = []
+    for part in loc:
+        in_list = isinstance(data, list) and isinstance(part, int) and part < len(data)
+        if in_list or (isinstance(data, Mapping) and part in data):
+            data = data[part]
+            path.append(part)
+    return tuple(path)
+
+
+def _in_words(error: ErrorDetails) -> str:
+    given, context = error["input"], error.get("ctx", {})
+    if error["type"] == "literal_error":
+        allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ")
+        close = _nearest(str(given), allowed.split(", "))
+        return f"{given!r} is not one of {allowed}" + (f"; did you mean {close[0]}?" if close else "")
+    if error["type"] in _WORDS:
+        return f"{given!r} {_WORDS[error['type']]}"
+    return f"{given!r}: {error['msg'][0].lower()}{error['msg'][1:]}"

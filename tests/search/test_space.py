@@ -1,0 +1,211 @@
+"""Spaces as values: what pinning, restricting and forbidding leave of them."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from amptune.errors import SpaceError
+from amptune.policy.settings import Policy
+from amptune.search.space import (
+    Forbidden,
+    Knob,
+    Point,
+    Space,
+    Value,
+    digest,
+    forbidden_because,
+    pin,
+    points,
+    restrict,
+    with_knob,
+)
+
+CHOICES: dict[str, tuple[Value, ...]] = {
+    "autocast": ("off", "bf16", "fp16"),
+    "fp32_math": ("stock", "tf32", "ieee"),
+    "memory_format": ("contiguous", "channels_last"),
+    "cudnn_benchmark": (False, True),
+    "fp32_exclusions": (0, 1, 2),
+}
+NO_MEANING = Forbidden(when=(("autocast", ("off",)), ("fp32_exclusions", (1, 2))), because="nothing to keep out")
+SPACE = Space(
+    architecture="made-up",
+    compute_capability=("9.0",),
+    knobs=tuple(Knob(name=name, choices=choices) for name, choices in CHOICES.items()),
+    try_first=(
+        Point({name: choices[0] for name, choices in CHOICES.items()} | {"autocast": "fp16", "cudnn_benchmark": True}),
+        Point({name: choices[0] for name, choices in CHOICES.items()} | {"fp32_math": "tf32"}),
+    ),
+    forbid=(NO_MEANING,),
+)
+
+
+@st.composite
+def parts_of(draw: st.DrawFn, choices: tuple[Value, ...], least: int = 1) -> tuple[Value, ...]:
+    kept = draw(st.sets(st.sampled_from(range(len(choices))), min_size=least))
+    return tuple(choices[i] for i in sorted(kept))
+
+
+@st.composite
+def spaces(draw: st.DrawFn) -> Space:
+    knobs = {str(name): draw(parts_of(CHOICES[str(name)])) for name in draw(parts_of(tuple(CHOICES)))}
+    rules = []
+    for _ in range(draw(st.integers(0, 3))):
+        names = draw(parts_of(tuple(knobs)))
+        when = tuple((str(name), draw(parts_of(knobs[str(name)]))) for name in names)
+        rules.append(Forbidden(when=when, because="drawn"))
+    space = Space(
+        architecture="drawn",
+        compute_capability=(),
+        knobs=tuple(Knob(name=name, choices=choices) for name, choices in knobs.items()),
+        forbid=tuple(rules),
+    )
+    allowed = list(points(space))
+    return replace(space, try_first=tuple(draw(st.lists(st.sampled_from(allowed), max_size=4)) if allowed else ()))
+
+
+def a_knob(data: st.DataObject, space: Space) -> Knob:
+    return data.draw(st.sampled_from(space.knobs))
+
+
+def as_text(value: Value) -> str:
+    return str(value).lower()
+
+
+@given(spaces())
+def test_every_combination_is_either_a_point_or_forbidden_for_a_reason(space: Space) -> None:
+    names = [knob.name for knob in space.knobs]
+    every = [
+        Point(dict(zip(names, values, strict=True)))
+        for values in itertools.product(*(knob.choices for knob in space.knobs))
+    ]
+    allowed = list(points(space))
+    assert [point for point in every if forbidden_because(space, point) is None] == allowed
+    assert len(set(allowed)) == len(allowed)
+
+
+@given(spaces(), st.data())
+def test_restricting_keeps_the_points_with_those_values_and_no_others(space: Space, data: st.DataObject) -> None:
+    knob = a_knob(data, space)
+    kept = data.draw(parts_of(knob.choices))
+    left = restrict(space, knob.name, kept)
+    assert set(points(left)) == {point for point in points(space) if point[knob.name] in kept}
+    assert set(left.try_first) == {point for point in space.try_first if point[knob.name] in kept}
+
+
+@given(spaces(), st.data())
+def test_pinning_keeps_the_points_with_that_value_and_starts_among_them(space: Space, data: st.DataObject) -> None:
+    knob = a_knob(data, space)
+    value = data.draw(st.sampled_from(knob.choices))
+    left = pin(space, knob.name, as_text(value))
+    assert set(points(left)) >= {point for point in points(space) if point[knob.name] == value}
+    assert {point[knob.name] for point in points(left)} <= {value}
+    assert set(left.try_first) <= set(points(left))
+
+
+@given(spaces(), st.data())
+def test_the_order_of_pins_does_not_matter(space: Space, data: st.DataObject) -> None:
+    one, other = a_knob(data, space), a_knob(data, space)
+    if one.name == other.name:
+        return
+    first = one.name, as_text(data.draw(st.sampled_from(one.choices)))
+    second = other.name, as_text(data.draw(st.sampled_from(other.choices)))
+    assert list(points(pin(pin(space, *first), *second))) == list(points(pin(pin(space, *second), *first)))
+
+
+@given(spaces(), st.data())
+def test_the_digest_tells_other_choices_and_other_rules_apart(space: Space, data: st.DataObject) -> None:
+    assert digest(space) == digest(replace(space, try_first=()))
+    assert digest(space) != digest(with_knob(space, "batch_size", (8, 16), stock=8))
+    knob = a_knob(data, space)
+    rule = Forbidden(when=((knob.name, knob.choices[:1]),), because="one more")
+    assert digest(space) != digest(replace(space, forbid=(*space.forbid, rule)))
+
+
+def test_points_come_in_the_same_order_each_time_with_the_last_knob_turning_fastest() -> None:
+    first, second, *_ = points(SPACE)
+    assert list(points(SPACE)) == list(points(SPACE))
+    assert (first["cudnn_benchmark"], second["cudnn_benchmark"]) == (False, True)
+    assert {name for name in first if first[name] != second[name]} == {"cudnn_benchmark"}
+
+
+def test_a_point_is_its_own_key_whatever_the_order_and_the_process() -> None:
+    point = Point({"autocast": "off", "cudnn_benchmark": False})
+    same = Point({"cudnn_benchmark": False, "autocast": "off"})
+    assert {point: 1}[same] == 1
+    assert pickle.loads(pickle.dumps(point)) == point
+    assert dict(point) == {"autocast": "off", "cudnn_benchmark": False}
+
+
+def test_a_rule_says_why_and_holds_only_where_all_of_it_matches() -> None:
+    point = next(iter(points(SPACE)))
+    assert forbidden_because(SPACE, Point({**point, "fp32_exclusions": 2})) == "nothing to keep out"
+    assert forbidden_because(SPACE, Point({**point, "autocast": "bf16", "fp32_exclusions": 2})) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("autocast", "off", "off"),
+        ("autocast", "bf16", "bf16"),
+        ("cudnn_benchmark", "true", True),
+        ("cudnn_benchmark", "False", False),
+        ("fp32_exclusions", "2", 2),
+    ],
+)
+def test_a_pin_is_read_from_its_text(name: str, text: str, value: Value) -> None:
+    assert pin(SPACE, name, text).choices(name) == (value,)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"), [("memory_format", "channels_last_3d", "channels_last_3d"), ("fp32_exclusions", "9", 9)]
+)
+def test_a_pin_may_be_legal_without_being_a_choice(name: str, text: str, value: Value) -> None:
+    assert value not in SPACE.choices(name)
+    assert {point[name] for point in points(pin(SPACE, name, text))} == {value}
+
+
+def test_starting_points_take_what_is_pinned_once_each() -> None:
+    pinned = pin(pin(SPACE, "autocast", "bf16"), "fp32_math", "tf32")
+    assert [(p["autocast"], p["fp32_math"], p["cudnn_benchmark"]) for p in pinned.try_first] == [
+        ("bf16", "tf32", True),
+        ("bf16", "tf32", False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("autocast", "bf61", "autocast=bf61: 'bf61' is not one of off, bf16, fp16"),
+        ("cudnn_benchmark", "maybe", "cudnn_benchmark=maybe: 'maybe' is not one of false, true"),
+        ("fp32_exclusions", "-1", "fp32_exclusions=-1: '-1' is no whole number"),
+        ("fp32_exclusions", "some", "fp32_exclusions=some: 'some' is no whole number"),
+        (
+            "autocats",
+            "off",
+            "'autocats' is no knob of this search; did you mean autocast? the knobs are autocast, fp32_",
+        ),
+    ],
+)
+def test_a_pin_that_means_nothing_says_what_is_allowed(name: str, text: str, message: str) -> None:
+    with pytest.raises(SpaceError) as raised:
+        pin(SPACE, name, text)
+    assert message in str(raised.value)
+
+
+def test_one_more_knob_multiplies_the_space_and_starts_at_todays_value() -> None:
+    wider = with_knob(SPACE, "batch_size", (16, 32, 64), stock=32)
+    assert len(list(points(wider))) == 3 * len(list(points(SPACE)))
+    assert {point["batch_size"] for point in wider.try_first} == {32}
+
+
+def test_every_point_is_the_settings_of_a_policy() -> None:
+    for point in points(SPACE):
+        settings = {name: value for name, value in point.items() if name != "fp32_exclusions"}
+        assert Policy(**settings).autocast == point["autocast"]  # type: ignore[arg-type]  # as the search does it

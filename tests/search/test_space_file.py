@@ -1,0 +1,306 @@
+"""The search spaces that come with amptune, which machine gets which, and what is said of a malformed one."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from amptune.errors import FileFormatError, SpaceError
+from amptune.hardware.generations import GENERATIONS, generation_of
+from amptune.hardware.machine import Cpu, Gpu, Hardware, Software
+from amptune.search.space import KNOBS, Space, legal_values, points
+from amptune.search.space_file import load_space, space_for, space_names, space_schema, spaces_folder
+
+NAMES = (
+    "ada",
+    "ampere",
+    "blackwell",
+    "cpu",
+    "hopper",
+    "maxwell",
+    "pascal-6.0",
+    "pascal-6.1",
+    "turing",
+    "turing-gtx16",
+    "volta",
+)
+SOURCE = re.compile(r"https://|[a-z]+#\d+|measured|documentation|Guide|datasheet|torch/include")
+
+
+def machine(compute_capability: tuple[int, int], name: str = "some GPU", **differing: Any) -> Hardware:
+    """A machine with the GPU that the table of generations knows by this number and name."""
+    known = generation_of(compute_capability, name)
+    gpu = Gpu(
+        index=0,
+        name=name,
+        uuid=None,
+        generation=known.name,
+        compute_capability=compute_capability,
+        memory_mib=None,
+        multiprocessors=1,
+        tensor_cores=known.tensor_cores,
+        bf16=known.bf16,
+        tf32=known.tf32,
+        fp8=known.fp8,
+        fp16_rate=known.fp16_rate,
+    )
+    return Hardware(device="cuda", cpu=CPU, gpu=replace(gpu, **differing), software=SOFTWARE)
+
+
+CPU = Cpu(model="some CPU", architecture="x86_64", cores=2, memory_mib=8192)
+SOFTWARE = Software(torch="2.13.0", python="3.11.9")
+
+
+def problems_of(text: str, tmp_path: Path) -> list[str]:
+    file = tmp_path / "space.yaml"
+    file.write_text(text)
+    with pytest.raises(FileFormatError) as raised:
+        load_space(file)
+    return str(raised.value).replace(str(file), "space.yaml").splitlines()
+
+
+def test_there_is_a_space_for_each_generation() -> None:
+    assert space_names() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_space_says_which_architecture_it_is_for(name: str) -> None:
+    """Pascal has two spaces, one for each of its compute capabilities."""
+    assert load_space(name).architecture == name.removesuffix("-6.0").removesuffix("-6.1")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_starting_point_is_complete_allowed_and_stands_once(name: str) -> None:
+    space = load_space(name)
+    assert set(space.try_first) <= set(points(space))
+    assert len(set(space.try_first)) == len(space.try_first)
+    assert 2 <= len(space.try_first) <= 10
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_rule_forbids_something_and_names_its_source(name: str) -> None:
+    space = load_space(name)
+    for rule in space.forbid:
+        without = replace(space, forbid=tuple(other for other in space.forbid if other != rule))
+        assert len(list(points(without))) > len(list(points(space)))
+        assert SOURCE.search(rule.because), rule.because
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stock_pytorch_is_a_point_of_every_space(name: str) -> None:
+    stock = {"autocast": "off", "fp32_math": "stock", "memory_format": "contiguous", "fp32_exclusions": 0}
+    space = load_space(name)
+    assert any(all(point.get(knob, value) == value for knob, value in stock.items()) for point in points(space))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_generation_cannot_do_is_not_tried_on_it(name: str) -> None:
+    space = load_space(name)
+    abilities = [GENERATIONS[major, minor] for major, minor in numbers_of(space)]
+    if not abilities:  # a CPU
+        return
+    assert ("bf16" in space.choices("autocast")) == all(ability.bf16 for ability in abilities)
+    assert ("tf32" in space.choices("fp32_math")) == all(ability.tf32 for ability in abilities)
+
+
+def numbers_of(space: Space) -> list[tuple[int, int]]:
+    parts = (number.split(".") for number in space.compute_capability)
+    return [(int(major), int(minor)) for major, minor in parts]
+
+
+@pytest.mark.parametrize(
+    ("name", "at_most"), [("cpu", 20), ("turing-gtx16", 20), ("pascal-6.1", 30), ("volta", 50), ("hopper", 200)]
+)
+def test_a_space_is_small_enough_to_be_searched(name: str, at_most: int) -> None:
+    assert 5 < len(list(points(load_space(name)))) <= at_most
+
+
+@pytest.mark.parametrize("name", ["ampere", "ada", "hopper", "blackwell"])
+def test_the_fp32_math_is_tried_only_where_something_computes_in_fp32(name: str) -> None:
+    for point in points(load_space(name)):
+        if point["autocast"] != "off" and point["fp32_exclusions"] == 0:
+            assert point["fp32_math"] == "stock"
+
+
+def test_fp16_is_not_tried_where_its_convolutions_give_nan() -> None:
+    assert {point["autocast"] for point in points(load_space("turing-gtx16"))} == {"off"}
+
+
+@pytest.mark.parametrize("compute_capability", GENERATIONS)
+def test_each_known_gpu_gets_a_space_of_its_generation(compute_capability: tuple[int, int]) -> None:
+    assert space_for(machine(compute_capability)).architecture == GENERATIONS[compute_capability].name
+
+
+@pytest.mark.parametrize(
+    ("compute_capability", "name", "space"),
+    [
+        ((5, 2), "NVIDIA GeForce GTX 980", "maxwell"),
+        ((6, 0), "Tesla P100-PCIE-16GB", "pascal-6.0"),
+        ((6, 1), "NVIDIA GeForce GTX 1080 Ti", "pascal-6.1"),
+        ((6, 2), "NVIDIA Tegra X2", "pascal-6.0"),
+        ((7, 0), "Tesla V100-SXM2-32GB", "volta"),
+        ((7, 5), "Tesla T4", "turing"),
+        ((7, 5), "NVIDIA GeForce GTX 1660 Ti", "turing-gtx16"),
+        ((8, 0), "NVIDIA A100-SXM4-80GB", "ampere"),
+        ((8, 9), "NVIDIA L4", "ada"),
+        ((9, 0), "NVIDIA H200", "hopper"),
+        ((12, 0), "NVIDIA GeForce RTX 5090", "blackwell"),
+        ((10, 9), "a Blackwell of a later day", "blackwell"),
+        ((8, 8), "an Ampere of a later day", "ampere"),
+    ],
+)
+def test_a_card_gets_the_space_of_its_kind(compute_capability: tuple[int, int], name: str, space: str) -> None:
+    assert space_for(machine(compute_capability, name)) == load_space(space)
+
+
+@pytest.mark.parametrize(
+    ("differing", "space"),
+    [
+        ({}, "blackwell"),
+        ({"fp8": False}, "ampere"),
+        ({"fp8": False, "bf16": False, "tf32": False}, "turing"),
+        ({"fp8": False, "bf16": False, "tf32": False, "tensor_cores": False}, "turing-gtx16"),
+    ],
+)
+def test_an_unknown_newer_gpu_gets_the_space_of_what_it_can_do(differing: dict[str, Any], space: str) -> None:
+    assert space_for(machine((14, 0), **differing)).architecture == space
+
+
+def test_an_unknown_older_gpu_gets_the_oldest_space() -> None:
+    assert space_for(machine((3, 7), "Tesla K80")).architecture == "maxwell"
+
+
+def test_a_machine_without_a_gpu_gets_the_cpus_space() -> None:
+    assert space_for(Hardware(device="cpu", cpu=CPU, gpu=None, software=SOFTWARE)).architecture == "cpu"
+
+
+def test_a_space_of_ones_own_is_read_from_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "schema: amptune.space/1\n"
+        "architecture: mine\n"
+        'compute_capability: ["9.0"]\n'
+        "knobs: {autocast: [off, bf16], memory_format: [channels_last, contiguous]}\n"
+        "try_first: [{autocast: bf16}]\n"
+        "forbid:\n"
+        "  - {when: {autocast: off, memory_format: [channels_last]}, because: measured here}\n"
+    )
+    for given in (file, str(file)):
+        space = load_space(given)
+        assert [dict(point) for point in space.try_first] == [{"autocast": "bf16", "memory_format": "contiguous"}]
+        assert len(list(points(space))) == 3
+
+
+def test_a_name_nobody_knows_is_an_error_that_lists_the_names(tmp_path: Path) -> None:
+    with pytest.raises(SpaceError, match=re.escape("'hoper' is neither a file nor one of the spaces ada, ampere, ")):
+        load_space("hoper")
+    with pytest.raises(SpaceError, match="neither a file"):
+        load_space(tmp_path / "absent.yaml")
+
+
+def test_every_value_that_no_policy_can_have_is_reported_with_its_line(tmp_path: Path) -> None:
+    text = """\
+schema: amptune.space/1
+architecture: mine
+compute_capability: []
+knobs:
+  autocast: ["off", bf61]
+  memory_fromat: [contiguous]
+  cudnn_benchmark: [1, false]
+  fp32_exclusions: [0, -1, 0]
+  fp32_math: []
+"""
+    found = problems_of(text, tmp_path)
+    assert [line.split(": ")[0] for line in found] == [
+        "space.yaml:5:21",
+        "space.yaml:6:3",
+        "space.yaml:7:21",
+        "space.yaml:8:24",
+        "space.yaml:8:28",
+        "space.yaml:9:14",
+    ]
+    assert found[0].endswith("autocast: 'bf61' is not one of off, bf16, fp16")
+    assert "memory_fromat" in found[1]
+    assert "autocast, fp32_math, memory_format" in found[1]
+    assert found[4].endswith("stands here twice")
+
+
+def test_every_contradiction_is_reported_with_its_line(tmp_path: Path) -> None:
+    text = """\
+schema: amptune.space/1
+architecture: mine
+compute_capability: []
+knobs:
+  autocast: ["off", bf16]
+  cudnn_benchmark: [false]
+try_first:
+  - {autocast: fp16}
+  - {cudnn_benchmark: true}
+  - {compile: default}
+  - {autocast: bf16}
+forbid:
+  - when: {autocast: bf16}
+    because: it is slow here
+  - when: {autocast: fp16}
+    because: "  "
+"""
+    assert set(problems_of(text, tmp_path)) == {
+        "space.yaml:8:16: autocast: fp16 is not among this knob's values off, bf16",
+        "space.yaml:9:23: cudnn_benchmark: true is not among this knob's values false",
+        "space.yaml:10:6: 'compile' is no knob of this space",
+        "space.yaml:11:5: this starting point is forbidden: it is slow here",
+        "space.yaml:16:14: because: say why, with a source",
+        "space.yaml:15:22: autocast: fp16 is not among this knob's values off, bf16",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "schema: amptune.space/2\n",
+            "space.yaml:1:9: schema: 'amptune.space/2' is not known; amptune reads amptune.space/1",
+        ),
+        ("architecture: mine\n", "space.yaml:1:1: schema: this key is missing; amptune reads amptune.space/1"),
+    ],
+)
+def test_a_file_of_another_kind_says_what_is_read(text: str, message: str, tmp_path: Path) -> None:
+    assert problems_of(text, tmp_path) == [message]
+
+
+def test_a_rule_without_a_reason_is_an_error_at_its_line(tmp_path: Path) -> None:
+    text = (spaces_folder() / "cpu.yaml").read_text() + "  - when: {autocast: bf16}\n"
+    [found] = problems_of(text, tmp_path)
+    assert found.startswith(f"space.yaml:{text.count(chr(10))}:5: ")
+    assert "because" in found
+    assert "missing" in found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_space_follows_the_schema_that_is_printed(name: str) -> None:
+    schema = space_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    content = yaml.safe_load((spaces_folder() / f"{name}.yaml").read_text())
+    jsonschema.validate(content, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**content, "forbids": []}, schema)
+
+
+def test_every_knob_has_values_or_takes_any_number() -> None:
+    assert {name for name in KNOBS if legal_values(name) is None} >= {"batch_size", "fp32_exclusions"}
+
+
+def test_the_spaces_are_found_inside_a_wheel_and_beside_a_checkout(tmp_path: Path) -> None:
+    package = tmp_path / "amptune"
+    beside = tmp_path / "search_spaces"
+    package.mkdir()
+    beside.mkdir()
+    assert spaces_folder(package) == beside
+    (package / "search_spaces").mkdir()
+    assert spaces_folder(package) == package / "search_spaces"
