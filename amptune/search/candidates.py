@@ -11,7 +11,7 @@ from typing import Any
 from amptune.measure.subject import Prepared, Subject
 from amptune.policy.settings import Policy, amp_recipe
 from amptune.search.exclusions import Group, Ladder, groups_by_intensity, rules_at_depth
-from amptune.search.space import Point, Space, digest, pin, restrict, with_knob
+from amptune.search.space import Point, Space, digest, pin, restrict, stock_value, with_knob
 from amptune.search.space_file import load_space, space_for
 
 __all__ = ["Candidates", "Wanted", "candidates_for"]
@@ -97,7 +97,8 @@ def _narrowed(space: Space, subject: Subject, groups: int) -> Space:
     }
     for knob in space.knobs:
         if knob.name in allowed:
-            space = restrict(space, knob.name, tuple(filter(allowed[knob.name], knob.choices)))
+            choices = tuple(filter(allowed[knob.name], knob.choices))
+            space = restrict(space, knob.name, choices or (stock_value(knob.name),))
     return space
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -21,6 +21,7 @@ __all__ = [
     "Value",
     "digest",
     "forbidden_because",
+    "is_in",
     "pin",
     "points",
     "restrict",
@@ -73,7 +74,7 @@ class Forbidden:
     because: str
 
     def forbids(self, point: Mapping[str, Value]) -> bool:
-        return all(name in point and _is_in(point[name], values) for name, values in self.when)
+        return all(name in point and is_in(point[name], values) for name, values in self.when)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,14 +108,15 @@ def forbidden_because(space: Space, point: Mapping[str, Value]) -> str | None:
 def restrict(space: Space, name: str, choices: tuple[Value, ...]) -> Space:
     """The space with one knob cut to these values; starting points that need another are dropped."""
     knobs = tuple(replace(knob, choices=choices) if knob.name == name else knob for knob in space.knobs)
-    kept = tuple(point for point in space.try_first if name not in point or _is_in(point[name], choices))
+    kept = tuple(point for point in space.try_first if name not in point or is_in(point[name], choices))
     return replace(space, knobs=knobs, try_first=kept)
 
 
 def pin(space: Space, name: str, text: str) -> Space:
     """The space with one knob fixed to the value written in `text`, in the space's choices or not.
 
-    Starting points take that value. Raises `SpaceError` for an unknown knob, or a value no policy can have.
+    Starting points take that value, and rules against it are lifted: the user knows better. Raises `SpaceError`
+    for an unknown knob, or a value no policy can have.
     """
     names = [knob.name for knob in space.knobs]
     if name not in names:
@@ -123,7 +125,8 @@ def pin(space: Space, name: str, text: str) -> Space:
         raise SpaceError(f"{name!r} is no knob of this search; {hint}the knobs are {', '.join(names)}")
     value = _value_of(name, text)
     knobs = tuple(replace(knob, choices=(value,)) if knob.name == name else knob for knob in space.knobs)
-    pinned = replace(space, knobs=knobs)
+    forbid = tuple(rule for rule in space.forbid if not is_in(value, dict(rule.when).get(name, ())))
+    pinned = replace(space, knobs=knobs, forbid=forbid)
     moved = dict.fromkeys(Point({**point, name: value}) for point in space.try_first)
     return replace(pinned, try_first=tuple(p for p in moved if forbidden_because(pinned, p) is None))
 
@@ -135,8 +138,9 @@ def with_knob(space: Space, name: str, choices: tuple[Value, ...], *, stock: Val
 
 
 def digest(space: Space) -> str:
-    """A short hash of knobs and forbidden points: under another one, a study is another study."""
-    return hashlib.sha256(repr((space.knobs, space.forbid)).encode()).hexdigest()[:8]
+    """A short hash of knobs and forbidden points, the reasons aside: under another one, a study is another study."""
+    content = (space.knobs, [rule.when for rule in space.forbid])
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
 
 
 def stock_value(name: str) -> Value:
@@ -176,6 +180,6 @@ def _value_of(name: str, text: str) -> Value:
     return words[text.lower()]
 
 
-def _is_in(value: Value, values: tuple[Value, ...]) -> bool:
+def is_in(value: Any, values: Iterable[Value]) -> bool:
     """Membership that keeps 0 and False apart."""
     return any(value == other and type(value) is type(other) for other in values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from amptune.hardware.machine import Gpu, Hardware
 from amptune.policy.wire import adapter_for
 from amptune.policy.yaml_text import Document, read, validate
 from amptune.search.space import (
+    EXCLUSIONS,
     KNOBS,
     Forbidden,
     Knob,
@@ -20,7 +22,9 @@ from amptune.search.space import (
     Space,
     Value,
     forbidden_because,
+    is_in,
     legal_values,
+    points,
     stock_value,
 )
 
@@ -70,7 +74,10 @@ def load_space(name_or_path: str | Path) -> Space:
         return parse_space(read(spaces_folder() / f"{name_or_path}.yaml"))
     if Path(name_or_path).is_file():
         return parse_space(read(name_or_path))
-    raise SpaceError(f"{str(name_or_path)!r} is neither a file nor one of the spaces {', '.join(space_names())}")
+    names = space_names()
+    close = difflib.get_close_matches(str(name_or_path), names, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise SpaceError(f"{str(name_or_path)!r} is no file and no space of amptune's; {hint}there are {', '.join(names)}")
 
 
 def space_for(hardware: Hardware) -> Space:
@@ -142,7 +149,7 @@ def _knob_problems(document: Document, body: _SpaceDocument) -> Iterator[Problem
         for index, value in enumerate(choices):
             if not _is_legal(name, value):
                 yield document.problem(("knobs", name, index), f"{name}: {value!r} is not {_legal_in_words(name)}")
-            elif value in choices[:index]:
+            elif is_in(value, choices[:index]):
                 yield document.problem(("knobs", name, index), f"{name}: {value!r} stands here twice")
 
 
@@ -159,6 +166,8 @@ def _point_problems(document: Document, body: _SpaceDocument) -> Iterator[Proble
         if not rule.because.strip():
             yield document.problem(("forbid", index, "because"), "because: say why, with a source")
         yield from _values_outside(document, ("forbid", index, "when"), rule.when, body)
+    if body.forbid and next(points(_space_of(body)), None) is None:
+        yield document.problem(("forbid",), "forbid: these rules leave nothing to try", key=True)
 
 
 def _values_outside(
@@ -170,7 +179,7 @@ def _values_outside(
             yield document.problem((*path, name), f"{name!r} is no knob of this space", key=True)
             continue
         for value in _as_tuple(values):
-            if value not in choices:
+            if not is_in(value, choices):
                 offered = ", ".join(_word(choice) for choice in choices)
                 yield document.problem(
                     (*path, name), f"{name}: {_word(value)} is not among this knob's values {offered}"
@@ -180,7 +189,8 @@ def _values_outside(
 def _is_legal(name: str, value: Any) -> bool:
     legal = legal_values(name)
     if legal is None:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        least = 0 if name == EXCLUSIONS else 1
+        return isinstance(value, int) and not isinstance(value, bool) and value >= least
     return isinstance(value, type(legal[0])) and value in legal
 
 

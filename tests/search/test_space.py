@@ -25,6 +25,7 @@ from amptune.search.space import (
     restrict,
     with_knob,
 )
+from amptune.search.space_file import load_space
 
 CHOICES: dict[str, tuple[Value, ...]] = {
     "autocast": ("off", "bf16", "fp16"),
@@ -209,3 +210,15 @@ def test_every_point_is_the_settings_of_a_policy() -> None:
     for point in points(SPACE):
         settings = {name: value for name, value in point.items() if name != "fp32_exclusions"}
         assert Policy(**settings).autocast == point["autocast"]  # type: ignore[arg-type]  # as the search does it
+
+
+@pytest.mark.parametrize("pinned", [("fp32_math", "tf32"), ("fp32_math", "ieee"), ("fp32_exclusions", "2")])
+def test_pinning_one_knob_leaves_every_autocast_to_try(pinned: tuple[str, str]) -> None:
+    space = pin(load_space("hopper"), *pinned)
+    assert {point["autocast"] for point in points(space)} == {"off", "bf16", "fp16"}
+
+
+def test_a_reworded_reason_is_the_same_space() -> None:
+    space = load_space("hopper")
+    reworded = tuple(replace(rule, because="for another reason") for rule in space.forbid)
+    assert digest(replace(space, forbid=reworded)) == digest(space)

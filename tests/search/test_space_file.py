@@ -198,9 +198,11 @@ def test_a_space_of_ones_own_is_read_from_its_file(tmp_path: Path) -> None:
 
 
 def test_a_name_nobody_knows_is_an_error_that_lists_the_names(tmp_path: Path) -> None:
-    with pytest.raises(SpaceError, match=re.escape("'hoper' is neither a file nor one of the spaces ada, ampere, ")):
+    with pytest.raises(
+        SpaceError, match=re.escape("'hoper' is no file and no space of amptune's; did you mean hopper? ")
+    ):
         load_space("hoper")
-    with pytest.raises(SpaceError, match="neither a file"):
+    with pytest.raises(SpaceError, match="no file and no space"):
         load_space(tmp_path / "absent.yaml")
 
 
