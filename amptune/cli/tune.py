@@ -13,7 +13,7 @@ from amptune.cli.options import SECONDS, json_option, print_json
 if TYPE_CHECKING:
     from amptune.policy.settings import Policy
     from amptune.search.deciding import Decision
-    from amptune.search.tuning import TuningRequest
+    from amptune.search.request import TuningRequest
 
 __all__ = ["tune_command"]
 
@@ -73,7 +73,7 @@ def _request(
     from amptune.cli.entry import STARTED
     from amptune.search.budget import Budget
     from amptune.search.candidates import Wanted
-    from amptune.search.tuning import TuningRequest, place_of, source_of
+    from amptune.search.request import TuningRequest, place_of, source_of
 
     folder, storage = place_of(study, target)
     return TuningRequest(

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from amptune.errors import AmptuneError, TargetError
 from amptune.hardware.nvml import NvmlGpu
@@ -53,7 +54,10 @@ class Bench:
         self._clock = clock_for(device)
         self._memory = memory_for(device)
         self._batches: dict[int, list[Any]] = {}
-        self.model = _build(workload)
+        self._build()
+
+    def _build(self) -> None:
+        self.model = built_model(self.workload)
         self._initial = [tensor.detach().clone() for tensor in self._state()]
 
     def measure(self, policy: Policy, effort: Effort) -> Outcome:
@@ -159,6 +163,8 @@ class Bench:
 
     @torch.no_grad()
     def _restore(self) -> None:
+        if [tensor.shape for tensor in self._state()] != [initial.shape for initial in self._initial]:
+            self._build()  # training made or dropped a parameter or buffer: copying would not undo that
         for tensor, initial in zip(self._state(), self._initial, strict=True):
             tensor.copy_(initial)
             tensor.grad = None
@@ -173,15 +179,26 @@ class Bench:
             torch.cuda.empty_cache()
 
 
-def _build(workload: Workload) -> torch.nn.Module:
+def built_model(workload: Workload) -> torch.nn.Module:
+    """The workload's model under a fixed seed, its lazy modules initialised. Raises `TargetError`, `UserCodeError`."""
     _seed_everything()
     with user_code("model()"):
         model = workload.model()
     if not isinstance(model, torch.nn.Module):
         raise TargetError(f"{workload.name}: model() returned {type(model).__name__}, not a torch.nn.Module")
+    if any(is_lazy(parameter) for parameter in (*model.parameters(), *model.buffers())):
+        _initialise_lazy(model, workload)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TargetError(f"{workload.name}: the model has no parameters that require a gradient; nothing to train")
     return model
+
+
+def _initialise_lazy(model: torch.nn.Module, workload: Workload) -> None:
+    """Runs one forward pass, which is what gives lazy modules their shapes."""
+    if workload.loss is None:
+        raise TargetError(f"{workload.name}: its lazy modules have no shapes yet; run one forward pass in model()")
+    with torch.no_grad(), user_code("the first forward pass, for lazy modules"):
+        workload.loss(model, workload.batch(workload.batch_size))
 
 
 def _seed_everything() -> None:

@@ -20,7 +20,7 @@ _AUTOCAST = {
 _FP32_MATH = {
     "stock": "fp32_math stock: PyTorch's default, IEEE matrix products and TF32 convolutions.",
     "ieee": "fp32_math ieee: FP32 operations keep all 24 bits of precision, convolutions too; the slowest.",
-    "tf32": "fp32_math tf32: FP32 matrix products and convolutions round their inputs to 11 bits and use tensor cores.",
+    "tf32": "fp32_math tf32: FP32 matrix products and convolutions use tensor cores, inputs rounded to 11 bits.",
 }
 _LAYOUT = {
     "contiguous": "memory_format contiguous: tensors stay as they are (NCHW).",

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import cloudpickle
 from filelock import FileLock, Timeout
 
-from amptune.errors import NothingFeasibleError, StudyError, TargetError, UserCodeError
+from amptune.errors import NothingFeasibleError, StudyError, UserCodeError
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.outcome import Failure, Measurement
 from amptune.measure.subject import Prepared
-from amptune.measure.worker import Source
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.budget import Budget
 from amptune.search.candidates import Candidates, Wanted, candidates_for
@@ -24,12 +21,12 @@ from amptune.search.deciding import Decision, decide
 from amptune.search.decision import Round
 from amptune.search.events import Observer, SearchStarted
 from amptune.search.finals import MIN_ROUNDS, compare
+from amptune.search.request import TuningRequest, place_of, source_of
 from amptune.search.searching import search
 from amptune.search.study import Study, open_study
 from amptune.workload.protocol import Workload
-from amptune.workload.targets import parse_target
 
-__all__ = ["TuningInterrupted", "TuningRequest", "run_tuning", "tune", "tune_with"]
+__all__ = ["TuningInterrupted", "run_tuning", "tune", "tune_with"]
 
 # The finals take at most this share of the budget; the search has the rest.
 FINALS_SHARE = 0.4
@@ -42,19 +39,6 @@ class TuningInterrupted(KeyboardInterrupt):
     def __init__(self, decision: Decision | None) -> None:
         super().__init__("tuning was interrupted")
         self.decision = decision
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuningRequest:
-    """A tuning run: `study` is a folder or a database URL, `folder` where log and lock are kept."""
-
-    source: Source
-    wanted: Wanted
-    budget: Budget
-    folder: Path
-    study: Path | str
-    device: str | None = None
-    seed: int = 0
 
 
 def tune(
@@ -93,33 +77,6 @@ def tune(
         seed=seed,
     )
     return run_tuning(request, observer or (lambda _: None))
-
-
-def source_of(workload: Workload | str) -> Source:
-    """Where workers get the workload from. Raises `TargetError` for a target of the wrong form or a missing file."""
-    if isinstance(workload, str):
-        return Source(target=str(parse_target(workload)))
-    if not isinstance(workload, Workload):
-        raise TargetError(
-            f"tune() takes a Workload or a target such as 'train.py:workload', not {type(workload).__name__}"
-        )
-    try:
-        return Source(pickled=cloudpickle.dumps(workload))
-    except Exception as error:
-        raise TargetError(
-            f"the workload cannot be sent to the worker processes: {type(error).__name__}: {error}; build what "
-            "cannot be pickled (open files, locks, CUDA tensors) inside model(), batch() or optimizer()"
-        ) from error
-
-
-def place_of(study: str | Path | None, name: str) -> tuple[Path, Path | str]:
-    """(folder for log and lock, where the trials are kept: that folder or a database URL)."""
-    default = Path(".amptune") / re.sub(r"[^\w.-]+", "-", name).strip("-.")
-    if study is None:
-        return default, default
-    if "://" in str(study):
-        return default, str(study)
-    return Path(study), Path(study)
 
 
 def run_tuning(request: TuningRequest, observer: Observer) -> Decision:

@@ -16,7 +16,8 @@ from amptune.search.budget import Budget
 from amptune.search.candidates import Wanted
 from amptune.search.deciding import Decision
 from amptune.search.events import Event, SearchEnded, SearchStarted, TrialEnded
-from amptune.search.tuning import TuningInterrupted, TuningRequest, tune, tune_with
+from amptune.search.request import TuningRequest
+from amptune.search.tuning import TuningInterrupted, tune, tune_with
 
 OOM = Failure(kind="oom", message="CUDA out of memory")
 

@@ -1,0 +1,58 @@
+"""What is asked of a tuning run: the workload, the wishes, the budget, and where trials are kept."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import cloudpickle
+
+from amptune.errors import TargetError
+from amptune.measure.worker import Source
+from amptune.search.budget import Budget
+from amptune.search.candidates import Wanted
+from amptune.workload.protocol import Workload
+from amptune.workload.targets import parse_target
+
+__all__ = ["TuningRequest", "place_of", "source_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningRequest:
+    """A tuning run: `study` is a folder or a database URL, `folder` where log and lock are kept."""
+
+    source: Source
+    wanted: Wanted
+    budget: Budget
+    folder: Path
+    study: Path | str
+    device: str | None = None
+    seed: int = 0
+
+
+def source_of(workload: Workload | str) -> Source:
+    """Where workers get the workload from. Raises `TargetError` for a target of the wrong form or a missing file."""
+    if isinstance(workload, str):
+        return Source(target=str(parse_target(workload)))
+    if not isinstance(workload, Workload):
+        raise TargetError(
+            f"tune() takes a Workload or a target such as 'train.py:workload', not {type(workload).__name__}"
+        )
+    try:
+        return Source(pickled=cloudpickle.dumps(workload))
+    except Exception as error:
+        raise TargetError(
+            f"the workload cannot be sent to the worker processes: {type(error).__name__}: {error}; build what "
+            "cannot be pickled (open files, locks, CUDA tensors) inside model(), batch() or optimizer()"
+        ) from error
+
+
+def place_of(study: str | Path | None, name: str) -> tuple[Path, Path | str]:
+    """(folder for log and lock, where the trials are kept: that folder or a database URL)."""
+    default = Path(".amptune") / re.sub(r"[^\w.-]+", "-", name).strip("-.")
+    if study is None:
+        return default, default
+    if "://" in str(study):
+        return default, str(study)
+    return Path(study), Path(study)

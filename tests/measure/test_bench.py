@@ -1,0 +1,159 @@
+"""The bench inside a worker, here in this process: what it restores, and what it accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from amptune import Policy, Workload
+from amptune.errors import TargetError
+from amptune.measure.bench import Bench
+from amptune.measure.inspecting import inspect_model
+from amptune.measure.outcome import Effort, Measurement
+from amptune.policy.settings import STOCK, amp_recipe
+
+QUICK = Effort(warmup_s=0.05, measure_s=0.01, min_steps=2)
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Pair:
+    features: torch.Tensor
+    labels: torch.Tensor
+    name: str = "not a tensor"
+
+
+def workload_of(model: nn.Module | Callable[[], nn.Module], shape: tuple[int, ...] = (8,), **more: object) -> Workload:
+    parts: dict[str, object] = {
+        "model": (lambda: model) if isinstance(model, nn.Module) else model,
+        "batch": lambda n: torch.randn(n, *shape),
+        "loss": lambda model, batch: model(batch).square().mean(),
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        "batch_size": 4,
+    }
+    return Workload(**{**parts, **more})  # type: ignore[arg-type]  # parts by name
+
+
+def measured(bench: Bench, policy: Policy = STOCK) -> Measurement:
+    outcome = bench.measure(policy, QUICK)
+    assert isinstance(outcome, Measurement), outcome
+    return outcome
+
+
+def test_weights_buffers_and_random_state_are_restored() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    bench = Bench(workload_of(model), CPU)
+    initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    first, second = measured(bench), measured(bench)
+    assert first.losses == second.losses
+    bench._restore()
+    assert all(torch.equal(tensor, initial[name]) for name, tensor in bench.model.state_dict().items())
+
+
+def test_a_policy_leaves_no_trace_on_the_model() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten())
+    bench = Bench(workload_of(model, (3, 8, 8)), CPU)
+    convolution = bench.model.get_submodule("0")
+    assert isinstance(convolution, nn.Conv2d)
+    strides = convolution.weight.stride()
+    measured(bench, amp_recipe("bf16", memory_format="channels_last"))
+    assert convolution.weight.stride() == strides
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_buffer_made_while_training_is_gone_in_the_next_trial() -> None:
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self, "seen"):
+                self.register_buffer("seen", torch.zeros(1))
+            result: torch.Tensor = self.linear(x)
+            return result
+
+    bench = Bench(workload_of(Growing), CPU)
+    assert measured(bench).losses == measured(bench).losses
+
+
+def test_lazy_modules_get_their_shapes() -> None:
+    bench = Bench(workload_of(lambda: nn.Sequential(nn.LazyLinear(3))), CPU)
+    assert measured(bench).losses == measured(bench).losses
+
+
+def test_lazy_modules_with_a_step_of_their_own_are_a_clear_error() -> None:
+    with pytest.raises(TargetError, match=r"run one forward pass in model\(\)"):
+        Bench(workload_of(nn.LazyLinear(3), loss=None, step=lambda *_: None), CPU)
+
+
+def test_batches_may_be_dataclasses_and_constant() -> None:
+    constant = Pair(torch.randn(4, 8), torch.randint(3, (4,)))
+    workload = workload_of(
+        nn.Linear(8, 3),
+        batch=lambda _: constant,
+        loss=lambda model, batch: nn.functional.cross_entropy(model(batch.features), batch.labels),
+    )
+    assert measured(Bench(workload, CPU)).losses[0] > 0
+
+
+def test_the_gradient_norm_is_that_of_the_first_step_unscaled() -> None:
+    small = workload_of(nn.Linear(8, 3), loss=lambda model, batch: model(batch).square().mean() / 1000)
+    bench = Bench(small, CPU)
+    plain, scaled = measured(bench), measured(bench, amp_recipe("fp16"))
+    assert plain.gradient_norm is not None
+    assert scaled.gradient_norm == pytest.approx(plain.gradient_norm, rel=0.01)
+
+
+def test_fp16_whose_every_step_overflows_is_not_finite() -> None:
+    workload = workload_of(nn.Linear(8, 3), loss=lambda model, batch: model(batch).float().square().sum() * 1e30)
+    outcome = Bench(workload, CPU).measure(amp_recipe("fp16"), QUICK)
+    assert not isinstance(outcome, Measurement)
+    assert outcome.kind == "nonfinite"
+
+
+def test_inspection_counts_what_the_leaves_compute() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, groups=1), nn.Flatten(), nn.Linear(8 * 16, 5))
+    subject = inspect_model(Bench(workload_of(model, (3, 4, 4)), CPU), "digest")
+    conv, _, linear = subject.leaves
+    assert conv.flops == 2 * (4 * 8 * 16) * (3 * 9)
+    assert linear.flops == 2 * (4 * 5) * (8 * 16)
+    assert linear.cast_numel == 4 * 8 * 16 + 8 * 16 * 5 + 5
+    assert [leaf.called for leaf in subject.leaves] == [0, 1, 2]
+    assert subject.convolution_dims == {2}
+
+
+def test_a_step_that_fails_leaves_the_inspection_to_the_baselines_trial() -> None:
+    def fail(*_: object) -> torch.Tensor:
+        raise RuntimeError("not in this step")
+
+    subject = inspect_model(Bench(workload_of(nn.Linear(8, 3), loss=fail), CPU), "digest")
+    assert subject.leaves[0].called is None
+    assert subject.parameters == 27
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_device_memory_is_given_back_after_a_trial() -> None:
+    device = torch.device("cuda", 0)
+    bench = Bench(workload_of(nn.Linear(4096, 4096), (4096,), batch_size=1024), device)
+    outcome = measured(bench, amp_recipe("bf16"))
+    assert outcome.peak_allocated_mib > 64
+    assert torch.cuda.memory_reserved() < 2**20 * 16
+    assert next(bench.model.parameters()).device.type == "cpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_running_out_of_device_memory_is_typed_and_survived() -> None:
+    workload = workload_of(
+        nn.Linear(64, 64), (64,), loss=lambda model, batch: (model(batch) * torch.empty(2**40, device="cuda")).mean()
+    )
+    bench = Bench(workload, torch.device("cuda", 0))
+    outcome = bench.measure(STOCK, QUICK)
+    assert not isinstance(outcome, Measurement)
+    assert outcome.kind == "oom"
