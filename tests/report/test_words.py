@@ -67,7 +67,7 @@ def test_every_setting_of_a_policy_is_explained() -> None:
     text = "\n".join(explain(PolicyFile(policy=policy)))
     for words in (
         "float16",
-        "TF32",
+        "fp32_math tf32",
         "fp32_modules head: stays in FP32: keeping it out of autocast saves 0.41 ms a step",
         "type LayerNorm",
         "its output is cast back",
