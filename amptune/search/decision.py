@@ -45,6 +45,8 @@ class Ratio:
         return self.low > 1 or self.high < 1
 
     def __str__(self) -> str:
+        if math.isinf(self.high):
+            return f"{self.value:.2f}× (measured once, which claims nothing)"
         return f"{self.value:.2f}× [{self.low:.2f}, {self.high:.2f}]"
 
 

@@ -123,3 +123,8 @@ def test_the_interval_of_a_ratio_holds_the_truth_about_as_often_as_it_says() -> 
 def test_standings_are_ordered_by_speed_with_failures_last() -> None:
     rounds: list[Round] = [{STOCK: block(10), AMP: block(5), AMP_LAST: Failure(kind="crash", message="gone")}]
     assert [standing.policy for standing in standings_of(rounds, STOCK)] == [AMP, STOCK, AMP_LAST]
+
+
+def test_a_ratio_in_words_has_its_interval_or_says_that_it_has_none() -> None:
+    assert str(ratio_of([2.0, 2.0], [1.0, 1.0])) == "2.00× [2.00, 2.00]"
+    assert str(ratio_of([2.0], [1.0])) == "2.00× (measured once, which claims nothing)"
