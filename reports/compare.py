@@ -24,12 +24,12 @@ from typing import Any
 
 from amptune.errors import AmptuneError
 from amptune.measure.evaluator import WorkerEvaluator
-from amptune.measure.outcome import Effort, Failure, Measurement, Outcome, outcome_to_dict
+from amptune.measure.outcome import Effort, Measurement, Outcome, outcome_from_dict, outcome_to_dict
 from amptune.measure.subject import Prepared
 from amptune.measure.worker import Source
 from amptune.policy.loading import save
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.policy.wire import policy_to_dict
+from amptune.policy.wire import policy_from_dict, policy_to_dict
 from amptune.report.progress import progress_for
 from amptune.search.budget import Budget
 from amptune.search.decision import Round, Standing, standings_of
@@ -56,17 +56,18 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=100.0, help="seconds of tuning per workload")
     parser.add_argument("--device", default=None)
+    parser.add_argument("--reuse-grid", type=Path, metavar="DIR", help="take the grid from the report in DIR")
     parser.add_argument("--table", action="store_true", help="only print the table of what is in OUT")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     if not arguments.table:
         for name in arguments.workloads or NAMES:
-            report(name, arguments.out, arguments.budget, arguments.device)
+            report(name, arguments.out, arguments.budget, arguments.device, arguments.reuse_grid)
     print(table(arguments.out))
     return 0
 
 
-def report(name: str, out: Path, budget_s: float, device: str | None) -> None:
+def report(name: str, out: Path, budget_s: float, device: str | None, reuse: Path | None) -> None:
     """Measures one workload and writes its evidence."""
     target = f"amptune.workload.zoo:{name}"
     with tempfile.TemporaryDirectory() as folder, progress_for(sys.stderr) as observer:
@@ -81,7 +82,7 @@ def report(name: str, out: Path, budget_s: float, device: str | None) -> None:
         evaluator = WorkerEvaluator(Source(target=target), device, Path(folder) / "workers.log")
         try:
             prepared = evaluator.prepare()
-            grid = measure_grid(evaluator, prepared, decision.policy.batch_size)
+            grid = earlier_grid(name, reuse) if reuse else measure_grid(evaluator, prepared, decision.policy.batch_size)
             contenders = contenders_of(decision.policy, grid)
             rounds = list(
                 compare(
@@ -89,7 +90,7 @@ def report(name: str, out: Path, budget_s: float, device: str | None) -> None:
                     tuple(dict.fromkeys(contender.policy for contender in contenders)),
                     Budget(seconds=FINALS_S),
                     baseline=contenders[0].policy,
-                    failed={policy: outcome for policy, outcome in grid.items() if isinstance(outcome, Failure)},
+                    tried=grid,
                     seed=1,
                     observer=observer,
                 )
@@ -134,6 +135,16 @@ def measure_grid(evaluator: WorkerEvaluator, prepared: Prepared, batch_size: int
         if isinstance(outcome := grid[policy], Measurement):
             best_ms = min(best_ms, outcome.median_ms)
     return grid
+
+
+def earlier_grid(name: str, folder: Path) -> dict[Policy, Outcome]:
+    """The grid of an earlier report, measured once and kept; its best is timed again in the comparison."""
+    rows = json.loads((folder / f"{name}.json").read_text())["grid"]
+    return {policy_from_dict(row["policy"]): outcome_from_dict(_without(row, "policy")) for row in rows}
+
+
+def _without(row: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != key}
 
 
 def contenders_of(tuned: Policy, grid: dict[Policy, Outcome]) -> list[Contender]:

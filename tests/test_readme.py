@@ -37,9 +37,7 @@ def test_the_workload_of_the_readme_is_one() -> None:
 
 
 @pytest.mark.parametrize("autocast", ["off", "bf16", "fp16"])
-def test_the_training_loop_of_the_readme_trains(
-    autocast: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_training_loop_of_the_readme_trains(autocast: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     amptune.save(amptune.Policy(autocast=autocast, batch_size=8, accumulate=2), "policy.yaml")  # type: ignore[arg-type]
     model = nn.Linear(4, 2)

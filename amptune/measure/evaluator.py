@@ -17,7 +17,8 @@ from amptune.policy.settings import Policy
 
 __all__ = ["Evaluator", "WorkerEvaluator"]
 
-PREPARE_LIMIT_S = 120.0
+# The user's file may import much and build slowly, once.
+PREPARE_LIMIT_S = 600.0
 
 
 class Evaluator(Protocol):

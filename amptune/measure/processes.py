@@ -24,9 +24,9 @@ __all__ = ["WorkerProcess"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Importing torch, opening a CUDA context, importing the user's file and building the model.
-START_LIMIT_S = 300.0
-_ANSWER_LIMIT_S = 5.0
+# Until a spawned process takes its first task; it imports nothing heavy before.
+LAUNCH_LIMIT_S = 30.0
+_ANSWER_LIMIT_S = 30.0
 
 
 class _SpawnWithoutMain(SpawnProcess):
@@ -56,26 +56,24 @@ class WorkerProcess:
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         self._pool: pebble.ProcessPool | None = None
-        self._warm = False
 
     def call(self, limit_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Failure:
         """The function's result in the worker, or the `timeout`, `crash` or `oom` that kept it from answering.
 
-        What the function raises is raised here.
+        `limit_s` holds the start of the process too, where it does not run yet: importing torch, opening a CUDA
+        context, building the model. What the function raises is raised here.
         """
-        limit_s = limit_s if self._warm else limit_s + START_LIMIT_S
         kills_before = _kernel_oom_kills()
         future = self._running().schedule(function, args=args, kwargs=kwargs, timeout=limit_s)
         try:
             # pebble counts from the task's start: a process that dies before it would never be noticed.
-            result: T = future.result(timeout=limit_s + START_LIMIT_S)
+            result: T = future.result(timeout=limit_s + LAUNCH_LIMIT_S)
         except FutureTimeoutError:
             self.stop()
             return Failure(kind="timeout", message=f"no answer within {limit_s:.0f} s; the worker was replaced")
         except pebble.ProcessExpired as expired:
             self.stop()
             return _death(expired.exitcode, _kernel_oom_kills() > kills_before, self._setting.log)
-        self._warm = True
         return result
 
     def process_id(self) -> int | None:
@@ -88,7 +86,7 @@ class WorkerProcess:
         if self._pool is not None:
             self._pool.stop()  # type: ignore[no-untyped-call]  # pebble has not typed it
             self._pool.join()
-        self._pool, self._warm = None, False
+        self._pool = None
 
     def _running(self) -> pebble.ProcessPool:
         if self._pool is None:

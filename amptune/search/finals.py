@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
@@ -28,27 +28,28 @@ def compare(
     budget: Budget,
     *,
     baseline: Policy,
-    failed: Mapping[Policy, Failure],
+    tried: Round,
     seed: int,
     observer: Observer,
 ) -> Iterator[Round]:
     """Yields rounds in which each policy was measured once, in random order; one round at the least.
 
-    Ends when the verdict is settled or the budget cannot hold another round. A policy that failed, in
-    the search (`failed`) or here, is not measured again; its failure stands in the rounds that follow. One far
-    behind in two rounds is left out of the rest, which leaves more of them for those that may win.
+    Ends when the verdict is settled or the budget cannot hold another round. `tried` is what became of the
+    policies in the search. One that failed, there or here, is not measured again; its failure stands in the
+    rounds that follow. One far behind, there and here, is left out of the rest: more rounds for those that may
+    win.
     """
     observer(FinalsStarted(policies=tuple(policies)))
     shuffle = random.Random(seed)  # noqa: S311  # an order of measuring, no secret
     rounds: list[Round] = []
-    failures = dict(failed)
+    failures = {policy: outcome for policy, outcome in tried.items() if isinstance(outcome, Failure)}
     last_s = 0.0
     while len(rounds) < MAX_ROUNDS and (not rounds or budget.left_s > last_s):
         if len(rounds) >= MIN_ROUNDS and settled(rounds, baseline):
             break
         before_s = budget.left_s
         outcomes: dict[Policy, Outcome] = {}
-        contenders = [policy for policy in policies if policy == baseline or not _is_far_behind(policy, rounds)]
+        contenders = [p for p in policies if p == baseline or not _is_far_behind(p, [tried, *rounds])]
         for policy in shuffle.sample(contenders, len(contenders)):
             outcomes[policy] = failures.get(policy) or evaluator.measure(policy, FINAL_EFFORT)
             observer(FinalMeasured(round=len(rounds) + 1, policy=policy, outcome=outcomes[policy]))

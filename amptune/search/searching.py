@@ -20,7 +20,7 @@ __all__ = ["best_of", "search"]
 
 # A step this many times slower than the best, per sample, is not looked at for long.
 HOPELESS = 2.0
-TRIAL_LIMIT_S = 90.0
+TRIAL_LIMIT_S = 120.0
 # cudnn.benchmark times every algorithm for every shape: 5 to 20 s for each dtype and layout of a convolution
 # network, where a trial takes 1.5 s without (measured on an H200, torch 2.11). So the search does without it at
 # first, for this share of its time, and then tries it on the fastest.

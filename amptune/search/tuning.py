@@ -29,7 +29,7 @@ from amptune.workload.protocol import Workload
 __all__ = ["TuningInterrupted", "run_tuning", "tune", "tune_with"]
 
 # The finals take at most this share of the budget; the search has the rest.
-FINALS_SHARE = 0.4
+FINALS_SHARE = 0.5
 FINALISTS = 3
 
 
@@ -159,7 +159,7 @@ def _run(evaluator: Evaluator, progress: _Progress, observer: Observer) -> None:
         finalists,
         request.budget,
         baseline=candidates.baseline,
-        failed=_failures(study),
+        tried={trial.policy: trial.outcome for trial in study.trials},
         seed=request.seed,
         observer=observer,
     ):
@@ -179,10 +179,6 @@ def _finalists(study: Study, candidates: Candidates) -> tuple[Policy, ...]:
     fastest = sorted(alive, key=lambda trial: -trial.samples_per_s)[:FINALISTS]
     known = [policy for policy in candidates.known_good if study.trial_of(policy) is not None]
     return tuple(dict.fromkeys([candidates.baseline, *known, *(trial.policy for trial in fastest)]))
-
-
-def _failures(study: Study) -> dict[Policy, Failure]:
-    return {trial.policy: trial.outcome for trial in study.trials if isinstance(trial.outcome, Failure)}
 
 
 def _nothing_feasible(study: Study, candidates: Candidates) -> Exception:

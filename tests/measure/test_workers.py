@@ -99,7 +99,7 @@ def test_a_worker_that_dies_costs_one_trial(evaluator: WorkerEvaluator, batch_si
 
 
 def test_a_worker_that_hangs_is_ended_at_its_time_limit(evaluator: WorkerEvaluator) -> None:
-    measured(evaluator, STOCK)  # a fresh worker has more time, to start
+    measured(evaluator, STOCK)  # so that the worker runs already
     failure = failed(evaluator, how.HANGS, replace(QUICK, time_limit_s=2.0))
     assert failure.kind == "timeout"
     assert "no answer within 2 s" in failure.message

@@ -5,19 +5,20 @@ from recorded import RecordedEvaluator
 from amptune.measure.outcome import Failure
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.budget import Budget
+from amptune.search.decision import Round
 from amptune.search.finals import FAR_BEHIND_ROUNDS, MIN_ROUNDS, compare
 
 FAST = amp_recipe("fp16", memory_format="channels_last")
 RIVAL = amp_recipe("fp16", memory_format="channels_last", cudnn_benchmark=True)
 
 
-def compared(evaluator: RecordedEvaluator, *policies: Policy, seconds: float = 60.0, **failed: Failure) -> int:
+def compared(evaluator: RecordedEvaluator, *policies: Policy, seconds: float = 60.0, tried: Round | None = None) -> int:
     rounds = compare(
         evaluator,
         policies,
         Budget(seconds=seconds),
         baseline=STOCK,
-        failed={policy: failed["failure"] for policy in policies if failed and policy != STOCK},
+        tried=tried or {},
         seed=0,
         observer=lambda _: None,
     )
@@ -43,7 +44,7 @@ def test_a_policy_far_behind_leaves_its_rounds_to_the_others() -> None:
 
 def test_a_policy_that_failed_in_the_search_is_not_run_again() -> None:
     evaluator = RecordedEvaluator("resnet50")
-    compared(evaluator, STOCK, FAST, failure=Failure(kind="oom", message="no memory"))
+    compared(evaluator, STOCK, FAST, tried={FAST: Failure(kind="oom", message="no memory")})
     assert FAST not in evaluator.measured
 
 
