@@ -34,12 +34,12 @@ class Evidence(TypedDict, total=False):
     speedup_ci95: list[float]
     parity: dict[str, Any]
     ablation: dict[str, Any]
-    finalists: list[dict[str, Any]]
     findings: list[dict[str, Any]]
     tuned_on: str
     trials: int
     seconds: float
     provisional: bool
+    finalists: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

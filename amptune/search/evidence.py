@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 from amptune.measure.outcome import Measurement
 from amptune.measure.subject import Prepared
@@ -39,7 +39,10 @@ def evidence_of(
     seconds: float,
     provisional: bool,
 ) -> Evidence:
-    """The policy file's `evidence`, from the final comparison (or, provisionally, from the trials)."""
+    """The policy file's `evidence`, from the final comparison (or, provisionally, from the trials).
+
+    In the order of the format, so that a reader meets the claim before the figures of all finalists.
+    """
     winner = verdict.winner
     own: Any = _own_figures(winner)
     evidence = Evidence(
@@ -56,7 +59,8 @@ def evidence_of(
         evidence["amp_recipe"] = _figures(amp_recipe)
     if provisional:
         evidence["provisional"] = True
-    return evidence
+    found: Any = evidence
+    return cast("Evidence", {key: found[key] for key in Evidence.__annotations__ if key in found})
 
 
 def parity_of(trials: Sequence[Trial], rounds: Sequence[Round], policy: Policy, baseline: Policy) -> dict[str, float]:
