@@ -81,7 +81,7 @@ def report(name: str, out: Path, budget_s: float, device: str | None, reuse: Pat
         save(decision.policy_file, out / f"{name}.policy.yaml")
         evaluator = WorkerEvaluator(Source(target=target), device, Path(folder) / "workers.log")
         try:
-            prepared = evaluator.prepare()
+            prepared = evaluator.prepare(300.0)
             grid = earlier_grid(name, reuse) if reuse else measure_grid(evaluator, prepared, decision.policy.batch_size)
             contenders = contenders_of(decision.policy, grid)
             rounds = list(

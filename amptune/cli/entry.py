@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import time
@@ -13,6 +14,7 @@ import click
 
 import amptune
 from amptune import errors
+from amptune.cli.options import print_json
 
 __all__ = ["STARTED", "cli", "exit_code_of", "main"]
 
@@ -70,6 +72,7 @@ def cli() -> None:
 def main() -> NoReturn:
     """Runs the command line and exits."""
     signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
     try:
         code = cli(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
@@ -78,6 +81,8 @@ def main() -> NoReturn:
         sys.exit(error.exit_code)
     except errors.AmptuneError as error:
         click.echo(f"error: {error}", err=True)
+        if "--json" in sys.argv:
+            print_json("amptune.error/1", {"exit_code": exit_code_of(error), "findings": [_as_finding(error)]})
         sys.exit(exit_code_of(error))
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
@@ -85,6 +90,9 @@ def main() -> NoReturn:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(141)  # the reader of our output went away, as under SIGPIPE
+    except OSError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
 
 
 def exit_code_of(error: errors.AmptuneError) -> int:
@@ -92,5 +100,13 @@ def exit_code_of(error: errors.AmptuneError) -> int:
     return next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), 2)
 
 
+def _as_finding(error: errors.AmptuneError) -> dict[str, object]:
+    code = re.sub(r"(?<!^)(?=[A-Z])", "-", type(error).__name__.removesuffix("Error")).lower()
+    return {"code": code, "module": None, "message": str(error)}
+
+
 def _interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
+    """The first one stops the work; a second must not stop the writing of what was found."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt

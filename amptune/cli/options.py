@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
@@ -37,5 +38,13 @@ def json_option(function: F) -> F:
 
 
 def print_json(schema: str, data: Mapping[str, Any]) -> None:
-    """One versioned object on stdout."""
-    click.echo(json.dumps({"schema": schema, **data}, indent=2, default=str))
+    """One versioned object on stdout; a number that JSON does not have (an open interval's end) is null."""
+    click.echo(json.dumps({"schema": schema, **_finite(data)}, indent=2, default=str, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -59,13 +59,15 @@ class Bench:
     def _build(self) -> None:
         self.model = built_model(self.workload)
         self._initial = [tensor.detach().clone() for tensor in self._state()]
+        self._kinds = self._kinds_of_state()
+        self._modes = {module: module.training for module in self.model.modules()}
 
     def measure(self, policy: Policy, effort: Effort) -> Outcome:
         """Trains for a moment under the policy, from the initial weights."""
         try:
             with self.on_device(policy) as (tuned, stepper):
                 return self._measure(tuned, stepper, effort)
-        except (Exception, torch.OutOfMemoryError) as error:  # noqa: BLE001  # the user's code may raise anything: it becomes a Failure
+        except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
             traceback.print_exc()  # into the worker's log
             return failure_of(error.__cause__ if isinstance(error, AmptuneError) and error.__cause__ else error)
         finally:
@@ -76,9 +78,11 @@ class Bench:
         """The model on its device under the policy, and its training step; everything is put back after."""
         self._restore()
         samples = policy.batch_size or self.workload.batch_size
-        batches = [map_tensors(lambda t: t.to(self.device), batch) for batch in self._cached_batches(samples)]
+        batches = [
+            map_tensors(lambda t: t.to(self.device, copy=True), batch) for batch in self._cached_batches(samples)
+        ]
         self._memory.reset()
-        self.model.to(self.device).train()
+        self.model.to(self.device)
         _seed_everything()
         with apply(policy, self.model, any_hardware=True) as tuned:
             yield tuned, Stepper(self.workload, tuned, batches)
@@ -161,13 +165,19 @@ class Bench:
     def _state(self) -> list[torch.Tensor]:
         return [*self.model.parameters(), *self.model.buffers()]
 
+    def _kinds_of_state(self) -> list[tuple[torch.Size, torch.dtype, bool]]:
+        return [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in self._state()]
+
     @torch.no_grad()
     def _restore(self) -> None:
-        if [tensor.shape for tensor in self._state()] != [initial.shape for initial in self._initial]:
-            self._build()  # training made or dropped a parameter or buffer: copying would not undo that
+        if self._kinds_of_state() != self._kinds:
+            self._build()  # training made, dropped or converted a parameter or buffer: copying would not undo that
         for tensor, initial in zip(self._state(), self._initial, strict=True):
-            tensor.copy_(initial)
+            if 0 not in tensor.stride():  # an expanded buffer: no step can have written to it, nor can this
+                tensor.copy_(initial)
             tensor.grad = None
+        for module, training in self._modes.items():
+            module.training = training
 
     def release(self) -> None:
         """Gives the device's memory back, so that another worker finds it free."""

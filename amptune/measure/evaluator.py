@@ -17,14 +17,11 @@ from amptune.policy.settings import Policy
 
 __all__ = ["Evaluator", "WorkerEvaluator"]
 
-# The user's file may import much and build slowly, once.
-PREPARE_LIMIT_S = 600.0
-
 
 class Evaluator(Protocol):
     """What the search needs of a machine."""
 
-    def prepare(self) -> Prepared:
+    def prepare(self, limit_s: float) -> Prepared:
         """What is to be measured, and on what. Raises the user's mistakes (`TargetError`, `UserCodeError`)."""
         ...
 
@@ -47,8 +44,8 @@ class WorkerEvaluator:
     log: Path
     _arms: dict[bool, WorkerProcess] = field(default_factory=dict)
 
-    def prepare(self) -> Prepared:
-        answer = self._arm(False).call(PREPARE_LIMIT_S, worker.prepare)
+    def prepare(self, limit_s: float) -> Prepared:
+        answer = self._arm(False).call(limit_s, worker.prepare)
         if isinstance(answer, Failure):
             raise UserCodeError(f"building the workload and one training step: {answer}", kind=answer.kind)
         return answer

@@ -10,12 +10,14 @@ import sys
 import types
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import pebble
 
+from amptune.errors import StudyError
 from amptune.measure.outcome import Failure
 from amptune.measure.worker import Setting, identify, start
 
@@ -71,6 +73,9 @@ class WorkerProcess:
         except FutureTimeoutError:
             self.stop()
             return Failure(kind="timeout", message=f"no answer within {limit_s:.0f} s; the worker was replaced")
+        except BrokenProcessPool as broken:
+            self.stop()
+            raise StudyError(f"no worker process can be started (its log is {self._setting.log}): {broken}") from broken
         except pebble.ProcessExpired as expired:
             self.stop()
             return _death(expired.exitcode, _kernel_oom_kills() > kills_before, self._setting.log)

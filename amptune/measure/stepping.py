@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from amptune.errors import TargetError
 from amptune.measure.failing import NonFiniteError
 from amptune.runtime.tuned import Tuned
 from amptune.workload.protocol import Workload
@@ -29,14 +30,16 @@ class Stepper:
         self._batches = cycle(batches)
         self._after_backward: Callable[[], None] | None = None
         with user_code("building the optimizer"):
-            self._optimizer = workload.optimizer(tuned.model)
-        self._optimizer = tuned.optimizer(self._optimizer)
+            optimizer = workload.optimizer(tuned.model)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TargetError(f"optimizer(model) returned {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        self._optimizer = tuned.optimizer(optimizer)
 
     def __call__(self) -> torch.Tensor:
         """One optimizer step; returns the detached loss (of the last micro-batch)."""
         if self._workload.step is not None:
             loss = self._workload.step(self._tuned, self._tuned.model, self._optimizer, next(self._batches))
-            return loss.detach()
+            return _require_scalar("step", loss).detach()
         return self._recipe().detach()
 
     def _recipe(self) -> torch.Tensor:
@@ -44,7 +47,7 @@ class Stepper:
         tuned = self._tuned
         for _ in range(tuned.accumulate):
             with tuned.autocast():
-                loss = self._workload.loss(tuned.model, tuned.batch(next(self._batches)))
+                loss = _require_scalar("loss", self._workload.loss(tuned.model, tuned.batch(next(self._batches))))
                 scaled = loss / tuned.accumulate
             scaled = tuned.scaler.scale(scaled)
             scaled.backward()  # type: ignore[no-untyped-call]  # torch has not typed it
@@ -89,6 +92,13 @@ class Stepper:
             return 0
         initial = scaler._init_scale  # torch has no public reading of it
         return max(0, round(torch.tensor(initial / scaler.get_scale()).log2().item()))
+
+
+def _require_scalar(part: str, loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise TargetError(f"{part} returned {kind}, not a scalar tensor")
+    return loss
 
 
 # From 65536 a healthy model skips at most a handful of steps until its scale has settled.

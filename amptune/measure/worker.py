@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +50,10 @@ class Reply:
     broken: bool = False
 
 
+# A worker that prints in every step must not fill the disk.
+MAX_LOG_BYTES = 20 * 2**20
+
+
 class _State:
     """The process's one bench, built by the first task: a start-up that fails is then that task's answer."""
 
@@ -54,15 +61,37 @@ class _State:
     bench: Bench | None = None
 
 
+class _Log(io.TextIOBase):
+    """Where the user's prints go. A full disk loses them, and not the trial."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._left = MAX_LOG_BYTES
+
+    def write(self, text: str) -> int:
+        data = text.encode(errors="replace")[: self._left]
+        self._left -= len(data)
+        with contextlib.suppress(OSError):
+            os.write(self._descriptor, data)
+        return len(text)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+
 def start(setting: Setting) -> None:
     """The pool's initializer: output into the log, Ctrl-C left to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     log = os.open(setting.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
     os.dup2(log, 1)
     os.dup2(log, 2)
+    sys.stdout = sys.stderr = _Log(log)
+    if setting.source.target is not None:
+        sys.argv = [setting.source.target.rpartition(":")[0]]
     _State.setting = setting
 
 
@@ -76,10 +105,14 @@ def prepare() -> Prepared:
     from amptune.hardware.probing import probe
     from amptune.measure.inspecting import inspect_model
 
-    return Prepared(
-        hardware=probe(_State.setting.device),
-        subject=inspect_model(_bench(), _source_digest(_State.setting.source)),
-    )
+    try:
+        return Prepared(
+            hardware=probe(_State.setting.device),
+            subject=inspect_model(_bench(), _source_digest(_State.setting.source)),
+        )
+    except Exception:
+        traceback.print_exc()  # into the log; the caller gets the words alone
+        raise
 
 
 def measure(policy: Policy, effort: Effort) -> Reply:

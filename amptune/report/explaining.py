@@ -71,7 +71,9 @@ def _evidence(evidence: Mapping[str, Any]) -> Iterator[str]:
         yield "Provisional: tuning was interrupted before its final comparison."
     if "step_ms" in evidence:
         yield f"Measured: {evidence['step_ms']:g} ms a step, {evidence.get('samples_per_s', 0):g} samples/s."
-    if "speedup" in evidence:
+    if evidence.get("speedup") == 1:
+        yield "Nothing was shown to be faster than the baseline."
+    elif "speedup" in evidence:
         interval = evidence.get("speedup_ci95")
         between = f" (95 % interval {interval[0]:g} to {interval[1]:g})" if interval else ""
         yield f"That is {evidence['speedup']:g} times the speed of the baseline{between}."

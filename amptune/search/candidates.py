@@ -73,7 +73,8 @@ def candidates_for(prepared: Prepared, wanted: Wanted, ladder: Ladder = groups_b
         sizes = tuple(sorted({max(1, int(factor * batch_size)) for factor in BATCH_FACTORS}))
         space = with_knob(space, "batch_size", sizes, stock=batch_size)
     recipes = tuple(replace(policy, batch_size=batch_size) for policy in recipes)
-    baseline = replace(wanted.baseline, batch_size=wanted.baseline.batch_size or batch_size)
+    own = wanted.baseline.batch_size if wanted.baseline.batch_size != subject.batch_size else None
+    baseline = replace(wanted.baseline, batch_size=own or batch_size)
     return Candidates(
         space=space,
         ladder=groups,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from amptune.hardware.machine import Hardware
@@ -59,14 +59,19 @@ def decide(
     *,
     baseline: Policy,
     amp_recipes: Sequence[Policy],
+    eligible: Callable[[Policy], bool],
     seconds: float,
     provisional: bool,
 ) -> Decision | None:
-    """None where the baseline was not measured or failed: then nothing can be claimed."""
-    verdict = verdict_of(rounds, baseline) if rounds else _verdict_of_trials(trials, baseline)
+    """None where the baseline was not measured or failed: then nothing can be claimed.
+
+    Only the baseline and `eligible` policies can win; the others stand in the comparison.
+    """
+    verdict = verdict_of(rounds, baseline, eligible) if rounds else None
+    provisional = provisional or verdict is None
+    verdict = verdict or _verdict_of_trials(trials, baseline, eligible)
     if verdict is None:
         return None
-    provisional = provisional or not rounds
     policy = verdict.winner.policy
     amp_recipe = next((standing for standing in verdict.standings if standing.policy in amp_recipes), None)
     evidence = evidence_of(verdict, amp_recipe, trials, rounds, seconds=seconds, provisional=provisional)
@@ -87,12 +92,20 @@ def decide(
     )
 
 
-def _verdict_of_trials(trials: Sequence[Trial], baseline: Policy) -> Verdict | None:
+def _verdict_of_trials(trials: Sequence[Trial], baseline: Policy, eligible: Callable[[Policy], bool]) -> Verdict | None:
     """The fastest trial wins, without an interval: what can be said before the final comparison."""
     by_policy = {trial.policy: trial.outcome for trial in trials}
     if not isinstance(by_policy.get(baseline), Measurement):
         return None
     standings = standings_of([by_policy], baseline)
     of = {standing.policy: standing for standing in standings}
-    finding = Finding(code="provisional", message="no final comparison was made: the fastest trial, measured once")
-    return Verdict(winner=standings[0], baseline=of[baseline], standings=standings, findings=(finding,))
+    winner = next(s for s in standings if s.policy == baseline or (s.failure is None and eligible(s.policy)))
+    return Verdict(winner=winner, baseline=of[baseline], standings=standings, findings=(_without_finals(trials),))
+
+
+def _without_finals(trials: Sequence[Trial]) -> Finding:
+    if len(trials) == 1:
+        message = "only the baseline was measured: the budget (or --trials) was spent before anything else was tried"
+        return Finding(code="budget-too-small", message=message)
+    message = "the final comparison was not finished: this is the fastest trial, measured once"
+    return Finding(code="provisional", message=message)

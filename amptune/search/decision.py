@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,16 +89,18 @@ def departure_count(policy: Policy) -> int:
     return len(settings) + max(0, len(policy.fp32_modules) - 1)
 
 
-def verdict_of(rounds: Sequence[Round], baseline: Policy) -> Verdict | None:
+def verdict_of(
+    rounds: Sequence[Round], baseline: Policy, eligible: Callable[[Policy], bool] = lambda _: True
+) -> Verdict | None:
     """The fastest policy that is shown to be faster; among equals, the one with the fewest departures from stock.
 
-    None if the baseline finished no round.
+    Only the baseline and `eligible` policies can win. None if the baseline failed.
     """
     standings = standings_of(rounds, baseline)
     of = {standing.policy: standing for standing in standings}
     if of[baseline].samples_per_s is None:
         return None
-    alive = [standing for standing in standings if standing.samples_per_s is not None]
+    alive = [s for s in standings if s.samples_per_s is not None and (s.policy == baseline or eligible(s.policy))]
     fastest = max(alive, key=lambda standing: standing.samples_per_s or 0.0)
     equals = [s for s in alive if _may_win(s, baseline) and _is_level(rounds, fastest, s)]
     winner = min(equals, key=lambda s: (s.policy != baseline, departure_count(s.policy), -(s.samples_per_s or 0.0)))

@@ -75,6 +75,8 @@ def parity_of(trials: Sequence[Trial], rounds: Sequence[Round], policy: Policy, 
     if not own or not reference:
         return {}
     first = reference[0]
+    if own[0].samples_per_step != first.samples_per_step:
+        return {}  # other batches, other losses
     parity = {"loss_deviation": max(_loss_deviation(m, first) for m in own)}
     if len(reference) > 1:
         parity["fp32_loss_deviation"] = max(_loss_deviation(m, first) for m in reference[1:])

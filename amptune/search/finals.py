@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
@@ -19,7 +20,10 @@ MAX_ROUNDS = 12
 # Slower than this share of the best in this many rounds, and it is not measured in the rest.
 FAR_BEHIND = 0.75
 FAR_BEHIND_ROUNDS = 2
-FINAL_EFFORT = Effort(warmup_s=1.0, measure_s=0.3, min_steps=4, time_limit_s=60.0)
+FINAL_EFFORT = Effort(warmup_s=1.0, measure_s=0.3, min_steps=4)
+SHORTEST_LIMIT_S, LONGEST_LIMIT_S = 10.0, 120.0
+# A worker that dies or hangs once may have been an accident; running out of memory is not.
+ACCIDENTS = ("crash", "timeout")
 
 
 def compare(
@@ -51,12 +55,20 @@ def compare(
         outcomes: dict[Policy, Outcome] = {}
         contenders = [p for p in policies if p == baseline or not _is_far_behind(p, [tried, *rounds])]
         for policy in shuffle.sample(contenders, len(contenders)):
-            outcomes[policy] = failures.get(policy) or evaluator.measure(policy, FINAL_EFFORT)
+            outcomes[policy] = failures.get(policy) or _measure(evaluator, policy, budget)
             observer(FinalMeasured(round=len(rounds) + 1, policy=policy, outcome=outcomes[policy]))
         failures |= {policy: outcome for policy, outcome in outcomes.items() if isinstance(outcome, Failure)}
         rounds.append(outcomes)
         yield outcomes
         last_s = before_s - budget.left_s
+
+
+def _measure(evaluator: Evaluator, policy: Policy, budget: Budget) -> Outcome:
+    limit_s = min(LONGEST_LIMIT_S, max(SHORTEST_LIMIT_S, budget.left_s))
+    outcome = evaluator.measure(policy, replace(FINAL_EFFORT, time_limit_s=limit_s))
+    if isinstance(outcome, Failure) and outcome.kind in ACCIDENTS and budget.left_s > SHORTEST_LIMIT_S:
+        outcome = evaluator.measure(policy, replace(FINAL_EFFORT, time_limit_s=max(SHORTEST_LIMIT_S, budget.left_s)))
+    return outcome
 
 
 def _is_far_behind(policy: Policy, rounds: Sequence[Round]) -> bool:

@@ -34,7 +34,7 @@ class TuningRequest:
 def source_of(workload: Workload | str) -> Source:
     """Where workers get the workload from. Raises `TargetError` for a target of the wrong form or a missing file."""
     if isinstance(workload, str):
-        return Source(target=str(parse_target(workload)))
+        return Source(target=parse_target(workload).absolute())
     if not isinstance(workload, Workload):
         raise TargetError(
             f"tune() takes a Workload or a target such as 'train.py:workload', not {type(workload).__name__}"

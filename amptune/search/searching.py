@@ -122,5 +122,7 @@ def _effort(study: Study, policy: Policy, limit_s: float) -> Effort:
     if best is None or not isinstance(best.outcome, Measurement):
         return Effort(time_limit_s=limit_s)
     same = policy.batch_size == best.policy.batch_size and policy.accumulate == best.policy.accumulate
+    if not same and policy.batch_size is None:
+        return Effort(time_limit_s=limit_s)
     samples = best.outcome.samples_per_step if same else (policy.batch_size or 1) * policy.accumulate
     return Effort(time_limit_s=limit_s, abandon_above_ms=HOPELESS * 1000 * samples / best.samples_per_s)

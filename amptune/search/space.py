@@ -121,7 +121,7 @@ def pin(space: Space, name: str, text: str) -> Space:
     names = [knob.name for knob in space.knobs]
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
+        hint = f"did you mean {close[0]}? " if close else "use --batch-size; " if name == "batch_size" else ""
         raise SpaceError(f"{name!r} is no knob of this search; {hint}the knobs are {', '.join(names)}")
     value = _value_of(name, text)
     knobs = tuple(replace(knob, choices=(value,)) if knob.name == name else knob for knob in space.knobs)

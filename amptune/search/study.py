@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import warnings
 from collections import deque
@@ -91,6 +92,13 @@ class Study:
                 return suggestion
         return None
 
+    def reconsider(self, policy: Policy) -> None:
+        """Forgets a failure: what once failed on a busy machine may run now, and without a baseline nothing does."""
+        trial = self._outcomes.get(policy)
+        if trial is not None and isinstance(trial.outcome, Failure):
+            del self._outcomes[policy]
+            self.trials.remove(trial)
+
     def tell(self, suggestion: Suggestion, trial: Trial) -> None:
         """Writes the outcome down. An infeasible trial is told as complete, with its constraint violated.
 
@@ -167,8 +175,18 @@ def _fixing(fixed: Mapping[str, Any], sampler: BaseSampler) -> BaseSampler:
 def _storage(where: Path | str) -> BaseStorage:
     if isinstance(where, Path):
         where.mkdir(parents=True, exist_ok=True)
+        _drop_half_a_line(where / "journal.log")
         return JournalStorage(JournalFileBackend(str(where / "journal.log")))
     return optuna.storages.get_storage(where)
+
+
+def _drop_half_a_line(journal: Path) -> None:
+    """A full disk or a power cut may leave half a record at the end, which Optuna would stumble over for ever."""
+    if not journal.exists():
+        return
+    content = journal.read_bytes()
+    if content and not content.endswith(b"\n"):
+        journal.write_bytes(content[: content.rfind(b"\n") + 1])
 
 
 def _distributions(space: Space) -> dict[str, BaseDistribution]:
@@ -201,7 +219,7 @@ class _storage_errors:  # noqa: N801  # reads as a function at its uses
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError) or (
+        if isinstance(error, OSError | json.JSONDecodeError) or (
             kind is not None and kind.__module__.startswith(("sqlalchemy", "optuna.exc"))
         ):
             raise StudyError(f"the study cannot be read or written: {error}") from error

@@ -10,7 +10,7 @@ from typing import Literal
 
 from filelock import FileLock, Timeout
 
-from amptune.errors import NothingFeasibleError, StudyError, UserCodeError
+from amptune.errors import NothingFeasibleError, StudyError, TargetError, UserCodeError
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.outcome import Failure, Measurement
 from amptune.measure.subject import Prepared
@@ -31,6 +31,8 @@ __all__ = ["TuningInterrupted", "run_tuning", "tune", "tune_with"]
 # The finals take at most this share of the budget; the search has the rest.
 FINALS_SHARE = 0.5
 FINALISTS = 3
+# Importing torch and building a small model must be possible under the shortest budget.
+SHORTEST_PREPARE_S = 15.0
 
 
 class TuningInterrupted(KeyboardInterrupt):
@@ -91,7 +93,7 @@ def run_tuning(request: TuningRequest, observer: Observer) -> Decision:
 
 def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) -> Decision:
     """The same on any evaluator: this machine, or a recording of one."""
-    prepared = evaluator.prepare()
+    prepared = evaluator.prepare(max(SHORTEST_PREPARE_S, request.budget.left_s))
     candidates = candidates_for(prepared, request.wanted)
     name, space = candidates.study_name, candidates.space
     study = open_study(request.study, name, space, candidates.policy_of, seed=request.seed)
@@ -124,6 +126,7 @@ class _Progress:
             self.rounds,
             baseline=self.candidates.baseline,
             amp_recipes=self.candidates.amp_recipes,
+            eligible=self.study.__contains__,
             seconds=self.request.budget.spent_s,
             provisional=provisional,
         )
@@ -131,6 +134,7 @@ class _Progress:
 
 def _run(evaluator: Evaluator, progress: _Progress, observer: Observer) -> None:
     request, study, candidates = progress.request, progress.study, progress.candidates
+    study.reconsider(candidates.baseline)
     study.measure_first(candidates.first)
     observer(
         SearchStarted(
@@ -147,13 +151,15 @@ def _run(evaluator: Evaluator, progress: _Progress, observer: Observer) -> None:
         evaluator,
         request.budget,
         baseline=candidates.baseline,
-        reserve_s=lambda: _finals_s(study, request.budget, len(candidates.known_good) + FINALISTS),
+        reserve_s=lambda: _finals_s(study, request.budget, 1 + len(candidates.known_good) + FINALISTS),
         observer=observer,
     )
     baseline = study.trial_of(candidates.baseline)
     if baseline is None or isinstance(baseline.outcome, Failure):
         return
     finalists = _finalists(study, candidates)
+    if len(finalists) == 1:
+        return
     for final_round in compare(
         evaluator,
         finalists,
@@ -169,8 +175,8 @@ def _run(evaluator: Evaluator, progress: _Progress, observer: Observer) -> None:
 def _finals_s(study: Study, budget: Budget, policies: int) -> float:
     """The time to keep for the finals: their least rounds, at what a trial has cost so far."""
     costs = sorted(trial.seconds for trial in study.trials)
-    typical_s = costs[len(costs) // 2] if costs else 2.0
-    return min(FINALS_SHARE * budget.seconds, MIN_ROUNDS * policies * typical_s)
+    typical_s = costs[len(costs) // 2] if costs else 0.0
+    return min(FINALS_SHARE * budget.seconds, MIN_ROUNDS * min(policies, len(costs)) * typical_s)
 
 
 def _finalists(study: Study, candidates: Candidates) -> tuple[Policy, ...]:
@@ -188,6 +194,8 @@ def _nothing_feasible(study: Study, candidates: Candidates) -> Exception:
         return NothingFeasibleError("the baseline was not measured: the budget was spent before its first step")
     failure = trial.outcome
     assert isinstance(failure, Failure)  # noqa: S101  # a measured baseline always gives a decision
+    if failure.exception == "TargetError":
+        return TargetError(failure.message)
     if failure.kind == "error":
         place = f" ({failure.where})" if failure.where else ""
         text = f"the training step raised {failure.exception}: {failure.message}{place}"

@@ -32,6 +32,10 @@ class Target(str):
     def attribute(self) -> str:
         return self.rpartition(":")[2]
 
+    def absolute(self) -> str:
+        """The same target wherever a process stands: a file's path made absolute."""
+        return f"{Path(self.place).resolve()}:{self.attribute}" if self.is_file else str(self)
+
     @property
     def is_file(self) -> bool:
         return self.place.endswith(".py") or "/" in self.place

@@ -19,12 +19,12 @@ _LIBRARIES = tuple({str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("
 
 @contextmanager
 def user_code(doing: str) -> Iterator[None]:
-    """Turns whatever the user's code raises while `doing` something into `UserCodeError`."""
+    """Turns whatever the user's code raises while `doing` something into `UserCodeError`, `SystemExit` included."""
     try:
         yield
     except AmptuneError:
         raise
-    except Exception as error:
+    except BaseException as error:  # a script that parses arguments calls sys.exit: it must not end the worker
         where = where_in_user_code(error.__traceback__)
         kind = type(error).__name__
         place = f" ({where})" if where else ""

@@ -24,7 +24,7 @@ def evaluator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerEvalua
     log = tmp_path_factory.mktemp("workers") / "workers.log"
     source = Source(target=f"{HERE / 'misbehaving.py'}:workload")
     with WorkerEvaluator(source, "cpu", log) as evaluator:
-        evaluator.prepare()
+        evaluator.prepare(120.0)
         yield evaluator
 
 
@@ -154,5 +154,5 @@ def test_a_workload_that_cannot_be_built_says_why(tmp_path: Path, name: str, kin
     script.write_text(WRONG)
     with WorkerEvaluator(Source(target=f"{script}:{name}"), "cpu", tmp_path / "log") as evaluator:
         with pytest.raises(kind) as caught:
-            evaluator.prepare()
+            evaluator.prepare(120.0)
         assert words in str(caught.value)

@@ -86,7 +86,7 @@ class RecordedEvaluator:
     measured: list[Policy] = field(default_factory=list)
     closed: bool = False
 
-    def prepare(self) -> Prepared:
+    def prepare(self, limit_s: float) -> Prepared:  # noqa: ARG002  # a recording is there at once
         subject = Subject(
             name=self.workload,
             source_digest="0" * 64,

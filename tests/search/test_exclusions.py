@@ -10,7 +10,7 @@ from amptune.search.exclusions import groups_by_intensity, rules_at_depth
 
 
 def subject_of(*leaves: Leaf) -> Subject:
-    subject = RecordedEvaluator("resnet50").prepare().subject
+    subject = RecordedEvaluator("resnet50").prepare(1.0).subject
     return replace(subject, leaves=leaves, parameters=sum(leaf.parameters for leaf in leaves))
 
 
