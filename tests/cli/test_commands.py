@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,35 @@ def test_mistakes_have_clear_errors_and_codes(folder: Path, arguments: list[str]
     assert not (folder / "policy.yaml").exists()
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("import sys; sys.exit(0)", "importing quits.py raised SystemExit: 0"),
+        ("import argparse; p = argparse.ArgumentParser(); p.add_argument('data'); p.parse_args()", "SystemExit: 2"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    ],
+)
+def test_a_script_that_quits_while_imported_is_the_users_error(folder: Path, line: str, words: str) -> None:
+    (folder / "quits.py").write_text(f"{line}\n{WORKLOADS}")
+    done = run("tune", "quits.py:small", "--budget", "20s", folder=folder)
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "quits.py:1" in done.stderr
+
+
+def test_a_script_that_changes_the_folder_is_found_by_every_worker(folder: Path) -> None:
+    (folder / "moves.py").write_text("import os; os.chdir('/')\n" + WORKLOADS)
+    done = run("tune", "moves.py:small", "--budget", "20s", "--trials", "2", "--json", folder=folder)
+    assert done.returncode == 0, done.stderr
+
+
+def test_with_json_an_error_is_an_object_too(folder: Path) -> None:
+    done = run("tune", "nowhere.py:x", "--json", folder=folder)
+    answer = json.loads(done.stdout)
+    assert answer["exit_code"] == done.returncode == 2
+    assert answer["findings"][0]["code"] == "target"
+
+
 def test_an_error_in_the_users_step_names_file_and_line(folder: Path) -> None:
     done = run("tune", "train.py:raises", "--budget", "20s", folder=folder)
     line = WORKLOADS.splitlines().index('    raise ValueError("labels out of range")') + 1
@@ -169,6 +199,17 @@ def test_an_interruption_writes_the_best_so_far(folder: Path, stop: signal.Signa
         stdout, _ = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "provisional policy written to policy.yaml" in stdout
+    assert "provisional: true" in (folder / "policy.yaml").read_text()
+
+
+def test_a_second_interruption_does_not_lose_the_answer(folder: Path) -> None:
+    with tuning_of_slow(folder) as process:
+        wait_for_trials(process, 2)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    assert process.returncode == 130
     assert "provisional: true" in (folder / "policy.yaml").read_text()
 
 

@@ -157,3 +157,50 @@ def test_running_out_of_device_memory_is_typed_and_survived() -> None:
     outcome = bench.measure(STOCK, QUICK)
     assert not isinstance(outcome, Measurement)
     assert outcome.kind == "oom"
+
+
+def test_batches_changed_in_place_do_not_leak_into_the_next_trial() -> None:
+    def scale_in_place(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(batch.mul_(0.9)).square().mean()
+        return loss
+
+    bench = Bench(workload_of(nn.Linear(8, 2), loss=scale_in_place), CPU)
+    first = bench.measure(STOCK, Effort(warmup_s=0.0, measure_s=0.0, min_steps=1))
+    second = bench.measure(STOCK, Effort(warmup_s=0.0, measure_s=0.0, min_steps=1))
+    assert isinstance(first, Measurement)
+    assert isinstance(second, Measurement)
+    assert first.losses == second.losses
+
+
+def test_a_module_the_user_put_in_eval_mode_stays_there() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8).eval())
+    bench = Bench(workload_of(model), CPU)
+    mean = model.state_dict()["1.running_mean"].clone()
+    with bench.on_device(STOCK) as (_, stepper):
+        stepper()
+        assert torch.equal(model.state_dict()["1.running_mean"], mean)
+
+
+def test_an_expanded_buffer_is_no_obstacle() -> None:
+    class Expanded(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 2)
+            self.register_buffer("mask", torch.ones(1).expand(8))
+
+    assert measured(Bench(workload_of(Expanded), CPU)).losses
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "words"),
+    [
+        ("optimizer", lambda _: None, "optimizer(model) returned NoneType"),
+        ("loss", lambda *_: 3.0, "loss returned float, not a scalar tensor"),
+        ("loss", lambda model, batch: model(batch), "loss returned a tensor of shape (4, 2)"),
+    ],
+)
+def test_a_part_that_returns_the_wrong_thing_is_named(part: str, value: object, words: str) -> None:
+    workload = workload_of(nn.Linear(8, 2), **{part: value})  # type: ignore[arg-type]  # the mistake under test
+    outcome = Bench(workload, CPU).measure(STOCK, QUICK)
+    assert not isinstance(outcome, Measurement)
+    assert words in outcome.message
+    assert outcome.exception == "TargetError"

@@ -241,3 +241,63 @@ def test_an_unknown_knob_or_space_is_a_clear_error(tmp_path: Path) -> None:
         tuned_on(RecordedEvaluator("resnet50"), tmp_path, pins={"autcast": "bf16"})
     with pytest.raises(AmptuneError, match="hopper"):
         tuned_on(RecordedEvaluator("resnet50"), tmp_path, space="hoper")
+
+
+def test_a_pin_binds_the_winner(tmp_path: Path) -> None:
+    decision, _ = tuned_on(RecordedEvaluator("resnet50"), tmp_path, pins={"autocast": "off"})
+    assert decision.policy.autocast == "off"
+    assert amp_recipe("fp16") in {standing.policy for standing in decision.verdict.standings}
+
+
+def test_a_baseline_that_once_failed_is_measured_again(tmp_path: Path) -> None:
+    with pytest.raises(NothingFeasibleError):
+        tuned_on(RecordedEvaluator("resnet50", interfere=failing(STOCK)), tmp_path)
+    decision, _ = tuned_on(RecordedEvaluator("resnet50"), tmp_path)
+    assert decision.speedup.value > 2
+
+
+def test_half_a_line_in_the_journal_is_dropped(tmp_path: Path) -> None:
+    tuned_on(RecordedEvaluator("resnet50"), tmp_path, trials=5)
+    with (tmp_path / "journal.log").open("a") as journal:
+        journal.write('{"op_code": 3, "wor')
+    _, events = tuned_on(RecordedEvaluator("resnet50"), tmp_path, trials=1)
+    assert next(event for event in events if isinstance(event, SearchStarted)).remembered == 5
+
+
+def test_a_journal_that_is_none_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "journal.log").write_text("not a journal\n")
+    with pytest.raises(StudyError, match="the study cannot be read or written"):
+        tuned_on(RecordedEvaluator("resnet50"), tmp_path)
+
+
+def test_a_worker_that_dies_once_in_the_finals_is_tried_again(tmp_path: Path) -> None:
+    accidents = iter([Failure(kind="crash", message="gone")])
+    evaluator = RecordedEvaluator("resnet50")
+    evaluator.interfere = lambda policy: (
+        next(accidents, None) if len(evaluator.measured) > 40 and policy == STOCK else None
+    )
+    decision, _ = tuned_on(evaluator, tmp_path)
+    assert not decision.provisional
+    assert decision.baseline.failure is None
+
+
+def test_a_baseline_that_keeps_dying_in_the_finals_leaves_a_provisional_answer(tmp_path: Path) -> None:
+    evaluator = RecordedEvaluator("resnet50")
+    gone = Failure(kind="crash", message="gone")
+    evaluator.interfere = lambda policy: gone if len(evaluator.measured) > 40 and policy == STOCK else None
+    decision, _ = tuned_on(evaluator, tmp_path)
+    assert decision.provisional
+    assert decision.findings[0].code == "provisional"
+
+
+def test_a_baseline_file_with_the_workloads_own_batch_size_is_the_same_policy(tmp_path: Path) -> None:
+    evaluator = RecordedEvaluator("resnet50")
+    decision, _ = tuned_on(evaluator, tmp_path, baseline=replace(STOCK, batch_size=128))
+    assert decision.baseline.policy == STOCK
+    assert replace(STOCK, batch_size=128) not in evaluator.measured
+
+
+def test_a_budget_for_the_baseline_alone_is_said_to_be_too_small(tmp_path: Path) -> None:
+    decision, _ = tuned_on(RecordedEvaluator("resnet50"), tmp_path, trials=1)
+    assert decision.findings[0].code == "budget-too-small"
+    assert decision.provisional
