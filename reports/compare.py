@@ -100,7 +100,7 @@ def report(name: str, out: Path, budget_s: float, device: str | None, reuse: Pat
     data = {
         "schema": "amptune.report/1",
         "workload": name,
-        "command": f"python reports/compare.py --out {out} --budget {budget_s:g} {name}",
+        "command": f"python reports/compare.py --out reports/{out.name} --budget {budget_s:g} {name}",
         "hardware": prepared.hardware.name,
         "software": {"torch": prepared.hardware.software.torch, "cudnn": prepared.hardware.software.cudnn},
         "tuning_s": round(tuning_s, 1),

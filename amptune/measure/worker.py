@@ -19,6 +19,8 @@ from amptune.measure.subject import Prepared
 from amptune.policy.settings import Policy
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from amptune.measure.bench import Bench
     from amptune.workload.protocol import Workload
 
@@ -61,19 +63,19 @@ class _State:
     bench: Bench | None = None
 
 
-class _Log(io.TextIOBase):
+class _Log(io.RawIOBase):
     """Where the user's prints go. A full disk loses them, and not the trial."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._left = MAX_LOG_BYTES
 
-    def write(self, text: str) -> int:
-        data = text.encode(errors="replace")[: self._left]
-        self._left -= len(data)
+    def write(self, data: Buffer, /) -> int:
+        kept = bytes(data)[: self._left]
+        self._left -= len(kept)
         with contextlib.suppress(OSError):
-            os.write(self._descriptor, data)
-        return len(text)
+            os.write(self._descriptor, kept)
+        return memoryview(data).nbytes
 
     def writable(self) -> bool:
         return True
@@ -89,7 +91,8 @@ def start(setting: Setting) -> None:
     log = os.open(setting.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    sys.stdout = sys.stderr = _Log(log)
+    stream = io.TextIOWrapper(io.BufferedWriter(_Log(log)), encoding="utf-8", errors="replace", line_buffering=True)
+    sys.stdout = sys.stderr = stream
     if setting.source.target is not None:
         sys.argv = [setting.source.target.rpartition(":")[0]]
     _State.setting = setting
