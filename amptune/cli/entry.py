@@ -52,10 +52,10 @@ class _LazyGroup(click.Group):
         return command
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(amptune.__version__, prog_name="amptune")
 def cli() -> None:
-    r"""Find the fastest numerically safe way to run a PyTorch training step on this machine.
+    """Find the fastest numerically safe way to run a PyTorch training step on this machine.
 
     \b
     amptune init train_workload.py                  describe your training step
@@ -66,7 +66,7 @@ def cli() -> None:
 
     Exit codes: 0 fine; 1 your code raised; 2 a wrong argument or file; 3 not even the
     baseline runs; 4 not valid for this hardware; 130 interrupted.
-    """
+    """  # noqa: D301  # click's mark for lines to be left as they are is the backspace itself
 
 
 def main() -> NoReturn:

@@ -11,7 +11,7 @@ from amptune.cli.options import json_option, print_json
 __all__ = ["check_command", "explain_command", "schema_command"]
 
 
-@click.command("check")
+@click.command("check", short_help="Is a policy, profile or space well formed, and valid here?")
 @click.argument("file")
 @json_option
 def check_command(file: str, as_json: bool) -> None:
@@ -30,7 +30,7 @@ def check_command(file: str, as_json: bool) -> None:
     click.echo(f"{file}: a well-formed {kind}, valid here")
 
 
-@click.command("explain")
+@click.command("explain", short_help="Say in words what a policy sets, and why.")
 @click.argument("file")
 @json_option
 def explain_command(file: str, as_json: bool) -> None:
@@ -45,7 +45,7 @@ def explain_command(file: str, as_json: bool) -> None:
         click.echo("\n".join(sentences))
 
 
-@click.command("schema")
+@click.command("schema", short_help="Print the JSON Schema of a file format.")
 @click.argument("kind", type=click.Choice(["policy", "profile", "space"]))
 @json_option
 def schema_command(kind: str, as_json: bool) -> None:  # noqa: ARG001  # JSON it is in any case

@@ -49,7 +49,7 @@ workload = amptune.Workload(
 '''
 
 
-@click.command("init")
+@click.command("init", short_help="Write a starter workload that runs as it stands.")
 @click.argument("file", default="workload.py", type=click.Path(dir_okay=False, path_type=Path))
 @json_option
 def init_command(file: Path, as_json: bool) -> None:

@@ -12,7 +12,7 @@ from amptune.cli.options import json_option, print_json
 __all__ = ["probe_command"]
 
 
-@click.command("probe")
+@click.command("probe", short_help="Show what this machine can do.")
 @click.option("--device", metavar="cuda:N|cpu", help="Default: the first GPU, else the CPU.")
 @json_option
 def probe_command(device: str | None, as_json: bool) -> None:

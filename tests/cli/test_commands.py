@@ -300,6 +300,12 @@ def test_a_script_without_a_main_guard_tunes_once(folder: Path) -> None:
     assert "batch size 16" in done.stdout
 
 
+def test_help_keeps_its_examples_a_line_each(folder: Path) -> None:
+    lines = run("--help", folder=folder).stdout.splitlines()
+    assert any(line.strip().startswith("amptune tune ") for line in lines[1:])
+    assert not any("\\b" in line or line.endswith("...") for line in lines[1:])
+
+
 def test_every_command_has_help_and_stands_in_the_readme() -> None:
     from amptune.cli.entry import cli
 
