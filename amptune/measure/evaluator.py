@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from amptune.errors import UserCodeError
+from amptune.errors import NothingFeasibleError
 from amptune.measure import worker
 from amptune.measure.outcome import Effort, Failure, Outcome
 from amptune.measure.processes import WorkerProcess
@@ -22,7 +22,10 @@ class Evaluator(Protocol):
     """What the search needs of a machine."""
 
     def prepare(self, limit_s: float) -> Prepared:
-        """What is to be measured, and on what. Raises the user's mistakes (`TargetError`, `UserCodeError`)."""
+        """What is to be measured, and on what, within `limit_s` seconds.
+
+        Raises the user's mistakes (`TargetError`, `UserCodeError`), `NothingFeasibleError` if the worker died or hung.
+        """
         ...
 
     def measure(self, policy: Policy, effort: Effort) -> Outcome: ...
@@ -47,7 +50,7 @@ class WorkerEvaluator:
     def prepare(self, limit_s: float) -> Prepared:
         answer = self._arm(False).call(limit_s, worker.prepare)
         if isinstance(answer, Failure):
-            raise UserCodeError(f"building the workload and one training step: {answer}", kind=answer.kind)
+            raise NothingFeasibleError(f"the workload could not be built and run for one step: {answer}")
         return answer
 
     def measure(self, policy: Policy, effort: Effort) -> Outcome:

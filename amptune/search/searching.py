@@ -29,6 +29,8 @@ CHEAP_SHARE = 0.6
 DEAR_VARIANTS = 4
 # Less than this is not enough for a trial in a worker that already runs.
 SHORTEST_TRIAL_S = 3.0
+# Without the baseline there is no answer, so it gets this much even where little of the budget is left.
+SHORTEST_BASELINE_S = 10.0
 
 
 def search(
@@ -42,7 +44,7 @@ def search(
 ) -> None:
     """Measures what the study suggests, one policy after another, and leaves `reserve_s()` of the budget unspent.
 
-    The baseline comes first and is let run whatever it takes. Every outcome is in the study when this returns.
+    The baseline comes first. Every outcome is in the study when this returns.
     """
     measured_before = len(study.trials)
     try:
@@ -107,7 +109,8 @@ def _dear_variants(study: Study) -> list[Policy]:
 def _try(study: Study, suggestion: Suggestion, evaluator: Evaluator, left_s: float, observer: Observer) -> Trial | None:
     """The trial, or None where the budget and not the policy cut it short: that says nothing about the policy."""
     observer(TrialStarted(policy=suggestion.policy))
-    limit_s = TRIAL_LIMIT_S if not study.trials else min(TRIAL_LIMIT_S, max(SHORTEST_TRIAL_S, left_s))
+    shortest_s = SHORTEST_TRIAL_S if study.trials else SHORTEST_BASELINE_S
+    limit_s = min(TRIAL_LIMIT_S, max(shortest_s, left_s))
     start = time.monotonic()
     outcome = evaluator.measure(suggestion.policy, _effort(study, suggestion.policy, limit_s))
     seconds = time.monotonic() - start

@@ -191,7 +191,7 @@ def _nothing_feasible(study: Study, candidates: Candidates) -> Exception:
     """Why there is no decision: the user's own error where it is one, else the baseline's failure."""
     trial = study.trial_of(candidates.baseline)
     if trial is None:
-        return NothingFeasibleError("the baseline was not measured: the budget was spent before its first step")
+        return NothingFeasibleError("the baseline could not be measured within the budget; give more with --budget")
     failure = trial.outcome
     assert isinstance(failure, Failure)  # noqa: S101  # a measured baseline always gives a decision
     if failure.exception == "TargetError":

@@ -44,6 +44,7 @@ def slow_loss(model, batch):
     return model(batch[0]).mean()
 
 slow = of(loss=slow_loss)
+endless = of(batch=lambda n: time.sleep(600))
 """
 
 
@@ -116,6 +117,7 @@ def test_the_same_command_again_resumes(folder: Path) -> None:
         (["tune", "train.py:no_workload"], 2, "of type dict, not an amptune.Workload"),
         (["tune", "train.py:no_parameters"], 2, "nothing to train"),
         (["tune", "train.py:raises"], 1, "the training step raised ValueError: labels out of range"),
+        (["tune", "train.py:endless"], 3, "could not be built and run for one step: timeout"),
         (["tune", "train.py:not_a_number"], 3, "nonfinite: the loss is nan at step 1"),
         (["tune", "train.py:small", "--set", "autcast=bf16"], 2, "did you mean autocast"),
         (["tune", "train.py:small", "--set", "autocast=bf15"], 2, "bf16"),
