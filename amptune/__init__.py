@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from amptune.policy.settings import Fp32Rule as Fp32Rule
     from amptune.policy.settings import LossScale as LossScale
     from amptune.policy.settings import Policy as Policy
+    from amptune.runtime.applying import PolicyDriftWarning as PolicyDriftWarning
     from amptune.runtime.applying import apply as apply
     from amptune.runtime.tuned import Tuned as Tuned
     from amptune.search.deciding import Decision as Decision
@@ -36,6 +37,7 @@ _HOME = {
     "LossScale": "amptune.policy.settings",
     "Policy": "amptune.policy.settings",
     "PolicyFile": "amptune.policy.file",
+    "PolicyDriftWarning": "amptune.runtime.applying",
     "Profile": "amptune.policy.profile",
     "Tuned": "amptune.runtime.tuned",
     "Workload": "amptune.workload.protocol",
