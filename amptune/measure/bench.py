@@ -7,14 +7,14 @@ import math
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from amptune.errors import AmptuneError, TargetError
+from amptune.errors import TargetError
 from amptune.hardware.nvml import NvmlGpu
 from amptune.measure.clock import clock_for
 from amptune.measure.failing import NonFiniteError, failure_of
@@ -44,7 +44,8 @@ BLOCK_S = 0.1
 class Bench:
     """Holds the model between trials: on the CPU, with its initial weights aside, so every trial starts the same.
 
-    Building raises `TargetError` or `UserCodeError`; `measure` never raises, a failure is its value.
+    Building raises `TargetError` or `UserCodeError`. A trial that fails is a value of `measure`; it raises only
+    where the device is beyond giving its memory back.
     """
 
     def __init__(self, workload: Workload, device: torch.device, nvml: NvmlGpu | None = None) -> None:
@@ -57,7 +58,7 @@ class Bench:
         self._build()
 
     def _build(self) -> None:
-        self.model = built_model(self.workload)
+        self.model = _built_model(self.workload)
         self._initial = [tensor.detach().clone() for tensor in self._state()]
         self._kinds = self._kinds_of_state()
         self._modes = {module: module.training for module in self.model.modules()}
@@ -69,7 +70,7 @@ class Bench:
                 return self._measure(tuned, stepper, effort)
         except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
             traceback.print_exc()  # into the worker's log
-            return failure_of(error.__cause__ if isinstance(error, AmptuneError) and error.__cause__ else error)
+            return failure_of(error)
         finally:
             self.release()
 
@@ -94,10 +95,10 @@ class Bench:
         warmup_steps = len(losses) if slow else len(losses) + self._warm_up(stepper, last_ms, effort)
         warmup_s = time.perf_counter() - start
         energy_j = self._nvml.energy_j() if self._nvml else None
-        times, last_loss = self._sample(stepper, last_ms, effort, slow=slow)
+        times = self._sample(stepper, last_ms, effort, slow=slow)
         used_j = _difference(self._nvml.energy_j() if self._nvml else None, energy_j)
-        if not math.isfinite(last_loss):
-            raise NonFiniteError(f"the loss is {last_loss} after {warmup_steps + len(times)} steps")
+        if not math.isfinite(stepper.last_loss):
+            raise NonFiniteError(f"the loss is {stepper.last_loss} after {warmup_steps + len(times)} steps")
         skipped = stepper.require_sound(self.model, warmup_steps + len(times))
         samples = (tuned.policy.batch_size or self.workload.batch_size) * tuned.accumulate
         allocated, reserved = self._memory.peak_mib()
@@ -142,17 +143,15 @@ class Bench:
             before = step_ms
         return steps
 
-    def _sample(self, stepper: Stepper, step_ms: float, effort: Effort, *, slow: bool) -> tuple[list[float], float]:
-        """(every timed step in ms, the last loss)."""
-        losses: list[torch.Tensor] = []
+    def _sample(self, stepper: Stepper, step_ms: float, effort: Effort, *, slow: bool) -> list[float]:
+        """Every timed step in ms."""
         times: list[float] = []
-        remember: Callable[[], None] = lambda: losses.__setitem__(slice(None), [stepper()])  # noqa: E731  # the last only
         enough_ms = 0.0 if slow else 1000 * effort.measure_s
         wanted = 2 if slow else effort.min_steps
         while (sum(times) < enough_ms or len(times) < wanted) and len(times) < effort.max_steps:
-            times += self._clock.time_steps(remember, min(_block_length(step_ms), effort.max_steps - len(times)))
+            times += self._clock.time_steps(stepper, min(_block_length(step_ms), effort.max_steps - len(times)))
             step_ms = statistics.median(times)
-        return times, float(losses[-1])
+        return times
 
     def _cached_batches(self, samples: int) -> list[Any]:
         """The same batches for every policy, drawn once under a fixed seed and kept on the CPU."""
@@ -189,7 +188,7 @@ class Bench:
             torch.cuda.empty_cache()
 
 
-def built_model(workload: Workload) -> torch.nn.Module:
+def _built_model(workload: Workload) -> torch.nn.Module:
     """The workload's model under a fixed seed, its lazy modules initialised. Raises `TargetError`, `UserCodeError`."""
     _seed_everything()
     with user_code("model()"):

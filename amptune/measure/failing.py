@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from amptune.errors import PolicyApplyError
+from amptune.errors import AmptuneError, PolicyApplyError
 from amptune.measure.outcome import Failure, FailureKind
 from amptune.workload.user_errors import where_in_user_code
 
@@ -27,6 +27,8 @@ class NonFiniteError(ArithmeticError):
 
 def failure_of(error: BaseException) -> Failure:
     """The failure an exception stands for, with the place in the user's code it came from."""
+    if isinstance(error, AmptuneError) and error.__cause__ is not None:
+        error = error.__cause__  # the user's own exception says it better
     return Failure(
         kind=_kind_of(error),
         message=_first_line(error),

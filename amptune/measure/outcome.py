@@ -5,11 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    import pydantic
+from amptune.policy.wire import adapter_for
 
 __all__ = ["Effort", "Failure", "FailureKind", "Measurement", "Outcome", "outcome_from_dict", "outcome_to_dict"]
 
@@ -22,7 +20,7 @@ class Effort:
 
     Warm-up ends when two blocks of steps agree or after `warmup_s`; then steps are timed for `measure_s`,
     `min_steps` at least and `max_steps` at most. A step slower than `abandon_above_ms` ends it early with
-    what is there. `time_limit_s` is the hard end, enforced from outside.
+    what is there. `time_limit_s` is the hard end, the worker's start included, enforced from outside.
     """
 
     warmup_s: float = 3.0
@@ -92,11 +90,4 @@ def outcome_to_dict(outcome: Outcome) -> dict[str, Any]:
 def outcome_from_dict(data: Mapping[str, Any]) -> Outcome:
     """The outcome that `outcome_to_dict` wrote; raises `ValueError` where it is not one."""
     fields = {key: value for key, value in data.items() if key != "failed"}
-    return _adapter(Failure if data["failed"] else Measurement).validate_python(fields)  # type: ignore[no-any-return]
-
-
-@cache
-def _adapter(kind: type) -> pydantic.TypeAdapter[Any]:
-    import pydantic
-
-    return pydantic.TypeAdapter(kind)
+    return adapter_for(Failure if data["failed"] else Measurement).validate_python(fields)  # type: ignore[no-any-return]

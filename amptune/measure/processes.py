@@ -19,7 +19,7 @@ import pebble
 
 from amptune.errors import StudyError
 from amptune.measure.outcome import Failure
-from amptune.measure.worker import Setting, identify, start
+from amptune.measure.worker import Setting, start
 
 __all__ = ["WorkerProcess"]
 
@@ -28,7 +28,6 @@ T = TypeVar("T")
 
 # Until a spawned process takes its first task; it imports nothing heavy before.
 LAUNCH_LIMIT_S = 30.0
-_ANSWER_LIMIT_S = 30.0
 
 
 class _SpawnWithoutMain(SpawnProcess):
@@ -80,11 +79,6 @@ class WorkerProcess:
             self.stop()
             return _death(expired.exitcode, _kernel_oom_kills() > kills_before, self._setting.log)
         return result
-
-    def process_id(self) -> int | None:
-        """The id of the process that answers now; None if it cannot answer."""
-        answer = self.call(_ANSWER_LIMIT_S, identify)
-        return None if isinstance(answer, Failure) else answer
 
     def stop(self) -> None:
         """Ends the process at once; the next call starts another."""

@@ -29,6 +29,7 @@ class Stepper:
         self._tuned = tuned
         self._batches = cycle(batches)
         self._after_backward: Callable[[], None] | None = None
+        self._loss = torch.tensor(math.nan)
         with user_code("building the optimizer"):
             optimizer = workload.optimizer(tuned.model)
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -39,8 +40,15 @@ class Stepper:
         """One optimizer step; returns the detached loss (of the last micro-batch)."""
         if self._workload.step is not None:
             loss = self._workload.step(self._tuned, self._tuned.model, self._optimizer, next(self._batches))
-            return _require_scalar("step", loss).detach()
-        return self._recipe().detach()
+            self._loss = _require_scalar("step", loss).detach()
+        else:
+            self._loss = self._recipe().detach()
+        return self._loss
+
+    @property
+    def last_loss(self) -> float:
+        """The last step's loss; reading it waits for the device."""
+        return float(self._loss)
 
     def _recipe(self) -> torch.Tensor:
         assert self._workload.loss is not None  # noqa: S101  # Workload checks: either loss or step

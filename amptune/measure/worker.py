@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from amptune.measure.bench import Bench
     from amptune.workload.protocol import Workload
 
-__all__ = ["Reply", "Setting", "Source", "identify", "measure", "prepare", "start"]
+__all__ = ["Reply", "Setting", "Source", "measure", "prepare", "start"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +98,6 @@ def start(setting: Setting) -> None:
     _State.setting = setting
 
 
-def identify() -> int:
-    """This process's id."""
-    return os.getpid()
-
-
 def prepare() -> Prepared:
     """Builds the workload and looks at its model. Raises `TargetError`, `UserCodeError` or `DeviceError`."""
     from amptune.hardware.probing import probe
@@ -119,9 +114,14 @@ def prepare() -> Prepared:
 
 
 def measure(policy: Policy, effort: Effort) -> Reply:
-    from amptune.measure.failing import cuda_is_broken
+    """One trial. A bench that cannot be built, or cannot put things back after a CUDA error, is a failure too."""
+    from amptune.measure.failing import cuda_is_broken, failure_of
 
-    outcome = _bench().measure(policy, effort)
+    try:
+        outcome = _bench().measure(policy, effort)
+    except Exception as error:  # noqa: BLE001  # whatever it was, it costs this worker and this trial
+        traceback.print_exc()  # into the log
+        return Reply(outcome=failure_of(error), broken=True)
     return Reply(outcome=outcome, broken=cuda_is_broken())
 
 

@@ -105,9 +105,8 @@ def _narrowed(space: Space, subject: Subject, groups: int) -> Space:
 
 def _amp_recipes(space: Space) -> tuple[Policy, ...]:
     """The AMP recipe in every dtype this machine has, and the same in the model's channels-last format."""
-    choices = {knob.name: knob.choices for knob in space.knobs}
-    dtypes: list[Any] = [dtype for dtype in choices.get("autocast", ()) if dtype != "off"]
-    formats = choices.get("memory_format", ("contiguous",))
+    dtypes: list[Any] = [dtype for dtype in space.choices("autocast") if dtype != "off"]
+    formats = space.choices("memory_format") or ("contiguous",)
     return tuple(amp_recipe(dtype, memory_format=layout) for layout in formats for dtype in dtypes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -109,9 +110,9 @@ def test_a_worker_that_hangs_is_ended_at_its_time_limit(evaluator: WorkerEvaluat
 def test_each_cudnn_benchmark_setting_has_a_process_of_its_own(evaluator: WorkerEvaluator) -> None:
     measured(evaluator, STOCK)
     measured(evaluator, Policy(cudnn_benchmark=True))
-    processes = {arm.process_id() for arm in evaluator._arms.values()}
+    processes = {arm.call(30.0, os.getpid) for arm in evaluator._arms.values()}
     assert len(processes) == 2
-    assert None not in processes
+    assert all(isinstance(process, int) for process in processes)
 
 
 def test_what_the_user_prints_lands_in_the_log(evaluator: WorkerEvaluator, capfd: pytest.CaptureFixture[str]) -> None:
@@ -156,3 +157,32 @@ def test_a_workload_that_cannot_be_built_says_why(tmp_path: Path, name: str, kin
         with pytest.raises(kind) as caught:
             evaluator.prepare(120.0)
         assert words in str(caught.value)
+
+
+BUILDS_ONCE = """
+from pathlib import Path
+import torch
+from torch import nn
+from amptune import Workload
+
+def model():
+    built = Path(__file__).with_suffix(".built")
+    if built.exists():
+        raise RuntimeError("the second build fails")
+    built.touch()
+    return nn.Linear(2, 1)
+
+once = Workload(model=model, batch=lambda n: torch.randn(n, 2), loss=lambda model, batch: model(batch).mean(),
+                optimizer=lambda model: torch.optim.SGD(model.parameters()))
+"""
+
+
+def test_a_workload_that_cannot_be_built_a_second_time_costs_a_trial(tmp_path: Path) -> None:
+    script = tmp_path / "once.py"
+    script.write_text(BUILDS_ONCE)
+    with WorkerEvaluator(Source(target=f"{script}:once"), "cpu", tmp_path / "log") as evaluator:
+        evaluator.prepare(120.0)
+        failure = evaluator.measure(Policy(cudnn_benchmark=True), QUICK)
+        assert isinstance(failure, Failure)
+        assert (failure.kind, failure.message) == ("error", "the second build fails")
+        measured(evaluator, STOCK)
