@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -75,13 +76,13 @@ class Bench:
             self.release()
 
     @contextmanager
-    def on_device(self, policy: Policy) -> Iterator[tuple[Tuned, Stepper]]:
-        """The model on its device under the policy, and its training step; everything is put back after."""
+    def on_device(self, policy: Policy, batches: Iterator[Any] | None = None) -> Iterator[tuple[Tuned, Stepper]]:
+        """The model on its device under the policy, and its training step; everything is put back after.
+
+        The step takes the next of `batches`, which must be on the device; by default a few cached ones in turn.
+        """
         self._restore()
-        samples = policy.batch_size or self.workload.batch_size
-        batches = [
-            map_tensors(lambda t: t.to(self.device, copy=True), batch) for batch in self._cached_batches(samples)
-        ]
+        batches = batches or cycle(self._on_device(policy.batch_size or self.workload.batch_size))
         self._memory.reset()
         self.model.to(self.device)
         _seed_everything()
@@ -152,6 +153,10 @@ class Bench:
             times += self._clock.time_steps(stepper, min(_block_length(step_ms), effort.max_steps - len(times)))
             step_ms = statistics.median(times)
         return times
+
+    def _on_device(self, samples: int) -> list[Any]:
+        cached = self._cached_batches(samples)
+        return [map_tensors(lambda tensor: tensor.to(self.device, copy=True), batch) for batch in cached]
 
     def _cached_batches(self, samples: int) -> list[Any]:
         """The same batches for every policy, drawn once under a fixed seed and kept on the CPU."""

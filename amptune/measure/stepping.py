@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from itertools import cycle
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,15 +18,15 @@ __all__ = ["Stepper"]
 
 
 class Stepper:
-    """Calls are training steps: forward, loss, backward, optimizer step, over the batches in turn.
+    """Calls are training steps: forward, loss, backward, optimizer step, each over the next batch.
 
     Built after the policy was applied, with an optimizer of its own, so each trial starts from fresh state.
     """
 
-    def __init__(self, workload: Workload, tuned: Tuned, batches: Sequence[Any]) -> None:
+    def __init__(self, workload: Workload, tuned: Tuned, batches: Iterator[Any]) -> None:
         self._workload = workload
         self._tuned = tuned
-        self._batches = cycle(batches)
+        self._batches = batches
         self._after_backward: Callable[[], None] | None = None
         self._loss = torch.tensor(math.nan)
         with user_code("building the optimizer"):

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["Budget"]
+__all__ = ["Budget", "Clock"]
+
+# Seconds that only go forward, from any start.
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """`seconds` from `started` (a reading of `time.monotonic`); `trials` are new measurements, finals aside."""
+    """`seconds` from `started`, both by `clock`; `trials` are new measurements, the comparisons aside."""
 
     seconds: float
     trials: int | None = None
     started: float = field(default_factory=time.monotonic)
+    clock: Clock = time.monotonic
 
     @property
     def spent_s(self) -> float:
-        return time.monotonic() - self.started
+        return self.clock() - self.started
 
     @property
     def left_s(self) -> float:
