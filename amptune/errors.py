@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "AmptuneError",
+    "ClaimError",
     "DeviceError",
     "FileFormatError",
     "HardwareMismatchError",
@@ -85,6 +86,10 @@ class NothingFeasibleError(AmptuneError):
 
 class StudyError(AmptuneError):
     """The study's folder or storage cannot be used: locked by another tuner, unwritable, disk full."""
+
+
+class ClaimError(AmptuneError):
+    """A policy file says nothing of how fast it is, so there is nothing to verify."""
 
 
 class OutputError(AmptuneError):

@@ -29,6 +29,7 @@ _COMMANDS = {
     "profile": "amptune.cli.profile:profile_group",
     "schema": "amptune.cli.files:schema_command",
     "tune": "amptune.cli.tune:tune_command",
+    "verify": "amptune.cli.verify:verify_command",
 }
 
 _EXIT_CODES: dict[type[errors.AmptuneError], int] = {
@@ -61,11 +62,12 @@ def cli() -> None:
     amptune init train_workload.py                  describe your training step
     amptune tune train_workload.py:workload         measure; writes policy.yaml
     amptune explain policy.yaml                     what was found, in words
+    amptune verify policy.yaml train_workload.py:workload      does it still hold?
 
     In training: tuned = amptune.apply("policy.yaml", model)
 
-    Exit codes: 0 fine; 1 your code raised; 2 a wrong argument or file; 3 not even the
-    baseline runs; 4 not valid for this hardware; 130 interrupted.
+    Exit codes: 0 fine; 1 a claim does not hold, or your code raised; 2 a wrong argument or file;
+    3 not even the baseline runs; 4 not valid for this hardware; 130 interrupted.
     """  # noqa: D301  # click's mark for lines to be left as they are is the backspace itself
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -10,12 +11,15 @@ from typing import Protocol, Self
 from amptune.errors import NothingFeasibleError
 from amptune.measure import worker
 from amptune.measure.outcome import Effort, Failure, Outcome
-from amptune.measure.processes import WorkerProcess
+from amptune.measure.processes import WorkerProcess, workers_that_fit
 from amptune.measure.subject import Prepared
 from amptune.measure.worker import Setting, Source
-from amptune.policy.settings import Policy
+from amptune.policy.settings import STOCK, Policy
 
 __all__ = ["Evaluator", "WorkerEvaluator"]
+
+# Importing torch, opening a CUDA context and building the model, for all contenders at once.
+START_LIMIT_S = 120.0
 
 
 class Evaluator(Protocol):
@@ -28,6 +32,10 @@ class Evaluator(Protocol):
         """
         ...
 
+    def launch(self, policies: Sequence[Policy]) -> None:
+        """Starts a fresh process for each of these policies; until the next launch it is measured in that one."""
+        ...
+
     def measure(self, policy: Policy, effort: Effort) -> Outcome: ...
 
     def close(self) -> None: ...
@@ -35,7 +43,7 @@ class Evaluator(Protocol):
 
 @dataclass
 class WorkerEvaluator:
-    """This machine, measured in worker processes: one for each `cudnn.benchmark` setting.
+    """This machine, measured in worker processes: while searching, one for each `cudnn.benchmark` setting.
 
     PyTorch caches cuDNN's execution plans by shape, dtype and layout but not by that flag, so whichever
     setting meets a shape first decides for both (aten/src/ATen/native/cudnn/Conv_v8.cpp). The workers never
@@ -45,27 +53,33 @@ class WorkerEvaluator:
     source: Source
     device: str | None
     log: Path
-    _arms: dict[bool, WorkerProcess] = field(default_factory=dict)
+    _workers: dict[Policy | bool, WorkerProcess] = field(default_factory=dict)
+    _room: int = 2
 
     def prepare(self, limit_s: float) -> Prepared:
-        answer = self._arm(False).call(limit_s, worker.prepare)
+        answer = self._worker(STOCK).call(limit_s, worker.prepare)
         if isinstance(answer, Failure):
             raise NothingFeasibleError(f"the workload could not be built and run for one step: {answer}")
         return answer
 
+    def launch(self, policies: Sequence[Policy]) -> None:
+        self._room = max(2, workers_that_fit())
+        self.close()
+        self._workers = {policy: self._new() for policy in policies}
+        starting = [one.begin(START_LIMIT_S, worker.get_ready) for one in list(self._workers.values())[: self._room]]
+        for wait in starting:
+            wait()  # what went wrong is told by the first measurement
+
     def measure(self, policy: Policy, effort: Effort) -> Outcome:
-        arm = self._arm(policy.cudnn_benchmark)
-        reply = arm.call(effort.time_limit_s, worker.measure, policy, effort)
-        if isinstance(reply, Failure):
-            return reply
-        if reply.broken:
-            arm.stop()
-        return reply.outcome
+        outcome = self._measure(policy, effort)
+        if isinstance(outcome, Failure) and outcome.kind == "oom" and self._stop_others(policy):
+            return self._measure(policy, effort)  # idle workers hold a CUDA context each, which training will not
+        return outcome
 
     def close(self) -> None:
-        for arm in self._arms.values():
-            arm.stop()
-        self._arms.clear()
+        for process in self._workers.values():
+            process.stop()
+        self._workers.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -75,7 +89,32 @@ class WorkerEvaluator:
     ) -> None:
         self.close()
 
-    def _arm(self, benchmark: bool) -> WorkerProcess:
-        if benchmark not in self._arms:
-            self._arms[benchmark] = WorkerProcess(Setting(source=self.source, device=self.device, log=self.log))
-        return self._arms[benchmark]
+    def _measure(self, policy: Policy, effort: Effort) -> Outcome:
+        process = self._worker(policy)
+        reply = process.call(effort.time_limit_s, worker.measure, policy, effort)
+        if isinstance(reply, Failure):
+            return reply
+        if reply.broken:
+            process.stop()
+        return reply.outcome
+
+    def _worker(self, policy: Policy) -> WorkerProcess:
+        """The policy's own worker if one was launched for it, else that of its `cudnn.benchmark` setting."""
+        key = policy if policy in self._workers else policy.cudnn_benchmark
+        process = self._workers.pop(key, None) or self._new()
+        running = [other for other in self._workers.values() if other.runs]
+        if not process.runs and len(running) >= self._room:
+            running[0].stop()  # the one that was idle for longest
+        self._workers[key] = process
+        return process
+
+    def _stop_others(self, policy: Policy) -> bool:
+        """Whether any were running."""
+        mine = self._worker(policy)
+        others = [process for process in self._workers.values() if process is not mine and process.runs]
+        for process in others:
+            process.stop()
+        return bool(others)
+
+    def _new(self) -> WorkerProcess:
+        return WorkerProcess(Setting(source=self.source, device=self.device, log=self.log))

@@ -18,13 +18,16 @@ FailureKind = Literal["oom", "nonfinite", "unsupported", "timeout", "crash", "er
 class Effort:
     """How long to look at one policy.
 
-    Warm-up ends when two blocks of steps agree or after `warmup_s`; then steps are timed for `measure_s`,
-    `min_steps` at least and `max_steps` at most. A step slower than `abandon_above_ms` ends it early with
-    what is there. `time_limit_s` is the hard end, the worker's start included, enforced from outside.
+    Warm-up ends when the step time is steady or after `warmup_s`; the very first steps, where compiling and
+    cudnn.benchmark's search are paid for, come before and are not limited by it. Then steps are timed until
+    the 95 % interval on their median is narrow, half its width being `precision` of the median, or for
+    `measure_s`; `min_steps` at least and `max_steps` at most. A step slower than `abandon_above_ms` ends it
+    early with what is there. `time_limit_s` is the hard end, the worker's start included, enforced from outside.
     """
 
-    warmup_s: float = 3.0
+    warmup_s: float = 5.0
     measure_s: float = 0.5
+    precision: float = 0.02
     min_steps: int = 5
     max_steps: int = 200
     abandon_above_ms: float | None = None
@@ -36,11 +39,16 @@ class Measurement:
     """One policy, timed in one process.
 
     `step_ms` holds every timed step in order; a step is one optimizer step over `samples_per_step` samples.
+    They are one block of steps without a break. Blocks that something else disturbed were timed again:
+    `discarded` says why, one entry for each, its codes (`amptune.measure.readings`) joined by "+".
+    `contaminated_by` are the codes of the block that was kept, because they came back in every repeat or there
+    was no time for one. `steady` is False where `warmup_s` ran out before the step time was steady.
     Peaks are of the whole trial, warm-up and weights included: on a GPU those of PyTorch's allocator, on a
     CPU the process's peak resident set, as both. `losses` are those of the first steps from the initial
     weights, on the same batches for every policy; `gradient_norm` is the L2 norm over all parameters at the
     first of them, None for a workload with a step of its own. `skipped_share` is the share of steps that the
-    loss scaler skipped; `clock_event_reasons` are NVML's, a bit mask.
+    loss scaler skipped. Energy is the kept block's alone, and so are the readings of the busy GPU: all of
+    NVML's `clock_event_reasons` (a bit mask), the lowest `sm_clock_mhz`, the highest `temperature_c`.
     """
 
     samples_per_step: int
@@ -56,6 +64,11 @@ class Measurement:
     energy_j_per_sample: float | None = None
     clock_event_reasons: int | None = None
     abandoned: bool = False
+    steady: bool = True
+    discarded: tuple[str, ...] = ()
+    contaminated_by: tuple[str, ...] = ()
+    sm_clock_mhz: int | None = None
+    temperature_c: int | None = None
 
     @property
     def median_ms(self) -> float:

@@ -16,18 +16,20 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import pebble
+import psutil
 
 from amptune.errors import StudyError
 from amptune.measure.outcome import Failure
 from amptune.measure.worker import Setting, start
 
-__all__ = ["WorkerProcess"]
+__all__ = ["WorkerProcess", "workers_that_fit"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 # Until a spawned process takes its first task; it imports nothing heavy before.
 LAUNCH_LIMIT_S = 30.0
+ANY_NUMBER = 8
 
 
 class _SpawnWithoutMain(SpawnProcess):
@@ -64,21 +66,36 @@ class WorkerProcess:
         `limit_s` holds the start of the process too, where it does not run yet: importing torch, opening a CUDA
         context, building the model. What the function raises is raised here.
         """
+        return self.begin(limit_s, function, *args, **kwargs)()
+
+    def begin(
+        self, limit_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> Callable[[], T | Failure]:
+        """Starts the function in the worker; what is returned waits for it, as `call` does."""
         kills_before = _kernel_oom_kills()
         future = self._running().schedule(function, args=args, kwargs=kwargs, timeout=limit_s)
-        try:
-            # pebble counts from the task's start: a process that dies before it would never be noticed.
-            result: T = future.result(timeout=limit_s + LAUNCH_LIMIT_S)
-        except FutureTimeoutError:
-            self.stop()
-            return Failure(kind="timeout", message=f"no answer within {limit_s:.0f} s; the worker was replaced")
-        except BrokenProcessPool as broken:
-            self.stop()
-            raise StudyError(f"no worker process can be started (its log is {self._setting.log}): {broken}") from broken
-        except pebble.ProcessExpired as expired:
-            self.stop()
-            return _death(expired.exitcode, _kernel_oom_kills() > kills_before, self._setting.log)
-        return result
+
+        def answer() -> T | Failure:
+            try:
+                # pebble counts from the task's start: a process that dies before it would never be noticed.
+                result: T = future.result(timeout=limit_s + LAUNCH_LIMIT_S)
+            except FutureTimeoutError:
+                self.stop()
+                return Failure(kind="timeout", message=f"no answer within {limit_s:.0f} s; the worker was replaced")
+            except BrokenProcessPool as broken:
+                self.stop()
+                why = f"no worker process can be started (its log is {self._setting.log}): {broken}"
+                raise StudyError(why) from broken
+            except pebble.ProcessExpired as expired:
+                self.stop()
+                return _death(expired.exitcode, _kernel_oom_kills() > kills_before, self._setting.log)
+            return result
+
+        return answer
+
+    @property
+    def runs(self) -> bool:
+        return self._pool is not None
 
     def stop(self) -> None:
         """Ends the process at once; the next call starts another."""
@@ -93,6 +110,19 @@ class WorkerProcess:
                 max_workers=1, initializer=start, initargs=(self._setting,), context=_Context()
             )
         return self._pool
+
+
+def workers_that_fit() -> int:
+    """How many workers as large as those running now this machine's memory holds, two thirds of it used at most."""
+    largest = max((_resident_bytes(child) for child in psutil.Process().children()), default=0)
+    return int(psutil.virtual_memory().available * 2 / 3 / largest) if largest else ANY_NUMBER
+
+
+def _resident_bytes(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.Error:  # it has just ended
+        return 0
 
 
 def _death(exitcode: int | None, killed_by_kernel: bool, log: Path) -> Failure:

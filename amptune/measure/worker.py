@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from amptune.measure.bench import Bench
     from amptune.workload.protocol import Workload
 
-__all__ = ["Reply", "Setting", "Source", "measure", "prepare", "start"]
+__all__ = ["Reply", "Setting", "Source", "get_ready", "measure", "prepare", "start"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +111,17 @@ def prepare() -> Prepared:
     except Exception:
         traceback.print_exc()  # into the log; the caller gets the words alone
         raise
+
+
+def get_ready() -> None:
+    """Builds the workload ahead of its first trial, so that workers can start at the same time.
+
+    What goes wrong is left to that trial to report.
+    """
+    try:
+        _bench()
+    except BaseException:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
+        traceback.print_exc()  # into the log
 
 
 def measure(policy: Policy, effort: Effort) -> Reply:

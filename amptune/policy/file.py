@@ -17,7 +17,9 @@ class Evidence(TypedDict, total=False):
     """What was measured in the final comparison; times in ms, memory in MiB, energy in J, rates per second.
 
     `baseline`, `amp_recipe` and the `finalists` hold the same figures for other policies, or their failure.
-    `parity` is how far the first training steps are from the baseline's; `tuned_on` is UTC, ISO 8601.
+    `launches` is how many process launches the speed-up rests on. `parity` is how far the first training steps
+    are from the baseline's; `ablation` what each setting buys, as the speed with it over the speed without;
+    `end_to_end` what a training loop with fresh data reached. `tuned_on` is UTC, ISO 8601.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # type: ignore[misc]  # noqa: RUF012  # read by pydantic
@@ -32,8 +34,10 @@ class Evidence(TypedDict, total=False):
     energy_j_per_sample: float
     speedup: float
     speedup_ci95: list[float]
+    launches: int
     parity: dict[str, Any]
     ablation: dict[str, Any]
+    end_to_end: dict[str, Any]
     findings: list[dict[str, Any]]
     tuned_on: str
     trials: int

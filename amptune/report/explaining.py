@@ -77,12 +77,20 @@ def _evidence(evidence: Mapping[str, Any]) -> Iterator[str]:
         interval = evidence.get("speedup_ci95")
         between = f" (95 % interval {interval[0]:g} to {interval[1]:g})" if interval else ""
         yield f"That is {evidence['speedup']:g} times the speed of the baseline{between}."
+    yield from map(_bought, evidence.get("ablation", {}).items())
     recipe = evidence.get("amp_recipe")
     if recipe and "step_ms" in recipe:
         yield f"The AMP recipe took {recipe['step_ms']:g} ms a step."
     elif recipe:
         yield "The AMP recipe failed."
     yield from (str(finding.get("message", "")) + "." for finding in evidence.get("findings", ()))
+
+
+def _bought(item: tuple[str, Mapping[str, Any]]) -> str:
+    setting, figures = item
+    interval = figures.get("buys_ci95")
+    between = f" (95 % interval {interval[0]:g} to {interval[1]:g})" if interval else ""
+    return f"{setting} makes it {figures['buys']:g} times as fast as without{between}."
 
 
 def _validity(valid_for: Mapping[str, str]) -> Iterator[str]:

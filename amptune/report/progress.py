@@ -11,9 +11,9 @@ from rich.status import Status
 
 from amptune.measure.outcome import Failure, Measurement
 from amptune.search.events import (
+    ComparisonStarted,
+    ContenderMeasured,
     Event,
-    FinalMeasured,
-    FinalsStarted,
     Observer,
     SearchEnded,
     SearchStarted,
@@ -22,6 +22,12 @@ from amptune.search.events import (
 )
 
 __all__ = ["describe", "progress_for"]
+
+_STAGES = {
+    "finals": "final comparison",
+    "ablation": "the winner, and what each of its settings buys",
+    "verify": "the claim measured again",
+}
 
 
 @contextmanager
@@ -44,8 +50,8 @@ def describe(event: Event) -> str | None:
             return _trial(event)
         case SearchEnded():
             return f"search ended after {event.trials} new trials: {event.because}"
-        case FinalsStarted():
-            return f"final comparison: {len(event.policies)} policies in turn"
+        case ComparisonStarted():
+            return f"{_STAGES[event.stage]}: {len(event.policies)} policies in turn, in fresh processes"
         case _:
             return None
 
@@ -61,8 +67,8 @@ def _show(console: Console, status: Status, event: Event) -> None:
     match event:
         case TrialStarted():
             status.update(f"measuring: {event.policy}")
-        case FinalMeasured():
-            status.update(f"final comparison, round {event.round}: {event.policy}")
+        case ContenderMeasured():
+            status.update(f"{_STAGES[event.stage]}, launch {event.launch + 1}: {event.policy}")
         case _:
             pass
 

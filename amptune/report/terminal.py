@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
@@ -9,10 +11,12 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from amptune.hardware.machine import Cpu, Gpu, Hardware
+    from amptune.search.ablation import Ablated
     from amptune.search.deciding import Decision
     from amptune.search.decision import Standing
+    from amptune.search.verifying import Verification
 
-__all__ = ["print_decision", "print_hardware"]
+__all__ = ["print_decision", "print_hardware", "print_verification"]
 
 _WIDTH_ELSEWHERE = 120
 
@@ -21,6 +25,8 @@ def print_decision(decision: Decision, output: str, stream: TextIO) -> None:
     """What won, against what, and where it was written."""
     console = _console(stream)
     console.print(_comparison(decision))
+    if decision.ablation:
+        console.print(_bought(decision.ablation))
     for finding in decision.findings:
         console.print(f"• {finding}", markup=False)
     parity = decision.policy_file.evidence.get("parity", {})
@@ -30,6 +36,22 @@ def print_decision(decision: Decision, output: str, stream: TextIO) -> None:
     trials = f"{len(decision.trials)} trials, {decision.seconds:.0f} s"
     console.print(f"\n{state} written to {output} ({trials}). In training:", markup=False)
     console.print(f'  tuned = amptune.apply("{output}", model)', markup=False)
+
+
+def print_verification(found: Verification, stream: TextIO) -> None:
+    """Claimed and measured, side by side; then the answer and what changed."""
+    console = _console(stream)
+    table = Table(title=f"on {found.hardware.name}, {found.seconds:.0f} s", title_justify="left", box=None)
+    table.add_column("")
+    for heading in ("claimed", "measured"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    now = found.speedup
+    table.add_row("policy, ms/step", _ms(found.claim.step_ms), _ms(found.policy.step_ms))
+    table.add_row("baseline, ms/step", _ms(found.claim.baseline_ms), _ms(found.baseline.step_ms))
+    table.add_row("speed-up", f"{found.claim.speedup:.3f}×", "failed" if now is None else str(now))
+    console.print(table)
+    for finding in found.findings:
+        console.print(f"• {finding}", markup=False)
 
 
 def print_hardware(hardware: Hardware, stream: TextIO) -> None:
@@ -64,8 +86,27 @@ def _comparison(decision: Decision) -> Table:
     for heading in ("", "ms/step", "95 %", "samples/s", "peak MiB", "vs. baseline"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     table.add_column("policy")
-    for standing in decision.verdict.standings:
+    for standing in _shown(decision):
         table.add_row(*_row(standing, _role(standing, decision)))
+    return table
+
+
+def _shown(decision: Decision) -> list[Standing]:
+    """The finalists; winner and baseline with the figures of the comparison that the claim rests on."""
+    claimed = {decision.verdict.winner.policy: decision.verdict.winner, decision.baseline.policy: decision.baseline}
+    others = [standing for standing in decision.finalists if standing.policy not in claimed]
+    return sorted([*claimed.values(), *others], key=lambda s: (s.failure is not None, -s.speedup))
+
+
+def _bought(ablation: Sequence[Ablated]) -> Table:
+    """What each setting buys."""
+    table = Table(title="\nwhat each setting buys", title_justify="left", box=None)
+    for heading in ("setting", "value", "speed with it / without", "95 %"):
+        table.add_column(heading, no_wrap=True)
+    for one in ablation:
+        value = "" if isinstance(one.value, list) else str(one.value)
+        interval = "" if math.isinf(one.buys.high) else f"{one.buys.low:.3f}-{one.buys.high:.3f}"
+        table.add_row(one.setting, value, f"{one.buys.value:.3f}×", interval)
     return table
 
 
@@ -95,6 +136,10 @@ def _row(standing: Standing, role: str) -> tuple[str, ...]:
         "" if ratio is None else f"{ratio.value:.2f}×",
         policy,
     )
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
 
 
 def _parity_in_words(parity: dict[str, float] | object) -> str:

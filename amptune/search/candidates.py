@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from amptune.measure.subject import Prepared, Subject
-from amptune.policy.settings import Policy, amp_recipe
+from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.exclusions import Group, Ladder, groups_by_intensity, rules_at_depth
-from amptune.search.space import Point, Space, digest, pin, restrict, stock_value, with_knob
+from amptune.search.space import EXCLUSIONS, Point, Space, digest, is_in, pin, restrict, stock_value, with_knob
 from amptune.search.space_file import load_space, space_for
 
 __all__ = ["Candidates", "Wanted", "candidates_for"]
@@ -49,6 +49,13 @@ class Candidates:
         rules = rules_at_depth(self.ladder, depth) if settings.get("autocast") != "off" else ()
         return Policy(**settings, fp32_modules=rules)
 
+    def allows(self, policy: Policy) -> bool:
+        """Whether each setting has a value that the space allows, the user's pins included, tried or not."""
+        settings = {knob.name: knob.choices for knob in self.space.knobs if knob.name != EXCLUSIONS}
+        depths = self.space.choices(EXCLUSIONS)
+        few_enough = not depths or is_in(0, depths) or bool(policy.fp32_modules)
+        return few_enough and all(is_in(getattr(policy, name), choices) for name, choices in settings.items())
+
     @property
     def first(self) -> tuple[Policy, ...]:
         tried = (self.policy_of(point) for point in self.space.try_first)
@@ -82,7 +89,7 @@ def candidates_for(prepared: Prepared, wanted: Wanted, ladder: Ladder = groups_b
         study_name=_study_name(prepared, space, batch_size or subject.batch_size),
         baseline=baseline,
         amp_recipes=tuple(policy for policy in recipes if policy.memory_format == "contiguous"),
-        known_good=recipes,
+        known_good=(replace(STOCK, batch_size=batch_size), *recipes),
     )
 
 

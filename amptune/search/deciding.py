@@ -1,8 +1,8 @@
-"""From trials and final rounds to what is written down: the decision, and the policy file with its evidence."""
+"""From trials and comparisons to what is written down: the decision, and the policy file with its evidence."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from amptune.hardware.machine import Hardware
@@ -11,8 +11,11 @@ from amptune.measure.subject import Prepared, Subject
 from amptune.policy.file import PolicyFile
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
-from amptune.search.decision import Ratio, Round, Standing, Verdict, standings_of, verdict_of
+from amptune.search.ablation import Ablated, ablated, dropped
+from amptune.search.decision import Standing, Verdict, standings_of, verdict_of
 from amptune.search.evidence import evidence_of, labels_of
+from amptune.search.proving import Proof
+from amptune.search.ratios import Ratio, Round
 from amptune.search.trial import Trial
 
 __all__ = ["Decision", "decide"]
@@ -22,12 +25,16 @@ __all__ = ["Decision", "decide"]
 class Decision:
     """What tuning found. `provisional` means the final comparison is missing or was cut short.
 
-    `amp_recipe` is the faster of the AMP recipes that ran, or the failure of the last.
+    `verdict` is what the claim rests on; `finalists` are all that were compared before it, `ablation` what each
+    setting of the winner buys. `amp_recipe` is the faster of the AMP recipes that ran, or the failure of the last.
     """
 
     policy_file: PolicyFile
     verdict: Verdict
+    finalists: tuple[Standing, ...]
+    ablation: tuple[Ablated, ...]
     amp_recipe: Standing | None
+    findings: tuple[Finding, ...]
     trials: tuple[Trial, ...]
     hardware: Hardware
     subject: Subject
@@ -47,43 +54,51 @@ class Decision:
     def baseline(self) -> Standing:
         return self.verdict.baseline
 
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        return self.verdict.findings
-
 
 def decide(
     prepared: Prepared,
     trials: Sequence[Trial],
-    rounds: Sequence[Round],
+    proof: Proof,
     *,
-    baseline: Policy,
     amp_recipes: Sequence[Policy],
-    eligible: Callable[[Policy], bool],
     seconds: float,
     provisional: bool,
 ) -> Decision | None:
-    """None where the baseline was not measured or failed: then nothing can be claimed.
-
-    Only the baseline and `eligible` policies can win; the others stand in the comparison.
-    """
-    verdict = verdict_of(rounds, baseline, eligible) if rounds else None
-    provisional = provisional or verdict is None
-    verdict = verdict or _verdict_of_trials(trials, baseline, eligible)
+    """None where the baseline was not measured or failed: then nothing can be claimed."""
+    baseline = proof.contest.baseline
+    compared = proof.verdict()
+    provisional = provisional or compared is None
+    verdict = compared or _verdict_of_trials(trials, baseline, proof.contest.eligible)
     if verdict is None:
         return None
+    finalists = standings_of(proof.finals, baseline) if proof.finals else verdict.standings
+    amp_recipe = next((standing for standing in finalists if standing.policy in amp_recipes), None)
+    confirmed = proof.confirmed
+    bought = ablated(confirmed.rounds, confirmed.candidate) if confirmed else ()
+    findings = (*verdict.findings, *_findings(proof, verdict))
     policy = verdict.winner.policy
-    amp_recipe = next((standing for standing in verdict.standings if standing.policy in amp_recipes), None)
-    evidence = evidence_of(verdict, amp_recipe, trials, rounds, seconds=seconds, provisional=provisional)
     return Decision(
         policy_file=PolicyFile(
             policy=replace(policy, batch_size=policy.batch_size or prepared.subject.batch_size),
             name=prepared.subject.name,
             valid_for=labels_of(prepared),
-            evidence=evidence,
+            evidence=evidence_of(
+                verdict,
+                trials,
+                [*proof.finals, *(one for ablation in proof.ablations for one in ablation.rounds)],
+                finalists=finalists,
+                amp_recipe=amp_recipe,
+                ablation=bought,
+                findings=findings,
+                seconds=seconds,
+                provisional=provisional,
+            ),
         ),
         verdict=verdict,
+        finalists=finalists,
+        ablation=bought,
         amp_recipe=amp_recipe,
+        findings=findings,
         trials=tuple(trials),
         hardware=prepared.hardware,
         subject=prepared.subject,
@@ -92,12 +107,35 @@ def decide(
     )
 
 
+def _findings(proof: Proof, verdict: Verdict) -> Iterator[Finding]:
+    """What the ablation adds to the verdict's own reasons."""
+    confirmed = proof.confirmed
+    if confirmed is None:
+        if proof.finals and not verdict.keeps_the_baseline:
+            message = (
+                "the budget held no second comparison: the claim rests on the measurements that chose the "
+                "policy, which flatter it a little; more --budget confirms it"
+            )
+            yield Finding(code="unconfirmed", message=message)
+        return
+    if verdict.keeps_the_baseline:
+        finals = verdict_of(proof.finals, proof.contest.baseline, proof.contest.eligible)
+        seen = f" ({finals.speedup})" if finals else ""
+        message = f"the finals had preferred {confirmed.candidate}{seen}; measured anew it was not shown to be faster"
+        yield Finding(code="not-confirmed", message=message)
+        return
+    chain = proof.ablations[: proof.ablations.index(confirmed) + 1]
+    chosen = [*(ablation.candidate for ablation in chain[1:]), verdict.winner.policy]
+    for ablation, following in zip(chain, chosen, strict=True):
+        yield from dropped(ablated(ablation.rounds, ablation.candidate), following)
+
+
 def _verdict_of_trials(trials: Sequence[Trial], baseline: Policy, eligible: Callable[[Policy], bool]) -> Verdict | None:
     """The fastest trial wins, without an interval: what can be said before the final comparison."""
     by_policy = {trial.policy: trial.outcome for trial in trials}
     if not isinstance(by_policy.get(baseline), Measurement):
         return None
-    standings = standings_of([by_policy], baseline)
+    standings = standings_of([Round(launch=0, outcomes=by_policy)], baseline)
     of = {standing.policy: standing for standing in standings}
     winner = next(s for s in standings if s.policy == baseline or (s.failure is None and eligible(s.policy)))
     return Verdict(winner=winner, baseline=of[baseline], standings=standings, findings=(_without_finals(trials),))

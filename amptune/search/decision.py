@@ -1,60 +1,32 @@
-"""Which policy wins, and what may be claimed of it. Pure: from outcomes to a verdict."""
+"""Which policy wins, and what may be claimed of it. Pure: from rounds of outcomes to a verdict."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from amptune.measure.outcome import Failure, Measurement, Outcome
+from amptune.measure.outcome import Failure, Measurement
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
+from amptune.search.ratios import ENOUGH_LAUNCHES, Ratio, Round, launches_of, ratio_between, ratio_of
 
-__all__ = [
-    "Ratio",
-    "Round",
-    "Standing",
-    "Verdict",
-    "departure_count",
-    "ratio_of",
-    "settled",
-    "standings_of",
-    "verdict_of",
-]
+__all__ = ["Standing", "Verdict", "departure_count", "settled", "standings_of", "verdict_of"]
 
-BOOTSTRAP = 2000
-# An interval this narrow (half its width, as a ratio) is worth no further rounds.
+# An interval this narrow (half its width, relative) is worth no further rounds.
 NARROW = 0.01
-
-Round = Mapping[Policy, Outcome]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ratio:
-    """A speed ratio with its 95 % interval: above 1 is faster."""
-
-    value: float
-    low: float
-    high: float
-
-    @property
-    def shows_a_difference(self) -> bool:
-        return self.low > 1 or self.high < 1
-
-    def __str__(self) -> str:
-        if math.isinf(self.high):
-            return f"{self.value:.2f}× (measured once, which claims nothing)"
-        return f"{self.value:.2f}× [{self.low:.2f}, {self.high:.2f}]"
+# Two policies no further apart than this are of one speed to a user, whichever is simpler.
+NEGLIGIBLE = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """One policy in the final comparison. Figures are None where it failed, and `failure` says how.
+    """One policy in a comparison. Figures are None where it failed, and `failure` says how.
 
-    `vs_baseline` compares samples per second in the rounds that both finished.
+    `vs_baseline` compares samples per second in the rounds that both finished. `step_ms` is as measured, so drift
+    moves it and its interval; a ratio it does not.
     """
 
     policy: Policy
@@ -67,10 +39,16 @@ class Standing:
     rounds: int = 0
     failure: Failure | None = None
 
+    @property
+    def speedup(self) -> float:
+        """Over the baseline, 0 where it failed or nothing can be said: what standings are ordered by."""
+        ratio = self.vs_baseline
+        return ratio.value if ratio is not None and ratio.value > 0 else 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The winner among the finalists, the baseline it is held against, and why."""
+    """The winner among the contenders, the baseline it is held against, and why."""
 
     winner: Standing
     baseline: Standing
@@ -79,7 +57,13 @@ class Verdict:
 
     @property
     def speedup(self) -> Ratio:
-        return self.winner.vs_baseline or Ratio(value=1.0, low=1.0, high=1.0)
+        if self.winner.policy == self.baseline.policy or self.winner.vs_baseline is None:
+            return Ratio(value=1.0, low=1.0, high=1.0)
+        return self.winner.vs_baseline
+
+    @property
+    def keeps_the_baseline(self) -> bool:
+        return self.winner.policy == self.baseline.policy
 
 
 def departure_count(policy: Policy) -> int:
@@ -98,112 +82,100 @@ def verdict_of(
     """
     standings = standings_of(rounds, baseline)
     of = {standing.policy: standing for standing in standings}
-    if of[baseline].samples_per_s is None:
+    if baseline not in of or of[baseline].samples_per_s is None:
         return None
-    alive = [s for s in standings if s.samples_per_s is not None and (s.policy == baseline or eligible(s.policy))]
-    fastest = max(alive, key=lambda standing: standing.samples_per_s or 0.0)
-    equals = [s for s in alive if _may_win(s, baseline) and _is_level(rounds, fastest, s)]
-    winner = min(equals, key=lambda s: (s.policy != baseline, departure_count(s.policy), -(s.samples_per_s or 0.0)))
+    alive = [s for s in standings if s.failure is None and (s.policy == baseline or eligible(s.policy))]
+    shown = [s for s in alive if s.vs_baseline is not None and s.vs_baseline.low > 1 and s.policy != baseline]
+    level = [s for s in shown if _is_level(rounds, shown[0], s)]
+    winner = min(level, key=lambda s: (departure_count(s.policy), -s.speedup), default=of[baseline])
     return Verdict(
         winner=winner,
         baseline=of[baseline],
         standings=standings,
-        findings=tuple(_reasons(winner, fastest, baseline, len(equals))),
+        findings=tuple(_reasons(winner, alive[0], of[baseline], len(level), launches_of(rounds))),
     )
 
 
 def standings_of(rounds: Sequence[Round], baseline: Policy) -> tuple[Standing, ...]:
     """Every policy of the rounds, fastest first, failures last."""
-    policies = dict.fromkeys(policy for final_round in rounds for policy in final_round)
+    policies = dict.fromkeys(policy for one in rounds for policy in one.outcomes)
     standings = [_standing(rounds, policy, baseline) for policy in policies]
-    return tuple(sorted(standings, key=lambda standing: -(standing.samples_per_s or 0.0)))
+    return tuple(sorted(standings, key=lambda s: (s.failure is not None, -s.speedup, -(s.samples_per_s or 0.0))))
 
 
 def settled(rounds: Sequence[Round], baseline: Policy) -> bool:
-    """Whether further rounds could hardly change the verdict: every rival of the fastest is beaten, or equal to 1 %.
+    """Whether the ratio of the fastest to each rival that is still measured is known to ±1 %.
 
-    A rival that the last round left out is beaten.
+    It must have been so before the last launch too: a spread over few launches looks small by chance, and to
+    stop whenever it does would make the intervals too narrow.
     """
-    alive = [standing for standing in standings_of(rounds, baseline) if standing.samples_per_s is not None]
-    if not alive:
-        return True
-    ratios = [_ratio(rounds, alive[0].policy, rival.policy) for rival in alive[1:] if rival.policy in rounds[-1]]
-    return all(ratio.low > 1 or (ratio.high - ratio.low) / 2 < NARROW for ratio in ratios)
+    launches = sorted({one.launch for one in rounds})
+    if len(launches) <= ENOUGH_LAUNCHES:
+        return False
+    before = [one for one in rounds if one.launch != launches[-1]]
+    return _is_narrow(rounds, baseline) and _is_narrow(before, baseline)
 
 
-def ratio_of(faster: Sequence[float], slower: Sequence[float]) -> Ratio:
-    """The ratio of paired figures, one pair a round, with a 95 % interval.
-
-    Student's t on the logarithms of the pairs' ratios: drift and noise that hit both of a pair cancel, and few
-    rounds claim little. A single pair has no spread to speak of, and claims nothing.
-    """
-    from scipy.special import stdtrit
-
-    logs = np.log(np.asarray(faster)) - np.log(np.asarray(slower))
-    if len(logs) == 1:
-        return Ratio(value=float(np.exp(logs[0])), low=0.0, high=math.inf)
-    half = float(stdtrit(len(logs) - 1, 0.975)) * float(logs.std(ddof=1)) / math.sqrt(len(logs))
-    low, high = (math.exp(min(logs.mean() + side * half, 700.0)) for side in (-1, 1))
-    return Ratio(value=float(np.exp(logs.mean())), low=low, high=high)
-
-
-def _may_win(standing: Standing, baseline: Policy) -> bool:
-    return standing.policy == baseline or (standing.vs_baseline is not None and standing.vs_baseline.low > 1)
+def _is_narrow(rounds: Sequence[Round], baseline: Policy) -> bool:
+    alive = [standing for standing in standings_of(rounds, baseline) if standing.failure is None]
+    still_measured = [standing.policy for standing in alive if standing.policy in rounds[-1].outcomes]
+    return all(ratio_between(rounds, alive[0].policy, rival).half_width < NARROW for rival in still_measured)
 
 
 def _is_level(rounds: Sequence[Round], fastest: Standing, other: Standing) -> bool:
-    return other is fastest or not _ratio(rounds, fastest.policy, other.policy).shows_a_difference
-
-
-def _ratio(rounds: Sequence[Round], a: Policy, b: Policy) -> Ratio:
-    pairs = [
-        (one.samples_per_s, other.samples_per_s)
-        for final_round in rounds
-        if isinstance(one := final_round.get(a), Measurement) and isinstance(other := final_round.get(b), Measurement)
-    ]
-    if not pairs:
-        return Ratio(value=math.nan, low=0.0, high=math.inf)
-    return ratio_of([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+    """Whether no difference is shown, and none that matters is seen either: what is unclear goes to the faster."""
+    ratio = ratio_between(rounds, fastest.policy, other.policy)
+    return other is fastest or (not ratio.shows_a_difference and ratio.value <= 1 + NEGLIGIBLE)
 
 
 def _standing(rounds: Sequence[Round], policy: Policy, baseline: Policy) -> Standing:
-    outcomes = [final_round[policy] for final_round in rounds if policy in final_round]
+    outcomes = [one.outcomes[policy] for one in rounds if policy in one.outcomes]
     failure = next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)
     if failure is not None:  # once is enough: a policy that fails now and then is no policy to train with
         return Standing(policy=policy, failure=failure, rounds=len(outcomes))
     measured = [outcome for outcome in outcomes if isinstance(outcome, Measurement)]
-    blocks = [outcome.median_ms for outcome in measured]
-    step_ms = statistics.median(blocks)
     energies = [m.energy_j_per_sample for m in measured if m.energy_j_per_sample is not None]
+    step_ms, interval = _step_ms(rounds, policy)
     return Standing(
         policy=policy,
         samples_per_s=1000 * measured[0].samples_per_step / step_ms,
         step_ms=step_ms,
-        step_ms_ci95=_median_interval(blocks),
+        step_ms_ci95=interval,
         peak_memory_mib=max(outcome.peak_allocated_mib for outcome in measured),
         energy_j_per_sample=statistics.median(energies) if energies else None,
-        vs_baseline=_ratio(rounds, policy, baseline),
+        vs_baseline=ratio_between(rounds, policy, baseline),
         rounds=len(measured),
     )
 
 
-def _median_interval(values: Sequence[float]) -> tuple[float, float]:
-    draws = np.random.default_rng(0).choice(np.asarray(values), size=(BOOTSTRAP, len(values)))
-    low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
-    return float(low), float(high)
+def _step_ms(rounds: Sequence[Round], policy: Policy) -> tuple[float, tuple[float, float] | None]:
+    """(the step's time, its 95 % interval or None after one block alone), by the same statistics as a ratio."""
+    blocks: dict[int, list[float]] = defaultdict(list)
+    for one in rounds:
+        if isinstance(outcome := one.outcomes.get(policy), Measurement):
+            blocks[one.launch].append(outcome.median_ms)
+    found = ratio_of(list(blocks.values()))
+    return found.value, None if math.isinf(found.high) else (found.low, found.high)
 
 
-def _reasons(winner: Standing, fastest: Standing, baseline: Policy, equals: int) -> list[Finding]:
-    if winner.policy == baseline:
-        rival = "" if fastest.policy == baseline else f"; the best rival: {fastest.policy}, {fastest.vs_baseline}"
-        return [Finding(code="keep", message=f"keep what you have: no policy was shown to be faster{rival}")]
-    found = [Finding(code="faster", message=f"{winner.policy}: {winner.vs_baseline} the speed of the baseline")]
+def _reasons(winner: Standing, fastest: Standing, baseline: Standing, equals: int, launches: int) -> list[Finding]:
+    found = [_few_launches(launches)] if launches < ENOUGH_LAUNCHES else []
+    if winner is baseline:
+        rival = "" if fastest is baseline else f"; the best rival: {fastest.policy}, {fastest.vs_baseline}"
+        keep = Finding(code="keep", message=f"keep what you have: no policy was shown to be faster{rival}")
+        return [keep, *found]
+    faster = Finding(code="faster", message=f"{winner.policy}: {winner.vs_baseline} the speed of the baseline")
     if equals > 1:
-        found.append(
-            Finding(
-                code="simplest",
-                message=f"no difference shown between the {equals} fastest; the one with the fewest departures wins",
-                figures={"equals": equals},
-            )
-        )
-    return found
+        message = f"no difference shown between the {equals} fastest; the one with the fewest departures wins"
+        found.insert(0, Finding(code="simplest", message=message, figures={"equals": equals}))
+    return [faster, *found]
+
+
+def _few_launches(launches: int) -> Finding:
+    times = "one process launch" if launches == 1 else f"{launches} process launches"
+    return Finding(
+        code="few-launches",
+        message=f"the budget held {times} of each contender, of {ENOUGH_LAUNCHES} wanted: what differs from one "
+        "start of a process to the next is not in the intervals; give more with --budget",
+        figures={"launches": launches, "wanted": ENOUGH_LAUNCHES},
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from amptune.measure.outcome import Outcome
 from amptune.measure.subject import Prepared
@@ -11,15 +12,20 @@ from amptune.policy.settings import Policy
 from amptune.search.trial import Trial
 
 __all__ = [
+    "ComparisonStarted",
+    "ContenderMeasured",
     "Event",
-    "FinalMeasured",
-    "FinalsStarted",
     "Observer",
     "SearchEnded",
     "SearchStarted",
+    "Stage",
     "TrialEnded",
     "TrialStarted",
 ]
+
+
+# What contenders are compared for: to choose a winner, to see what each of its settings buys, to check a claim.
+Stage = Literal["finals", "ablation", "verify"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,16 +62,22 @@ class SearchEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinalsStarted:
+class ComparisonStarted:
+    """Contenders are about to be measured in turn, in processes of their own."""
+
+    stage: Stage
     policies: tuple[Policy, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinalMeasured:
-    round: int
+class ContenderMeasured:
+    """One block of one contender; `launch` counts the starts of its process, from 0."""
+
+    stage: Stage
+    launch: int
     policy: Policy
     outcome: Outcome
 
 
-Event = SearchStarted | TrialStarted | TrialEnded | SearchEnded | FinalsStarted | FinalMeasured
+Event = SearchStarted | TrialStarted | TrialEnded | SearchEnded | ComparisonStarted | ContenderMeasured
 Observer = Callable[[Event], None]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, cast
 
-from amptune.measure.outcome import Measurement
+from amptune.measure.outcome import Measurement, Outcome
 from amptune.measure.subject import Prepared
 from amptune.policy.file import Evidence
+from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.policy.wire import policy_to_dict
-from amptune.search.decision import Round, Standing, Verdict
+from amptune.search.ablation import Ablated
+from amptune.search.decision import Standing, Verdict
+from amptune.search.ratios import Round
 from amptune.search.trial import Trial
 
-__all__ = ["evidence_of", "labels_of", "parity_of"]
+__all__ = ["evidence_of", "in_order", "labels_of", "parity_of"]
 
 # Under these labels the evidence holds. Others (driver, site labels) may differ without changing which policy wins.
 _HOLDS_FOR = {
@@ -32,14 +36,17 @@ def labels_of(prepared: Prepared) -> dict[str, str]:
 
 def evidence_of(
     verdict: Verdict,
-    amp_recipe: Standing | None,
     trials: Sequence[Trial],
     rounds: Sequence[Round],
     *,
+    finalists: Sequence[Standing],
+    amp_recipe: Standing | None,
+    ablation: Sequence[Ablated],
+    findings: Sequence[Finding],
     seconds: float,
     provisional: bool,
 ) -> Evidence:
-    """The policy file's `evidence`, from the final comparison (or, provisionally, from the trials).
+    """The policy file's `evidence`, from the comparisons (or, provisionally, from the trials).
 
     In the order of the format, so that a reader meets the claim before the figures of all finalists.
     """
@@ -48,8 +55,8 @@ def evidence_of(
     evidence = Evidence(
         baseline=_figures(verdict.baseline),
         parity=parity_of(trials, rounds, winner.policy, verdict.baseline.policy),
-        finalists=[_figures(standing) for standing in verdict.standings],
-        findings=[finding.as_dict() for finding in verdict.findings],
+        finalists=[_figures(standing) for standing in finalists],
+        findings=[finding.as_dict() for finding in findings],
         tuned_on=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         trials=len(trials),
         seconds=round(seconds, 1),
@@ -57,8 +64,15 @@ def evidence_of(
     evidence.update(own)
     if amp_recipe is not None:
         evidence["amp_recipe"] = _figures(amp_recipe)
+    if ablation:
+        evidence["ablation"] = {one.setting: _bought(one) for one in ablation}
     if provisional:
         evidence["provisional"] = True
+    return in_order(evidence)
+
+
+def in_order(evidence: Evidence) -> Evidence:
+    """The same, its keys in the order of the format."""
     found: Any = evidence
     return cast("Evidence", {key: found[key] for key in Evidence.__annotations__ if key in found})
 
@@ -69,9 +83,8 @@ def parity_of(trials: Sequence[Trial], rounds: Sequence[Round], policy: Policy, 
     Losses by the largest relative deviation, the first gradient's L2 norm by its relative deviation; and the
     same between the baseline's own runs, which differ by the GPU's order of summation alone.
     """
-    trial_round = {trial.policy: trial.outcome for trial in trials}
-    own = _measurements([trial_round, *rounds], policy)
-    reference = _measurements([trial_round, *rounds], baseline)
+    looks = [{trial.policy: trial.outcome for trial in trials}, *(one.outcomes for one in rounds)]
+    own, reference = _measurements(looks, policy), _measurements(looks, baseline)
     if not own or not reference:
         return {}
     first = reference[0]
@@ -85,8 +98,8 @@ def parity_of(trials: Sequence[Trial], rounds: Sequence[Round], policy: Policy, 
     return {name: float(f"{value:.3g}") for name, value in parity.items()}
 
 
-def _measurements(rounds: Sequence[Mapping[Policy, Any]], policy: Policy) -> list[Measurement]:
-    return [outcome for r in rounds if isinstance(outcome := r.get(policy), Measurement)]
+def _measurements(looks: Sequence[Mapping[Policy, Outcome]], policy: Policy) -> list[Measurement]:
+    return [outcome for look in looks if isinstance(outcome := look.get(policy), Measurement)]
 
 
 def _loss_deviation(a: Measurement, b: Measurement) -> float:
@@ -113,9 +126,19 @@ def _own_figures(standing: Standing) -> dict[str, Any]:
     ratio = standing.vs_baseline
     if ratio is not None:
         figures["speedup"] = _rounded(ratio.value)
-        if standing.rounds > 1:
+        if not math.isinf(ratio.high):
             figures["speedup_ci95"] = [_rounded(ratio.low), _rounded(ratio.high)]
+        figures["launches"] = ratio.launches
     return {name: value for name, value in figures.items() if value is not None}
+
+
+def _bought(one: Ablated) -> dict[str, Any]:
+    return {
+        "value": one.value,
+        "reverted_to": one.reverted_to,
+        "buys": _rounded(one.buys.value),
+        "buys_ci95": None if math.isinf(one.buys.high) else [_rounded(one.buys.low), _rounded(one.buys.high)],
+    }
 
 
 def _rounded(value: float | None) -> float | None:

@@ -1,29 +1,33 @@
-"""The final comparison: baselines and finalists measured in turn, round after round, so that drift hits them all."""
+"""The comparison: contenders measured in turn, round after round, launch after launch, so that drift hits them all."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import Policy
 from amptune.search.budget import Budget
-from amptune.search.decision import Round, settled
-from amptune.search.events import FinalMeasured, FinalsStarted, Observer
+from amptune.search.decision import settled
+from amptune.search.events import ComparisonStarted, ContenderMeasured, Observer, Stage
+from amptune.search.ratios import Round
 
-__all__ = ["MIN_ROUNDS", "compare"]
+__all__ = ["MAX_LAUNCHES", "ROUNDS_PER_LAUNCH", "compare"]
 
-MIN_ROUNDS = 5
-MAX_ROUNDS = 12
-# Slower than this share of the best in this many rounds, and it is not measured in the rest.
-FAR_BEHIND = 0.75
-FAR_BEHIND_ROUNDS = 2
-FINAL_EFFORT = Effort(warmup_s=1.0, measure_s=0.3, min_steps=4)
+# An outlier does not move the median of three; more launches tell more than more rounds in one.
+ROUNDS_PER_LAUNCH = 3
+MAX_LAUNCHES = 10
+# Slower than this share of the best in all of this many looks, and it is not measured any more.
+FAR_BEHIND = 0.9
+FAR_BEHIND_LOOKS = 3
+FINAL_EFFORT = Effort(warmup_s=2.0, measure_s=0.4, min_steps=6, precision=0.003)
 SHORTEST_LIMIT_S, LONGEST_LIMIT_S = 10.0, 120.0
 # A worker that dies or hangs once may have been an accident; running out of memory is not.
 ACCIDENTS = ("crash", "timeout")
+
+Enough = Callable[[Sequence[Round]], bool]
 
 
 def compare(
@@ -31,56 +35,109 @@ def compare(
     policies: Sequence[Policy],
     budget: Budget,
     *,
+    stage: Stage,
     baseline: Policy,
-    tried: Round,
     seed: int,
     observer: Observer,
+    tried: Mapping[Policy, Outcome] | None = None,
+    enough: Enough | None = None,
+    start_s: float = 0.0,
 ) -> Iterator[Round]:
     """Yields rounds in which each policy was measured once, in random order; one round at the least.
 
-    Ends when the verdict is settled or the budget cannot hold another round. `tried` is what became of the
-    policies in the search. One that failed, there or here, is not measured again; its failure stands in the
-    rounds that follow. One far behind, there and here, is left out of the rest: more rounds for those that may
-    win.
+    Each launch starts a fresh process for every contender and holds three rounds. Launches go on until there are
+    `enough` (by default, until every ratio is known to ±1 %) or the budget cannot hold another. `tried` is what
+    became of the policies before. One that failed, there or here, is not measured again; one far behind, there
+    and here, is left out of the rest: more launches for those that may win. The baseline always stays. Where the
+    budget has not the `start_s` that a launch takes, the processes that run already do.
     """
-    observer(FinalsStarted(policies=tuple(policies)))
-    shuffle = random.Random(seed)  # noqa: S311  # an order of measuring, no secret
-    rounds: list[Round] = []
-    failures = {policy: outcome for policy, outcome in tried.items() if isinstance(outcome, Failure)}
-    last_s = 0.0
-    while len(rounds) < MAX_ROUNDS and (not rounds or budget.left_s > last_s):
-        if len(rounds) >= MIN_ROUNDS and settled(rounds, baseline):
-            break
-        before_s = budget.left_s
+    return _Comparison(evaluator, policies, budget, stage, baseline, seed, observer, tried or {}).rounds_until(
+        enough or (lambda rounds: settled(rounds, baseline)), start_s
+    )
+
+
+class _Comparison:
+    """One comparison under way: what was measured, and so what is still worth measuring."""
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        policies: Sequence[Policy],
+        budget: Budget,
+        stage: Stage,
+        baseline: Policy,
+        seed: int,
+        observer: Observer,
+        tried: Mapping[Policy, Outcome],
+    ) -> None:
+        self._evaluator = evaluator
+        self._policies = tuple(policies)
+        self._budget = budget
+        self._stage = stage
+        self._baseline = baseline
+        self._observer = observer
+        self._tried = tried
+        self._shuffle = random.Random(seed)  # noqa: S311  # an order of measuring, no secret
+        self._rounds: list[Round] = []
+        self._failed = {policy for policy, outcome in tried.items() if isinstance(outcome, Failure)}
+
+    def rounds_until(self, enough: Enough, start_s: float) -> Iterator[Round]:
+        self._observer(ComparisonStarted(stage=self._stage, policies=self._policies))
+        budget = self._budget
+        for launch in range(MAX_LAUNCHES):
+            before_s, round_s = budget.left_s, 0.0
+            if launch > 0 or before_s > start_s:
+                self._evaluator.launch(self._contenders())
+                start_s = before_s - budget.left_s
+            for _ in range(ROUNDS_PER_LAUNCH):
+                if self._rounds and (budget.left_s < round_s or len(self._contenders()) == 1):
+                    break
+                before_s = budget.left_s
+                yield self._round(launch)
+                round_s = before_s - budget.left_s
+            if enough(self._rounds) or budget.left_s < start_s + round_s or len(self._contenders()) == 1:
+                return
+
+    def _contenders(self) -> list[Policy]:
+        """Those that may still win, and the baseline."""
+        looks = [self._tried, *(one.outcomes for one in self._rounds)]
+        return [
+            policy
+            for policy in self._policies
+            if policy == self._baseline or (policy not in self._failed and not _is_far_behind(policy, looks))
+        ]
+
+    def _round(self, launch: int) -> Round:
         outcomes: dict[Policy, Outcome] = {}
-        contenders = [p for p in policies if p == baseline or not _is_far_behind(p, [tried, *rounds])]
-        for policy in shuffle.sample(contenders, len(contenders)):
-            outcomes[policy] = failures.get(policy) or _measure(evaluator, policy, budget)
-            observer(FinalMeasured(round=len(rounds) + 1, policy=policy, outcome=outcomes[policy]))
-        failures |= {policy: outcome for policy, outcome in outcomes.items() if isinstance(outcome, Failure)}
-        rounds.append(outcomes)
-        yield outcomes
-        last_s = before_s - budget.left_s
+        if not self._rounds:  # what failed before stands in the comparison with its failure
+            outcomes = {policy: self._tried[policy] for policy in self._policies if policy in self._failed}
+        contenders = self._contenders()
+        for policy in self._shuffle.sample(contenders, len(contenders)):
+            outcomes[policy] = self._measure(policy)
+            self._observer(ContenderMeasured(stage=self._stage, launch=launch, policy=policy, outcome=outcomes[policy]))
+        self._failed |= {policy for policy, outcome in outcomes.items() if isinstance(outcome, Failure)}
+        self._rounds.append(Round(launch=launch, outcomes=outcomes))
+        return self._rounds[-1]
+
+    def _measure(self, policy: Policy) -> Outcome:
+        left_s = self._budget.left_s
+        limit_s = min(LONGEST_LIMIT_S, max(SHORTEST_LIMIT_S, left_s))
+        outcome = self._evaluator.measure(policy, replace(FINAL_EFFORT, time_limit_s=limit_s))
+        if isinstance(outcome, Failure) and outcome.kind in ACCIDENTS and self._budget.left_s > SHORTEST_LIMIT_S:
+            limit_s = min(LONGEST_LIMIT_S, self._budget.left_s)
+            outcome = self._evaluator.measure(policy, replace(FINAL_EFFORT, time_limit_s=limit_s))
+        return outcome
 
 
-def _measure(evaluator: Evaluator, policy: Policy, budget: Budget) -> Outcome:
-    limit_s = min(LONGEST_LIMIT_S, max(SHORTEST_LIMIT_S, budget.left_s))
-    outcome = evaluator.measure(policy, replace(FINAL_EFFORT, time_limit_s=limit_s))
-    if isinstance(outcome, Failure) and outcome.kind in ACCIDENTS and budget.left_s > SHORTEST_LIMIT_S:
-        outcome = evaluator.measure(policy, replace(FINAL_EFFORT, time_limit_s=max(SHORTEST_LIMIT_S, budget.left_s)))
-    return outcome
+def _is_far_behind(policy: Policy, looks: Sequence[Mapping[Policy, Outcome]]) -> bool:
+    """Whether a policy lost every look by so much that no noise explains it."""
+    lost = [
+        outcome.samples_per_s < FAR_BEHIND * _best(look)
+        for look in looks
+        if isinstance(outcome := look.get(policy), Measurement)
+    ]
+    return len(lost) >= FAR_BEHIND_LOOKS and all(lost)
 
 
-def _is_far_behind(policy: Policy, rounds: Sequence[Round]) -> bool:
-    """Whether a policy lost every round by so much that no noise explains it."""
-    behind = [outcome.samples_per_s < FAR_BEHIND * _best(r) for r in rounds if (outcome := _measured(policy, r))]
-    return len(behind) >= FAR_BEHIND_ROUNDS and all(behind)
-
-
-def _measured(policy: Policy, final_round: Round) -> Measurement | None:
-    outcome = final_round.get(policy)
-    return outcome if isinstance(outcome, Measurement) else None
-
-
-def _best(final_round: Round) -> float:
-    return max(outcome.samples_per_s for outcome in final_round.values() if isinstance(outcome, Measurement))
+def _best(look: Mapping[Policy, Outcome]) -> float:
+    return max(outcome.samples_per_s for outcome in look.values() if isinstance(outcome, Measurement))

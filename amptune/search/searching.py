@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -86,7 +85,7 @@ def _search_until(
             continue
         if suggestion is None:
             return "every policy of the space is measured"
-        trial = _try(study, suggestion, evaluator, budget.left_s - reserve_s(), observer)
+        trial = _try(study, suggestion, evaluator, budget, budget.left_s - reserve_s(), observer)
         if trial is None:
             return "the budget for searching is spent"
         study.tell(suggestion, trial)
@@ -106,14 +105,16 @@ def _dear_variants(study: Study) -> list[Policy]:
     return [policy for policy in variants if policy in study][:DEAR_VARIANTS]
 
 
-def _try(study: Study, suggestion: Suggestion, evaluator: Evaluator, left_s: float, observer: Observer) -> Trial | None:
+def _try(
+    study: Study, suggestion: Suggestion, evaluator: Evaluator, budget: Budget, left_s: float, observer: Observer
+) -> Trial | None:
     """The trial, or None where the budget and not the policy cut it short: that says nothing about the policy."""
     observer(TrialStarted(policy=suggestion.policy))
     shortest_s = SHORTEST_TRIAL_S if study.trials else SHORTEST_BASELINE_S
     limit_s = min(TRIAL_LIMIT_S, max(shortest_s, left_s))
-    start = time.monotonic()
+    before_s = budget.spent_s
     outcome = evaluator.measure(suggestion.policy, _effort(study, suggestion.policy, limit_s))
-    seconds = time.monotonic() - start
+    seconds = budget.spent_s - before_s
     if isinstance(outcome, Failure) and outcome.kind == "timeout" and limit_s < TRIAL_LIMIT_S:
         study.forget(suggestion)
         return None

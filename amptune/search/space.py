@@ -14,6 +14,7 @@ from amptune.policy import settings
 from amptune.policy.settings import STOCK, Policy
 
 __all__ = [
+    "EXCLUSIONS",
     "Forbidden",
     "Knob",
     "Point",

@@ -18,18 +18,21 @@ from amptune.policy.settings import STOCK, Policy
 from amptune.search.budget import Budget
 from amptune.search.candidates import Candidates, Wanted, candidates_for
 from amptune.search.deciding import Decision, decide
-from amptune.search.decision import Round
 from amptune.search.events import Observer, SearchStarted
-from amptune.search.finals import MIN_ROUNDS, compare
+from amptune.search.finals import ROUNDS_PER_LAUNCH
+from amptune.search.proving import Contest, Proof, prove
 from amptune.search.request import TuningRequest, place_of, source_of
+from amptune.search.samples import keeping_samples
 from amptune.search.searching import search
 from amptune.search.study import Study, open_study
 from amptune.workload.protocol import Workload
 
 __all__ = ["TuningInterrupted", "run_tuning", "tune", "tune_with"]
 
-# The finals take at most this share of the budget; the search has the rest.
-FINALS_SHARE = 0.5
+# The comparisons behind the search are kept at most this share of the budget; the search has the rest.
+PROOF_SHARE = 0.5
+# The proof is not kept more time than these launches of each contender, half of them for the finals.
+LAUNCHES_KEPT = 8
 FINALISTS = 3
 # Importing torch and building a small model must be possible under the shortest budget.
 SHORTEST_PREPARE_S = 15.0
@@ -86,21 +89,22 @@ def run_tuning(request: TuningRequest, observer: Observer) -> Decision:
     with _locked(request.folder):
         evaluator = WorkerEvaluator(request.source, request.device, request.folder / "workers.log")
         try:
-            return tune_with(evaluator, request, observer)
+            return tune_with(evaluator, request, keeping_samples(request.folder, observer))
         finally:
             evaluator.close()
 
 
 def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) -> Decision:
     """The same on any evaluator: this machine, or a recording of one."""
+    before_s = request.budget.spent_s
     prepared = evaluator.prepare(max(SHORTEST_PREPARE_S, request.budget.left_s))
+    prepare_s = request.budget.spent_s - before_s
     candidates = candidates_for(prepared, request.wanted)
     name, space = candidates.study_name, candidates.space
     study = open_study(request.study, name, space, candidates.policy_of, seed=request.seed)
-    rounds: list[Round] = []
-    progress = _Progress(request, prepared, candidates, study, rounds)
+    progress = _Progress(request, prepared, candidates, study)
     try:
-        _run(evaluator, progress, observer)
+        _run(evaluator, progress, prepare_s, observer)
     except KeyboardInterrupt:
         raise TuningInterrupted(progress.decision(provisional=True)) from None
     decision = progress.decision(provisional=False)
@@ -109,7 +113,7 @@ def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) 
     return decision
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Progress:
     """A tuning run under way: what a decision can be made of at any moment."""
 
@@ -117,22 +121,37 @@ class _Progress:
     prepared: Prepared
     candidates: Candidates
     study: Study
-    rounds: list[Round]
+    proof: Proof | None = None
+
+    def enter_proof(self) -> Proof:
+        """Who is compared behind the search: the baseline, stock PyTorch, the AMP recipes and the fastest trials."""
+        self.proof = self._proof_of(_finalists(self.study, self.candidates))
+        return self.proof
 
     def decision(self, *, provisional: bool) -> Decision | None:
         return decide(
             self.prepared,
             self.study.trials,
-            self.rounds,
-            baseline=self.candidates.baseline,
+            self.proof or self._proof_of(()),
             amp_recipes=self.candidates.amp_recipes,
-            eligible=self.study.__contains__,
             seconds=self.request.budget.spent_s,
             provisional=provisional,
         )
 
+    def _proof_of(self, finalists: tuple[Policy, ...]) -> Proof:
+        return Proof(
+            contest=Contest(
+                baseline=self.candidates.baseline,
+                finalists=finalists,
+                eligible=self.study.__contains__,
+                variant_eligible=self.candidates.allows,
+                tried={trial.policy: trial.outcome for trial in self.study.trials},
+                seed=self.request.seed,
+            )
+        )
 
-def _run(evaluator: Evaluator, progress: _Progress, observer: Observer) -> None:
+
+def _run(evaluator: Evaluator, progress: _Progress, prepare_s: float, observer: Observer) -> None:
     request, study, candidates = progress.request, progress.study, progress.candidates
     study.reconsider(candidates.baseline)
     study.measure_first(candidates.first)
@@ -151,32 +170,24 @@ def _run(evaluator: Evaluator, progress: _Progress, observer: Observer) -> None:
         evaluator,
         request.budget,
         baseline=candidates.baseline,
-        reserve_s=lambda: _finals_s(study, request.budget, 1 + len(candidates.known_good) + FINALISTS),
+        reserve_s=lambda: _proof_s(study, request.budget, prepare_s),
         observer=observer,
     )
     baseline = study.trial_of(candidates.baseline)
     if baseline is None or isinstance(baseline.outcome, Failure):
         return
-    finalists = _finalists(study, candidates)
-    if len(finalists) == 1:
-        return
-    for final_round in compare(
-        evaluator,
-        finalists,
-        request.budget,
-        baseline=candidates.baseline,
-        tried={trial.policy: trial.outcome for trial in study.trials},
-        seed=request.seed,
-        observer=observer,
-    ):
-        progress.rounds.append(final_round)
+    proof = progress.enter_proof()
+    if len(proof.contest.finalists) > 1:
+        prove(evaluator, proof, request.budget, prepare_s, observer)
 
 
-def _finals_s(study: Study, budget: Budget, policies: int) -> float:
-    """The time to keep for the finals: their least rounds, at what a trial has cost so far."""
+def _proof_s(study: Study, budget: Budget, prepare_s: float) -> float:
+    """The time to keep for the comparisons, at what starting a worker and a trial have cost so far."""
     costs = sorted(trial.seconds for trial in study.trials)
     typical_s = costs[len(costs) // 2] if costs else 0.0
-    return min(FINALS_SHARE * budget.seconds, MIN_ROUNDS * min(policies, len(costs)) * typical_s)
+    contenders = min(2 + FINALISTS, len(costs))
+    wanted_s = LAUNCHES_KEPT * (prepare_s + ROUNDS_PER_LAUNCH * contenders * typical_s)
+    return min(PROOF_SHARE * budget.seconds, wanted_s)
 
 
 def _finalists(study: Study, candidates: Candidates) -> tuple[Policy, ...]:

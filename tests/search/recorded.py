@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -77,13 +77,15 @@ Interference = Callable[[Policy], Failure | None]
 
 @dataclass
 class RecordedEvaluator:
-    """Answers from the grid; `interfere` may fail a policy, or raise, before it does."""
+    """Answers from the grid, or from `true_ms`; `interfere` may fail a policy, or raise, before it does."""
 
     workload: str
     noise: float = 0.01
     seed: int = 0
     interfere: Interference = lambda _: None
+    true_ms: Callable[[Policy], float] | None = None
     measured: list[Policy] = field(default_factory=list)
+    launched: list[tuple[Policy, ...]] = field(default_factory=list)
     closed: bool = False
 
     def prepare(self, limit_s: float) -> Prepared:  # noqa: ARG002  # a recording is there at once
@@ -98,13 +100,16 @@ class RecordedEvaluator:
         )
         return Prepared(hardware=H200, subject=subject)
 
+    def launch(self, policies: Sequence[Policy]) -> None:
+        self.launched.append(tuple(policies))
+
     def measure(self, policy: Policy, effort: Effort) -> Outcome:
         self.measured.append(policy)
         failure = self.interfere(policy)
         if failure is not None:
             return failure
         rng = random.Random(f"{self.seed} {len(self.measured)}")
-        ms = recorded_ms(self.workload, policy)
+        ms = self.true_ms(policy) if self.true_ms else recorded_ms(self.workload, policy)
         steps = max(effort.min_steps, 5)
         return Measurement(
             samples_per_step=policy.batch_size or 128,

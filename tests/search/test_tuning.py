@@ -57,7 +57,7 @@ def test_a_single_convolution_keeps_autocast_off(tmp_path: Path) -> None:
 
 def test_stock_and_the_amp_recipes_are_always_compared_in_the_end(tmp_path: Path) -> None:
     decision, _ = tuned_on(RecordedEvaluator("resnet50"), tmp_path)
-    finalists = {standing.policy for standing in decision.verdict.standings}
+    finalists = {standing.policy for standing in decision.finalists}
     assert {STOCK, amp_recipe("bf16"), amp_recipe("fp16")} <= finalists
     assert amp_recipe("bf16", memory_format="channels_last") in finalists
     assert decision.amp_recipe is not None
@@ -67,7 +67,7 @@ def test_stock_and_the_amp_recipes_are_always_compared_in_the_end(tmp_path: Path
 def test_an_amp_recipe_that_fails_stands_in_the_comparison_with_its_failure(tmp_path: Path) -> None:
     evaluator = RecordedEvaluator("resnet50", interfere=failing(amp_recipe("fp16")))
     decision, _ = tuned_on(evaluator, tmp_path)
-    of = {standing.policy: standing for standing in decision.verdict.standings}
+    of = {standing.policy: standing for standing in decision.finalists}
     assert of[amp_recipe("fp16")].failure == OOM
 
 
@@ -163,7 +163,7 @@ def test_a_pinned_knob_is_not_searched_but_stock_is_still_compared(tmp_path: Pat
     tried = {event.trial.policy for event in events if isinstance(event, TrialEnded)}
     known = {STOCK, *(amp_recipe("fp16", memory_format=f) for f in ("contiguous", "channels_last"))}
     assert {policy.autocast for policy in tried - known} == {"bf16"}
-    assert STOCK in {standing.policy for standing in decision.verdict.standings}
+    assert STOCK in {standing.policy for standing in decision.finalists}
 
 
 def test_another_baseline_is_what_the_claim_is_held_against(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_an_unknown_knob_or_space_is_a_clear_error(tmp_path: Path) -> None:
 def test_a_pin_binds_the_winner(tmp_path: Path) -> None:
     decision, _ = tuned_on(RecordedEvaluator("resnet50"), tmp_path, pins={"autocast": "off"})
     assert decision.policy.autocast == "off"
-    assert amp_recipe("fp16") in {standing.policy for standing in decision.verdict.standings}
+    assert amp_recipe("fp16") in {standing.policy for standing in decision.finalists}
 
 
 def test_a_baseline_that_once_failed_is_measured_again(tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""`amptune verify`: does a policy's claim hold on this machine, today?"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from amptune.cli.options import SECONDS, json_option, print_json
+
+if TYPE_CHECKING:
+    from amptune.search.verifying import Verification
+
+__all__ = ["verify_command"]
+
+DOES_NOT_HOLD = 1
+
+
+@click.command("verify", short_help="Measure a policy's claim again: does it still hold here?")
+@click.argument("policy", metavar="POLICY.yaml")
+@click.argument("target")
+@click.option("--budget", type=SECONDS, default="90s", show_default=True, help="Wall-clock time of the whole command.")
+@click.option("--device", metavar="cuda:N|cpu", help="Default: the first GPU, else the CPU.")
+@json_option
+def verify_command(policy: str, target: str, budget: float, device: str | None, as_json: bool) -> int:
+    """Measure the claim of POLICY.yaml again, on this machine, against the baseline it names.
+
+    TARGET is the workload it was tuned for, FILE.py:NAME or PACKAGE.MODULE:NAME. Policy and baseline are
+    measured in turn, in several process launches of each. The claim holds if the new 95 % interval reaches the
+    claimed speed-up less 2 %: exit code 0, else 1, with what changed. 4 on hardware the policy is not for.
+    """
+    from amptune.cli.entry import STARTED
+    from amptune.policy.loading import load
+    from amptune.report.progress import progress_for
+    from amptune.report.terminal import print_verification
+    from amptune.search.budget import Budget
+    from amptune.search.verifying import verify
+
+    policy_file = load(policy)
+    with progress_for(sys.stderr) as observer:
+        found = verify(
+            policy_file, target, budget=Budget(seconds=budget, started=STARTED), device=device, observer=observer
+        )
+    if as_json:
+        print_json("amptune.verify/1", _as_data(found, policy))
+    else:
+        print_verification(found, sys.stdout)
+    return 0 if found.holds else DOES_NOT_HOLD
+
+
+def _as_data(found: Verification, policy: str) -> dict[str, Any]:
+    now = found.speedup
+    return {
+        "file": policy,
+        "holds": found.holds,
+        "claimed": {
+            "speedup": found.claim.speedup,
+            "step_ms": found.claim.step_ms,
+            "baseline_step_ms": found.claim.baseline_ms,
+        },
+        "measured": {
+            "speedup": now and now.value,
+            "speedup_ci95": now and [now.low, now.high],
+            "launches": now and now.launches,
+            "step_ms": found.policy.step_ms,
+            "baseline_step_ms": found.baseline.step_ms,
+        },
+        "findings": [finding.as_dict() for finding in found.findings],
+    }

@@ -1,0 +1,99 @@
+"""What each setting of a policy buys: the policy with one setting at a time put back to stock PyTorch. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from amptune.policy.findings import Finding
+from amptune.policy.settings import STOCK, Policy
+from amptune.search.ratios import Ratio, Round, ratio_between
+
+__all__ = ["Ablated", "Variant", "ablated", "dropped", "variants_of"]
+
+
+# More FP32 rules than these are reverted all at once: each variant costs a process in every launch.
+MOST_RULES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A policy with one setting reverted; a few FP32 rules are a setting each, named `fp32_modules: RULE`."""
+
+    setting: str
+    value: Any
+    reverted_to: Any
+    policy: Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ablated:
+    """What one setting buys: the speed with it over the speed without."""
+
+    setting: str
+    value: Any
+    reverted_to: Any
+    buys: Ratio
+
+
+def variants_of(policy: Policy) -> tuple[Variant, ...]:
+    """One variant for each departure from stock PyTorch, the user's own batch size aside.
+
+    Reverting autocast takes along what has no meaning without it: FP32 rules and the loss scale.
+    """
+    return tuple(variant for variant in _variants(policy) if variant.policy != policy)
+
+
+def ablated(rounds: Sequence[Round], policy: Policy) -> tuple[Ablated, ...]:
+    """What each setting of `policy` buys, for those whose variant was measured beside it."""
+    return tuple(
+        Ablated(setting=v.setting, value=v.value, reverted_to=v.reverted_to, buys=ratio)
+        for v in variants_of(policy)
+        if (ratio := ratio_between(rounds, policy, v.policy)).launches
+    )
+
+
+def dropped(found: Sequence[Ablated], chosen: Policy) -> tuple[Finding, ...]:
+    """The settings that `chosen`, a variant of the policy they were found for, has no more; and why."""
+    kept = {variant.setting for variant in variants_of(chosen)}
+    return tuple(
+        Finding(
+            code="setting-dropped",
+            message=f"{_words(one)} bought nothing ({one.buys}), so it was dropped",
+            figures={"setting": one.setting, "buys": one.buys.value},
+        )
+        for one in found
+        if one.setting not in kept
+    )
+
+
+def _words(one: Ablated) -> str:
+    return one.setting if isinstance(one.value, list) else f"{one.setting}: {one.value}"
+
+
+def _variants(policy: Policy) -> Iterator[Variant]:
+    for name, value in policy.departures():
+        stock = getattr(STOCK, name)
+        if name == "autocast":
+            reverted = replace(policy, autocast=stock, fp32_modules=(), loss_scale=None)
+            yield Variant(setting=name, value=value, reverted_to=stock, policy=reverted)
+        elif name == "fp32_modules":
+            yield from _without_rules(policy)
+        elif name != "batch_size":
+            yield Variant(setting=name, value=value, reverted_to=stock, policy=replace(policy, **{name: stock}))
+
+
+def _without_rules(policy: Policy) -> Iterator[Variant]:
+    rules = policy.fp32_modules
+    groups = [(rule,) for rule in rules] if len(rules) <= MOST_RULES else [rules]
+    for group in groups:
+        kept = tuple(rule for rule in rules if rule not in group)
+        # With every module in half precision, nothing is left for the FP32 math mode to act on.
+        math = policy.fp32_math if kept or policy.autocast == "off" else STOCK.fp32_math
+        yield Variant(
+            setting=f"fp32_modules: {' + '.join(map(str, group))}",
+            value=[str(rule) for rule in group],
+            reverted_to=[],
+            policy=replace(policy, fp32_modules=kept, fp32_math=math),
+        )

@@ -1,0 +1,157 @@
+"""From finalists to a proven winner: the finals choose it, the ablation measures it anew beside its variants.
+
+What is claimed of a winner comes from launches that had no part in choosing it: the fastest of several looks
+faster than it is on the very measurements that made it the fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from amptune.measure.evaluator import Evaluator
+from amptune.measure.outcome import Outcome
+from amptune.policy.settings import Policy
+from amptune.search.ablation import variants_of
+from amptune.search.budget import Budget
+from amptune.search.decision import Verdict, settled, verdict_of
+from amptune.search.events import Observer
+from amptune.search.finals import ROUNDS_PER_LAUNCH, Enough, compare
+from amptune.search.ratios import ENOUGH_LAUNCHES, Round, launches_of
+
+__all__ = ["Ablation", "Contest", "Proof", "prove"]
+
+# Of the time behind the search, for the finals; a winner's ablation has the rest.
+FINALS_SHARE = 0.5
+
+Eligible = Callable[[Policy], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """Who takes part and who may win: the baseline, and of the others those that the user's wishes allow."""
+
+    baseline: Policy
+    finalists: Sequence[Policy]
+    eligible: Eligible
+    variant_eligible: Eligible
+    tried: Mapping[Policy, Outcome] = field(default_factory=dict)
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablation:
+    """A candidate and its variants, measured beside the baseline; grows while they are."""
+
+    candidate: Policy
+    rounds: list[Round] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """All comparisons of one tuning run, as far as they got: a decision can be made of it at any moment."""
+
+    contest: Contest
+    finals: list[Round] = field(default_factory=list)
+    ablations: list[Ablation] = field(default_factory=list)
+
+    @property
+    def confirmed(self) -> Ablation | None:
+        """The last ablation that says as much as the finals, or enough; None if there is none."""
+        said = [ablation for ablation in self.ablations if _says_enough(ablation.rounds, self.finals)]
+        return said[-1] if said else None
+
+    def verdict(self) -> Verdict | None:
+        """None where nothing was compared, or the baseline failed."""
+        if self.confirmed is not None:
+            return self.verdict_on(self.confirmed)
+        return verdict_of(self.finals, self.contest.baseline, self.contest.eligible) if self.finals else None
+
+    def verdict_on(self, ablation: Ablation) -> Verdict | None:
+        contest = self.contest
+
+        def may_win(policy: Policy) -> bool:
+            return policy == ablation.candidate or contest.variant_eligible(policy)
+
+        return verdict_of(ablation.rounds, contest.baseline, may_win)
+
+
+def prove(evaluator: Evaluator, proof: Proof, budget: Budget, start_s: float, observer: Observer) -> None:
+    """Compares until the winner is known, confirmed, and rid of what buys nothing; or the budget is spent."""
+    contest = proof.contest
+    ablation_s = (1 - FINALS_SHARE) * budget.left_s
+    for one in compare(
+        evaluator,
+        contest.finalists,
+        budget,
+        stage="finals",
+        baseline=contest.baseline,
+        seed=contest.seed,
+        observer=observer,
+        tried=contest.tried,
+        enough=_enough_finals(proof, budget, ablation_s),
+        start_s=start_s,
+    ):
+        proof.finals.append(one)
+    for candidate in _candidates(proof, budget, start_s):
+        ablation = Ablation(candidate=candidate)
+        proof.ablations.append(ablation)
+        for one in compare(
+            evaluator,
+            tuple(dict.fromkeys([contest.baseline, candidate, *(v.policy for v in variants_of(candidate))])),
+            budget,
+            stage="ablation",
+            baseline=contest.baseline,
+            seed=contest.seed + len(proof.ablations),
+            observer=observer,
+            enough=_enough_ablation(proof, ablation),
+        ):
+            ablation.rounds.append(one)
+
+
+def _says_enough(rounds: Sequence[Round], finals: Sequence[Round]) -> bool:
+    launches = min(ENOUGH_LAUNCHES, launches_of(finals))
+    return launches_of(rounds) >= launches and len(rounds) >= min(len(finals), launches * ROUNDS_PER_LAUNCH)
+
+
+def _candidates(proof: Proof, budget: Budget, start_s: float) -> Iterator[Policy]:
+    """The finals' winner, then each simpler one that its ablation prefers, while there is time to measure it."""
+    verdict = proof.verdict()
+    if verdict is None or verdict.keeps_the_baseline or budget.left_s < start_s:
+        return
+    tried: set[Policy] = set()
+    while verdict and not verdict.keeps_the_baseline and verdict.winner.policy not in tried:
+        tried.add(verdict.winner.policy)
+        before_s = budget.left_s
+        yield verdict.winner.policy
+        took_s, launches = before_s - budget.left_s, launches_of(proof.ablations[-1].rounds)
+        if budget.left_s < ENOUGH_LAUNCHES * took_s / max(1, launches):
+            return
+        verdict = proof.verdict_on(proof.ablations[-1])
+
+
+def _enough_finals(proof: Proof, budget: Budget, ablation_s: float) -> Enough:
+    """When all is known to ±1 %, or there is a winner and the time left is its ablation's."""
+    contest = proof.contest
+
+    def enough(rounds: Sequence[Round]) -> bool:
+        if settled(rounds, contest.baseline):
+            return True
+        verdict = verdict_of(rounds, contest.baseline, contest.eligible)
+        return verdict is None or (not verdict.keeps_the_baseline and budget.left_s < ablation_s)
+
+    return enough
+
+
+def _enough_ablation(proof: Proof, ablation: Ablation) -> Enough:
+    """When all is known to ±1 %, or it is shown that a setting is to be dropped, and so another candidate's turn."""
+
+    def enough(rounds: Sequence[Round]) -> bool:
+        if settled(rounds, proof.contest.baseline):
+            return True
+        if launches_of(rounds) < ENOUGH_LAUNCHES:
+            return False
+        verdict = proof.verdict_on(Ablation(candidate=ablation.candidate, rounds=list(rounds)))
+        return verdict is None or not (verdict.keeps_the_baseline or verdict.winner.policy == ablation.candidate)
+
+    return enough

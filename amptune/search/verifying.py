@@ -1,0 +1,180 @@
+"""Does a policy's claim still hold? The policy against its baseline, measured again on this machine."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from amptune.errors import ClaimError, NothingFeasibleError
+from amptune.hardware.machine import Hardware
+from amptune.hardware.probing import probe
+from amptune.measure.evaluator import Evaluator, WorkerEvaluator
+from amptune.measure.subject import Prepared
+from amptune.policy.file import PolicyFile
+from amptune.policy.findings import Finding
+from amptune.policy.matching import require_valid
+from amptune.policy.settings import STOCK, Policy
+from amptune.policy.wire import policy_from_dict
+from amptune.search.budget import Budget
+from amptune.search.decision import Standing, standings_of
+from amptune.search.events import Observer
+from amptune.search.finals import compare
+from amptune.search.ratios import Ratio
+from amptune.search.request import source_of
+from amptune.workload.protocol import Workload
+
+__all__ = ["MARGIN", "Claim", "Verification", "claim_of", "verify", "verify_with"]
+
+# The new interval has to reach the claimed speed-up less this share of it.
+MARGIN = 0.02
+# A policy's or a baseline's own step time that moved by more than this is named when a claim fails.
+MOVED = 0.03
+SHORTEST_PREPARE_S = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What a policy file says of itself: so many times the speed of the baseline, and each one's ms a step."""
+
+    policy: Policy
+    baseline: Policy
+    speedup: float
+    step_ms: float | None
+    baseline_ms: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """The claim beside what was measured now; `speedup` is None where the policy failed."""
+
+    claim: Claim
+    policy: Standing
+    baseline: Standing
+    speedup: Ratio | None
+    findings: tuple[Finding, ...]
+    hardware: Hardware
+    seconds: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the new interval reaches the claimed speed-up less 2 %."""
+        return self.speedup is not None and self.speedup.high >= (1 - MARGIN) * self.claim.speedup
+
+
+def claim_of(policy_file: PolicyFile) -> Claim:
+    """What there is to verify. Raises `ClaimError` where the file claims nothing."""
+    evidence: Any = policy_file.evidence
+    if "speedup" not in evidence:
+        name = f"policy {policy_file.name!r}" if policy_file.name else "this policy"
+        raise ClaimError(f"{name} claims nothing: there is no evidence.speedup in its file; `amptune tune` writes one")
+    baseline = evidence.get("baseline", {})
+    return Claim(
+        policy=policy_file.policy,
+        baseline=policy_from_dict(baseline["policy"]) if "policy" in baseline else STOCK,
+        speedup=evidence["speedup"],
+        step_ms=evidence.get("step_ms"),
+        baseline_ms=baseline.get("step_ms"),
+    )
+
+
+def verify(
+    policy_file: PolicyFile,
+    workload: Workload | str,
+    *,
+    budget: Budget,
+    device: str | None = None,
+    observer: Observer | None = None,
+) -> Verification:
+    """Measures a policy's claim again on this machine: `amptune verify` as a function.
+
+    Raises `ClaimError` where the file claims nothing, `HardwareMismatchError` on another machine,
+    `NothingFeasibleError` if the baseline fails, and what the workload raises.
+    """
+    claim_of(policy_file)
+    require_valid(policy_file, dict(probe(device).labels))  # before a model is built that may be far too large here
+    with tempfile.TemporaryDirectory(prefix="amptune-") as folder:
+        evaluator = WorkerEvaluator(source_of(workload), device, Path(folder) / "workers.log")
+        try:
+            return verify_with(evaluator, policy_file, budget, observer or (lambda _: None))
+        finally:
+            evaluator.close()
+
+
+def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, observer: Observer) -> Verification:
+    """The same on any evaluator: policy and baseline in turn, launch after launch, until the ratio is known to ±1 %."""
+    claim = claim_of(policy_file)
+    prepared = evaluator.prepare(max(SHORTEST_PREPARE_S, budget.left_s))
+    start_s = budget.spent_s
+    labels = {**dict(prepared.hardware.labels), "model": prepared.subject.model_digest}
+    policy, baseline = (_sized(each, prepared) for each in (claim.policy, claim.baseline))
+    contenders = tuple(dict.fromkeys([baseline, policy]))
+    rounds = list(
+        compare(
+            evaluator,
+            contenders,
+            budget,
+            stage="verify",
+            baseline=baseline,
+            seed=0,
+            observer=observer,
+            start_s=start_s,
+        )
+    )
+    of = {standing.policy: standing for standing in standings_of(rounds, baseline)}
+    failure = of[baseline].failure
+    if failure is not None:
+        raise NothingFeasibleError(f"the baseline ({claim.baseline}) fails here: {failure}")
+    found = Verification(
+        claim=claim,
+        policy=of[policy],
+        baseline=of[baseline],
+        speedup=of[policy].vs_baseline,
+        findings=(),
+        hardware=prepared.hardware,
+        seconds=budget.spent_s,
+    )
+    changed = require_valid(policy_file, labels)
+    return replace(found, findings=(_answer(found), *_moved(found), *changed))
+
+
+def _sized(policy: Policy, prepared: Prepared) -> Policy:
+    return replace(policy, batch_size=policy.batch_size or prepared.subject.batch_size)
+
+
+def _answer(found: Verification) -> Finding:
+    """The verdict, with the two figures."""
+    claimed = f"{found.claim.speedup:g}× claimed"
+    if found.speedup is None:
+        return Finding(code="policy-fails", message=f"the policy fails here: {found.policy.failure}; {claimed}")
+    figures = {"claimed": found.claim.speedup, "measured": found.speedup.value, "margin": MARGIN}
+    if found.policy.policy == found.baseline.policy:
+        return Finding(
+            code="holds", message="the policy is the baseline: nothing is claimed, and it runs", figures=figures
+        )
+    if found.holds:
+        message = f"the claim holds: {found.speedup} measured here, {claimed}"
+        return Finding(code="holds", message=message, figures=figures)
+    message = (
+        f"the claim does not hold: {found.speedup} measured here, {claimed}; the interval does not reach "
+        f"{(1 - MARGIN) * found.claim.speedup:.2f}×, the claim less {MARGIN:.0%}"
+    )
+    return Finding(code="does-not-hold", message=message, figures=figures)
+
+
+def _moved(found: Verification) -> Iterator[Finding]:
+    """Whose step takes another time than when the policy was tuned: it tells which of the two to look at."""
+    before_and_now = (
+        ("policy", found.claim.step_ms, found.policy.step_ms),
+        ("baseline", found.claim.baseline_ms, found.baseline.step_ms),
+    )
+    for who, before_ms, now_ms in before_and_now:
+        if before_ms and now_ms and abs(now_ms / before_ms - 1) > MOVED:
+            change = f"{abs(now_ms / before_ms - 1):.0%} {'slower' if now_ms > before_ms else 'faster'}"
+            yield Finding(
+                code=f"{who}-moved",
+                message=f"the {who}'s step takes {now_ms:.4g} ms here, {before_ms:.4g} ms when it was tuned: {change}",
+                figures={"tuned_step_ms": before_ms, "step_ms": now_ms},
+            )

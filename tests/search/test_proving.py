@@ -1,0 +1,114 @@
+"""The finals choose, the ablation confirms: driven by made-up step times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from recorded import RecordedEvaluator, recorded_ms
+from test_tuning import request_in
+
+from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.search.deciding import Decision
+from amptune.search.events import ComparisonStarted, Event
+from amptune.search.samples import FILE_NAME, from_line, keeping_samples
+from amptune.search.tuning import tune_with
+
+BEST = amp_recipe("fp16", memory_format="channels_last")
+
+
+def tuned_where(
+    true_ms: Callable[[Policy], float], folder: Path, *, noise: float = 0.002, **wanted: object
+) -> tuple[Decision, list[Event], RecordedEvaluator]:
+    evaluator = RecordedEvaluator("resnet50", noise=noise, true_ms=true_ms)
+    events: list[Event] = []
+    return tune_with(evaluator, request_in(folder, **wanted), events.append), events, evaluator  # type: ignore[arg-type]
+
+
+def codes(decision: Decision) -> list[str]:
+    return [finding.code for finding in decision.findings]
+
+
+def test_what_each_setting_of_the_winner_buys_stands_in_the_evidence(tmp_path: Path) -> None:
+    decision, _, _ = tuned_where(lambda policy: recorded_ms("resnet50", policy), tmp_path)
+    bought = decision.policy_file.evidence["ablation"]
+    assert {"autocast", "memory_format"} <= set(bought)
+    without = amp_recipe("fp16")
+    expected = recorded_ms("resnet50", without) / recorded_ms("resnet50", BEST)
+    assert bought["memory_format"]["buys"] == pytest.approx(expected, rel=0.02)
+    low, high = bought["memory_format"]["buys_ci95"]
+    assert low <= expected <= high
+
+
+def test_a_setting_that_buys_nothing_is_dropped_and_the_rest_measured_again(tmp_path: Path) -> None:
+    """Seen once in the finals as much faster: only the ablation tells that the plan search buys nothing."""
+    calls: list[Policy] = []
+
+    def true_ms(policy: Policy) -> float:
+        calls.append(policy)
+        lucky = policy.cudnn_benchmark and len(calls) < 100
+        base = 20.0 if policy.autocast == "fp16" and policy.memory_format == "channels_last" else 40.0
+        return base * (0.9 if lucky else 1.0)
+
+    decision, events, _ = tuned_where(true_ms, tmp_path)
+    assert (decision.policy.autocast, decision.policy.memory_format) == ("fp16", "channels_last")
+    assert not decision.policy.cudnn_benchmark
+    assert "setting-dropped" in codes(decision)
+    stages = [event for event in events if isinstance(event, ComparisonStarted) and event.stage == "ablation"]
+    assert len(stages) >= 2
+    assert decision.speedup.value == pytest.approx(2.0, rel=0.01)
+
+
+def test_a_winner_that_was_only_lucky_is_not_confirmed(tmp_path: Path) -> None:
+    """The claim comes from measurements that had no part in choosing."""
+    stage = {"now": ""}
+
+    def true_ms(policy: Policy) -> float:
+        lucky = stage["now"] != "ablation" and policy.autocast == "bf16"
+        return 36.0 if lucky else 40.0
+
+    evaluator = RecordedEvaluator("resnet50", noise=0.002, true_ms=true_ms)
+
+    def watch(event: Event) -> None:
+        if isinstance(event, ComparisonStarted):
+            stage["now"] = event.stage
+
+    decision = tune_with(evaluator, request_in(tmp_path), watch)
+    assert decision.verdict.keeps_the_baseline
+    assert "not-confirmed" in codes(decision)
+    assert decision.policy_file.evidence["speedup"] == 1.0
+
+
+def test_a_pinned_setting_is_kept_even_where_it_buys_nothing(tmp_path: Path) -> None:
+    def true_ms(policy: Policy) -> float:
+        return 20.0 if policy.autocast == "fp16" else 40.0
+
+    decision, _, _ = tuned_where(true_ms, tmp_path, pins={"memory_format": "channels_last"})
+    assert decision.policy.memory_format == "channels_last"
+    assert decision.policy_file.evidence["ablation"]["memory_format"]["buys"] == pytest.approx(1.0, rel=0.01)
+
+
+def test_stock_pytorch_is_compared_where_the_baseline_is_something_else(tmp_path: Path) -> None:
+    decision, _, _ = tuned_where(
+        lambda policy: recorded_ms("resnet50", policy), tmp_path, baseline=amp_recipe("bf16"), trials=20
+    )
+    assert STOCK in {standing.policy for standing in decision.finalists}
+
+
+def test_every_contender_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
+    _, _, evaluator = tuned_where(lambda policy: recorded_ms("resnet50", policy), tmp_path)
+    assert all(len(set(contenders)) == len(contenders) >= 2 for contenders in evaluator.launched)
+    assert len(evaluator.launched) >= 6
+
+
+def test_the_raw_samples_of_the_comparisons_are_kept(tmp_path: Path) -> None:
+    events: list[Event] = []
+    evaluator = RecordedEvaluator("resnet50")
+    tune_with(evaluator, request_in(tmp_path), keeping_samples(tmp_path, events.append))
+    import json
+
+    kept = [from_line(json.loads(line)) for line in (tmp_path / FILE_NAME).read_text().splitlines()]
+    assert kept == [event for event in events if event in kept]
+    assert len(kept) > 20
+    assert {one.stage for one in kept} == {"finals", "ablation"}

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from amptune.search.ratios import ENOUGH_LAUNCHES, ratio_of
+
+
+def launches(rng: random.Random, truth: float, *, count: int, between: float, within: float) -> list[list[float]]:
+    """Pairs' ratios: three a launch, each launch with an offset of its own."""
+    offsets = [rng.gauss(0, between) for _ in range(count)]
+    return [[truth * math.exp(offset + rng.gauss(0, within)) for _ in range(3)] for offset in offsets]
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_the_interval_holds_the_truth_about_as_often_as_it_says(count: int) -> None:
+    rng = random.Random(1)
+    found = [ratio_of(launches(rng, 1.1, count=count, between=0.01, within=0.02)) for _ in range(1000)]
+    assert 0.93 <= sum(ratio.low <= 1.1 <= ratio.high for ratio in found) / 1000 <= 0.97
+
+
+def test_an_interval_over_blocks_of_few_launches_would_not() -> None:
+    """Why three launches are wanted: what differs between launches is not seen within one."""
+    rng = random.Random(1)
+    found = [ratio_of(launches(rng, 1.1, count=1, between=0.02, within=0.005)) for _ in range(1000)]
+    assert sum(ratio.low <= 1.1 <= ratio.high for ratio in found) / 1000 < 0.8
+
+
+def test_an_outlier_in_a_launch_does_not_move_the_ratio() -> None:
+    clean = [[1.1, 1.1, 1.1]] * 3
+    assert ratio_of([[1.1, 1.1, 5.0], *clean[1:]]).value == pytest.approx(ratio_of(clean).value)
+
+
+def test_with_few_launches_the_interval_holds_what_each_of_them_showed() -> None:
+    ratio = ratio_of([[1.00, 1.00, 1.00], [1.10, 1.10, 1.10]])
+    assert ratio.low <= 1.0
+    assert ratio.high >= 1.1
+    assert ratio.launches == 2 < ENOUGH_LAUNCHES
+
+
+def test_one_pair_claims_nothing() -> None:
+    ratio = ratio_of([[2.0]])
+    assert (ratio.value, ratio.low, ratio.high) == (pytest.approx(2.0), 0.0, math.inf)
+    assert not ratio.shows_a_difference
+    assert str(ratio) == "2.00× (measured once, which claims nothing)"
+
+
+def test_no_pair_at_all_gives_no_ratio() -> None:
+    assert math.isnan(ratio_of([]).value)
+
+
+def test_a_ratio_near_one_has_a_digit_more() -> None:
+    assert str(ratio_of([[2.0, 2.0]])) == "2.00× [2.00, 2.00]"
+    assert str(ratio_of([[1.004, 1.004]])) == "1.004× [1.004, 1.004]"
