@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ class Workload:
     - `step(tuned, model, optimizer, batch)` replaces `loss` where a step is not forward, loss, backward,
       optimizer step; it does all of that, with `tuned.autocast()` and `tuned.scaler`, and returns the loss.
     - `batch_size` is what training uses today, and so the baseline's.
+    - `loader(batch_size)` returns what training iterates over, such as its DataLoader: batches as from `batch`.
+      The policy that was found is then tried in a loop over it. Without it, that loop calls `batch` at each step.
     - `evaluate(model)` may judge a trained model by one number.
     """
 
@@ -36,6 +38,7 @@ class Workload:
     optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer]
     loss: Callable[[torch.nn.Module, Any], torch.Tensor] | None = None
     step: Callable[[Tuned, torch.nn.Module, torch.optim.Optimizer, Any], torch.Tensor] | None = None
+    loader: Callable[[int], Iterable[Any]] | None = None
     evaluate: Callable[[torch.nn.Module], float] | None = None
     batch_size: int = 32
     name: str | None = None
@@ -44,7 +47,7 @@ class Workload:
         """Raises `TargetError` naming every part that is missing or cannot be called, all at once."""
         wrong = [
             f"{part} must be a function, not {type(value).__name__}"
-            for part in ("model", "batch", "optimizer", "loss", "step", "evaluate")
+            for part in ("model", "batch", "optimizer", "loss", "step", "loader", "evaluate")
             if (value := getattr(self, part)) is not None and not callable(value)
         ]
         wrong += [f"{part} is missing" for part in ("model", "batch", "optimizer") if getattr(self, part) is None]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,3 +123,10 @@ def test_a_workload_tells_all_its_mistakes_at_once() -> None:
     assert "batch is missing" in text
     assert "either loss or step" in text
     assert "batch_size must be a whole number of at least 1, not 0" in text
+
+
+def test_a_loader_that_cannot_be_called_is_a_mistake_too() -> None:
+    parts: dict[str, Any] = dict.fromkeys(("model", "batch", "optimizer", "loss"), len)
+    with pytest.raises(TargetError, match="loader must be a function, not list"):
+        Workload(**{**parts, "loader": []})
+    assert Workload(**parts).loader is None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import pickle
 import subprocess
 import sys
@@ -221,3 +222,21 @@ def test_the_head_of_a_language_model_is_its_embedding(name: str, head: str) -> 
     model = small(name).model()
     [embedding] = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings > 30_000]
     assert model.get_submodule(head).weight is embedding.weight
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_a_loader_gives_batches_of_the_size_and_kind_that_batch_does(name: str) -> None:
+    workload = small(name)
+    assert workload.loader is not None
+    expected = [(part.shape, part.dtype) for part in tensors(workload.batch(3))]
+    batches = list(itertools.islice(workload.loader(3), 2))
+    for batch in batches:
+        assert [(part.shape, part.dtype) for part in tensors(batch)] == expected
+    assert not torch.equal(tensors(batches[0])[0], tensors(batches[1])[0])
+
+
+def test_the_loaders_of_large_images_copy_nothing() -> None:
+    workload = small("resnet50")
+    assert workload.loader is not None
+    (first, _), (second, _) = itertools.islice(workload.loader(2), 2)
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()

@@ -47,3 +47,10 @@ def test_without_scikit_learn_digits_says_what_to_install(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(TargetError, match=r"pip install 'amptune\[digits\]'"):
         zoo.workload("digits")
+
+
+@pytest.mark.parametrize(("batch_size", "batches"), [(64, 22), (5000, 1)])
+def test_an_epoch_of_the_loader_goes_through_the_training_part(batch_size: int, batches: int) -> None:
+    loader = zoo.workload("digits").loader
+    assert loader is not None
+    assert [len(labels) for _, labels in loader(batch_size)] == [batch_size] * batches

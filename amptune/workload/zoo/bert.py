@@ -11,7 +11,7 @@ from torch.nn import functional
 from amptune.workload.protocol import Workload
 from amptune.workload.zoo.attention import SelfAttention
 from amptune.workload.zoo.layers import named
-from amptune.workload.zoo.recipes import adamw
+from amptune.workload.zoo.recipes import adamw, in_memory
 
 __all__ = ["bert_base"]
 
@@ -24,10 +24,12 @@ _EPSILON = 1e-12
 
 
 def bert_base(*, width: int = 768, layers: int = 12, tokens: int = 512, batch_size: int = 16) -> Workload:
+    text = partial(_masked_text, tokens=tokens)
     return Workload(
         name="bert_base",
         model=partial(MaskedLanguageModel, width, layers, tokens),
-        batch=partial(_masked_text, tokens=tokens),
+        batch=text,
+        loader=partial(in_memory, batch=text),
         loss=_masked_cross_entropy,
         optimizer=adamw,
         batch_size=batch_size,

@@ -12,16 +12,18 @@ from torch import Tensor, nn
 
 from amptune.workload.protocol import Workload
 from amptune.workload.zoo.layers import named
-from amptune.workload.zoo.recipes import sgd
+from amptune.workload.zoo.recipes import in_memory, sgd
 
 __all__ = ["conv1"]
 
 
 def conv1(*, side: int = 224, batch_size: int = 64) -> Workload:
+    images = partial(_images, side=side)
     return Workload(
         name="conv1",
         model=_model,
-        batch=partial(_images, side=side),
+        batch=images,
+        loader=partial(in_memory, batch=images),
         loss=_mean_square,
         optimizer=sgd,
         batch_size=batch_size,

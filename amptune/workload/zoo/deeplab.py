@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from amptune.workload.protocol import Workload
 from amptune.workload.zoo.layers import conv_bn_relu, he_normal, named
-from amptune.workload.zoo.recipes import sgd
+from amptune.workload.zoo.recipes import in_memory, sgd
 from amptune.workload.zoo.resnet import bottleneck, stages
 
 __all__ = ["deeplabv3plus"]
@@ -22,10 +22,12 @@ _UNLABELLED = 255
 
 
 def deeplabv3plus(*, classes: int = 19, height: int = 512, width: int = 896, batch_size: int = 4) -> Workload:
+    scenes = partial(_scenes, height=height, width=width, classes=classes)
     return Workload(
         name="deeplabv3plus",
         model=partial(DeepLabV3Plus, classes),
-        batch=partial(_scenes, height=height, width=width, classes=classes),
+        batch=scenes,
+        loader=partial(in_memory, batch=scenes),
         loss=_pixel_cross_entropy,
         optimizer=sgd,
         batch_size=batch_size,

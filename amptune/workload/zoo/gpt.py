@@ -16,7 +16,7 @@ from torch.nn import functional
 from amptune.workload.protocol import Workload
 from amptune.workload.zoo.attention import SelfAttention
 from amptune.workload.zoo.layers import named
-from amptune.workload.zoo.recipes import adamw
+from amptune.workload.zoo.recipes import adamw, in_memory
 
 __all__ = ["gpt2"]
 
@@ -25,10 +25,12 @@ _DROPOUT = 0.1
 
 
 def gpt2(*, width: int = 768, layers: int = 12, tokens: int = 1024, batch_size: int = 8) -> Workload:
+    text = partial(_text, tokens=tokens)
     return Workload(
         name="gpt2",
         model=partial(CausalLanguageModel, width, layers, tokens),
-        batch=partial(_text, tokens=tokens),
+        batch=text,
+        loader=partial(in_memory, batch=text),
         loss=_next_token_cross_entropy,
         optimizer=adamw,
         batch_size=batch_size,

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from amptune.errors import TargetError
 from amptune.workload.protocol import Workload
@@ -27,6 +29,7 @@ def digits(*, batch_size: int = 64) -> Workload:
         name="digits",
         model=_model,
         batch=_batch,
+        loader=_loader,
         loss=cross_entropy,
         optimizer=sgd,
         evaluate=_accuracy,
@@ -52,6 +55,16 @@ def _batch(n: int) -> tuple[Tensor, Tensor]:
     images, _, labels, _ = _scans()
     drawn = torch.randint(len(images), (n,))
     return images[drawn], labels[drawn]
+
+
+def _loader(batch_size: int) -> DataLoader[Any]:
+    """The training part, shuffled, sample by sample; with replacement where a batch is larger than all of it."""
+    images, _, labels, _ = _scans()
+    dataset = TensorDataset(images, labels)
+    larger = batch_size > len(dataset)
+    drawn = RandomSampler(dataset, replacement=larger, num_samples=max(batch_size, len(dataset)))
+    pinned = torch.cuda.is_available()
+    return DataLoader(dataset, batch_size=batch_size, sampler=drawn, drop_last=True, pin_memory=pinned)
 
 
 @torch.no_grad()

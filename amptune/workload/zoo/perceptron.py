@@ -13,16 +13,18 @@ from torch.nn import functional
 
 from amptune.workload.protocol import Workload
 from amptune.workload.zoo.layers import named
-from amptune.workload.zoo.recipes import sgd
+from amptune.workload.zoo.recipes import in_memory, sgd
 
 __all__ = ["mlp3"]
 
 
 def mlp3(*, width: int = 4096, batch_size: int = 512) -> Workload:
+    pairs = partial(_pairs, width=width)
     return Workload(
         name="mlp3",
         model=partial(_model, width),
-        batch=partial(_pairs, width=width),
+        batch=pairs,
+        loader=partial(in_memory, batch=pairs),
         loss=_mean_square_error,
         optimizer=sgd,
         batch_size=batch_size,

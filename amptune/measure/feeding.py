@@ -1,0 +1,216 @@
+"""Batches as training gets them: from the user's loader, epoch after epoch, onto the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from amptune.errors import TargetError
+from amptune.measure.stopwatch import Stopwatch
+from amptune.runtime.nested import map_tensors
+from amptune.workload.protocol import Workload
+from amptune.workload.user_errors import user_code
+
+__all__ = ["Epochs", "Feed"]
+
+_END = object()
+# Clock cycles per ms of the fastest GPU clock there is (2 GHz, about): a slower one holds the device longer.
+_CYCLES_PER_MS = 2_000_000
+
+
+class Epochs:
+    """The batches of the workload's loader, on the host, without end: a loader that ends is begun again.
+
+    A workload without a loader gets a DataLoader that calls `batch` each time. Raises `TargetError` where there is
+    nothing to iterate over, `UserCodeError` for what the user's code raises.
+    """
+
+    def __init__(self, workload: Workload, batch_size: int, device: torch.device) -> None:
+        self.source: Literal["loader", "batch"] = "batch" if workload.loader is None else "loader"
+        self._call = f"{self.source}({batch_size})"
+        self._build: Callable[[], Iterable[Any]] = (
+            partial(_fresh_batches, workload, batch_size, pinned=device.type == "cuda")
+            if workload.loader is None
+            else partial(workload.loader, batch_size)
+        )
+        self._loader: Iterable[Any] | None = None
+        self._iterator: Iterator[Any] = iter(())
+        self._given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = self._next()
+        if batch is _END:
+            self._begin_epoch()
+            batch = self._next()
+        if batch is _END:
+            raise TargetError(self._nothing_left())
+        self._given += 1
+        return batch
+
+    def _next(self) -> Any:
+        with user_code(self._call):
+            return next(self._iterator, _END)
+
+    def _begin_epoch(self) -> None:
+        with user_code(self._call):
+            if self._loader is None or isinstance(self._loader, Iterator):  # which is spent after one pass
+                self._loader = self._build()
+        if not isinstance(self._loader, Iterable):
+            kind = type(self._loader).__name__
+            raise TargetError(f"{self._call} returned {kind}, not what training iterates over, such as a DataLoader")
+        with user_code(self._call):
+            self._iterator = iter(self._loader)
+
+    def _nothing_left(self) -> str:
+        if self._given == 0:
+            return f"{self._call} yields no batch: is its dataset empty, or smaller than one batch with drop_last=True?"
+        return (
+            f"{self._call} yields no batch after the first {self._given}: it is spent after one epoch; "
+            "return a DataLoader, or a new iterator at each call"
+        )
+
+    def close(self) -> None:
+        """Ends the loader's worker processes, which a reference kept elsewhere would keep alive."""
+        iterator, self._iterator = self._iterator, iter(())
+        loader, self._loader = self._loader, None
+        if isinstance(loader, DataLoader):
+            shut_down = getattr(iterator, "_shutdown_workers", lambda: None)  # torch has no public way to
+            shut_down()
+            if loader._iterator is iterator:
+                loader._iterator = None  # persistent workers: the next epoch would wait for those that ended
+
+
+class Feed:
+    """Batches on the device, timed: each is one lap of waiting, one of copying, and then the step's.
+
+    `wait_s` is how long the host was blocked for batches, `host_s` that and the time to copy them; `samples` counts
+    what was given. `hold_ms` keeps the device from each batch for so long, and the host runs ahead of it.
+    """
+
+    def __init__(self, workload: Workload, batch_size: int, device: torch.device, stopwatch: Stopwatch) -> None:
+        self.wait_s = 0.0
+        self.host_s = 0.0
+        self.samples = 0
+        self.pinned = True
+        self.hold_ms = 0.0
+        self._epochs = Epochs(workload, batch_size, device)
+        self._counter = SampleCounter(workload, batch_size)
+        self._device = device
+        self._stopwatch = stopwatch
+
+    @property
+    def source(self) -> Literal["loader", "batch"]:
+        return self._epochs.source
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._stopwatch.mark("step")
+        start = time.perf_counter()
+        batch = next(self._epochs)
+        self.wait_s += time.perf_counter() - start
+        self._stopwatch.mark("wait")
+        self.samples += self._counter.samples_in(batch)
+        batch = map_tensors(self._to_device, batch)
+        if self.hold_ms:
+            torch.cuda._sleep(int(self.hold_ms * _CYCLES_PER_MS))  # type: ignore[no-untyped-call]  # torch's tests' own
+        self._stopwatch.mark("copy")
+        self.host_s += time.perf_counter() - start
+        return batch
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._device.type == "cpu" or tensor.device.type != "cpu":
+            return tensor.to(self._device)
+        pinned = tensor.is_pinned()
+        self.pinned = self.pinned and pinned
+        return tensor.to(self._device, non_blocking=pinned)
+
+    def close(self) -> None:
+        """Ends the loader's worker processes."""
+        self._epochs.close()
+
+
+class SampleCounter:
+    """How many samples a batch holds: the last of an epoch may be smaller.
+
+    Where a batch's tensors hold their samples is read off `batch(n)`; where none has an axis of that length (packed
+    sequences, graphs), each batch counts as whole. Raises `TargetError` for a loader that makes other batches than
+    it is asked for: its samples per second would say nothing of a policy's.
+    """
+
+    def __init__(self, workload: Workload, batch_size: int) -> None:
+        self._workload = workload
+        self._batch_size = batch_size
+        self._axis: tuple[int, int] | None = None
+        self._first = True
+
+    def samples_in(self, batch: Any) -> int:
+        if self._first and self._workload.loader is not None:
+            self._axis = self._axis_of_samples(batch)
+        self._first = False
+        return self._batch_size if self._axis is None else _lengths(batch).get(self._axis, self._batch_size)
+
+    def _axis_of_samples(self, batch: Any) -> tuple[int, int] | None:
+        """(the tensor's place in the batch, its axis), where both `batch(n)` and the loader's batch have n samples."""
+        n = self._batch_size
+        with user_code(f"batch({n})"):
+            expected = _lengths(self._workload.batch(n))
+        whole = [axis for axis, length in expected.items() if length == n]
+        there = _lengths(batch)
+        found = next((axis for axis in whole if there.get(axis) == n), None)
+        if whole and found is None:
+            shapes = _shapes(batch)
+            raise TargetError(
+                f"loader({n}) begins with a batch of tensors of shape {shapes}, none of {n} samples: "
+                "its batches must be as from batch(n), and of the size it is called with"
+            )
+        return found
+
+
+def _lengths(batch: Any) -> dict[tuple[int, int], int]:
+    return {(i, axis): length for i, shape in enumerate(_shapes(batch)) for axis, length in enumerate(shape)}
+
+
+def _shapes(batch: Any) -> list[tuple[int, ...]]:
+    shapes: list[tuple[int, ...]] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        shapes.append(() if tensor.is_nested else tuple(tensor.shape))
+        return tensor
+
+    map_tensors(note, batch)
+    return shapes
+
+
+class _Fresh(IterableDataset[Any]):
+    """`batch(n)`, called for every batch."""
+
+    def __init__(self, workload: Workload, batch_size: int) -> None:
+        self._workload = workload
+        self._batch_size = batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self._workload.batch(self._batch_size)
+
+
+def _fresh_batches(workload: Workload, batch_size: int, *, pinned: bool) -> DataLoader[Any]:
+    """Pinned here rather than by DataLoader, which passes dataclasses over and makes lists of tuples (torch 2.9)."""
+    return DataLoader(_Fresh(workload, batch_size), batch_size=None, collate_fn=_pinned if pinned else _as_it_is)
+
+
+def _pinned(batch: Any) -> Any:
+    return map_tensors(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor, batch)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

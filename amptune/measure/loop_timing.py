@@ -1,0 +1,166 @@
+"""What a training loop of the user's own gave, and how far the tuner's figure is off and why. Values alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from amptune.policy.findings import Finding
+
+__all__ = ["AGREEMENT", "WORTH_SAYING", "LoopTiming", "compare_with_loop"]
+
+# Two processes that measure the same step differ by about this much, and so do two runs of a few seconds: a
+# difference within it says nothing.
+AGREEMENT = 0.02
+# A smaller share of the loop's time cannot by itself put the tuner's figure off by more than `AGREEMENT`.
+WORTH_SAYING = 0.02
+# A host that needs less than this part of a step's time to enqueue it is ahead of the device, and is not what it
+# waits for. The device's clock may be a few percent higher in the few steps that `busy_ms` is measured on than in
+# the loop: without this those percents would read as the host's.
+HOST_AT_ITS_LIMIT = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopTiming:
+    """A training loop, timed for a moment by wall clock. All `_ms` are means per optimizer step.
+
+    - `wait_ms`: the host was blocked in `next(loader)`. On a GPU, the device may have been at work meanwhile.
+    - `copy_ms`: the device copied batches to itself; they were all `pinned`, or not.
+    - `step_ms`: between the arrival of a batch on the device and the end of its work on it, as the device sees it.
+    - `idle_ms`: what remains of the wall clock's time: the device had no batch to work on.
+    - `host_ms`: the host needed this long to give the device a step's work, the device having none before. A step
+      that waits for the device itself, as GradScaler's does, has that waiting in it.
+    - `busy_ms`: a step takes the device this long when all its work was given ahead. None on a CPU.
+
+    `source` is what was iterated over: the workload's `loader`, or for want of one its `batch`, called each time.
+    """
+
+    samples_per_s: float
+    steps: int
+    seconds: float
+    wait_ms: float
+    copy_ms: float
+    step_ms: float
+    idle_ms: float
+    host_ms: float
+    busy_ms: float | None = None
+    pinned: bool = True
+    source: Literal["loader", "batch"] = "loader"
+
+    @property
+    def wall_ms(self) -> float:
+        """A step by the wall clock."""
+        return 1000 * self.seconds / self.steps
+
+    @property
+    def wait_share(self) -> float:
+        """The part of the loop's time in which the device had nothing to do for want of a batch."""
+        return min(self.wait_ms, self.idle_ms) / self.wall_ms
+
+    @property
+    def copy_share(self) -> float:
+        return self.copy_ms / self.wall_ms
+
+    @property
+    def host_share(self) -> float:
+        """The part in which the device had nothing to do although a batch was there."""
+        between = max(0.0, self.idle_ms - self.wait_ms)
+        within = 0.0
+        if self.busy_ms is not None and self.host_ms >= HOST_AT_ITS_LIMIT * self.step_ms:
+            within = max(0.0, self.step_ms - self.busy_ms)
+        return (between + within) / self.wall_ms
+
+    @property
+    def input_bound(self) -> bool:
+        """Whether the input pipeline is the limit: a faster step would wait for its data."""
+        return self.wait_share > WORTH_SAYING
+
+
+def compare_with_loop(timing: LoopTiming, *, samples_per_s: float) -> tuple[Finding, ...]:
+    """How far the loop is from the tuner's `samples_per_s`, then what keeps the device from working all the time.
+
+    Reasons are given where the figures agree too: a step that waits for the host did so for the tuner as well.
+    """
+    return (_end_to_end(timing, samples_per_s), *_reasons(timing), *_other_step(timing, samples_per_s))
+
+
+def _end_to_end(timing: LoopTiming, samples_per_s: float) -> Finding:
+    off = timing.samples_per_s / samples_per_s - 1
+    if abs(off) <= AGREEMENT:
+        verdict = f"which agrees with the tuner's {samples_per_s:.4g} (within {AGREEMENT:.0%})"
+    else:
+        verdict = f"{_percent(abs(off))} {'above' if off > 0 else 'below'} the tuner's {samples_per_s:.4g}"
+    return Finding(
+        code="end-to-end",
+        message=f"the training loop runs at {timing.samples_per_s:.4g} samples/s, {verdict}",
+        figures={
+            "samples_per_s": timing.samples_per_s,
+            "tuner_samples_per_s": samples_per_s,
+            "off_percent": 100 * off,
+            "wait_share": timing.wait_share,
+            "copy_share": timing.copy_share,
+        },
+    )
+
+
+def _reasons(timing: LoopTiming) -> Iterator[Finding]:
+    if timing.input_bound:
+        yield _reason("input-bound", timing.wait_share, _input_bound(timing), wait_ms=timing.wait_ms)
+    if timing.copy_share > WORTH_SAYING:
+        yield _reason("copy-bound", timing.copy_share, _copy_bound(timing), copy_ms=timing.copy_ms)
+    if timing.host_share > WORTH_SAYING:
+        yield _reason("host-bound", timing.host_share, _host_bound(timing), host_ms=timing.host_ms)
+
+
+def _other_step(timing: LoopTiming, samples_per_s: float) -> Iterator[Finding]:
+    """Where the loop is off since the step itself is: neither data nor copies explain that."""
+    tuner_ms = timing.wall_ms * timing.samples_per_s / samples_per_s
+    off = timing.step_ms / tuner_ms - 1
+    loop_off = timing.wall_ms / tuner_ms - 1
+    if min(abs(off), abs(loop_off)) <= WORTH_SAYING or off * loop_off < 0:
+        return
+    message = (
+        f"the step itself takes {timing.step_ms:.3g} ms in the loop and took the tuner {tuner_ms:.3g} ms: clocks under "
+        "a longer load, work that depends on the data (other shapes compile anew), or another process on the device"
+    )
+    yield Finding(code="step-differs", message=message, figures={"step_ms": timing.step_ms, "tuner_step_ms": tuner_ms})
+
+
+def _reason(code: str, share: float, message: str, **figures: float) -> Finding:
+    return Finding(code=code, message=message, figures={"share": share, **figures})
+
+
+def _input_bound(timing: LoopTiming) -> str:
+    share = _percent(timing.wait_share)
+    if timing.source == "batch":
+        return (
+            f"waiting for batch() takes {share} of the loop's time: it was called for every step, since the workload "
+            "has no loader; give it the DataLoader you train with, as loader=lambda batch_size: …"
+        )
+    return (
+        f"waiting for the loader takes {share} of the loop's time, which no faster step wins back: try more "
+        "DataLoader workers, persistent_workers=True, pin_memory=True, or less work per sample"
+    )
+
+
+def _copy_bound(timing: LoopTiming) -> str:
+    advice = (
+        "they are pinned already: copy the next batch on a side stream while this one is worked on, or copy a "
+        "smaller type (uint8 images) and convert on the device"
+        if timing.pinned
+        else "they are not pinned: DataLoader(pin_memory=True) and .to(device, non_blocking=True)"
+    )
+    return f"copying batches to the device takes {_percent(timing.copy_share)} of the loop's time; {advice}"
+
+
+def _host_bound(timing: LoopTiming) -> str:
+    return (
+        f"the device has nothing to do for {_percent(timing.host_share)} of the loop's time although its batch is "
+        f"there: the host needs {timing.host_ms:.3g} ms to give it a step's work; try a larger batch, torch.compile, "
+        "or CUDA graphs"
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share < 0.1 else f"{share:.0%}"

@@ -1,0 +1,108 @@
+"""The user's own training loop, run for a moment under a policy: fresh data at every step, timed by wall clock.
+
+The tuner times steps over a few batches that already lie on the device. Whether training gets what it found is
+seen here, where batches are loaded and copied as in training.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from amptune.measure.bench import Bench
+from amptune.measure.feeding import Feed
+from amptune.measure.loop_timing import LoopTiming, compare_with_loop
+from amptune.measure.stepping import Stepper
+from amptune.measure.stopwatch import Stopwatch, stopwatch_for
+from amptune.policy.settings import Policy
+from amptune.workload.user_errors import user_code
+
+__all__ = ["LoopTiming", "compare_with_loop", "run_loop"]
+
+# After the timed part a few single steps are looked at: so many within half a second, two where a step takes longer.
+_PROBES = 5
+_PROBES_MS = 500.0
+# The device is held for so many times what the host needs for a step, so that the host is done when it begins.
+_HOLD = 1.5
+
+
+def run_loop(bench: Bench, policy: Policy, seconds: float, warmup_s: float = 1.0) -> LoopTiming:
+    """Trains for `seconds` over the workload's loader, from the initial weights.
+
+    The warm-up is the first step, whatever it compiles, and then `warmup_s` more. One step at least is timed; a
+    step or a batch that has begun is not broken off. Raises `TargetError` for a loader that yields no batches, or
+    not those it is asked for, and `UserCodeError` for whatever else the loop raises, running out of memory included.
+    """
+    stopwatch = stopwatch_for(bench.device)
+    feed = Feed(bench.workload, policy.batch_size or bench.workload.batch_size, bench.device, stopwatch)
+    try:
+        with bench.on_device(policy, feed) as (_, stepper), user_code("the training loop"):
+            return _Loop(stepper, feed, stopwatch).timing(bench.device, seconds, warmup_s)
+    finally:
+        feed.close()
+        bench.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    step: Stepper
+    feed: Feed
+    stopwatch: Stopwatch
+
+    def timing(self, device: torch.device, seconds: float, warmup_s: float) -> LoopTiming:
+        self.step()
+        self._run(warmup_s)
+        self.stopwatch.reset()
+        samples, wait_s, start = self.feed.samples, self.feed.wait_s, time.perf_counter()
+        steps = self._run(seconds, at_least=1)
+        self.stopwatch.mark("step")
+        totals_ms = self.stopwatch.totals_ms()
+        took_s = time.perf_counter() - start
+        copy_ms, step_ms = totals_ms["copy"] / steps, totals_ms["step"] / steps
+        samples_per_s = (self.feed.samples - samples) / took_s
+        wait_ms = 1000 * (self.feed.wait_s - wait_s) / steps
+        host_ms, busy_ms = self._probe(step_ms) if device.type == "cuda" else (step_ms, None)
+        return LoopTiming(
+            samples_per_s=samples_per_s,
+            steps=steps,
+            seconds=took_s,
+            wait_ms=wait_ms,
+            copy_ms=copy_ms,
+            step_ms=step_ms,
+            idle_ms=max(0.0, 1000 * took_s / steps - copy_ms - step_ms),
+            host_ms=host_ms,
+            busy_ms=busy_ms,
+            pinned=self.feed.pinned,
+            source=self.feed.source,
+        )
+
+    def _run(self, seconds: float, *, at_least: int = 0) -> int:
+        """Steps until the time is over; returns how many."""
+        steps, end = 0, time.perf_counter() + seconds
+        while steps < at_least or time.perf_counter() < end:
+            self.step()
+            steps += 1
+        return steps
+
+    def _probe(self, step_ms: float) -> tuple[float, float]:
+        """(ms the host needs to enqueue a step, ms the device needs when the whole step was enqueued ahead)."""
+        count = max(2, min(_PROBES, round(_PROBES_MS / step_ms)))
+        host_ms = statistics.median(self._host_ms() for _ in range(count))
+        self.feed.hold_ms = _HOLD * host_ms
+        return host_ms, statistics.median(self._busy_ms() for _ in range(count))
+
+    def _host_ms(self) -> float:
+        self.stopwatch.reset()
+        fed_s, start = self.feed.host_s, time.perf_counter()
+        self.step()
+        return 1000 * (time.perf_counter() - start - (self.feed.host_s - fed_s))
+
+    def _busy_ms(self) -> float:
+        """The device is kept waiting behind its batch while the host enqueues the step."""
+        self.stopwatch.reset()
+        self.step()
+        self.stopwatch.mark("step")
+        return self.stopwatch.totals_ms()["step"]

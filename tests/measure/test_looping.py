@@ -1,0 +1,419 @@
+"""The user's own loop: real DataLoaders, small modules. No test depends on how fast this machine is."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from amptune import Policy, Workload
+from amptune.errors import TargetError, UserCodeError
+from amptune.measure.bench import Bench
+from amptune.measure.feeding import Epochs
+from amptune.measure.loop_timing import LoopTiming, compare_with_loop
+from amptune.measure.looping import run_loop
+from amptune.measure.outcome import Effort, Measurement
+from amptune.policy.settings import STOCK, amp_recipe
+
+CPU = torch.device("cpu")
+BATCH = 4
+# Forking from a process with threads is what DataLoader does on Linux until Python 3.14; newer ones warn of it.
+FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
+class Named(NamedTuple):
+    features: torch.Tensor
+    labels: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Pair:
+    features: torch.Tensor
+    labels: torch.Tensor
+
+
+class Steps:
+    """A loss that counts its batches and remembers their sizes."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        features = batch if isinstance(batch, torch.Tensor) else batch[0]
+        self.sizes.append(len(features))
+        loss: torch.Tensor = model(features).square().mean()
+        return loss
+
+
+def workload_of(**more: object) -> Workload:
+    parts: dict[str, object] = {
+        "model": lambda: nn.Linear(8, 2),
+        "batch": lambda n: torch.randn(n, 8),
+        "loss": Steps(),
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+        "batch_size": BATCH,
+    }
+    return Workload(**{**parts, **more})  # type: ignore[arg-type]  # parts by name
+
+
+def looped(policy: Policy = STOCK, *, seconds: float = 0.05, **parts: object) -> LoopTiming:
+    return run_loop(Bench(workload_of(**parts), CPU), policy, seconds, warmup_s=0.0)
+
+
+def dataset(samples: int) -> TensorDataset:
+    return TensorDataset(torch.randn(samples, 8))
+
+
+def endless(n: int, *, pause_s: float = 0.0) -> Iterator[torch.Tensor]:
+    while True:
+        time.sleep(pause_s)
+        yield torch.randn(n, 8)
+
+
+def test_a_loop_over_fresh_batches_is_timed_by_the_wall_clock() -> None:
+    timing = looped()
+    assert timing.source == "batch"
+    assert timing.seconds >= 0.05
+    assert timing.steps >= 1
+    assert timing.samples_per_s == pytest.approx(BATCH * timing.steps / timing.seconds)
+    parts_ms = timing.wait_ms + timing.copy_ms + timing.step_ms
+    assert 0 < parts_ms <= 1.01 * timing.wall_ms
+    assert timing.host_ms == timing.step_ms
+    assert timing.busy_ms is None
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [
+        torch.ones(BATCH, 8),
+        (torch.ones(BATCH, 8), torch.ones(BATCH)),
+        Named(torch.ones(BATCH, 8), torch.ones(BATCH)),
+        [torch.ones(BATCH, 8), "a name"],
+    ],
+)
+def test_constant_batches_arrive_as_they_are(constant: Any) -> None:
+    seen = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.append(type(batch))
+        return Steps()(model, batch)
+
+    assert looped(batch=lambda _: constant, loss=loss).steps >= 1
+    assert set(seen) == {type(constant)}
+
+
+def test_batches_may_be_dataclasses() -> None:
+    timing = looped(
+        batch=lambda n: Pair(torch.randn(n, 8), torch.randint(2, (n,))),
+        loss=lambda model, batch: nn.functional.cross_entropy(model(batch.features), batch.labels),
+    )
+    assert timing.steps >= 1
+
+
+def test_a_step_of_the_users_own_is_looped_too() -> None:
+    def step(tuned: Any, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+        with tuned.autocast():
+            loss: torch.Tensor = model(tuned.batch(batch)).square().mean()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        return loss
+
+    assert looped(amp_recipe("bf16"), loss=None, step=step).steps >= 1
+
+
+def test_a_loader_that_sleeps_is_the_limit() -> None:
+    timing = looped(loader=lambda n: endless(n, pause_s=0.02), seconds=0.3)
+    assert timing.source == "loader"
+    assert timing.wait_ms >= 20
+    assert timing.wait_share > 0.2
+    assert timing.input_bound
+    findings = compare_with_loop(timing, samples_per_s=100 * timing.samples_per_s)
+    assert [finding.code for finding in findings][:2] == ["end-to-end", "input-bound"]
+
+
+def test_the_loop_ends_by_the_clock_though_each_batch_takes_long() -> None:
+    timing = looped(loader=lambda n: endless(n, pause_s=0.2), seconds=0.01)
+    assert timing.steps == 1
+    assert timing.seconds >= 0.2
+
+
+def test_accumulation_takes_several_batches_to_a_step() -> None:
+    steps = Steps()
+    timing = looped(Policy(accumulate=2), loss=steps, seconds=0.1, loader=lambda n: endless(n, pause_s=0.02))
+    assert len(steps.sizes) == 2 * (timing.steps + 1)  # and the warm-up's
+    assert timing.wait_ms >= 40
+    assert timing.samples_per_s == pytest.approx(2 * BATCH * timing.steps / timing.seconds)
+
+
+def test_the_policys_batch_size_is_what_the_loader_is_called_with() -> None:
+    steps = Steps()
+    looped(Policy(batch_size=6), loss=steps, loader=lambda n: DataLoader(dataset(60), batch_size=n))
+    assert set(steps.sizes) == {6}
+
+
+def test_a_loader_that_ends_begins_again_and_its_last_batch_counts_as_what_it_holds() -> None:
+    steps = Steps()
+    timing = looped(loss=steps, loader=lambda n: DataLoader(dataset(9), batch_size=n), seconds=0.1)
+    assert steps.sizes == ([4, 4, 1] * len(steps.sizes))[: len(steps.sizes)]
+    counted = sum(steps.sizes[-timing.steps :])
+    assert timing.samples_per_s == pytest.approx(counted / timing.seconds)
+
+
+def test_a_loader_that_is_an_iterator_is_built_again_for_each_epoch() -> None:
+    built = []
+
+    def loader(n: int) -> Iterator[torch.Tensor]:
+        built.append(n)
+        return iter([torch.randn(n, 8), torch.randn(n, 8)])
+
+    epochs = Epochs(workload_of(loader=loader), BATCH, CPU)
+    assert [len(next(epochs)) for _ in range(5)] == [BATCH] * 5
+    assert built == [BATCH] * 3
+
+
+def _collated(batch: list[tuple[torch.Tensor]]) -> torch.Tensor:
+    return torch.stack([sample for (sample,) in batch])
+
+
+@FORKS
+@pytest.mark.parametrize("persistent", [False, True])
+def test_worker_processes_feed_the_loop_over_several_epochs_and_end_with_it(persistent: bool) -> None:
+    steps = Steps()
+    kept: DataLoader[Any] = DataLoader(
+        dataset(3 * BATCH), BATCH, num_workers=1, persistent_workers=persistent, collate_fn=_collated
+    )
+    bench = Bench(workload_of(loss=steps, loader=lambda _: kept), CPU)
+    for _ in range(2):  # the user's module keeps the loader, and so it must still work the second time
+        timing = run_loop(bench, STOCK, 0.1, warmup_s=0.1)
+        assert timing.steps >= 1
+        assert multiprocessing.active_children() == []
+    epochs = Epochs(bench.workload, BATCH, CPU)
+    assert [len(next(epochs)) for _ in range(7)] == [BATCH] * 7
+    epochs.close()
+    assert multiprocessing.active_children() == []
+
+
+class Raising(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        raise KeyError(f"no such sample: {index}")
+
+
+def test_a_loader_that_raises_is_the_users_error_with_its_place() -> None:
+    with pytest.raises(
+        UserCodeError, match=r"loader\(4\) raised KeyError: 'no such sample: 0' \(.*test_looping.py:\d+"
+    ):
+        looped(loader=lambda n: DataLoader(Raising(), batch_size=n))
+
+
+@FORKS
+def test_a_worker_process_that_raises_names_the_users_file_too() -> None:
+    with pytest.raises(UserCodeError, match=r"(?s)loader\(4\) raised KeyError.*test_looping.py.*no such sample"):
+        looped(loader=lambda n: DataLoader(Raising(), batch_size=n, num_workers=1))
+    assert multiprocessing.active_children() == []
+
+
+def test_a_step_that_raises_is_the_users_error() -> None:
+    def loss(*_: object) -> torch.Tensor:
+        raise ValueError("not today")
+
+    with pytest.raises(UserCodeError, match=r"the training loop raised ValueError: not today \(.*test_looping.py"):
+        looped(loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        (lambda n: DataLoader(dataset(3), n, drop_last=True), r"loader\(4\) yields no batch: is its dataset empty, or"),
+        (lambda _: 3, r"loader\(4\) returned int, not what training iterates over, such as a DataLoader"),
+        (lambda _: Raising(), r"loader\(4\) returned Raising, not what training iterates over"),
+        (lambda _: [torch.ones(2, 8)] * 3, r"begins with a batch of tensors of shape \[\(2, 8\)\], none of 4 samples"),
+    ],
+)
+def test_a_loader_that_is_none_is_a_clear_error(loader: Callable[[int], Iterable[Any]], words: str) -> None:
+    with pytest.raises(TargetError, match=words):
+        looped(loader=loader)
+
+
+def test_an_iterator_that_cannot_be_built_again_is_a_clear_error() -> None:
+    once = iter([torch.ones(BATCH, 8)] * 2)
+    with pytest.raises(TargetError, match=r"loader\(4\) yields no batch after the first 2: it is spent"):
+        looped(loader=lambda _: once, seconds=60.0)
+
+
+def test_batches_whose_samples_lie_along_another_axis_are_counted() -> None:
+    timing = looped(
+        batch=lambda n: torch.randn(8, n),
+        loader=lambda n: [torch.randn(8, n), torch.randn(8, n - 2)],
+        loss=lambda model, batch: model(batch.T).square().mean(),
+    )
+    a_batch = timing.samples_per_s * timing.seconds / timing.steps
+    assert BATCH - 2 <= a_batch <= BATCH
+
+
+def test_batches_without_an_axis_of_samples_count_as_whole() -> None:
+    def packed(n: int) -> torch.Tensor:
+        return torch.randn(10 * n, 8)
+
+    timing = looped(batch=packed, loader=lambda n: [packed(n)])
+    assert timing.samples_per_s == pytest.approx(BATCH * timing.steps / timing.seconds)
+
+
+def test_the_loop_leaves_nothing_behind_for_the_next_trial() -> None:
+    bench = Bench(workload_of(), CPU)
+    quick = Effort(warmup_s=0.0, measure_s=0.0, min_steps=1)
+    before = bench.measure(STOCK, quick)
+    run_loop(bench, amp_recipe("bf16"), 0.01, warmup_s=0.0)
+    after = bench.measure(STOCK, quick)
+    assert isinstance(before, Measurement)
+    assert isinstance(after, Measurement)
+    assert after.losses == before.losses
+
+
+# 100 steps of 10 ms.
+FULL = LoopTiming(samples_per_s=3200, steps=100, seconds=1, wait_ms=0, copy_ms=0, step_ms=10, idle_ms=0, host_ms=2)
+
+
+def test_a_loop_as_fast_as_the_tuner_said_agrees_and_needs_no_reason() -> None:
+    [finding] = compare_with_loop(FULL, samples_per_s=3250)
+    assert finding.code == "end-to-end"
+    assert str(finding) == ("the training loop runs at 3200 samples/s, which agrees with the tuner's 3250 (within 2%)")
+    assert finding.figures == {
+        "samples_per_s": 3200,
+        "tuner_samples_per_s": 3250,
+        "off_percent": pytest.approx(-1.538, abs=0.001),
+        "wait_share": 0,
+        "copy_share": 0,
+    }
+
+
+@pytest.mark.parametrize(("tuner", "words"), [(4000, "20% below the tuner's 4000"), (3047, "5.0% above the tuner's")])
+def test_a_loop_that_is_off_says_how_far_and_in_which_direction(tuner: float, words: str) -> None:
+    finding, _ = compare_with_loop(FULL, samples_per_s=tuner)
+    assert f"the training loop runs at 3200 samples/s, {words}" in str(finding)
+
+
+def reason_of(**changes: Any) -> tuple[str, str]:
+    _, finding = compare_with_loop(replace(FULL, **changes), samples_per_s=3200)
+    return finding.code, str(finding)
+
+
+def test_waiting_that_the_device_must_share_is_input_bound() -> None:
+    code, words = reason_of(wait_ms=4.5, idle_ms=3.8, step_ms=6.2)
+    assert code == "input-bound"
+    assert "waiting for the loader takes 38% of the loop's time, which no faster step wins back" in words
+    assert "DataLoader workers" in words
+
+
+def test_waiting_for_batch_asks_for_a_loader() -> None:
+    code, words = reason_of(wait_ms=4.5, idle_ms=3.8, step_ms=6.2, source="batch")
+    assert code == "input-bound"
+    assert "the workload has no loader" in words
+
+
+def test_waiting_while_the_device_works_costs_nothing() -> None:
+    timing = replace(FULL, wait_ms=7)
+    assert not timing.input_bound
+    assert len(compare_with_loop(timing, samples_per_s=3200)) == 1
+
+
+@pytest.mark.parametrize(("pinned", "advice"), [(True, "on a side stream"), (False, "DataLoader(pin_memory=True)")])
+def test_copying_is_named_with_what_helps(pinned: bool, advice: str) -> None:
+    code, words = reason_of(copy_ms=1.2, step_ms=8.8, pinned=pinned)
+    assert code == "copy-bound"
+    assert "copying batches to the device takes 12% of the loop's time" in words
+    assert advice in words
+
+
+@pytest.mark.parametrize(
+    "changes", [{"idle_ms": 3.0, "step_ms": 7.0}, {"step_ms": 10.0, "busy_ms": 7.0, "host_ms": 9.8}]
+)
+def test_a_device_that_idles_though_its_batch_is_there_waits_for_the_host(changes: dict[str, float]) -> None:
+    code, words = reason_of(**changes)
+    assert code == "host-bound"
+    assert "nothing to do for 30% of the loop's time although its batch is there" in words
+    assert "CUDA graphs" in words
+
+
+def test_a_step_that_itself_takes_longer_than_the_tuner_saw_is_said() -> None:
+    _, finding = compare_with_loop(FULL, samples_per_s=4000)
+    assert finding.code == "step-differs"
+    assert "the step itself takes 10 ms in the loop and took the tuner 8 ms" in str(finding)
+
+
+def test_a_loop_slowed_by_its_data_alone_has_the_step_that_the_tuner_saw() -> None:
+    codes = [f.code for f in compare_with_loop(replace(FULL, wait_ms=2, idle_ms=2, step_ms=8), samples_per_s=4000)]
+    assert codes == ["end-to-end", "input-bound"]
+
+
+def test_a_host_that_is_ahead_is_not_the_limit_though_the_probe_ran_at_a_higher_clock() -> None:
+    timing = replace(FULL, busy_ms=9.5, host_ms=2.0)
+    assert timing.host_share == 0
+
+
+def on_gpu(seconds: float = 1.0, policy: Policy = STOCK, **parts: object) -> LoopTiming:
+    return run_loop(Bench(workload_of(**parts), torch.device("cuda", 0)), policy, seconds)
+
+
+@pytest.mark.parametrize("policy", [STOCK, Policy(accumulate=2)])
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_large_step_keeps_the_gpu_at_work(policy: Policy) -> None:
+    held = torch.randn(1024, 4096).pin_memory()
+    timing = on_gpu(
+        policy=policy, model=lambda: nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8))), batch_size=1024,
+        batch=lambda n: torch.randn(n, 4096), loader=lambda _: [held],
+    )  # fmt: skip
+    assert timing.pinned
+    assert timing.copy_ms + timing.step_ms > 0.95 * timing.wall_ms
+    assert timing.host_ms < timing.step_ms
+    assert timing.busy_ms == pytest.approx(timing.step_ms, rel=0.1)
+    assert timing.host_share == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_many_tiny_kernels_are_host_bound() -> None:
+    timing = on_gpu(model=lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(100))))
+    assert timing.busy_ms is not None
+    assert timing.busy_ms < timing.step_ms
+    assert timing.host_share > 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pageable_batches_are_copy_bound_and_known_as_such() -> None:
+    held = torch.randn(4096, 8192)
+    timing = on_gpu(model=lambda: nn.Linear(8192, 8), batch_size=4096, batch=lambda _: held, loader=lambda _: [held])
+    assert not timing.pinned
+    assert timing.copy_share > 0.3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_fresh_batches_are_pinned_on_a_gpu_and_keep_their_type() -> None:
+    seen = []
+
+    def loss(model: nn.Module, batch: Named) -> torch.Tensor:
+        seen.append(type(batch))
+        return Steps()(model, batch)
+
+    timing = on_gpu(seconds=0.1, batch=lambda n: Named(torch.randn(n, 8), torch.randn(n)), loss=loss)
+    assert timing.pinned
+    assert set(seen) == {Named}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batches_made_on_the_gpu_need_no_copy() -> None:
+    timing = on_gpu(seconds=0.1, batch=lambda n: torch.randn(n, 8, device="cuda"))
+    assert timing.steps >= 1
