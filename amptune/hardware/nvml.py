@@ -155,6 +155,18 @@ class NvmlGpu:
             return None
         return tuple(sorted({process.pid for process in running} - {os.getpid(), *exclude}))
 
+    def foreign_processes(self, exclude: Collection[int] = ()) -> tuple[int, ...] | None:
+        """As `processes`, for a process that computes on this GPU itself: None where NVML does not list it.
+
+        NVML then counts ids otherwise than this process does (a container), and none of them can be told from
+        those in `exclude`.
+        """
+        running = self._ask("processes", "nvmlDeviceGetComputeRunningProcesses", self._handle)
+        if running is None:
+            return None
+        pids = {process.pid for process in running}
+        return tuple(sorted(pids - {os.getpid(), *exclude})) if os.getpid() in pids else None
+
     def _clock_mhz(self, what: str, function: str, domain: int) -> int | None:
         clock_mhz: int | None = self._ask(what, function, self._board, domain)
         return clock_mhz

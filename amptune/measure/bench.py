@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
-import statistics
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -21,6 +20,8 @@ from amptune.measure.clock import clock_for
 from amptune.measure.failing import NonFiniteError, failure_of
 from amptune.measure.memory import memory_for
 from amptune.measure.outcome import Effort, Measurement, Outcome
+from amptune.measure.readings import Instruments
+from amptune.measure.sampling import Sampler, WarmUp
 from amptune.measure.stepping import Stepper
 from amptune.policy.settings import Policy
 from amptune.runtime.applying import apply
@@ -37,9 +38,8 @@ BATCHES = 3
 # The first steps' losses are kept to compare policies; fewer where a step is slow.
 FIRST_STEPS = 8
 FIRST_STEPS_S = 2.0
-# Warm-up is over when two successive blocks of steps agree this well.
-STEADY = 0.03
-BLOCK_S = 0.1
+# A step too slow to be of interest is timed this often.
+SLOW_STEPS = 2
 
 
 class Bench:
@@ -52,9 +52,9 @@ class Bench:
     def __init__(self, workload: Workload, device: torch.device, nvml: NvmlGpu | None = None) -> None:
         self.workload = workload
         self.device = device
-        self._nvml = nvml
         self._clock = clock_for(device)
         self._memory = memory_for(device)
+        self._sampler = Sampler(self._clock, Instruments(nvml, self._memory))
         self._batches: dict[int, list[Any]] = {}
         self._build()
 
@@ -67,13 +67,17 @@ class Bench:
     def measure(self, policy: Policy, effort: Effort) -> Outcome:
         """Trains for a moment under the policy, from the initial weights."""
         try:
-            with self.on_device(policy) as (tuned, stepper):
-                return self._measure(tuned, stepper, effort)
+            return self._trial(policy, effort)
         except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
             traceback.print_exc()  # into the worker's log
             return failure_of(error)
         finally:
             self.release()
+
+    def _trial(self, policy: Policy, effort: Effort) -> Measurement:
+        """A frame of its own: batches and optimizer state go with it, before memory is given back."""
+        with self.on_device(policy) as (tuned, stepper):
+            return self._measure(tuned, stepper, effort)
 
     @contextmanager
     def on_device(self, policy: Policy, batches: Iterator[Any] | None = None) -> Iterator[tuple[Tuned, Stepper]]:
@@ -90,22 +94,24 @@ class Bench:
             yield tuned, Stepper(self.workload, tuned, batches)
 
     def _measure(self, tuned: Tuned, stepper: Stepper, effort: Effort) -> Measurement:
+        started_s = self._clock.now_s()
         losses, norm, last_ms = self._first_steps(stepper)
+        warm_s = self._clock.now_s()
         slow = effort.abandon_above_ms is not None and last_ms > effort.abandon_above_ms
-        start = time.perf_counter()
-        warmup_steps = len(losses) if slow else len(losses) + self._warm_up(stepper, last_ms, effort)
-        warmup_s = time.perf_counter() - start
-        energy_j = self._nvml.energy_j() if self._nvml else None
-        times = self._sample(stepper, last_ms, effort, slow=slow)
-        used_j = _difference(self._nvml.energy_j() if self._nvml else None, energy_j)
+        warm_up = WarmUp(step_ms=last_ms) if slow else self._sampler.warm_up(stepper, last_ms, effort)
+        warmup_s = self._clock.now_s() - warm_s
+        sample = self._sampler.sample(stepper, warm_up.step_ms, _glance(effort) if slow else effort, started_s)
+        warmup_steps = len(losses) + warm_up.steps
+        steps = warmup_steps + sample.steps
         if not math.isfinite(stepper.last_loss):
-            raise NonFiniteError(f"the loss is {stepper.last_loss} after {warmup_steps + len(times)} steps")
-        skipped = stepper.require_sound(self.model, warmup_steps + len(times))
+            raise NonFiniteError(f"the loss is {stepper.last_loss} after {steps} steps")
+        skipped = stepper.require_sound(self.model, steps)
         samples = (tuned.policy.batch_size or self.workload.batch_size) * tuned.accumulate
         allocated, reserved = self._memory.peak_mib()
+        kept = sample.kept
         return Measurement(
             samples_per_step=samples,
-            step_ms=tuple(times),
+            step_ms=kept.step_ms,
             warmup_s=warmup_s,
             warmup_steps=warmup_steps,
             peak_allocated_mib=allocated,
@@ -114,45 +120,28 @@ class Bench:
             gradient_norm=norm,
             skipped_share=skipped,
             alloc_retries=self._memory.alloc_retries(),
-            energy_j_per_sample=None if used_j is None else used_j / (samples * len(times)),
-            clock_event_reasons=self._nvml.clock_event_reasons() if self._nvml else None,
+            energy_j_per_sample=None if kept.energy_j is None else kept.energy_j / (samples * len(kept.step_ms)),
+            clock_event_reasons=kept.after.clock_event_reasons,
             abandoned=slow,
+            steady=warm_up.steady,
+            discarded=sample.discarded,
+            contaminated_by=kept.contaminated_by,
+            sm_clock_mhz=kept.after.sm_clock_mhz,
+            temperature_c=kept.after.temperature_c,
         )
 
     def _first_steps(self, stepper: Stepper) -> tuple[tuple[float, ...], float | None, float]:
         """(losses, gradient norm of the first, time of the last in ms)."""
-        start = time.perf_counter()
+        start_s = self._clock.now_s()
         loss, norm = stepper.first_step()
         losses = [loss]
         took_ms = 0.0
-        while len(losses) < FIRST_STEPS and (len(losses) < 3 or time.perf_counter() - start < FIRST_STEPS_S):
+        while len(losses) < FIRST_STEPS and (len(losses) < 3 or self._clock.now_s() - start_s < FIRST_STEPS_S):
             (took_ms,) = self._clock.time_steps(lambda: losses.append(float(stepper())), 1)
         broken = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
         if broken is not None:
             raise NonFiniteError(f"the loss is {losses[broken]} at step {broken + 1}")
         return tuple(losses), norm, took_ms
-
-    def _warm_up(self, stepper: Stepper, step_ms: float, effort: Effort) -> int:
-        """Runs blocks of steps until two agree; returns how many steps that took."""
-        steps, before, deadline = 0, math.inf, time.perf_counter() + effort.warmup_s
-        while time.perf_counter() < deadline:
-            block = self._clock.time_steps(stepper, _block_length(step_ms))
-            steps += len(block)
-            step_ms = statistics.median(block)
-            if abs(step_ms - before) <= STEADY * step_ms:
-                break
-            before = step_ms
-        return steps
-
-    def _sample(self, stepper: Stepper, step_ms: float, effort: Effort, *, slow: bool) -> list[float]:
-        """Every timed step in ms."""
-        times: list[float] = []
-        enough_ms = 0.0 if slow else 1000 * effort.measure_s
-        wanted = 2 if slow else effort.min_steps
-        while (sum(times) < enough_ms or len(times) < wanted) and len(times) < effort.max_steps:
-            times += self._clock.time_steps(stepper, min(_block_length(step_ms), effort.max_steps - len(times)))
-            step_ms = statistics.median(times)
-        return times
 
     def _on_device(self, samples: int) -> list[Any]:
         cached = self._cached_batches(samples)
@@ -190,6 +179,7 @@ class Bench:
         gc.collect()
         if self.device.type == "cuda":
             self.model.to("cpu")
+            torch._C._cuda_clearCublasWorkspaces()  # they hold 64 MiB on Hopper
             torch.cuda.empty_cache()
 
 
@@ -225,9 +215,6 @@ def _seed_everything() -> None:
     torch.manual_seed(SEED)
 
 
-def _block_length(step_ms: float) -> int:
-    return max(1, min(50, round(1000 * BLOCK_S / max(step_ms, 0.01))))
-
-
-def _difference(after: float | None, before: float | None) -> float | None:
-    return None if after is None or before is None else after - before
+def _glance(effort: Effort) -> Effort:
+    """For a policy too slow to be of interest: a step or two, not timed again."""
+    return replace(effort, measure_s=0.0, min_steps=SLOW_STEPS, time_limit_s=0.0)

@@ -10,6 +10,7 @@ from typing import Protocol, Self
 
 from amptune.errors import NothingFeasibleError
 from amptune.measure import worker
+from amptune.measure.loop_timing import LoopTiming
 from amptune.measure.outcome import Effort, Failure, Outcome
 from amptune.measure.processes import WorkerProcess, workers_that_fit
 from amptune.measure.subject import Prepared
@@ -20,6 +21,8 @@ __all__ = ["Evaluator", "WorkerEvaluator"]
 
 # Importing torch, opening a CUDA context and building the model, for all contenders at once.
 START_LIMIT_S = 120.0
+# Around the timed part of a training loop: its first step, its warm-up, its loader's workers.
+LOOP_LIMIT_S = 30.0
 
 
 class Evaluator(Protocol):
@@ -75,6 +78,10 @@ class WorkerEvaluator:
         if isinstance(outcome, Failure) and outcome.kind == "oom" and self._stop_others(policy):
             return self._measure(policy, effort)  # idle workers hold a CUDA context each, which training will not
         return outcome
+
+    def train(self, policy: Policy, seconds: float) -> LoopTiming | Failure:
+        """The workload's own training loop under the policy, for `seconds` besides its warm-up."""
+        return self._worker(policy).call(seconds + LOOP_LIMIT_S, worker.train, policy, seconds)
 
     def close(self) -> None:
         for process in self._workers.values():

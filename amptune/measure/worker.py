@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from amptune.measure.outcome import Effort, Outcome
+from amptune.measure.outcome import Effort, Failure, Outcome
 from amptune.measure.subject import Prepared
 from amptune.policy.settings import Policy
 
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from amptune.measure.bench import Bench
+    from amptune.measure.loop_timing import LoopTiming
     from amptune.workload.protocol import Workload
 
-__all__ = ["Reply", "Setting", "Source", "get_ready", "measure", "prepare", "start"]
+__all__ = ["Reply", "Setting", "Source", "get_ready", "measure", "prepare", "start", "train"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +135,18 @@ def measure(policy: Policy, effort: Effort) -> Reply:
         traceback.print_exc()  # into the log
         return Reply(outcome=failure_of(error), broken=True)
     return Reply(outcome=outcome, broken=cuda_is_broken())
+
+
+def train(policy: Policy, seconds: float) -> LoopTiming | Failure:
+    """The workload's own training loop for a moment; what goes wrong in it is a failure."""
+    from amptune.measure.failing import failure_of
+    from amptune.measure.looping import run_loop
+
+    try:
+        return run_loop(_bench(), policy, seconds)
+    except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
+        traceback.print_exc()  # into the log
+        return failure_of(error)
 
 
 def _bench() -> Bench:

@@ -60,7 +60,7 @@ def dropped(found: Sequence[Ablated], chosen: Policy) -> tuple[Finding, ...]:
     return tuple(
         Finding(
             code="setting-dropped",
-            message=f"{_words(one)} bought nothing ({one.buys}), so it was dropped",
+            message=f"{_words(one)} {'cost speed' if one.buys.high < 1 else 'bought nothing'} ({one.buys}), so it was dropped",
             figures={"setting": one.setting, "buys": one.buys.value},
         )
         for one in found

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from amptune.hardware.machine import Hardware
+from amptune.measure.noticing import noticed
 from amptune.measure.outcome import Measurement
 from amptune.measure.subject import Prepared, Subject
 from amptune.policy.file import PolicyFile
@@ -75,7 +76,10 @@ def decide(
     amp_recipe = next((standing for standing in finalists if standing.policy in amp_recipes), None)
     confirmed = proof.confirmed
     bought = ablated(confirmed.rounds, confirmed.candidate) if confirmed else ()
-    findings = (*verdict.findings, *_findings(proof, verdict))
+    rounds = [*proof.finals, *(one for ablation in proof.ablations for one in ablation.rounds)]
+    measured = [outcome for one in rounds for outcome in one.outcomes.values()]
+    disturbed = noticed([*(trial.outcome for trial in trials), *measured])
+    findings = (*verdict.findings, *_findings(proof, verdict), *disturbed)
     policy = verdict.winner.policy
     return Decision(
         policy_file=PolicyFile(
@@ -85,7 +89,7 @@ def decide(
             evidence=evidence_of(
                 verdict,
                 trials,
-                [*proof.finals, *(one for ablation in proof.ablations for one in ablation.rounds)],
+                rounds,
                 finalists=finalists,
                 amp_recipe=amp_recipe,
                 ablation=bought,

@@ -18,7 +18,7 @@ __all__ = ["Standing", "Verdict", "departure_count", "settled", "standings_of", 
 # An interval this narrow (half its width, relative) is worth no further rounds.
 NARROW = 0.01
 # Two policies no further apart than this are of one speed to a user, whichever is simpler.
-NEGLIGIBLE = 0.01
+NEGLIGIBLE = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

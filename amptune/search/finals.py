@@ -18,7 +18,7 @@ __all__ = ["MAX_LAUNCHES", "ROUNDS_PER_LAUNCH", "compare"]
 
 # An outlier does not move the median of three; more launches tell more than more rounds in one.
 ROUNDS_PER_LAUNCH = 3
-MAX_LAUNCHES = 10
+MAX_LAUNCHES = 30
 # Slower than this share of the best in all of this many looks, and it is not measured any more.
 FAR_BEHIND = 0.9
 FAR_BEHIND_LOOKS = 3

@@ -70,8 +70,10 @@ class Proof:
     def verdict_on(self, ablation: Ablation) -> Verdict | None:
         contest = self.contest
 
+        first = self.ablations[0].candidate if self.ablations else ablation.candidate
+
         def may_win(policy: Policy) -> bool:
-            return policy == ablation.candidate or contest.variant_eligible(policy)
+            return policy in (first, ablation.candidate) or contest.variant_eligible(policy)
 
         return verdict_of(ablation.rounds, contest.baseline, may_win)
 
@@ -98,7 +100,7 @@ def prove(evaluator: Evaluator, proof: Proof, budget: Budget, start_s: float, ob
         proof.ablations.append(ablation)
         for one in compare(
             evaluator,
-            tuple(dict.fromkeys([contest.baseline, candidate, *(v.policy for v in variants_of(candidate))])),
+            _beside(proof, candidate),
             budget,
             stage="ablation",
             baseline=contest.baseline,
@@ -112,6 +114,13 @@ def prove(evaluator: Evaluator, proof: Proof, budget: Budget, start_s: float, ob
 def _says_enough(rounds: Sequence[Round], finals: Sequence[Round]) -> bool:
     launches = min(ENOUGH_LAUNCHES, launches_of(finals))
     return launches_of(rounds) >= launches and len(rounds) >= min(len(finals), launches * ROUNDS_PER_LAUNCH)
+
+
+def _beside(proof: Proof, candidate: Policy) -> tuple[Policy, ...]:
+    """Baseline, candidate and variants; and the first candidate, or what is dropped would add up unseen."""
+    variants = (variant.policy for variant in variants_of(candidate))
+    first = proof.ablations[0].candidate
+    return tuple(dict.fromkeys([proof.contest.baseline, first, candidate, *variants]))
 
 
 def _candidates(proof: Proof, budget: Budget, start_s: float) -> Iterator[Policy]:

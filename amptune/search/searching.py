@@ -17,6 +17,9 @@ from amptune.search.trial import Trial
 
 __all__ = ["best_of", "search"]
 
+# An expected improvement below this share is not worth a trial, once there are enough to expect anything from.
+PROMISING = 0.0003
+ENOUGH_TRIALS = 20
 # A step this many times slower than the best, per sample, is not looked at for long.
 HOPELESS = 2.0
 TRIAL_LIMIT_S = 120.0
@@ -77,7 +80,10 @@ def _search_until(
         if study.trials and budget.left_s - reserve_s() < SHORTEST_TRIAL_S:
             return "the budget for searching is spent"
         suggestion = study.suggest(fixed)
-        if fixed and (suggestion is None or budget.spent_s > cheap_until_s or len(study.trials) >= cheap_trials):
+        hopeless = suggestion is not None and _is_hopeless(suggestion, study)
+        if fixed and (
+            suggestion is None or hopeless or budget.spent_s > cheap_until_s or len(study.trials) >= cheap_trials
+        ):
             if suggestion is not None:
                 study.forget(suggestion)
             study.measure_first(_dear_variants(study))
@@ -85,6 +91,9 @@ def _search_until(
             continue
         if suggestion is None:
             return "every policy of the space is measured"
+        if hopeless:
+            study.forget(suggestion)
+            return "no policy that is left promises to be faster"
         trial = _try(study, suggestion, evaluator, budget, budget.left_s - reserve_s(), observer)
         if trial is None:
             return "the budget for searching is spent"
@@ -94,6 +103,10 @@ def _search_until(
         if trial is first and isinstance(trial.outcome, Failure):
             return "the baseline itself fails"
     return f"the {budget.trials} trials allowed are done"
+
+
+def _is_hopeless(suggestion: Suggestion, study: Study) -> bool:
+    return suggestion.gain < PROMISING and len(study.trials) >= ENOUGH_TRIALS
 
 
 def _dear_variants(study: Study) -> list[Policy]:

@@ -1,9 +1,9 @@
-"""The study: Optuna says what to try next, its storage remembers what was measured. The only import of Optuna."""
+"""The study: what was tried and what came of it, in Optuna's storage. The only import of Optuna."""
 
 from __future__ import annotations
 
 import json
-import random
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,31 +13,33 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
-from optuna.samplers import BaseSampler, PartialFixedSampler
 from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from amptune.errors import StudyError
-from amptune.measure.outcome import Failure, outcome_from_dict, outcome_to_dict
+from amptune.measure.outcome import Failure, Measurement, outcome_from_dict, outcome_to_dict
 from amptune.policy.settings import Policy
 from amptune.policy.wire import policy_from_dict, policy_to_dict
+from amptune.search.proposing import Proposer, Seen
 from amptune.search.space import Point, Space, points
 from amptune.search.trial import Trial
 
 __all__ = ["Study", "Suggestion", "open_study"]
-
-REPEATS = 5
 
 ToPolicy = Callable[[Point], Policy]
 
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A policy to measure next; `handle` is Optuna's trial behind it."""
+    """A policy to measure next; `handle` is Optuna's trial behind it.
+
+    `gain` is the improvement expected of it, on the logarithm of the speed; infinite for one that was asked for.
+    """
 
     policy: Policy
     handle: optuna.Trial
+    gain: float = math.inf
 
 
 class Study:
@@ -45,12 +47,13 @@ class Study:
 
     def __init__(self, study: optuna.Study, space: Space, to_policy: ToPolicy, seed: int) -> None:
         self._study = study
-        self._sampler = study.sampler
         self._to_policy = to_policy
         self._distributions = _distributions(space)
         self._points = {to_policy(point): point for point in points(space)}
+        self._policies = list(self._points)
+        self._index = {policy: index for index, policy in enumerate(self._policies)}
+        self._proposer = Proposer(space.knobs, list(self._points.values()), seed=seed)
         self._first: deque[Policy] = deque()
-        self._random = random.Random(seed)  # noqa: S311  # a choice of what to measure, no secret
         self.trials: list[Trial] = sorted(_remembered(study), key=lambda trial: trial.number)
         self._outcomes = {trial.policy: trial for trial in self.trials}
 
@@ -71,26 +74,32 @@ class Study:
         return self._outcomes.get(policy)
 
     def measure_first(self, policies: Iterable[Policy]) -> None:
-        """Has these suggested before anything the sampler proposes, those outside the space too."""
+        """Has these suggested before anything else, those outside the space too."""
         self._first.extend(policies)
 
     def suggest(self, fixed: Mapping[str, Any] | None = None) -> Suggestion | None:
         """The next unmeasured policy, with some knobs fixed; None when every such policy of the space is measured."""
-        fixed = fixed or {}
         while self._first:
             if self._first[0] not in self._outcomes:
                 return self._ask_for(self._first[0])
             self._first.popleft()
-        for attempt in range(2 * REPEATS):
-            unmeasured = [policy for policy in self._points if self._is_open(policy, fixed)]
-            if not unmeasured:
-                return None
-            # Optuna proposes what it knows already, by design; after a few of those, draw from what is left.
-            tired = attempt >= REPEATS
-            suggestion = self._ask_for(self._random.choice(unmeasured)) if tired else self._ask(fixed)
-            if suggestion is not None:
-                return suggestion
-        return None
+        seen = self._seen()
+        proposal = self._proposer.next(seen, [*seen], fixed or {})
+        return None if proposal is None else self._ask_for(self._policies[proposal.index], proposal.gain)
+
+    def ranked(self) -> list[Policy]:
+        """The policies that were measured, fastest first.
+
+        By what all trials together say of each: a single short measurement may be lucky, or an outlier.
+        """
+        alive = [trial for trial in self.trials if isinstance(trial.outcome, Measurement)]
+        belief = self._proposer.belief(self._seen())
+
+        def speed(trial: Trial) -> float:
+            index = self._index.get(trial.policy)
+            return math.log(trial.samples_per_s) if belief is None or index is None else float(belief.mean[index])
+
+        return [trial.policy for trial in sorted(alive, key=speed, reverse=True)]
 
     def reconsider(self, policy: Policy) -> None:
         """Forgets a failure: what once failed on a busy machine may run now, and without a baseline nothing does."""
@@ -118,29 +127,20 @@ class Study:
         with _storage_errors():
             self._study.tell(suggestion.handle, state=TrialState.FAIL)
 
-    def _is_open(self, policy: Policy, fixed: Mapping[str, Any]) -> bool:
-        point = self._points[policy]
-        return policy not in self._outcomes and all(point[name] == value for name, value in fixed.items())
+    def _seen(self) -> dict[int, Seen]:
+        return {
+            self._index[policy]: Seen(speed=trial.samples_per_s or None, seconds=trial.seconds)
+            for policy, trial in self._outcomes.items()
+            if policy in self._index
+        }
 
-    def _ask_for(self, policy: Policy) -> Suggestion | None:
+    def _ask_for(self, policy: Policy, gain: float = math.inf) -> Suggestion:
         point = self._points.get(policy)
         with _storage_errors():
-            if point is None:  # outside the space: the sampler learns nothing from it, the journal keeps it
+            if point is None:  # outside the space: the journal keeps it all the same
                 return Suggestion(policy, self._study.ask())
             self._study.enqueue_trial(dict(point))
-        return self._ask({})
-
-    def _ask(self, fixed: Mapping[str, Any]) -> Suggestion | None:
-        """What Optuna proposes; None, told at once, where that is forbidden or known already."""
-        self._study.sampler = _fixing(fixed, self._sampler)
-        with _storage_errors():
-            handle = self._study.ask(self._distributions)
-            policy = self._to_policy(Point(handle.params))
-            known = self._outcomes.get(policy)
-            if policy in self._points and known is None:
-                return Suggestion(policy, handle)
-            self._complete(handle, known)
-        return None
+            return Suggestion(policy, self._study.ask(self._distributions), gain)
 
     def _complete(self, handle: optuna.Trial, trial: Trial | None) -> None:
         feasible = trial is not None and not isinstance(trial.outcome, Failure)
@@ -156,20 +156,8 @@ def open_study(where: Path | str, name: str, space: Space, to_policy: ToPolicy, 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings(), _storage_errors():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        # Enqueued trials count as start-up trials, so the sampler starts to model only behind them.
-        sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=len(space.try_first) + 8)
-        study = optuna.create_study(
-            storage=_storage(where), study_name=name, sampler=sampler, direction="maximize", load_if_exists=True
-        )
+        study = optuna.create_study(storage=_storage(where), study_name=name, direction="maximize", load_if_exists=True)
         return Study(study, space, to_policy, seed)
-
-
-def _fixing(fixed: Mapping[str, Any], sampler: BaseSampler) -> BaseSampler:
-    if not fixed:
-        return sampler
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return PartialFixedSampler(dict(fixed), sampler)
 
 
 def _storage(where: Path | str) -> BaseStorage:

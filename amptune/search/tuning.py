@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,12 +12,13 @@ from filelock import FileLock, Timeout
 
 from amptune.errors import NothingFeasibleError, StudyError, TargetError, UserCodeError
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
-from amptune.measure.outcome import Failure, Measurement
+from amptune.measure.outcome import Failure
 from amptune.measure.subject import Prepared
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.budget import Budget
 from amptune.search.candidates import Candidates, Wanted, candidates_for
 from amptune.search.deciding import Decision, decide
+from amptune.search.end_to_end import checked_in_a_loop, loop_s
 from amptune.search.events import Observer, SearchStarted
 from amptune.search.finals import ROUNDS_PER_LAUNCH
 from amptune.search.proving import Contest, Proof, prove
@@ -33,7 +34,7 @@ __all__ = ["TuningInterrupted", "run_tuning", "tune", "tune_with"]
 PROOF_SHARE = 0.5
 # The proof is not kept more time than these launches of each contender, half of them for the finals.
 LAUNCHES_KEPT = 8
-FINALISTS = 3
+FINALISTS = 5
 # Importing torch and building a small model must be possible under the shortest budget.
 SHORTEST_PREPARE_S = 15.0
 
@@ -89,7 +90,11 @@ def run_tuning(request: TuningRequest, observer: Observer) -> Decision:
     with _locked(request.folder):
         evaluator = WorkerEvaluator(request.source, request.device, request.folder / "workers.log")
         try:
-            return tune_with(evaluator, request, keeping_samples(request.folder, observer))
+            decision = tune_with(evaluator, _with_time_for_a_loop(request), keeping_samples(request.folder, observer))
+            try:
+                return checked_in_a_loop(evaluator, decision, request.budget)
+            except KeyboardInterrupt:
+                raise TuningInterrupted(decision) from None
         finally:
             evaluator.close()
 
@@ -192,10 +197,14 @@ def _proof_s(study: Study, budget: Budget, prepare_s: float) -> float:
 
 def _finalists(study: Study, candidates: Candidates) -> tuple[Policy, ...]:
     """The baseline, the known-good policies and the fastest trials, each once."""
-    alive = [trial for trial in study.trials if isinstance(trial.outcome, Measurement)]
-    fastest = sorted(alive, key=lambda trial: -trial.samples_per_s)[:FINALISTS]
+    fastest = study.ranked()[:FINALISTS]
     known = [policy for policy in candidates.known_good if study.trial_of(policy) is not None]
-    return tuple(dict.fromkeys([candidates.baseline, *known, *(trial.policy for trial in fastest)]))
+    return tuple(dict.fromkeys([candidates.baseline, *known, *fastest]))
+
+
+def _with_time_for_a_loop(request: TuningRequest) -> TuningRequest:
+    budget = request.budget
+    return replace(request, budget=replace(budget, seconds=budget.seconds - loop_s(budget)))
 
 
 def _nothing_feasible(study: Study, candidates: Candidates) -> Exception:

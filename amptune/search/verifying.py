@@ -12,6 +12,7 @@ from amptune.errors import ClaimError, NothingFeasibleError
 from amptune.hardware.machine import Hardware
 from amptune.hardware.probing import probe
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
+from amptune.measure.noticing import noticed
 from amptune.measure.subject import Prepared
 from amptune.policy.file import PolicyFile
 from amptune.policy.findings import Finding
@@ -137,7 +138,8 @@ def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, o
         seconds=budget.spent_s,
     )
     changed = require_valid(policy_file, labels)
-    return replace(found, findings=(_answer(found), *_moved(found), *changed))
+    disturbed = noticed(outcome for one in rounds for outcome in one.outcomes.values())
+    return replace(found, findings=(_answer(found), *_moved(found), *changed, *disturbed))
 
 
 def _sized(policy: Policy, prepared: Prepared) -> Policy:

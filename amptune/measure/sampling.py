@@ -1,0 +1,177 @@
+"""Steps into numbers: warm up until the step time is steady, then time one undisturbed block of steps."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from amptune.measure.clock import Clock
+from amptune.measure.outcome import Effort
+from amptune.measure.readings import FOREIGN_PROCESS, Instruments, Readings, contamination, with_busy_clocks
+
+__all__ = ["Block", "Sample", "Sampler", "WarmUp", "is_steady", "median_half_width"]
+
+# Warm-up is over when the medians of three successive stretches of steps lie this close together.
+STEADY = 0.03
+# As long as a stretch of steps, timed without a break, is to take; at most 50 steps, so that a guess far off is cheap.
+STRETCH_S = 0.1
+STRETCH_STEPS = 50
+# A disturbed block is timed again, this often in a trial; whatever is still there then, is there to stay.
+MAX_REPEATS = 2
+# The share of a trial's time limit after which nothing is timed again: the limit holds the worker's start too.
+REPEAT_UNTIL = 0.5
+# The energy counter moves once in 100 ms (seen on an H200): of a shorter block than this it says next to nothing.
+ENERGY_S = 0.3
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUp:
+    """How many steps it took, how long one takes now, and whether the warm-up ended because that was steady."""
+
+    step_ms: float
+    steps: int = 0
+    steady: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Steps timed in a row, the readings before and after them, and the codes of what disturbed them.
+
+    The clocks and the temperature of `after` were read while the device was busy.
+    """
+
+    step_ms: tuple[float, ...]
+    before: Readings
+    after: Readings
+    contaminated_by: tuple[str, ...]
+
+    @property
+    def energy_j(self) -> float | None:
+        """What these steps used, to within the counter's 0.1 s; None where they took too few of those."""
+        before_j, after_j = self.before.energy_j, self.after.energy_j
+        if before_j is None or after_j is None or sum(self.step_ms) < 1000 * ENERGY_S:
+            return None
+        return after_j - before_j
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The block to go by, why each one before it was discarded, and the number of steps in all of them."""
+
+    kept: Block
+    discarded: tuple[str, ...]
+    steps: int
+
+
+class Sampler:
+    """Times steps for one trial after another, and remembers what disturbs them all.
+
+    A cause that came back in every repeat is the machine's steady state (a large matrix product at the power cap
+    is what training will meet too), so later trials are not repeated for it.
+    """
+
+    def __init__(self, clock: Clock, instruments: Instruments) -> None:
+        self._clock = clock
+        self._instruments = instruments
+        self._lasting: frozenset[str] = frozenset()
+
+    def warm_up(self, step: Step, step_ms: float, effort: Effort) -> WarmUp:
+        """Runs stretches of steps until they agree; `step_ms` is a first guess at a step's time."""
+        steps, deadline_s = 0, self._clock.now_s() + effort.warmup_s
+        medians: list[float] = []
+        while not is_steady(medians) and self._clock.now_s() < deadline_s:
+            times = self._clock.time_steps(step, _stretch(step_ms))
+            steps += len(times)
+            step_ms = statistics.median(times)
+            medians.append(step_ms)
+        return WarmUp(step_ms=step_ms, steps=steps, steady=is_steady(medians))
+
+    def sample(self, step: Step, step_ms: float, effort: Effort, started_s: float) -> Sample:
+        """One block of steps, timed again while something new disturbs it; the trial began at `started_s`."""
+        blocks: list[Block] = []
+        reasons: list[str] = []
+        while True:
+            block_start_s = self._clock.now_s()
+            blocks.append(self._block(step, step_ms, effort))
+            new = self._new_causes(blocks[-1])
+            again_until_s = 2 * self._clock.now_s() - block_start_s
+            if not new or again_until_s >= started_s + REPEAT_UNTIL * effort.time_limit_s:
+                break
+            if len(reasons) == MAX_REPEATS:
+                self._lasting |= frozenset.intersection(*(frozenset(block.contaminated_by) for block in blocks))
+                break
+            reasons.append("+".join(new))
+        return Sample(kept=blocks[-1], discarded=tuple(reasons), steps=sum(len(block.step_ms) for block in blocks))
+
+    def _new_causes(self, block: Block) -> tuple[str, ...]:
+        """What disturbed the block and is not known to last. Another process may leave, and is forgotten then."""
+        if FOREIGN_PROCESS not in block.contaminated_by:
+            self._lasting -= {FOREIGN_PROCESS}
+        return tuple(code for code in block.contaminated_by if code not in self._lasting)
+
+    def _block(self, step: Step, step_ms: float, effort: Effort) -> Block:
+        before = self._instruments.read()
+        busy: list[Readings] = []
+        times: list[float] = []
+        while not _enough(times, effort):
+            count = min(_stretch(step_ms), effort.max_steps - len(times))
+            times += self._clock.time_steps(step, count, lambda: busy.append(self._instruments.clocks()))
+            step_ms = statistics.median(times)
+        after = with_busy_clocks(self._instruments.read(), busy)
+        codes = contamination(before, after, self._instruments.sm_clock_max_mhz())
+        return Block(step_ms=tuple(times), before=before, after=after, contaminated_by=codes)
+
+
+def is_steady(medians: Sequence[float]) -> bool:
+    """Whether the last three agree to `STEADY` and are no slope, up or down by over half of it.
+
+    Two that agree may be luck on a slope, which the end of a warm-up often is; and a GPU's clock that sinks
+    under its first load is one too.
+    """
+    if len(medians) < 3:
+        return False
+    low, middle, high = sorted(medians[-3:])
+    sloping = medians[-2] == middle and high - low > STEADY / 2 * low
+    return high - low <= STEADY * low and not sloping
+
+
+def median_half_width(values: Sequence[float]) -> float:
+    """Half the width of the 95 % interval on the median, relative to it; infinite for under 6 values.
+
+    It lies between order statistics, by the binomial distribution, whatever the distribution of the values
+    (Conover, Practical Nonparametric Statistics, 3.2). They would have to be independent, and steps in a row are
+    not: so it is a rule for when to stop and claims nothing. Claims rest on rounds of trials.
+    """
+    rank = _rank_for_95_percent(len(values))
+    if rank == 0:
+        return math.inf
+    ordered = sorted(values)
+    return (ordered[-rank] - ordered[rank - 1]) / 2 / statistics.median(ordered)
+
+
+def _rank_for_95_percent(count: int) -> int:
+    """The largest k for which the k-th smallest and the k-th largest hold the median with 95 %; 0 if there is none.
+
+    In integers, exactly; importing scipy.stats for it would leave the device idle in the middle of a trial.
+    """
+    rank, tail = 0, 1
+    while 40 * tail <= 2**count:  # P(at most `rank` of `count` values lie below the median) <= 2.5 %
+        rank += 1
+        tail += math.comb(count, rank)
+    return rank
+
+
+def _enough(times: Sequence[float], effort: Effort) -> bool:
+    if len(times) < effort.min_steps:
+        return len(times) >= effort.max_steps
+    long_enough = sum(times) >= 1000 * effort.measure_s or len(times) >= effort.max_steps
+    return long_enough or median_half_width(times) <= effort.precision
+
+
+def _stretch(step_ms: float) -> int:
+    """How many steps take about `STRETCH_S`."""
+    return max(1, min(STRETCH_STEPS, round(1000 * STRETCH_S / max(step_ms, 0.01))))

@@ -1,0 +1,69 @@
+"""The tuner's figure held against a training loop: is it what training gets?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any, Protocol
+
+from amptune.measure.loop_timing import LoopTiming, compare_with_loop
+from amptune.measure.outcome import Failure
+from amptune.policy.findings import Finding
+from amptune.policy.settings import Policy
+from amptune.search.budget import Budget
+from amptune.search.deciding import Decision
+from amptune.search.evidence import in_order
+
+__all__ = ["Trainer", "checked_in_a_loop", "loop_s"]
+
+# Of the budget, for the loop: its timed seconds, and as many again for its warm-up and its loader's start.
+SHARE = 0.06
+LONGEST_S = 5.0
+# A loop shorter than this says nothing.
+SHORTEST_S = 1.0
+
+
+class Trainer(Protocol):
+    """What runs the workload's own training loop."""
+
+    def train(self, policy: Policy, seconds: float) -> LoopTiming | Failure: ...
+
+
+def loop_s(budget: Budget) -> float:
+    """The seconds to keep for the loop and what is around it; 0 where the budget is too small for one."""
+    seconds = min(LONGEST_S, SHARE * budget.seconds / 2)
+    return 2 * seconds if seconds >= SHORTEST_S else 0.0
+
+
+def checked_in_a_loop(trainer: Trainer, decision: Decision, budget: Budget) -> Decision:
+    """The decision with `evidence.end_to_end` and what the loop tells, where the budget holds one.
+
+    A loop that fails is a finding: the policy and its claim do not rest on it.
+    """
+    seconds = min(loop_s(budget), budget.left_s) / 2
+    samples_per_s = decision.verdict.winner.samples_per_s
+    if seconds < SHORTEST_S or samples_per_s is None:
+        return decision
+    timing = trainer.train(decision.verdict.winner.policy, seconds)
+    if isinstance(timing, Failure):
+        finding = Finding(code="end-to-end-failed", message=f"the training loop with fresh data failed: {timing}")
+        return _with(decision, (finding,), None)
+    return _with(decision, compare_with_loop(timing, samples_per_s=samples_per_s), _figures(timing))
+
+
+def _with(decision: Decision, findings: tuple[Finding, ...], figures: dict[str, Any] | None) -> Decision:
+    file = decision.policy_file
+    evidence = file.evidence.copy()
+    evidence["findings"] = [*evidence.get("findings", []), *(finding.as_dict() for finding in findings)]
+    if figures is not None:
+        evidence["end_to_end"] = figures
+    return replace(
+        decision,
+        findings=(*decision.findings, *findings),
+        policy_file=replace(file, evidence=in_order(evidence)),
+    )
+
+
+def _figures(timing: LoopTiming) -> dict[str, Any]:
+    """The loop's figures to four digits."""
+    found = {name: value for name, value in asdict(timing).items() if value is not None}
+    return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in found.items()}

@@ -1,0 +1,90 @@
+"""Which point of a space to measure next: the one that promises the most for the time it takes. Pure."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+
+from amptune.search.space import Knob, Point, Value
+from amptune.search.surrogate import Belief, Floats, Surrogate
+
+__all__ = ["Proposal", "Proposer", "Seen"]
+
+# These make a trial dear: plans to be timed, graphs to be compiled.
+DEAR_KNOBS = ("compile", "cudnn_benchmark")
+# An infeasible point counts as this share of the slowest: bad, and its neighbours suspect.
+INFEASIBLE_SHARE = 0.7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a trial of a point gave: samples per second (None where it failed), and the seconds it cost."""
+
+    speed: float | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A point by its index; `gain` is the improvement expected over the best, on the logarithm of the speed."""
+
+    index: int
+    gain: float
+
+
+class Proposer:
+    """Proposes points of one space that were not seen."""
+
+    def __init__(self, knobs: Sequence[Knob], points: Sequence[Point], *, seed: int) -> None:
+        self._surrogate = Surrogate(knobs, points)
+        self._values = {knob.name: np.array([str(point[knob.name]) for point in points]) for knob in knobs}
+        self._random = random.Random(seed)  # noqa: S311  # a choice of what to measure, no secret
+
+    def next(self, seen: Mapping[int, Seen], taken: Sequence[int], fixed: Mapping[str, Value]) -> Proposal | None:
+        """What promises the most improvement a second; None where every point with the `fixed` values is taken."""
+        free = self._free(taken, fixed)
+        if not free.any():
+            return None
+        belief = self.belief(seen)
+        if belief is None:
+            return Proposal(index=self._random.choice(np.flatnonzero(free).tolist()), gain=math.inf)
+        feasible = [index for index, one in seen.items() if one.speed is not None]
+        gain = np.where(free, belief.improvement(float(belief.mean[feasible].max())), -1.0)
+        return Proposal(index=int((gain / self._seconds(seen)).argmax()), gain=float(gain.max()))
+
+    def belief(self, seen: Mapping[int, Seen]) -> Belief | None:
+        """What to believe of every point; None where too little was seen to believe anything."""
+        speeds = {index: one.speed for index, one in seen.items() if one.speed is not None}
+        if len(speeds) < 2:
+            return None
+        bad = INFEASIBLE_SHARE * min(speeds.values())
+        return self._surrogate.belief({index: math.log(speeds.get(index, bad)) for index in seen})
+
+    def _free(self, taken: Sequence[int], fixed: Mapping[str, Value]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        free = np.ones(self._surrogate.size, dtype=bool)
+        free[list(taken)] = False
+        for name, value in fixed.items():
+            free &= self._values[name] == str(value)
+        return free
+
+    def _seconds(self, seen: Mapping[int, Seen]) -> Floats:
+        """What a trial of each point will cost, by those with the same dear settings; the mean where there are none."""
+        kinds = np.zeros(self._surrogate.size, dtype=np.int64)
+        for name in DEAR_KNOBS:
+            if name in self._values:
+                _, codes = np.unique(self._values[name], return_inverse=True)
+                kinds = kinds * (int(codes.max()) + 1) + codes
+        costs: dict[int, list[float]] = defaultdict(list)
+        for index, one in seen.items():
+            costs[int(kinds[index])].append(one.seconds)
+        seconds = np.full(self._surrogate.size, fmean(one.seconds for one in seen.values()))
+        for kind, some in costs.items():
+            seconds[kinds == kind] = fmean(some)
+        positive: Floats = np.maximum(seconds, 1e-3)
+        return positive

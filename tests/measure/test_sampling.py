@@ -1,0 +1,407 @@
+"""When warm-up and sampling end, and which steps count: driven by a clock whose time passes by steps alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from scripted import HW_THERMAL, POWER_CAP, SW_THERMAL, ScriptedClock, ScriptedMemory, ScriptedNvml
+from test_bench import CPU, workload_of
+from torch import nn
+
+from amptune.measure import bench as bench_module
+from amptune.measure.bench import Bench
+from amptune.measure.clock import CpuClock, CudaClock
+from amptune.measure.outcome import Effort, Measurement, outcome_from_dict, outcome_to_dict
+from amptune.measure.readings import Instruments
+from amptune.measure.sampling import MAX_REPEATS, Sample, Sampler, is_steady, median_half_width
+from amptune.policy.settings import STOCK
+
+EFFORT = Effort(warmup_s=5.0, measure_s=0.5, precision=0.02, min_steps=5, max_steps=200, time_limit_s=1000.0)
+SEARCH = Effort()
+
+
+def sampler(clock: ScriptedClock, nvml: ScriptedNvml | None = None, memory: ScriptedMemory | None = None) -> Sampler:
+    return Sampler(clock, Instruments(nvml.gpu() if nvml else None, memory or ScriptedMemory()))
+
+
+def sampled(clock: ScriptedClock, effort: Effort = EFFORT, nvml: ScriptedNvml | None = None) -> Sample:
+    return sampler(clock, nvml).sample(lambda: None, clock.step_ms(0), effort, clock.now_s())
+
+
+def noisy(spread: float, ms: float = 10.0) -> Callable[[int], float]:
+    return lambda n: ms * (1 + spread * random.Random(n).uniform(-1, 1))
+
+
+# The interval on the median.
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 7, 10, 20, 49, 50, 200, 2000])
+def test_the_interval_holds_the_median_with_95_percent_and_is_the_narrowest_that_does(count: int) -> None:
+    from scipy.stats import binom
+
+    values = [1000.0 + value for value in range(count)]
+    half = median_half_width(values)
+    narrower = int(binom.ppf(0.025, count, 0.5))  # values left out on each side, cf. scipy.stats.quantile_test
+    if narrower == 0:
+        assert half == float("inf")
+        return
+    width = (count - 1) - 2 * (narrower - 1)
+    assert half == pytest.approx(width / 2 / (1000 + (count - 1) / 2))
+    assert binom.cdf(narrower - 1, count, 0.5) <= 0.025 < binom.cdf(narrower, count, 0.5)
+
+
+def test_the_interval_covers_the_median_of_skewed_values_as_often_as_it_says() -> None:
+    rng = random.Random(0)
+    covered = 0
+    for _ in range(1000):
+        values = sorted(rng.expovariate(1.0) for _ in range(15))
+        half = median_half_width(values) * values[7]
+        covered += values[3] <= 0.6931 <= values[11]
+        assert half == pytest.approx((values[11] - values[3]) / 2)
+    assert covered >= 940
+
+
+# Sampling.
+
+
+def test_sampling_stops_as_soon_as_the_median_is_precise_enough() -> None:
+    clock = ScriptedClock(noisy(0.005))
+    sample = sampled(clock)
+    assert len(sample.kept.step_ms) == 10  # one stretch of 0.1 s
+    assert median_half_width(sample.kept.step_ms) <= 0.02
+
+
+def test_noisy_steps_are_sampled_until_the_median_is_precise_enough() -> None:
+    few = sampled(ScriptedClock(noisy(0.1)), replace(EFFORT, measure_s=100.0))
+    many = sampled(ScriptedClock(noisy(0.1)), replace(EFFORT, measure_s=100.0, precision=0.01, max_steps=10_000))
+    assert 10 < len(few.kept.step_ms) < len(many.kept.step_ms) < 10_000
+    assert median_half_width(few.kept.step_ms) <= 0.02
+    assert median_half_width(many.kept.step_ms) <= 0.01
+
+
+def test_sampling_ends_with_its_time_however_wide_the_interval() -> None:
+    sample = sampled(ScriptedClock(noisy(0.5)), replace(EFFORT, precision=0.0))
+    assert 500 <= sum(sample.kept.step_ms) < 650
+
+
+def test_slow_steps_are_taken_min_steps_times_even_past_the_time() -> None:
+    sample = sampled(ScriptedClock(noisy(0.1, ms=900.0)))
+    assert len(sample.kept.step_ms) == EFFORT.min_steps
+
+
+def test_five_steps_alike_are_not_yet_an_interval() -> None:
+    """No two of five values hold the median with 95 %."""
+    sample = sampled(ScriptedClock(lambda _: 100.0), replace(EFFORT, measure_s=10.0))
+    assert len(sample.kept.step_ms) == 6
+
+
+def test_sampling_never_takes_more_than_max_steps() -> None:
+    sample = sampled(ScriptedClock(noisy(0.5)), replace(EFFORT, max_steps=13, measure_s=100.0, precision=0.0))
+    assert len(sample.kept.step_ms) == 13
+    sample = sampled(ScriptedClock(noisy(0.5)), replace(EFFORT, max_steps=3))
+    assert len(sample.kept.step_ms) == 3
+
+
+# Warm-up.
+
+
+@pytest.mark.parametrize(
+    ("medians", "steady"),
+    [
+        ([10.0, 10.0], False),
+        ([10.0, 10.0, 10.0], True),
+        ([10.0, 10.29, 10.1], True),
+        ([10.0, 10.4, 10.1], False),
+        ([10.25, 10.12, 10.0], False),  # within 3 %, and falling by more than half of it
+        ([10.14, 10.07, 10.0], True),
+        ([10.0, 10.12, 10.25], False),  # rising so: a clock that sinks under the load
+        ([10.0, 10.07, 10.14], True),
+        ([20.0, 15.0, 10.0, 10.1, 10.0], True),
+        ([10.0, 10.0, 10.0, 20.0], False),
+    ],
+)
+def test_three_successive_medians_tell_whether_steps_are_steady(medians: list[float], steady: bool) -> None:
+    assert is_steady(medians) is steady
+
+
+def test_warm_up_ends_when_the_step_time_is_steady() -> None:
+    clock = ScriptedClock(lambda n: 10.0 + 30.0 * 0.9**n)
+    warm_up = sampler(clock).warm_up(lambda: None, 40.0, EFFORT)
+    assert warm_up.steady
+    assert warm_up.steps == clock.steps
+    assert warm_up.step_ms < 10.4
+    assert clock.now_s() < 2.0
+
+
+def test_warm_up_does_not_stop_on_a_slope_whose_neighbours_agree() -> None:
+    """Each stretch is 1.4 % faster than the one before, so that three of them lie within 3 %."""
+    clock = ScriptedClock(lambda n: 400.0 * 0.986 ** min(n, 40))
+    warm_up = sampler(clock).warm_up(lambda: None, 400.0, replace(EFFORT, warmup_s=100.0))
+    assert warm_up.steady
+    assert warm_up.steps > 40
+
+
+def test_a_warm_up_that_runs_out_of_time_says_so() -> None:
+    clock = ScriptedClock(lambda n: 100.0 * 0.99**n)
+    warm_up = sampler(clock).warm_up(lambda: None, 100.0, replace(EFFORT, warmup_s=1.0))
+    assert not warm_up.steady
+    assert 1.0 <= clock.now_s() < 1.2
+
+
+def test_no_time_for_warm_up_is_no_warm_up() -> None:
+    clock = ScriptedClock()
+    warm_up = sampler(clock).warm_up(lambda: None, 7.0, replace(EFFORT, warmup_s=0.0))
+    assert (warm_up.steps, warm_up.step_ms, warm_up.steady) == (0, 7.0, False)
+
+
+# Disturbed blocks.
+
+
+def until(steps: int, clock: ScriptedClock, reasons: int) -> Callable[[], int]:
+    """`reasons` while the first `steps` steps ran, then none."""
+    return lambda: reasons if clock.steps <= steps else 0
+
+
+def test_a_disturbed_block_is_discarded_and_repeated() -> None:
+    clock = ScriptedClock()
+    sample = sampled(clock, nvml=ScriptedNvml(reasons=until(10, clock, HW_THERMAL)))
+    assert sample.discarded == ("hw-thermal",)
+    assert sample.kept.contaminated_by == ()
+    assert (len(sample.kept.step_ms), sample.steps, clock.steps) == (10, 20, 20)
+
+
+def test_a_clean_block_is_not_repeated() -> None:
+    sample = sampled(ScriptedClock(), nvml=ScriptedNvml())
+    assert (sample.discarded, sample.kept.contaminated_by, sample.steps) == ((), (), 10)
+
+
+def test_the_gpu_is_read_while_it_is_busy_and_not_when_it_waits() -> None:
+    clock = ScriptedClock()
+    nvml = ScriptedNvml(
+        reasons=lambda: POWER_CAP if clock.busy else 0x1,
+        sm_clock_mhz=lambda: 1500 if clock.busy else 345,
+        temperature_c=lambda: 70 if clock.busy else 60,
+    )
+    after = sampled(clock, nvml=nvml).kept.after
+    assert (after.clock_event_reasons, after.sm_clock_mhz, after.temperature_c) == (POWER_CAP, 1500, 70)
+
+
+def test_a_reason_seen_in_one_stretch_of_the_block_counts_for_all_of_it() -> None:
+    clock = ScriptedClock(noisy(0.5))
+    nvml = ScriptedNvml(reasons=lambda: SW_THERMAL if clock.busy and 0 < clock.steps <= 12 else 0)
+    sample = sampled(clock, replace(EFFORT, precision=0.0), nvml)
+    assert sample.discarded == ("sw-thermal",)
+
+
+def test_what_stays_in_every_repeat_is_kept_and_said() -> None:
+    sample = sampled(ScriptedClock(), nvml=ScriptedNvml(reasons=POWER_CAP))
+    assert sample.discarded == ("power-cap",) * MAX_REPEATS
+    assert sample.kept.contaminated_by == ("power-cap",)
+
+
+def test_what_stayed_is_remembered_and_later_trials_are_not_repeated_for_it() -> None:
+    clock, nvml = ScriptedClock(), ScriptedNvml(reasons=POWER_CAP)
+    one = sampler(clock, nvml)
+    one.sample(lambda: None, 10.0, EFFORT, clock.now_s())
+    again = one.sample(lambda: None, 10.0, EFFORT, clock.now_s())
+    assert (again.discarded, again.kept.contaminated_by) == ((), ("power-cap",))
+    nvml.readings["reasons"] = until(clock.steps + 10, clock, POWER_CAP | HW_THERMAL)
+    other = one.sample(lambda: None, 10.0, EFFORT, clock.now_s())
+    assert other.discarded == ("hw-thermal",)  # and not the power cap, which is known
+
+
+def test_a_cause_that_came_and_went_is_not_taken_for_the_steady_state() -> None:
+    """Three causes in turn use up the repeats; none of them was in every block."""
+    clock = ScriptedClock()
+    turns = {1: HW_THERMAL, 2: SW_THERMAL}
+    nvml = ScriptedNvml(reasons=lambda: turns.get(clock.steps // 10, POWER_CAP))
+    one = sampler(clock, nvml)
+    first = one.sample(lambda: None, 10.0, EFFORT, clock.now_s())
+    assert (first.discarded, first.kept.contaminated_by) == (("hw-thermal", "sw-thermal"), ("power-cap",))
+    assert one.sample(lambda: None, 10.0, EFFORT, clock.now_s()).discarded == ("power-cap",) * MAX_REPEATS
+
+
+def test_a_foreign_process_that_left_is_noticed_when_it_comes_back() -> None:
+    clock, stranger = ScriptedClock(), 2**22 + 1
+    nvml = ScriptedNvml()
+    own = nvml.readings["pids"]
+    one = sampler(clock, nvml)
+    discarded = []
+    for pids in ((*own, stranger), (*own, stranger), own, (*own, stranger)):
+        nvml.readings["pids"] = pids
+        discarded.append(one.sample(lambda: None, 10.0, EFFORT, clock.now_s()).discarded)
+    assert discarded == [("foreign-process",) * 2, (), (), ("foreign-process",) * 2]
+
+
+def test_a_block_in_which_the_allocator_retried_is_repeated() -> None:
+    clock, memory = ScriptedClock(), ScriptedMemory()
+    memory.retries = lambda: min(clock.steps, 15)
+    sample = sampler(clock, None, memory).sample(lambda: None, 10.0, EFFORT, clock.now_s())
+    assert (sample.discarded, sample.kept.contaminated_by) == (("alloc-retries",) * 2, ())
+
+
+def test_nothing_is_repeated_where_the_time_limit_is_near() -> None:
+    clock = ScriptedClock()
+    nvml = ScriptedNvml(reasons=POWER_CAP)
+    one = sampler(clock, nvml)
+    sample = one.sample(lambda: None, 10.0, replace(EFFORT, time_limit_s=0.5), clock.now_s())
+    assert sample.discarded == ("power-cap",)  # the second ends at 0.2 s, a third would end after half of the limit
+    assert sample.kept.contaminated_by == ("power-cap",)
+    in_time = one.sample(lambda: None, 10.0, EFFORT, clock.now_s())
+    assert in_time.discarded == ("power-cap",) * MAX_REPEATS  # it had not been shown to stay
+
+
+def test_energy_is_that_of_the_kept_block_alone() -> None:
+    """A step uses 10 J, in the disturbed block 100 J."""
+    clock = ScriptedClock()
+    nvml = ScriptedNvml(
+        reasons=until(50, clock, HW_THERMAL),
+        energy_mj=lambda: 10_000 * clock.steps + 90_000 * min(clock.steps, 50),
+    )
+    sample = sampled(clock, replace(EFFORT, precision=-1.0), nvml)
+    assert sample.discarded == ("hw-thermal",)
+    assert sample.kept.energy_j == pytest.approx(10.0 * 50)
+
+
+def test_energy_of_a_block_too_short_for_its_counter_is_unknown() -> None:
+    clock = ScriptedClock()
+    nvml = ScriptedNvml(energy_mj=lambda: 10_000 * clock.steps)
+    assert sampled(clock, nvml=nvml).kept.energy_j is None
+    assert sampled(clock, replace(EFFORT, precision=-1.0), nvml).kept.energy_j is not None
+
+
+# Real clocks.
+
+
+def test_the_cpus_clock_looks_once_after_the_last_step() -> None:
+    seen: list[str] = []
+    clock = CpuClock()
+    before = clock.now_s()
+    times = clock.time_steps(lambda: seen.append("step"), 3, lambda: seen.append("look"))
+    assert seen == ["step", "step", "step", "look"]
+    assert len(times) == 3
+    assert clock.now_s() > before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_gpus_clock_looks_while_steps_are_still_running() -> None:
+    matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    idle: list[bool] = []
+    CudaClock().time_steps(lambda: matrix @ matrix, 50, lambda: idle.append(torch.cuda.current_stream().query()))
+    assert idle == [False]
+
+
+# The whole bench.
+
+
+def measured(bench: Bench, effort: Effort = EFFORT) -> Measurement:
+    outcome = bench.measure(STOCK, effort)
+    assert isinstance(outcome, Measurement), outcome
+    return outcome
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> ScriptedClock:
+    scripted = ScriptedClock()
+    monkeypatch.setattr(bench_module, "clock_for", lambda _: scripted)
+    return scripted
+
+
+def bench_with(nvml: ScriptedNvml | None) -> Bench:
+    return Bench(workload_of(nn.Linear(8, 2)), CPU, nvml.gpu() if nvml else None)
+
+
+def test_a_measurement_carries_what_the_instruments_said(clock: ScriptedClock) -> None:
+    nvml = ScriptedNvml(reasons=POWER_CAP, sm_clock_mhz=1500, temperature_c=70, energy_mj=lambda: 8_000 * clock.steps)
+    outcome = measured(bench_with(nvml), replace(EFFORT, precision=-1.0))
+    assert (outcome.clock_event_reasons, outcome.sm_clock_mhz, outcome.temperature_c) == (POWER_CAP, 1500, 70)
+    assert (outcome.discarded, outcome.contaminated_by) == (("power-cap",) * 2, ("power-cap",))
+    assert outcome.energy_j_per_sample == pytest.approx(8.0 / 4)
+    assert outcome.steady
+
+
+def test_a_bench_without_instruments_measures_all_the_same(clock: ScriptedClock) -> None:
+    outcome = measured(bench_with(None))
+    assert (outcome.clock_event_reasons, outcome.sm_clock_mhz, outcome.temperature_c) == (None, None, None)
+    assert (outcome.discarded, outcome.contaminated_by, outcome.energy_j_per_sample) == ((), (), None)
+    assert outcome.step_ms == (10.0,) * 10
+    assert clock.steps == outcome.warmup_steps - 1 + 10  # the first step is not timed
+
+
+def test_the_bench_remembers_from_trial_to_trial_what_lasts(clock: ScriptedClock) -> None:
+    assert clock.steps == 0
+    bench = bench_with(ScriptedNvml(reasons=POWER_CAP))
+    assert [measured(bench).discarded for _ in range(3)] == [("power-cap",) * 2, (), ()]
+
+
+def test_a_trial_that_never_becomes_steady_says_so(clock: ScriptedClock) -> None:
+    clock.step_ms = lambda n: 100.0 * 0.99**n
+    outcome = measured(bench_with(None), replace(EFFORT, warmup_s=1.0))
+    assert not outcome.steady
+    assert 1.0 <= outcome.warmup_s < 1.2
+
+
+def test_a_hopeless_policy_gets_a_glance_and_no_repeats(clock: ScriptedClock) -> None:
+    clock.step_ms = lambda _: 300.0
+    outcome = measured(bench_with(ScriptedNvml(reasons=POWER_CAP)), replace(EFFORT, abandon_above_ms=200.0))
+    assert (outcome.abandoned, outcome.steady) == (True, False)
+    assert (len(outcome.step_ms), outcome.discarded) == (2, ())
+    assert outcome.contaminated_by == ("power-cap",)
+
+
+def test_slow_first_steps_are_few(clock: ScriptedClock) -> None:
+    clock.step_ms = lambda _: 1500.0
+    assert len(measured(bench_with(None)).losses) == 3
+
+
+def test_a_search_looks_for_half_a_second_at_most_and_two_percent() -> None:
+    assert (SEARCH.precision, SEARCH.measure_s, SEARCH.warmup_s) == (0.02, 0.5, 5.0)
+
+
+# The journal.
+
+
+FULL = Measurement(
+    samples_per_step=8,
+    step_ms=(10.0, 10.1),
+    warmup_s=0.3,
+    warmup_steps=8,
+    peak_allocated_mib=10.0,
+    peak_reserved_mib=20.0,
+    losses=(1.0, 0.9),
+    gradient_norm=2.0,
+    skipped_share=0.1,
+    alloc_retries=1,
+    energy_j_per_sample=0.5,
+    clock_event_reasons=0x44,
+    abandoned=True,
+    steady=False,
+    discarded=("hw-thermal+foreign-process", "hw-thermal"),
+    contaminated_by=("power-cap",),
+    sm_clock_mhz=1500,
+    temperature_c=70,
+)
+
+
+def test_a_measurement_survives_the_journal_field_by_field() -> None:
+    unchanged = {
+        name for name, field in Measurement.__dataclass_fields__.items() if getattr(FULL, name) == field.default
+    }
+    assert unchanged == set(), "the example has to set every field"
+    assert outcome_from_dict(json.loads(json.dumps(outcome_to_dict(FULL)))) == FULL
+
+
+def test_a_measurement_of_an_older_journal_still_loads() -> None:
+    data = outcome_to_dict(FULL)
+    for name in ("steady", "discarded", "contaminated_by", "sm_clock_mhz", "temperature_c"):
+        del data[name]
+    outcome = outcome_from_dict(data)
+    assert isinstance(outcome, Measurement)
+    assert (outcome.steady, outcome.discarded, outcome.contaminated_by) == (True, (), ())
+    assert outcome.step_ms == FULL.step_ms
