@@ -60,7 +60,7 @@ def dropped(found: Sequence[Ablated], chosen: Policy) -> tuple[Finding, ...]:
     return tuple(
         Finding(
             code="setting-dropped",
-            message=f"{_words(one)} {'cost speed' if one.buys.high < 1 else 'bought nothing'} ({one.buys}), so it was dropped",
+            message=f"{_words(one)} {_bought(one)} ({one.buys}), so it was dropped",
             figures={"setting": one.setting, "buys": one.buys.value},
         )
         for one in found
@@ -70,6 +70,10 @@ def dropped(found: Sequence[Ablated], chosen: Policy) -> tuple[Finding, ...]:
 
 def _words(one: Ablated) -> str:
     return one.setting if isinstance(one.value, list) else f"{one.setting}: {one.value}"
+
+
+def _bought(one: Ablated) -> str:
+    return "cost speed" if one.buys.high < 1 else "bought nothing"
 
 
 def _variants(policy: Policy) -> Iterator[Variant]:
