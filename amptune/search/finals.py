@@ -10,9 +10,9 @@ from amptune.measure.evaluator import Evaluator
 from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import Policy
 from amptune.search.budget import Budget
-from amptune.search.decision import settled
+from amptune.search.decision import settled, standings_of
 from amptune.search.events import ComparisonStarted, ContenderMeasured, Observer, Stage
-from amptune.search.ratios import Round
+from amptune.search.ratios import Round, launches_of, ratio_between
 
 __all__ = ["MAX_LAUNCHES", "ROUNDS_PER_LAUNCH", "compare"]
 
@@ -22,6 +22,10 @@ MAX_LAUNCHES = 30
 # Slower than this share of the best in all of this many looks, and it is not measured any more.
 FAR_BEHIND = 0.9
 FAR_BEHIND_LOOKS = 3
+# After this many launches, one that is clearly slower than the fastest is not measured any more either: by so many
+# times what its interval reaches below, since this is asked again and again.
+LAUNCHES_TO_BEAT = 3
+CLEARLY = 1.5
 FINAL_EFFORT = Effort(warmup_s=2.0, measure_s=0.4, min_steps=6, precision=0.003)
 SHORTEST_LIMIT_S, LONGEST_LIMIT_S = 10.0, 120.0
 # A worker that dies or hangs once may have been an accident; running out of memory is not.
@@ -79,6 +83,7 @@ class _Comparison:
         self._tried = tried
         self._shuffle = random.Random(seed)  # noqa: S311  # an order of measuring, no secret
         self._rounds: list[Round] = []
+        self._beaten: set[Policy] = set()
         self._failed = {policy for policy, outcome in tried.items() if isinstance(outcome, Failure)}
 
     def rounds_until(self, enough: Enough, start_s: float) -> Iterator[Round]:
@@ -95,6 +100,7 @@ class _Comparison:
                 before_s = budget.left_s
                 yield self._round(launch)
                 round_s = before_s - budget.left_s
+            self._drop_the_beaten()
             if enough(self._rounds) or budget.left_s < start_s + round_s or len(self._contenders()) == 1:
                 return
 
@@ -104,8 +110,17 @@ class _Comparison:
         return [
             policy
             for policy in self._policies
-            if policy == self._baseline or (policy not in self._failed and not _is_far_behind(policy, looks))
+            if policy == self._baseline
+            or not (policy in self._failed or _is_far_behind(policy, looks) or policy in self._beaten)
         ]
+
+    def _drop_the_beaten(self) -> None:
+        """Those shown to be slower than the fastest: what they would still be measured for is known."""
+        if launches_of(self._rounds) < LAUNCHES_TO_BEAT:
+            return
+        fastest = standings_of(self._rounds, self._baseline)[0].policy
+        ratios = {p: ratio_between(self._rounds, fastest, p) for p in self._contenders()}
+        self._beaten |= {p for p, ratio in ratios.items() if ratio.value - CLEARLY * (ratio.value - ratio.low) > 1}
 
     def _round(self, launch: int) -> Round:
         outcomes: dict[Policy, Outcome] = {}

@@ -10,11 +10,15 @@ from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
+from numpy.typing import NDArray
 
 from amptune.search.space import Knob, Point, Value
 from amptune.search.surrogate import Belief, Floats, Surrogate
 
 __all__ = ["Proposal", "Proposer", "Seen"]
+
+Strings = NDArray[np.str_]
+Codes = NDArray[np.int64]
 
 # These make a trial dear: plans to be timed, graphs to be compiled.
 DEAR_KNOBS = ("compile", "cudnn_benchmark")
@@ -44,6 +48,7 @@ class Proposer:
     def __init__(self, knobs: Sequence[Knob], points: Sequence[Point], *, seed: int) -> None:
         self._surrogate = Surrogate(knobs, points)
         self._values = {knob.name: np.array([str(point[knob.name]) for point in points]) for knob in knobs}
+        self._kinds = _kinds([values for name, values in self._values.items() if name in DEAR_KNOBS], len(points))
         self._random = random.Random(seed)  # noqa: S311  # a choice of what to measure, no secret
 
     def next(self, seen: Mapping[int, Seen], taken: Sequence[int], fixed: Mapping[str, Value]) -> Proposal | None:
@@ -66,7 +71,7 @@ class Proposer:
         bad = INFEASIBLE_SHARE * min(speeds.values())
         return self._surrogate.belief({index: math.log(speeds.get(index, bad)) for index in seen})
 
-    def _free(self, taken: Sequence[int], fixed: Mapping[str, Value]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def _free(self, taken: Sequence[int], fixed: Mapping[str, Value]) -> NDArray[np.bool_]:
         free = np.ones(self._surrogate.size, dtype=bool)
         free[list(taken)] = False
         for name, value in fixed.items():
@@ -75,16 +80,20 @@ class Proposer:
 
     def _seconds(self, seen: Mapping[int, Seen]) -> Floats:
         """What a trial of each point will cost, by those with the same dear settings; the mean where there are none."""
-        kinds = np.zeros(self._surrogate.size, dtype=np.int64)
-        for name in DEAR_KNOBS:
-            if name in self._values:
-                _, codes = np.unique(self._values[name], return_inverse=True)
-                kinds = kinds * (int(codes.max()) + 1) + codes
         costs: dict[int, list[float]] = defaultdict(list)
         for index, one in seen.items():
-            costs[int(kinds[index])].append(one.seconds)
+            costs[int(self._kinds[index])].append(one.seconds)
         seconds = np.full(self._surrogate.size, fmean(one.seconds for one in seen.values()))
         for kind, some in costs.items():
-            seconds[kinds == kind] = fmean(some)
+            seconds[self._kinds == kind] = fmean(some)
         positive: Floats = np.maximum(seconds, 1e-3)
         return positive
+
+
+def _kinds(columns: Sequence[Strings], count: int) -> Codes:
+    """A number for each combination of values that occurs in the columns."""
+    kinds = np.zeros(count, dtype=np.int64)
+    for column in columns:
+        _, codes = np.unique(column, return_inverse=True)
+        kinds = kinds * (int(codes.max()) + 1) + codes
+    return kinds

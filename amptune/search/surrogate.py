@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +21,16 @@ __all__ = ["Belief", "Floats", "Surrogate"]
 
 Floats = NDArray[np.float64]
 
-# Tried as prior standard deviations, of all settings together over the spread of what was seen, of the pairs' share
-# in that, and of a measurement; the likeliest explains the trials best.
-SCALES = (0.7, 1.5)
-PAIR_SHARES = (0.2, 0.6)
+# What is tried for each prior, and the likeliest kept: the variance that one setting brings, as a share of that of
+# all trials; what a pair of settings brings besides, as a share of theirs; a measurement's standard deviation.
+EFFECTS = (1e-4, 0.003, 0.05, 0.4)
+PAIR_SHARES = (0.03, 0.1, 0.3)
 NOISES = (0.005, 0.02, 0.05)
+FIRST_GUESS = (0.1, 0.1, 0.02)
 TRIPLE_SHARE = 0.5
-OWN_SHARE = 0.02
+OWN_SHARE = 1e-4
+# Priors are looked for again once there are so many times the trials they were found on.
+GROWN = 1.4
 # Ordered numbers (a batch size, a depth): the likeness of neighbours falls to 1/e over this many steps.
 REACH_STEPS = 2.0
 # A measurement this many standard deviations from what the others say counts as an outlier.
@@ -57,12 +59,15 @@ class Belief:
 
 
 class Surrogate:
-    """Beliefs about the points of one space. What it keeps between calls are kernels alone."""
+    """Beliefs about the points of one space. What it keeps between calls saves time, and changes little."""
 
     def __init__(self, knobs: Sequence[Knob], points: Sequence[Point]) -> None:
         self._codes = np.array([[knob.choices.index(point[knob.name]) for knob in knobs] for point in points])
         self._alike = [_likeness(knob.choices) for knob in knobs]
-        self._columns: dict[int, Floats] = {}
+        effect, pair_share, noise = FIRST_GUESS
+        self._prior = _Prior(np.full(len(knobs), effect), pair_share, noise)
+        self._prior_of = 0
+        self._rows: dict[int, Floats] = {}
 
     @property
     def size(self) -> int:
@@ -72,75 +77,103 @@ class Surrogate:
     def belief(self, seen: Mapping[int, float]) -> Belief:
         """What to believe of every point, having seen the logarithm of the speed of some, by index."""
         indices, values = list(seen), np.array(list(seen.values()))
-        columns = np.stack([self._column(index) for index in indices], axis=1)  # (parts, seen, points)
-        among = columns[:, :, indices]
         centre, spread = float(np.median(values)), max(float(values.std()), 0.01)
-        values = values - centre
-        priors = product((scale * spread for scale in SCALES), PAIR_SHARES, NOISES)
-        fit = max((_fit(among, values, *prior) for prior in priors), key=lambda fit: fit.likelihood)
-        fit = fit.without_outliers(among, values)
-        cross = np.tensordot(fit.weights, columns, axes=1)
-        return Belief(centre + fit.coefficients @ cross, _deviation_of(fit, cross))
+        values = (values - centre) / spread
+        among = self._likenesses(indices, indices)
+        if len(seen) >= GROWN * self._prior_of:
+            self._prior = _likeliest(self._prior, among, values, spread)
+            self._prior_of = len(seen)
+            self._rows.clear()
+        fit = _solved(self._prior.kernel(among), values, np.full(len(values), self._prior.noise / spread))
+        fit = fit.without_outliers(values)
+        cross = np.stack([self._row(index) for index in indices])
+        deviation = _deviation_of(fit, cross, self._prior.variance)
+        return Belief(centre + spread * (fit.coefficients @ cross), spread * deviation)
 
-    def _column(self, index: int) -> Floats:
-        """(main, pairs, triples, own) x points: how alike each point is to this one; 1 for itself."""
-        if index not in self._columns:
-            own = self._codes[index]
-            alike = np.stack([matrix[self._codes[:, k], own[k]] for k, matrix in enumerate(self._alike)])
-            self._columns[index] = np.stack([*_mean_products(alike), alike.prod(axis=0)])
-        return self._columns[index]
+    def _row(self, index: int) -> Floats:
+        """The covariance of one point with every point."""
+        if index not in self._rows:
+            self._rows[index] = self._prior.kernel(self._likenesses([index], range(self.size)))[0]
+        return self._rows[index]
+
+    def _likenesses(self, some: Sequence[int], others: Sequence[int]) -> Floats:
+        """(knobs, some, others): how alike their values are."""
+        rows, columns = self._codes[list(some)], self._codes[list(others)]
+        return np.stack([matrix[np.ix_(rows[:, k], columns[:, k])] for k, matrix in enumerate(self._alike)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Prior:
+    """What settings can bring, before anything was seen; in units of the trials' spread, the noise aside."""
+
+    effects: Floats
+    pair_share: float
+    noise: float
+
+    def kernel(self, alike: Floats) -> Floats:
+        """The covariance of the points behind (knobs, some, others) likenesses."""
+        rooted = np.sqrt(self.effects)[:, None, None] * alike
+        one, two, three = rooted.sum(axis=0), (rooted**2).sum(axis=0), (rooted**3).sum(axis=0)
+        pairs, triples = (one**2 - two) / 2, (one**3 - 3 * one * two + 2 * three) / 6  # Newton's identities
+        own = OWN_SHARE * alike.prod(axis=0)
+        main = np.tensordot(self.effects, alike, axes=1)
+        together: Floats = main + self.pair_share * pairs + TRIPLE_SHARE * self.pair_share * triples + own
+        return together
+
+    @property
+    def variance(self) -> float:
+        """Of any one point."""
+        return float(self.kernel(np.ones((len(self.effects), 1, 1)))[0, 0])
+
+
+def _likeliest(prior: _Prior, among: Floats, values: Floats, spread: float) -> _Prior:
+    """The prior that explains the values best, one of its numbers changed at a time."""
+
+    def likelihood(one: _Prior) -> float:
+        return _solved(one.kernel(among), values, np.full(len(values), one.noise / spread)).likelihood
+
+    for knob in range(len(prior.effects)):
+        effects = [np.where(np.arange(len(prior.effects)) == knob, effect, prior.effects) for effect in EFFECTS]
+        prior = max([prior, *(replace(prior, effects=one) for one in effects)], key=likelihood)
+    prior = max([replace(prior, pair_share=share) for share in PAIR_SHARES], key=likelihood)
+    return max([replace(prior, noise=noise) for noise in NOISES], key=likelihood)
 
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    weights: Floats
+    kernel: Floats
     noise: Floats
     cholesky: Floats
     coefficients: Floats
     likelihood: float
 
-    def without_outliers(self, among: Floats, values: Floats) -> _Fit:
+    def without_outliers(self, values: Floats) -> _Fit:
         """The same with far more noise where a value is far from what all the others say of it."""
         inverse = np.linalg.inv(self.cholesky @ self.cholesky.T)
         variance = 1 / np.diag(inverse)
         surprise = np.abs(self.coefficients * variance) / np.sqrt(variance)
         if not (surprise > OUTLIER).any():
             return self
-        return _solved(among, values, self.weights, self.noise * np.where(surprise > OUTLIER, OUTLIER_NOISE, 1.0))
+        return _solved(self.kernel, values, self.noise * np.where(surprise > OUTLIER, OUTLIER_NOISE, 1.0))
 
 
-def _fit(among: Floats, values: Floats, scale: float, pair_share: float, noise: float) -> _Fit:
-    weights = scale**2 * np.array([1.0, pair_share, pair_share * TRIPLE_SHARE, OWN_SHARE])
-    return _solved(among, values, weights, np.full(len(values), noise))
-
-
-def _solved(among: Floats, values: Floats, weights: Floats, noise: Floats) -> _Fit:
+def _solved(kernel: Floats, values: Floats, noise: Floats) -> _Fit:
     from scipy.linalg import cho_solve
 
-    kernel = np.tensordot(weights, among, axes=1) + np.diag(noise**2 + 1e-9)
-    cholesky: Floats = np.asarray(np.linalg.cholesky(kernel))
+    cholesky: Floats = np.asarray(np.linalg.cholesky(kernel + np.diag(noise**2 + 1e-9)))
     coefficients: Floats = cho_solve((cholesky, True), values)
     likelihood = -0.5 * float(values @ coefficients) - float(np.log(np.diag(cholesky)).sum())
-    return _Fit(weights, noise, cholesky, coefficients, likelihood)
+    return _Fit(kernel, noise, cholesky, coefficients, likelihood)
 
 
-def _mean_products(alike: Floats) -> tuple[Floats, Floats, Floats]:
-    """The means of all single rows, of all products of two and of three of them, by Newton's identities."""
-    count = len(alike)
-    one, two, three = (np.asarray((alike**power).sum(axis=0)) for power in (1, 2, 3))
-    pairs = (one**2 - two) / 2 / max(1, math.comb(count, 2))
-    triples = (one**3 - 3 * one * two + 2 * three) / 6 / max(1, math.comb(count, 3))
-    return one / count, pairs, triples
-
-
-def _deviation_of(fit: _Fit, cross: Floats) -> Floats:
-    """Each point's standard deviation; of those with no chance it is not worth computing, and is 0."""
+def _deviation_of(fit: _Fit, cross: Floats, variance: float) -> Floats:
+    """Each point's standard deviation; of those with no chance it is not worth computing, and is next to 0."""
     from scipy.linalg import solve_triangular
 
     worth = np.argsort(-(fit.coefficients @ cross))[:WORTH_A_LOOK]
     reduced = solve_triangular(fit.cholesky, cross[:, worth], lower=True)
     deviation = np.full(cross.shape[1], 1e-6)
-    deviation[worth] = np.sqrt(np.maximum(fit.weights.sum() - (reduced**2).sum(axis=0), 1e-12))
+    deviation[worth] = np.sqrt(np.maximum(variance - (reduced**2).sum(axis=0), 1e-12))
     return deviation
 
 
@@ -150,4 +183,4 @@ def _likeness(choices: Sequence[Value]) -> Floats:
     if any(isinstance(choice, bool | str) for choice in choices):
         return np.eye(count)
     steps = np.abs(np.subtract.outer(np.arange(count), np.arange(count)))
-    return np.exp(-steps / REACH_STEPS)
+    return np.asarray(np.exp(-steps / REACH_STEPS))
