@@ -32,8 +32,9 @@ from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.policy.wire import policy_from_dict, policy_to_dict
 from amptune.report.progress import progress_for
 from amptune.search.budget import Budget
-from amptune.search.decision import Round, Standing, standings_of
+from amptune.search.decision import Standing, standings_of
 from amptune.search.finals import compare
+from amptune.search.ratios import Round
 from amptune.search.tuning import tune
 from amptune.workload.zoo import NAMES
 
@@ -89,6 +90,7 @@ def report(name: str, out: Path, budget_s: float, device: str | None, reuse: Pat
                     evaluator,
                     tuple(dict.fromkeys(contender.policy for contender in contenders)),
                     Budget(seconds=FINALS_S),
+                    stage="finals",
                     baseline=contenders[0].policy,
                     tried=grid,
                     seed=1,
@@ -106,7 +108,7 @@ def report(name: str, out: Path, budget_s: float, device: str | None, reuse: Pat
         "tuning_s": round(tuning_s, 1),
         "trials": [_row(trial.policy, trial.outcome, seconds=trial.seconds) for trial in decision.trials],
         "grid": [_row(policy, outcome) for policy, outcome in grid.items()],
-        "finals": [[_row(policy, outcome) for policy, outcome in r.items()] for r in rounds],
+        "finals": [[_row(policy, outcome) for policy, outcome in one.outcomes.items()] for one in rounds],
         "contenders": [_contender(contender, rounds, contenders[0].policy) for contender in contenders],
     }
     (out / f"{name}.json").write_text(json.dumps(data, indent=1) + os.linesep)

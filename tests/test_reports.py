@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import amptune
 from amptune.measure.outcome import Measurement, outcome_from_dict
 from amptune.policy.wire import policy_from_dict
+from amptune.search.ratios import ratio_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 H200 = REPOSITORY / "reports" / "h200"
@@ -64,3 +66,39 @@ def test_the_table_is_printed_from_the_reports() -> None:
     command = [sys.executable, "reports/compare.py", "--out", str(H200), "--table"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert all(path.stem in done.stdout for path in REPORTS)
+
+
+TRUST = H200 / "trust"
+
+
+def trust_rows(part: str) -> list[dict[str, Any]]:
+    path = TRUST / f"{part}.json"
+    return list(loaded(path)["rows"]) if path.exists() else []
+
+
+@pytest.mark.parametrize("row", trust_rows("aa"), ids=lambda row: f"{row['workload']}-{row['started']}")
+def test_a_comparison_of_a_policy_with_itself_can_be_computed_again(row: dict[str, Any]) -> None:
+    medians = {policy_from_dict(c["policy"]): c["median_ms"] for c in row["comparison"]["contenders"]}
+    spelled_out = {replace(policy, batch_size=None): policy for policy in medians if policy.batch_size}
+    for pair in row["pairs"]:
+        (first,) = [policy for policy in medians if str(policy) == pair["policy"]]
+        second = spelled_out[first]
+        launches = zip(medians[first], medians[second], strict=True)
+        ratio = ratio_of([[a / b for a, b in zip(*launch, strict=True)] for launch in launches])
+        assert [ratio.value, ratio.low, ratio.high] == pytest.approx(pair["ratio"], abs=1e-4)
+        assert ratio.launches == pair["launches"]
+
+
+@pytest.mark.parametrize("path", sorted(TRUST.glob("*.policy.yaml")), ids=lambda path: path.stem)
+def test_a_policy_that_was_tuned_again_is_the_one_its_row_says(path: Path) -> None:
+    policies = {f"{row['workload']}-{row['repetition']}": row.get("policy") for row in trust_rows("tunings")}
+    found = policies[path.name.removesuffix(".policy.yaml")]
+    assert found is not None
+    assert policy_from_dict(found) == amptune.load(path).policy
+
+
+def test_the_tables_of_trust_are_printed_from_its_rows() -> None:
+    command = [sys.executable, "reports/trust.py", "--out", str(TRUST), "--table"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    for row in [*trust_rows("tunings"), *trust_rows("regret"), *trust_rows("aa")]:
+        assert f"| {row['workload']} |" in done.stdout

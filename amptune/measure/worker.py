@@ -115,12 +115,14 @@ def prepare() -> Prepared:
 
 
 def get_ready() -> None:
-    """Builds the workload ahead of its first trial, so that workers can start at the same time.
+    """Builds the workload ahead of its first trial and warms the process up, so that workers do so at the same time.
 
     What goes wrong is left to that trial to report.
     """
+    from amptune.measure.warming import warm_up
+
     try:
-        _bench()
+        warm_up(_bench().device)
     except BaseException:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
         traceback.print_exc()  # into the log
 

@@ -13,7 +13,7 @@ from amptune.policy.file import PolicyFile
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.ablation import Ablated, ablated, dropped
-from amptune.search.decision import Standing, Verdict, standings_of, verdict_of
+from amptune.search.decision import Standing, Verdict, standings_of
 from amptune.search.evidence import evidence_of, labels_of
 from amptune.search.proving import Proof
 from amptune.search.ratios import Ratio, Round
@@ -123,7 +123,7 @@ def _findings(proof: Proof, verdict: Verdict) -> Iterator[Finding]:
             yield Finding(code="unconfirmed", message=message)
         return
     if verdict.keeps_the_baseline:
-        finals = verdict_of(proof.finals, proof.contest.baseline, proof.contest.eligible)
+        finals = proof.finals_verdict()
         seen = f" ({finals.speedup})" if finals else ""
         message = f"the finals had preferred {confirmed.candidate}{seen}; measured anew it was not shown to be faster"
         yield Finding(code="not-confirmed", message=message)

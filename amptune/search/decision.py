@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from amptune.measure.outcome import Failure, Measurement
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
-from amptune.search.ratios import ENOUGH_LAUNCHES, Ratio, Round, launches_of, ratio_between, ratio_of
+from amptune.search.ratios import ENOUGH_LAUNCHES, Ratio, Round, fastest_of, launches_of, ratio_between, ratio_of
 
-__all__ = ["Standing", "Verdict", "departure_count", "settled", "standings_of", "verdict_of"]
+__all__ = ["NARROW", "Standing", "Verdict", "departure_count", "settled", "standings_of", "verdict_of"]
 
 # An interval this narrow (half its width, relative) is worth no further rounds.
 NARROW = 0.01
+ENOUGH_TO_STOP = 5
 # Two policies no further apart than this are of one speed to a user, whichever is simpler.
 NEGLIGIBLE = 0.005
 
@@ -74,19 +75,25 @@ def departure_count(policy: Policy) -> int:
 
 
 def verdict_of(
-    rounds: Sequence[Round], baseline: Policy, eligible: Callable[[Policy], bool] = lambda _: True
+    rounds: Sequence[Round],
+    baseline: Policy,
+    eligible: Callable[[Policy], bool] = lambda _: True,
+    *,
+    doubt: float = 1.0,
 ) -> Verdict | None:
     """The fastest policy that is shown to be faster; among equals, the one with the fewest departures from stock.
 
-    Only the baseline and `eligible` policies can win. None if the baseline failed.
+    Only the baseline and `eligible` policies can win, and none that was left out of the last round, being beaten.
+    None if the baseline failed. With more `doubt` the intervals that have to exclude 1 are so many times as wide.
     """
     standings = standings_of(rounds, baseline)
     of = {standing.policy: standing for standing in standings}
     if baseline not in of or of[baseline].samples_per_s is None:
         return None
     alive = [s for s in standings if s.failure is None and (s.policy == baseline or eligible(s.policy))]
-    shown = [s for s in alive if s.vs_baseline is not None and s.vs_baseline.low > 1 and s.policy != baseline]
-    level = [s for s in shown if _is_level(rounds, shown[0], s)]
+    shown = [s for s in alive if s.policy in rounds[-1].outcomes and _is_shown_faster(s, doubt)]
+    fastest = fastest_of(rounds, [baseline, *(s.policy for s in shown)])
+    level = [s for s in shown if _is_level(rounds, fastest, s.policy)]
     winner = min(level, key=lambda s: (departure_count(s.policy), -s.speedup), default=of[baseline])
     return Verdict(
         winner=winner,
@@ -106,26 +113,32 @@ def standings_of(rounds: Sequence[Round], baseline: Policy) -> tuple[Standing, .
 def settled(rounds: Sequence[Round], baseline: Policy) -> bool:
     """Whether the ratio of the fastest to each rival that is still measured is known to ±1 %.
 
-    It must have been so before the last launch too: a spread over few launches looks small by chance, and to
-    stop whenever it does would make the intervals too narrow.
+    It must have been so before the last launch too, and the launches must be some: a spread over few looks small
+    by chance, and to stop whenever it does would make the intervals too narrow.
     """
     launches = sorted({one.launch for one in rounds})
-    if len(launches) <= ENOUGH_LAUNCHES:
+    if len(launches) < ENOUGH_TO_STOP:
         return False
     before = [one for one in rounds if one.launch != launches[-1]]
     return _is_narrow(rounds, baseline) and _is_narrow(before, baseline)
 
 
 def _is_narrow(rounds: Sequence[Round], baseline: Policy) -> bool:
-    alive = [standing for standing in standings_of(rounds, baseline) if standing.failure is None]
-    still_measured = [standing.policy for standing in alive if standing.policy in rounds[-1].outcomes]
-    return all(ratio_between(rounds, alive[0].policy, rival).half_width < NARROW for rival in still_measured)
+    alive = {standing.policy for standing in standings_of(rounds, baseline) if standing.failure is None}
+    measured = [policy for policy in rounds[-1].outcomes if policy in alive]
+    fastest = fastest_of(rounds, measured)
+    return all(ratio_between(rounds, fastest, rival).half_width < NARROW for rival in measured)
 
 
-def _is_level(rounds: Sequence[Round], fastest: Standing, other: Standing) -> bool:
+def _is_shown_faster(standing: Standing, doubt: float) -> bool:
+    ratio = standing.vs_baseline
+    return ratio is not None and ratio.value - doubt * (ratio.value - ratio.low) > 1
+
+
+def _is_level(rounds: Sequence[Round], fastest: Policy, other: Policy) -> bool:
     """Whether no difference is shown, and none that matters is seen either: what is unclear goes to the faster."""
-    ratio = ratio_between(rounds, fastest.policy, other.policy)
-    return other is fastest or (not ratio.shows_a_difference and ratio.value <= 1 + NEGLIGIBLE)
+    ratio = ratio_between(rounds, fastest, other)
+    return other == fastest or (not ratio.shows_a_difference and ratio.value <= 1 + NEGLIGIBLE)
 
 
 def _standing(rounds: Sequence[Round], policy: Policy, baseline: Policy) -> Standing:

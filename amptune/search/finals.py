@@ -10,9 +10,9 @@ from amptune.measure.evaluator import Evaluator
 from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import Policy
 from amptune.search.budget import Budget
-from amptune.search.decision import settled, standings_of
+from amptune.search.decision import settled
 from amptune.search.events import ComparisonStarted, ContenderMeasured, Observer, Stage
-from amptune.search.ratios import Round, launches_of, ratio_between
+from amptune.search.ratios import Round, fastest_of, launches_of, ratio_between
 
 __all__ = ["MAX_LAUNCHES", "ROUNDS_PER_LAUNCH", "compare"]
 
@@ -20,16 +20,17 @@ __all__ = ["MAX_LAUNCHES", "ROUNDS_PER_LAUNCH", "compare"]
 ROUNDS_PER_LAUNCH = 3
 MAX_LAUNCHES = 30
 # Slower than this share of the best in all of this many looks, and it is not measured any more.
-FAR_BEHIND = 0.9
-FAR_BEHIND_LOOKS = 3
-# After this many launches, one that is clearly slower than the fastest is not measured any more either: by so many
-# times what its interval reaches below, since this is asked again and again.
+FAR_BEHIND = 0.75
+FAR_BEHIND_LOOKS = 2
+# After this many launches, one that is clearly slower than the fastest is not measured any more either: by so much,
+# since the question is put again after each launch, and an interval that excludes 1 by a hair would often be luck.
 LAUNCHES_TO_BEAT = 3
-CLEARLY = 1.5
+CLEARLY = 0.02
 FINAL_EFFORT = Effort(warmup_s=2.0, measure_s=0.4, min_steps=6, precision=0.003)
 SHORTEST_LIMIT_S, LONGEST_LIMIT_S = 10.0, 120.0
 # A worker that dies or hangs once may have been an accident; running out of memory is not.
 ACCIDENTS = ("crash", "timeout")
+ATTEMPTS = 2
 
 Enough = Callable[[Sequence[Round]], bool]
 
@@ -88,21 +89,30 @@ class _Comparison:
 
     def rounds_until(self, enough: Enough, start_s: float) -> Iterator[Round]:
         self._observer(ComparisonStarted(stage=self._stage, policies=self._policies))
-        budget = self._budget
         for launch in range(MAX_LAUNCHES):
-            before_s, round_s = budget.left_s, 0.0
+            before_s = self._budget.left_s
             if launch > 0 or before_s > start_s:
                 self._evaluator.launch(self._contenders())
-                start_s = before_s - budget.left_s
-            for _ in range(ROUNDS_PER_LAUNCH):
-                if self._rounds and (budget.left_s < round_s or len(self._contenders()) == 1):
-                    break
-                before_s = budget.left_s
-                yield self._round(launch)
-                round_s = before_s - budget.left_s
+            yield from self._launch(launch)
             self._drop_the_beaten()
-            if enough(self._rounds) or budget.left_s < start_s + round_s or len(self._contenders()) == 1:
+            launch_s = max(start_s, before_s - self._budget.left_s)
+            if enough(self._rounds) or self._budget.left_s < launch_s or len(self._contenders()) == 1:
                 return
+
+    def _launch(self, launch: int) -> Iterator[Round]:
+        """The rounds of one launch, as many as there is time for; the first of all in any case."""
+        round_s = 0.0
+        for _ in range(ROUNDS_PER_LAUNCH):
+            if self._rounds and (self._budget.left_s < round_s or len(self._contenders()) == 1):
+                return
+            before_s = self._budget.left_s
+            outcomes = self._outcomes(launch)
+            if self._rounds and outcomes.keys() != set(self._contenders()):
+                return  # the time ran out within the round, and half a round compares nothing
+            self._failed |= {policy for policy, outcome in outcomes.items() if isinstance(outcome, Failure)}
+            self._rounds.append(Round(launch=launch, outcomes=outcomes))
+            yield self._rounds[-1]
+            round_s = before_s - self._budget.left_s
 
     def _contenders(self) -> list[Policy]:
         """Those that may still win, and the baseline."""
@@ -118,29 +128,35 @@ class _Comparison:
         """Those shown to be slower than the fastest: what they would still be measured for is known."""
         if launches_of(self._rounds) < LAUNCHES_TO_BEAT:
             return
-        fastest = standings_of(self._rounds, self._baseline)[0].policy
-        ratios = {p: ratio_between(self._rounds, fastest, p) for p in self._contenders()}
-        self._beaten |= {p for p, ratio in ratios.items() if ratio.value - CLEARLY * (ratio.value - ratio.low) > 1}
+        contenders = self._contenders()
+        fastest = fastest_of(self._rounds, contenders)
+        ratios = {policy: ratio_between(self._rounds, fastest, policy) for policy in contenders}
+        self._beaten |= {policy for policy, ratio in ratios.items() if ratio.low > 1 + CLEARLY}
 
-    def _round(self, launch: int) -> Round:
+    def _outcomes(self, launch: int) -> dict[Policy, Outcome]:
+        """Every contender measured once; those missing for which the time ran out."""
         outcomes: dict[Policy, Outcome] = {}
         if not self._rounds:  # what failed before stands in the comparison with its failure
             outcomes = {policy: self._tried[policy] for policy in self._policies if policy in self._failed}
         contenders = self._contenders()
         for policy in self._shuffle.sample(contenders, len(contenders)):
-            outcomes[policy] = self._measure(policy)
-            self._observer(ContenderMeasured(stage=self._stage, launch=launch, policy=policy, outcome=outcomes[policy]))
-        self._failed |= {policy for policy, outcome in outcomes.items() if isinstance(outcome, Failure)}
-        self._rounds.append(Round(launch=launch, outcomes=outcomes))
-        return self._rounds[-1]
+            outcome = self._measure(policy)
+            if outcome is not None:
+                outcomes[policy] = outcome
+                self._observer(ContenderMeasured(stage=self._stage, launch=launch, policy=policy, outcome=outcome))
+        return outcomes
 
-    def _measure(self, policy: Policy) -> Outcome:
-        left_s = self._budget.left_s
-        limit_s = min(LONGEST_LIMIT_S, max(SHORTEST_LIMIT_S, left_s))
-        outcome = self._evaluator.measure(policy, replace(FINAL_EFFORT, time_limit_s=limit_s))
-        if isinstance(outcome, Failure) and outcome.kind in ACCIDENTS and self._budget.left_s > SHORTEST_LIMIT_S:
-            limit_s = min(LONGEST_LIMIT_S, self._budget.left_s)
+    def _measure(self, policy: Policy) -> Outcome | None:
+        """None where the budget and not the policy cut it short: that says nothing about the policy."""
+        for attempt in range(ATTEMPTS):
+            limit_s = min(LONGEST_LIMIT_S, max(SHORTEST_LIMIT_S, self._budget.left_s))
             outcome = self._evaluator.measure(policy, replace(FINAL_EFFORT, time_limit_s=limit_s))
+            if not isinstance(outcome, Failure) or outcome.kind not in ACCIDENTS:
+                return outcome
+            if outcome.kind == "timeout" and limit_s < LONGEST_LIMIT_S:
+                return None
+            if attempt + 1 == ATTEMPTS or self._budget.left_s < SHORTEST_LIMIT_S:
+                break
         return outcome
 
 

@@ -14,15 +14,18 @@ from amptune.measure.outcome import Outcome
 from amptune.policy.settings import Policy
 from amptune.search.ablation import variants_of
 from amptune.search.budget import Budget
-from amptune.search.decision import Verdict, settled, verdict_of
+from amptune.search.decision import NARROW, Verdict, settled, verdict_of
 from amptune.search.events import Observer
-from amptune.search.finals import ROUNDS_PER_LAUNCH, Enough, compare
-from amptune.search.ratios import ENOUGH_LAUNCHES, Round, launches_of
+from amptune.search.finals import Enough, compare
+from amptune.search.ratios import ENOUGH_LAUNCHES, Round, launches_of, ratio_between
 
 __all__ = ["Ablation", "Contest", "Proof", "prove"]
 
 # Of the time behind the search, for the finals; a winner's ablation has the rest.
 FINALS_SHARE = 0.5
+# A claim that rests on the measurements that chose the policy needs an interval so many times as wide to exclude 1:
+# about Bonferroni's for six finalists.
+UNCONFIRMED_DOUBT = 1.5
 
 Eligible = Callable[[Policy], bool]
 
@@ -57,15 +60,18 @@ class Proof:
 
     @property
     def confirmed(self) -> Ablation | None:
-        """The last ablation that says as much as the finals, or enough; None if there is none."""
-        said = [ablation for ablation in self.ablations if _says_enough(ablation.rounds, self.finals)]
-        return said[-1] if said else None
+        """The ablation of the most launches, the last of equals; None where none got as far as an interval."""
+        said = [ablation for ablation in self.ablations if len(ablation.rounds) > 1]
+        return max(reversed(said), key=lambda ablation: launches_of(ablation.rounds), default=None)
 
     def verdict(self) -> Verdict | None:
         """None where nothing was compared, or the baseline failed."""
         if self.confirmed is not None:
             return self.verdict_on(self.confirmed)
-        return verdict_of(self.finals, self.contest.baseline, self.contest.eligible) if self.finals else None
+        return self.finals_verdict(doubt=UNCONFIRMED_DOUBT) if self.finals else None
+
+    def finals_verdict(self, *, doubt: float = 1.0) -> Verdict | None:
+        return verdict_of(self.finals, self.contest.baseline, self.contest.eligible, doubt=doubt)
 
     def verdict_on(self, ablation: Ablation) -> Verdict | None:
         contest = self.contest
@@ -111,11 +117,6 @@ def prove(evaluator: Evaluator, proof: Proof, budget: Budget, start_s: float, ob
             ablation.rounds.append(one)
 
 
-def _says_enough(rounds: Sequence[Round], finals: Sequence[Round]) -> bool:
-    launches = min(ENOUGH_LAUNCHES, launches_of(finals))
-    return launches_of(rounds) >= launches and len(rounds) >= min(len(finals), launches * ROUNDS_PER_LAUNCH)
-
-
 def _beside(proof: Proof, candidate: Policy) -> tuple[Policy, ...]:
     """Baseline, candidate and variants; and the first candidate, or what is dropped would add up unseen."""
     variants = (variant.policy for variant in variants_of(candidate))
@@ -125,7 +126,7 @@ def _beside(proof: Proof, candidate: Policy) -> tuple[Policy, ...]:
 
 def _candidates(proof: Proof, budget: Budget, start_s: float) -> Iterator[Policy]:
     """The finals' winner, then each simpler one that its ablation prefers, while there is time to measure it."""
-    verdict = proof.verdict()
+    verdict = proof.finals_verdict()
     if verdict is None or verdict.keeps_the_baseline or budget.left_s < start_s:
         return
     tried: set[Policy] = set()
@@ -161,6 +162,10 @@ def _enough_ablation(proof: Proof, ablation: Ablation) -> Enough:
         if launches_of(rounds) < ENOUGH_LAUNCHES:
             return False
         verdict = proof.verdict_on(Ablation(candidate=ablation.candidate, rounds=list(rounds)))
-        return verdict is None or not (verdict.keeps_the_baseline or verdict.winner.policy == ablation.candidate)
+        if verdict is None:
+            return True
+        winner = verdict.winner.policy
+        another = not verdict.keeps_the_baseline and winner != ablation.candidate
+        return another and ratio_between(rounds, ablation.candidate, winner).half_width < NARROW
 
     return enough

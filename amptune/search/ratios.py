@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from amptune.measure.outcome import Measurement, Outcome
 from amptune.policy.settings import Policy
 
-__all__ = ["ENOUGH_LAUNCHES", "Ratio", "Round", "launches_of", "ratio_between", "ratio_of"]
+__all__ = ["ENOUGH_LAUNCHES", "Ratio", "Round", "fastest_of", "launches_of", "ratio_between", "ratio_of"]
 
 # With this many process launches the spread between them can be told; with fewer, only that within them.
 ENOUGH_LAUNCHES = 3
@@ -80,6 +80,15 @@ def ratio_of(launches: Sequence[Sequence[float]]) -> Ratio:
     if not enough:  # what launches do to a ratio cannot be told, but those seen are to be held
         low, high = min(low, *centres), max(high, *centres)
     return Ratio(value=math.exp(middle), low=_exp(low), high=_exp(high), launches=len(centres))
+
+
+def fastest_of(rounds: Sequence[Round], policies: Sequence[Policy]) -> Policy:
+    """By direct comparison, in the rounds that two have in common: what each is to a third has its noise too."""
+    fastest = policies[0]
+    for policy in policies[1:]:
+        if ratio_between(rounds, policy, fastest).value > 1:
+            fastest = policy
+    return fastest
 
 
 def launches_of(rounds: Sequence[Round]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from amptune.policy.matching import require_valid
 from amptune.policy.settings import STOCK, Policy
 from amptune.policy.wire import policy_from_dict
 from amptune.search.budget import Budget
-from amptune.search.decision import Standing, standings_of
+from amptune.search.decision import Standing, settled, standings_of
 from amptune.search.events import Observer
 from amptune.search.finals import compare
-from amptune.search.ratios import Ratio
+from amptune.search.ratios import ENOUGH_LAUNCHES, Ratio, Round, ratio_between
 from amptune.search.request import source_of
 from amptune.workload.protocol import Workload
 
@@ -121,6 +121,7 @@ def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, o
             baseline=baseline,
             seed=0,
             observer=observer,
+            enough=lambda rounds: settled(rounds, baseline) or _is_clear(rounds, policy, baseline, claim),
             start_s=start_s,
         )
     )
@@ -132,7 +133,7 @@ def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, o
         claim=claim,
         policy=of[policy],
         baseline=of[baseline],
-        speedup=of[policy].vs_baseline,
+        speedup=of[policy].vs_baseline if policy != baseline else Ratio(value=1.0, low=1.0, high=1.0),
         findings=(),
         hardware=prepared.hardware,
         seconds=budget.spent_s,
@@ -140,6 +141,13 @@ def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, o
     changed = require_valid(policy_file, labels)
     disturbed = noticed(outcome for one in rounds for outcome in one.outcomes.values())
     return replace(found, findings=(_answer(found), *_moved(found), *changed, *disturbed))
+
+
+def _is_clear(rounds: Sequence[Round], policy: Policy, baseline: Policy, claim: Claim) -> bool:
+    """Whether the whole interval is on one side of what the claim needs."""
+    ratio = ratio_between(rounds, policy, baseline)
+    needed = (1 - MARGIN) * claim.speedup
+    return ratio.launches >= ENOUGH_LAUNCHES and not ratio.low < needed <= ratio.high
 
 
 def _sized(policy: Policy, prepared: Prepared) -> Policy:

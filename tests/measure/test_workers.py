@@ -12,6 +12,7 @@ import pytest
 
 from amptune.errors import TargetError, UserCodeError
 from amptune.measure.evaluator import WorkerEvaluator
+from amptune.measure.loop_timing import LoopTiming
 from amptune.measure.outcome import Effort, Failure, Measurement
 from amptune.measure.worker import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
@@ -110,9 +111,54 @@ def test_a_worker_that_hangs_is_ended_at_its_time_limit(evaluator: WorkerEvaluat
 def test_each_cudnn_benchmark_setting_has_a_process_of_its_own(evaluator: WorkerEvaluator) -> None:
     measured(evaluator, STOCK)
     measured(evaluator, Policy(cudnn_benchmark=True))
-    processes = {arm.call(30.0, os.getpid) for arm in evaluator._arms.values()}
+    processes = {arm.call(30.0, os.getpid) for arm in evaluator._workers.values()}
     assert len(processes) == 2
     assert all(isinstance(process, int) for process in processes)
+
+
+def test_each_launch_gives_every_policy_a_fresh_process_of_its_own(evaluator: WorkerEvaluator) -> None:
+    def processes() -> set[object]:
+        return {worker.call(30.0, os.getpid) for worker in evaluator._workers.values()}
+
+    policies = (STOCK, Policy(fp32_math="ieee"))
+    evaluator.launch(policies)
+    first = processes()
+    measured(evaluator, STOCK)
+    assert processes() == first
+    evaluator.launch(policies)
+    assert len(first) == len(processes()) == 2
+    assert not first & processes()
+
+
+def test_workers_for_which_there_is_no_memory_take_turns(
+    evaluator: WorkerEvaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("amptune.measure.evaluator.workers_that_fit", lambda: 2)
+    policies = [Policy(fp32_math="ieee"), Policy(fp32_math="tf32"), STOCK]
+    evaluator.launch(policies)
+    for policy in policies:
+        measured(evaluator, policy)
+        assert sum(worker.runs for worker in evaluator._workers.values()) <= 2
+
+
+def test_a_policy_out_of_memory_is_tried_again_without_the_idle_workers(evaluator: WorkerEvaluator) -> None:
+    evaluator.launch([STOCK, Policy(fp32_math="ieee")])
+    failure = failed(evaluator, how.OUT_OF_MEMORY)
+    assert failure.kind == "oom"
+    assert sum(worker.runs for worker in evaluator._workers.values()) == 1
+
+
+def test_the_users_loop_runs_in_a_worker(evaluator: WorkerEvaluator) -> None:
+    timing = evaluator.train(STOCK, 0.2)
+    assert isinstance(timing, LoopTiming)
+    assert timing.steps >= 1
+    assert timing.source == "batch"
+
+
+def test_a_loop_that_raises_is_a_failure(evaluator: WorkerEvaluator) -> None:
+    failure = evaluator.train(Policy(batch_size=how.RAISES), 0.2)
+    assert isinstance(failure, Failure)
+    assert failure.kind == "error"
 
 
 def test_what_the_user_prints_lands_in_the_log(evaluator: WorkerEvaluator, capfd: pytest.CaptureFixture[str]) -> None:

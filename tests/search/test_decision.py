@@ -129,15 +129,35 @@ def test_each_fp32_rule_counts_as_a_departure_and_the_users_batch_size_does_not(
 
 
 def test_a_comparison_is_settled_when_all_ratios_were_narrow_before_the_last_launch_too() -> None:
-    assert settled(rounds_of((STOCK, [10.0] * 4), (AMP, [5.0] * 4)), STOCK)
-    assert not settled(rounds_of((STOCK, [10.0] * 3), (AMP, [5.0] * 3)), STOCK)
-    assert not settled(rounds_of((STOCK, [10.0, 8.0, 12.0, 10.0]), (AMP, [9.0, 11.0, 9.5, 9.0])), STOCK)
+    assert settled(rounds_of((STOCK, [10.0] * 5), (AMP, [5.0] * 5)), STOCK)
+    assert not settled(rounds_of((STOCK, [10.0] * 5), (AMP, [9.0, 11.0, 9.5, 9.0, 9.2])), STOCK)
+
+
+def test_few_launches_settle_nothing_however_alike_they_look() -> None:
+    assert not settled(rounds_of((STOCK, [10.0] * 4), (AMP, [5.0] * 4)), STOCK)
 
 
 def test_a_rival_that_was_left_out_does_not_keep_a_comparison_going() -> None:
-    rounds = rounds_of((STOCK, [10.0] * 4), (AMP, [5.0] * 4))
+    rounds = rounds_of((STOCK, [10.0] * 5), (AMP, [5.0] * 5))
     first = Round(launch=0, outcomes={**rounds[0].outcomes, AMP_LAST: block(90)})
     assert settled([first, *rounds[1:]], STOCK)
+
+
+def test_a_rival_that_was_left_out_cannot_win_with_what_it_had() -> None:
+    rounds = rounds_of((STOCK, [10.0] * 4), (AMP_LAST, [5.0] * 4), (AMP, [4.9] * 4))
+    last = Round(launch=3, outcomes={p: o for p, o in rounds[3].outcomes.items() if p != AMP})
+    verdict = verdict_of([*rounds[:3], last], STOCK)
+    assert verdict is not None
+    assert verdict.winner.policy == AMP_LAST
+
+
+def test_doubt_asks_for_more_than_an_interval_that_just_excludes_1() -> None:
+    rounds = rounds_of((STOCK, [10.0, 10.0, 10.0]), (AMP, [9.8, 9.7, 9.6]))
+    plain, doubted = verdict_of(rounds, STOCK), verdict_of(rounds, STOCK, doubt=1.5)
+    assert plain is not None
+    assert doubted is not None
+    assert not plain.keeps_the_baseline
+    assert doubted.keeps_the_baseline
 
 
 def test_standings_are_ordered_by_speed_with_failures_last() -> None:

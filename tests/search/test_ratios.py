@@ -42,7 +42,8 @@ def test_with_few_launches_the_interval_holds_what_each_of_them_showed() -> None
 
 def test_one_pair_claims_nothing() -> None:
     ratio = ratio_of([[2.0]])
-    assert (ratio.value, ratio.low, ratio.high) == (pytest.approx(2.0), 0.0, math.inf)
+    assert ratio.value == pytest.approx(2.0)
+    assert (ratio.low, ratio.high) == (0.0, math.inf)
     assert not ratio.shows_a_difference
     assert str(ratio) == "2.00× (measured once, which claims nothing)"
 

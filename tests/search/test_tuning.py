@@ -105,7 +105,7 @@ def test_no_policy_is_measured_twice_before_the_finals(tmp_path: Path) -> None:
     evaluator = RecordedEvaluator("resnet50")
     _, events = tuned_on(evaluator, tmp_path)
     tried = [event.trial.policy for event in events if isinstance(event, TrialEnded)]
-    assert len(tried) == len(set(tried)) == 40
+    assert len(tried) == len(set(tried)) >= 20
 
 
 def test_a_study_resumes_where_it_stopped(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_the_policy_file_says_where_it_holds_and_what_was_measured(tmp_path: Pat
     assert file.valid_for["model"].startswith("sha256:")
     assert file.evidence["speedup"] == pytest.approx(decision.speedup.value, rel=1e-3)
     assert file.evidence["baseline"]["step_ms"] > file.evidence["step_ms"]
-    assert file.evidence["trials"] == 40
+    assert file.evidence["trials"] == len(decision.trials) >= 20
 
 
 def test_a_second_tuner_in_the_same_folder_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,627 @@
+"""A machine that is nowhere: over 10,000 policies a workload, the truth about each, measured in simulated time.
+
+`Landscape` is the truth, calibrated on the recorded H200 grid; `SyntheticEvaluator` measures it as badly as a real
+machine does; `replay` runs one whole tuning on it and says what became of it, held against the truth.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from optuna.storages import InMemoryStorage
+from recorded import H200
+
+from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
+from amptune.measure.subject import Leaf, Prepared, Subject
+from amptune.measure.worker import Source
+from amptune.policy.settings import STOCK, Fp32Rule, Policy
+from amptune.search.budget import Budget
+from amptune.search.candidates import Candidates, Wanted, candidates_for
+from amptune.search.deciding import Decision
+from amptune.search.events import ComparisonStarted, Event
+from amptune.search.exclusions import groups_by_intensity
+from amptune.search.finals import compare
+from amptune.search.ratios import Ratio, ratio_between
+from amptune.search.request import TuningRequest
+from amptune.search.space import points
+from amptune.search.tuning import tune_with
+
+HERE = Path(__file__).parent
+SPACE = HERE / "big_space.yaml"
+MEMORY_MIB = 143_771
+
+
+class SimulatedClock:
+    """Seconds that pass only when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+# --- the truth ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What the grid does not say of a workload.
+
+    `fixed` is the share of a step, at the workload's own batch, that does not grow with the batch: kernel launches
+    and the optimizer; first without autocast, then with it. `compiled` is the step under torch.compile over the
+    eager one, where the grid has no row for it.
+    """
+
+    fixed: tuple[float, float]
+    compiled: float
+
+
+# SE-ResNeXt50's shares follow from 16.6 k img/s (TF32) and 13 to 16 k (bf16) at batch 256, 21 k and 80 k at 2048;
+# the factors of compile for ResNet-50 and DeepLabV3+ from 29.6 -> 21.3 ms and 28.8 -> 36.5 ms (H200, torch 2.11).
+# The others are set between these by how small the kernels are: plausible, not measured.
+TRAITS: Mapping[str, Traits] = {
+    "conv1": Traits(fixed=(0.10, 0.20), compiled=1.04),
+    "resnet18": Traits(fixed=(0.05, 0.15), compiled=0.85),
+    "resnet50": Traits(fixed=(0.03, 0.10), compiled=0.72),
+    "vgg16_cifar": Traits(fixed=(0.25, 0.35), compiled=1.05),
+    "densenet161_cifar": Traits(fixed=(0.40, 0.85), compiled=0.80),
+    "seresnext50_cifar": Traits(fixed=(0.24, 0.90), compiled=0.90),
+    "deeplabv3p": Traits(fixed=(0.10, 0.20), compiled=1.27),
+}
+WORKLOADS = tuple(TRAITS)
+
+# (what is left of the fixed part, further factor on the rest) behind "default". CUDA graphs take SE-ResNeXt50 at
+# 256 from 14.6 to 6.0 ms: nine tenths of that step are launches, and three tenths of those remain.
+COMPILE_MODES = {"default": (1.0, 1.0), "reduce-overhead": (0.3, 1.0), "max-autotune": (0.3, 0.98)}
+
+# Rungs measured: the single convolution from 1.268 (bf16) to 0.893 ms, VGG16's large Linear layers by 8 %.
+KNOWN_RUNGS = {("conv1", 0): 0.71, ("vgg16_cifar", 0): 0.93}
+RUNGS = 12
+GAINING_SHARE, RUNG_GAIN, RUNG_COST, NORM_COST = 0.3, 0.03, (0.003, 0.05), (0.10, 0.25)
+NORM_RUNGS = 2
+# In IEEE FP32 (fp32_math "stock" leaves matrix products so) an excluded Linear layer costs up to this much more.
+IEEE_COST = 0.03
+FUSED_EFFECT = 0.04
+# How well a batch size fits the machine (waves of thread blocks, alignment): this much either way.
+BATCH_RIPPLE = 0.015
+# Weights, gradients and workspaces do not grow with the batch; activations do.
+FIXED_MEMORY_SHARE = 0.15
+
+
+@cache
+def recorded_rows(workload: str) -> dict[tuple[str, str, bool, str], tuple[float, float]]:
+    """(step in ms, peak in MiB) by (precision, memory format, cudnn.benchmark, compile)."""
+    rows = json.loads((HERE / "h200_grid.json").read_text())["rows"]
+    return {
+        (row["precision"], row["memory_format"], row["cudnn_benchmark"], row["compile"]): (
+            row["step_ms"],
+            row["peak_allocated_mib"],
+        )
+        for row in rows
+        if row["workload"] == workload
+    }
+
+
+@cache
+def own_batch_size(workload: str) -> int:
+    rows = json.loads((HERE / "h200_grid.json").read_text())["rows"]
+    return int(next(row["batch_size"] for row in rows if row["workload"] == workload))
+
+
+def precision_of(policy: Policy) -> str:
+    """The grid's word for it; stock is TF32 where convolutions do the work."""
+    math_mode = {"ieee": "fp32", "stock": "tf32", "tf32": "tf32"}[policy.fp32_math]
+    return math_mode if policy.autocast == "off" else policy.autocast
+
+
+class Landscape:
+    """The true step time of every policy of a workload: the same in every process, whatever was asked before."""
+
+    def __init__(self, workload: str) -> None:
+        self.workload = workload
+        self.own_batch_size = own_batch_size(workload)
+        self._effects: dict[tuple[Fp32Rule, ...], tuple[float, float]] = {}
+
+    @cached_property
+    def prepared(self) -> Prepared:
+        subject = Subject(
+            name=self.workload,
+            source_digest="0" * 64,
+            model_digest="sha256:" + "1" * 64,
+            batch_size=self.own_batch_size,
+            parameters=25 * 10**6,
+            leaves=leaves(),
+            convolution_dims=frozenset({2}),
+        )
+        return Prepared(hardware=H200, subject=subject)
+
+    @cached_property
+    def candidates(self) -> Candidates:
+        return candidates_for(self.prepared, wanted())
+
+    @cached_property
+    def policies(self) -> tuple[Policy, ...]:
+        """Every different policy of the space."""
+        return tuple(dict.fromkeys(map(self.candidates.policy_of, points(self.candidates.space))))
+
+    def true_ms(self, policy: Policy) -> float:
+        """A step of the policy, without noise."""
+        row, off = self._nearest(policy, policy.compile), self._nearest(policy, "off")
+        fixed_ms = off * self._traits.fixed[policy.autocast != "off"]
+        graph, fusion = self._compile_factors(policy, off, row)
+        per_batch_ms = (off - fixed_ms) * self._batch_of(policy) / self.own_batch_size * self._ripple(policy)
+        return (fixed_ms * graph + per_batch_ms * fusion) * self._exclusions(policy) * self._fused(policy)
+
+    def samples_per_s(self, policy: Policy) -> float:
+        return 1000 * self._batch_of(policy) / self.true_ms(policy)
+
+    def peak_mib(self, policy: Policy) -> float:
+        """As recorded, its activations grown with the batch."""
+        rows = recorded_rows(self.workload)
+        precision, layout = precision_of(policy), policy.memory_format
+        with_flag = rows.get((precision, layout, policy.cudnn_benchmark, "off"))
+        recorded = (with_flag or rows[precision, layout, False, "off"])[1]
+        grown = self._batch_of(policy) / self.own_batch_size
+        return recorded * (FIXED_MEMORY_SHARE + (1 - FIXED_MEMORY_SHARE) * grown)
+
+    def fits(self, policy: Policy) -> bool:
+        return self.peak_mib(policy) <= MEMORY_MIB
+
+    @cached_property
+    def ranking(self) -> tuple[Policy, ...]:
+        """Every policy that fits into memory, the truly fastest first."""
+        return tuple(sorted(filter(self.fits, self.policies), key=lambda policy: -self.samples_per_s(policy)))
+
+    def best(self) -> tuple[Policy, float]:
+        """(the truly fastest policy, its samples per second)."""
+        return self.ranking[0], self.samples_per_s(self.ranking[0])
+
+    @property
+    def _traits(self) -> Traits:
+        return TRAITS[self.workload]
+
+    def _batch_of(self, policy: Policy) -> int:
+        return policy.batch_size or self.own_batch_size
+
+    def _nearest(self, policy: Policy, mode: str) -> float:
+        """The recorded row, or without cudnn.benchmark (FP32 was recorded without), or eager."""
+        rows, key = recorded_rows(self.workload), (precision_of(policy), policy.memory_format)
+        tries = ((*key, policy.cudnn_benchmark, mode), (*key, policy.cudnn_benchmark, "off"), (*key, False, "off"))
+        return next(rows[one] for one in tries if one in rows)[0]
+
+    def _compile_factors(self, policy: Policy, off_ms: float, row_ms: float) -> tuple[float, float]:
+        """On the part of a step that stays as the batch grows, and on the rest."""
+        if policy.compile == "off":
+            return 1.0, 1.0
+        default = row_ms / off_ms if row_ms != off_ms else self._traits.compiled
+        graph, fusion = COMPILE_MODES[policy.compile]
+        return default * graph, default * fusion
+
+    def _ripple(self, policy: Policy) -> float:
+        if self._batch_of(policy) == self.own_batch_size:
+            return 1.0
+        drawn = _drawn(self.workload, precision_of(policy), policy.memory_format, self._batch_of(policy))
+        return 1 + BATCH_RIPPLE * (2 * drawn - 1)
+
+    def _exclusions(self, policy: Policy) -> float:
+        """What the FP32 rules do to a step, each by itself; stock PyTorch's matrix products are IEEE, so dearer."""
+        tf32, ieee = self._effect_of_rules(policy.fp32_modules)
+        return ieee if policy.fp32_math == "stock" else tf32
+
+    def _effect_of_rules(self, rules: tuple[Fp32Rule, ...]) -> tuple[float, float]:
+        if rules not in self._effects:
+            rungs = [self._index_of[rule] for rule in rules]
+            tf32 = math.prod(self._rung(index) for index in rungs)
+            ieee = math.prod(1 + IEEE_COST * _drawn(self.workload, "ieee", index) for index in rungs)
+            self._effects[rules] = tf32, tf32 * ieee
+        return self._effects[rules]
+
+    @cached_property
+    def _index_of(self) -> dict[Fp32Rule, int]:
+        return {group.rule: index for index, group in enumerate(groups_by_intensity(self.prepared.subject))}
+
+    def _rung(self, index: int) -> float:
+        if (self.workload, index) in KNOWN_RUNGS:
+            return KNOWN_RUNGS[self.workload, index]
+        drawn = _drawn(self.workload, "rung", index)
+        if index >= RUNGS - NORM_RUNGS:
+            return 1 + _between(NORM_COST, drawn)
+        if _drawn(self.workload, "gains", index) < GAINING_SHARE:
+            return 1 - RUNG_GAIN * drawn
+        return 1 + _between(RUNG_COST, drawn)
+
+    def _fused(self, policy: Policy) -> float:
+        return 1 + FUSED_EFFECT * (2 * _drawn(self.workload, "fused") - 1) if policy.fused_optimizer else 1.0
+
+
+class FlatLandscape(Landscape):
+    """Where nothing is faster than stock: all policies equal per sample, or others slower by up to `slower_by`."""
+
+    def __init__(self, workload: str, slower_by: float = 0.0) -> None:
+        super().__init__(workload)
+        self.slower_by = slower_by
+
+    def true_ms(self, policy: Policy) -> float:
+        own = replace(policy, batch_size=None)
+        factor = 1.0 if own == STOCK else 1 + self.slower_by * _drawn(self.workload, str(own))
+        stock_ms = self._nearest(STOCK, "off")
+        return stock_ms * self._batch_of(policy) / self.own_batch_size * factor
+
+    def fits(self, policy: Policy) -> bool:  # noqa: ARG002  # a flat one is flat to its ends
+        return True
+
+
+@cache
+def landscape_of(workload: str, slower_by: float | None = None) -> Landscape:
+    """The same object every time: what it caches is dear. A number makes it flat."""
+    return Landscape(workload) if slower_by is None else FlatLandscape(workload, slower_by)
+
+
+@cache
+def leaves() -> tuple[Leaf, ...]:
+    """A model with twelve groups to exclude: two ends, six heavy convolutions, two types of products, two of norms."""
+    products = [
+        ("stem", "Conv2d", 10**4, 10**9, 10**8),
+        *((f"stage{i}", "Conv2d", 3 * 10**6, 10**12, (10 + i) * 10**7) for i in range(6)),
+        ("neck", "Conv2d", 10**5, 10**15, 10**7),
+        ("gate", "Linear", 10**5, 10**11, 10**7),
+        ("head", "Linear", 10**6, 10**9, 10**7),
+    ]
+    norms = [("norm", "BatchNorm2d", 512, 0, 10**8), ("group", "GroupNorm", 512, 0, 10**8)]
+    return tuple(
+        Leaf(path=path, type=kind, parameters=parameters, flops=flops, cast_numel=numel, called=called)
+        for called, (path, kind, parameters, flops, numel) in enumerate([*products, *norms])
+    )
+
+
+def wanted(baseline: Policy = STOCK) -> Wanted:
+    return Wanted(baseline=baseline, space=SPACE, pins={}, batch_size="auto")
+
+
+def _drawn(*what: object) -> float:
+    """A number in [0, 1) that depends on nothing but what it is for."""
+    digest = hashlib.blake2b(" ".join(map(str, what)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) / 2**64
+
+
+def _between(limits: tuple[float, float], drawn: float) -> float:
+    return limits[0] + (limits[1] - limits[0]) * drawn
+
+
+# --- measuring it ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trouble:
+    """All that stands between a measurement and the truth, and what measuring costs. `Trouble()` is an ordinary day.
+
+    Noise is Gaussian on the logarithm: `noise` is common to the steps of a measurement, `step_noise` is each step's
+    own, `launch_noise` is a process's. `drift` is the change of all speeds over a tuning, 95 % of it in `drift_s`,
+    up or down by the seed. `outliers` is the share of measurements slower by `outlier_by`. While one of the
+    `throttlings` (their mean number within `throttle_within_s`) lasts, all is slower by `throttle_by`, and NVML says
+    so. `oom` is the share of policies that fail so, the baseline and known-good ones excepted.
+    """
+
+    noise: float = 0.02
+    step_noise: float = 0.02
+    launch_noise: float = 0.005
+    drift: float = 0.10
+    drift_s: float = 300.0
+    outliers: float = 0.05
+    outlier_by: tuple[float, float] = (0.10, 0.60)
+    throttlings: float = 0.0
+    throttle_by: tuple[float, float] = (0.20, 0.40)
+    throttle_s: tuple[float, float] = (10.0, 40.0)
+    throttle_within_s: float = 300.0
+    oom: float = 0.0
+    # Costs in simulated seconds, in the size of those on an H200.
+    trial_s: float = 1.0
+    warmup_s: float = 0.3
+    benchmark_s: float = 6.0
+    compile_s: float = 15.0
+    launch_s: float = 8.0
+
+
+NO_TROUBLE = Trouble(noise=0.0, step_noise=0.0, launch_noise=0.0, drift=0.0, outliers=0.0)
+
+HW_THERMAL_SLOWDOWN = 0x40
+# The standard error of a median over that of a mean, and the 95 % point of a Gaussian.
+MEDIAN_ERROR, GAUSSIAN_95 = 1.253, 1.96
+# So many slow steps are run before a trial that is far behind is abandoned, and so many more are timed.
+FIRST_STEPS, ABANDONED_STEPS = 3, 2
+
+
+@dataclass
+class Process:
+    """A worker: its own factor on every time, and what it has compiled or looked for before."""
+
+    factor: float
+    known: set[object]
+
+
+@dataclass(frozen=True)
+class Throttling:
+    start_s: float
+    end_s: float
+    factor: float
+
+
+class SyntheticEvaluator:
+    """Stands behind the seam between searching and measuring. The same seed and questions give the same answers."""
+
+    def __init__(self, landscape: Landscape, clock: SimulatedClock, trouble: Trouble, seed: int) -> None:
+        self.landscape = landscape
+        self.clock = clock
+        self.trouble = trouble
+        self.measured: list[Policy] = []
+        self.launches = 0
+        self._seed = seed
+        self._rng = np.random.default_rng([seed, *landscape.workload.encode()])
+        self._drift_sign = 1.0 if self._rng.random() < 0.5 else -1.0
+        self._throttlings = [self._throttling() for _ in range(self._rng.poisson(trouble.throttlings))]
+        self._processes: dict[Policy | bool, Process] = {}
+
+    def prepare(self, limit_s: float) -> Prepared:  # noqa: ARG002  # it takes less than any limit there is
+        self._process_of(STOCK)
+        return self.landscape.prepared
+
+    def launch(self, policies: Sequence[Policy]) -> None:
+        """Ends all processes and starts a fresh one for each of these, all at once."""
+        self.launches += 1
+        self._processes = {policy: self._new_process() for policy in policies}
+        self.clock.advance(self.trouble.launch_s)
+
+    def measure(self, policy: Policy, effort: Effort) -> Outcome:
+        self.measured.append(policy)
+        start_s = self.clock()
+        process = self._process_of(policy)
+        if not self.runs(policy):
+            self.clock.advance(self.trouble.trial_s)
+            return Failure(kind="oom", message="CUDA out of memory")
+        self.clock.advance(self.trouble.trial_s + self._first_s(policy, process))
+        ms = self.landscape.true_ms(policy) * self._interference(process)
+        abandoned = effort.abandon_above_ms is not None and ms > effort.abandon_above_ms
+        warmup_s = 0.0 if abandoned else min(effort.warmup_s, max(self.trouble.warmup_s, 10 * ms / 1000))
+        steps = ABANDONED_STEPS if abandoned else self._steps(ms, effort)
+        self.clock.advance(warmup_s + (FIRST_STEPS + steps) * ms / 1000)
+        if self.clock() - start_s > effort.time_limit_s:
+            return self._timed_out(policy, start_s + effort.time_limit_s)
+        return self._measurement(policy, ms * self._step_noise(steps), warmup_s, abandoned=abandoned)
+
+    def close(self) -> None:
+        self._processes.clear()
+
+    def runs(self, policy: Policy) -> bool:
+        """Whether a policy can be measured; where the known-good ones failed too, there would be nothing to test."""
+        own = replace(policy, batch_size=None)
+        known = {replace(one, batch_size=None) for one in (STOCK, *self.landscape.candidates.known_good)}
+        unlucky = self.trouble.oom > 0 and own not in known and _drawn("oom", self._seed, own) < self.trouble.oom
+        return self.landscape.fits(policy) and not unlucky
+
+    def best(self) -> Policy:
+        """The policy that is truly the fastest of those that run."""
+        return next(filter(self.runs, self.landscape.ranking))
+
+    def drift_factor(self) -> float:
+        """On every time at this moment: it falls or rises, and ends at 1."""
+        left = math.exp(-3 * self.clock() / self.trouble.drift_s)
+        return 1 + self._drift_sign * self.trouble.drift * left
+
+    def _process_of(self, policy: Policy) -> Process:
+        """Its own if it was launched, else the search's for its cudnn.benchmark setting, started if need be."""
+        key = policy if policy in self._processes else policy.cudnn_benchmark
+        if key not in self._processes:
+            self.clock.advance(self.trouble.launch_s)
+            self._processes[key] = self._new_process()
+        return self._processes[key]
+
+    def _new_process(self) -> Process:
+        return Process(factor=self._lognormal(self.trouble.launch_noise), known=set())
+
+    def _first_s(self, policy: Policy, process: Process) -> float:
+        """What a process does once: plans for each dtype, layout and batch size; a graph for each policy."""
+        plans = (policy.autocast, policy.memory_format, policy.batch_size) if policy.cudnn_benchmark else None
+        graph = policy if policy.compile != "off" else None
+        seconds = self.trouble.benchmark_s * (plans not in process.known and plans is not None)
+        seconds += self.trouble.compile_s * (graph not in process.known and graph is not None)
+        process.known |= {plans, graph}
+        return seconds
+
+    def _interference(self, process: Process) -> float:
+        """On the time of every step of one measurement."""
+        factor = process.factor * self.drift_factor() * self._throttle_factor() * self._lognormal(self.trouble.noise)
+        is_outlier, by = self._rng.random() < self.trouble.outliers, self._rng.uniform(*self.trouble.outlier_by)
+        return factor * (1 + by if is_outlier else 1.0)
+
+    def _throttle_factor(self) -> float:
+        now = self.clock()
+        return math.prod(one.factor for one in self._throttlings if one.start_s <= now < one.end_s)
+
+    def _throttling(self) -> Throttling:
+        start_s = self._rng.uniform(0, self.trouble.throttle_within_s)
+        length_s, by = self._rng.uniform(*self.trouble.throttle_s), self._rng.uniform(*self.trouble.throttle_by)
+        return Throttling(start_s, start_s + length_s, 1 + by)
+
+    def _steps(self, ms: float, effort: Effort) -> int:
+        """As many as it takes for the precision asked for, within the limits asked for."""
+        for_precision = (GAUSSIAN_95 * MEDIAN_ERROR * self.trouble.step_noise / effort.precision) ** 2
+        in_time = 1000 * effort.measure_s / ms
+        return max(effort.min_steps, min(effort.max_steps, math.ceil(min(for_precision, in_time))))
+
+    def _step_noise(self, steps: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return np.exp(self._rng.normal(0.0, self.trouble.step_noise, steps))
+
+    def _lognormal(self, spread: float) -> float:
+        return math.exp(self._rng.normal(0.0, spread))
+
+    def _timed_out(self, policy: Policy, at_s: float) -> Failure:
+        """The worker is ended at its limit; the next measurement starts another."""
+        self.clock.advance(at_s - self.clock())
+        self._processes.pop(policy, None) or self._processes.pop(policy.cudnn_benchmark, None)
+        return Failure(kind="timeout", message="the trial did not end in time")
+
+    def _measurement(
+        self, policy: Policy, step_ms: np.ndarray[Any, np.dtype[np.float64]], warmup_s: float, *, abandoned: bool
+    ) -> Measurement:
+        throttled = self._throttle_factor() > 1
+        return Measurement(
+            samples_per_step=policy.batch_size or self.landscape.own_batch_size,
+            step_ms=tuple(step_ms.tolist()),
+            warmup_s=warmup_s,
+            warmup_steps=0 if abandoned else 10,
+            peak_allocated_mib=self.landscape.peak_mib(policy),
+            peak_reserved_mib=self.landscape.peak_mib(policy),
+            losses=(7.0, 6.9, 6.8),
+            gradient_norm=3.0,
+            clock_event_reasons=HW_THERMAL_SLOWDOWN if throttled else 0,
+            contaminated_by=("hw-thermal",) if throttled else (),
+            abandoned=abandoned,
+        )
+
+
+# --- tuning on it ------------------------------------------------------------------------------------------------
+
+
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """One tuning held against the truth. Regrets are in samples per second: the optimum's over another's, less 1.
+
+    `search_regret` is that of the truly best policy the search measured, `finals_regret` of the truly best finalist,
+    `picked_regret` of the finals' winner, and `regret` of the policy chosen behind the ablation: from one to the next
+    is what that stage lost. `claim` is (value, low, high) of the speed-up claimed, None where the baseline was kept.
+    `ablations` and `launches` count those of the tuning.
+    """
+
+    workload: str
+    seed: int
+    chosen: str
+    best: str
+    regret: float
+    search_regret: float
+    finals_regret: float
+    picked_regret: float
+    true_speedup: float
+    claim: tuple[float, float, float] | None
+    provisional: bool
+    trials: int
+    ablations: int
+    launches: int
+    simulated_s: float
+    wall_s: float
+
+    @property
+    def claims_falsely(self) -> bool:
+        """It says faster, and it is not."""
+        return self.claim is not None and self.true_speedup <= 1
+
+    @property
+    def claim_holds(self) -> bool:
+        """Whether the claimed interval holds the truth; keeping the baseline claims nothing."""
+        if self.claim is None:
+            return True
+        _, low, high = self.claim
+        return low * (1 - ROUNDING) <= self.true_speedup <= high * (1 + ROUNDING)
+
+
+def replay(
+    workload: str,
+    seed: int,
+    trouble: Trouble | None = None,
+    *,
+    budget_s: float = 300.0,
+    folder: Path = Path(),
+    flat: float | None = None,
+) -> Replay:
+    """Tunes once, in simulated time. `flat` (None: no) makes all policies equal, or slower by up to that share."""
+    started = time.perf_counter()
+    clock = SimulatedClock()
+    evaluator = SyntheticEvaluator(landscape_of(workload, flat), clock, trouble or Trouble(), seed)
+    request = TuningRequest(
+        source=Source(target="synthetic"),
+        wanted=wanted(),
+        budget=Budget(seconds=budget_s, started=clock(), clock=clock),
+        folder=folder,
+        study=InMemoryStorage(),  # type: ignore[arg-type]  # Optuna takes one; a journal's 8 ms a trial are saved
+        seed=seed,
+    )
+    comparisons: list[ComparisonStarted] = []
+
+    def observe(event: Event) -> None:
+        if isinstance(event, ComparisonStarted):
+            comparisons.append(event)
+
+    decision = tune_with(evaluator, request, observe)
+    return _judged(evaluator, decision, comparisons, seed, time.perf_counter() - started)
+
+
+def _judged(
+    evaluator: SyntheticEvaluator,
+    decision: Decision,
+    comparisons: Sequence[ComparisonStarted],
+    seed: int,
+    wall_s: float,
+) -> Replay:
+    landscape, optimum = evaluator.landscape, evaluator.best()
+    best, baseline = landscape.samples_per_s(optimum), landscape.samples_per_s(decision.baseline.policy)
+    chosen = landscape.samples_per_s(decision.policy)
+    speedup = decision.speedup
+    tried = [trial.policy for trial in decision.trials if isinstance(trial.outcome, Measurement)]
+    finalists = [policy for one in comparisons if one.stage == "finals" for policy in one.policies]
+    # An ablation holds the baseline, its candidate and the candidate's variants, in this order (proving.py).
+    candidates = [one.policies[1] for one in comparisons if one.stage == "ablation"]
+
+    def regret_of(policies: Iterable[Policy]) -> float:
+        return best / max(map(landscape.samples_per_s, filter(evaluator.runs, policies)), default=chosen) - 1
+
+    return Replay(
+        workload=landscape.workload,
+        seed=seed,
+        chosen=str(decision.policy),
+        best=str(optimum),
+        regret=best / chosen - 1,
+        search_regret=regret_of(tried),
+        finals_regret=regret_of(finalists),
+        picked_regret=regret_of(candidates[:1]),
+        true_speedup=chosen / baseline,
+        claim=None if decision.verdict.keeps_the_baseline else (speedup.value, speedup.low, speedup.high),
+        provisional=decision.provisional,
+        trials=len(decision.trials),
+        ablations=len(candidates),
+        launches=evaluator.launches,
+        simulated_s=evaluator.clock(),
+        wall_s=wall_s,
+    )
+
+
+def same_twice(workload: str, seed: int, trouble: Trouble | None = None, *, budget_s: float = 120.0) -> Ratio:
+    """A/A: one policy compared with itself under another name, by the final comparison alone. The truth is 1."""
+    clock = SimulatedClock()
+    landscape = landscape_of(workload)
+    evaluator = SyntheticEvaluator(landscape, clock, trouble or Trouble(), seed)
+    unnamed, named = STOCK, replace(STOCK, batch_size=landscape.own_batch_size)
+    rounds = compare(
+        evaluator,
+        (unnamed, named),
+        Budget(seconds=budget_s, started=clock(), clock=clock),
+        stage="finals",
+        baseline=unnamed,
+        seed=seed,
+        observer=lambda _: None,
+    )
+    return ratio_between(list(rounds), named, unnamed)
