@@ -34,7 +34,7 @@ __all__ = ["TuningInterrupted", "run_tuning", "tune", "tune_with"]
 PROOF_SHARE = 0.5
 # The proof is not kept more time than these launches of each contender, half of them for the finals.
 LAUNCHES_KEPT = 8
-FINALISTS = 6
+FINALISTS = 4
 # Importing torch and building a small model must be possible under the shortest budget.
 SHORTEST_PREPARE_S = 15.0
 
