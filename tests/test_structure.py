@@ -83,7 +83,10 @@ def test_the_check_of_imports_can_fail() -> None:
         ("yaml", {"policy/yaml_text.py"}),
         ("pynvml", {"hardware/nvml.py"}),
         ("pebble", {"measure/processes.py"}),
-        ("click", {f"cli/{name}.py" for name in ("entry", "options", "tune", "init", "probe", "profile", "files")}),
+        (
+            "click",
+            {f"cli/{name}.py" for name in ("entry", "options", "tune", "verify", "init", "probe", "profile", "files")},
+        ),
         ("rich", {"report/progress.py", "report/terminal.py"}),
     ],
 )

@@ -1,0 +1,120 @@
+"""Does a claim hold? Driven by recorded trials."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded import H200, RecordedEvaluator, recorded_ms
+
+from amptune.errors import ClaimError, HardwareMismatchError, NothingFeasibleError
+from amptune.measure.outcome import Failure
+from amptune.policy.file import Evidence, PolicyFile
+from amptune.policy.loading import load, save
+from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.search.budget import Budget
+from amptune.search.verifying import Verification, verify_with
+
+BEST = amp_recipe("fp16", memory_format="channels_last", batch_size=128)
+TRUE = recorded_ms("resnet50", STOCK) / recorded_ms("resnet50", BEST)
+
+
+def claiming(
+    speedup: float, *, policy: Policy = BEST, labels: Mapping[str, str] | None = None, **evidence: Any
+) -> PolicyFile:
+    found: Any = {"speedup": speedup, "baseline": {"policy": {"autocast": "off"}}, **evidence}
+    return PolicyFile(policy=policy, name="resnet50", valid_for=labels or dict(H200.labels), evidence=found)
+
+
+def verified(policy_file: PolicyFile, evaluator: RecordedEvaluator | None = None) -> Verification:
+    evaluator = evaluator or RecordedEvaluator("resnet50", noise=0.002)
+    return verify_with(evaluator, policy_file, Budget(seconds=60), lambda _: None)
+
+
+def codes(found: Verification) -> list[str]:
+    return [finding.code for finding in found.findings]
+
+
+def test_a_true_claim_holds_with_both_figures() -> None:
+    found = verified(claiming(TRUE))
+    assert found.holds
+    assert found.speedup is not None
+    assert found.speedup.low <= TRUE * 1.005
+    assert f"{found.speedup} measured here, {TRUE:g}× claimed" in str(found.findings[0])
+
+
+def test_the_claim_is_measured_in_several_launches() -> None:
+    evaluator = RecordedEvaluator("resnet50", noise=0.002)
+    found = verified(claiming(TRUE), evaluator)
+    assert found.speedup is not None
+    assert found.speedup.launches >= 3
+    assert all(len(contenders) == 2 for contenders in evaluator.launched)
+
+
+@pytest.mark.parametrize(("factor", "holds"), [(1.015, True), (1.05, False)])
+def test_a_claim_may_be_missed_by_two_percent_and_no_more(factor: float, *, holds: bool) -> None:
+    assert verified(claiming(TRUE * factor)).holds is holds
+
+
+def test_a_claim_that_fails_says_what_changed() -> None:
+    labels = {**dict(H200.labels), "torch": "2.9"}
+    file = claiming(4.0, labels=labels, step_ms=recorded_ms("resnet50", BEST) / 1.6)
+    found = verified(replace(file, evidence=Evidence(**{**file.evidence, "speedup": 4.0})))
+    assert not found.holds
+    assert codes(found)[:3] == ["does-not-hold", "policy-moved", "drift"]
+    assert "ms when it was tuned: 60% slower" in str(found.findings[1])
+    assert "torch was 2.9 when this policy was tuned, and is 2.11 here" in str(found.findings[2])
+
+
+def test_another_model_is_a_change_too() -> None:
+    found = verified(claiming(TRUE, labels={**dict(H200.labels), "model": "sha256:other"}))
+    assert [finding.figures["label"] for finding in found.findings if finding.code == "drift"] == ["model"]
+
+
+def test_a_policy_that_fails_here_does_not_hold() -> None:
+    oom = Failure(kind="oom", message="CUDA out of memory")
+    evaluator = RecordedEvaluator("resnet50", interfere=lambda policy: oom if policy == BEST else None)
+    found = verified(claiming(TRUE), evaluator)
+    assert not found.holds
+    assert codes(found)[0] == "policy-fails"
+
+
+def test_a_baseline_that_fails_is_an_error() -> None:
+    oom = Failure(kind="oom", message="CUDA out of memory")
+    evaluator = RecordedEvaluator("resnet50", interfere=lambda policy: None if policy == BEST else oom)
+    with pytest.raises(NothingFeasibleError, match=r"the baseline .* fails here: oom: CUDA out of memory"):
+        verified(claiming(TRUE), evaluator)
+
+
+def test_a_policy_that_keeps_the_baseline_holds_while_it_runs() -> None:
+    found = verified(claiming(1.0, policy=Policy(batch_size=128)))
+    assert found.holds
+    assert found.speedup is not None
+    assert (found.speedup.low, found.speedup.high) == (1.0, 1.0)
+
+
+def test_a_file_without_a_claim_is_an_error() -> None:
+    with pytest.raises(ClaimError, match=r"policy 'mine' claims nothing: there is no evidence\.speedup"):
+        verified(PolicyFile(policy=BEST, name="mine"))
+
+
+def test_other_hardware_is_an_error() -> None:
+    with pytest.raises(HardwareMismatchError, match="NVIDIA-A100"):
+        verified(claiming(TRUE, labels={"nvidia.com/gpu.product": "NVIDIA-A100"}))
+
+
+def test_the_baseline_of_the_claim_is_the_one_measured(tmp_path: Path) -> None:
+    evaluator = RecordedEvaluator("resnet50", noise=0.002)
+    recipe = amp_recipe("fp16")
+    true = recorded_ms("resnet50", recipe) / recorded_ms("resnet50", BEST)
+    file = claiming(true, baseline={"policy": {"autocast": "fp16"}, "step_ms": recorded_ms("resnet50", recipe)})
+    save(file, tmp_path / "policy.yaml")
+    found = verified(load(tmp_path / "policy.yaml"), evaluator)
+    assert found.holds
+    assert {replace(policy, batch_size=None) for policy in evaluator.measured} == {
+        recipe,
+        replace(BEST, batch_size=None),
+    }
