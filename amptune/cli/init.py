@@ -45,6 +45,7 @@ workload = amptune.Workload(
     loss=loss,
     optimizer=optimizer,
     batch_size=128,  # what training uses today, per device
+    # loader=lambda batch_size: DataLoader(dataset, batch_size, shuffle=True),  # to be told what training gets
 )
 '''
 

@@ -326,3 +326,58 @@ def test_a_second_tuner_on_the_same_study_is_refused(folder: Path) -> None:
         first.communicate(timeout=30)
     assert second.returncode == 2
     assert "another amptune is tuning in study" in second.stderr
+
+
+def claiming(folder: Path, speedup: float | None, *, labels: str = "{}") -> None:
+    claim = "" if speedup is None else f"evidence:\n  speedup: {speedup}\n"
+    (folder / "policy.yaml").write_text(
+        f"schema: amptune.policy/1\nautocast: bf16\nbatch_size: 16\nvalid_for: {labels}\n{claim}"
+    )
+
+
+def test_a_claim_that_holds_is_verified_with_both_figures(folder: Path) -> None:
+    claiming(folder, 0.0001)
+    done = run("verify", "policy.yaml", "train.py:small", "--budget", "20s", "--json", folder=folder)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["schema"] == "amptune.verify/1"
+    assert answer["holds"] is True
+    assert answer["claimed"]["speedup"] == 0.0001
+    assert answer["measured"]["speedup"] > 0.0001
+    assert answer["findings"][0]["code"] == "holds"
+
+
+def test_a_claim_that_does_not_hold_exits_with_1_and_says_so(folder: Path) -> None:
+    claiming(folder, 1e9)
+    done = run("verify", "policy.yaml", "train.py:small", "--budget", "30s", folder=folder)
+    assert done.returncode == 1, done.stderr
+    assert "the claim does not hold" in done.stdout
+    assert "speed-up" in done.stdout
+
+
+def test_a_claim_made_on_other_hardware_exits_with_4_before_anything_is_built(folder: Path) -> None:
+    claiming(folder, 2.0, labels='{nvidia.com/gpu.product: "NVIDIA-Nothing"}')
+    done = run("verify", "policy.yaml", "train.py:endless", folder=folder)
+    assert done.returncode == 4
+    assert "NVIDIA-Nothing where it was tuned" in done.stderr
+
+
+def test_a_policy_that_claims_nothing_cannot_be_verified(folder: Path) -> None:
+    claiming(folder, None)
+    done = run("verify", "policy.yaml", "train.py:small", folder=folder)
+    assert done.returncode == 2
+    assert "claims nothing" in done.stderr
+
+
+def test_verifying_for_a_target_that_does_not_exist_exits_with_2(folder: Path) -> None:
+    claiming(folder, 2.0)
+    done = run("verify", "policy.yaml", "train.py:nothing", "--budget", "20s", folder=folder)
+    assert done.returncode == 2
+    assert "nothing" in done.stderr
+
+
+def test_verifying_a_baseline_that_raises_names_the_users_line(folder: Path) -> None:
+    claiming(folder, 2.0)
+    done = run("verify", "policy.yaml", "train.py:raises", "--budget", "20s", folder=folder)
+    assert done.returncode in (1, 3)
+    assert "labels out of range" in done.stderr

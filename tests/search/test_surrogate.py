@@ -1,0 +1,116 @@
+"""What is believed of policies that were not measured."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+
+from amptune.search.proposing import Proposer, Seen
+from amptune.search.space import Knob, Point, Value
+from amptune.search.surrogate import Surrogate
+
+KNOBS = (
+    Knob(name="autocast", choices=("off", "bf16", "fp16")),
+    Knob(name="memory_format", choices=("contiguous", "channels_last")),
+    Knob(name="cudnn_benchmark", choices=(False, True)),
+    Knob(name="fused_optimizer", choices=(False, True)),
+    Knob(name="fp32_exclusions", choices=(0, 1, 2, 3, 4, 5)),
+)
+POINTS = [
+    Point(dict(zip([knob.name for knob in KNOBS], values, strict=True)))
+    for values in itertools.product(*(knob.choices for knob in KNOBS))
+]
+
+
+def log_speed(point: Point) -> float:
+    """Settings bring what they bring, and half precision and channels_last bring more together."""
+    half = point["autocast"] != "off"
+    own = {"off": 0.0, "bf16": 0.2, "fp16": 0.25}[str(point["autocast"])]
+    together = 0.4 if half and point["memory_format"] == "channels_last" else 0.0
+    return own + together + 0.02 * bool(point["fused_optimizer"]) - 0.03 * int(point["fp32_exclusions"])
+
+
+BEST = max(range(len(POINTS)), key=lambda index: log_speed(POINTS[index]))
+
+
+def test_what_was_not_measured_is_told_from_what_its_settings_brought_elsewhere() -> None:
+    rng = np.random.default_rng(0)
+    seen = {int(i): log_speed(POINTS[i]) for i in rng.choice(len(POINTS), 40, replace=False)}
+    belief = Surrogate(KNOBS, POINTS).belief(seen)
+    truth = np.array([log_speed(point) for point in POINTS])
+    unseen = [i for i in range(len(POINTS)) if i not in seen]
+    assert np.abs(belief.mean - truth)[unseen].max() < 0.1
+    assert np.corrcoef(belief.mean[unseen], truth[unseen])[0, 1] > 0.98
+
+
+def test_an_outlier_among_the_measurements_does_not_count_for_much() -> None:
+    rng = np.random.default_rng(1)
+    seen = {int(i): log_speed(POINTS[i]) for i in rng.choice(len(POINTS), 60, replace=False)}
+    hit = next(iter(seen))
+    belief = Surrogate(KNOBS, POINTS).belief({**seen, hit: seen[hit] - 0.5})
+    unseen = [i for i in range(len(POINTS)) if i not in seen]
+    assert np.abs(belief.mean - [log_speed(point) for point in POINTS])[unseen].mean() < 0.05
+    assert belief.mean[hit] > seen[hit] - 0.4
+
+
+def test_the_best_of_a_space_is_found_in_a_fraction_of_it() -> None:
+    proposer = Proposer(KNOBS, POINTS, seed=0)
+    rng = np.random.default_rng(2)
+    seen: dict[int, Seen] = {}
+    for index in (0, 30, 60, 90, 120):
+        seen[index] = Seen(speed=math.exp(log_speed(POINTS[index])), seconds=1.0)
+    while BEST not in seen:
+        proposal = proposer.next(seen, list(seen), {})
+        assert proposal is not None
+        speed = math.exp(log_speed(POINTS[proposal.index]) + rng.normal(0, 0.01))
+        seen[proposal.index] = Seen(speed=speed, seconds=1.0)
+    assert len(seen) <= 30 < len(POINTS) / 4
+
+
+def test_what_fails_is_kept_away_from() -> None:
+    every_fourth = range(0, len(POINTS), 4)
+    proposer = Proposer(KNOBS, POINTS, seed=0)
+    seen = {
+        index: Seen(
+            speed=None if POINTS[index]["autocast"] == "fp16" else math.exp(log_speed(POINTS[index])), seconds=1
+        )
+        for index in range(0, len(POINTS), 4)
+    }
+    proposal = proposer.next(seen, list(seen), {})
+    assert proposal is not None
+    assert POINTS[proposal.index]["autocast"] == "bf16"
+
+
+def test_of_two_as_promising_the_cheaper_is_tried() -> None:
+    proposer = Proposer(KNOBS, POINTS, seed=0)
+    seen = {
+        index: Seen(speed=math.exp(log_speed(POINTS[index])), seconds=20.0 if POINTS[index]["cudnn_benchmark"] else 1.0)
+        for index in range(0, len(POINTS), 5)
+    }
+    proposal = proposer.next(seen, list(seen), {})
+    assert proposal is not None
+    assert POINTS[proposal.index]["cudnn_benchmark"] is False
+
+
+def test_a_fixed_knob_is_kept_and_nothing_taken_is_proposed() -> None:
+    proposer = Proposer(KNOBS, POINTS, seed=0)
+    seen = {0: Seen(speed=1.0, seconds=1.0), 1: Seen(speed=1.1, seconds=1.0)}
+    fixed: dict[str, Value] = {"autocast": "bf16", "cudnn_benchmark": False}
+    taken = list(seen)
+    while proposal := proposer.next(seen, taken, fixed):
+        assert proposal.index not in taken
+        assert all(POINTS[proposal.index][name] == value for name, value in fixed.items())
+        taken.append(proposal.index)
+    assert len(taken) == 2 + 2 * 2 * 6
+
+
+def test_the_expected_gain_falls_as_the_best_becomes_known() -> None:
+    proposer = Proposer(KNOBS, POINTS, seed=0)
+    few = {i: Seen(speed=math.exp(log_speed(POINTS[i])), seconds=1.0) for i in range(0, len(POINTS), 12)}
+    many = {i: Seen(speed=math.exp(log_speed(POINTS[i])), seconds=1.0) for i in {BEST, *range(0, len(POINTS), 2)}}
+    first, second = proposer.next(few, list(few), {}), Proposer(KNOBS, POINTS, seed=0).next(many, list(many), {})
+    assert first is not None
+    assert second is not None
+    assert second.gain < first.gain / 2
