@@ -72,12 +72,8 @@ def test_the_best_of_a_space_is_found_in_a_fraction_of_it() -> None:
 def test_what_fails_is_kept_away_from() -> None:
     every_fourth = range(0, len(POINTS), 4)
     proposer = Proposer(KNOBS, POINTS, seed=0)
-    seen = {
-        index: Seen(
-            speed=None if POINTS[index]["autocast"] == "fp16" else math.exp(log_speed(POINTS[index])), seconds=1
-        )
-        for index in range(0, len(POINTS), 4)
-    }
+    speeds = {i: None if POINTS[i]["autocast"] == "fp16" else math.exp(log_speed(POINTS[i])) for i in every_fourth}
+    seen = {index: Seen(speed=speed, seconds=1.0) for index, speed in speeds.items()}
     proposal = proposer.next(seen, list(seen), {})
     assert proposal is not None
     assert POINTS[proposal.index]["autocast"] == "bf16"
