@@ -106,7 +106,8 @@ class Bench:
         if not math.isfinite(stepper.last_loss):
             raise NonFiniteError(f"the loss is {stepper.last_loss} after {steps} steps")
         skipped = stepper.require_sound(self.model, steps)
-        samples = (tuned.policy.batch_size or self.workload.batch_size) * tuned.accumulate
+        batches = tuned.accumulate if self.workload.step is None else 1  # a step of the user's own is given one
+        samples = (tuned.policy.batch_size or self.workload.batch_size) * batches
         allocated, reserved = self._memory.peak_mib()
         kept = sample.kept
         return Measurement(

@@ -101,6 +101,18 @@ def test_batches_may_be_dataclasses_and_constant() -> None:
     assert measured(Bench(workload, CPU)).losses[0] > 0
 
 
+def test_a_step_of_the_users_own_takes_one_batch_whatever_is_accumulated() -> None:
+    def step(_tuned: object, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(batch).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has not typed it
+        optimizer.step()
+        return loss
+
+    policy = Policy(accumulate=3)
+    assert measured(Bench(workload_of(nn.Linear(8, 2), loss=None, step=step), CPU), policy).samples_per_step == 4
+    assert measured(Bench(workload_of(nn.Linear(8, 2)), CPU), policy).samples_per_step == 12
+
+
 def test_the_gradient_norm_is_that_of_the_first_step_unscaled() -> None:
     small = workload_of(nn.Linear(8, 3), loss=lambda model, batch: model(batch).float().square().mean())
     bench = Bench(small, CPU)
