@@ -21,8 +21,6 @@ __all__ = ["Evaluator", "WorkerEvaluator"]
 
 # Importing torch, opening a CUDA context and building the model, for all contenders at once.
 START_LIMIT_S = 120.0
-# Around the timed part of a training loop: its first step, its warm-up, its loader's workers.
-LOOP_LIMIT_S = 30.0
 
 
 class Evaluator(Protocol):
@@ -79,9 +77,10 @@ class WorkerEvaluator:
             return self._measure(policy, effort)  # idle workers hold a CUDA context each, which training will not
         return outcome
 
-    def train(self, policy: Policy, seconds: float) -> LoopTiming | Failure:
-        """The workload's own training loop under the policy, for `seconds` besides its warm-up."""
-        return self._worker(policy).call(seconds + LOOP_LIMIT_S, worker.train, policy, seconds)
+    def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming | Failure:
+        """The workload's own training loop under the policy, alone on the device, for `seconds` besides its warm-up."""
+        self._stop_others(policy)
+        return self._worker(policy).call(limit_s, worker.train, policy, seconds)
 
     def close(self) -> None:
         for process in self._workers.values():

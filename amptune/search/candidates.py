@@ -11,7 +11,18 @@ from typing import Any
 from amptune.measure.subject import Prepared, Subject
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.exclusions import Group, Ladder, groups_by_intensity, rules_at_depth
-from amptune.search.space import EXCLUSIONS, Point, Space, digest, is_in, pin, restrict, stock_value, with_knob
+from amptune.search.space import (
+    EXCLUSIONS,
+    Point,
+    Space,
+    digest,
+    forbidden_because,
+    is_in,
+    pin,
+    restrict,
+    stock_value,
+    with_knob,
+)
 from amptune.search.space_file import load_space, space_for
 
 __all__ = ["Candidates", "Wanted", "candidates_for"]
@@ -52,6 +63,9 @@ class Candidates:
     def allows(self, policy: Policy) -> bool:
         """Whether each setting has a value that the space allows, the user's pins included, tried or not."""
         settings = {knob.name: knob.choices for knob in self.space.knobs if knob.name != EXCLUSIONS}
+        point = {name: getattr(policy, name) for name in settings} | {EXCLUSIONS: len(policy.fp32_modules)}
+        if forbidden_because(self.space, point) is not None:
+            return False
         depths = self.space.choices(EXCLUSIONS)
         few_enough = not depths or is_in(0, depths) or bool(policy.fp32_modules)
         return few_enough and all(is_in(getattr(policy, name), choices) for name, choices in settings.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from amptune.hardware.machine import Hardware
@@ -69,7 +69,7 @@ def decide(
     baseline = proof.contest.baseline
     compared = proof.verdict()
     provisional = provisional or compared is None
-    verdict = compared or _verdict_of_trials(trials, baseline, proof.contest.eligible)
+    verdict = compared or _verdict_of_trials(trials, proof)
     if verdict is None:
         return None
     finalists = standings_of(proof.finals, baseline) if proof.finals else verdict.standings
@@ -79,7 +79,7 @@ def decide(
     rounds = [*proof.finals, *(one for ablation in proof.ablations for one in ablation.rounds)]
     measured = [outcome for one in rounds for outcome in one.outcomes.values()]
     disturbed = noticed([*(trial.outcome for trial in trials), *measured])
-    findings = (*verdict.findings, *_findings(proof, verdict), *disturbed)
+    findings = (*verdict.findings, *(_findings(proof, verdict) if compared else ()), *disturbed)
     policy = verdict.winner.policy
     return Decision(
         policy_file=PolicyFile(
@@ -113,6 +113,10 @@ def decide(
 
 def _findings(proof: Proof, verdict: Verdict) -> Iterator[Finding]:
     """What the ablation adds to the verdict's own reasons."""
+    for ablation in proof.ablations:
+        if failure := proof.failed.get(ablation.candidate):
+            message = f"{ablation.candidate} had won the finals, and failed when it was measured anew: {failure}"
+            yield Finding(code="failed-in-ablation", message=message)
     confirmed = proof.confirmed
     if confirmed is None:
         if proof.finals and not verdict.keeps_the_baseline:
@@ -134,9 +138,11 @@ def _findings(proof: Proof, verdict: Verdict) -> Iterator[Finding]:
         yield from dropped(ablated(ablation.rounds, ablation.candidate), following)
 
 
-def _verdict_of_trials(trials: Sequence[Trial], baseline: Policy, eligible: Callable[[Policy], bool]) -> Verdict | None:
+def _verdict_of_trials(trials: Sequence[Trial], proof: Proof) -> Verdict | None:
     """The fastest trial wins, without an interval: what can be said before the final comparison."""
-    by_policy = {trial.policy: trial.outcome for trial in trials}
+    baseline, eligible = proof.contest.baseline, proof.contest.eligible
+    failed = {policy: failure for policy, failure in proof.failed.items() if policy != baseline}
+    by_policy = {trial.policy: trial.outcome for trial in trials} | failed
     if not isinstance(by_policy.get(baseline), Measurement):
         return None
     standings = standings_of([Round(launch=0, outcomes=by_policy)], baseline)

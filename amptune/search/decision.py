@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from amptune.measure.outcome import Failure, Measurement
@@ -91,7 +91,8 @@ def verdict_of(
     if baseline not in of or of[baseline].samples_per_s is None:
         return None
     alive = [s for s in standings if s.failure is None and (s.policy == baseline or eligible(s.policy))]
-    shown = [s for s in alive if s.policy in rounds[-1].outcomes and _is_shown_faster(s, doubt)]
+    unbeaten = _unbeaten(rounds, {s.policy for s in alive} - {baseline})
+    shown = [s for s in alive if s.policy in unbeaten and _is_shown_faster(s, doubt)]
     fastest = fastest_of(rounds, [baseline, *(s.policy for s in shown)])
     level = [s for s in shown if _is_level(rounds, fastest, s.policy)]
     winner = min(level, key=lambda s: (departure_count(s.policy), -s.speedup), default=of[baseline])
@@ -126,8 +127,15 @@ def settled(rounds: Sequence[Round], baseline: Policy) -> bool:
 def _is_narrow(rounds: Sequence[Round], baseline: Policy) -> bool:
     alive = {standing.policy for standing in standings_of(rounds, baseline) if standing.failure is None}
     measured = [policy for policy in rounds[-1].outcomes if policy in alive]
+    if not measured:  # everything failed: more rounds will not help
+        return True
     fastest = fastest_of(rounds, measured)
     return all(ratio_between(rounds, fastest, rival).half_width < NARROW for rival in measured)
+
+
+def _unbeaten(rounds: Sequence[Round], policies: Set[Policy]) -> Set[Policy]:
+    """Those of the policies that stood in the last round that any of them stood in; the others were left out before."""
+    return next((found for one in reversed(rounds) if (found := policies & one.outcomes.keys())), frozenset())
 
 
 def _is_shown_faster(standing: Standing, doubt: float) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
+from amptune.errors import StudyError
 from amptune.measure.loop_timing import LoopTiming, compare_with_loop
 from amptune.measure.outcome import Failure
 from amptune.policy.findings import Finding
@@ -20,12 +21,14 @@ SHARE = 0.06
 LONGEST_S = 5.0
 # A loop shorter than this says nothing.
 SHORTEST_S = 1.0
+# Beyond the budget, for a loop whose loader is slow to start.
+GRACE_S = 5.0
 
 
 class Trainer(Protocol):
     """What runs the workload's own training loop."""
 
-    def train(self, policy: Policy, seconds: float) -> LoopTiming | Failure: ...
+    def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming | Failure: ...
 
 
 def loop_s(budget: Budget) -> float:
@@ -43,7 +46,10 @@ def checked_in_a_loop(trainer: Trainer, decision: Decision, budget: Budget) -> D
     samples_per_s = decision.verdict.winner.samples_per_s
     if seconds < SHORTEST_S or samples_per_s is None:
         return decision
-    timing = trainer.train(decision.verdict.winner.policy, seconds)
+    try:
+        timing = trainer.train(decision.verdict.winner.policy, seconds, max(budget.left_s, 0.0) + GRACE_S)
+    except StudyError as error:  # no worker can be started any more
+        timing = Failure(kind="crash", message=str(error))
     if isinstance(timing, Failure):
         finding = Finding(code="end-to-end-failed", message=f"the training loop with fresh data failed: {timing}")
         return _with(decision, (finding,), None)

@@ -33,6 +33,7 @@ ACCIDENTS = ("crash", "timeout")
 ATTEMPTS = 2
 
 Enough = Callable[[Sequence[Round]], bool]
+MayWin = Callable[[Policy], bool]
 
 
 def compare(
@@ -47,6 +48,7 @@ def compare(
     tried: Mapping[Policy, Outcome] | None = None,
     enough: Enough | None = None,
     start_s: float = 0.0,
+    may_win: MayWin = lambda _: True,
 ) -> Iterator[Round]:
     """Yields rounds in which each policy was measured once, in random order; one round at the least.
 
@@ -54,9 +56,10 @@ def compare(
     `enough` (by default, until every ratio is known to ±1 %) or the budget cannot hold another. `tried` is what
     became of the policies before. One that failed, there or here, is not measured again; one far behind, there
     and here, is left out of the rest: more launches for those that may win. The baseline always stays. Where the
-    budget has not the `start_s` that a launch takes, the processes that run already do.
+    budget has not the `start_s` that a launch takes, the processes that run already do. One that may not win is
+    measured beside the others, and drops none of them.
     """
-    return _Comparison(evaluator, policies, budget, stage, baseline, seed, observer, tried or {}).rounds_until(
+    return _Comparison(evaluator, policies, budget, stage, baseline, seed, observer, tried or {}, may_win).rounds_until(
         enough or (lambda rounds: settled(rounds, baseline)), start_s
     )
 
@@ -74,6 +77,7 @@ class _Comparison:
         seed: int,
         observer: Observer,
         tried: Mapping[Policy, Outcome],
+        may_win: MayWin,
     ) -> None:
         self._evaluator = evaluator
         self._policies = tuple(policies)
@@ -82,6 +86,7 @@ class _Comparison:
         self._baseline = baseline
         self._observer = observer
         self._tried = tried
+        self._eligible = may_win
         self._shuffle = random.Random(seed)  # noqa: S311  # an order of measuring, no secret
         self._rounds: list[Round] = []
         self._beaten: set[Policy] = set()
@@ -96,14 +101,14 @@ class _Comparison:
             yield from self._launch(launch)
             self._drop_the_beaten()
             launch_s = max(start_s, before_s - self._budget.left_s)
-            if enough(self._rounds) or self._budget.left_s < launch_s or len(self._contenders()) == 1:
+            if enough(self._rounds) or self._budget.left_s < launch_s or not self._goes_on():
                 return
 
     def _launch(self, launch: int) -> Iterator[Round]:
         """The rounds of one launch, as many as there is time for; the first of all in any case."""
         round_s = 0.0
         for _ in range(ROUNDS_PER_LAUNCH):
-            if self._rounds and (self._budget.left_s < round_s or len(self._contenders()) == 1):
+            if self._rounds and (self._budget.left_s < round_s or not self._goes_on()):
                 return
             before_s = self._budget.left_s
             outcomes = self._outcomes(launch)
@@ -121,7 +126,7 @@ class _Comparison:
             policy
             for policy in self._policies
             if policy == self._baseline
-            or not (policy in self._failed or _is_far_behind(policy, looks) or policy in self._beaten)
+            or not (policy in self._failed or policy in self._beaten or self._is_far_behind(policy, looks))
         ]
 
     def _drop_the_beaten(self) -> None:
@@ -129,7 +134,7 @@ class _Comparison:
         if launches_of(self._rounds) < LAUNCHES_TO_BEAT:
             return
         contenders = self._contenders()
-        fastest = fastest_of(self._rounds, contenders)
+        fastest = fastest_of(self._rounds, [policy for policy in contenders if self._may_win(policy)])
         ratios = {policy: ratio_between(self._rounds, fastest, policy) for policy in contenders}
         self._beaten |= {policy for policy, ratio in ratios.items() if ratio.low > 1 + CLEARLY}
 
@@ -159,16 +164,23 @@ class _Comparison:
                 break
         return outcome
 
+    def _may_win(self, policy: Policy) -> bool:
+        return policy == self._baseline or self._eligible(policy)
 
-def _is_far_behind(policy: Policy, looks: Sequence[Mapping[Policy, Outcome]]) -> bool:
-    """Whether a policy lost every look by so much that no noise explains it."""
-    lost = [
-        outcome.samples_per_s < FAR_BEHIND * _best(look)
-        for look in looks
-        if isinstance(outcome := look.get(policy), Measurement)
-    ]
-    return len(lost) >= FAR_BEHIND_LOOKS and all(lost)
+    def _goes_on(self) -> bool:
+        """Whether anything is left to compare the baseline with."""
+        return self._baseline not in self._failed and len(self._contenders()) > 1
 
+    def _is_far_behind(self, policy: Policy, looks: Sequence[Mapping[Policy, Outcome]]) -> bool:
+        """Whether a policy lost every look by so much that no noise explains it."""
+        lost = [
+            outcome.samples_per_s < FAR_BEHIND * self._best(look)
+            for look in looks
+            if isinstance(outcome := look.get(policy), Measurement)
+        ]
+        return len(lost) >= FAR_BEHIND_LOOKS and all(lost)
 
-def _best(look: Mapping[Policy, Outcome]) -> float:
-    return max(outcome.samples_per_s for outcome in look.values() if isinstance(outcome, Measurement))
+    def _best(self, look: Mapping[Policy, Outcome]) -> float:
+        """The speed of the fastest that may win."""
+        speeds = (o.samples_per_s for p, o in look.items() if isinstance(o, Measurement) and self._may_win(p))
+        return max(speeds, default=0.0)

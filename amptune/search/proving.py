@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from amptune.measure.evaluator import Evaluator
-from amptune.measure.outcome import Outcome
+from amptune.measure.outcome import Failure, Outcome
 from amptune.policy.settings import Policy
 from amptune.search.ablation import variants_of
 from amptune.search.budget import Budget
 from amptune.search.decision import NARROW, Verdict, settled, verdict_of
 from amptune.search.events import Observer
-from amptune.search.finals import Enough, compare
+from amptune.search.finals import ROUNDS_PER_LAUNCH, Enough, compare
 from amptune.search.ratios import ENOUGH_LAUNCHES, Round, launches_of, ratio_between
 
 __all__ = ["Ablation", "Contest", "Proof", "prove"]
@@ -60,28 +60,46 @@ class Proof:
 
     @property
     def confirmed(self) -> Ablation | None:
-        """The ablation of the most launches, the last of equals; None where none got as far as an interval."""
-        said = [ablation for ablation in self.ablations if len(ablation.rounds) > 1]
+        """The ablation of the most launches, the last of equals; None where none says as much as the finals."""
+        said = [ablation for ablation in self.ablations if self._says_enough(ablation)]
         return max(reversed(said), key=lambda ablation: launches_of(ablation.rounds), default=None)
+
+    @property
+    def failed(self) -> Mapping[Policy, Failure]:
+        """What failed in any comparison, and how."""
+        rounds = [*self.finals, *(one for ablation in self.ablations for one in ablation.rounds)]
+        return {p: outcome for one in rounds for p, outcome in one.outcomes.items() if isinstance(outcome, Failure)}
 
     def verdict(self) -> Verdict | None:
         """None where nothing was compared, or the baseline failed."""
         if self.confirmed is not None:
             return self.verdict_on(self.confirmed)
-        return self.finals_verdict(doubt=UNCONFIRMED_DOUBT) if self.finals else None
+        return self.finals_verdict(doubt=UNCONFIRMED_DOUBT)
 
     def finals_verdict(self, *, doubt: float = 1.0) -> Verdict | None:
-        return verdict_of(self.finals, self.contest.baseline, self.contest.eligible, doubt=doubt)
-
-    def verdict_on(self, ablation: Ablation) -> Verdict | None:
-        contest = self.contest
-
-        first = self.ablations[0].candidate if self.ablations else ablation.candidate
+        """None where the finals have no interval yet; what failed since cannot win any more."""
+        contest, failed = self.contest, self.failed
+        rivals = {policy for one in self.finals for policy in one.outcomes} - failed.keys() - {contest.baseline}
+        if not self.finals or (len(self.finals) < 2 and rivals):
+            return None
 
         def may_win(policy: Policy) -> bool:
-            return policy in (first, ablation.candidate) or contest.variant_eligible(policy)
+            return policy not in failed and contest.eligible(policy)
 
-        return verdict_of(ablation.rounds, contest.baseline, may_win)
+        return verdict_of(self.finals, contest.baseline, may_win, doubt=doubt)
+
+    def may_win(self, ablation: Ablation) -> Eligible:
+        """In an ablation: its candidate, the first one, and the variants that the user's wishes allow."""
+        candidates = {self.ablations[0].candidate if self.ablations else ablation.candidate, ablation.candidate}
+        return lambda policy: policy in candidates or self.contest.variant_eligible(policy)
+
+    def _says_enough(self, ablation: Ablation) -> bool:
+        launches = min(ENOUGH_LAUNCHES, launches_of(self.finals))
+        enough = launches_of(ablation.rounds) >= launches and len(ablation.rounds) >= launches * ROUNDS_PER_LAUNCH
+        return enough and not {ablation.candidate, self.contest.baseline} & self.failed.keys()
+
+    def verdict_on(self, ablation: Ablation) -> Verdict | None:
+        return verdict_of(ablation.rounds, self.contest.baseline, self.may_win(ablation))
 
 
 def prove(evaluator: Evaluator, proof: Proof, budget: Budget, start_s: float, observer: Observer) -> None:
@@ -99,6 +117,7 @@ def prove(evaluator: Evaluator, proof: Proof, budget: Budget, start_s: float, ob
         tried=contest.tried,
         enough=_enough_finals(proof, budget, ablation_s),
         start_s=start_s,
+        may_win=contest.eligible,
     ):
         proof.finals.append(one)
     for candidate in _candidates(proof, budget, start_s):
@@ -113,6 +132,7 @@ def prove(evaluator: Evaluator, proof: Proof, budget: Budget, start_s: float, ob
             seed=contest.seed + len(proof.ablations),
             observer=observer,
             enough=_enough_ablation(proof, ablation),
+            may_win=proof.may_win(ablation),
         ):
             ablation.rounds.append(one)
 
@@ -137,7 +157,8 @@ def _candidates(proof: Proof, budget: Budget, start_s: float) -> Iterator[Policy
         took_s, launches = before_s - budget.left_s, launches_of(proof.ablations[-1].rounds)
         if budget.left_s < ENOUGH_LAUNCHES * took_s / max(1, launches):
             return
-        verdict = proof.verdict_on(proof.ablations[-1])
+        last = proof.ablations[-1]
+        verdict = proof.finals_verdict() if last.candidate in proof.failed else proof.verdict_on(last)
 
 
 def _enough_finals(proof: Proof, budget: Budget, ablation_s: float) -> Enough:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -183,7 +183,8 @@ def _run(evaluator: Evaluator, progress: _Progress, prepare_s: float, observer: 
         return
     proof = progress.enter_proof()
     if len(proof.contest.finalists) > 1:
-        prove(evaluator, proof, request.budget, prepare_s, observer)
+        with suppress(StudyError):  # no worker can be started any more: what was measured by now decides
+            prove(evaluator, proof, request.budget, prepare_s, observer)
 
 
 def _proof_s(study: Study, budget: Budget, prepare_s: float) -> float:
@@ -197,7 +198,7 @@ def _proof_s(study: Study, budget: Budget, prepare_s: float) -> float:
 
 def _finalists(study: Study, candidates: Candidates) -> tuple[Policy, ...]:
     """The baseline, the known-good policies and the fastest trials, each once."""
-    fastest = study.ranked()[:FINALISTS]
+    fastest = [policy for policy in study.ranked() if policy in study][:FINALISTS]
     known = [policy for policy in candidates.known_good if study.trial_of(policy) is not None]
     return tuple(dict.fromkeys([candidates.baseline, *known, *fastest]))
 

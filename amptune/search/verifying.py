@@ -33,6 +33,8 @@ __all__ = ["MARGIN", "Claim", "Verification", "claim_of", "verify", "verify_with
 MARGIN = 0.02
 # A policy's or a baseline's own step time that moved by more than this is named when a claim fails.
 MOVED = 0.03
+# An interval wider than this (half its width, relative) does not say that a claim holds by reaching it.
+TELLING = 0.1
 SHORTEST_PREPARE_S = 15.0
 
 
@@ -61,8 +63,18 @@ class Verification:
 
     @property
     def holds(self) -> bool:
-        """Whether the new interval reaches the claimed speed-up less 2 %."""
-        return self.speedup is not None and self.speedup.high >= (1 - MARGIN) * self.claim.speedup
+        """Whether the new interval reaches the claimed speed-up less 2 %, and is narrow enough to say so."""
+        return self.speedup is not None and self.speedup.high >= self.needed and not self.undecided
+
+    @property
+    def needed(self) -> float:
+        return (1 - MARGIN) * self.claim.speedup
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the interval holds both a claim that is met and one that is missed by far."""
+        ratio = self.speedup
+        return ratio is not None and ratio.low < self.needed <= ratio.high and not ratio.half_width <= TELLING
 
 
 def claim_of(policy_file: PolicyFile) -> Claim:
@@ -72,13 +84,16 @@ def claim_of(policy_file: PolicyFile) -> Claim:
         name = f"policy {policy_file.name!r}" if policy_file.name else "this policy"
         raise ClaimError(f"{name} claims nothing: there is no evidence.speedup in its file; `amptune tune` writes one")
     baseline = evidence.get("baseline", {})
-    return Claim(
-        policy=policy_file.policy,
-        baseline=policy_from_dict(baseline["policy"]) if "policy" in baseline else STOCK,
-        speedup=evidence["speedup"],
-        step_ms=evidence.get("step_ms"),
-        baseline_ms=baseline.get("step_ms"),
-    )
+    try:
+        return Claim(
+            policy=policy_file.policy,
+            baseline=policy_from_dict(baseline["policy"]) if "policy" in baseline else STOCK,
+            speedup=evidence["speedup"],
+            step_ms=evidence.get("step_ms"),
+            baseline_ms=float(baseline["step_ms"]) if "step_ms" in baseline else None,
+        )
+    except (TypeError, ValueError) as error:
+        raise ClaimError(f"evidence.baseline is not what `amptune tune` writes: {error}") from error
 
 
 def verify(
@@ -126,6 +141,9 @@ def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, o
         )
     )
     of = {standing.policy: standing for standing in standings_of(rounds, baseline)}
+    if baseline not in of or policy not in of:
+        who = claim.baseline if baseline not in of else claim.policy
+        raise NothingFeasibleError(f"{who} could not be measured within the budget; give more with --budget")
     failure = of[baseline].failure
     if failure is not None:
         raise NothingFeasibleError(f"the baseline ({claim.baseline}) fails here: {failure}")
@@ -167,9 +185,12 @@ def _answer(found: Verification) -> Finding:
     if found.holds:
         message = f"the claim holds: {found.speedup} measured here, {claimed}"
         return Finding(code="holds", message=message, figures=figures)
+    if found.undecided:
+        message = f"undecided: {found.speedup} measured here, {claimed}; give more with --budget, or a quieter machine"
+        return Finding(code="undecided", message=message, figures=figures)
     message = (
         f"the claim does not hold: {found.speedup} measured here, {claimed}; the interval does not reach "
-        f"{(1 - MARGIN) * found.claim.speedup:.2f}×, the claim less {MARGIN:.0%}"
+        f"{found.needed:.2f}×, the claim less {MARGIN:.0%}"
     )
     return Finding(code="does-not-hold", message=message, figures=figures)
 

@@ -149,14 +149,14 @@ def test_a_policy_out_of_memory_is_tried_again_without_the_idle_workers(evaluato
 
 
 def test_the_users_loop_runs_in_a_worker(evaluator: WorkerEvaluator) -> None:
-    timing = evaluator.train(STOCK, 0.2)
+    timing = evaluator.train(STOCK, 0.2, 60.0)
     assert isinstance(timing, LoopTiming)
     assert timing.steps >= 1
     assert timing.source == "batch"
 
 
 def test_a_loop_that_raises_is_a_failure(evaluator: WorkerEvaluator) -> None:
-    failure = evaluator.train(Policy(batch_size=how.RAISES), 0.2)
+    failure = evaluator.train(Policy(batch_size=how.RAISES), 0.2, 60.0)
     assert isinstance(failure, Failure)
     assert failure.kind == "error"
 

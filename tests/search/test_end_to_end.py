@@ -24,8 +24,8 @@ class RecordedLoop:
     answer: LoopTiming | Failure
     trained: list[Policy] = field(default_factory=list)
 
-    def train(self, policy: Policy, seconds: float) -> LoopTiming | Failure:
-        assert seconds > 0
+    def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming | Failure:
+        assert 0 < seconds < limit_s
         self.trained.append(policy)
         return self.answer
 

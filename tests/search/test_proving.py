@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from recorded import RecordedEvaluator, recorded_ms
 from test_tuning import request_in
 
+from amptune.measure.outcome import Failure
 from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.search.candidates import Wanted, candidates_for
 from amptune.search.deciding import Decision
-from amptune.search.events import ComparisonStarted, Event
+from amptune.search.events import ComparisonStarted, ContenderMeasured, Event
 from amptune.search.samples import FILE_NAME, from_line, keeping_samples
-from amptune.search.tuning import tune_with
+from amptune.search.tuning import TuningInterrupted, tune_with
 
 BEST = amp_recipe("fp16", memory_format="channels_last")
 
@@ -112,3 +115,95 @@ def test_the_raw_samples_of_the_comparisons_are_kept(tmp_path: Path) -> None:
     assert kept == [event for event in events if event in kept]
     assert len(kept) > 20
     assert {one.stage for one in kept} == {"finals", "ablation"}
+
+
+@pytest.mark.parametrize(
+    ("pins", "least"),
+    [
+        ({"autocast": "bf16"}, 1.9),
+        ({"autocast": "off"}, 1.35),
+        ({"fp32_exclusions": "2"}, 1.8),
+    ],
+)
+def test_a_pin_keeps_what_it_excludes_from_knocking_out_what_it_allows(
+    tmp_path: Path, pins: dict[str, str], least: float
+) -> None:
+    decision, _, _ = tuned_where(lambda policy: recorded_ms("resnet50", policy), tmp_path, pins=pins)
+    assert decision.speedup.value > least
+    if "autocast" in pins:
+        assert decision.policy.autocast == pins["autocast"]
+
+
+def test_a_winner_that_fails_in_its_ablation_leaves_it_to_the_next_of_the_finals(tmp_path: Path) -> None:
+    stage = {"now": ""}
+    broken = Failure(kind="nonfinite", message="the loss is nan")
+
+    def interfere(policy: Policy) -> Failure | None:
+        return broken if stage["now"] == "ablation" and policy.autocast == "fp16" else None
+
+    evaluator = RecordedEvaluator("resnet50", noise=0.002, interfere=interfere)
+
+    def watch(event: Event) -> None:
+        if isinstance(event, ComparisonStarted):
+            stage["now"] = event.stage
+
+    decision = tune_with(evaluator, request_in(tmp_path), watch)
+    assert decision.policy.autocast == "bf16"
+    assert decision.speedup.value > 1.9
+    assert "failed-in-ablation" in codes(decision)
+
+
+def test_what_failed_in_the_finals_does_not_come_back_with_its_trial(tmp_path: Path) -> None:
+    stage = {"now": ""}
+    broken_ones: set[Policy] = set()
+    broken = Failure(kind="nonfinite", message="the loss is nan")
+
+    def interfere(policy: Policy) -> Failure | None:
+        if not stage["now"] or policy.autocast == "bf16":
+            return None
+        broken_ones.add(policy)
+        return broken
+
+    evaluator = RecordedEvaluator("resnet50", noise=0.002, interfere=interfere)
+
+    def watch(event: Event) -> None:
+        if isinstance(event, ComparisonStarted):
+            stage["now"] = event.stage
+
+    decision = tune_with(evaluator, request_in(tmp_path), watch)
+    assert decision.provisional
+    assert replace(decision.policy, batch_size=None) not in broken_ones
+    assert BEST in broken_ones
+
+
+def test_a_machine_that_breaks_in_the_finals_loses_nothing(tmp_path: Path) -> None:
+    def interfere(_: Policy) -> Failure | None:
+        return Failure(kind="oom", message="gone") if len(evaluator.launched) > 5 else None
+
+    evaluator = RecordedEvaluator("resnet50", noise=0.05, interfere=interfere)
+    decision = tune_with(evaluator, request_in(tmp_path), lambda _: None)
+    assert decision.policy_file.policy is not None
+
+
+def test_an_interruption_early_in_the_finals_keeps_the_best_trial(tmp_path: Path) -> None:
+    blocks: list[Event] = []
+
+    def watch(event: Event) -> None:
+        if isinstance(event, ContenderMeasured):
+            blocks.append(event)
+            if len(blocks) == 9:
+                raise KeyboardInterrupt
+
+    evaluator = RecordedEvaluator("resnet50", noise=0.002)
+    with pytest.raises(TuningInterrupted) as caught:
+        tune_with(evaluator, request_in(tmp_path), watch)
+    decision = caught.value.decision
+    assert decision is not None
+    assert decision.provisional
+    assert recorded_ms("resnet50", decision.policy) < 0.5 * recorded_ms("resnet50", STOCK)
+
+
+def test_what_the_space_forbids_is_no_variant_to_end_with() -> None:
+    candidates = candidates_for(RecordedEvaluator("resnet50").prepare(1.0), Wanted(baseline=STOCK, pins={}))
+    assert candidates.allows(amp_recipe("bf16"))
+    assert not candidates.allows(Policy(autocast="bf16", fp32_math="tf32"))

@@ -96,6 +96,26 @@ def test_a_policy_that_keeps_the_baseline_holds_while_it_runs() -> None:
     assert (found.speedup.low, found.speedup.high) == (1.0, 1.0)
 
 
+def test_a_measurement_too_rough_to_tell_is_undecided_and_not_a_claim_that_holds() -> None:
+    evaluator = RecordedEvaluator("resnet50", noise=0.002)
+    found = verify_with(evaluator, claiming(50.0), Budget(seconds=0.0), lambda _: None)
+    assert not found.holds
+    assert codes(found)[0] == "undecided"
+
+
+def test_a_baseline_that_hangs_is_not_measured_within_the_budget() -> None:
+    hangs = Failure(kind="timeout", message="no answer")
+    evaluator = RecordedEvaluator("resnet50", interfere=lambda policy: hangs if policy.autocast == "off" else None)
+    with pytest.raises(NothingFeasibleError, match="could not be measured within the budget"):
+        verified(claiming(TRUE), evaluator)
+
+
+@pytest.mark.parametrize("baseline", [{"policy": {"autocast": "int8"}}, {"step_ms": "abc"}, {"policy": None}])
+def test_evidence_that_is_malformed_is_said_so(baseline: dict[str, Any]) -> None:
+    with pytest.raises(ClaimError, match=r"evidence\.baseline is not what `amptune tune` writes"):
+        verified(claiming(TRUE, baseline=baseline))
+
+
 def test_a_file_without_a_claim_is_an_error() -> None:
     with pytest.raises(ClaimError, match=r"policy 'mine' claims nothing: there is no evidence\.speedup"):
         verified(PolicyFile(policy=BEST, name="mine"))
