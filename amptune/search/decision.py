@@ -18,6 +18,9 @@ __all__ = ["NARROW", "Standing", "Verdict", "departure_count", "settled", "stand
 # An interval this narrow (half its width, relative) is worth no further rounds.
 NARROW = 0.01
 ENOUGH_TO_STOP = 5
+# The interval of fewer launches than wanted does not hold what differs between launches: it has to be so many times
+# as wide before it shows that a policy is faster.
+FEW_LAUNCHES_DOUBT = 2.0
 # Two policies no further apart than this are of one speed to a user, whichever is simpler.
 NEGLIGIBLE = 0.005
 
@@ -140,6 +143,8 @@ def _unbeaten(rounds: Sequence[Round], policies: Set[Policy]) -> Set[Policy]:
 
 def _is_shown_faster(standing: Standing, doubt: float) -> bool:
     ratio = standing.vs_baseline
+    if ratio is not None and ratio.launches < ENOUGH_LAUNCHES:
+        doubt *= FEW_LAUNCHES_DOUBT
     return ratio is not None and ratio.value - doubt * (ratio.value - ratio.low) > 1
 
 
