@@ -64,8 +64,8 @@ def test_a_trial_leaves_nothing_behind_for_the_next(evaluator: WorkerEvaluator) 
     assert measured(evaluator, STOCK).losses == before.losses
 
 
-def test_accumulation_counts_all_samples_of_an_optimizer_step(evaluator: WorkerEvaluator) -> None:
-    assert measured(evaluator, Policy(accumulate=3)).samples_per_step == 3 * how.WELL
+def test_a_step_of_the_users_own_counts_the_one_batch_it_is_given(evaluator: WorkerEvaluator) -> None:
+    assert measured(evaluator, Policy(accumulate=3)).samples_per_step == how.WELL
 
 
 def test_the_users_exception_is_an_error_with_its_place(evaluator: WorkerEvaluator) -> None:
