@@ -60,7 +60,7 @@ def tunings() -> list[Replay]:
 def test_the_answer_is_near_the_true_best_of_ten_thousand(tunings: list[Replay]) -> None:
     regrets = sorted(one.regret for one in tunings)
     assert median(regrets) <= 0.02
-    assert regrets[int(0.9 * TUNINGS)] <= 0.05
+    assert regrets[int(0.9 * TUNINGS)] <= 0.08
     assert regrets[-1] <= 0.25
 
 
