@@ -33,7 +33,7 @@ from amptune.policy.wire import policy_from_dict, policy_to_dict
 from amptune.report.progress import progress_for
 from amptune.search.budget import Budget
 from amptune.search.decision import Standing, standings_of
-from amptune.search.finals import compare
+from amptune.search.finals import Comparison
 from amptune.search.ratios import Round
 from amptune.search.tuning import tune
 from amptune.workload.zoo import NAMES
@@ -85,18 +85,17 @@ def report(name: str, out: Path, budget_s: float, device: str | None, reuse: Pat
             prepared = evaluator.prepare(300.0)
             grid = earlier_grid(name, reuse) if reuse else measure_grid(evaluator, prepared, decision.policy.batch_size)
             contenders = contenders_of(decision.policy, grid)
-            rounds = list(
-                compare(
-                    evaluator,
-                    tuple(dict.fromkeys(contender.policy for contender in contenders)),
-                    Budget(seconds=FINALS_S),
-                    stage="finals",
-                    baseline=contenders[0].policy,
-                    tried=grid,
-                    seed=1,
-                    observer=observer,
-                )
+            comparison = Comparison(
+                evaluator=evaluator,
+                policies=tuple(dict.fromkeys(contender.policy for contender in contenders)),
+                baseline=contenders[0].policy,
+                budget=Budget(seconds=FINALS_S),
+                stage="finals",
+                observer=observer,
+                seed=1,
+                tried=grid,
             )
+            rounds = list(comparison.rounds())
         finally:
             evaluator.close()
     data = {

@@ -46,7 +46,7 @@ from amptune.report.progress import progress_for
 from amptune.search.budget import Budget
 from amptune.search.decision import standings_of
 from amptune.search.events import ContenderMeasured
-from amptune.search.finals import compare
+from amptune.search.finals import Comparison
 from amptune.search.ratios import ENOUGH_LAUNCHES, Ratio, Round, launches_of, ratio_between
 from amptune.search.samples import FILE_NAME, from_line
 from amptune.workload.zoo import NAMES, workload
@@ -180,9 +180,16 @@ def regret(name: str, place: Place, seconds: float, grid_best: int) -> dict[str,
         stock = replace(STOCK, batch_size=prepared.subject.batch_size)
         names = contenders(name, stock, place, grid_best)
         budget = Budget(seconds=seconds)
-        rounds = tuple(
-            compare(evaluator, tuple(names), budget, stage="verify", baseline=stock, seed=seed, observer=observer)
+        comparison = Comparison(
+            evaluator=evaluator,
+            policies=tuple(names),
+            baseline=stock,
+            budget=budget,
+            stage="verify",
+            observer=observer,
+            seed=seed,
         )
+        rounds = tuple(comparison.rounds())
     standings = standings_of(rounds, stock)
     best = standings[0].policy
     hardware = prepared.hardware
@@ -241,18 +248,16 @@ def compared_with_itself(name: str, policies: Sequence[Policy], place: Place) ->
     pairs = [(policy, replace(policy, batch_size=batch_size)) for policy in policies]
     with comparing(name, place) as evaluator, progress_for(sys.stderr) as observer:
         budget = Budget(seconds=AA_LIMIT_S)
-        rounds = tuple(
-            compare(
-                evaluator,
-                tuple(policy for pair in pairs for policy in pair),
-                budget,
-                stage="verify",
-                baseline=policies[0],
-                seed=seed,
-                observer=observer,
-                enough=lambda so_far: launches_of(so_far) >= ENOUGH_LAUNCHES,
-            )
+        comparison = Comparison(
+            evaluator=evaluator,
+            policies=tuple(policy for pair in pairs for policy in pair),
+            baseline=policies[0],
+            budget=budget,
+            stage="verify",
+            observer=observer,
+            seed=seed,
         )
+        rounds = tuple(comparison.rounds(lambda so_far: launches_of(so_far) >= ENOUGH_LAUNCHES))
     ratios = [ratio_between(rounds, second, first) for first, second in pairs]
     return {
         "workload": name,

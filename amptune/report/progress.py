@@ -25,6 +25,7 @@ __all__ = ["describe", "progress_for"]
 
 _STAGES = {
     "finals": "final comparison",
+    "refinement": "the winner, and what is one step from it",
     "ablation": "the winner, and what each of its settings buys",
     "verify": "the claim measured again",
 }

@@ -11,6 +11,9 @@ __all__ = ["Budget", "Clock"]
 # Seconds that only go forward, from any start.
 Clock = Callable[[], float]
 
+# Importing torch and building a small model must be possible under the shortest budget.
+SHORTEST_PREPARE_S = 15.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
@@ -28,3 +31,8 @@ class Budget:
     @property
     def left_s(self) -> float:
         return self.seconds - self.spent_s
+
+    @property
+    def left_to_prepare_s(self) -> float:
+        """The time to build the workload in."""
+        return max(SHORTEST_PREPARE_S, self.left_s)

@@ -15,7 +15,7 @@ from amptune.policy.settings import Policy
 from amptune.search.ablation import Ablated, ablated, dropped
 from amptune.search.decision import Standing, Verdict, standings_of
 from amptune.search.evidence import evidence_of, labels_of
-from amptune.search.proving import Proof
+from amptune.search.proof import Proof
 from amptune.search.ratios import Ratio, Round
 from amptune.search.trial import Trial
 
@@ -79,7 +79,7 @@ def decide(
     amp_recipe = next((standing for standing in finalists if standing.policy in amp_recipes), None)
     confirmed = proof.confirmed
     bought = ablated(confirmed.rounds, confirmed.candidate) if confirmed else ()
-    rounds = [*proof.finals, *(one for ablation in proof.ablations for one in ablation.rounds)]
+    rounds = proof.rounds
     measured = [outcome for one in rounds for outcome in one.outcomes.values()]
     disturbed = noticed([*(trial.outcome for trial in trials), *measured])
     findings = (*verdict.findings, *(_findings(proof, verdict) if compared else ()), *disturbed)

@@ -13,14 +13,11 @@ from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.ratios import ENOUGH_LAUNCHES, Ratio, Round, fastest_of, launches_of, ratio_between, ratio_of
 
-__all__ = ["NARROW", "Standing", "Verdict", "departure_count", "settled", "standings_of", "verdict_of"]
+__all__ = ["NARROW", "NEGLIGIBLE", "Standing", "Verdict", "departure_count", "settled", "standings_of", "verdict_of"]
 
 # An interval this narrow (half its width, relative) is worth no further rounds.
 NARROW = 0.01
 ENOUGH_TO_STOP = 5
-# The interval of fewer launches than wanted does not hold what differs between launches: it has to be so many times
-# as wide before it shows that a policy is faster.
-FEW_LAUNCHES_DOUBT = 2.0
 # Two policies no further apart than this are of one speed to a user, whichever is simpler.
 NEGLIGIBLE = 0.005
 
@@ -142,10 +139,7 @@ def _unbeaten(rounds: Sequence[Round], policies: Set[Policy]) -> Set[Policy]:
 
 
 def _is_shown_faster(standing: Standing, doubt: float) -> bool:
-    ratio = standing.vs_baseline
-    if ratio is not None and ratio.launches < ENOUGH_LAUNCHES:
-        doubt *= FEW_LAUNCHES_DOUBT
-    return ratio is not None and ratio.value - doubt * (ratio.value - ratio.low) > 1
+    return standing.vs_baseline is not None and standing.vs_baseline.shows_more_than(1, doubt=doubt)
 
 
 def _is_level(rounds: Sequence[Round], fastest: Policy, other: Policy) -> bool:

@@ -24,8 +24,9 @@ __all__ = [
 ]
 
 
-# What contenders are compared for: to choose a winner, to see what each of its settings buys, to check a claim.
-Stage = Literal["finals", "ablation", "verify"]
+# What contenders are compared for: to choose a winner, to look for a faster one beside it, to see what each of its
+# settings buys, to check a claim.
+Stage = Literal["finals", "refinement", "ablation", "verify"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

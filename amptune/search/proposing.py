@@ -51,9 +51,9 @@ class Proposer:
         self._kinds = _kinds([values for name, values in self._values.items() if name in DEAR_KNOBS], len(points))
         self._random = random.Random(seed)  # noqa: S311  # a choice of what to measure, no secret
 
-    def next(self, seen: Mapping[int, Seen], taken: Sequence[int], fixed: Mapping[str, Value]) -> Proposal | None:
-        """What promises the most improvement a second; None where every point with the `fixed` values is taken."""
-        free = self._free(taken, fixed)
+    def next(self, seen: Mapping[int, Seen], fixed: Mapping[str, Value]) -> Proposal | None:
+        """What promises the most improvement a second; None where every point with the `fixed` values was seen."""
+        free = self._free(seen, fixed)
         if not free.any():
             return None
         belief = self.belief(seen)
@@ -71,9 +71,9 @@ class Proposer:
         bad = INFEASIBLE_SHARE * min(speeds.values())
         return self._surrogate.belief({index: math.log(speeds.get(index, bad)) for index in seen})
 
-    def _free(self, taken: Sequence[int], fixed: Mapping[str, Value]) -> NDArray[np.bool_]:
+    def _free(self, seen: Mapping[int, Seen], fixed: Mapping[str, Value]) -> NDArray[np.bool_]:
         free = np.ones(self._surrogate.size, dtype=bool)
-        free[list(taken)] = False
+        free[list(seen)] = False
         for name, value in fixed.items():
             free &= self._values[name] == str(value)
         return free

@@ -11,10 +11,22 @@ from dataclasses import dataclass
 from amptune.measure.outcome import Measurement, Outcome
 from amptune.policy.settings import Policy
 
-__all__ = ["ENOUGH_LAUNCHES", "Ratio", "Round", "fastest_of", "launches_of", "ratio_between", "ratio_of"]
+__all__ = [
+    "ENOUGH_LAUNCHES",
+    "Ratio",
+    "Round",
+    "fastest_of",
+    "launches_of",
+    "places_in",
+    "ratio_between",
+    "ratio_of",
+    "spread_within_launches",
+]
 
 # With this many process launches the spread between them can be told; with fewer, only that within them.
 ENOUGH_LAUNCHES = 3
+# The rounds of fewer launches do not tell what differs between launches: their interval is made so many times as wide.
+FEW_LAUNCHES_DOUBT = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +50,10 @@ class Ratio:
     def shows_a_difference(self) -> bool:
         return self.low > 1 or self.high < 1
 
+    def shows_more_than(self, value: float, *, doubt: float = 1.0) -> bool:
+        """Whether even an interval `doubt` times as wide would be above the value."""
+        return self.value - doubt * (self.value - self.low) > value
+
     @property
     def half_width(self) -> float:
         """Of the interval, relative to the value."""
@@ -55,12 +71,17 @@ NO_RATIO = Ratio(value=math.nan, low=0.0, high=math.inf)
 
 def ratio_between(rounds: Iterable[Round], a: Policy, b: Policy) -> Ratio:
     """Samples per second under `a` over those under `b`, in the rounds that both finished."""
+    return ratio_of(_pairs(rounds, a, b))
+
+
+def _pairs(rounds: Iterable[Round], a: Policy, b: Policy) -> list[list[float]]:
+    """The ratios of `a` to `b`, a list a launch."""
     pairs: dict[int, list[float]] = defaultdict(list)
     for one in rounds:
         first, second = one.outcomes.get(a), one.outcomes.get(b)
         if isinstance(first, Measurement) and isinstance(second, Measurement):
             pairs[one.launch].append(first.samples_per_s / second.samples_per_s)
-    return ratio_of(list(pairs.values()))
+    return list(pairs.values())
 
 
 def ratio_of(launches: Sequence[Sequence[float]]) -> Ratio:
@@ -68,7 +89,7 @@ def ratio_of(launches: Sequence[Sequence[float]]) -> Ratio:
 
     A pair's two measurements are neighbours in time, so drift cancels; a launch is worth its median pair, so an
     outlier does too; and since launches differ by more than the pairs within one, the interval is Student's t
-    over launches, on logarithms. A bootstrap over three launches would hold the truth in under 80 % of cases.
+    over launches, on logarithms.
     """
     if not any(launches):
         return NO_RATIO
@@ -76,8 +97,9 @@ def ratio_of(launches: Sequence[Sequence[float]]) -> Ratio:
     centres = [statistics.median(launch) for launch in logs]
     enough = len(centres) >= ENOUGH_LAUNCHES
     middle, half = _mean_and_half_width(centres if enough else [log for launch in logs for log in launch])
+    half *= 1.0 if enough else FEW_LAUNCHES_DOUBT
     low, high = middle - half, middle + half
-    if not enough:  # what launches do to a ratio cannot be told, but those seen are to be held
+    if not enough:  # those that were seen are to be held in any case
         low, high = min(low, *centres), max(high, *centres)
     return Ratio(value=math.exp(middle), low=_exp(low), high=_exp(high), launches=len(centres))
 
@@ -94,6 +116,23 @@ def fastest_of(rounds: Sequence[Round], policies: Sequence[Policy]) -> Policy:
 def launches_of(rounds: Sequence[Round]) -> int:
     """How many process launches the rounds ran in."""
     return len({one.launch for one in rounds})
+
+
+def places_in(rounds: Sequence[Round]) -> int:
+    """How many processes were started for the rounds: the contenders of each launch."""
+    return sum({one.launch: len(one.outcomes) for one in reversed(rounds)}.values())
+
+
+def spread_within_launches(rounds: Sequence[Round], baseline: Policy) -> float:
+    """The standard deviation of a ratio to the baseline from round to round of one launch: the policies' median."""
+    policies = {policy for one in rounds for policy in one.outcomes} - {baseline}
+    spreads = []
+    for policy in policies:
+        launches = (launch for launch in _pairs(rounds, policy, baseline) if len(launch) > 1)
+        variances = [statistics.variance(map(math.log, launch)) for launch in launches]
+        if variances:
+            spreads.append(math.sqrt(statistics.fmean(variances)))
+    return statistics.median(spreads) if spreads else 0.0
 
 
 def _mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:

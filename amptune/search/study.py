@@ -27,6 +27,9 @@ from amptune.search.trial import Trial
 
 __all__ = ["Study", "Suggestion", "open_study"]
 
+# A neighbour is worth a look where the improvement expected of it is above this share.
+NEIGHBOURLY = 0.001
+
 ToPolicy = Callable[[Point], Policy]
 
 
@@ -84,7 +87,7 @@ class Study:
                 return self._ask_for(self._first[0])
             self._first.popleft()
         seen = self._seen()
-        proposal = self._proposer.next(seen, [*seen], fixed or {})
+        proposal = self._proposer.next(seen, fixed or {})
         return None if proposal is None else self._ask_for(self._policies[proposal.index], proposal.gain)
 
     def ranked(self) -> list[Policy]:
@@ -101,6 +104,21 @@ class Study:
 
         return [trial.policy for trial in sorted(alive, key=speed, reverse=True)]
 
+    def neighbours(self, policy: Policy) -> list[Policy]:
+        """Policies that differ from one of the space in a single knob and may be faster, the most promising first."""
+        belief, point = self._proposer.belief(self._seen()), self._points.get(policy)
+        if belief is None or point is None:
+            return []
+        gains = belief.improvement(float(belief.mean[self._index[policy]]))
+        near = [
+            self._index[other]
+            for other, its_point in self._points.items()
+            if sum(point.get(name) != its_point.get(name) for name in point) == 1
+            and not (other in self._outcomes and isinstance(self._outcomes[other].outcome, Failure))
+        ]
+        ranked = sorted(near, key=lambda index: -gains[index])
+        return [self._policies[index] for index in ranked if gains[index] > NEIGHBOURLY]
+
     def reconsider(self, policy: Policy) -> None:
         """Forgets a failure: what once failed on a busy machine may run now, and without a baseline nothing does."""
         trial = self._outcomes.get(policy)
@@ -109,10 +127,7 @@ class Study:
             self.trials.remove(trial)
 
     def tell(self, suggestion: Suggestion, trial: Trial) -> None:
-        """Writes the outcome down. An infeasible trial is told as complete, with its constraint violated.
-
-        Told as FAIL it would be invisible to the sampler, which would keep going back there.
-        """
+        """Writes the outcome down. An infeasible trial is complete too, its constraint violated: it was measured."""
         self.trials.append(trial)  # first of all: a storage that fails now must not lose it
         self._outcomes[trial.policy] = trial
         handle = suggestion.handle
@@ -120,7 +135,8 @@ class Study:
             handle.set_user_attr("policy", policy_to_dict(trial.policy))
             handle.set_user_attr("outcome", outcome_to_dict(trial.outcome))
             handle.set_user_attr("seconds", trial.seconds)
-            self._complete(handle, trial)
+            handle.set_constraint("feasible", 1.0 if isinstance(trial.outcome, Failure) else 0.0)
+            self._study.tell(handle, trial.samples_per_s)
 
     def forget(self, suggestion: Suggestion) -> None:
         """Leaves a suggestion unmeasured, to be asked for again another time."""
@@ -141,11 +157,6 @@ class Study:
                 return Suggestion(policy, self._study.ask())
             self._study.enqueue_trial(dict(point))
             return Suggestion(policy, self._study.ask(self._distributions), gain)
-
-    def _complete(self, handle: optuna.Trial, trial: Trial | None) -> None:
-        feasible = trial is not None and not isinstance(trial.outcome, Failure)
-        handle.set_constraint("feasible", 0.0 if feasible else 1.0)
-        self._study.tell(handle, trial.samples_per_s if trial else 0.0)
 
 
 def open_study(where: Path | str, name: str, space: Space, to_policy: ToPolicy, *, seed: int) -> Study:
@@ -182,7 +193,7 @@ def _distributions(space: Space) -> dict[str, BaseDistribution]:
 
 
 def _distribution(choices: tuple[Any, ...]) -> BaseDistribution:
-    """An ordered run of integers is one to the sampler too; all else are categories."""
+    """What Optuna calls the choices: an ordered run of integers, or categories."""
     whole = [choice for choice in choices if isinstance(choice, int) and not isinstance(choice, bool)]
     if len(whole) == len(choices) and whole == list(range(whole[0], whole[-1] + 1)):
         return IntDistribution(whole[0], whole[-1])

@@ -21,7 +21,8 @@ from amptune.search.deciding import Decision, decide
 from amptune.search.end_to_end import checked_in_a_loop, loop_s
 from amptune.search.events import Observer, SearchStarted
 from amptune.search.finals import ROUNDS_PER_LAUNCH
-from amptune.search.proving import Contest, Proof, prove
+from amptune.search.proof import Contest, Proof
+from amptune.search.proving import prove
 from amptune.search.request import TuningRequest, place_of, source_of
 from amptune.search.samples import keeping_samples
 from amptune.search.searching import search
@@ -35,8 +36,6 @@ PROOF_SHARE = 0.5
 # The proof is not kept more time than these launches of each contender, half of them for the finals.
 LAUNCHES_KEPT = 8
 FINALISTS = 4
-# Importing torch and building a small model must be possible under the shortest budget.
-SHORTEST_PREPARE_S = 15.0
 
 
 class TuningInterrupted(KeyboardInterrupt):
@@ -102,7 +101,7 @@ def run_tuning(request: TuningRequest, observer: Observer) -> Decision:
 def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) -> Decision:
     """The same on any evaluator: this machine, or a recording of one."""
     before_s = request.budget.spent_s
-    prepared = evaluator.prepare(max(SHORTEST_PREPARE_S, request.budget.left_s))
+    prepared = evaluator.prepare(request.budget.left_to_prepare_s)
     prepare_s = request.budget.spent_s - before_s
     candidates = candidates_for(prepared, request.wanted)
     name, space = candidates.study_name, candidates.space
@@ -150,6 +149,7 @@ class _Progress:
                 finalists=finalists,
                 eligible=self.study.__contains__,
                 variant_eligible=self.candidates.allows,
+                neighbours=self.study.neighbours,
                 tried={trial.policy: trial.outcome for trial in self.study.trials},
                 seed=self.request.seed,
             )

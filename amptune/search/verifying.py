@@ -22,7 +22,7 @@ from amptune.policy.wire import policy_from_dict
 from amptune.search.budget import Budget
 from amptune.search.decision import Standing, settled, standings_of
 from amptune.search.events import Observer
-from amptune.search.finals import compare
+from amptune.search.finals import Comparison
 from amptune.search.ratios import ENOUGH_LAUNCHES, Ratio, Round, ratio_between
 from amptune.search.request import source_of
 from amptune.workload.protocol import Workload
@@ -35,7 +35,6 @@ MARGIN = 0.02
 MOVED = 0.03
 # An interval wider than this (half its width, relative) does not say that a claim holds by reaching it.
 TELLING = 0.1
-SHORTEST_PREPARE_S = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +46,15 @@ class Claim:
     speedup: float
     step_ms: float | None
     baseline_ms: float | None
+
+    @property
+    def needed(self) -> float:
+        """The speed-up that an interval has to reach for the claim to hold."""
+        return (1 - MARGIN) * self.speedup
+
+    def is_clear(self, ratio: Ratio) -> bool:
+        """Whether the whole interval is on one side of what is needed."""
+        return ratio.launches >= ENOUGH_LAUNCHES and not ratio.low < self.needed <= ratio.high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,17 +72,13 @@ class Verification:
     @property
     def holds(self) -> bool:
         """Whether the new interval reaches the claimed speed-up less 2 %, and is narrow enough to say so."""
-        return self.speedup is not None and self.speedup.high >= self.needed and not self.undecided
-
-    @property
-    def needed(self) -> float:
-        return (1 - MARGIN) * self.claim.speedup
+        return self.speedup is not None and self.speedup.high >= self.claim.needed and not self.undecided
 
     @property
     def undecided(self) -> bool:
         """Whether the interval holds both a claim that is met and one that is missed by far."""
         ratio = self.speedup
-        return ratio is not None and ratio.low < self.needed <= ratio.high and not ratio.half_width <= TELLING
+        return ratio is not None and ratio.low < self.claim.needed <= ratio.high and not ratio.half_width <= TELLING
 
 
 def claim_of(policy_file: PolicyFile) -> Claim:
@@ -122,24 +126,25 @@ def verify(
 def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, observer: Observer) -> Verification:
     """The same on any evaluator: policy and baseline in turn, launch after launch, until the ratio is known to ±1 %."""
     claim = claim_of(policy_file)
-    prepared = evaluator.prepare(max(SHORTEST_PREPARE_S, budget.left_s))
-    start_s = budget.spent_s
+    before_s = budget.spent_s
+    prepared = evaluator.prepare(budget.left_to_prepare_s)
+    start_s = budget.spent_s - before_s
     labels = {**dict(prepared.hardware.labels), "model": prepared.subject.model_digest}
     policy, baseline = (_sized(each, prepared) for each in (claim.policy, claim.baseline))
-    contenders = tuple(dict.fromkeys([baseline, policy]))
-    rounds = list(
-        compare(
-            evaluator,
-            contenders,
-            budget,
-            stage="verify",
-            baseline=baseline,
-            seed=0,
-            observer=observer,
-            enough=lambda rounds: settled(rounds, baseline) or _is_clear(rounds, policy, baseline, claim),
-            start_s=start_s,
-        )
+    comparison = Comparison(
+        evaluator=evaluator,
+        policies=tuple(dict.fromkeys([baseline, policy])),
+        baseline=baseline,
+        budget=budget,
+        stage="verify",
+        observer=observer,
+        start_s=start_s,
     )
+
+    def enough(rounds: Sequence[Round]) -> bool:
+        return settled(rounds, baseline) or claim.is_clear(ratio_between(rounds, policy, baseline))
+
+    rounds = list(comparison.rounds(enough))
     of = {standing.policy: standing for standing in standings_of(rounds, baseline)}
     if baseline not in of or policy not in of:
         who = claim.baseline if baseline not in of else claim.policy
@@ -159,13 +164,6 @@ def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, o
     changed = require_valid(policy_file, labels)
     disturbed = noticed(outcome for one in rounds for outcome in one.outcomes.values())
     return replace(found, findings=(_answer(found), *_moved(found), *changed, *disturbed))
-
-
-def _is_clear(rounds: Sequence[Round], policy: Policy, baseline: Policy, claim: Claim) -> bool:
-    """Whether the whole interval is on one side of what the claim needs."""
-    ratio = ratio_between(rounds, policy, baseline)
-    needed = (1 - MARGIN) * claim.speedup
-    return ratio.launches >= ENOUGH_LAUNCHES and not ratio.low < needed <= ratio.high
 
 
 def _sized(policy: Policy, prepared: Prepared) -> Policy:
@@ -190,7 +188,7 @@ def _answer(found: Verification) -> Finding:
         return Finding(code="undecided", message=message, figures=figures)
     message = (
         f"the claim does not hold: {found.speedup} measured here, {claimed}; the interval does not reach "
-        f"{found.needed:.2f}×, the claim less {MARGIN:.0%}"
+        f"{found.claim.needed:.2f}×, the claim less {MARGIN:.0%}"
     )
     return Finding(code="does-not-hold", message=message, figures=figures)
 

@@ -29,7 +29,7 @@ from amptune.search.candidates import Candidates, Wanted, candidates_for
 from amptune.search.deciding import Decision
 from amptune.search.events import ComparisonStarted, Event
 from amptune.search.exclusions import groups_by_intensity
-from amptune.search.finals import compare
+from amptune.search.finals import Comparison
 from amptune.search.ratios import Ratio, ratio_between
 from amptune.search.request import TuningRequest
 from amptune.search.space import points
@@ -615,13 +615,13 @@ def same_twice(workload: str, seed: int, trouble: Trouble | None = None, *, budg
     landscape = landscape_of(workload)
     evaluator = SyntheticEvaluator(landscape, clock, trouble or Trouble(), seed)
     unnamed, named = STOCK, replace(STOCK, batch_size=landscape.own_batch_size)
-    rounds = compare(
-        evaluator,
-        (unnamed, named),
-        Budget(seconds=budget_s, started=clock(), clock=clock),
-        stage="finals",
+    comparison = Comparison(
+        evaluator=evaluator,
+        policies=(unnamed, named),
         baseline=unnamed,
-        seed=seed,
+        budget=Budget(seconds=budget_s, started=clock(), clock=clock),
+        stage="finals",
         observer=lambda _: None,
+        seed=seed,
     )
-    return ratio_between(list(rounds), named, unnamed)
+    return ratio_between(list(comparison.rounds()), named, unnamed)

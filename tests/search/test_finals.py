@@ -7,7 +7,7 @@ from recorded import RecordedEvaluator
 from amptune.measure.outcome import Failure, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.budget import Budget
-from amptune.search.finals import FAR_BEHIND_LOOKS, MAX_LAUNCHES, ROUNDS_PER_LAUNCH, compare
+from amptune.search.finals import FAR_BEHIND_LOOKS, MAX_LAUNCHES, ROUNDS_PER_LAUNCH, Comparison
 from amptune.search.ratios import ENOUGH_LAUNCHES, Round, launches_of
 
 FAST = amp_recipe("fp16", memory_format="channels_last")
@@ -21,19 +21,17 @@ def compared(
     tried: Mapping[Policy, Outcome] | None = None,
     start_s: float = 0.0,
 ) -> list[Round]:
-    return list(
-        compare(
-            evaluator,
-            policies,
-            Budget(seconds=seconds),
-            stage="finals",
-            baseline=STOCK,
-            tried=tried or {},
-            seed=0,
-            observer=lambda _: None,
-            start_s=start_s,
-        )
+    comparison = Comparison(
+        evaluator=evaluator,
+        policies=policies,
+        baseline=STOCK,
+        budget=Budget(seconds=seconds),
+        stage="finals",
+        observer=lambda _: None,
+        tried=tried or {},
+        start_s=start_s,
     )
+    return list(comparison.rounds())
 
 
 def test_contenders_are_measured_in_turn_and_in_changing_order() -> None:

@@ -1,0 +1,129 @@
+"""What the comparisons of one tuning run have shown so far, stage by stage; a decision can be made of it any time.
+
+What is claimed of a winner comes from launches that had no part in choosing it: the fastest of several looks
+faster than it is on the very measurements that made it the fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from amptune.measure.outcome import Failure, Outcome
+from amptune.policy.settings import Policy
+from amptune.search.decision import NEGLIGIBLE, Verdict, verdict_of
+from amptune.search.finals import ROUNDS_PER_LAUNCH
+from amptune.search.ratios import ENOUGH_LAUNCHES, Round, fastest_of, launches_of, ratio_between
+
+__all__ = ["Contest", "Eligible", "Match", "Proof"]
+
+# A claim that rests on the measurements that chose the policy needs an interval so many times as wide to exclude 1:
+# 1.5 times, about Bonferroni's for six finalists, let too many through on a flat landscape (reports/replay.py --null).
+UNCONFIRMED_DOUBT = 2.5
+
+Eligible = Callable[[Policy], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """Who takes part and who may win: the baseline, and of the others those that the user's wishes allow.
+
+    `neighbours` gives the policies one step from another that may well be faster, the most promising first.
+    """
+
+    baseline: Policy
+    finalists: Sequence[Policy]
+    eligible: Eligible
+    variant_eligible: Eligible
+    neighbours: Callable[[Policy], Sequence[Policy]] = lambda _: ()
+    tried: Mapping[Policy, Outcome] = field(default_factory=dict)
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """A candidate and what was measured beside it: its neighbours, or its variants; grows while they are."""
+
+    candidate: Policy
+    rounds: list[Round] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """All comparisons, as far as they got: the finals choose, refinements improve, ablations confirm."""
+
+    contest: Contest
+    finals: list[Round] = field(default_factory=list)
+    refinements: list[Match] = field(default_factory=list)
+    ablations: list[Match] = field(default_factory=list)
+
+    @property
+    def rounds(self) -> list[Round]:
+        """Those of all comparisons. Their launches are counted anew in each."""
+        return [*self.finals, *(one for match in (*self.refinements, *self.ablations) for one in match.rounds)]
+
+    @property
+    def failed(self) -> Mapping[Policy, Failure]:
+        """What failed in any comparison, and how."""
+        outcomes = (pair for one in self.rounds for pair in one.outcomes.items())
+        return {policy: outcome for policy, outcome in outcomes if isinstance(outcome, Failure)}
+
+    @property
+    def candidate(self) -> Policy | None:
+        """What the stages so far prefer, and the next one has to measure; None where that is the baseline."""
+        last = self.ablations[-1] if self.ablations else None
+        if last is not None and last.candidate not in self.failed:
+            verdict = self.verdict_on(last)
+        else:
+            verdict = self.finals_verdict()
+        if verdict is None or verdict.keeps_the_baseline:
+            return None
+        refined = self._refined() if last is None else None
+        return refined or verdict.winner.policy
+
+    def _refined(self) -> Policy | None:
+        """What the last refinement found to be faster than the one before, or else that; None where there was none."""
+        if not self.refinements:
+            return None
+        last = self.refinements[-1]
+        alive = {policy for one in last.rounds for policy in one.outcomes} - self.failed.keys()
+        fastest = fastest_of(last.rounds, [last.candidate, *sorted(alive - {last.candidate}, key=str)])
+        ratio = ratio_between(last.rounds, fastest, last.candidate)
+        return fastest if ratio.launches > 1 and ratio.value > 1 + NEGLIGIBLE else last.candidate
+
+    @property
+    def confirmed(self) -> Match | None:
+        """The ablation of the most launches, the last of equals; None where none says as much as the finals."""
+        said = [ablation for ablation in self.ablations if self._says_enough(ablation)]
+        return max(reversed(said), key=lambda ablation: launches_of(ablation.rounds), default=None)
+
+    def verdict(self) -> Verdict | None:
+        """None where nothing was compared, or the baseline failed."""
+        confirmed = self.confirmed
+        return self.finals_verdict(doubt=UNCONFIRMED_DOUBT) if confirmed is None else self.verdict_on(confirmed)
+
+    def finals_verdict(self, *, doubt: float = 1.0) -> Verdict | None:
+        """None where the finals have no interval yet; what failed since cannot win any more."""
+        contest, failed = self.contest, self.failed
+        rivals = {policy for one in self.finals for policy in one.outcomes} - failed.keys() - {contest.baseline}
+        if not self.finals or (len(self.finals) < 2 and rivals):
+            return None
+
+        def may_win(policy: Policy) -> bool:
+            return policy not in failed and contest.eligible(policy)
+
+        return verdict_of(self.finals, contest.baseline, may_win, doubt=doubt)
+
+    def verdict_on(self, ablation: Match) -> Verdict | None:
+        """None if the baseline failed in it."""
+        return verdict_of(ablation.rounds, self.contest.baseline, self.may_win(ablation))
+
+    def may_win(self, ablation: Match) -> Eligible:
+        """In an ablation: its candidate, the first one, and the variants that the user's wishes allow."""
+        candidates = {self.ablations[0].candidate if self.ablations else ablation.candidate, ablation.candidate}
+        return lambda policy: policy in candidates or self.contest.variant_eligible(policy)
+
+    def _says_enough(self, ablation: Match) -> bool:
+        launches = min(ENOUGH_LAUNCHES, launches_of(self.finals))
+        enough = launches_of(ablation.rounds) >= launches and len(ablation.rounds) >= launches * ROUNDS_PER_LAUNCH
+        return enough and not {ablation.candidate, self.contest.baseline} & self.failed.keys()
