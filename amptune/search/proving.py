@@ -13,7 +13,7 @@ from amptune.measure.evaluator import Evaluator
 from amptune.policy.settings import Policy
 from amptune.search.ablation import variants_of
 from amptune.search.budget import Budget
-from amptune.search.decision import NARROW, settled, verdict_of
+from amptune.search.decision import NARROW, NEGLIGIBLE, settled, verdict_of
 from amptune.search.events import Observer
 from amptune.search.finals import Comparison, Enough
 from amptune.search.proof import Match, Proof
@@ -56,7 +56,13 @@ class _Stages:
             if settled(rounds, contest.baseline):
                 return True
             verdict = verdict_of(rounds, contest.baseline, contest.eligible)
-            return verdict is None or (not verdict.keeps_the_baseline and self.budget.left_s < reserve_s)
+            if verdict is None or verdict.keeps_the_baseline:
+                return verdict is None
+            launch_s = (before_s - self.budget.left_s) / launches_of(rounds)
+            ample = (
+                self.budget.left_s - reserve_s > ENOUGH_LAUNCHES * launch_s and launches_of(rounds) >= ENOUGH_LAUNCHES
+            )
+            return ample or self.budget.left_s < reserve_s
 
         comparison = Comparison(
             evaluator=self.evaluator,
@@ -77,7 +83,8 @@ class _Stages:
 
     def refine(self, reserve_s: float) -> None:
         """Measures what is one step from the winner beside it, and so on from what is faster, while there is time."""
-        seen = {policy for one in self.proof.finals for policy in one.outcomes}
+        unbeaten = set(self.proof.finals[-1].outcomes) if self.proof.finals else set()
+        seen = {policy for one in self.proof.finals for policy in one.outcomes} - unbeaten
         while (candidate := self.proof.candidate) is not None:
             new = [policy for policy in self.proof.contest.neighbours(candidate) if policy not in seen][:NEIGHBOURS]
             launch_s = (1 + len(new)) * self.place_s
@@ -143,7 +150,9 @@ class _Stages:
                 return True
             rivals = {policy for one in rounds for policy in one.outcomes} - {match.candidate}
             ratios = [ratio_between(rounds, rival, match.candidate) for rival in rivals]
-            none = launches_of(rounds) >= ENOUGH_LAUNCHES and not any(ratio.high > 1 + NARROW for ratio in ratios)
+            none = launches_of(rounds) >= ENOUGH_LAUNCHES and all(
+                ratio.value <= 1 + NEGLIGIBLE or ratio.high <= 1 + NARROW for ratio in ratios
+            )
             return none or any(ratio.low > 1 for ratio in ratios)
 
         return enough
@@ -162,6 +171,7 @@ class _Stages:
                 return True
             winner = verdict.winner.policy
             another = not verdict.keeps_the_baseline and winner != ablation.candidate
-            return another and ratio_between(rounds, ablation.candidate, winner).half_width < NARROW
+            ratio = ratio_between(rounds, winner, ablation.candidate)
+            return another and (ratio.low > 1 or ratio.half_width < NARROW)
 
         return enough

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.storages import BaseStorage, JournalStorage
@@ -21,14 +22,17 @@ from amptune.errors import StudyError
 from amptune.measure.outcome import Failure, Measurement, outcome_from_dict, outcome_to_dict
 from amptune.policy.settings import Policy
 from amptune.policy.wire import policy_from_dict, policy_to_dict
+from amptune.search.ablation import variants_of
 from amptune.search.proposing import Proposer, Seen
 from amptune.search.space import Point, Space, points
 from amptune.search.trial import Trial
 
 __all__ = ["Study", "Suggestion", "open_study"]
 
-# A neighbour is worth a look where the improvement expected of it is above this share.
-NEIGHBOURLY = 0.001
+# A neighbour may be faster if it would be at this many standard deviations above what is expected of it, each of
+# them a trial's at the least: its one measurement may have been an outlier.
+HOPE = 3.0
+TRIAL_DEVIATION = 0.01
 
 ToPolicy = Callable[[Point], Policy]
 
@@ -105,19 +109,25 @@ class Study:
         return [trial.policy for trial in sorted(alive, key=speed, reverse=True)]
 
     def neighbours(self, policy: Policy) -> list[Policy]:
-        """Policies that differ from one of the space in a single knob and may be faster, the most promising first."""
-        belief, point = self._proposer.belief(self._seen()), self._points.get(policy)
+        """What is one step from a policy and may be faster: one setting less, then other choices of one knob.
+
+        Those of a kind are in the order of how promising they are.
+        """
+        simpler = [variant.policy for variant in variants_of(policy)]
+        point = self._points.get(policy)
+        others = () if point is None else (p for p, its in self._points.items() if _steps_between(its, point) == 1)
+        near = [other for other in dict.fromkeys([*simpler, *others]) if not self._failed(other)]
+        belief = self._proposer.belief(self._seen())
         if belief is None or point is None:
-            return []
-        gains = belief.improvement(float(belief.mean[self._index[policy]]))
-        near = [
-            self._index[other]
-            for other, its_point in self._points.items()
-            if sum(point.get(name) != its_point.get(name) for name in point) == 1
-            and not (other in self._outcomes and isinstance(self._outcomes[other].outcome, Failure))
-        ]
-        ranked = sorted(near, key=lambda index: -gains[index])
-        return [self._policies[index] for index in ranked if gains[index] > NEIGHBOURLY]
+            return near
+        hopes = belief.mean + HOPE * np.maximum(belief.deviation, TRIAL_DEVIATION) - belief.mean[self._index[policy]]
+        hope_of = {other: float(hopes[self._index[other]]) if other in self._index else math.inf for other in near}
+        promising = (other for other in near if hope_of[other] > 0)
+        return sorted(promising, key=lambda other: (other not in simpler, -hope_of[other]))
+
+    def _failed(self, policy: Policy) -> bool:
+        trial = self._outcomes.get(policy)
+        return trial is not None and isinstance(trial.outcome, Failure)
 
     def reconsider(self, policy: Policy) -> None:
         """Forgets a failure: what once failed on a busy machine may run now, and without a baseline nothing does."""
@@ -210,6 +220,10 @@ def _remembered(study: optuna.Study) -> Iterator[Trial]:
                 outcome=outcome_from_dict(attributes["outcome"]),
                 seconds=attributes["seconds"],
             )
+
+
+def _steps_between(a: Point, b: Point) -> int:
+    return sum(a.get(name) != b.get(name) for name in a.keys() | b.keys())
 
 
 class _storage_errors:  # noqa: N801  # reads as a function at its uses
