@@ -117,6 +117,11 @@ class Policy:
         if wrong:
             raise ValueError("\n".join(wrong))
 
+    @property
+    def uses_fp32_math(self) -> bool:
+        """Whether any product is left to compute in FP32: under autocast those of the excluded modules alone."""
+        return self.autocast == "off" or bool(self.fp32_modules)
+
     def departures(self) -> Iterator[tuple[str, Any]]:
         """Each setting that differs from stock PyTorch, as (name, value), in the order of the file."""
         for f in fields(self):

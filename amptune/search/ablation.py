@@ -93,11 +93,10 @@ def _without_rules(policy: Policy) -> Iterator[Variant]:
     groups = [(rule,) for rule in rules] if len(rules) <= MOST_RULES else [rules]
     for group in groups:
         kept = tuple(rule for rule in rules if rule not in group)
-        # With every module in half precision, nothing is left for the FP32 math mode to act on.
-        math = policy.fp32_math if kept or policy.autocast == "off" else STOCK.fp32_math
+        reverted = replace(policy, fp32_modules=kept)
         yield Variant(
             setting=f"fp32_modules: {' + '.join(map(str, group))}",
             value=[str(rule) for rule in group],
             reverted_to=[],
-            policy=replace(policy, fp32_modules=kept, fp32_math=math),
+            policy=reverted if reverted.uses_fp32_math else replace(reverted, fp32_math=STOCK.fp32_math),
         )

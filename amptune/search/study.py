@@ -6,8 +6,8 @@ import json
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from amptune.policy.settings import Policy
 from amptune.policy.wire import policy_from_dict, policy_to_dict
 from amptune.search.ablation import variants_of
 from amptune.search.proposing import Proposer, Seen
-from amptune.search.space import Point, Space, points
+from amptune.search.space import Knob, Point, Space, points
 from amptune.search.trial import Trial
 
 __all__ = ["Study", "Suggestion", "open_study"]
@@ -33,6 +33,8 @@ __all__ = ["Study", "Suggestion", "open_study"]
 # them a trial's at the least: its one measurement may have been an outlier.
 HOPE = 3.0
 TRIAL_DEVIATION = 0.01
+
+UNUSED = "unused"
 
 ToPolicy = Callable[[Point], Policy]
 
@@ -57,9 +59,10 @@ class Study:
         self._to_policy = to_policy
         self._distributions = _distributions(space)
         self._points = {to_policy(point): point for point in points(space)}
+        self._traits = {policy: _traits(policy, point) for policy, point in self._points.items()}
         self._policies = list(self._points)
         self._index = {policy: index for index, policy in enumerate(self._policies)}
-        self._proposer = Proposer(space.knobs, list(self._points.values()), seed=seed)
+        self._proposer = Proposer(_with_unused(space.knobs), list(self._traits.values()), seed=seed)
         self._first: deque[Policy] = deque()
         self.trials: list[Trial] = sorted(_remembered(study), key=lambda trial: trial.number)
         self._outcomes = {trial.policy: trial for trial in self.trials}
@@ -114,11 +117,11 @@ class Study:
         Those of a kind are in the order of how promising they are.
         """
         simpler = [variant.policy for variant in variants_of(policy)]
-        point = self._points.get(policy)
-        others = () if point is None else (p for p, its in self._points.items() if _steps_between(its, point) == 1)
+        own = self._traits.get(policy)
+        others = () if own is None else (p for p, its in self._traits.items() if _steps_between(its, own) == 1)
         near = [other for other in dict.fromkeys([*simpler, *others]) if not self._failed(other)]
         belief = self._proposer.belief(self._seen())
-        if belief is None or point is None:
+        if belief is None or own is None:
             return near
         hopes = belief.mean + HOPE * np.maximum(belief.deviation, TRIAL_DEVIATION) - belief.mean[self._index[policy]]
         hope_of = {other: float(hopes[self._index[other]]) if other in self._index else math.inf for other in near}
@@ -222,8 +225,17 @@ def _remembered(study: optuna.Study) -> Iterator[Trial]:
             )
 
 
+def _traits(policy: Policy, point: Point) -> Point:
+    """What makes a policy fast or slow: the point, but a FP32 math mode that acts on nothing has no part in it."""
+    return point if policy.uses_fp32_math or "fp32_math" not in point else Point({**point, "fp32_math": UNUSED})
+
+
+def _with_unused(knobs: Sequence[Knob]) -> list[Knob]:
+    return [replace(knob, choices=(*knob.choices, UNUSED)) if knob.name == "fp32_math" else knob for knob in knobs]
+
+
 def _steps_between(a: Point, b: Point) -> int:
-    return sum(a.get(name) != b.get(name) for name in a.keys() | b.keys())
+    return sum(a[name] != b[name] and UNUSED not in (a[name], b[name]) for name in a)
 
 
 class _storage_errors:  # noqa: N801  # reads as a function at its uses

@@ -114,7 +114,7 @@ def test_the_raw_samples_of_the_comparisons_are_kept(tmp_path: Path) -> None:
     kept = [from_line(json.loads(line)) for line in (tmp_path / FILE_NAME).read_text().splitlines()]
     assert kept == [event for event in events if event in kept]
     assert len(kept) > 20
-    assert {one.stage for one in kept} == {"finals", "ablation"}
+    assert {one.stage for one in kept} == {"finals", "refinement", "ablation"}
 
 
 @pytest.mark.parametrize(
