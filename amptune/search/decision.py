@@ -18,8 +18,9 @@ __all__ = ["NARROW", "NEGLIGIBLE", "Standing", "Verdict", "departure_count", "se
 # An interval this narrow (half its width, relative) is worth no further rounds.
 NARROW = 0.01
 ENOUGH_TO_STOP = 5
-# Two policies no further apart than this are of one speed to a user, whichever is simpler.
-NEGLIGIBLE = 0.005
+# Two policies no further apart than this are of one speed to a user, and the simpler is preferred, where they are
+# known not to be `CLOSE` apart either.
+NEGLIGIBLE, CLOSE = 0.005, 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +146,8 @@ def _is_shown_faster(standing: Standing, doubt: float) -> bool:
 def _is_level(rounds: Sequence[Round], fastest: Policy, other: Policy) -> bool:
     """Whether no difference is shown, and none that matters is seen either: what is unclear goes to the faster."""
     ratio = ratio_between(rounds, fastest, other)
-    return other == fastest or (not ratio.shows_a_difference and ratio.value <= 1 + NEGLIGIBLE)
+    near = ratio.value <= 1 + NEGLIGIBLE and ratio.high <= 1 + CLOSE
+    return other == fastest or (near and not ratio.shows_a_difference)
 
 
 def _standing(rounds: Sequence[Round], policy: Policy, baseline: Policy) -> Standing:

@@ -89,7 +89,8 @@ class Proof:
         alive = {policy for one in last.rounds for policy in one.outcomes} - self.failed.keys()
         fastest = fastest_of(last.rounds, [last.candidate, *sorted(alive - {last.candidate}, key=str)])
         ratio = ratio_between(last.rounds, fastest, last.candidate)
-        return fastest if ratio.launches > 1 and ratio.value > 1 + NEGLIGIBLE else last.candidate
+        faster = ratio.low > 1 or (ratio.launches > 1 and ratio.value > 1 + NEGLIGIBLE)
+        return fastest if faster else last.candidate
 
     @property
     def confirmed(self) -> Match | None:

@@ -19,7 +19,7 @@ from amptune.search.finals import Comparison, Enough
 from amptune.search.proof import Match, Proof
 from amptune.search.ratios import ENOUGH_LAUNCHES, Round, launches_of, places_in, ratio_between
 
-__all__ = ["prove"]
+__all__ = ["FINALS_SHARE", "prove"]
 
 # Of the time behind the search: for the finals, and for the ablation at the least.
 FINALS_SHARE, ABLATION_SHARE = 0.4, 0.3

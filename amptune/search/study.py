@@ -32,7 +32,7 @@ __all__ = ["Study", "Suggestion", "open_study"]
 # A neighbour may be faster if it would be at this many standard deviations above what is expected of it, each of
 # them a trial's at the least: its one measurement may have been an outlier.
 HOPE = 3.0
-TRIAL_DEVIATION = 0.01
+TRIAL_DEVIATION = 0.03
 
 UNUSED = "unused"
 
@@ -60,6 +60,7 @@ class Study:
         self._distributions = _distributions(space)
         self._points = {to_policy(point): point for point in points(space)}
         self._traits = {policy: _traits(policy, point) for policy, point in self._points.items()}
+        self._choices = {knob.name: knob.choices for knob in space.knobs}
         self._policies = list(self._points)
         self._index = {policy: index for index, policy in enumerate(self._policies)}
         self._proposer = Proposer(_with_unused(space.knobs), list(self._traits.values()), seed=seed)
@@ -112,13 +113,13 @@ class Study:
         return [trial.policy for trial in sorted(alive, key=speed, reverse=True)]
 
     def neighbours(self, policy: Policy) -> list[Policy]:
-        """What is one step from a policy and may be faster: one setting less, then other choices of one knob.
+        """What is one step from a policy and may be faster: one setting less, then another choice of one knob.
 
         Those of a kind are in the order of how promising they are.
         """
         simpler = [variant.policy for variant in variants_of(policy)]
         own = self._traits.get(policy)
-        others = () if own is None else (p for p, its in self._traits.items() if _steps_between(its, own) == 1)
+        others = () if own is None else (p for p, its in self._traits.items() if self._steps_between(its, own) == 1)
         near = [other for other in dict.fromkeys([*simpler, *others]) if not self._failed(other)]
         belief = self._proposer.belief(self._seen())
         if belief is None or own is None:
@@ -127,6 +128,14 @@ class Study:
         hope_of = {other: float(hopes[self._index[other]]) if other in self._index else math.inf for other in near}
         promising = (other for other in near if hope_of[other] > 0)
         return sorted(promising, key=lambda other: (other not in simpler, -hope_of[other]))
+
+    def _steps_between(self, a: Point, b: Point) -> int:
+        """One for another word, and for numbers as many as there are choices from one to the other."""
+        return sum(
+            1 if isinstance(a[name], str) else abs(choices.index(a[name]) - choices.index(b[name]))
+            for name, choices in self._choices.items()
+            if a[name] != b[name] and UNUSED not in (a[name], b[name])
+        )
 
     def _failed(self, policy: Policy) -> bool:
         trial = self._outcomes.get(policy)
@@ -232,10 +241,6 @@ def _traits(policy: Policy, point: Point) -> Point:
 
 def _with_unused(knobs: Sequence[Knob]) -> list[Knob]:
     return [replace(knob, choices=(*knob.choices, UNUSED)) if knob.name == "fp32_math" else knob for knob in knobs]
-
-
-def _steps_between(a: Point, b: Point) -> int:
-    return sum(a[name] != b[name] and UNUSED not in (a[name], b[name]) for name in a)
 
 
 class _storage_errors:  # noqa: N801  # reads as a function at its uses

@@ -22,7 +22,8 @@ from amptune.search.end_to_end import checked_in_a_loop, loop_s
 from amptune.search.events import Observer, SearchStarted
 from amptune.search.finals import ROUNDS_PER_LAUNCH
 from amptune.search.proof import Contest, Proof
-from amptune.search.proving import prove
+from amptune.search.proving import FINALS_SHARE, prove
+from amptune.search.ratios import ENOUGH_LAUNCHES
 from amptune.search.request import TuningRequest, place_of, source_of
 from amptune.search.samples import keeping_samples
 from amptune.search.searching import search
@@ -35,7 +36,8 @@ __all__ = ["TuningInterrupted", "run_tuning", "tune", "tune_with"]
 PROOF_SHARE = 0.5
 # The proof is not kept more time than these launches of each contender, half of them for the finals.
 LAUNCHES_KEPT = 8
-FINALISTS = 4
+# The fastest trials stand in the finals: as many as there is time for enough launches of, within these bounds.
+FINALISTS, MOST_FINALISTS = 4, 8
 
 
 class TuningInterrupted(KeyboardInterrupt):
@@ -127,9 +129,10 @@ class _Progress:
     study: Study
     proof: Proof | None = None
 
-    def enter_proof(self) -> Proof:
+    def enter_proof(self, start_s: float) -> Proof:
         """Who is compared behind the search: the baseline, stock PyTorch, the AMP recipes and the fastest trials."""
-        self.proof = self._proof_of(_finalists(self.study, self.candidates))
+        time_s = FINALS_SHARE * self.request.budget.left_s
+        self.proof = self._proof_of(_finalists(self.study, self.candidates, start_s, time_s))
         return self.proof
 
     def decision(self, *, provisional: bool) -> Decision | None:
@@ -181,7 +184,7 @@ def _run(evaluator: Evaluator, progress: _Progress, prepare_s: float, observer: 
     baseline = study.trial_of(candidates.baseline)
     if baseline is None or isinstance(baseline.outcome, Failure):
         return
-    proof = progress.enter_proof()
+    proof = progress.enter_proof(prepare_s)
     if len(proof.contest.finalists) > 1:
         with suppress(StudyError):  # no worker can be started any more: what was measured by now decides
             prove(evaluator, proof, request.budget, prepare_s, observer)
@@ -196,11 +199,17 @@ def _proof_s(study: Study, budget: Budget, prepare_s: float) -> float:
     return min(PROOF_SHARE * budget.seconds, wanted_s)
 
 
-def _finalists(study: Study, candidates: Candidates) -> tuple[Policy, ...]:
-    """The baseline, the known-good policies and the fastest trials, each once."""
-    fastest = [policy for policy in study.ranked() if policy in study][:FINALISTS]
+def _finalists(study: Study, candidates: Candidates, start_s: float, time_s: float) -> tuple[Policy, ...]:
+    """The baseline, the known-good policies and the fastest trials, each once: those that `time_s` is enough for."""
     known = [policy for policy in candidates.known_good if study.trial_of(policy) is not None]
-    return tuple(dict.fromkeys([candidates.baseline, *known, *fastest]))
+    finalists = dict.fromkeys([candidates.baseline, *known])
+    fastest = [policy for policy in study.ranked() if policy in study]
+    trial_s = {trial.policy: trial.seconds for trial in study.trials}
+    for place, policy in enumerate(fastest[:MOST_FINALISTS]):
+        launch_s = start_s + ROUNDS_PER_LAUNCH * sum(map(trial_s.__getitem__, [*finalists, policy]))
+        if place < FINALISTS or ENOUGH_LAUNCHES * launch_s < time_s:
+            finalists[policy] = None
+    return tuple(finalists)
 
 
 def _with_time_for_a_loop(request: TuningRequest) -> TuningRequest:
