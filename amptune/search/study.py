@@ -32,7 +32,7 @@ __all__ = ["Study", "Suggestion", "open_study"]
 # A neighbour may be faster if it would be at this many standard deviations above what is expected of it, each of
 # them a trial's at the least: its one measurement may have been an outlier.
 HOPE = 3.0
-TRIAL_DEVIATION = 0.03
+TRIAL_DEVIATION = 0.1
 
 UNUSED = "unused"
 
