@@ -52,8 +52,8 @@ from amptune.search.samples import FILE_NAME, from_line
 from amptune.workload.zoo import NAMES, workload
 
 PREPARE_LIMIT_S = 300.0
-# An A/A comparison ends with its third launch; this is for one that hangs.
-AA_LIMIT_S = 600.0
+# An A/A comparison ends with its third launch, which this leaves time for.
+AA_LIMIT_S = 90.0
 AA_POLICIES = {
     "stock": STOCK,
     "tf32": Policy(fp32_math="tf32"),
@@ -62,7 +62,7 @@ AA_POLICIES = {
 }
 # What a training loop reaches without its waits and copies agrees with the tuner to this, or is not explained by them.
 EXPLAINED = 0.02
-REASONS = ("input-bound", "copy-bound", "host-bound", "step-differs")
+REASONS = ("input-bound", "copy-bound", "host-bound", "launch-differs", "step-differs")
 # Findings that stand in other columns.
 USUAL = ("faster", "keep", "end-to-end", *REASONS)
 
@@ -372,14 +372,15 @@ def _tuning_cells(row: Mapping[str, Any], regrets: Mapping[tuple[str, Policy], S
         _times(measured.get("speedup"), measured.get("speedup_ci95")),
         "yes" if verify.get("holds") else f"no (exit code {verify['exit_code']})",
         _percents([100 * (value - 1) if value else value for value in behind]) if behind else "-",
-        _loop(evidence["findings"]),
+        _loop(evidence),
         ", ".join(code for code in codes if code not in USUAL) or "-",
         f"{row['seconds']:.0f}, {verify['seconds']:.0f} s",
     ]
 
 
-def _loop(findings: Sequence[Mapping[str, Any]]) -> str:
-    """How far the training loop is from the tuner's figure, and whether waits and copies explain it."""
+def _loop(evidence: Mapping[str, Any]) -> str:
+    """How far the loop is from the tuner's figure, and how far from the step alone in a process, without its waits."""
+    findings, timing = evidence["findings"], evidence.get("end_to_end", {})
     found = next((finding for finding in findings if finding["code"] == "end-to-end"), None)
     if found is None:
         return "-"
@@ -391,8 +392,10 @@ def _loop(findings: Sequence[Mapping[str, Any]]) -> str:
     words = f"{found['off_percent']:+.1f} %" + (f" ({', '.join(reasons)})" if reasons else "")
     if abs(found["off_percent"]) <= 100 * EXPLAINED:
         return words
-    without = (1 + found["off_percent"] / 100) / (1 - found["wait_share"] - found["copy_share"]) - 1
-    return f"{words}; {100 * without:+.1f} % without waits and copies"
+    alone = timing.get("alone_samples_per_s", found["tuner_samples_per_s"])
+    without = timing["samples_per_s"] / alone / (1 - found["wait_share"] - found["copy_share"]) - 1
+    where = "of the step in the same process, " if "alone_samples_per_s" in timing else ""
+    return f"{words}; {100 * without:+.1f} % {where}without waits and copies"
 
 
 def regret_table(comparisons: Sequence[Mapping[str, Any]]) -> str:

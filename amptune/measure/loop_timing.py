@@ -34,6 +34,7 @@ class LoopTiming:
     - `busy_ms`: a step takes the device this long when all its work was given ahead. None on a CPU.
 
     `source` is what was iterated over: the workload's `loader`, or for want of one its `batch`, called each time.
+    `alone_samples_per_s` is what the tuner's own way of timing the step gave in the same process, just before.
     """
 
     samples_per_s: float
@@ -47,6 +48,7 @@ class LoopTiming:
     busy_ms: float | None = None
     pinned: bool = True
     source: Literal["loader", "batch"] = "loader"
+    alone_samples_per_s: float | None = None
 
     @property
     def wall_ms(self) -> float:
@@ -82,7 +84,12 @@ def compare_with_loop(timing: LoopTiming, *, samples_per_s: float) -> tuple[Find
 
     Reasons are given where the figures agree too: a step that waits for the host did so for the tuner as well.
     """
-    return (_end_to_end(timing, samples_per_s), *_reasons(timing), *_other_step(timing, samples_per_s))
+    return (
+        _end_to_end(timing, samples_per_s),
+        *_reasons(timing),
+        *_other_launch(timing, samples_per_s),
+        *_other_step(timing, timing.alone_samples_per_s or samples_per_s),
+    )
 
 
 def _end_to_end(timing: LoopTiming, samples_per_s: float) -> Finding:
@@ -113,6 +120,21 @@ def _reasons(timing: LoopTiming) -> Iterator[Finding]:
         yield _reason("host-bound", timing.host_share, _host_bound(timing), host_ms=timing.host_ms)
 
 
+def _other_launch(timing: LoopTiming, samples_per_s: float) -> Iterator[Finding]:
+    """Where the step is another without any loop, in the loop's process: no two starts of a process are the same."""
+    if timing.alone_samples_per_s is None:
+        return
+    off = timing.alone_samples_per_s / samples_per_s - 1
+    if abs(off) > AGREEMENT:
+        message = (
+            f"the process of the loop is {_percent(abs(off))} {'faster' if off > 0 else 'slower'} than those that the "
+            f"tuner's figure is from: the step alone runs at {timing.alone_samples_per_s:.4g} samples/s in it"
+        )
+        yield Finding(
+            code="launch-differs", message=message, figures={"alone_samples_per_s": timing.alone_samples_per_s}
+        )
+
+
 def _other_step(timing: LoopTiming, samples_per_s: float) -> Iterator[Finding]:
     """Where the loop is off since the step itself is: neither data nor copies explain that."""
     tuner_ms = timing.wall_ms * timing.samples_per_s / samples_per_s
@@ -121,8 +143,8 @@ def _other_step(timing: LoopTiming, samples_per_s: float) -> Iterator[Finding]:
     if min(abs(off), abs(loop_off)) <= WORTH_SAYING or off * loop_off < 0:
         return
     message = (
-        f"the step itself takes {timing.step_ms:.3g} ms in the loop and took the tuner {tuner_ms:.3g} ms: clocks under "
-        "a longer load, work that depends on the data (other shapes compile anew), or another process on the device"
+        f"the step itself takes {timing.step_ms:.3g} ms in the loop and {tuner_ms:.3g} ms by itself: clocks under a "
+        "longer load, work that depends on the data (other shapes compile anew), or another process on the device"
     )
     yield Finding(code="step-differs", message=message, figures={"step_ms": timing.step_ms, "tuner_step_ms": tuner_ms})
 

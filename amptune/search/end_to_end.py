@@ -16,7 +16,7 @@ from amptune.search.evidence import in_order
 
 __all__ = ["Trainer", "checked_in_a_loop", "loop_s"]
 
-# Of the budget, for the loop: its timed seconds, and as many again for its warm-up and its loader's start.
+# Of the budget, for the loop: its timed seconds, and as many again for the step alone, warm-up and the loader's start.
 SHARE = 0.06
 LONGEST_S = 5.0
 # A loop shorter than this says nothing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -29,6 +30,8 @@ TRIAL_LIMIT_S = 120.0
 CHEAP = {"cudnn_benchmark": False}
 CHEAP_SHARE = 0.6
 DEAR_VARIANTS = 4
+# The first trial of a kind has to build its worker, and compiles or times plans.
+SHORTEST_DEAR_S = 10.0
 # Less than this is not enough for a trial in a worker that already runs.
 SHORTEST_TRIAL_S = 3.0
 # Without the baseline there is no answer, so it gets this much even where little of the budget is left.
@@ -94,8 +97,11 @@ def _search_until(
         if hopeless:
             study.forget(suggestion)
             return "no policy that is left promises to be faster"
-        trial = _try(study, suggestion, evaluator, budget, budget.left_s - reserve_s(), observer)
+        left_s = budget.left_s - reserve_s()
+        enough = left_s >= _typical_s(study, suggestion.policy)
+        trial = _try(study, suggestion, evaluator, budget, left_s, observer) if enough else None
         if trial is None:
+            study.forget(suggestion)
             return "the budget for searching is spent"
         study.tell(suggestion, trial)
         first = study.trial_of(baseline)
@@ -129,9 +135,17 @@ def _try(
     outcome = evaluator.measure(suggestion.policy, _effort(study, suggestion.policy, limit_s))
     seconds = budget.spent_s - before_s
     if isinstance(outcome, Failure) and outcome.kind == "timeout" and limit_s < TRIAL_LIMIT_S:
-        study.forget(suggestion)
         return None
     return Trial(number=len(study.trials), policy=suggestion.policy, outcome=outcome, seconds=seconds)
+
+
+def _typical_s(study: Study, policy: Policy) -> float:
+    """What a trial like this one took so far: a time limit that it cannot keep would be time lost."""
+    if not study.trials:
+        return 0.0
+    dear = (policy.cudnn_benchmark, policy.compile)
+    alike = [t.seconds for t in study.trials if (t.policy.cudnn_benchmark, t.policy.compile) == dear]
+    return statistics.median(alike) if alike else SHORTEST_DEAR_S
 
 
 def _effort(study: Study, policy: Policy, limit_s: float) -> Effort:

@@ -347,7 +347,7 @@ def test_a_device_that_idles_though_its_batch_is_there_waits_for_the_host(change
 def test_a_step_that_itself_takes_longer_than_the_tuner_saw_is_said() -> None:
     _, finding = compare_with_loop(FULL, samples_per_s=4000)
     assert finding.code == "step-differs"
-    assert "the step itself takes 10 ms in the loop and took the tuner 8 ms" in str(finding)
+    assert "the step itself takes 10 ms in the loop and 8 ms by itself" in str(finding)
 
 
 def test_a_loop_slowed_by_its_data_alone_has_the_step_that_the_tuner_saw() -> None:
@@ -417,3 +417,13 @@ def test_fresh_batches_are_pinned_on_a_gpu_and_keep_their_type() -> None:
 def test_batches_made_on_the_gpu_need_no_copy() -> None:
     timing = on_gpu(seconds=0.1, batch=lambda n: torch.randn(n, 8, device="cuda"))
     assert timing.steps >= 1
+
+
+def test_a_process_that_is_slower_without_any_loop_is_told_from_a_loop_that_is() -> None:
+    timing = replace(FULL, alone_samples_per_s=3220)
+    assert [finding.code for finding in compare_with_loop(timing, samples_per_s=3500)] == [
+        "end-to-end",
+        "launch-differs",
+    ]
+    slower_in_the_loop = replace(FULL, alone_samples_per_s=3500)
+    assert [f.code for f in compare_with_loop(slower_in_the_loop, samples_per_s=3500)] == ["end-to-end", "step-differs"]
