@@ -30,8 +30,8 @@ NEIGHBOURS = 4
 def prove(evaluator: Evaluator, proof: Proof, budget: Budget, start_s: float, observer: Observer) -> None:
     """Compares until the winner is known, refined, confirmed, and rid of what buys nothing; or the budget is spent."""
     stages = _Stages(evaluator, proof, budget, start_s, observer)
-    after_finals_s, ablation_s = (1 - FINALS_SHARE) * budget.left_s, ABLATION_SHARE * budget.left_s
-    stages.finals(after_finals_s)
+    ablation_s = ABLATION_SHARE * budget.left_s
+    stages.finals((1 - FINALS_SHARE) * budget.left_s, ablation_s)
     stages.refine(ablation_s)
     stages.ablate()
 
@@ -48,8 +48,11 @@ class _Stages:
     # What one contender of a launch took in the finals.
     place_s: float = 0.0
 
-    def finals(self, reserve_s: float) -> None:
-        """Measures the finalists, until it is known how they stand or only `reserve_s` is left."""
+    def finals(self, reserve_s: float, ablation_s: float) -> None:
+        """Measures the finalists until it is known how they stand, or only `reserve_s` is left.
+
+        Or, where there is time to refine the winner before `ablation_s` are left, until one can be told.
+        """
         contest, before_s = self.proof.contest, self.budget.left_s
 
         def enough(rounds: Sequence[Round]) -> bool:
@@ -58,11 +61,10 @@ class _Stages:
             verdict = verdict_of(rounds, contest.baseline, contest.eligible)
             if verdict is None or verdict.keeps_the_baseline:
                 return verdict is None
-            launch_s = (before_s - self.budget.left_s) / launches_of(rounds)
-            ample = (
-                self.budget.left_s - reserve_s > ENOUGH_LAUNCHES * launch_s and launches_of(rounds) >= ENOUGH_LAUNCHES
-            )
-            return ample or self.budget.left_s < reserve_s
+            launches = launches_of(rounds)
+            refinement_s = ENOUGH_LAUNCHES * (before_s - self.budget.left_s) / launches
+            ample = self.budget.left_s - ablation_s > refinement_s
+            return (launches >= ENOUGH_LAUNCHES and ample) or self.budget.left_s < reserve_s
 
         comparison = Comparison(
             evaluator=self.evaluator,

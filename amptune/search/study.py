@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.storages import BaseStorage, JournalStorage
@@ -29,10 +28,8 @@ from amptune.search.trial import Trial
 
 __all__ = ["Study", "Suggestion", "open_study"]
 
-# A neighbour may be faster if it would be at this many standard deviations above what is expected of it, each of
-# them a trial's at the least: its one measurement may have been an outlier.
-HOPE = 3.0
-TRIAL_DEVIATION = 0.1
+# A single measurement may show this share of a policy's speed, if something else had the machine meanwhile.
+OUTLIER_SHARE = 0.6
 
 UNUSED = "unused"
 
@@ -115,19 +112,26 @@ class Study:
     def neighbours(self, policy: Policy) -> list[Policy]:
         """What is one step from a policy and may be faster: one setting less, then another choice of one knob.
 
-        Those of a kind are in the order of how promising they are.
+        Those of a kind are in the order of what is expected of them. But an expectation rules nothing out, nor does a
+        measurement that may have been an outlier.
         """
         simpler = [variant.policy for variant in variants_of(policy)]
         own = self._traits.get(policy)
         others = () if own is None else (p for p, its in self._traits.items() if self._steps_between(its, own) == 1)
-        near = [other for other in dict.fromkeys([*simpler, *others]) if not self._failed(other)]
+        near = [other for other in dict.fromkeys([*simpler, *others]) if not self._is_hopeless(other, beside=policy)]
         belief = self._proposer.belief(self._seen())
-        if belief is None or own is None:
-            return near
-        hopes = belief.mean + HOPE * np.maximum(belief.deviation, TRIAL_DEVIATION) - belief.mean[self._index[policy]]
-        hope_of = {other: float(hopes[self._index[other]]) if other in self._index else math.inf for other in near}
-        promising = (other for other in near if hope_of[other] > 0)
-        return sorted(promising, key=lambda other: (other not in simpler, -hope_of[other]))
+
+        def expected(other: Policy) -> float:
+            index = self._index.get(other)
+            return math.inf if belief is None or index is None else float(belief.mean[index])
+
+        return sorted(near, key=lambda other: (other not in simpler, -expected(other)))
+
+    def _is_hopeless(self, policy: Policy, *, beside: Policy) -> bool:
+        """Whether it failed, or was slower than an outlier explains."""
+        trial, other = self._outcomes.get(policy), self._outcomes.get(beside)
+        least = OUTLIER_SHARE * other.samples_per_s if other is not None else 0.0
+        return trial is not None and (isinstance(trial.outcome, Failure) or trial.samples_per_s < least)
 
     def _steps_between(self, a: Point, b: Point) -> int:
         """One for another word, and for numbers as many as there are choices from one to the other."""
@@ -136,10 +140,6 @@ class Study:
             for name, choices in self._choices.items()
             if a[name] != b[name] and UNUSED not in (a[name], b[name])
         )
-
-    def _failed(self, policy: Policy) -> bool:
-        trial = self._outcomes.get(policy)
-        return trial is not None and isinstance(trial.outcome, Failure)
 
     def reconsider(self, policy: Policy) -> None:
         """Forgets a failure: what once failed on a busy machine may run now, and without a baseline nothing does."""
