@@ -24,6 +24,8 @@ Codes = NDArray[np.int64]
 DEAR_KNOBS = ("compile", "cudnn_benchmark")
 # An infeasible point counts as this share of the slowest: bad, and its neighbours suspect.
 INFEASIBLE_SHARE = 0.7
+# So many standard deviations below what was expected surprise, but no less than this (on the logarithm) does.
+SURPRISING, LEAST_SURPRISE = 2.0, 0.07
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +38,14 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A point by its index; `gain` is the improvement expected over the best, on the logarithm of the speed."""
+    """A point by its index; `gain` is the improvement expected over the best, on the logarithm of the speed.
+
+    A measurement below `least` samples per second would be a surprise: an outlier, or a wrong expectation.
+    """
 
     index: int
     gain: float
+    least: float = 0.0
 
 
 class Proposer:
@@ -61,7 +67,10 @@ class Proposer:
             return Proposal(index=self._random.choice(np.flatnonzero(free).tolist()), gain=math.inf)
         feasible = [index for index, one in seen.items() if one.speed is not None]
         gain = np.where(free, belief.improvement(float(belief.mean[feasible].max())), -1.0)
-        return Proposal(index=int((gain / self._seconds(seen)).argmax()), gain=float(gain.max()))
+        chosen = int((gain / self._seconds(seen)).argmax())
+        surprise = max(SURPRISING * float(belief.deviation[chosen]), LEAST_SURPRISE)
+        least = math.exp(float(belief.mean[chosen]) - surprise)
+        return Proposal(index=chosen, gain=float(gain.max()), least=least)
 
     def belief(self, seen: Mapping[int, Seen]) -> Belief | None:
         """What to believe of every point; None where too little was seen to believe anything."""

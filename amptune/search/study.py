@@ -41,11 +41,13 @@ class Suggestion:
     """A policy to measure next; `handle` is Optuna's trial behind it.
 
     `gain` is the improvement expected of it, on the logarithm of the speed; infinite for one that was asked for.
+    Less than `least` samples per second would be a surprise.
     """
 
     policy: Policy
     handle: optuna.Trial
     gain: float = math.inf
+    least: float = 0.0
 
 
 class Study:
@@ -93,7 +95,9 @@ class Study:
             self._first.popleft()
         seen = self._seen()
         proposal = self._proposer.next(seen, fixed or {})
-        return None if proposal is None else self._ask_for(self._policies[proposal.index], proposal.gain)
+        if proposal is None:
+            return None
+        return replace(self._ask_for(self._policies[proposal.index]), gain=proposal.gain, least=proposal.least)
 
     def ranked(self) -> list[Policy]:
         """The policies that were measured, fastest first.
@@ -172,13 +176,13 @@ class Study:
             if policy in self._index
         }
 
-    def _ask_for(self, policy: Policy, gain: float = math.inf) -> Suggestion:
+    def _ask_for(self, policy: Policy) -> Suggestion:
         point = self._points.get(policy)
         with _storage_errors():
             if point is None:  # outside the space: the journal keeps it all the same
                 return Suggestion(policy, self._study.ask())
             self._study.enqueue_trial(dict(point))
-            return Suggestion(policy, self._study.ask(self._distributions), gain)
+            return Suggestion(policy, self._study.ask(self._distributions))
 
 
 def open_study(where: Path | str, name: str, space: Space, to_policy: ToPolicy, *, seed: int) -> Study:
