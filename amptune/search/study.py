@@ -116,7 +116,7 @@ class Study:
     def neighbours(self, policy: Policy) -> list[Policy]:
         """What is one step from a policy and may be faster: one setting less, then another choice of one knob.
 
-        Those of a kind are in the order of what is expected of them. But an expectation rules nothing out, nor does a
+        Those of a kind are in the order of what they may reach. But an expectation rules nothing out, nor does a
         measurement that may have been an outlier.
         """
         simpler = [variant.policy for variant in variants_of(policy)]
@@ -125,11 +125,13 @@ class Study:
         near = [other for other in dict.fromkeys([*simpler, *others]) if not self._is_hopeless(other, beside=policy)]
         belief = self._proposer.belief(self._seen())
 
-        def expected(other: Policy) -> float:
+        def reach(other: Policy) -> float:
             index = self._index.get(other)
-            return math.inf if belief is None or index is None else float(belief.mean[index])
+            return (
+                math.inf if belief is None or index is None else float(belief.mean[index] + 2 * belief.deviation[index])
+            )
 
-        return sorted(near, key=lambda other: (other not in simpler, -expected(other)))
+        return sorted(near, key=lambda other: (other not in simpler, -reach(other)))
 
     def _is_hopeless(self, policy: Policy, *, beside: Policy) -> bool:
         """Whether it failed, or was slower than an outlier explains."""

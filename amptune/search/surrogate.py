@@ -36,8 +36,8 @@ REACH_STEPS = 2.0
 # A measurement this many standard deviations from what the others say counts as an outlier.
 OUTLIER = 3.5
 OUTLIER_NOISE = 10.0
-# So many of the points with the highest expectation are considered.
-WORTH_A_LOOK = 2000
+# Deviations are computed anew for so many of the points that may reach highest: at this many deviations above the mean.
+WORTH_A_LOOK, REACHES = 2000, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,7 @@ class Surrogate:
         self._prior = _Prior(np.full(len(knobs), effect), pair_share, noise)
         self._prior_of = 0
         self._rows: dict[int, Floats] = {}
+        self._deviation = np.zeros(len(points))
 
     @property
     def size(self) -> int:
@@ -84,11 +85,16 @@ class Surrogate:
             self._prior = _likeliest(self._prior, among, values, spread)
             self._prior_of = len(seen)
             self._rows.clear()
+            self._deviation = np.full(self.size, math.inf)
         fit = _solved(self._prior.kernel(among), values, np.full(len(values), self._prior.noise / spread))
         fit = fit.without_outliers(values)
         cross = np.stack([self._row(index) for index in indices])
-        deviation = _deviation_of(fit, cross, self._prior.variance)
-        return Belief(centre + spread * (fit.coefficients @ cross), spread * deviation)
+        mean: Floats = fit.coefficients @ cross
+        # With every trial deviations fall: what one was before is the most that it can be.
+        unknown = np.isinf(self._deviation).any()
+        worth = np.arange(self.size) if unknown else np.argsort(-(mean + REACHES * self._deviation))[:WORTH_A_LOOK]
+        self._deviation[worth] = _deviation_of(fit, cross[:, worth], self._prior.variance)
+        return Belief(centre + spread * mean, spread * self._deviation)
 
     def _row(self, index: int) -> Floats:
         """The covariance of one point with every point."""
@@ -167,13 +173,11 @@ def _solved(kernel: Floats, values: Floats, noise: Floats) -> _Fit:
 
 
 def _deviation_of(fit: _Fit, cross: Floats, variance: float) -> Floats:
-    """Each point's standard deviation; of those with no chance it is not worth computing, and is next to 0."""
+    """Each point's standard deviation."""
     from scipy.linalg import solve_triangular
 
-    worth = np.argsort(-(fit.coefficients @ cross))[:WORTH_A_LOOK]
-    reduced = solve_triangular(fit.cholesky, cross[:, worth], lower=True)
-    deviation = np.full(cross.shape[1], 1e-6)
-    deviation[worth] = np.sqrt(np.maximum(variance - (reduced**2).sum(axis=0), 1e-12))
+    reduced = solve_triangular(fit.cholesky, cross, lower=True)
+    deviation: Floats = np.sqrt(np.maximum(variance - (reduced**2).sum(axis=0), 1e-12))
     return deviation
 
 
