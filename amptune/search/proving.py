@@ -81,7 +81,7 @@ class _Stages:
         )
         for one in comparison.rounds(enough):
             self.proof.finals.append(one)
-        self.place_s = (before_s - self.budget.left_s) / places_in(self.proof.finals)
+        self.place_s = (before_s - self.budget.left_s) / max(1, places_in(self.proof.finals))
 
     def refine(self, reserve_s: float) -> None:
         """Measures what is one step from the winner beside it, and so on from what is faster, while there is time."""

@@ -19,7 +19,7 @@ from amptune.search.trial import Trial
 __all__ = ["best_of", "search"]
 
 # An expected improvement below this share is not worth a trial, once there are enough to expect anything from.
-PROMISING = 0.0001
+PROMISING = 0.0003
 ENOUGH_TRIALS = 20
 # A step this many times slower than the best, per sample, is not looked at for long.
 HOPELESS = 2.0

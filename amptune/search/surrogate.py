@@ -37,7 +37,7 @@ REACH_STEPS = 2.0
 OUTLIER = 3.5
 OUTLIER_NOISE = 10.0
 # Deviations are computed anew for so many of the points that may reach highest: at this many deviations above the mean.
-WORTH_A_LOOK, REACHES = 2000, 2.0
+WORTH_A_LOOK, REACHES = 500, 2.0
 
 
 @dataclass(frozen=True, slots=True)
