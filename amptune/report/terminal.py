@@ -104,9 +104,9 @@ def _bought(ablation: Sequence[Ablated]) -> Table:
     for heading in ("setting", "value", "speed with it / without", "95 %"):
         table.add_column(heading, no_wrap=True)
     for one in ablation:
-        value = "" if isinstance(one.value, list) else str(one.value)
+        value = "" if isinstance(one.variant.value, list) else str(one.variant.value)
         interval = "" if math.isinf(one.buys.high) else f"{one.buys.low:.3f}-{one.buys.high:.3f}"
-        table.add_row(one.setting, value, f"{one.buys.value:.3f}×", interval)
+        table.add_row(one.variant.setting, value, f"{one.buys.value:.3f}×", interval)
     return table
 
 

@@ -12,7 +12,6 @@ from amptune.search.ratios import Ratio, Round, ratio_between
 
 __all__ = ["Ablated", "Variant", "ablated", "dropped", "variants_of"]
 
-
 # More FP32 rules than these are reverted all at once: each variant costs a process in every launch.
 MOST_RULES = 3
 
@@ -29,11 +28,9 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ablated:
-    """What one setting buys: the speed with it over the speed without."""
+    """What the setting that a variant lacks buys: the speed with it over the speed without."""
 
-    setting: str
-    value: Any
-    reverted_to: Any
+    variant: Variant
     buys: Ratio
 
 
@@ -48,28 +45,33 @@ def variants_of(policy: Policy) -> tuple[Variant, ...]:
 def ablated(rounds: Sequence[Round], policy: Policy) -> tuple[Ablated, ...]:
     """What each setting of `policy` buys, for those whose variant was measured beside it."""
     return tuple(
-        Ablated(setting=v.setting, value=v.value, reverted_to=v.reverted_to, buys=ratio)
-        for v in variants_of(policy)
-        if (ratio := ratio_between(rounds, policy, v.policy)).launches
+        Ablated(variant=variant, buys=ratio)
+        for variant in variants_of(policy)
+        if (ratio := ratio_between(rounds, policy, variant.policy)).launches
     )
 
 
 def dropped(found: Sequence[Ablated], chosen: Policy) -> tuple[Finding, ...]:
-    """The settings that `chosen`, a variant of the policy they were found for, has no more; and why."""
+    """The settings that `chosen`, a variant of the policy they were found for, has no more; and why.
+
+    A FP32 math mode that has nothing left to act on goes without saying.
+    """
     kept = {variant.setting for variant in variants_of(chosen)}
+    kept |= set() if chosen.uses_fp32_math else {"fp32_math"}
     return tuple(
         Finding(
             code="setting-dropped",
             message=f"{_words(one)} {_bought(one)} ({one.buys}), so it was dropped",
-            figures={"setting": one.setting, "buys": one.buys.value},
+            figures={"setting": one.variant.setting, "buys": one.buys.value},
         )
         for one in found
-        if one.setting not in kept
+        if one.variant.setting not in kept
     )
 
 
 def _words(one: Ablated) -> str:
-    return one.setting if isinstance(one.value, list) else f"{one.setting}: {one.value}"
+    setting, value = one.variant.setting, one.variant.value
+    return setting if isinstance(value, list) else f"{setting}: {value}"
 
 
 def _bought(one: Ablated) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from amptune.hardware.machine import Hardware
 from amptune.measure.noticing import noticed
@@ -16,7 +17,7 @@ from amptune.search.ablation import Ablated, ablated, dropped
 from amptune.search.decision import Standing, Verdict, standings_of
 from amptune.search.evidence import evidence_of, labels_of
 from amptune.search.proof import Proof
-from amptune.search.ratios import Ratio, Round
+from amptune.search.ratios import Ratio, Round, ratio_between
 from amptune.search.trial import Trial
 
 __all__ = ["Decision", "decide"]
@@ -115,11 +116,7 @@ def decide(
 
 
 def _findings(proof: Proof, verdict: Verdict) -> Iterator[Finding]:
-    """What the ablation adds to the verdict's own reasons."""
-    for ablation in proof.ablations:
-        if failure := proof.failed.get(ablation.candidate):
-            message = f"{ablation.candidate} had won the finals, and failed when it was measured anew: {failure}"
-            yield Finding(code="failed-in-ablation", message=message)
+    """What refinements and ablations add to the verdict's own reasons."""
     confirmed = proof.confirmed
     if confirmed is None:
         if proof.finals and not verdict.keeps_the_baseline:
@@ -129,16 +126,26 @@ def _findings(proof: Proof, verdict: Verdict) -> Iterator[Finding]:
             )
             yield Finding(code="unconfirmed", message=message)
         return
+    for match, following in pairwise([*proof.refinements, proof.ablations[0]]):
+        if following.candidate != match.candidate:
+            ratio = ratio_between(match.rounds, following.candidate, match.candidate)
+            message = f"one step from {match.candidate}, {following.candidate} was found to be faster: {ratio}"
+            yield Finding(code="refined", message=message)
+    for ablation in proof.ablations:
+        if failure := proof.failed.get(ablation.candidate):
+            message = f"{ablation.candidate} had won, and failed when it was measured anew: {failure}"
+            yield Finding(code="failed-in-ablation", message=message)
     if verdict.keeps_the_baseline:
         finals = proof.finals_verdict()
-        seen = f" ({finals.speedup})" if finals else ""
-        message = f"the finals had preferred {confirmed.candidate}{seen}; measured anew it was not shown to be faster"
+        seen = f" ({finals.speedup} in the finals)" if finals else ""
+        message = f"{confirmed.candidate} had been preferred{seen}; measured anew it was not shown to be faster"
         yield Finding(code="not-confirmed", message=message)
         return
     chain = proof.ablations[: proof.ablations.index(confirmed) + 1]
     chosen = [*(ablation.candidate for ablation in chain[1:]), verdict.winner.policy]
-    for ablation, following in zip(chain, chosen, strict=True):
-        yield from dropped(ablated(ablation.rounds, ablation.candidate), following)
+    for ablation, policy in zip(chain, chosen, strict=True):
+        if ablation.candidate not in proof.failed:
+            yield from dropped(ablated(ablation.rounds, ablation.candidate), policy)
 
 
 def _verdict_of_trials(trials: Sequence[Trial], proof: Proof) -> Verdict | None:
@@ -159,5 +166,8 @@ def _without_finals(trials: Sequence[Trial]) -> Finding:
     if len(trials) == 1:
         message = "only the baseline was measured: the budget (or --trials) was spent before anything else was tried"
         return Finding(code="budget-too-small", message=message)
-    message = "the final comparison was not finished: this is the fastest trial, measured once"
+    message = (
+        "the final comparison was not finished: single trials decide, of which the fastest is taken where it is "
+        f"{TRIAL_NOISE:.0%} faster than the baseline"
+    )
     return Finding(code="provisional", message=message)

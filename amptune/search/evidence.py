@@ -65,7 +65,7 @@ def evidence_of(
     if amp_recipe is not None:
         evidence["amp_recipe"] = _figures(amp_recipe)
     if ablation:
-        evidence["ablation"] = {one.setting: _bought(one) for one in ablation}
+        evidence["ablation"] = {one.variant.setting: _bought(one) for one in ablation}
     if provisional:
         evidence["provisional"] = True
     return in_order(evidence)
@@ -134,8 +134,8 @@ def _own_figures(standing: Standing) -> dict[str, Any]:
 
 def _bought(one: Ablated) -> dict[str, Any]:
     return {
-        "value": one.value,
-        "reverted_to": one.reverted_to,
+        "value": one.variant.value,
+        "reverted_to": one.variant.reverted_to,
         "buys": _rounded(one.buys.value),
         "buys_ci95": None if math.isinf(one.buys.high) else [_rounded(one.buys.low), _rounded(one.buys.high)],
     }

@@ -90,7 +90,7 @@ class Surrogate:
         fit = fit.without_outliers(values)
         cross = np.stack([self._row(index) for index in indices])
         mean: Floats = fit.coefficients @ cross
-        # With every trial deviations fall: what one was before is the most that it can be.
+        # With every trial deviations fall (but where one is found to be an outlier): an older one is rather too large.
         unknown = np.isinf(self._deviation).any()
         worth = np.arange(self.size) if unknown else np.argsort(-(mean + REACHES * self._deviation))[:WORTH_A_LOOK]
         self._deviation[worth] = _deviation_of(fit, cross[:, worth], self._prior.variance)

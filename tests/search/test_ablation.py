@@ -46,7 +46,7 @@ def test_what_a_setting_buys_is_the_speed_with_it_over_the_speed_without() -> No
     policy = amp_recipe("fp16", memory_format="channels_last")
     without = amp_recipe("fp16")
     rounds = rounds_of((STOCK, [60.0] * 3), (policy, [24.0, 24.1, 23.9]), (without, [44.0, 44.2, 43.9]))
-    of = {one.setting: one.buys for one in ablated(rounds, policy)}
+    of = {one.variant.setting: one.buys for one in ablated(rounds, policy)}
     assert of["memory_format"].value == pytest.approx(44 / 24, rel=0.01)
     assert of["memory_format"].low > 1.8
     assert set(of) == {"memory_format"}, "a variant that was not measured says nothing"
@@ -58,3 +58,12 @@ def test_a_dropped_setting_is_named_with_what_it_bought() -> None:
     (finding,) = dropped(ablated(rounds, policy), amp_recipe("fp16"))
     assert finding.code == "setting-dropped"
     assert "cudnn_benchmark: True bought nothing (1.000× [0.990, 1.010]), so it was dropped" in str(finding)
+
+
+def test_a_math_mode_that_goes_with_the_last_excluded_module_is_not_said_to_have_bought_nothing() -> None:
+    policy, without = Policy(autocast="bf16", fp32_math="tf32", fp32_modules=(HEAD,)), amp_recipe("bf16")
+    in_ieee = Policy(autocast="bf16", fp32_modules=(HEAD,))
+    rounds = rounds_of((policy, [24.0] * 3), (in_ieee, [30.0] * 3), (without, [24.0] * 3))
+    assert [finding.figures["setting"] for finding in dropped(ablated(rounds, policy), without)] == [
+        "fp32_modules: head"
+    ]

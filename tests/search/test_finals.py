@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
+import pytest
+from landscape import NO_TROUBLE, SimulatedClock, SyntheticEvaluator, landscape_of
 from recorded import RecordedEvaluator
 
 from amptune.measure.outcome import Failure, Outcome
@@ -85,3 +89,50 @@ def test_a_budget_without_time_for_a_launch_uses_the_processes_that_run() -> Non
     compared(evaluator, STOCK, FAST, seconds=0.5, start_s=10.0)
     assert evaluator.launched == []
     assert {STOCK, FAST} <= set(evaluator.measured)
+
+
+@pytest.mark.parametrize(("noise", "least", "most"), [(0.001, 3, 3), (0.03, 6, 12)])
+def test_where_a_launch_is_dear_and_rounds_are_noisy_a_launch_holds_more_of_them(
+    noise: float, least: int, most: int
+) -> None:
+    clock = SimulatedClock()
+    evaluator = SyntheticEvaluator(landscape_of("resnet50"), clock, replace(NO_TROUBLE, noise=noise, launch_s=30.0), 0)
+    comparison = Comparison(
+        evaluator=evaluator,
+        policies=(STOCK, FAST, RIVAL),
+        baseline=STOCK,
+        budget=Budget(seconds=3000.0, started=0.0, clock=clock),
+        stage="finals",
+        observer=lambda _: None,
+    )
+    rounds = Counter(one.launch for one in comparison.rounds())
+    assert len(rounds) >= ENOUGH_LAUNCHES
+    assert all(least <= count <= most for count in rounds.values())
+
+
+def test_more_rounds_leave_time_for_three_launches() -> None:
+    clock = SimulatedClock()
+    evaluator = SyntheticEvaluator(landscape_of("resnet50"), clock, replace(NO_TROUBLE, noise=0.05, launch_s=10.0), 0)
+    comparison = Comparison(
+        evaluator=evaluator,
+        policies=(STOCK, FAST),
+        baseline=STOCK,
+        budget=Budget(seconds=100.0, started=0.0, clock=clock),
+        stage="finals",
+        observer=lambda _: None,
+    )
+    rounds = list(comparison.rounds())
+    assert launches_of(rounds) == ENOUGH_LAUNCHES
+    assert len(rounds) > ENOUGH_LAUNCHES * ROUNDS_PER_LAUNCH
+    assert clock() <= 105.0
+
+
+def test_one_that_is_clearly_slower_is_dropped_at_once_and_one_that_is_a_little_slower_after_three_launches() -> None:
+    slower, little = amp_recipe("bf16"), amp_recipe("fp16")
+    factors = {slower: 1.15, little: 1.05, STOCK: 1.3}
+    evaluator = RecordedEvaluator("resnet50", noise=0.001, true_ms=lambda policy: 20.0 * factors.get(policy, 1.0))
+    rounds = compared(evaluator, STOCK, FAST, little, slower)
+    launched = Counter(policy for contenders in evaluator.launched for policy in contenders)
+    assert launched[slower] == 1
+    assert launched[little] == ENOUGH_LAUNCHES
+    assert launched[FAST] == launched[STOCK] == launches_of(rounds)

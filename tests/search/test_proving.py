@@ -63,6 +63,42 @@ def test_a_setting_that_buys_nothing_is_dropped_and_the_rest_measured_again(tmp_
     assert decision.speedup.value == pytest.approx(2.0, rel=0.01)
 
 
+def test_something_faster_one_step_from_the_winner_is_found_though_the_search_never_tried_it(tmp_path: Path) -> None:
+    def true_ms(policy: Policy) -> float:
+        base = 20.0 if policy.autocast == "fp16" and policy.memory_format == "channels_last" else 40.0
+        return base * (0.9 if policy.cudnn_benchmark else 1.0)
+
+    decision, events, _ = tuned_where(true_ms, tmp_path, trials=6)
+    assert not any(trial.policy.cudnn_benchmark for trial in decision.trials)
+    assert replace(decision.policy, batch_size=None) == replace(BEST, cudnn_benchmark=True)
+    assert decision.speedup.value == pytest.approx(40 / 18, rel=0.01)
+    (refined,) = (finding for finding in decision.findings if finding.code == "refined")
+    assert "cudnn benchmark was found to be faster: 1.11×" in str(refined)
+    stages = [event.stage for event in events if isinstance(event, ComparisonStarted)]
+    assert stages[0] == "finals"
+    assert set(stages[1:-1]) == {"refinement"}
+    assert stages[-1] == "ablation"
+
+
+def test_what_is_found_beside_the_winner_claims_nothing_before_it_is_measured_anew(tmp_path: Path) -> None:
+    """A neighbour that was only lucky beside the winner does not become the policy."""
+    stage = {"now": ""}
+
+    def true_ms(policy: Policy) -> float:
+        lucky = policy.cudnn_benchmark and stage["now"] == "refinement"
+        return (20.0 if policy.autocast == "fp16" else 40.0) * (0.9 if lucky else 1.0)
+
+    evaluator = RecordedEvaluator("resnet50", noise=0.002, true_ms=true_ms)
+
+    def watch(event: Event) -> None:
+        if isinstance(event, ComparisonStarted):
+            stage["now"] = event.stage
+
+    decision = tune_with(evaluator, request_in(tmp_path, trials=6), watch)
+    assert decision.speedup.value == pytest.approx(2.0, rel=0.01)
+    assert not decision.policy.cudnn_benchmark
+
+
 def test_a_winner_that_was_only_lucky_is_not_confirmed(tmp_path: Path) -> None:
     """The claim comes from measurements that had no part in choosing."""
     stage = {"now": ""}

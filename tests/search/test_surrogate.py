@@ -6,6 +6,7 @@ import itertools
 import math
 
 import numpy as np
+import pytest
 
 from amptune.search.proposing import Proposer, Seen
 from amptune.search.space import Knob, Point, Value
@@ -53,6 +54,33 @@ def test_an_outlier_among_the_measurements_does_not_count_for_much() -> None:
     unseen = [i for i in range(len(POINTS)) if i not in seen]
     assert np.abs(belief.mean - [log_speed(point) for point in POINTS])[unseen].mean() < 0.05
     assert belief.mean[hit] > seen[hit] - 0.4
+
+
+def test_what_nobody_looked_at_stays_uncertain_however_little_is_expected_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Deviations are computed anew for a few points alone; the others keep one that is about true, or too large."""
+    rng = np.random.default_rng(3)
+    order = [int(i) for i in rng.choice(len(POINTS), 30, replace=False)]
+    exact, quick = Surrogate(KNOBS, POINTS), Surrogate(KNOBS, POINTS)
+    for count in range(5, len(order)):
+        seen = {i: log_speed(POINTS[i]) for i in order[:count]}
+        monkeypatch.setattr("amptune.search.surrogate.WORTH_A_LOOK", len(POINTS))
+        true = exact.belief(seen).deviation
+        monkeypatch.setattr("amptune.search.surrogate.WORTH_A_LOOK", 10)
+        found = quick.belief(seen).deviation
+        assert (found >= 0.85 * true).all()
+    unseen = [i for i in range(len(POINTS)) if i not in order]
+    assert true[unseen].min() > 0.001
+
+
+def test_less_than_was_expected_by_far_is_a_surprise() -> None:
+    proposer = Proposer(KNOBS, POINTS, seed=0)
+    seen = {i: Seen(speed=math.exp(log_speed(POINTS[i])), seconds=1.0) for i in range(0, len(POINTS), 3)}
+    proposal = proposer.next(seen, {})
+    assert proposal is not None
+    true = math.exp(log_speed(POINTS[proposal.index]))
+    assert 0.6 * true < proposal.least < 0.97 * true
 
 
 def test_the_best_of_a_space_is_found_in_a_fraction_of_it() -> None:

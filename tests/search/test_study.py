@@ -1,0 +1,104 @@
+"""What the study knows of policies: their neighbours, and measurements that surprise it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from optuna.storages import InMemoryStorage
+from recorded import RecordedEvaluator, recorded_ms
+from test_tuning import OOM, request_in
+
+from amptune.measure.outcome import Effort, Failure, Outcome
+from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
+from amptune.search.candidates import Candidates, Wanted, candidates_for
+from amptune.search.events import Event, SearchEnded, TrialEnded
+from amptune.search.study import Study, open_study
+from amptune.search.trial import Trial
+from amptune.search.tuning import tune_with
+
+WINNER = amp_recipe("fp16", memory_format="channels_last")
+
+
+@pytest.fixture
+def candidates() -> Candidates:
+    return candidates_for(RecordedEvaluator("resnet50").prepare(1.0), Wanted(baseline=STOCK, pins={}))
+
+
+@pytest.fixture
+def study(candidates: Candidates) -> Study:
+    storage = InMemoryStorage()
+    return open_study(storage, "study", candidates.space, candidates.policy_of, seed=0)  # type: ignore[arg-type]
+
+
+def tell(study: Study, policy: Policy, outcome: Outcome | None = None) -> None:
+    study.measure_first([policy])
+    suggestion = study.suggest()
+    assert suggestion is not None
+    assert suggestion.policy == policy
+    outcome = outcome or RecordedEvaluator("resnet50").measure(policy, Effort())
+    study.tell(suggestion, Trial(number=len(study.trials), policy=policy, outcome=outcome, seconds=1.0))
+
+
+def test_neighbours_have_one_setting_less_or_another_choice_of_one_knob(study: Study) -> None:
+    near = study.neighbours(WINNER)
+    assert near[:2] == [replace(STOCK, memory_format="channels_last"), amp_recipe("fp16")]
+    assert {amp_recipe("bf16", memory_format="channels_last"), replace(WINNER, cudnn_benchmark=True)} < set(near)
+    assert STOCK not in near
+    assert WINNER not in near
+
+
+def test_an_excluded_module_and_its_math_mode_are_one_step(study: Study, candidates: Candidates) -> None:
+    """Without a module in FP32 the math mode acts on nothing; with one it should be TF32."""
+    first = candidates.ladder[0].rule
+    excluding = replace(WINNER, fp32_math="tf32", fp32_modules=(first,))
+    assert excluding in study.neighbours(WINNER)
+    assert WINNER in study.neighbours(excluding)
+
+
+def test_a_depth_further_down_the_ladder_is_no_neighbour(study: Study) -> None:
+    assert max(len(policy.fp32_modules) for policy in study.neighbours(WINNER)) == 1
+
+
+def test_what_failed_or_was_far_slower_is_no_neighbour_and_what_an_outlier_explains_is(study: Study) -> None:
+    tell(study, WINNER)
+    tell(study, amp_recipe("bf16", memory_format="channels_last"))  # slower by a quarter
+    tell(study, amp_recipe("fp16"))  # and by nearly half
+    tell(study, replace(WINNER, cudnn_benchmark=True), OOM)
+    near = study.neighbours(WINNER)
+    assert amp_recipe("bf16", memory_format="channels_last") in near
+    assert amp_recipe("fp16") not in near
+    assert replace(WINNER, cudnn_benchmark=True) not in near
+
+
+def test_of_what_is_outside_the_space_only_what_is_simpler_is_a_neighbour(study: Study) -> None:
+    odd = replace(WINNER, fp32_modules=(Fp32Rule(path="nobody"),))
+    assert set(study.neighbours(odd)) == {
+        replace(STOCK, memory_format="channels_last"),
+        WINNER,
+        replace(odd, memory_format="contiguous"),
+    }
+
+
+def test_a_surprisingly_slow_trial_is_measured_again_and_the_faster_measurement_kept(tmp_path: Path) -> None:
+    """As when something else runs on the machine for a moment."""
+    seen: list[Policy] = []
+    events: list[Event] = []
+
+    def true_ms(policy: Policy) -> float:
+        searching = not any(isinstance(event, SearchEnded) for event in events)
+        disturbed = searching and len(policy.fp32_modules) == 1 and policy not in seen
+        seen.append(policy)
+        return recorded_ms("resnet50", policy) * (1.6 if disturbed else 1.0)
+
+    evaluator = RecordedEvaluator("resnet50", noise=0.002, true_ms=true_ms)
+    tune_with(evaluator, request_in(tmp_path), events.append)
+    trials = [event.trial for event in events if isinstance(event, TrialEnded)]
+    searched = evaluator.measured[: evaluator.measured.index(STOCK, 1)]
+    again = {policy for policy in searched if searched.count(policy) == 2}
+    assert again
+    for trial in trials:
+        if trial.policy in again:
+            assert not isinstance(trial.outcome, Failure)
+            assert trial.outcome.median_ms == pytest.approx(recorded_ms("resnet50", trial.policy), rel=0.01)
