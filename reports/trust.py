@@ -17,6 +17,7 @@ are there already are kept, so several runs add up. `--table` only prints the su
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -98,7 +99,9 @@ def main() -> int:
     parser.add_argument("--grid-best", type=int, default=3, metavar="N", help="so many of a grid (default: 3)")
     parser.add_argument("--aa", type=int, default=0, metavar="N", help="comparisons of a policy with itself")
     parser.add_argument("--aa-workloads", nargs="+", default=["vgg16", "resnet18", "mlp3"], metavar="WORKLOAD")
-    parser.add_argument("--aa-policies", nargs="+", default=["stock"], choices=AA_POLICIES, help="in each comparison")
+    parser.add_argument(
+        "--aa-policies", nargs="+", default=["stock"], choices=AA_POLICIES, help="each on each workload"
+    )
     parser.add_argument("--device", default=None)
     parser.add_argument("--table", action="store_true", help="only print the summary of what is in OUT")
     arguments = parser.parse_args()
@@ -111,10 +114,9 @@ def main() -> int:
             add_row(place.out / "tunings.json", row)
         for name in workloads if arguments.compare_s else ():
             add_row(place.out / "regret.json", regret(name, place, arguments.compare_s, arguments.grid_best))
-        policies = [AA_POLICIES[name] for name in dict.fromkeys(arguments.aa_policies)]
-        for i in range(arguments.aa):
-            name = arguments.aa_workloads[i % len(arguments.aa_workloads)]
-            add_row(place.out / "aa.json", compared_with_itself(name, policies, place))
+        pairs = itertools.product(arguments.aa_policies, arguments.aa_workloads)
+        for policy, name in itertools.islice(itertools.cycle(pairs), arguments.aa):
+            add_row(place.out / "aa.json", compared_with_itself(name, AA_POLICIES[policy], place))
     print(summary(place.out))
     return 0
 
@@ -241,37 +243,34 @@ def fastest_of(grid: Mapping[Policy, Outcome]) -> list[Policy]:
     return list(dict.fromkeys(p if p.autocast == "off" else replace(p, fp32_math="stock") for p in ranked))
 
 
-def compared_with_itself(name: str, policies: Sequence[Policy], place: Place) -> dict[str, Any]:
-    """Each policy beside itself, the batch size left out and spelled out: two names and processes, one truth."""
+def compared_with_itself(name: str, policy: Policy, place: Place) -> dict[str, Any]:
+    """A policy beside itself, the batch size left out and spelled out: two names and processes, one truth."""
     started, seed = _now(), len(rows_of(place.out, "aa"))
-    batch_size = workload(name).batch_size
-    pairs = [(policy, replace(policy, batch_size=batch_size)) for policy in policies]
+    double = replace(policy, batch_size=workload(name).batch_size)
     with comparing(name, place) as evaluator, progress_for(sys.stderr) as observer:
         budget = Budget(seconds=AA_LIMIT_S)
         comparison = Comparison(
             evaluator=evaluator,
-            policies=tuple(policy for pair in pairs for policy in pair),
-            baseline=policies[0],
+            policies=(policy, double),
+            baseline=policy,
             budget=budget,
             stage="verify",
             observer=observer,
             seed=seed,
         )
         rounds = tuple(comparison.rounds(lambda so_far: launches_of(so_far) >= ENOUGH_LAUNCHES))
-    ratios = [ratio_between(rounds, second, first) for first, second in pairs]
+    ratio = ratio_between(rounds, double, policy)
+    pair = {
+        "policy": str(policy),
+        "ratio": numbers(ratio),
+        "launches": ratio.launches,
+        "shows_a_difference": ratio.shows_a_difference,
+    }
     return {
         "workload": name,
         "started": started,
         "seconds": round(budget.spent_s, 1),
-        "pairs": [
-            {
-                "policy": str(policy),
-                "ratio": numbers(ratio),
-                "launches": ratio.launches,
-                "shows_a_difference": ratio.shows_a_difference,
-            }
-            for policy, ratio in zip(policies, ratios, strict=True)
-        ],
+        "pairs": [pair],
         "comparison": comparison_of(blocks_of(rounds)),
     }
 
