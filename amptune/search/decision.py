@@ -20,7 +20,7 @@ NARROW = 0.01
 ENOUGH_TO_STOP = 5
 # Two policies no further apart than this are of one speed to a user, and the simpler is preferred, where they are
 # known not to be `CLOSE` apart either.
-NEGLIGIBLE, CLOSE = 0.005, 0.02
+NEGLIGIBLE, CLOSE = 0.005, 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from amptune.measure.outcome import Failure, Outcome
 from amptune.policy.settings import Policy
-from amptune.search.decision import NEGLIGIBLE, Verdict, verdict_of
+from amptune.search.decision import Verdict, verdict_of
 from amptune.search.finals import ROUNDS_PER_LAUNCH
 from amptune.search.ratios import ENOUGH_LAUNCHES, Round, fastest_of, launches_of, ratio_between
 
@@ -81,6 +81,17 @@ class Proof:
         refined = self._refined() if last is None else None
         return refined or verdict.winner.policy
 
+    @property
+    def runners_up(self) -> list[Policy]:
+        """The finalists that may be faster than the winner of the finals, the most likely first."""
+        verdict = self.finals_verdict()
+        if verdict is None:
+            return []
+        winner, failed = verdict.winner.policy, self.failed
+        rivals = [p for p in self.finals[-1].outcomes if p not in failed and p != winner and self.contest.eligible(p)]
+        ratios = {policy: ratio_between(self.finals, policy, winner) for policy in rivals}
+        return sorted((p for p in rivals if ratios[p].high > 1), key=lambda p: -ratios[p].value)
+
     def _refined(self) -> Policy | None:
         """What the last refinement found to be faster than the one before, or else that; None where there was none."""
         if not self.refinements:
@@ -89,8 +100,7 @@ class Proof:
         alive = {policy for one in last.rounds for policy in one.outcomes} - self.failed.keys()
         fastest = fastest_of(last.rounds, [last.candidate, *sorted(alive - {last.candidate}, key=str)])
         ratio = ratio_between(last.rounds, fastest, last.candidate)
-        faster = ratio.low > 1 or (ratio.launches > 1 and ratio.value > 1 + NEGLIGIBLE)
-        return fastest if faster else last.candidate
+        return fastest if ratio.low > 1 else last.candidate
 
     @property
     def confirmed(self) -> Match | None:

@@ -13,7 +13,7 @@ from amptune.measure.evaluator import Evaluator
 from amptune.policy.settings import Policy
 from amptune.search.ablation import variants_of
 from amptune.search.budget import Budget
-from amptune.search.decision import NARROW, NEGLIGIBLE, settled, verdict_of
+from amptune.search.decision import NARROW, settled, verdict_of
 from amptune.search.events import Observer
 from amptune.search.finals import Comparison, Enough
 from amptune.search.proof import Match, Proof
@@ -84,11 +84,15 @@ class _Stages:
         self.place_s = (before_s - self.budget.left_s) / max(1, places_in(self.proof.finals))
 
     def refine(self, reserve_s: float) -> None:
-        """Measures what is one step from the winner beside it, and so on from what is faster, while there is time."""
-        unbeaten = set(self.proof.finals[-1].outcomes) if self.proof.finals else set()
-        seen = {policy for one in self.proof.finals for policy in one.outcomes} - unbeaten
+        """Measures what may be faster beside the winner, and so on with what is faster, while there is time.
+
+        First the other finalists that are not beaten, then what is one step from the winner.
+        """
+        runners_up = self.proof.runners_up
+        seen = {policy for one in self.proof.finals for policy in one.outcomes} - set(runners_up)
         while (candidate := self.proof.candidate) is not None:
-            new = [policy for policy in self.proof.contest.neighbours(candidate) if policy not in seen][:NEIGHBOURS]
+            near = dict.fromkeys([*runners_up, *self.proof.contest.neighbours(candidate)])
+            new = [policy for policy in near if policy not in seen][:NEIGHBOURS]
             launch_s = (1 + len(new)) * self.place_s
             if not new or self.budget.left_s - reserve_s < ENOUGH_LAUNCHES * launch_s:
                 return
@@ -153,7 +157,7 @@ class _Stages:
             rivals = {policy for one in rounds for policy in one.outcomes} - {match.candidate}
             ratios = [ratio_between(rounds, rival, match.candidate) for rival in rivals]
             none = launches_of(rounds) >= ENOUGH_LAUNCHES and all(
-                ratio.value <= 1 + NEGLIGIBLE or ratio.high <= 1 + NARROW for ratio in ratios
+                ratio.value <= 1 or ratio.high <= 1 + NARROW for ratio in ratios
             )
             return none or any(ratio.low > 1 for ratio in ratios)
 

@@ -30,6 +30,8 @@ __all__ = ["Study", "Suggestion", "open_study"]
 
 # A single measurement may show this share of a policy's speed, if something else had the machine meanwhile.
 OUTLIER_SHARE = 0.6
+# What a policy may reach: so many standard deviations above what is expected of it.
+REACH = 3.0
 
 UNUSED = "unused"
 
@@ -114,10 +116,10 @@ class Study:
         return [trial.policy for trial in sorted(alive, key=speed, reverse=True)]
 
     def neighbours(self, policy: Policy) -> list[Policy]:
-        """What is one step from a policy and may be faster: one setting less, then another choice of one knob.
+        """What is one step from a policy and may be faster: one setting less, or another choice of one knob.
 
-        Those of a kind are in the order of what they may reach. But an expectation rules nothing out, nor does a
-        measurement that may have been an outlier.
+        They are in the order of what they may reach, those outside the space first. But an expectation rules nothing
+        out, nor does a measurement that may have been an outlier.
         """
         simpler = [variant.policy for variant in variants_of(policy)]
         own = self._traits.get(policy)
@@ -128,10 +130,12 @@ class Study:
         def reach(other: Policy) -> float:
             index = self._index.get(other)
             return (
-                math.inf if belief is None or index is None else float(belief.mean[index] + 2 * belief.deviation[index])
+                math.inf
+                if belief is None or index is None
+                else float(belief.mean[index] + REACH * belief.deviation[index])
             )
 
-        return sorted(near, key=lambda other: (other not in simpler, -reach(other)))
+        return sorted(near, key=reach, reverse=True)
 
     def _is_hopeless(self, policy: Policy, *, beside: Policy) -> bool:
         """Whether it failed, or was slower than an outlier explains."""

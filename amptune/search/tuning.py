@@ -33,9 +33,9 @@ from amptune.workload.protocol import Workload
 __all__ = ["TuningInterrupted", "run_tuning", "tune", "tune_with"]
 
 # The comparisons behind the search are kept at most this share of the budget; the search has the rest.
-PROOF_SHARE = 0.5
-# The proof is not kept more time than these launches of each contender, half of them for the finals.
-LAUNCHES_KEPT = 8
+PROOF_SHARE = 0.6
+# The proof is not kept more time than for these launches of its contenders.
+LAUNCHES_KEPT = 20
 # The fastest trials stand in the finals: as many as there is time for enough launches of, within these bounds.
 FINALISTS, MOST_FINALISTS = 4, 8
 
