@@ -257,6 +257,7 @@ def compared_with_itself(name: str, policy: Policy, place: Place) -> dict[str, A
             stage="verify",
             observer=observer,
             seed=seed,
+            kept=(double,),
         )
         rounds = tuple(comparison.rounds(lambda so_far: launches_of(so_far) >= ENOUGH_LAUNCHES))
     ratio = ratio_between(rounds, double, policy)

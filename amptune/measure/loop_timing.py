@@ -137,16 +137,16 @@ def _other_launch(timing: LoopTiming, samples_per_s: float) -> Iterator[Finding]
 
 def _other_step(timing: LoopTiming, samples_per_s: float) -> Iterator[Finding]:
     """Where the loop is off since the step itself is: neither data nor copies explain that."""
-    tuner_ms = timing.wall_ms * timing.samples_per_s / samples_per_s
-    off = timing.step_ms / tuner_ms - 1
-    loop_off = timing.wall_ms / tuner_ms - 1
+    alone_ms = timing.wall_ms * timing.samples_per_s / samples_per_s
+    off = timing.step_ms / alone_ms - 1
+    loop_off = timing.wall_ms / alone_ms - 1
     if min(abs(off), abs(loop_off)) <= WORTH_SAYING or off * loop_off < 0:
         return
     message = (
-        f"the step itself takes {timing.step_ms:.3g} ms in the loop and {tuner_ms:.3g} ms by itself: clocks under a "
+        f"the step itself takes {timing.step_ms:.3g} ms in the loop and {alone_ms:.3g} ms by itself: clocks under a "
         "longer load, work that depends on the data (other shapes compile anew), or another process on the device"
     )
-    yield Finding(code="step-differs", message=message, figures={"step_ms": timing.step_ms, "tuner_step_ms": tuner_ms})
+    yield Finding(code="step-differs", message=message, figures={"step_ms": timing.step_ms, "alone_step_ms": alone_ms})
 
 
 def _reason(code: str, share: float, message: str, **figures: float) -> Finding:

@@ -140,15 +140,14 @@ def measure(policy: Policy, effort: Effort) -> Reply:
 
 
 def train(policy: Policy, seconds: float) -> LoopTiming | Failure:
-    """The step alone, then the workload's own training loop for a moment; what goes wrong in either is a failure."""
+    """The step alone, then the workload's own training loop for a moment; what goes wrong in the loop is a failure."""
     from amptune.measure.failing import failure_of
     from amptune.measure.looping import run_loop
 
     try:
         alone = _bench().measure(policy, Effort(warmup_s=seconds / 2, measure_s=seconds / 5))
-        if isinstance(alone, Failure):
-            return alone
-        return replace(run_loop(_bench(), policy, seconds), alone_samples_per_s=alone.samples_per_s)
+        timing = run_loop(_bench(), policy, seconds)
+        return timing if isinstance(alone, Failure) else replace(timing, alone_samples_per_s=alone.samples_per_s)
     except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
         traceback.print_exc()  # into the log
         return failure_of(error)

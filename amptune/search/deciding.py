@@ -121,15 +121,15 @@ def _findings(proof: Proof, verdict: Verdict) -> Iterator[Finding]:
     if confirmed is None:
         if proof.finals and not verdict.keeps_the_baseline:
             message = (
-                "the budget held no second comparison: the claim rests on the measurements that chose the "
-                "policy, which flatter it a little; more --budget confirms it"
+                "no second comparison was finished: the claim rests on the measurements that chose the policy, "
+                "which flatter it a little; more --budget confirms it"
             )
             yield Finding(code="unconfirmed", message=message)
         return
     for match, following in pairwise([*proof.refinements, proof.ablations[0]]):
-        if following.candidate != match.candidate:
+        if following.candidate != match.candidate and match.candidate not in proof.failed:
             ratio = ratio_between(match.rounds, following.candidate, match.candidate)
-            message = f"one step from {match.candidate}, {following.candidate} was found to be faster: {ratio}"
+            message = f"beside {match.candidate}, {following.candidate} was found to be faster: {ratio}"
             yield Finding(code="refined", message=message)
     for ablation in proof.ablations:
         if failure := proof.failed.get(ablation.candidate):

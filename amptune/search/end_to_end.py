@@ -22,7 +22,7 @@ LONGEST_S = 5.0
 # A loop shorter than this says nothing.
 SHORTEST_S = 1.0
 # Beyond the budget, for a loop whose loader is slow to start.
-GRACE_S = 5.0
+GRACE_S = 10.0
 
 
 class Trainer(Protocol):

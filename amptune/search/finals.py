@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from amptune.measure.evaluator import Evaluator
@@ -40,6 +40,7 @@ FAR_BEHIND_LOOKS = 2
 CLEARLY, CLEARLY_IN_FEW_LAUNCHES = 0.02, 0.10
 FINAL_EFFORT = Effort(warmup_s=2.0, measure_s=0.4, min_steps=6, precision=0.003)
 SHORTEST_LIMIT_S, LONGEST_LIMIT_S = 10.0, 120.0
+SHORTEST_ROUND_S = 1e-3
 # A worker that dies or hangs once may have been an accident; running out of memory is not.
 ACCIDENTS = ("crash", "timeout")
 ATTEMPTS = 2
@@ -53,7 +54,8 @@ class Comparison:
 
     `tried` is what became of the policies before. One that failed, there or here, is not measured again; one far
     behind, there and here, or clearly beaten, is left out of the rest: more launches for those that may win. The
-    baseline always stays. One that may not win is measured beside the others, and drops none of them.
+    baseline always stays, and so does what is `kept`, being what the comparison is about. One that may not win is
+    measured beside the others, and drops none of them.
 
     Each launch takes about `start_s` seconds to start. Of the budget, `reserve_s` is better left for what comes next.
     """
@@ -65,6 +67,7 @@ class Comparison:
     stage: Stage
     observer: Observer
     seed: int = 0
+    kept: Collection[Policy] = ()
     tried: Mapping[Policy, Outcome] = field(default_factory=dict)
     may_win: Callable[[Policy], bool] = lambda _: True
     start_s: float = 0.0
@@ -74,11 +77,13 @@ class Comparison:
     _beaten: set[Policy] = field(default_factory=set, init=False)
     _far_behind: dict[Policy, list[bool]] = field(default_factory=lambda: defaultdict(list), init=False)
     _failed: set[Policy] = field(init=False)
+    _launch_s: float = field(init=False)
     _shuffle: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
         self._failed = {policy for policy, outcome in self.tried.items() if isinstance(outcome, Failure)}
         self._shuffle = random.Random(self.seed)  # noqa: S311  # an order of measuring, no secret
+        self._launch_s = self.start_s
         self._look_at(self.tried)
 
     def rounds(self, enough: Enough | None = None) -> Iterator[Round]:
@@ -96,8 +101,7 @@ class Comparison:
                 self.evaluator.launch(self._contenders())
             yield from self._launch(launch, before_s)
             self._drop_the_beaten()
-            launch_s = max(self.start_s, before_s - self.budget.left_s)
-            if enough(self._rounds) or self.budget.left_s < launch_s or not self._goes_on():
+            if enough(self._rounds) or self.budget.left_s < self._launch_s or not self._goes_on():
                 return
 
     def _launch(self, launch: int, before_s: float) -> Iterator[Round]:
@@ -118,6 +122,7 @@ class Comparison:
             round_s = round_began_s - self.budget.left_s
             start_s = start_s or before_s - self.budget.left_s
             done += 1
+            self._launch_s = max(self.start_s, start_s + (ROUNDS_PER_LAUNCH - 1) * round_s)
 
     def _rounds_worth(self, done: int, start_s: float, round_s: float) -> int:
         """How many rounds a launch should hold that has `done` some, the first `start_s` after its start.
@@ -127,6 +132,7 @@ class Comparison:
         """
         if not done:
             return ROUNDS_PER_LAUNCH
+        round_s = max(round_s, SHORTEST_ROUND_S)
         costs, spread = max(0.0, start_s - round_s) / round_s, spread_within_launches(self._rounds, self.baseline)
         launches_to_come = max(0, ENOUGH_LAUNCHES - launches_of(self._rounds))
         time_s = self.budget.left_s - self.reserve_s + done * round_s - launches_to_come * (start_s - round_s)
@@ -141,7 +147,7 @@ class Comparison:
     def _is_out(self, policy: Policy) -> bool:
         looks = self._far_behind[policy]
         hopeless = len(looks) >= FAR_BEHIND_LOOKS and all(looks)
-        return hopeless or policy in self._failed or policy in self._beaten
+        return policy in self._failed or (policy not in self.kept and (hopeless or policy in self._beaten))
 
     def _look_at(self, outcomes: Mapping[Policy, Outcome]) -> None:
         """Notes who is far behind the fastest that may win."""

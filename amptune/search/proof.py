@@ -28,7 +28,8 @@ Eligible = Callable[[Policy], bool]
 class Contest:
     """Who takes part and who may win: the baseline, and of the others those that the user's wishes allow.
 
-    `neighbours` gives the policies one step from another that may well be faster, the most promising first.
+    `eligible` says it of the policies of the space, `variant_eligible` of a policy with one setting less. `neighbours`
+    gives the policies one step from another, the most promising first, allowed or not.
     """
 
     baseline: Policy
@@ -38,6 +39,10 @@ class Contest:
     neighbours: Callable[[Policy], Sequence[Policy]] = lambda _: ()
     tried: Mapping[Policy, Outcome] = field(default_factory=dict)
     seed: int = 0
+
+    def may_refine(self, policy: Policy) -> bool:
+        """Whether a policy may take the place of the winner."""
+        return policy != self.baseline and (self.eligible(policy) or self.variant_eligible(policy))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +99,15 @@ class Proof:
 
     def _refined(self) -> Policy | None:
         """What the last refinement found to be faster than the one before, or else that; None where there was none."""
-        if not self.refinements:
-            return None
-        last = self.refinements[-1]
-        alive = {policy for one in last.rounds for policy in one.outcomes} - self.failed.keys()
-        fastest = fastest_of(last.rounds, [last.candidate, *sorted(alive - {last.candidate}, key=str)])
-        ratio = ratio_between(last.rounds, fastest, last.candidate)
-        return fastest if ratio.low > 1 else last.candidate
+        failed = self.failed
+        return next((best for one in reversed(self.refinements) if (best := self._best_of(one)) not in failed), None)
+
+    def _best_of(self, match: Match) -> Policy:
+        """What is shown to be faster than the candidate of a refinement, and may win; else the candidate."""
+        rivals = {policy for one in match.rounds for policy in one.outcomes} - self.failed.keys()
+        allowed = sorted(filter(self.contest.may_refine, rivals - {match.candidate}), key=str)
+        fastest = fastest_of(match.rounds, [match.candidate, *allowed])
+        return fastest if ratio_between(match.rounds, fastest, match.candidate).low > 1 else match.candidate
 
     @property
     def confirmed(self) -> Match | None:
@@ -129,9 +136,20 @@ class Proof:
         """None if the baseline failed in it."""
         return verdict_of(ablation.rounds, self.contest.baseline, self.may_win(ablation))
 
+    def candidates_beside(self, candidate: Policy) -> list[Policy]:
+        """What an ablation compares a candidate with besides its variants: what the stages before had preferred.
+
+        The first candidate, or what is dropped would add up unseen; the winner of the finals, or nothing could undo a
+        refinement that was only lucky.
+        """
+        verdict = self.finals_verdict()
+        chosen = [] if verdict is None or verdict.keeps_the_baseline else [verdict.winner.policy]
+        first = [ablation.candidate for ablation in self.ablations[:1]]
+        return list(dict.fromkeys([candidate, *first, *chosen]))
+
     def may_win(self, ablation: Match) -> Eligible:
-        """In an ablation: its candidate, the first one, and the variants that the user's wishes allow."""
-        candidates = {self.ablations[0].candidate if self.ablations else ablation.candidate, ablation.candidate}
+        """In an ablation: its candidate, those before it, and the variants that the user's wishes allow."""
+        candidates = self.candidates_beside(ablation.candidate)
         return lambda policy: policy in candidates or self.contest.variant_eligible(policy)
 
     def _says_enough(self, ablation: Match) -> bool:

@@ -7,9 +7,10 @@ measures what came of that anew, beside the baseline and without one setting at 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from amptune.measure.evaluator import Evaluator
+from amptune.measure.outcome import Failure
 from amptune.policy.settings import Policy
 from amptune.search.ablation import variants_of
 from amptune.search.budget import Budget
@@ -88,13 +89,14 @@ class _Stages:
 
         First the other finalists that are not beaten, then what is one step from the winner.
         """
-        runners_up = self.proof.runners_up
+        contest, runners_up = self.proof.contest, self.proof.runners_up
+        budget = replace(self.budget, seconds=self.budget.seconds - reserve_s)
         seen = {policy for one in self.proof.finals for policy in one.outcomes} - set(runners_up)
         while (candidate := self.proof.candidate) is not None:
-            near = dict.fromkeys([*runners_up, *self.proof.contest.neighbours(candidate)])
-            new = [policy for policy in near if policy not in seen][:NEIGHBOURS]
+            near = dict.fromkeys([*runners_up, *contest.neighbours(candidate)])
+            new = [policy for policy in near if policy not in seen and contest.may_refine(policy)][:NEIGHBOURS]
             launch_s = (1 + len(new)) * self.place_s
-            if not new or self.budget.left_s - reserve_s < ENOUGH_LAUNCHES * launch_s:
+            if not new or budget.left_s < ENOUGH_LAUNCHES * launch_s:
                 return
             seen.update(new)
             match = Match(candidate=candidate)
@@ -103,13 +105,12 @@ class _Stages:
                 evaluator=self.evaluator,
                 policies=(candidate, *new),
                 baseline=candidate,
-                budget=self.budget,
+                budget=budget,
                 stage="refinement",
                 observer=self.observer,
-                seed=self.proof.contest.seed - len(self.proof.refinements),
-                reserve_s=reserve_s,
+                seed=contest.seed - len(self.proof.refinements),
             )
-            for one in comparison.rounds(self._enough_refinement(match, reserve_s)):
+            for one in comparison.rounds(_enough_refinement(match)):
                 match.rounds.append(one)
 
     def ablate(self) -> None:
@@ -118,9 +119,8 @@ class _Stages:
         for candidate in self._candidates():
             ablation = Match(candidate=candidate)
             self.proof.ablations.append(ablation)
-            # The first candidate too: or what is dropped would add up unseen.
             variants = (variant.policy for variant in variants_of(candidate))
-            beside = dict.fromkeys([contest.baseline, self.proof.ablations[0].candidate, candidate, *variants])
+            beside = dict.fromkeys([contest.baseline, *self.proof.candidates_beside(candidate), *variants])
             comparison = Comparison(
                 evaluator=self.evaluator,
                 policies=tuple(beside),
@@ -129,6 +129,7 @@ class _Stages:
                 stage="ablation",
                 observer=self.observer,
                 seed=contest.seed + len(self.proof.ablations),
+                kept=(candidate,),
                 may_win=self.proof.may_win(ablation),
             )
             for one in comparison.rounds(self._enough_ablation(ablation)):
@@ -148,21 +149,6 @@ class _Stages:
                 return
             candidate = proof.candidate
 
-    def _enough_refinement(self, match: Match, reserve_s: float) -> Enough:
-        """When something faster was found, or nothing there can be; or only `reserve_s` is left."""
-
-        def enough(rounds: Sequence[Round]) -> bool:
-            if self.budget.left_s < reserve_s:
-                return True
-            rivals = {policy for one in rounds for policy in one.outcomes} - {match.candidate}
-            ratios = [ratio_between(rounds, rival, match.candidate) for rival in rivals]
-            none = launches_of(rounds) >= ENOUGH_LAUNCHES and all(
-                ratio.value <= 1 or ratio.high <= 1 + NARROW for ratio in ratios
-            )
-            return none or any(ratio.low > 1 for ratio in ratios)
-
-        return enough
-
     def _enough_ablation(self, ablation: Match) -> Enough:
         """When all is known to ±1 %, or it is shown that a setting is to be dropped, and so another one's turn."""
         baseline = self.proof.contest.baseline
@@ -181,3 +167,17 @@ class _Stages:
             return another and (ratio.low > 1 or ratio.half_width < NARROW)
 
         return enough
+
+
+def _enough_refinement(match: Match) -> Enough:
+    """When something faster was found, or nothing there can be."""
+
+    def enough(rounds: Sequence[Round]) -> bool:
+        outcomes = [pair for one in rounds for pair in one.outcomes.items()]
+        failed = {policy for policy, outcome in outcomes if isinstance(outcome, Failure)}
+        rivals = {policy for policy, _ in outcomes} - failed - {match.candidate}
+        ratios = [ratio_between(rounds, rival, match.candidate) for rival in rivals]
+        none = all(ratio.value <= 1 or ratio.high <= 1 + NARROW for ratio in ratios)
+        return any(ratio.low > 1 for ratio in ratios) or (none and launches_of(rounds) >= ENOUGH_LAUNCHES)
+
+    return enough

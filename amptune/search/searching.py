@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -30,8 +29,7 @@ TRIAL_LIMIT_S = 120.0
 CHEAP = {"cudnn_benchmark": False}
 CHEAP_SHARE = 0.6
 DEAR_VARIANTS = 4
-# The first trial of a kind has to build its worker, and compiles or times plans.
-SHORTEST_DEAR_S = 10.0
+SHORTEST_DEAR_S = 5.0
 # Less than this is not enough for a trial in a worker that already runs.
 SHORTEST_TRIAL_S = 3.0
 # Without the baseline there is no answer, so it gets this much even where little of the budget is left.
@@ -98,7 +96,9 @@ def _search_until(
             study.forget(suggestion)
             return "no policy that is left promises to be faster"
         left_s = budget.left_s - reserve_s()
-        enough = left_s >= _typical_s(study, suggestion.policy)
+        if suggestion.policy == baseline:
+            left_s = max(left_s, SHORTEST_BASELINE_S)
+        enough = suggestion.policy == baseline or left_s >= _least_s(study, suggestion.policy)
         trial = _try(study, suggestion, evaluator, budget, left_s, observer) if enough else None
         if trial is None:
             study.forget(suggestion)
@@ -129,30 +129,33 @@ def _try(
 ) -> Trial | None:
     """The trial, or None where the budget and not the policy cut it short: that says nothing about the policy."""
     observer(TrialStarted(policy=suggestion.policy))
-    shortest_s = SHORTEST_TRIAL_S if study.trials else SHORTEST_BASELINE_S
-    limit_s = min(TRIAL_LIMIT_S, max(shortest_s, left_s))
+    limit_s = min(TRIAL_LIMIT_S, max(SHORTEST_TRIAL_S, left_s))
     before_s = budget.spent_s
     effort = _effort(study, suggestion.policy, limit_s)
     outcome = evaluator.measure(suggestion.policy, effort)
-    if isinstance(outcome, Measurement) and outcome.samples_per_s < suggestion.least:
-        outcome = _faster(outcome, evaluator.measure(suggestion.policy, effort))  # something else may have been running
     seconds = budget.spent_s - before_s
     if isinstance(outcome, Failure) and outcome.kind == "timeout" and limit_s < TRIAL_LIMIT_S:
         return None
+    if isinstance(outcome, Measurement) and outcome.samples_per_s < suggestion.least and left_s > 2 * seconds:
+        # A surprise: something else may have been running.
+        again = evaluator.measure(suggestion.policy, replace(effort, time_limit_s=limit_s - seconds))
+        outcome = _of_two(outcome, again)
     return Trial(number=len(study.trials), policy=suggestion.policy, outcome=outcome, seconds=seconds)
 
 
-def _faster(one: Measurement, other: Outcome) -> Measurement:
-    return other if isinstance(other, Measurement) and other.samples_per_s > one.samples_per_s else one
+def _of_two(first: Measurement, second: Outcome) -> Outcome:
+    """The faster one; but a policy that fails now and then is no policy to train with."""
+    if isinstance(second, Failure):
+        return first if second.kind == "timeout" else second
+    return max(first, second, key=lambda one: one.samples_per_s)
 
 
-def _typical_s(study: Study, policy: Policy) -> float:
-    """What a trial like this one took so far: a time limit that it cannot keep would be time lost."""
-    if not study.trials:
-        return 0.0
+def _least_s(study: Study, policy: Policy) -> float:
+    """What a trial like this one takes at the least: a time limit that it cannot keep would be time lost."""
     dear = (policy.cudnn_benchmark, policy.compile)
     alike = [t.seconds for t in study.trials if (t.policy.cudnn_benchmark, t.policy.compile) == dear]
-    return statistics.median(alike) if alike else SHORTEST_DEAR_S
+    is_dear = policy.cudnn_benchmark or policy.compile != "off"
+    return min(alike, default=SHORTEST_DEAR_S if is_dear else SHORTEST_TRIAL_S)
 
 
 def _effort(study: Study, policy: Policy, limit_s: float) -> Effort:

@@ -68,7 +68,7 @@ class Surrogate:
         self._prior = _Prior(np.full(len(knobs), effect), pair_share, noise)
         self._prior_of = 0
         self._rows: dict[int, Floats] = {}
-        self._deviation = np.zeros(len(points))
+        self._deviation = np.full(len(points), math.inf)
 
     @property
     def size(self) -> int:

@@ -206,7 +206,7 @@ def _finalists(study: Study, candidates: Candidates, start_s: float, time_s: flo
     fastest = [policy for policy in study.ranked() if policy in study]
     trial_s = {trial.policy: trial.seconds for trial in study.trials}
     for place, policy in enumerate(fastest[:MOST_FINALISTS]):
-        launch_s = start_s + ROUNDS_PER_LAUNCH * sum(map(trial_s.__getitem__, [*finalists, policy]))
+        launch_s = start_s + ROUNDS_PER_LAUNCH * sum(trial_s[one] for one in {*finalists, policy})
         if place < FINALISTS or ENOUGH_LAUNCHES * launch_s < time_s:
             finalists[policy] = None
     return tuple(finalists)

@@ -138,6 +138,7 @@ def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, o
         budget=budget,
         stage="verify",
         observer=observer,
+        kept=(policy,),
         start_s=start_s,
     )
 

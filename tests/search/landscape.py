@@ -583,7 +583,7 @@ def _judged(
     speedup = decision.speedup
     tried = [trial.policy for trial in decision.trials if isinstance(trial.outcome, Measurement)]
     finalists = [policy for one in comparisons if one.stage == "finals" for policy in one.policies]
-    # An ablation holds the baseline, its candidate and the candidate's variants, in this order (proving.py).
+    # An ablation holds the baseline, its candidate and then others, in this order (proving.py).
     candidates = [one.policies[1] for one in comparisons if one.stage == "ablation"]
 
     def regret_of(policies: Iterable[Policy]) -> float:
@@ -623,5 +623,6 @@ def same_twice(workload: str, seed: int, trouble: Trouble | None = None, *, budg
         stage="finals",
         observer=lambda _: None,
         seed=seed,
+        kept=(named,),
     )
     return ratio_between(list(comparison.rounds()), named, unnamed)
