@@ -13,7 +13,16 @@ from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.ratios import ENOUGH_LAUNCHES, Ratio, Round, fastest_of, launches_of, ratio_between, ratio_of
 
-__all__ = ["NARROW", "NEGLIGIBLE", "Standing", "Verdict", "departure_count", "settled", "standings_of", "verdict_of"]
+__all__ = [
+    "NARROW",
+    "Standing",
+    "Verdict",
+    "departure_count",
+    "is_worth_a_change",
+    "settled",
+    "standings_of",
+    "verdict_of",
+]
 
 # An interval this narrow (half its width, relative) is worth no further rounds.
 NARROW = 0.01
@@ -123,6 +132,11 @@ def settled(rounds: Sequence[Round], baseline: Policy) -> bool:
         return False
     before = [one for one in rounds if one.launch != launches[-1]]
     return _is_narrow(rounds, baseline) and _is_narrow(before, baseline)
+
+
+def is_worth_a_change(ratio: Ratio) -> bool:
+    """Whether a policy is shown to be faster than another, and by more than is negligible."""
+    return ratio.low > 1 and ratio.value > 1 + NEGLIGIBLE
 
 
 def _is_narrow(rounds: Sequence[Round], baseline: Policy) -> bool:

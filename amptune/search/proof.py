@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from amptune.measure.outcome import Failure, Outcome
 from amptune.policy.settings import Policy
-from amptune.search.decision import Verdict, verdict_of
+from amptune.search.decision import Verdict, is_worth_a_change, verdict_of
 from amptune.search.finals import ROUNDS_PER_LAUNCH
 from amptune.search.ratios import ENOUGH_LAUNCHES, Round, fastest_of, launches_of, ratio_between
 
@@ -107,7 +107,8 @@ class Proof:
         rivals = {policy for one in match.rounds for policy in one.outcomes} - self.failed.keys()
         allowed = sorted(filter(self.contest.may_refine, rivals - {match.candidate}), key=str)
         fastest = fastest_of(match.rounds, [match.candidate, *allowed])
-        return fastest if ratio_between(match.rounds, fastest, match.candidate).low > 1 else match.candidate
+        better = is_worth_a_change(ratio_between(match.rounds, fastest, match.candidate))
+        return fastest if better else match.candidate
 
     @property
     def confirmed(self) -> Match | None:

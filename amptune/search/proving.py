@@ -14,7 +14,7 @@ from amptune.measure.outcome import Failure
 from amptune.policy.settings import Policy
 from amptune.search.ablation import variants_of
 from amptune.search.budget import Budget
-from amptune.search.decision import NARROW, settled, verdict_of
+from amptune.search.decision import NARROW, is_worth_a_change, settled, verdict_of
 from amptune.search.events import Observer
 from amptune.search.finals import Comparison, Enough
 from amptune.search.proof import Match, Proof
@@ -178,6 +178,6 @@ def _enough_refinement(match: Match) -> Enough:
         rivals = {policy for policy, _ in outcomes} - failed - {match.candidate}
         ratios = [ratio_between(rounds, rival, match.candidate) for rival in rivals]
         none = all(ratio.value <= 1 or ratio.high <= 1 + NARROW for ratio in ratios)
-        return any(ratio.low > 1 for ratio in ratios) or (none and launches_of(rounds) >= ENOUGH_LAUNCHES)
+        return any(map(is_worth_a_change, ratios)) or (none and launches_of(rounds) >= ENOUGH_LAUNCHES)
 
     return enough

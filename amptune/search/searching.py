@@ -78,7 +78,7 @@ def _search_until(
     fixed = dict(CHEAP) if all(map(study.has_knob, CHEAP)) else {}
     cheap_until_s = budget.spent_s + CHEAP_SHARE * (budget.left_s - reserve_s())
     while len(study.trials) != last:
-        if study.trials and budget.left_s - reserve_s() < SHORTEST_TRIAL_S:
+        if study.trial_of(baseline) is not None and budget.left_s - reserve_s() < SHORTEST_TRIAL_S:
             return "the budget for searching is spent"
         suggestion = study.suggest(fixed)
         hopeless = suggestion is not None and _is_hopeless(suggestion, study)
@@ -155,7 +155,9 @@ def _least_s(study: Study, policy: Policy) -> float:
     dear = (policy.cudnn_benchmark, policy.compile)
     alike = [t.seconds for t in study.trials if (t.policy.cudnn_benchmark, t.policy.compile) == dear]
     is_dear = policy.cudnn_benchmark or policy.compile != "off"
-    return min(alike, default=SHORTEST_DEAR_S if is_dear else SHORTEST_TRIAL_S)
+    if len(alike) > 1:  # the first one pays for its worker's start
+        return min(alike)
+    return SHORTEST_DEAR_S if is_dear else SHORTEST_TRIAL_S
 
 
 def _effort(study: Study, policy: Policy, limit_s: float) -> Effort:

@@ -15,6 +15,7 @@ from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.candidates import Wanted, candidates_for
 from amptune.search.deciding import Decision
 from amptune.search.events import ComparisonStarted, ContenderMeasured, Event
+from amptune.search.ratios import ENOUGH_LAUNCHES
 from amptune.search.samples import FILE_NAME, from_line, keeping_samples
 from amptune.search.tuning import TuningInterrupted, tune_with
 
@@ -95,8 +96,94 @@ def test_what_is_found_beside_the_winner_claims_nothing_before_it_is_measured_an
             stage["now"] = event.stage
 
     decision = tune_with(evaluator, request_in(tmp_path, trials=6), watch)
+    assert "refined" in codes(decision)
     assert decision.speedup.value == pytest.approx(2.0, rel=0.01)
     assert not decision.policy.cudnn_benchmark
+
+
+@pytest.mark.parametrize(
+    ("pins", "setting", "value"),
+    [
+        ({"memory_format": "channels_last"}, "memory_format", "channels_last"),
+        ({"autocast": "fp16"}, "autocast", "fp16"),
+        ({"cudnn_benchmark": "true"}, "cudnn_benchmark", True),
+    ],
+)
+def test_no_refinement_leaves_what_the_user_pinned(
+    tmp_path: Path, pins: dict[str, str], setting: str, value: object
+) -> None:
+    """Every other choice would be faster."""
+
+    def true_ms(policy: Policy) -> float:
+        return (20.0 if getattr(policy, setting) == value else 15.0) if policy != STOCK else 40.0
+
+    decision, _, _ = tuned_where(true_ms, tmp_path, pins=pins)
+    assert getattr(decision.policy, setting) == value
+    assert decision.speedup.value == pytest.approx(2.0, rel=0.01)
+
+
+def test_the_baseline_is_no_refinement_of_a_policy_that_was_only_lucky(tmp_path: Path) -> None:
+    stage = {"now": ""}
+
+    def true_ms(policy: Policy) -> float:
+        lucky = stage["now"] in ("", "finals") and policy.autocast == "bf16"
+        return 30.0 if lucky else 40.0 if policy == STOCK else 44.0
+
+    evaluator = RecordedEvaluator("resnet50", noise=0.002, true_ms=true_ms)
+    compared: dict[str, set[Policy]] = {"finals": set(), "refinement": set(), "ablation": set()}
+
+    def watch(event: Event) -> None:
+        if isinstance(event, ComparisonStarted):
+            stage["now"] = event.stage
+            compared[event.stage] |= set(event.policies)
+
+    decision = tune_with(evaluator, request_in(tmp_path, trials=20), watch)
+    assert compared["refinement"]
+    assert STOCK not in compared["refinement"]
+    assert decision.verdict.keeps_the_baseline
+    assert "not-confirmed" in codes(decision)
+
+
+def test_a_neighbour_that_fails_does_not_prolong_the_refinement(tmp_path: Path) -> None:
+    stage = {"now": ""}
+    oom = Failure(kind="oom", message="no memory")
+
+    def interfere(policy: Policy) -> Failure | None:
+        return oom if stage["now"] == "refinement" and policy.cudnn_benchmark else None
+
+    evaluator = RecordedEvaluator("resnet50", noise=0.002, interfere=interfere)
+    launches: list[int] = []
+
+    def watch(event: Event) -> None:
+        if isinstance(event, ComparisonStarted):
+            stage["now"] = event.stage
+        if isinstance(event, ContenderMeasured) and event.stage == "refinement":
+            launches.append(event.launch)
+
+    decision = tune_with(evaluator, request_in(tmp_path, trials=8), watch)
+    assert replace(decision.policy, batch_size=None) == BEST
+    assert max(launches) < ENOUGH_LAUNCHES
+
+
+def test_a_winner_that_fails_in_its_refinement_is_not_measured_any_more(tmp_path: Path) -> None:
+    stage = {"now": ""}
+    broken = Failure(kind="nonfinite", message="the loss is nan")
+    ablated: list[Policy] = []
+
+    def interfere(policy: Policy) -> Failure | None:
+        return broken if stage["now"] in ("refinement", "ablation") and policy == BEST else None
+
+    evaluator = RecordedEvaluator("resnet50", noise=0.002, interfere=interfere)
+
+    def watch(event: Event) -> None:
+        if isinstance(event, ComparisonStarted):
+            stage["now"] = event.stage
+            ablated.extend(event.policies if event.stage == "ablation" else ())
+
+    decision = tune_with(evaluator, request_in(tmp_path, trials=8), watch)
+    assert BEST not in ablated
+    assert decision.policy.autocast == "bf16"
+    assert decision.speedup.value > 1.9
 
 
 def test_a_winner_that_was_only_lucky_is_not_confirmed(tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from landscape import SimulatedClock
 from recorded import Interference, RecordedEvaluator, grid, recorded_ms
 
 from amptune.errors import AmptuneError, NothingFeasibleError, StudyError, UserCodeError
-from amptune.measure.outcome import Failure
+from amptune.measure.outcome import Effort, Failure, Outcome
 from amptune.measure.worker import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.budget import Budget
@@ -301,3 +302,34 @@ def test_a_budget_for_the_baseline_alone_is_said_to_be_too_small(tmp_path: Path)
     decision, _ = tuned_on(RecordedEvaluator("resnet50"), tmp_path, trials=1)
     assert decision.findings[0].code == "budget-too-small"
     assert decision.provisional
+
+
+class Slow(RecordedEvaluator):
+    """Takes simulated time: its first trial more than the others."""
+
+    clock: SimulatedClock
+
+    def measure(self, policy: Policy, effort: Effort) -> Outcome:
+        self.clock.advance(1.5 if self.measured else 14.0)
+        return super().measure(policy, effort)
+
+
+def test_a_first_trial_that_pays_for_the_start_does_not_end_the_search(tmp_path: Path) -> None:
+    evaluator = Slow("resnet50", noise=0.002)
+    clock = evaluator.clock = SimulatedClock()
+    request = replace(request_in(tmp_path), budget=Budget(seconds=60, started=0.0, clock=clock))
+    decision = tune_with(evaluator, request, lambda _: None)
+    assert len(decision.trials) > 5
+    assert decision.speedup.value > 2
+
+
+def test_another_baseline_is_measured_first_in_an_old_study_whatever_its_kind_took_there(tmp_path: Path) -> None:
+    evaluator = RecordedEvaluator("resnet50", noise=0.002)
+    tuned_on(evaluator, tmp_path)
+    clock = SimulatedClock()
+    again = replace(
+        request_in(tmp_path, baseline=amp_recipe("bf16", cudnn_benchmark=True, fused_optimizer=True)),
+        budget=Budget(seconds=0.5, started=0.0, clock=clock),
+    )
+    decision = tune_with(evaluator, again, lambda _: None)
+    assert decision.baseline.policy.fused_optimizer
