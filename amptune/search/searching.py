@@ -78,7 +78,9 @@ def _search_until(
     fixed = dict(CHEAP) if all(map(study.has_knob, CHEAP)) else {}
     cheap_until_s = budget.spent_s + CHEAP_SHARE * (budget.left_s - reserve_s())
     while len(study.trials) != last:
-        if study.trial_of(baseline) is not None and budget.left_s - reserve_s() < SHORTEST_TRIAL_S:
+        # With the baseline alone there is nothing to compare yet, and so nothing to keep time for.
+        left_s = budget.left_s - (reserve_s() if len(study.trials) > 1 else 0.0)
+        if study.trial_of(baseline) is not None and left_s < SHORTEST_TRIAL_S:
             return "the budget for searching is spent"
         suggestion = study.suggest(fixed)
         hopeless = suggestion is not None and _is_hopeless(suggestion, study)
@@ -95,7 +97,6 @@ def _search_until(
         if hopeless:
             study.forget(suggestion)
             return "no policy that is left promises to be faster"
-        left_s = budget.left_s - reserve_s()
         if suggestion.policy == baseline:
             left_s = max(left_s, SHORTEST_BASELINE_S)
         enough = suggestion.policy == baseline or left_s >= _least_s(study, suggestion.policy)

@@ -32,7 +32,7 @@ from amptune.workload.protocol import Workload
 
 __all__ = ["TuningInterrupted", "run_tuning", "tune", "tune_with"]
 
-# The comparisons behind the search are kept at most this share of the budget; the search has the rest.
+# The comparisons behind the search are kept at most this share of the time there is once the workload is built.
 PROOF_SHARE = 0.6
 # The proof is not kept more time than for these launches of its contenders.
 LAUNCHES_KEPT = 20
@@ -196,7 +196,7 @@ def _proof_s(study: Study, budget: Budget, prepare_s: float) -> float:
     typical_s = costs[len(costs) // 2] if costs else 0.0
     contenders = min(2 + FINALISTS, len(costs))
     wanted_s = LAUNCHES_KEPT * (prepare_s + ROUNDS_PER_LAUNCH * contenders * typical_s)
-    return min(PROOF_SHARE * budget.seconds, wanted_s)
+    return min(PROOF_SHARE * (budget.seconds - prepare_s), wanted_s)
 
 
 def _finalists(study: Study, candidates: Candidates, start_s: float, time_s: float) -> tuple[Policy, ...]:
