@@ -25,7 +25,7 @@ __all__ = ["describe", "progress_for"]
 
 _STAGES = {
     "finals": "final comparison",
-    "refinement": "the winner, and what is one step from it",
+    "refinement": "the winner, and what may be faster",
     "ablation": "the winner, and what each of its settings buys",
     "verify": "the claim measured again",
 }

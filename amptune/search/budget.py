@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 __all__ = ["Budget", "Clock"]
 
@@ -31,6 +31,10 @@ class Budget:
     @property
     def left_s(self) -> float:
         return self.seconds - self.spent_s
+
+    def less(self, seconds: float) -> Budget:
+        """The same with so many seconds kept back for something else."""
+        return replace(self, seconds=self.seconds - seconds)
 
     @property
     def left_to_prepare_s(self) -> float:

@@ -30,7 +30,7 @@ ROUNDS_PER_LAUNCH = 3
 MOST_ROUNDS_PER_LAUNCH = 12
 MAX_LAUNCHES = 30
 # The standard deviation of a ratio between process launches that is reckoned with when rounds are shared out among
-# launches; 0.1 to 0.5 % were measured on an H200 where the GPU is the limit.
+# launches; 0.1 to 0.6 % were measured on an H200 where the GPU is the limit (reports/h200/trust).
 LAUNCHES_DIFFER = 0.005
 # Slower than this share of the best in all of this many looks, and it is not measured any more.
 FAR_BEHIND = 0.75

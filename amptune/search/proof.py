@@ -15,7 +15,7 @@ from amptune.search.decision import Verdict, is_worth_a_change, verdict_of
 from amptune.search.finals import ROUNDS_PER_LAUNCH
 from amptune.search.ratios import ENOUGH_LAUNCHES, Round, fastest_of, launches_of, ratio_between
 
-__all__ = ["Contest", "Eligible", "Match", "Proof"]
+__all__ = ["Contest", "Match", "Proof"]
 
 # A claim that rests on the measurements that chose the policy needs an interval so many times as wide to exclude 1:
 # 1.5 times, about Bonferroni's for six finalists, let too many through on a flat landscape (reports/replay.py --null).

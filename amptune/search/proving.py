@@ -1,13 +1,13 @@
 """From finalists to a proven winner.
 
-The finals choose it. Where there is time, refinements look for something faster one step away from it. The ablation
-measures what came of that anew, beside the baseline and without one setting at a time.
+The finals choose it. Where there is time, refinements look for something faster among the runners-up and one step away
+from it. The ablation measures what came of that anew, beside the baseline and without one setting at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.outcome import Failure
@@ -90,7 +90,7 @@ class _Stages:
         First the other finalists that are not beaten, then what is one step from the winner.
         """
         contest, runners_up = self.proof.contest, self.proof.runners_up
-        budget = replace(self.budget, seconds=self.budget.seconds - reserve_s)
+        budget = self.budget.less(reserve_s)
         seen = {policy for one in self.proof.finals for policy in one.outcomes} - set(runners_up)
         while (candidate := self.proof.candidate) is not None:
             near = dict.fromkeys([*runners_up, *contest.neighbours(candidate)])

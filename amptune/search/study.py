@@ -33,6 +33,7 @@ OUTLIER_SHARE = 0.6
 # What a policy may reach: so many standard deviations above what is expected of it.
 REACH = 3.0
 
+# The FP32 math mode of a policy that computes no product in FP32, to the proposer.
 UNUSED = "unused"
 
 ToPolicy = Callable[[Point], Policy]

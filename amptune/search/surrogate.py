@@ -2,8 +2,8 @@
 
 The speed of a policy is, on a logarithm, nearly a sum: what each setting brings, what pairs of settings bring
 together (half precision and channels_last), and a little that is the policy's own. A process whose kernel is that
-sum (Duvenaud et al., "Additive Gaussian Processes", 2011) learns from some forty trials what a space of 10,000
-policies holds. Pure: it knows points and numbers.
+sum (Duvenaud et al., "Additive Gaussian Processes", 2011) learns what a space of 10,000 policies holds from two to
+three hundred trials (reports/replay). Pure: it knows points and numbers.
 """
 
 from __future__ import annotations

@@ -213,8 +213,7 @@ def _finalists(study: Study, candidates: Candidates, start_s: float, time_s: flo
 
 
 def _with_time_for_a_loop(request: TuningRequest) -> TuningRequest:
-    budget = request.budget
-    return replace(request, budget=replace(budget, seconds=budget.seconds - loop_s(budget)))
+    return replace(request, budget=request.budget.less(loop_s(request.budget)))
 
 
 def _nothing_feasible(study: Study, candidates: Candidates) -> Exception:
