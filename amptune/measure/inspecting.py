@@ -13,10 +13,11 @@ from torch import nn
 
 from amptune.measure.bench import Bench
 from amptune.measure.failing import failure_of
-from amptune.measure.subject import Leaf, Subject
+from amptune.measure.subject import Leaf, Module, Subject
 from amptune.policy.settings import STOCK
 from amptune.runtime.digest import model_digest
 from amptune.runtime.nested import map_tensors
+from amptune.runtime.selection import has_forward
 
 __all__ = ["inspect_model"]
 
@@ -52,6 +53,7 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
         parameters=sum(p.numel() for p in bench.model.parameters()),
         leaves=tuple(_leaf(path, module, seen[path]) for path, module in leaves.items()),
         convolution_dims=frozenset(len(m.kernel_size) for m in leaves.values() if _is_convolution(m)),
+        modules=tuple(_module(path, module) for path, module in bench.model.named_modules() if path),
     )
 
 
@@ -73,6 +75,11 @@ def _watching(leaves: dict[str, nn.Module], seen: dict[str, _Seen]) -> Iterator[
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _module(path: str, module: nn.Module) -> Module:
+    types = type(module).__mro__
+    return Module(path=path, types=tuple(t.__name__ for t in types if t is not object), runs=has_forward(module))
 
 
 def _leaf(path: str, module: nn.Module, seen: _Seen) -> Leaf:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from amptune.hardware.machine import Hardware
 
-__all__ = ["Leaf", "Prepared", "Subject"]
+__all__ = ["Leaf", "Module", "Prepared", "Subject"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,19 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """Any module of the model but the root, under the first of its paths.
+
+    `types` are the names of its class and that one's bases, as type rules go by them; `runs` is False for a
+    container without a forward of its own (a ModuleList), which in a rule stands for its children.
+    """
+
+    path: str
+    types: tuple[str, ...]
+    runs: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """The workload as the search sees it. `convolution_dims` are the spatial dimensions of its convolutions."""
 
@@ -42,6 +55,7 @@ class Subject:
     parameters: int
     leaves: tuple[Leaf, ...]
     convolution_dims: frozenset[int]
+    modules: tuple[Module, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

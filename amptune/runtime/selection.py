@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from amptune.policy.settings import Fp32Rule
 
-__all__ = ["Selected", "select"]
+__all__ = ["Selected", "has_forward", "select"]
 
 # What wrapping puts before every path: torch.compile, and DistributedDataParallel or DataParallel.
 _WRAPPER_NAMES = ("_orig_mod", "module")
@@ -88,14 +88,15 @@ def _name_pattern(name: str) -> str:
 
 def _runnable(module: nn.Module) -> Iterator[nn.Module]:
     """The module, or where it has no forward (a ModuleList, a ModuleDict) the modules it holds."""
-    if _has_forward(module):
+    if has_forward(module):
         yield module
     else:
         for child in module.children():
             yield from _runnable(child)
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
+    """Whether the module runs by itself; a ModuleList or a ModuleDict does not."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
