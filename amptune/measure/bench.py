@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle
@@ -55,7 +55,7 @@ class Bench:
         self._clock = clock_for(device)
         self._memory = memory_for(device)
         self._sampler = Sampler(self._clock, Instruments(nvml, self._memory))
-        self._batches: dict[int, list[Any]] = {}
+        self._batches: dict[tuple[int, int], list[Any]] = {}
         self._build()
 
     def _build(self) -> None:
@@ -145,16 +145,32 @@ class Bench:
         return tuple(losses), norm, took_ms
 
     def _on_device(self, samples: int) -> list[Any]:
-        cached = self._cached_batches(samples)
+        cached = self.batches(samples)
         return [map_tensors(lambda tensor: tensor.to(self.device, copy=True), batch) for batch in cached]
 
-    def _cached_batches(self, samples: int) -> list[Any]:
+    def batches(self, samples: int, count: int = BATCHES) -> list[Any]:
         """The same batches for every policy, drawn once under a fixed seed and kept on the CPU."""
-        if samples not in self._batches:
+        if (samples, count) not in self._batches:
             _seed_everything()
             with user_code(f"batch({samples})"):
-                self._batches[samples] = [self.workload.batch(samples) for _ in range(BATCHES)]
-        return self._batches[samples]
+                self._batches[samples, count] = [self.workload.batch(samples) for _ in range(count)]
+        return self._batches[samples, count]
+
+    def restart(self, seed: int = SEED) -> None:
+        """Within `on_device`: the initial weights again, and all random generators seeded."""
+        self._put_back()
+        _seed_everything(seed)
+
+    def fingerprint(self, batches: Sequence[Any]) -> tuple[float, ...]:
+        """What another process has to have the same of, for its gradients to be comparable: weights and batches."""
+        sums: list[float] = []
+
+        def add(tensor: torch.Tensor) -> torch.Tensor:
+            sums.append(float(tensor.detach().double().abs().sum()))
+            return tensor
+
+        map_tensors(add, [self._initial, list(batches)])
+        return tuple(sums)
 
     def _state(self) -> list[torch.Tensor]:
         return [*self.model.parameters(), *self.model.buffers()]
@@ -162,10 +178,13 @@ class Bench:
     def _kinds_of_state(self) -> list[tuple[torch.Size, torch.dtype, bool]]:
         return [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in self._state()]
 
-    @torch.no_grad()
     def _restore(self) -> None:
         if self._kinds_of_state() != self._kinds:
             self._build()  # training made, dropped or converted a parameter or buffer: copying would not undo that
+        self._put_back()
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
         for tensor, initial in zip(self._state(), self._initial, strict=True):
             if 0 not in tensor.stride():  # an expanded buffer: no step can have written to it, nor can this
                 tensor.copy_(initial)
@@ -206,14 +225,14 @@ def _initialise_lazy(model: torch.nn.Module, workload: Workload) -> None:
         workload.loss(model, workload.batch(workload.batch_size))
 
 
-def _seed_everything() -> None:
+def _seed_everything(seed: int = SEED) -> None:
     import random
 
     import numpy as np
 
-    random.seed(SEED)
-    np.random.seed(SEED)  # users draw from the global generator; that is the one to seed
-    torch.manual_seed(SEED)
+    random.seed(seed)
+    np.random.seed(seed)  # users draw from the global generator; that is the one to seed
+    torch.manual_seed(seed)
 
 
 def _glance(effort: Effort) -> Effort:

@@ -22,7 +22,14 @@ _UNSUPPORTED = ("not implemented for", "is not supported", "not currently suppor
 
 
 class NonFiniteError(ArithmeticError):
-    """A loss, a weight or a buffer is not finite, or every step was skipped by the loss scaler."""
+    """A loss, a gradient, a weight or a buffer is not finite, or every step was skipped by the loss scaler.
+
+    `modules` are the paths of those whose gradients broke, where that is known.
+    """
+
+    def __init__(self, message: str, modules: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.modules = modules
 
 
 def failure_of(error: BaseException) -> Failure:

@@ -1,0 +1,53 @@
+"""Training without dropout, for comparing gradients: kernels of another dtype draw other masks from the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["without_dropout"]
+
+# Attributes that hold a probability: of nn.Dropout and its kin, and of recurrent layers and nn.MultiheadAttention,
+# which hand theirs to functions that no mode looks into.
+_ATTRIBUTES = ("p", "dropout")
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Every dropout of the model, module or function, keeps all there is; modules are put back at the end."""
+    changed = list(_probabilities(model))
+    for module, name, _ in changed:
+        setattr(module, name, 0.0)
+    try:
+        with _NoDropout():
+            yield
+    finally:
+        for module, name, probability in changed:
+            setattr(module, name, probability)
+
+
+def _probabilities(model: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
+    for module in model.modules():
+        for name in _ATTRIBUTES:
+            value = vars(module).get(name)
+            if isinstance(value, float) and 0 < value < 1 and (name == "dropout" or "Dropout" in type(module).__name__):
+                yield module, name, value
+
+
+class _NoDropout(TorchFunctionMode):
+    """Calls dropout functions with a probability of 0."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if "dropout_p" in kwargs:
+            kwargs["dropout_p"] = 0.0
+        elif "dropout" in name and "p" in kwargs:
+            kwargs["p"] = 0.0
+        elif "dropout" in name and len(args) > 1 and isinstance(args[1], float):
+            args = (args[0], 0.0, *args[2:])
+        return func(*args, **kwargs)

@@ -1,0 +1,75 @@
+"""Gradients, each reduced to a fixed number of sums under random signs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+__all__ = ["Sketcher"]
+
+# Of every parameter at least and at most so many sums are kept, and about so many of all parameters together.
+LEAST_COLUMNS, MOST_COLUMNS, ALL_COLUMNS = 64, 8192, 2**20
+_SEED = 0
+
+
+class Sketcher:
+    """Sketches the gradients of a model's parameters; the signs are the same in every process with the same device.
+
+    `columns` are each parameter's place in a sketch, `module_of` the path of the module that holds it ("" for the
+    model itself).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self._parameters = [parameter for _, parameter in named]
+        self.module_of = tuple(name.rpartition(".")[0] for name, _ in named)
+        most = min(MOST_COLUMNS, max(LEAST_COLUMNS, ALL_COLUMNS // max(1, len(named))))
+        widths = [min(parameter.numel(), most) for parameter in self._parameters]
+        ends = torch.tensor([0, *widths]).cumsum(0).tolist()
+        self.columns = tuple(slice(start, end) for start, end in pairwise(ends))
+        self._signs = [
+            self._signs_of(parameter, width) for parameter, width in zip(self._parameters, widths, strict=True)
+        ]
+
+    @torch.no_grad()
+    def __call__(self, scale: float | torch.Tensor = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sketch, elements that are not 0 for each parameter) of the gradients as they are, divided by `scale`."""
+        sketches, counts = [], []
+        for parameter, columns, signs in zip(self._parameters, self.columns, self._signs, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                sketches.append(torch.zeros(columns.stop - columns.start, device=parameter.device))
+                counts.append(torch.zeros((), dtype=torch.int64, device=parameter.device))
+                continue
+            sketches.append(_sums(_dense(gradient) / scale, signs, columns.stop - columns.start))
+            counts.append(torch.count_nonzero(_dense(gradient)))
+        return torch.cat(sketches).cpu(), torch.stack(counts).cpu()
+
+    def parameters_of(self, columns: Sequence[int]) -> list[int]:
+        """The parameters that these columns belong to."""
+        return [i for i, own in enumerate(self.columns) if any(own.start <= c < own.stop for c in columns)]
+
+    def _signs_of(self, parameter: nn.Parameter, width: int) -> torch.Tensor | None:
+        """+1 or -1 for each element, int8; None where every element is kept."""
+        if parameter.numel() == width:
+            return None
+        generator = torch.Generator(parameter.device).manual_seed(_SEED)
+        signs = torch.randint(
+            0, 2, (parameter.numel(),), generator=generator, device=parameter.device, dtype=torch.int8
+        )
+        return signs.mul_(2).sub_(1)
+
+
+def _sums(gradient: torch.Tensor, signs: torch.Tensor | None, width: int) -> torch.Tensor:
+    flat = gradient.reshape(-1).float()
+    if signs is None:
+        return flat
+    padding = -flat.numel() % width
+    return nn.functional.pad(flat * signs, (0, padding)).view(-1, width).sum(0)
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
