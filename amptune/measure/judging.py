@@ -17,11 +17,11 @@ from amptune.measure.dropping import without_dropout
 from amptune.measure.failing import NonFiniteError, failure_of
 from amptune.measure.numerics import (
     ROUNDING,
-    Rounding,
     Gradients,
     LossCurve,
     Parity,
     Reference,
+    Rounding,
     Run,
     Spread,
     Thoroughness,

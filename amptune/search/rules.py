@@ -1,0 +1,211 @@
+"""The rules that a person would write for chosen modules: few, general, and matching nothing else."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
+
+from amptune.measure.subject import Module
+from amptune.policy.settings import Fp32Rule
+
+__all__ = ["general_rules"]
+
+# `modules` lacks the root, and a type rule that names the root's class keeps the whole model in FP32. These are
+# what a root is most often; "Module" and "object" are what every module is.
+GENERIC_TYPES = frozenset({"Module", "object", "Sequential", "ModuleList", "ModuleDict"})
+
+# What keeps the patterns of one path few: stars in a pattern, and with `**` the names before and behind it.
+MOST_STARS = 3
+MOST_STARS_BEHIND = 2
+MOST_NAMES_BEHIND = 3
+MOST_NAMES_BEFORE = 2
+
+# Modules to cover, one bit each: the candidates are many, and most of the work is to compare what they cover.
+Bits = int
+
+
+class _Candidate(NamedTuple):
+    """A rule that covers these modules and none that must not be; the nicest sorts first.
+
+    `kind`: 0 is the path of a module that runs, 1 of a container, 2 a type, 3 a pattern, 4 one with `**`.
+    """
+
+    kind: int
+    stars: int
+    length: int
+    text: str
+    covers: Bits
+
+    @property
+    def rule(self) -> Fp32Rule:
+        return Fp32Rule(type=self.text) if self.kind == 2 else Fp32Rule(path=self.text)
+
+
+def general_rules(
+    chosen: Collection[str], modules: Sequence[Module], *, root_types: Collection[str] = ()
+) -> tuple[Fp32Rule, ...]:
+    """Rules that keep the chosen modules and what is inside them in FP32, and no others, in the model's order.
+
+    A type is named only where every module of it is covered; it is a class the model uses, not merely a base, and
+    none of `root_types`, the names of the root's class and its bases. No name may contain `*`. Raises `ValueError`
+    for a path that `modules` lacks.
+
+    The fewest rules are a minimum set cover; the greedy choice among the candidates has at most 1 + ln(modules)
+    times as many (Chvátal, Mathematics of Operations Research 4, 1979).
+    """
+    if unknown := sorted(set(chosen) - {module.path for module in modules}):
+        raise ValueError(f"no modules of the model: {', '.join(unknown)}")
+    tops = _tops(frozenset(chosen), modules)
+    best: dict[Bits, _Candidate] = {}
+    for candidate in _candidates(tops, modules, frozenset(root_types)):
+        best[candidate.covers] = min(candidate, best.get(candidate.covers, candidate))
+    taken = _without_idle(_greedy(best.values(), everything=(1 << len(tops)) - 1))
+    return tuple(candidate.rule for candidate in sorted(taken, key=lambda candidate: _first(candidate.covers)))
+
+
+def _tops(chosen: frozenset[str], modules: Iterable[Module]) -> list[str]:
+    """The outermost modules that run and are to be covered: with them goes all that is inside."""
+    covered = {module.path for module in modules if module.runs and not chosen.isdisjoint(_upward(module.path))}
+    return [module.path for module in modules if covered.intersection(_upward(module.path)) == {module.path}]
+
+
+def _upward(path: str) -> Iterator[str]:
+    """`a.b.c`, `a.b` and `a`."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+def _first(bits: Bits) -> int:
+    return (bits & -bits).bit_length()
+
+
+# --- candidates --------------------------------------------------------------------------------------------------
+
+
+def _candidates(tops: Sequence[str], modules: Sequence[Module], root_types: frozenset[str]) -> Iterator[_Candidate]:
+    wrong = _wrong(frozenset(tops), modules)
+    covers: dict[str, Bits] = defaultdict(int)
+    for number, top in enumerate(tops):
+        for path in _upward(top):
+            covers[path] |= 1 << number
+    right = [module for module in modules if module.path in covers and module.path not in wrong]
+    spoilers = [module for module in modules if module.path in wrong]
+    for module in right:
+        kind, path = 0 if module.runs else 1, module.path
+        yield _Candidate(kind=kind, stars=0, length=len(path), text=path, covers=covers[path])
+    yield from _types(right, covers, GENERIC_TYPES.union(root_types, *(module.types for module in spoilers)))
+    yield from _patterns(right, covers, [module.path for module in spoilers])
+
+
+def _wrong(tops: frozenset[str], modules: Iterable[Module]) -> frozenset[str]:
+    """What no rule may match: modules that must not be covered, and what holds one."""
+    uncovered = [module.path for module in modules if module.runs and tops.isdisjoint(_upward(module.path))]
+    return frozenset(path for outside in uncovered for path in _upward(outside))
+
+
+def _types(right: Sequence[Module], covers: Mapping[str, Bits], forbidden: frozenset[str]) -> Iterator[_Candidate]:
+    of_type: dict[str, Bits] = defaultdict(int)
+    for module in right:
+        for name in module.types:
+            of_type[name] |= covers[module.path]
+    for name in {module.types[0] for module in right} - forbidden:
+        yield _Candidate(kind=2, stars=0, length=len(name), text=name, covers=of_type[name])
+
+
+def _patterns(right: Iterable[Module], covers: Mapping[str, Bits], wrong: Sequence[str]) -> Iterator[_Candidate]:
+    """The patterns of a family that match something right and nothing wrong.
+
+    The family is such that the patterns made from a path are all those of the family that match it, so no pattern
+    need be matched with every path.
+    """
+    paths = [module.path for module in right]
+    patterns_of = _family([*paths, *wrong])
+    found: dict[str, Bits] = defaultdict(int)
+    for path in paths:
+        for pattern in patterns_of(path):
+            found[pattern] |= covers[path]
+    for path in wrong:
+        for pattern in patterns_of(path):
+            found.pop(pattern, None)
+    for pattern, bits in found.items():
+        yield _pattern(pattern, bits)
+
+
+def _pattern(text: str, covers: Bits) -> _Candidate:
+    """Of equally many stars, the most telling pattern where the depth is fixed and the shortest where it is open."""
+    stars = text.replace("**", "").count("*")
+    if "**" in text:
+        return _Candidate(kind=4, stars=stars, length=len(text), text=text, covers=covers)
+    return _Candidate(kind=3, stars=stars, length=-len(text), text=text, covers=covers)
+
+
+def _family(paths: Iterable[str]) -> Callable[[str], Iterator[str]]:
+    """A function that makes the patterns of one of these paths: `a.*.norm`, `a.layer*.norm`, `a.**.norm`, …"""
+    stems = frozenset(stem for path in paths for name in path.split(".") if (stem := name.rstrip("0123456789")) != name)
+
+    @cache
+    def options(name: str) -> list[tuple[str, int]]:
+        """The name itself, what is known to begin names that end in a number, and any name; and the stars in each."""
+        lengths = range(1, len(name) + 1)
+        return [(name, 0), *((f"{name[:n]}*", 1) for n in lengths if name[:n] in stems), ("*", 1)]
+
+    @cache
+    def written(path: str) -> list[tuple[str, int]]:
+        above, _, name = path.rpartition(".")
+        starts = [(f"{text}.", stars) for text, stars in written(above)] if above else [("", 0)]
+        return [
+            (start + end, stars + more)
+            for start, stars in starts
+            for end, more in options(name)
+            if stars + more <= MOST_STARS
+        ]
+
+    def patterns(path: str) -> Iterator[str]:
+        yield from (text for text, stars in written(path) if stars)
+        names = path.split(".")
+        for before in range(min(MOST_NAMES_BEFORE, len(names) - 1) + 1):
+            start = ".".join([*names[:before], "**."])
+            for behind in range(1, min(MOST_NAMES_BEHIND, len(names) - before) + 1):
+                ends = written(".".join(names[-behind:]))
+                yield from (start + text for text, stars in ends if stars <= MOST_STARS_BEHIND)
+
+    return patterns
+
+
+# --- choice ------------------------------------------------------------------------------------------------------
+
+
+def _greedy(candidates: Iterable[_Candidate], everything: Bits) -> list[_Candidate]:
+    """Takes what covers most of the modules left, the nicest where several do.
+
+    What a candidate covers of them only shrinks, so one that is still as good as it was in the heap is the best.
+    """
+    heap = [(-candidate.covers.bit_count(), candidate) for candidate in candidates]
+    heapq.heapify(heap)
+    taken: list[_Candidate] = []
+    left = everything
+    while left:
+        gain, candidate = heapq.heappop(heap)
+        now = -(candidate.covers & left).bit_count()
+        if now == gain:
+            taken.append(candidate)
+            left &= ~candidate.covers
+        elif now:
+            heapq.heappush(heap, (now, candidate))
+    return taken
+
+
+def _without_idle(taken: Sequence[_Candidate]) -> list[_Candidate]:
+    """Leaves out, the least nice first, what the others cover together."""
+    kept = list(taken)
+    for candidate in sorted(taken, reverse=True):
+        others = 0
+        for other in kept:
+            others |= 0 if other is candidate else other.covers
+        if not candidate.covers & ~others:
+            kept.remove(candidate)
+    return kept
