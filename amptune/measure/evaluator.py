@@ -11,9 +11,11 @@ from typing import Protocol, Self
 from amptune.errors import NothingFeasibleError
 from amptune.measure import worker
 from amptune.measure.loop_timing import LoopTiming
+from amptune.measure.numerics import Parity, Reference
 from amptune.measure.outcome import Effort, Failure, Outcome
 from amptune.measure.processes import WorkerProcess, workers_that_fit
 from amptune.measure.subject import Prepared
+from amptune.measure.trace import ModuleTrace
 from amptune.measure.worker import Setting, Source
 from amptune.policy.settings import STOCK, Policy
 
@@ -21,6 +23,8 @@ __all__ = ["Evaluator", "WorkerEvaluator"]
 
 # Importing torch, opening a CUDA context and building the model, for all contenders at once.
 START_LIMIT_S = 120.0
+# A judgement that takes so many times as long as it should has hung.
+PATIENCE = 4.0
 
 
 class Evaluator(Protocol):
@@ -39,6 +43,18 @@ class Evaluator(Protocol):
 
     def measure(self, policy: Policy, effort: Effort) -> Outcome: ...
 
+    def judge(self, policy: Policy, fp32: Policy, seconds: float) -> Parity | Failure:
+        """How training under a policy differs from training in the user's FP32.
+
+        The first call makes the reference, in about `seconds`, and all others use it; where it cannot be made, the
+        answer is why.
+        """
+        ...
+
+    def trace(self, policy: Policy, fp32: Policy, limit_s: float) -> tuple[ModuleTrace, ...] | Failure:
+        """Where numbers go wrong in one step under a policy, module by module."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -56,6 +72,7 @@ class WorkerEvaluator:
     log: Path
     _workers: dict[Policy | bool, WorkerProcess] = field(default_factory=dict)
     _room: int = 2
+    _reference: Reference | Failure | None = None
 
     def prepare(self, limit_s: float) -> Prepared:
         answer = self._worker(STOCK).call(limit_s, worker.prepare)
@@ -76,6 +93,18 @@ class WorkerEvaluator:
         if isinstance(outcome, Failure) and outcome.kind == "oom" and self._stop_others(policy):
             return self._measure(policy, effort)  # idle workers hold a CUDA context each, which training will not
         return outcome
+
+    def judge(self, policy: Policy, fp32: Policy, seconds: float) -> Parity | Failure:
+        if self._reference is None:
+            self._reference = self._worker(fp32).call(START_LIMIT_S + PATIENCE * seconds, worker.refer, fp32, seconds)
+        if isinstance(self._reference, Failure):
+            return self._reference
+        limit_s = START_LIMIT_S + PATIENCE * self._reference.seconds
+        parity = self._worker(policy).call(limit_s, worker.judge, policy, self._reference)
+        return Parity(failure=parity) if isinstance(parity, Failure) else parity
+
+    def trace(self, policy: Policy, fp32: Policy, limit_s: float) -> tuple[ModuleTrace, ...] | Failure:
+        return self._worker(policy).call(limit_s, worker.trace, policy, fp32)
 
     def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming | Failure:
         """The workload's own training loop under the policy, alone on the device, for `seconds` besides its warm-up."""

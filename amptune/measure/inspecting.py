@@ -54,6 +54,8 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
         leaves=tuple(_leaf(path, module, seen[path]) for path, module in leaves.items()),
         convolution_dims=frozenset(len(m.kernel_size) for m in leaves.values() if _is_convolution(m)),
         modules=tuple(_module(path, module) for path, module in bench.model.named_modules() if path),
+        root_types=_types_of(bench.model),
+        tolerance=bench.workload.evaluate_tolerance,
     )
 
 
@@ -78,8 +80,11 @@ def _watching(leaves: dict[str, nn.Module], seen: dict[str, _Seen]) -> Iterator[
 
 
 def _module(path: str, module: nn.Module) -> Module:
-    types = type(module).__mro__
-    return Module(path=path, types=tuple(t.__name__ for t in types if t is not object), runs=has_forward(module))
+    return Module(path=path, types=_types_of(module), runs=has_forward(module))
+
+
+def _types_of(module: nn.Module) -> tuple[str, ...]:
+    return tuple(kind.__name__ for kind in type(module).__mro__ if kind is not object)
 
 
 def _leaf(path: str, module: nn.Module, seen: _Seen) -> Leaf:

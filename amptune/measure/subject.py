@@ -46,7 +46,11 @@ class Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """The workload as the search sees it. `convolution_dims` are the spatial dimensions of its convolutions."""
+    """The workload as the search sees it.
+
+    `convolution_dims` are the spatial dimensions of its convolutions, `root_types` the names of the model's own class
+    and its bases, `tolerance` how far `evaluate` may be from what it says in FP32.
+    """
 
     name: str
     source_digest: str
@@ -56,6 +60,8 @@ class Subject:
     leaves: tuple[Leaf, ...]
     convolution_dims: frozenset[int]
     modules: tuple[Module, ...] = ()
+    root_types: tuple[str, ...] = ()
+    tolerance: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 
     from amptune.measure.bench import Bench
     from amptune.measure.loop_timing import LoopTiming
+    from amptune.measure.numerics import Parity, Reference
+    from amptune.measure.trace import ModuleTrace
     from amptune.workload.protocol import Workload
 
-__all__ = ["Reply", "Setting", "Source", "get_ready", "measure", "prepare", "start", "train"]
+__all__ = ["Reply", "Setting", "Source", "get_ready", "judge", "measure", "prepare", "refer", "start", "trace", "train"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +150,37 @@ def train(policy: Policy, seconds: float) -> LoopTiming | Failure:
         alone = _bench().measure(policy, Effort(warmup_s=seconds / 2, measure_s=seconds / 5))
         timing = run_loop(_bench(), policy, seconds)
         return timing if isinstance(alone, Failure) else replace(timing, alone_samples_per_s=alone.samples_per_s)
+    except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
+        traceback.print_exc()  # into the log
+        return failure_of(error)
+
+
+def refer(fp32: Policy, seconds: float) -> Reference | Failure:
+    """Training in FP32, which the numerics of policies are held against, made in about `seconds`."""
+    from amptune.measure.failing import failure_of
+    from amptune.measure.judging import make_reference
+
+    try:
+        return make_reference(_bench(), fp32, seconds)
+    except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
+        traceback.print_exc()  # into the log
+        return failure_of(error)
+
+
+def judge(policy: Policy, reference: Reference) -> Parity:
+    """How training under the policy differs from the reference."""
+    from amptune.measure.judging import judge
+
+    return judge(_bench(), policy, reference)
+
+
+def trace(policy: Policy, fp32: Policy) -> tuple[ModuleTrace, ...] | Failure:
+    """Where numbers go wrong in one step, module by module."""
+    from amptune.measure.failing import failure_of
+    from amptune.measure.tracing import trace_step
+
+    try:
+        return trace_step(_bench(), policy, fp32)
     except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
         traceback.print_exc()  # into the log
         return failure_of(error)

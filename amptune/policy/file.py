@@ -17,9 +17,9 @@ class Evidence(TypedDict, total=False):
     """What was measured in the final comparison; times in ms, memory in MiB, energy in J, rates per second.
 
     `baseline`, `amp_recipe` and the `finalists` hold the same figures for other policies, or their failure.
-    `launches` is how many process launches the speed-up rests on. `parity` is how far the first training steps
-    are from the baseline's; `ablation` what each setting buys, as the speed with it over the speed without;
-    `end_to_end` what a training loop with fresh data reached. `tuned_on` is UTC, ISO 8601.
+    `launches` is how many process launches the speed-up rests on. `parity` is how far training is from that in
+    FP32: the first steps, and what the numerics gate saw; `ablation` what each setting buys, as the speed with it
+    over the speed without; `end_to_end` what a training loop with fresh data reached. `tuned_on` is UTC, ISO 8601.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # type: ignore[misc]  # noqa: RUF012  # read by pydantic

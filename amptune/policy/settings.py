@@ -32,7 +32,8 @@ _STRICT = {"extra": "forbid"}
 class Reason:
     """Why a module is kept in FP32, as measured.
 
-    `saves_ms` is the step time its exclusion saves; `risk` the number that condemned its numerics.
+    `saves_ms` is the step time its exclusion saves; `risk` how many times as large the module makes the relative
+    error of what passes through it in half precision, a million where that overflows.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
@@ -63,6 +64,11 @@ class Fp32Rule:
             raise ValueError("an FP32 rule names either a path or a type, and not both")
         if self.path == "" or self.type == "":
             raise ValueError("an FP32 rule's path or type must not be empty")
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the numerics need it, and not the speed alone."""
+        return self.reason is not None and self.reason.risk is not None
 
     def __str__(self) -> str:
         return self.path if self.path is not None else f"type {self.type}"

@@ -15,6 +15,7 @@ from amptune.search.events import (
     ContenderMeasured,
     Event,
     Observer,
+    PolicyJudged,
     SearchEnded,
     SearchStarted,
     TrialEnded,
@@ -49,6 +50,10 @@ def describe(event: Event) -> str | None:
             return _started(event)
         case TrialEnded():
             return _trial(event)
+        case PolicyJudged():
+            judgement = event.judgement
+            mark = "sound" if judgement.passes else "unsound"
+            return f"numerics {mark}: {judgement.policy}: {judgement}"
         case SearchEnded():
             return f"search ended after {event.trials} new trials: {event.because}"
         case ComparisonStarted():

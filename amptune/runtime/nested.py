@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["map_tensors"]
+__all__ = ["map_tensors", "tensors_in"]
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -22,6 +22,18 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     passes through, and a container in which nothing changed is returned itself; none is changed in place.
     """
     return _mapped(fn, value)[0]
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in `value`, in order."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return found
 
 
 def _mapped(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> tuple[Any, bool]:

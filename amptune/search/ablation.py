@@ -37,7 +37,8 @@ class Ablated:
 def variants_of(policy: Policy) -> tuple[Variant, ...]:
     """One variant for each departure from stock PyTorch, the user's own batch size aside.
 
-    Reverting autocast takes along what has no meaning without it: FP32 rules and the loss scale.
+    Reverting autocast takes along what has no meaning without it: FP32 rules and the loss scale. Rules that the
+    numerics need are no setting to revert.
     """
     return tuple(variant for variant in _variants(policy) if variant.policy != policy)
 
@@ -91,10 +92,10 @@ def _variants(policy: Policy) -> Iterator[Variant]:
 
 
 def _without_rules(policy: Policy) -> Iterator[Variant]:
-    rules = policy.fp32_modules
+    rules = tuple(rule for rule in policy.fp32_modules if not rule.is_needed)
     groups = [(rule,) for rule in rules] if len(rules) <= MOST_RULES else [rules]
     for group in groups:
-        kept = tuple(rule for rule in rules if rule not in group)
+        kept = tuple(rule for rule in policy.fp32_modules if rule not in group)
         reverted = replace(policy, fp32_modules=kept)
         yield Variant(
             setting=f"fp32_modules: {' + '.join(map(str, group))}",

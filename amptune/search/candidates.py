@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from amptune.measure.subject import Prepared, Subject
-from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
 from amptune.search.exclusions import Group, Ladder, groups_by_intensity, rules_at_depth
 from amptune.search.space import (
     EXCLUSIONS,
@@ -52,22 +52,34 @@ class Candidates:
     baseline: Policy
     amp_recipes: tuple[Policy, ...]
     known_good: tuple[Policy, ...]
+    safeguards: Mapping[str, tuple[Fp32Rule, ...]] = field(default_factory=dict)
 
     def policy_of(self, point: Point) -> Policy:
         """The settings a point of the space stands for. Without a batch size it is the workload's own."""
         settings: dict[str, Any] = {"batch_size": self.batch_size, **point}
         depth = settings.pop("fp32_exclusions", 0)
-        rules = rules_at_depth(self.ladder, depth) if settings.get("autocast") != "off" else ()
-        return Policy(**settings, fp32_modules=rules)
+        autocast = settings.get("autocast", "off")
+        faster = rules_at_depth(self.ladder, depth) if autocast != "off" else ()
+        return Policy(**settings, fp32_modules=tuple(dict.fromkeys([*self.safeguards.get(autocast, ()), *faster])))
+
+    def guarded(self, safeguards: Mapping[str, tuple[Fp32Rule, ...] | None]) -> Candidates:
+        """The same, with rules that the numerics of an autocast dtype need; one that has None is not tried at all."""
+        kept = {dtype: rules for dtype, rules in safeguards.items() if rules is not None}
+        sound = tuple(
+            choice for choice in self.space.choices("autocast") if safeguards.get(str(choice), ()) is not None
+        )
+        space = restrict(self.space, "autocast", sound) if sound else self.space
+        return replace(self, space=space, safeguards=kept)
 
     def allows(self, policy: Policy) -> bool:
         """Whether each setting has a value that the space allows, the user's pins included, tried or not."""
         settings = {knob.name: knob.choices for knob in self.space.knobs if knob.name != EXCLUSIONS}
-        point = {name: getattr(policy, name) for name in settings} | {EXCLUSIONS: len(policy.fp32_modules)}
+        faster = [rule for rule in policy.fp32_modules if not rule.is_needed]
+        point = {name: getattr(policy, name) for name in settings} | {EXCLUSIONS: len(faster)}
         if forbidden_because(self.space, point) is not None:
             return False
         depths = self.space.choices(EXCLUSIONS)
-        few_enough = not depths or is_in(0, depths) or bool(policy.fp32_modules)
+        few_enough = not depths or is_in(0, depths) or bool(faster)
         return few_enough and all(is_in(getattr(policy, name), choices) for name, choices in settings.items())
 
     @property

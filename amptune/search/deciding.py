@@ -16,6 +16,7 @@ from amptune.policy.settings import Policy
 from amptune.search.ablation import Ablated, ablated, dropped
 from amptune.search.decision import Standing, Verdict, standings_of
 from amptune.search.evidence import evidence_of, labels_of
+from amptune.search.judging import Judge
 from amptune.search.proof import Proof
 from amptune.search.ratios import Ratio, Round, ratio_between
 from amptune.search.trial import Trial
@@ -51,6 +52,11 @@ class Decision:
         return self.policy_file.policy
 
     @property
+    def winner(self) -> Policy:
+        """The same as it was measured: the batch size of the workload is not written out."""
+        return self.verdict.winner.policy
+
+    @property
     def speedup(self) -> Ratio:
         """Samples per second under the policy over those of the baseline."""
         return self.verdict.speedup
@@ -64,12 +70,17 @@ def decide(
     prepared: Prepared,
     trials: Sequence[Trial],
     proof: Proof,
+    judge: Judge,
     *,
     amp_recipes: Sequence[Policy],
+    noticed_before: Sequence[Finding] = (),
     seconds: float,
     provisional: bool,
 ) -> Decision | None:
-    """None where the baseline was not measured or failed: then nothing can be claimed."""
+    """None where the baseline was not measured or failed: then nothing can be claimed.
+
+    `noticed_before` are findings from before the search.
+    """
     baseline = proof.contest.baseline
     compared = proof.verdict()
     provisional = provisional or compared is None
@@ -83,8 +94,15 @@ def decide(
     rounds = proof.rounds
     measured = [outcome for one in rounds for outcome in one.outcomes.values()]
     disturbed = noticed([*(trial.outcome for trial in trials), *measured])
-    findings = (*verdict.findings, *(_findings(proof, verdict) if compared else ()), *disturbed)
     policy = verdict.winner.policy
+    findings = (
+        *verdict.findings,
+        *(_findings(proof, verdict) if compared else ()),
+        *noticed_before,
+        *_rejected(judge, finalists),
+        *_not_judged(judge, policy),
+        *disturbed,
+    )
     return Decision(
         policy_file=PolicyFile(
             policy=replace(policy, batch_size=policy.batch_size or prepared.subject.batch_size),
@@ -95,6 +113,7 @@ def decide(
                 trials,
                 rounds,
                 finalists=finalists,
+                judgement=judge.known(policy),
                 amp_recipe=amp_recipe,
                 ablation=bought,
                 findings=findings,
@@ -148,6 +167,22 @@ def _findings(proof: Proof, verdict: Verdict) -> Iterator[Finding]:
             yield from dropped(ablated(ablation.rounds, ablation.candidate), policy)
 
 
+def _rejected(judge: Judge, finalists: Sequence[Standing]) -> Iterator[Finding]:
+    """The policies that were compared and are not as good as FP32."""
+    for standing in finalists:
+        judgement = judge.known(standing.policy)
+        if judge.has_rejected(standing.policy) and judgement is not None:
+            message = f"{standing.policy} cannot win: {judgement}"
+            module = judgement.shortcomings[0].module
+            yield Finding(code="rejected", message=message, module=module, figures={"speedup": standing.speedup})
+
+
+def _not_judged(judge: Judge, policy: Policy) -> Iterator[Finding]:
+    if not judge.is_exempt(policy) and judge.known(policy) is None:
+        message = f"the numerics of {policy} were not judged: watch its loss beside FP32's"
+        yield Finding(code="not-judged", message=message)
+
+
 def _verdict_of_trials(trials: Sequence[Trial], proof: Proof) -> Verdict | None:
     """The fastest trial wins, without an interval: what can be said before the final comparison."""
     baseline, eligible = proof.contest.baseline, proof.contest.eligible
@@ -157,7 +192,8 @@ def _verdict_of_trials(trials: Sequence[Trial], proof: Proof) -> Verdict | None:
         return None
     standings = standings_of([Round(launch=0, outcomes=by_policy)], baseline)
     of = {standing.policy: standing for standing in standings}
-    faster = (s for s in standings if s.failure is None and eligible(s.policy) and s.speedup > 1 + TRIAL_NOISE)
+    sound = (s for s in standings if s.failure is None and eligible(s.policy) and not proof.is_out(s.policy))
+    faster = (s for s in sound if s.speedup > 1 + TRIAL_NOISE)
     winner = next(faster, of[baseline])
     return Verdict(winner=winner, baseline=of[baseline], standings=standings, findings=(_without_finals(trials),))
 

@@ -9,6 +9,7 @@ from typing import Literal
 from amptune.measure.outcome import Outcome
 from amptune.measure.subject import Prepared
 from amptune.policy.settings import Policy
+from amptune.search.gate import Judgement
 from amptune.search.trial import Trial
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "ContenderMeasured",
     "Event",
     "Observer",
+    "PolicyJudged",
     "SearchEnded",
     "SearchStarted",
     "Stage",
@@ -80,5 +82,12 @@ class ContenderMeasured:
     outcome: Outcome
 
 
-Event = SearchStarted | TrialStarted | TrialEnded | SearchEnded | ComparisonStarted | ContenderMeasured
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyJudged:
+    """The numerics gate has spoken."""
+
+    judgement: Judgement
+
+
+Event = PolicyJudged | SearchStarted | TrialStarted | TrialEnded | SearchEnded | ComparisonStarted | ContenderMeasured
 Observer = Callable[[Event], None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, cast
@@ -15,10 +16,11 @@ from amptune.policy.settings import Policy
 from amptune.policy.wire import policy_to_dict
 from amptune.search.ablation import Ablated
 from amptune.search.decision import Standing, Verdict
+from amptune.search.gate import ILL_CONDITIONED, Judgement, used_of
 from amptune.search.ratios import Round
 from amptune.search.trial import Trial
 
-__all__ = ["evidence_of", "in_order", "labels_of", "parity_of"]
+__all__ = ["evidence_of", "in_order", "labels_of", "numerics_of", "parity_of"]
 
 # Under these labels the evidence holds. Others (driver, site labels) may differ without changing which policy wins.
 _HOLDS_FOR = {
@@ -40,6 +42,7 @@ def evidence_of(
     rounds: Sequence[Round],
     *,
     finalists: Sequence[Standing],
+    judgement: Judgement | None,
     amp_recipe: Standing | None,
     ablation: Sequence[Ablated],
     findings: Sequence[Finding],
@@ -54,7 +57,7 @@ def evidence_of(
     own: Any = _own_figures(winner)
     evidence = Evidence(
         baseline=_figures(verdict.baseline),
-        parity=parity_of(trials, rounds, winner.policy, verdict.baseline.policy),
+        parity=parity_of(trials, rounds, winner.policy, verdict.baseline.policy) | numerics_of(judgement),
         finalists=[_figures(standing) for standing in finalists],
         findings=[finding.as_dict() for finding in findings],
         tuned_on=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -96,6 +99,27 @@ def parity_of(trials: Sequence[Trial], rounds: Sequence[Round], policy: Policy, 
     if first.gradient_norm and own[0].gradient_norm is not None:
         parity["gradient_norm_deviation"] = abs(own[0].gradient_norm / first.gradient_norm - 1)
     return {name: float(f"{value:.3g}") for name, value in parity.items()}
+
+
+def numerics_of(judgement: Judgement | None) -> dict[str, Any]:
+    """What the numerics gate saw, and how much of what it allows was used at the worst place."""
+    if judgement is None:
+        return {}
+    parity = judgement.parity
+    compared = [module for module in parity.modules if module.rounding < ILL_CONDITIONED]
+    figures: dict[str, Any] = {
+        "share_of_allowed": used_of(parity),
+        "gradient_bias": max((module.bias for module in compared), default=None),
+        "gradient_error": max((module.error for module in compared), default=None),
+        "gradient_noise_fp32": statistics.median(module.noise for module in parity.modules) if parity.modules else None,
+        "loss_drift": parity.drift_share,
+        "loss_drift_of_fp32_spread": parity.drift,
+        "skipped_share": parity.skipped_share,
+        "evaluated": parity.evaluated,
+        "evaluated_fp32": parity.evaluated_fp32,
+    }
+    rounded = {name: float(f"{value:.3g}") for name, value in figures.items() if value is not None}
+    return rounded | {"modules": len(parity.modules), "modules_compared": len(compared), "spread_from": parity.spread}
 
 
 def _measurements(looks: Sequence[Mapping[Policy, Outcome]], policy: Policy) -> list[Measurement]:

@@ -8,11 +8,13 @@ ill-conditioned model cannot complain of), loss curves against how far FP32's ow
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from amptune.measure.numerics import ModuleParity, Parity
 from amptune.policy.findings import Finding
+from amptune.policy.settings import Policy
 
-__all__ = ["shortcomings"]
+__all__ = ["ILL_CONDITIONED", "Judgement", "judged", "used_of"]
 
 # Healthy networks were measured on an H200 and on a CPU in bf16, fp16 and TF32 (reports/README.md, "The numerics
 # gate"): bias up to 0.12, error up to 0.56 of the noise or three times `rounding`, drift up to 0.9.
@@ -29,11 +31,37 @@ MOST_DRIFT = 3.0
 MOST_SKIPPED = 0.2
 
 
-def shortcomings(parity: Parity, tolerance: float | None = None) -> tuple[Finding, ...]:
-    """Why a policy is not as good as FP32, the worst first; none where it passes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What the gate says of a policy; a policy with no `shortcomings` passes."""
 
-    With a `tolerance`, the workload's own `evaluate` decides where training did not break.
-    """
+    policy: Policy
+    parity: Parity
+    shortcomings: tuple[Finding, ...]
+
+    @property
+    def passes(self) -> bool:
+        return not self.shortcomings
+
+    def __str__(self) -> str:
+        if self.passes:
+            return f"as good as FP32: {used_of(self.parity):.0%} of what is allowed"
+        return "; ".join(map(str, self.shortcomings[:2]))
+
+
+def judged(policy: Policy, parity: Parity, tolerance: float | None = None) -> Judgement:
+    """The gate's word on a policy. With a `tolerance`, `evaluate` decides where training did not break."""
+    return Judgement(policy=policy, parity=parity, shortcomings=_shortcomings(parity, tolerance))
+
+
+def used_of(parity: Parity) -> float:
+    """How much of what is allowed a policy uses, at its worst place: 0 is FP32 itself, above 1 it fails."""
+    modules = [times for module in parity.modules for _, times, _ in _told_of(module)]
+    return max([*modules, parity.drift / MOST_DRIFT, parity.skipped_share / MOST_SKIPPED, 0.0])
+
+
+def _shortcomings(parity: Parity, tolerance: float | None) -> tuple[Finding, ...]:
+    """Why a policy is not as good as FP32, the worst first; none where it passes."""
     if parity.failure is not None:
         module = parity.broken[0] if parity.broken else None
         return (Finding(code="breaks", message=str(parity.failure), module=module),)
@@ -72,13 +100,18 @@ def _of_curve(parity: Parity) -> Iterator[Finding]:
 
 def _of_module(module: ModuleParity) -> Iterator[Finding]:
     """The worst that is to be said of a module's gradient, if it is bad enough."""
+    code, times, message = max(_told_of(module), key=lambda one: one[1])
+    if times > 1:
+        yield Finding(
+            code=f"gradient-{code}", message=message, module=module.path or None, figures={"times_allowed": times}
+        )
+
+
+def _told_of(module: ModuleParity) -> list[tuple[str, float, str]]:
+    """(code, times what is allowed, words) of everything that is looked at."""
     told = [
         ("vanishes", module.vanished / MOST_VANISHED, f"{module.vanished:.0%} of its gradient's elements vanish"),
-        (
-            "shrinks",
-            LEAST_SIZE / max(module.size, 1e-9),
-            f"its gradient is {module.size:.2g} times as large as in FP32",
-        ),
+        ("shrinks", _times_too_small(module.size), f"its gradient is {module.size:.2g} times as large as in FP32"),
     ]
     if module.rounding < ILL_CONDITIONED:
         floor = TIMES_ROUNDING * module.rounding
@@ -86,8 +119,9 @@ def _of_module(module: ModuleParity) -> Iterator[Finding]:
         error = f"its gradient is off by {module.error:.0%}, where it differs by {module.noise:.0%} between batches"
         bias = f"its mean gradient is off by {module.bias:.0%}"
         told += [("error", module.error / most_error, error), ("bias", module.bias / max(MOST_BIAS, floor), bias)]
-    code, times, message = max(told, key=lambda one: one[1])
-    if times > 1:
-        yield Finding(
-            code=f"gradient-{code}", message=message, module=module.path or None, figures={"times_allowed": times}
-        )
+    return told
+
+
+def _times_too_small(size: float) -> float:
+    """0 where the gradient is as large as in FP32, 1 where it is `LEAST_SIZE` of that."""
+    return max(0.0, (1 - size) / (1 - LEAST_SIZE)) if size > LEAST_SIZE else LEAST_SIZE / max(size, 1e-9)

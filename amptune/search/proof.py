@@ -29,7 +29,8 @@ class Contest:
     """Who takes part and who may win: the baseline, and of the others those that the user's wishes allow.
 
     `eligible` says it of the policies of the space, `variant_eligible` of a policy with one setting less. `neighbours`
-    gives the policies one step from another, the most promising first, allowed or not.
+    gives the policies one step from another, the most promising first, allowed or not. `rejected` tells which ones
+    did not pass the numerics gate so far: they are measured, and do not win.
     """
 
     baseline: Policy
@@ -38,11 +39,13 @@ class Contest:
     variant_eligible: Eligible
     neighbours: Callable[[Policy], Sequence[Policy]] = lambda _: ()
     tried: Mapping[Policy, Outcome] = field(default_factory=dict)
+    rejected: Eligible = lambda _: False
     seed: int = 0
 
     def may_refine(self, policy: Policy) -> bool:
         """Whether a policy may take the place of the winner."""
-        return policy != self.baseline and (self.eligible(policy) or self.variant_eligible(policy))
+        wanted = self.eligible(policy) or self.variant_eligible(policy)
+        return policy != self.baseline and wanted and not self.rejected(policy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +76,15 @@ class Proof:
         outcomes = (pair for one in self.rounds for pair in one.outcomes.items())
         return {policy: outcome for policy, outcome in outcomes if isinstance(outcome, Failure)}
 
+    def is_out(self, policy: Policy) -> bool:
+        """Whether a policy cannot win any more."""
+        return policy in self.failed or self.contest.rejected(policy)
+
     @property
     def candidate(self) -> Policy | None:
         """What the stages so far prefer, and the next one has to measure; None where that is the baseline."""
         last = self.ablations[-1] if self.ablations else None
-        if last is not None and last.candidate not in self.failed:
+        if last is not None and not self.is_out(last.candidate):
             verdict = self.verdict_on(last)
         else:
             verdict = self.finals_verdict()
@@ -92,15 +99,17 @@ class Proof:
         verdict = self.finals_verdict()
         if verdict is None:
             return []
-        winner, failed = verdict.winner.policy, self.failed
-        rivals = [p for p in self.finals[-1].outcomes if p not in failed and p != winner and self.contest.eligible(p)]
+        winner = verdict.winner.policy
+        rivals = [
+            p for p in self.finals[-1].outcomes if p != winner and self.contest.eligible(p) and not self.is_out(p)
+        ]
         ratios = {policy: ratio_between(self.finals, policy, winner) for policy in rivals}
         return sorted((p for p in rivals if ratios[p].high > 1), key=lambda p: -ratios[p].value)
 
     def _refined(self) -> Policy | None:
         """What the last refinement found to be faster than the one before, or else that; None where there was none."""
-        failed = self.failed
-        return next((best for one in reversed(self.refinements) if (best := self._best_of(one)) not in failed), None)
+        found = map(self._best_of, reversed(self.refinements))
+        return next((best for best in found if not self.is_out(best)), None)
 
     def _best_of(self, match: Match) -> Policy:
         """What is shown to be faster than the candidate of a refinement, and may win; else the candidate."""
@@ -123,13 +132,13 @@ class Proof:
 
     def finals_verdict(self, *, doubt: float = 1.0) -> Verdict | None:
         """None where the finals have no interval yet; what failed since cannot win any more."""
-        contest, failed = self.contest, self.failed
-        rivals = {policy for one in self.finals for policy in one.outcomes} - failed.keys() - {contest.baseline}
+        contest = self.contest
+        rivals = {p for one in self.finals for p in one.outcomes if not self.is_out(p)} - {contest.baseline}
         if not self.finals or (len(self.finals) < 2 and rivals):
             return None
 
         def may_win(policy: Policy) -> bool:
-            return policy not in failed and contest.eligible(policy)
+            return not self.is_out(policy) and contest.eligible(policy)
 
         return verdict_of(self.finals, contest.baseline, may_win, doubt=doubt)
 
@@ -151,7 +160,8 @@ class Proof:
     def may_win(self, ablation: Match) -> Eligible:
         """In an ablation: its candidate, those before it, and the variants that the user's wishes allow."""
         candidates = self.candidates_beside(ablation.candidate)
-        return lambda policy: policy in candidates or self.contest.variant_eligible(policy)
+        wanted = self.contest.variant_eligible
+        return lambda policy: (policy in candidates or wanted(policy)) and not self.contest.rejected(policy)
 
     def _says_enough(self, ablation: Match) -> bool:
         launches = min(ENOUGH_LAUNCHES, launches_of(self.finals))

@@ -6,7 +6,7 @@ from it. The ablation measures what came of that anew, beside the baseline and w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from amptune.measure.evaluator import Evaluator
@@ -28,9 +28,19 @@ FINALS_SHARE, ABLATION_SHARE = 0.4, 0.3
 NEIGHBOURS = 4
 
 
-def prove(evaluator: Evaluator, proof: Proof, budget: Budget, start_s: float, observer: Observer) -> None:
-    """Compares until the winner is known, refined, confirmed, and rid of what buys nothing; or the budget is spent."""
-    stages = _Stages(evaluator, proof, budget, start_s, observer)
+def prove(
+    evaluator: Evaluator,
+    proof: Proof,
+    budget: Budget,
+    start_s: float,
+    observer: Observer,
+    rejects: Callable[[Policy], bool] = lambda _: False,
+) -> None:
+    """Compares until the winner is known, refined, confirmed, and rid of what buys nothing; or the budget is spent.
+
+    `rejects` judges the numerics of a policy that is about to win; then the proof's contest knows too.
+    """
+    stages = _Stages(evaluator, proof, budget, start_s, observer, rejects)
     ablation_s = ABLATION_SHARE * budget.left_s
     stages.finals((1 - FINALS_SHARE) * budget.left_s, ablation_s)
     stages.refine(ablation_s)
@@ -46,6 +56,7 @@ class _Stages:
     budget: Budget
     start_s: float
     observer: Observer
+    rejects: Callable[[Policy], bool]
     # What one contender of a launch took in the finals.
     place_s: float = 0.0
 
@@ -92,7 +103,7 @@ class _Stages:
         contest, runners_up = self.proof.contest, self.proof.runners_up
         budget = self.budget.less(reserve_s)
         seen = {policy for one in self.proof.finals for policy in one.outcomes} - set(runners_up)
-        while (candidate := self.proof.candidate) is not None:
+        while (candidate := self._candidate()) is not None:
             near = dict.fromkeys([*runners_up, *contest.neighbours(candidate)])
             new = [policy for policy in near if policy not in seen and contest.may_refine(policy)][:NEIGHBOURS]
             launch_s = (1 + len(new)) * self.place_s
@@ -138,7 +149,7 @@ class _Stages:
     def _candidates(self) -> Iterator[Policy]:
         """The winner so far, then each simpler one that its ablation prefers, while there is time to measure it."""
         proof, tried = self.proof, set[Policy]()
-        candidate = proof.candidate if self.budget.left_s >= self.start_s else None
+        candidate = self._candidate() if self.budget.left_s >= self.start_s else None
         while candidate is not None and candidate not in tried:
             tried.add(candidate)
             before_s = self.budget.left_s
@@ -147,7 +158,13 @@ class _Stages:
             launch_s = (before_s - self.budget.left_s) / max(1, launches_of(last.rounds))
             if self.budget.left_s < ENOUGH_LAUNCHES * launch_s:
                 return
-            candidate = proof.candidate
+            candidate = self._candidate()
+
+    def _candidate(self) -> Policy | None:
+        """The proof's, once it passed the numerics gate."""
+        while (candidate := self.proof.candidate) is not None and self.rejects(candidate):
+            pass  # the proof has another one now
+        return candidate
 
     def _enough_ablation(self, ablation: Match) -> Enough:
         """When all is known to ±1 %, or it is shown that a setting is to be dropped, and so another one's turn."""

@@ -14,6 +14,7 @@ from amptune.errors import NothingFeasibleError, StudyError, TargetError, UserCo
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.outcome import Failure
 from amptune.measure.subject import Prepared
+from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.budget import Budget
 from amptune.search.candidates import Candidates, Wanted, candidates_for
@@ -21,6 +22,8 @@ from amptune.search.deciding import Decision, decide
 from amptune.search.end_to_end import checked_in_a_loop, loop_s
 from amptune.search.events import Observer, SearchStarted
 from amptune.search.finals import ROUNDS_PER_LAUNCH
+from amptune.search.guarding import guard_against
+from amptune.search.judging import Judge
 from amptune.search.proof import Contest, Proof
 from amptune.search.proving import FINALS_SHARE, prove
 from amptune.search.ratios import ENOUGH_LAUNCHES
@@ -106,14 +109,20 @@ def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) 
     prepared = evaluator.prepare(request.budget.left_to_prepare_s)
     prepare_s = request.budget.spent_s - before_s
     candidates = candidates_for(prepared, request.wanted)
+    judge = Judge(evaluator, candidates.baseline, request.budget, observer, prepared.subject.tolerance)
+    try:
+        guard = guard_against(judge, candidates.amp_recipes, prepared.subject)
+    except KeyboardInterrupt:
+        raise TuningInterrupted(None) from None
+    candidates = candidates.guarded(guard.safeguards)
     name, space = candidates.study_name, candidates.space
     study = open_study(request.study, name, space, candidates.policy_of, seed=request.seed)
-    progress = _Progress(request, prepared, candidates, study)
+    progress = _Progress(request, prepared, candidates, study, judge, guard.findings)
     try:
         _run(evaluator, progress, prepare_s, observer)
+        decision = progress.sound_decision()
     except KeyboardInterrupt:
         raise TuningInterrupted(progress.decision(provisional=True)) from None
-    decision = progress.decision(provisional=False)
     if decision is None:
         raise _nothing_feasible(study, candidates)
     return decision
@@ -127,6 +136,8 @@ class _Progress:
     prepared: Prepared
     candidates: Candidates
     study: Study
+    judge: Judge
+    findings: tuple[Finding, ...] = ()
     proof: Proof | None = None
 
     def enter_proof(self, start_s: float) -> Proof:
@@ -135,11 +146,19 @@ class _Progress:
         self.proof = self._proof_of(_finalists(self.study, self.candidates, start_s, time_s))
         return self.proof
 
+    def sound_decision(self) -> Decision | None:
+        """The decision, its winner judged."""
+        while (decision := self.decision(provisional=False)) is not None and self.judge.rejects(decision.winner):
+            pass  # it is another one now
+        return decision
+
     def decision(self, *, provisional: bool) -> Decision | None:
         return decide(
             self.prepared,
             self.study.trials,
             self.proof or self._proof_of(()),
+            self.judge,
+            noticed_before=self.findings,
             amp_recipes=self.candidates.amp_recipes,
             seconds=self.request.budget.spent_s,
             provisional=provisional,
@@ -154,6 +173,7 @@ class _Progress:
                 variant_eligible=self.candidates.allows,
                 neighbours=self.study.neighbours,
                 tried={trial.policy: trial.outcome for trial in self.study.trials},
+                rejected=self.judge.has_rejected,
                 seed=self.request.seed,
             )
         )
@@ -187,7 +207,7 @@ def _run(evaluator: Evaluator, progress: _Progress, prepare_s: float, observer: 
     proof = progress.enter_proof(prepare_s)
     if len(proof.contest.finalists) > 1:
         with suppress(StudyError):  # no worker can be started any more: what was measured by now decides
-            prove(evaluator, proof, request.budget, prepare_s, observer)
+            prove(evaluator, proof, request.budget, prepare_s, observer, progress.judge.rejects)
 
 
 def _proof_s(study: Study, budget: Budget, prepare_s: float) -> float:

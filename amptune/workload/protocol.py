@@ -30,7 +30,8 @@ class Workload:
     - `batch_size` is what training uses today, and so the baseline's.
     - `loader(batch_size)` returns what training iterates over, such as its DataLoader: batches as from `batch`.
       The policy that was found is then tried in a loop over it. Without it, that loop calls `batch` at each step.
-    - `evaluate(model)` may judge a trained model by one number.
+    - `evaluate(model)` may judge a trained model by one number, and `evaluate_tolerance` say how far a policy's may be
+      from FP32's after a moment of training; then that decides whether the numerics are sound.
     """
 
     model: Callable[[], torch.nn.Module]
@@ -40,6 +41,7 @@ class Workload:
     step: Callable[[Tuned, torch.nn.Module, torch.optim.Optimizer, Any], torch.Tensor] | None = None
     loader: Callable[[int], Iterable[Any]] | None = None
     evaluate: Callable[[torch.nn.Module], float] | None = None
+    evaluate_tolerance: float | None = None
     batch_size: int = 32
     name: str | None = None
 
@@ -53,6 +55,8 @@ class Workload:
         wrong += [f"{part} is missing" for part in ("model", "batch", "optimizer") if getattr(self, part) is None]
         if (self.loss is None) == (self.step is None):
             wrong.append("give either loss or step, and not both")
+        if self.evaluate_tolerance is not None and (self.evaluate is None or not self.evaluate_tolerance >= 0):
+            wrong.append("evaluate_tolerance needs evaluate, and must not be negative")
         if not isinstance(self.batch_size, int) or isinstance(self.batch_size, bool) or self.batch_size < 1:
             wrong.append(f"batch_size must be a whole number of at least 1, not {self.batch_size!r}")
         if wrong:

@@ -10,8 +10,10 @@ from functools import cache
 from pathlib import Path
 
 from amptune.hardware.machine import Cpu, Gpu, Hardware, Software
+from amptune.measure.numerics import Parity
 from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.subject import Leaf, Prepared, Subject
+from amptune.measure.trace import ModuleTrace
 from amptune.policy.settings import Policy
 
 H200 = Hardware(
@@ -86,6 +88,8 @@ class RecordedEvaluator:
     true_ms: Callable[[Policy], float] | None = None
     measured: list[Policy] = field(default_factory=list)
     launched: list[tuple[Policy, ...]] = field(default_factory=list)
+    judged: list[Policy] = field(default_factory=list)
+    parity: Callable[[Policy], Parity | Failure] = lambda _: Parity()
     closed: bool = False
 
     def prepare(self, limit_s: float) -> Prepared:  # noqa: ARG002  # a recording is there at once
@@ -121,6 +125,13 @@ class RecordedEvaluator:
             losses=(7.0, 6.9, 6.8),
             gradient_norm=3.0,
         )
+
+    def judge(self, policy: Policy, fp32: Policy, seconds: float) -> Parity | Failure:  # noqa: ARG002
+        self.judged.append(policy)
+        return self.parity(policy)
+
+    def trace(self, policy: Policy, fp32: Policy, limit_s: float) -> tuple[ModuleTrace, ...] | Failure:  # noqa: ARG002
+        return ()
 
     def close(self) -> None:
         self.closed = True

@@ -1,0 +1,246 @@
+"""The workload's training step under one policy, begun anew from the initial weights as often as asked."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from amptune.measure.bench import Bench
+from amptune.measure.dropping import without_dropout
+from amptune.measure.failing import NonFiniteError
+from amptune.measure.numerics import Gradients, LossCurve, Spread
+from amptune.measure.sketching import Sketcher
+from amptune.measure.stepping import Stepper
+from amptune.policy.settings import Policy
+from amptune.runtime.nested import map_tensors, tensors_in
+from amptune.runtime.tuned import Tuned
+from amptune.workload.user_errors import user_code
+
+__all__ = ["Feed", "Training", "fingerprint_of"]
+
+# So many batches are drawn, and fewer used where a step is slow.
+MOST_BATCHES = 8
+# From 65536 the loss scale can be halved so often before it is below 1e-5, where no gradient is worth scaling.
+MOST_HALVINGS = 33
+# A part of a batch has at least so many samples: BatchNorm takes no fewer than two.
+SMALLEST_PART = 4
+# Batches up to this many bytes stay on the device.
+RESIDENT_BYTES = 2**30
+# Seeds of one run are this far from those of another.
+SEED_STRIDE = 10_000
+
+
+@dataclass
+class Feed:
+    """Hands out copies of one batch at a time, the one at `at`; made of a workload's batches or the parts of one."""
+
+    batches: list[Any]
+    spread: Spread
+    device: torch.device
+    at: int = 0
+    _resident: list[Any] | None = None
+
+    def __post_init__(self) -> None:
+        if sum(map(_bytes_of, self.batches)) <= RESIDENT_BYTES:
+            self._resident = [self._moved(batch) for batch in self.batches]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._resident is None:
+            return self._moved(self.batches[self.at])
+        return map_tensors(torch.Tensor.clone, self._resident[self.at])
+
+    def keep(self, count: int) -> None:
+        """Forgets all but the first `count` batches."""
+        self.batches = self.batches[:count]
+
+    def _moved(self, batch: Any) -> Any:
+        return map_tensors(lambda tensor: tensor.to(self.device, copy=True), batch)
+
+
+@dataclass
+class Training:
+    """The workload's training step under one policy, begun anew from the initial weights as often as asked."""
+
+    bench: Bench
+    tuned: Tuned
+    feed: Feed
+    sketcher: Sketcher
+    _captured: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    @staticmethod
+    @contextmanager
+    def on(bench: Bench, policy: Policy) -> Iterator[Training]:
+        """On the bench's device, until the block ends, over batches of the workload's own size."""
+        feed = Feed(*_batches_of(bench), device=bench.device)
+        try:
+            with bench.on_device(_bare(policy), feed) as (tuned, _):
+                yield Training(bench, tuned, feed, Sketcher(tuned.model))
+        finally:
+            bench.release()
+
+    def step(self) -> None:
+        """One step, as training does it."""
+        self._stepper()()
+
+    def step_s(self) -> float:
+        """Seconds that a step takes, the first one aside."""
+        stepper = self._stepper()
+        float(stepper())
+        start_s = time.perf_counter()
+        float(stepper())
+        return time.perf_counter() - start_s
+
+    def gradients(
+        self, count: int, *, seed: int = 0, prepare: Callable[[torch.nn.Module], None] | None = None
+    ) -> Gradients:
+        """Of the first `count` batches, each from the initial weights (after `prepare`), without dropout."""
+        sketches, nonzero, losses = [], [], []
+        with without_dropout(self.tuned.model):
+            stepper = self._stepper(capture=True)
+            for self.feed.at in range(count):
+                losses.append(self._capture_one(stepper, SEED_STRIDE * seed + self.feed.at, prepare))
+                sketch, counts = self._captured.pop()
+                self._require_finite(sketch)
+                sketches.append(sketch.numpy())
+                nonzero.append(counts.numpy())
+        return Gradients(sketches=np.stack(sketches), nonzero=np.stack(nonzero), losses=tuple(losses))
+
+    def curve(self, order: Sequence[int], seed: int = 0) -> LossCurve:
+        """Trains from the initial weights over the batches in this order.
+
+        In the first epoch a step that the loss scaler skips is repeated: its scale is still coming down.
+        """
+        self.bench.restart(SEED_STRIDE * seed)
+        stepper = self._stepper()
+        losses: list[torch.Tensor] = []
+        skipped, settling = 0, MOST_HALVINGS
+        for place, self.feed.at in enumerate(order):
+            loss, went = self._step(stepper)
+            while not went and place < len(self.feed) and settling:
+                settling -= 1
+                loss, went = self._step(stepper)
+            skipped += not went
+            losses.append(loss)
+        found = torch.stack(losses).float().tolist()
+        broken = next((i for i, loss in enumerate(found) if not math.isfinite(loss)), None)
+        if broken is not None:
+            raise NonFiniteError(f"the loss is {found[broken]} at step {broken + 1}")
+        stepper.require_sound(self.tuned.model, len(found))
+        return LossCurve(
+            losses=tuple(found),
+            skipped=skipped,
+            scale=float(self.tuned.scaler.get_scale()),
+            evaluated=self._evaluated(),
+        )
+
+    def _capture_one(self, stepper: Stepper, seed: int, prepare: Callable[[torch.nn.Module], None] | None) -> float:
+        """Steps until the optimizer was reached, so that a gradient was captured; returns the loss."""
+        for _ in range(MOST_HALVINGS):
+            self.bench.restart(seed)
+            if prepare is not None:
+                prepare(self.tuned.model)
+            self._captured.clear()
+            loss = float(stepper())
+            if not math.isfinite(loss):
+                raise NonFiniteError(f"the loss is {loss} in the first step of batch {self.feed.at + 1}")
+            if self._captured:
+                del self._captured[1:]
+                return loss
+        raise NonFiniteError("the gradient overflows at every loss scale, so no step is taken")
+
+    def _capture(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before each optimizer step. One that scales by itself is called for overflowed gradients too."""
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is None or not float(found_inf):
+            scale = getattr(optimizer, "grad_scale", None)
+            self._captured.append(self.sketcher(1.0 if scale is None else scale))
+
+    def _require_finite(self, sketch: torch.Tensor) -> None:
+        if not torch.isfinite(sketch).all():
+            where = torch.nonzero(~torch.isfinite(sketch)).flatten().tolist()
+            modules = dict.fromkeys(self.sketcher.module_of[i] for i in self.sketcher.parameters_of(where))
+            first, more = next(iter(modules)), len(modules) - 1
+            others = f" and those of {more} modules more" if more else ""
+            raise NonFiniteError(f"the gradient of {first or 'the model itself'}{others} is not finite", tuple(modules))
+
+    def _step(self, stepper: Stepper) -> tuple[torch.Tensor, bool]:
+        """(the loss, whether the loss scaler let the step through)."""
+        scaler = self.tuned.scaler
+        before = scaler.get_scale()
+        loss = stepper()
+        return loss, not scaler.is_enabled() or scaler.get_scale() >= before
+
+    def _stepper(self, *, capture: bool = False) -> Stepper:
+        stepper = Stepper(self.bench.workload, self.tuned, self.feed)
+        if capture:
+            stepper.before_optimizer(self._capture)
+        return stepper
+
+    def _evaluated(self) -> float | None:
+        evaluate = self.bench.workload.evaluate
+        if evaluate is None:
+            return None
+        with user_code("evaluate(model)"), torch.no_grad():
+            return float(evaluate(self.tuned.model))
+
+
+def fingerprint_of(bench: Bench) -> tuple[float, ...]:
+    """What tells whether another process would train from the same weights on the same data."""
+    batches, _ = _batches_of(bench)
+    return bench.fingerprint(batches[:1])
+
+
+def _batches_of(bench: Bench) -> tuple[list[Any], Spread]:
+    """(batches to train on, what gives them their spread): the workload's, or the parts of a constant one."""
+    samples = bench.workload.batch_size
+    batches = bench.batches(samples, MOST_BATCHES)
+    if any(not _same(batch, batches[0]) for batch in batches[1:]):
+        return batches, "batches"
+    parts = min(MOST_BATCHES, samples // SMALLEST_PART)
+    if parts < 2 or not _is_divisible(batches[0], samples):
+        return batches[:1], "none"
+    return [_part(batches[0], samples, parts, which) for which in range(parts)], "parts"
+
+
+def _same(a: Any, b: Any) -> bool:
+    ours, theirs = tensors_in(a), tensors_in(b)
+    return len(ours) == len(theirs) and all(
+        x.shape == y.shape and torch.equal(x, y) for x, y in zip(ours, theirs, strict=True)
+    )
+
+
+def _is_divisible(batch: Any, samples: int) -> bool:
+    return any(tensor.dim() and tensor.size(0) == samples for tensor in tensors_in(batch))
+
+
+def _part(batch: Any, samples: int, parts: int, which: int) -> Any:
+    """One of `parts` parts of a batch along its first dimension."""
+    size = samples // parts
+
+    def narrowed(tensor: torch.Tensor) -> torch.Tensor:
+        of_samples = tensor.dim() and tensor.size(0) == samples
+        return tensor.narrow(0, which * size, size) if of_samples else tensor
+
+    return map_tensors(narrowed, batch)
+
+
+def _bytes_of(batch: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(batch))
+
+
+def _bare(policy: Policy) -> Policy:
+    """The policy over the workload's own batch, whatever it makes of that: precision alone is looked at."""
+    return replace(policy, batch_size=None, accumulate=1)

@@ -1,0 +1,97 @@
+"""Judges policies by the numerics gate, each once, within its share of the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from amptune.measure.evaluator import Evaluator
+from amptune.measure.outcome import Failure
+from amptune.policy.settings import Fp32Math, Policy
+from amptune.search.budget import Budget
+from amptune.search.events import Observer, PolicyJudged
+from amptune.search.gate import Judgement, judged
+
+__all__ = ["Judge", "OutOfTimeError", "fp32_of"]
+
+# Of the budget: for the FP32 reference, made once; and for it and all judgements before the search.
+REFERENCE_SHARE, SHARE = 0.08, 0.25
+# A reference made in less says too little: it is made even where the budget is short.
+SHORTEST_REFERENCE_S = 2.0
+# What FP32 operations use, the more precise first.
+_BY_PRECISION: tuple[Fp32Math, ...] = ("ieee", "stock", "tf32")
+
+
+class OutOfTimeError(Exception):
+    """The gate's share of the budget is used up."""
+
+
+def fp32_of(baseline: Policy) -> Policy:
+    """The user's own FP32, which everything is held against; stock PyTorch's where the baseline uses autocast."""
+    return Policy(fp32_math=baseline.fp32_math if baseline.autocast == "off" else "stock")
+
+
+@dataclass
+class Judge:
+    """Remembers what it judged; `failure` says why nothing can be judged, if that is so."""
+
+    evaluator: Evaluator
+    baseline: Policy
+    budget: Budget
+    observer: Observer
+    tolerance: float | None = None
+    failure: Failure | None = None
+    spent_s: float = 0.0
+    _judgements: dict[Policy, Judgement] = field(default_factory=dict)
+
+    @property
+    def judgements(self) -> Mapping[Policy, Judgement]:
+        return self._judgements
+
+    def is_exempt(self, policy: Policy) -> bool:
+        """Whether there is nothing to judge: FP32 as precise as the user's own, or what training uses today."""
+        precision = _BY_PRECISION.index
+        as_precise = precision(policy.fp32_math) <= precision(fp32_of(self.baseline).fp32_math)
+        plain = policy.autocast == "off" and policy.compile == "off" and as_precise
+        return plain or _numerics_of(policy) == _numerics_of(self.baseline)
+
+    def judgement_of(self, policy: Policy) -> Judgement | None:
+        """None where it is exempt, or where nothing can be judged."""
+        own = _numerics_of(policy)
+        if self.is_exempt(policy) or self.failure is not None:
+            return None
+        if own not in self._judgements:
+            before_s = self.budget.spent_s
+            seconds = max(SHORTEST_REFERENCE_S, REFERENCE_SHARE * self.budget.seconds)
+            parity = self.evaluator.judge(own, fp32_of(self.baseline), seconds)
+            self.spent_s += self.budget.spent_s - before_s
+            if isinstance(parity, Failure):
+                self.failure = parity
+                return None
+            self._judgements[own] = judged(own, parity, self.tolerance)
+            self.observer(PolicyJudged(judgement=self._judgements[own]))
+        return self._judgements[own]
+
+    def known(self, policy: Policy) -> Judgement | None:
+        """What was judged of it, if it was."""
+        return self._judgements.get(_numerics_of(policy))
+
+    def has_rejected(self, policy: Policy) -> bool:
+        """Whether it was judged and did not pass."""
+        judgement = None if self.is_exempt(policy) else self.known(policy)
+        return judgement is not None and not judgement.passes
+
+    def rejects(self, policy: Policy) -> bool:
+        """Whether a policy must not win."""
+        judgement = self.judgement_of(policy)
+        return judgement is not None and not judgement.passes
+
+    def require_time(self) -> None:
+        """Raises `OutOfTimeError` where the share for judging before the search is used up."""
+        if self.spent_s > SHARE * self.budget.seconds:
+            raise OutOfTimeError
+
+
+def _numerics_of(policy: Policy) -> Policy:
+    """What of a policy its numerics depend on."""
+    return replace(policy, batch_size=None, accumulate=1, fused_optimizer=False)

@@ -1,0 +1,109 @@
+"""When a policy fails the numerics gate: which few modules have to stay in FP32 for it to pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from amptune.measure.outcome import Failure
+from amptune.measure.subject import Subject
+from amptune.measure.trace import ModuleTrace, suspects
+from amptune.policy.settings import Fp32Rule, Policy, Reason
+from amptune.search.culprits import smallest_cure
+from amptune.search.judging import Judge, fp32_of
+from amptune.search.rules import general_rules
+
+__all__ = ["Cure", "cure_of"]
+
+# A trace shows the first module that breaks; what it hides is seen once that one is in FP32. So many are followed.
+MOST_SUSPECTS = 4
+TRACE_LIMIT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cure:
+    """The modules that a policy needs in FP32, none of which can be dropped, and the rules that name them.
+
+    `traces` are of the policy that failed, in the order of the forward pass; `judgements` is how many it took.
+    """
+
+    modules: tuple[str, ...]
+    rules: tuple[Fp32Rule, ...]
+    traces: tuple[ModuleTrace, ...]
+    judgements: int
+
+
+def cure_of(judge: Judge, policy: Policy, subject: Subject) -> Cure | None:
+    """None where not even all modules in FP32 let the policy pass: what is wrong is then outside of them.
+
+    Raises `OutOfTimeError`.
+    """
+    before = len(judge.judgements)
+
+    def with_rules(modules: Sequence[str]) -> Policy:
+        return replace(policy, fp32_modules=(*policy.fp32_modules, *(Fp32Rule(path=path) for path in modules)))
+
+    def passes(modules: Sequence[str]) -> bool:
+        judge.require_time()
+        judgement = judge.judgement_of(with_rules(modules))
+        return judgement is not None and judgement.passes
+
+    traces = _traced(judge, policy)
+    guess = _followed(judge, with_rules, passes, traces, {module.path for module in subject.modules if module.runs})
+    found = smallest_cure(_units(subject, traces), passes, suspects=guess)
+    if found is None:
+        return None
+    rules = general_rules(found, subject.modules, root_types=subject.root_types)
+    return Cure(
+        modules=found,
+        rules=tuple(_with_reason(rule, found, traces) for rule in rules),
+        traces=traces,
+        judgements=len(judge.judgements) - before,
+    )
+
+
+def _traced(judge: Judge, policy: Policy) -> tuple[ModuleTrace, ...]:
+    traces = judge.evaluator.trace(policy, fp32_of(judge.baseline), TRACE_LIMIT_S)
+    return () if isinstance(traces, Failure) else traces
+
+
+def _followed(
+    judge: Judge,
+    with_rules: Callable[[Sequence[str]], Policy],
+    passes: Callable[[Sequence[str]], bool],
+    traces: Sequence[ModuleTrace],
+    known: Iterable[str],
+) -> tuple[str, ...]:
+    """The first suspects, each found with those before it in FP32, until the policy passes; none if it does not."""
+    guess: list[str] = []
+    while len(guess) < MOST_SUSPECTS:
+        following = next((path for path in suspects(traces) if path in known and path not in guess), None)
+        if following is None:
+            return ()
+        guess.append(following)
+        if passes(guess):
+            return tuple(guess)
+        traces = _traced(judge, with_rules(guess))
+    return ()
+
+
+def _units(subject: Subject, traces: Sequence[ModuleTrace]) -> list[str]:
+    """What can be kept in FP32: modules without children, the most suspicious first, then those around them."""
+    ranked = [path for path in suspects(traces) if path]
+    place = {path: i for i, path in enumerate(ranked)}
+    holds = {module.path: 0 for module in subject.modules}
+    for module in subject.modules:
+        parent = module.path.rpartition(".")[0]
+        while parent:
+            holds[parent] += 1
+            parent = parent.rpartition(".")[0]
+    running = [module.path for module in subject.modules if module.runs and (not ranked or module.path in place)]
+    return sorted(running, key=lambda path: (holds[path], place.get(path, math.inf)))
+
+
+def _with_reason(rule: Fp32Rule, found: Sequence[str], traces: Sequence[ModuleTrace]) -> Fp32Rule:
+    """With what condemned the module it names; for a rule of several, the worst of all."""
+    named = [rule.path] if rule.path in found else found
+    risk = max((trace.adds for trace in traces if trace.path in named), default=0.0)
+    return replace(rule, reason=Reason(risk=float(f"{risk:.3g}")))
