@@ -1,0 +1,159 @@
+"""What one training step spends its time on, as a value: the figures that findings about speed are made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = [
+    "CastTime",
+    "GroupedConvolution",
+    "LayoutTime",
+    "ModuleTime",
+    "OperationTime",
+    "ProductTime",
+    "StepProfile",
+    "UnalignedMatmul",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleTime:
+    """The time of a module's own operations, forward and backward, without those of its children.
+
+    Here and below, `module` is the path of the innermost module whose forward issued the work, `""` for the
+    model's own forward, and None for what no module did: the loss, gradient accumulation.
+    """
+
+    module: str | None
+    ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastTime:
+    """Copies from one floating-point type to another; `mib` counts what they read and what they write."""
+
+    module: str | None
+    count: float
+    ms: float
+    mib: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutTime:
+    """Copies that only change a tensor's memory layout, or pad its channels, around one module's convolutions.
+
+    `channels` are the convolution's input channels; None where no convolution called for the copy.
+    """
+
+    module: str | None
+    kernel: str
+    channels: int | None
+    count: float
+    ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnalignedMatmul:
+    """A half-precision product (m, k) × (k, n) in which a dimension is no multiple of 8."""
+
+    module: str | None
+    op: str
+    m: int
+    n: int
+    k: int
+    count: float
+    ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedConvolution:
+    """A convolution in groups, forward and backward; `plain_ms` of its `ms` ran without tensor cores."""
+
+    module: str | None
+    groups: int
+    channels: int
+    ms: float
+    plain_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductTime:
+    """Matrix products, or convolutions, of one module, by the kernels that computed them.
+
+    Kernels whose names do not tell are in neither. `slowest_plain` is the kernel without tensor cores that
+    took longest.
+    """
+
+    module: str | None
+    kind: Literal["matmul", "convolution"]
+    tensor_core_ms: float
+    plain_ms: float
+    slowest_plain: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationTime:
+    """One kind of operation in one module, forward and backward, that is no product, cast or optimizer step.
+
+    `operation` is PyTorch's name without what tells its variants apart: `batch_norm` for
+    `aten::native_batch_norm_backward`.
+    """
+
+    module: str | None
+    operation: str
+    count: float
+    ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProfile:
+    """Means per training step, over `steps` profiled ones. Lists are sorted by time, the longest first.
+
+    `step_ms` and `host_ms` are timed without the profiler, which slows the host: a step among others, and the
+    time in which the host issues one, given an idle device. `gpu_busy_ms` is the time in which any kernel or
+    copy runs, which the profiler leaves as it is. On a CPU the figures of a GPU are None or empty, and times of
+    operations are scaled to `step_ms`. `attributed` is False where modules could not be watched (compiled
+    models); every `module` is None then. `cut_short` says that fewer steps were profiled than asked for, since
+    their events would not have fitted in memory.
+    """
+
+    device: Literal["cuda", "cpu"]
+    steps: int
+    step_ms: float
+    host_ms: float | None = None
+    gpu_busy_ms: float | None = None
+    kernels: float = 0.0
+    synchronizations: float = 0.0
+    optimizer_ms: float = 0.0
+    optimizer_kernels: float = 0.0
+    modules: tuple[ModuleTime, ...] = ()
+    casts: tuple[CastTime, ...] = ()
+    layouts: tuple[LayoutTime, ...] = ()
+    unaligned: tuple[UnalignedMatmul, ...] = ()
+    grouped: tuple[GroupedConvolution, ...] = ()
+    products: tuple[ProductTime, ...] = ()
+    operations: tuple[OperationTime, ...] = ()
+    attributed: bool = True
+    cut_short: bool = False
+
+    @property
+    def gpu_idle_ms(self) -> float | None:
+        """The part of a step in which the GPU runs nothing."""
+        return None if self.gpu_busy_ms is None else max(0.0, self.step_ms - self.gpu_busy_ms)
+
+    @property
+    def gpu_idle_share(self) -> float | None:
+        return None if self.gpu_idle_ms is None else self.gpu_idle_ms / self.step_ms
+
+    @property
+    def cast_ms(self) -> float:
+        return sum(cast.ms for cast in self.casts)
+
+    @property
+    def cast_count(self) -> float:
+        return sum(cast.count for cast in self.casts)
+
+    @property
+    def layout_ms(self) -> float:
+        return sum(layout.ms for layout in self.layouts)
