@@ -23,6 +23,7 @@ STARTED = time.monotonic()
 
 _COMMANDS = {
     "check": "amptune.cli.files:check_command",
+    "diagnose": "amptune.cli.diagnose:diagnose_command",
     "explain": "amptune.cli.files:explain_command",
     "init": "amptune.cli.init:init_command",
     "probe": "amptune.cli.probe:probe_command",
@@ -62,6 +63,7 @@ def cli() -> None:
     amptune init train_workload.py                  describe your training step
     amptune tune train_workload.py:workload         measure; writes policy.yaml
     amptune explain policy.yaml                     what was found, in words
+    amptune diagnose train_workload.py:workload     why is it slow, where do NaNs come from?
     amptune verify policy.yaml train_workload.py:workload      does it still hold?
 
     In training: tuned = amptune.apply("policy.yaml", model)

@@ -14,6 +14,8 @@ from amptune.measure.loop_timing import LoopTiming
 from amptune.measure.numerics import Parity, Reference
 from amptune.measure.outcome import Effort, Failure, Outcome
 from amptune.measure.processes import WorkerProcess, workers_that_fit
+from amptune.measure.sensitivity import Half, Sensitivity
+from amptune.measure.speed_profile import StepProfile
 from amptune.measure.subject import Prepared
 from amptune.measure.trace import ModuleTrace
 from amptune.measure.worker import Setting, Source
@@ -53,6 +55,10 @@ class Evaluator(Protocol):
 
     def trace(self, policy: Policy, fp32: Policy, limit_s: float) -> tuple[ModuleTrace, ...] | Failure:
         """Where numbers go wrong in one step under a policy, module by module."""
+        ...
+
+    def sense(self, policy: Policy, dtypes: tuple[Half, ...], limit_s: float) -> Sensitivity | Failure:
+        """What half precision does to each module by itself, in the policy's memory format and FP32 math."""
         ...
 
     def close(self) -> None: ...
@@ -105,6 +111,14 @@ class WorkerEvaluator:
 
     def trace(self, policy: Policy, fp32: Policy, limit_s: float) -> tuple[ModuleTrace, ...] | Failure:
         return self._worker(policy).call(limit_s, worker.trace, policy, fp32)
+
+    def sense(self, policy: Policy, dtypes: tuple[Half, ...], limit_s: float) -> Sensitivity | Failure:
+        return self._worker(policy).call(limit_s, worker.sense, policy, dtypes)
+
+    def profile(self, policy: Policy, limit_s: float) -> StepProfile | Failure:
+        """What a step spends its time on, the policy's process alone on the device."""
+        self._stop_others(policy)
+        return self._worker(policy).call(limit_s, worker.profile, policy)
 
     def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming | Failure:
         """The workload's own training loop under the policy, alone on the device, for `seconds` besides its warm-up."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 from amptune.policy.findings import Finding
 
-__all__ = ["AGREEMENT", "WORTH_SAYING", "LoopTiming", "compare_with_loop"]
+__all__ = ["AGREEMENT", "WORTH_SAYING", "LoopTiming", "compare_with_loop", "limits_of"]
 
 # Two processes that measure the same step differ by about this much, and so do two runs of a few seconds: a
 # difference within it says nothing.
@@ -86,7 +86,7 @@ def compare_with_loop(timing: LoopTiming, *, samples_per_s: float) -> tuple[Find
     """
     return (
         _end_to_end(timing, samples_per_s),
-        *_reasons(timing),
+        *limits_of(timing),
         *_other_launch(timing, samples_per_s),
         *_other_step(timing, timing.alone_samples_per_s or samples_per_s),
     )
@@ -111,7 +111,8 @@ def _end_to_end(timing: LoopTiming, samples_per_s: float) -> Finding:
     )
 
 
-def _reasons(timing: LoopTiming) -> Iterator[Finding]:
+def limits_of(timing: LoopTiming) -> Iterator[Finding]:
+    """What keeps the device from working all the time: the input, copies, the host."""
     if timing.input_bound:
         yield _reason("input-bound", timing.wait_share, _input_bound(timing), wait_ms=timing.wait_ms)
     if timing.copy_share > WORTH_SAYING:

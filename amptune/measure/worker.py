@@ -24,10 +24,26 @@ if TYPE_CHECKING:
     from amptune.measure.bench import Bench
     from amptune.measure.loop_timing import LoopTiming
     from amptune.measure.numerics import Parity, Reference
+    from amptune.measure.sensitivity import Half, Sensitivity
+    from amptune.measure.speed_profile import StepProfile
     from amptune.measure.trace import ModuleTrace
     from amptune.workload.protocol import Workload
 
-__all__ = ["Reply", "Setting", "Source", "get_ready", "judge", "measure", "prepare", "refer", "start", "trace", "train"]
+__all__ = [
+    "Reply",
+    "Setting",
+    "Source",
+    "get_ready",
+    "judge",
+    "measure",
+    "prepare",
+    "profile",
+    "refer",
+    "sense",
+    "start",
+    "trace",
+    "train",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +197,30 @@ def trace(policy: Policy, fp32: Policy) -> tuple[ModuleTrace, ...] | Failure:
 
     try:
         return trace_step(_bench(), policy, fp32)
+    except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
+        traceback.print_exc()  # into the log
+        return failure_of(error)
+
+
+def profile(policy: Policy) -> StepProfile | Failure:
+    """What a step spends its time on."""
+    from amptune.measure.failing import failure_of
+    from amptune.measure.profiling import profile_step
+
+    try:
+        return profile_step(_bench(), policy)
+    except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
+        traceback.print_exc()  # into the log
+        return failure_of(error)
+
+
+def sense(policy: Policy, dtypes: tuple[Half, ...]) -> Sensitivity | Failure:
+    """What half precision does to each module by itself."""
+    from amptune.measure.failing import failure_of
+    from amptune.measure.sensing import sense
+
+    try:
+        return sense(_bench(), policy, dtypes)
     except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
         traceback.print_exc()  # into the log
         return failure_of(error)

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from amptune.search.ablation import Ablated
     from amptune.search.deciding import Decision
     from amptune.search.decision import Standing
+    from amptune.search.diagnosing import Diagnosis
     from amptune.search.verifying import Verification
 
-__all__ = ["print_decision", "print_hardware", "print_verification"]
+__all__ = ["print_decision", "print_diagnosis", "print_hardware", "print_verification"]
 
 _WIDTH_ELSEWHERE = 120
 
@@ -52,6 +53,16 @@ def print_verification(found: Verification, stream: TextIO) -> None:
     console.print(table)
     for finding in found.findings:
         console.print(f"• {finding}", markup=False)
+
+
+def print_diagnosis(found: Diagnosis, stream: TextIO) -> None:
+    """A finding a line, the most important first."""
+    console = _console(stream)
+    console.print(f"{found.subject.name} on {found.hardware.name}, {found.seconds:.0f} s", style="bold", markup=False)
+    for finding in found.findings:
+        console.print(f"• {finding}", markup=False)
+    if not found.findings:
+        console.print("nothing was found to be wrong")
 
 
 def print_hardware(hardware: Hardware, stream: TextIO) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from amptune.policy.settings import Fp32Rule
 
-__all__ = ["Selected", "has_forward", "select"]
+__all__ = ["Selected", "has_forward", "matcher_of", "select"]
 
 # What wrapping puts before every path: torch.compile, and DistributedDataParallel or DataParallel.
 _WRAPPER_NAMES = ("_orig_mod", "module")
@@ -68,11 +68,17 @@ def _paths_by_module(model: nn.Module) -> dict[nn.Module, list[str]]:
     return paths
 
 
-def _matches(rule: Fp32Rule) -> Callable[[str, nn.Module], bool]:
+def matcher_of(rule: Fp32Rule) -> Callable[[str, Sequence[str]], bool]:
+    """What tells whether a rule names a module, by its path and the names of its class and that one's bases."""
     if rule.path is None:
-        return lambda _, module: any(base.__name__ == rule.type for base in type(module).__mro__)
+        return lambda _, types: rule.type in types
     pattern = _pattern(rule.path)
     return lambda path, _: pattern.fullmatch(path and path + ".") is not None
+
+
+def _matches(rule: Fp32Rule) -> Callable[[str, nn.Module], bool]:
+    names = matcher_of(rule)
+    return lambda path, module: names(path, [base.__name__ for base in type(module).__mro__])
 
 
 def _pattern(path: str) -> re.Pattern[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from amptune.measure.subject import Prepared, Subject
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
-from amptune.search.exclusions import Group, Ladder, groups_by_intensity, rules_at_depth
+from amptune.search.exclusions import Ladder, ladder_by_intensity
 from amptune.search.space import (
     EXCLUSIONS,
     Point,
@@ -46,7 +46,7 @@ class Candidates:
     """`first` are measured before the sampler proposes anything; `known_good` stand in the final comparison too."""
 
     space: Space
-    ladder: tuple[Group, ...]
+    ladder: Ladder
     batch_size: int | None
     study_name: str
     baseline: Policy
@@ -59,7 +59,8 @@ class Candidates:
         settings: dict[str, Any] = {"batch_size": self.batch_size, **point}
         depth = settings.pop("fp32_exclusions", 0)
         autocast = settings.get("autocast", "off")
-        faster = rules_at_depth(self.ladder, depth) if autocast != "off" else ()
+        layout = settings.get("memory_format", "contiguous")
+        faster = self.ladder.rules(depth, autocast, layout) if autocast != "off" else ()
         return Policy(**settings, fp32_modules=tuple(dict.fromkeys([*self.safeguards.get(autocast, ()), *faster])))
 
     def guarded(self, safeguards: Mapping[str, tuple[Fp32Rule, ...] | None]) -> Candidates:
@@ -88,15 +89,17 @@ class Candidates:
         return tuple(dict.fromkeys([self.baseline, *self.known_good, *tried]))
 
 
-def candidates_for(prepared: Prepared, wanted: Wanted, ladder: Ladder = groups_by_intensity) -> Candidates:
+def candidates_for(prepared: Prepared, wanted: Wanted, ladder: Ladder | None = None) -> Candidates:
     """Narrows the machine's space to what can matter for this model, then to what the user pinned.
+
+    Without a `ladder`, modules to exclude are ordered by their arithmetic intensity.
 
     Raises an `AmptuneError` for a space that does not exist or a pin that means nothing.
     """
     subject = prepared.subject
-    groups = tuple(ladder(subject))
+    ladder = ladder or ladder_by_intensity(subject)
     space = load_space(wanted.space) if wanted.space else space_for(prepared.hardware)
-    space = _narrowed(space, subject, len(groups))
+    space = _narrowed(space, subject, ladder.height)
     recipes = _amp_recipes(space)
     for name, value in wanted.pins.items():
         space = pin(space, name, value)
@@ -110,7 +113,7 @@ def candidates_for(prepared: Prepared, wanted: Wanted, ladder: Ladder = groups_b
     baseline = replace(wanted.baseline, batch_size=own or batch_size)
     return Candidates(
         space=space,
-        ladder=groups,
+        ladder=ladder,
         batch_size=batch_size,
         study_name=_study_name(prepared, space, batch_size or subject.batch_size),
         baseline=baseline,
@@ -119,7 +122,7 @@ def candidates_for(prepared: Prepared, wanted: Wanted, ladder: Ladder = groups_b
     )
 
 
-def _narrowed(space: Space, subject: Subject, groups: int) -> Space:
+def _narrowed(space: Space, subject: Subject, rungs: int) -> Space:
     """Drops what cannot matter: layouts and plans of convolutions a model does not have, rungs of no ladder."""
     formats = {"contiguous"}
     formats |= {"channels_last"} if 2 in subject.convolution_dims else set()
@@ -127,7 +130,7 @@ def _narrowed(space: Space, subject: Subject, groups: int) -> Space:
     allowed: dict[str, Any] = {
         "memory_format": lambda value: value in formats,
         "cudnn_benchmark": lambda value: bool(subject.convolution_dims) or not value,
-        "fp32_exclusions": lambda value: value <= groups,
+        "fp32_exclusions": lambda value: value <= rungs,
     }
     for knob in space.knobs:
         if knob.name in allowed:

@@ -1,19 +1,27 @@
 """Which modules to try keeping in FP32, most promising first: the ladder that one ordered integer climbs.
 
-Half precision pays where a module does much arithmetic per element that autocast has to cast for it; the
-groups here are read off the model and ordered by that ratio (a roofline's arithmetic intensity), before
-anything was timed.
+Where the modules were timed, by the ms that keeping them saves. Else by their arithmetic intensity: half precision
+pays where a module does much arithmetic per element that autocast has to cast for it; the groups are then read off
+the model and ordered by that ratio (a roofline's x axis).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from amptune.measure.sensitivity import Half, Sensitivity
 from amptune.measure.subject import Leaf, Subject
-from amptune.policy.settings import Fp32Rule
+from amptune.policy.settings import Fp32Rule, Reason
+from amptune.search.pricing import Price, savings_in_order
+from amptune.search.rules import covered_by, general_rules
 
-__all__ = ["Group", "Ladder", "groups_by_intensity", "rules_at_depth"]
+__all__ = ["Group", "Ladder", "groups_by_intensity", "ladder_by_intensity", "ladder_by_time"]
+
+Rules = tuple[Fp32Rule, ...]
+
+# Savings become small after a few steps, and each costs trials.
+MOST_RUNGS = 6
 
 # A module that holds this share of all parameters is looked at by itself: its cast is paid at every step.
 HEAVY_SHARE = 0.1
@@ -33,12 +41,57 @@ class Group:
         return sum(leaf.flops for leaf in self.leaves) / max(1, sum(leaf.cast_numel for leaf in self.leaves))
 
 
-Ladder = Callable[[Subject], Sequence[Group]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ladder:
+    """Rules for one depth after another, each depth covering what those before it do.
+
+    `timed` holds the ladders of dtypes and memory formats in which the modules were timed, and `rungs` that of all
+    others.
+    """
+
+    rungs: tuple[Rules, ...] = ()
+    timed: Mapping[tuple[str, str], tuple[Rules, ...]] = field(default_factory=dict)
+
+    @property
+    def height(self) -> int:
+        return max(map(len, self.timed.values())) if self.timed else len(self.rungs)
+
+    def rules(self, depth: int, autocast: str = "", memory_format: str = "") -> Rules:
+        """Those of the last rung where the ladder is not as high as that."""
+        rungs = self.timed.get((autocast, memory_format), self.rungs if not self.timed else ())
+        return rungs[min(depth, len(rungs)) - 1] if depth and rungs else ()
 
 
-def rules_at_depth(ladder: Sequence[Group], depth: int) -> tuple[Fp32Rule, ...]:
-    """The rules of the first `depth` groups."""
-    return tuple(group.rule for group in ladder[:depth])
+def ladder_by_intensity(subject: Subject) -> Ladder:
+    """A rung for each of the groups by intensity, and all before it."""
+    rules = [group.rule for group in groups_by_intensity(subject)]
+    return Ladder(rungs=tuple(tuple(rules[: depth + 1]) for depth in range(len(rules))))
+
+
+def ladder_by_time(subject: Subject, sensed: Mapping[str, Sensitivity]) -> Ladder:
+    """From what the modules took, by memory format: a rung for every step in which keeping more of them saves more."""
+    timed: dict[tuple[str, str], tuple[Rules, ...]] = {}
+    for memory_format, sensitivity in sensed.items():
+        for dtype in {dtype for module in sensitivity.modules for dtype in module.half}:
+            timed[dtype, memory_format] = tuple(_rungs_by_time(subject, sensitivity, dtype))
+    return Ladder(timed=timed)
+
+
+def _rungs_by_time(subject: Subject, sensitivity: Sensitivity, dtype: Half) -> Iterator[Rules]:
+    price = Price(sensitivity, dtype)
+    paths = {module.path for module in subject.modules}
+    kept: list[str] = []
+    for saving in savings_in_order(sensitivity, dtype)[:MOST_RUNGS]:
+        kept += [path for path in saving.modules if path in paths]  # the model itself has no path to name it by
+        if kept:
+            rules = general_rules(kept, subject.modules, root_types=subject.root_types)
+            yield tuple(_with_saving(rule, price, subject, kept) for rule in rules)
+
+
+def _with_saving(rule: Fp32Rule, price: Price, subject: Subject, kept: Sequence[str]) -> Fp32Rule:
+    """With what the modules that it covers save by themselves, in ms a step."""
+    saves_ms = price.saved(covered_by(rule, kept, subject.modules))
+    return replace(rule, reason=Reason(saves_ms=float(f"{saves_ms:.3g}")))
 
 
 def groups_by_intensity(subject: Subject) -> tuple[Group, ...]:

@@ -14,7 +14,7 @@ from amptune.search.gate import Judgement, judged
 
 __all__ = ["Judge", "OutOfTimeError", "fp32_of"]
 
-# Of the budget: for the FP32 reference, made once; and for it and all judgements before the search.
+# Of the budget: for the FP32 reference, made once; and for it and all judgements until a cure is found.
 REFERENCE_SHARE, SHARE = 0.08, 0.25
 # A reference made in less says too little: it is made even where the budget is short.
 SHORTEST_REFERENCE_S = 2.0
@@ -33,13 +33,17 @@ def fp32_of(baseline: Policy) -> Policy:
 
 @dataclass
 class Judge:
-    """Remembers what it judged; `failure` says why nothing can be judged, if that is so."""
+    """Remembers what it judged; `failure` says why nothing can be judged, if that is so.
+
+    `share` of the budget is for the FP32 reference, and for what is judged while a cure is looked for.
+    """
 
     evaluator: Evaluator
     baseline: Policy
     budget: Budget
     observer: Observer
     tolerance: float | None = None
+    share: float = SHARE
     failure: Failure | None = None
     spent_s: float = 0.0
     _judgements: dict[Policy, Judgement] = field(default_factory=dict)
@@ -87,8 +91,8 @@ class Judge:
         return judgement is not None and not judgement.passes
 
     def require_time(self) -> None:
-        """Raises `OutOfTimeError` where the share for judging before the search is used up."""
-        if self.spent_s > SHARE * self.budget.seconds:
+        """Raises `OutOfTimeError` where the share of the budget is used up."""
+        if self.spent_s > self.share * self.budget.seconds or self.budget.left_s <= 0:
             raise OutOfTimeError
 
 

@@ -14,18 +14,18 @@ from amptune.search.culprits import smallest_cure
 from amptune.search.judging import Judge, fp32_of
 from amptune.search.rules import general_rules
 
-__all__ = ["Cure", "cure_of"]
+__all__ = ["Cure", "cure_of", "traces_of"]
 
 # A trace shows the first module that breaks; what it hides is seen once that one is in FP32. So many are followed.
 MOST_SUSPECTS = 4
-TRACE_LIMIT_S = 120.0
+SHORTEST_TRACE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cure:
     """The modules that a policy needs in FP32, none of which can be dropped, and the rules that name them.
 
-    `traces` are of the policy that failed, in the order of the forward pass; `judgements` is how many it took.
+    `traces` are of the policy that failed, in the order in which modules ended; `judgements` is how many it took.
     """
 
     modules: tuple[str, ...]
@@ -34,10 +34,17 @@ class Cure:
     judgements: int
 
 
-def cure_of(judge: Judge, policy: Policy, subject: Subject) -> Cure | None:
+def traces_of(judge: Judge, policy: Policy) -> tuple[ModuleTrace, ...]:
+    """Where the numbers of a step go wrong; none where that cannot be seen."""
+    limit_s = max(SHORTEST_TRACE_S, judge.budget.left_s)
+    traces = judge.evaluator.trace(policy, fp32_of(judge.baseline), limit_s)
+    return () if isinstance(traces, Failure) else traces
+
+
+def cure_of(judge: Judge, policy: Policy, subject: Subject, traces: Sequence[ModuleTrace]) -> Cure | None:
     """None where not even all modules in FP32 let the policy pass: what is wrong is then outside of them.
 
-    Raises `OutOfTimeError`.
+    `traces` are the policy's. Raises `OutOfTimeError`.
     """
     before = len(judge.judgements)
 
@@ -49,7 +56,6 @@ def cure_of(judge: Judge, policy: Policy, subject: Subject) -> Cure | None:
         judgement = judge.judgement_of(with_rules(modules))
         return judgement is not None and judgement.passes
 
-    traces = _traced(judge, policy)
     guess = _followed(judge, with_rules, passes, traces, {module.path for module in subject.modules if module.runs})
     found = smallest_cure(_units(subject, traces), passes, suspects=guess)
     if found is None:
@@ -58,14 +64,9 @@ def cure_of(judge: Judge, policy: Policy, subject: Subject) -> Cure | None:
     return Cure(
         modules=found,
         rules=tuple(_with_reason(rule, found, traces) for rule in rules),
-        traces=traces,
+        traces=tuple(traces),
         judgements=len(judge.judgements) - before,
     )
-
-
-def _traced(judge: Judge, policy: Policy) -> tuple[ModuleTrace, ...]:
-    traces = judge.evaluator.trace(policy, fp32_of(judge.baseline), TRACE_LIMIT_S)
-    return () if isinstance(traces, Failure) else traces
 
 
 def _followed(
@@ -84,7 +85,7 @@ def _followed(
         guess.append(following)
         if passes(guess):
             return tuple(guess)
-        traces = _traced(judge, with_rules(guess))
+        traces = traces_of(judge, with_rules(guess))
     return ()
 
 

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from amptune.measure.subject import Module
 from amptune.policy.settings import Fp32Rule
+from amptune.runtime.selection import matcher_of
 
-__all__ = ["general_rules"]
+__all__ = ["covered_by", "general_rules"]
 
 # `modules` lacks the root, and a type rule that names the root's class keeps the whole model in FP32. These are
 # what a root is most often; "Module" and "object" are what every module is.
@@ -64,6 +65,13 @@ def general_rules(
         best[candidate.covers] = min(candidate, best.get(candidate.covers, candidate))
     taken = _without_idle(_greedy(best.values(), everything=(1 << len(tops)) - 1))
     return tuple(candidate.rule for candidate in sorted(taken, key=lambda candidate: _first(candidate.covers)))
+
+
+def covered_by(rule: Fp32Rule, paths: Collection[str], modules: Sequence[Module]) -> frozenset[str]:
+    """Those of the paths that the rule keeps in FP32: it names them, or something they are in."""
+    matches = matcher_of(rule)
+    named = {module.path for module in modules if matches(module.path, module.types)}
+    return frozenset(path for path in paths if not named.isdisjoint(_upward(path)))
 
 
 def _tops(chosen: frozenset[str], modules: Iterable[Module]) -> list[str]:

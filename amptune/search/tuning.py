@@ -10,7 +10,7 @@ from typing import Literal
 
 from filelock import FileLock, Timeout
 
-from amptune.errors import NothingFeasibleError, StudyError, TargetError, UserCodeError
+from amptune.errors import NothingFeasibleError, StudyError
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.outcome import Failure
 from amptune.measure.subject import Prepared
@@ -21,6 +21,7 @@ from amptune.search.candidates import Candidates, Wanted, candidates_for
 from amptune.search.deciding import Decision, decide
 from amptune.search.end_to_end import checked_in_a_loop, loop_s
 from amptune.search.events import Observer, SearchStarted
+from amptune.search.failed_baseline import error_of_baseline
 from amptune.search.finals import ROUNDS_PER_LAUNCH
 from amptune.search.guarding import guard_against
 from amptune.search.judging import Judge
@@ -30,6 +31,7 @@ from amptune.search.ratios import ENOUGH_LAUNCHES
 from amptune.search.request import TuningRequest, place_of, source_of
 from amptune.search.samples import keeping_samples
 from amptune.search.searching import search
+from amptune.search.sensing import timed_ladder
 from amptune.search.study import Study, open_study
 from amptune.workload.protocol import Workload
 
@@ -109,6 +111,8 @@ def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) 
     prepared = evaluator.prepare(request.budget.left_to_prepare_s)
     prepare_s = request.budget.spent_s - before_s
     candidates = candidates_for(prepared, request.wanted)
+    ladder = timed_ladder(evaluator, prepared, candidates.space, request.budget, request.folder)
+    candidates = candidates_for(prepared, request.wanted, ladder)
     judge = Judge(evaluator, candidates.baseline, request.budget, observer, prepared.subject.tolerance)
     try:
         guard = guard_against(judge, candidates.amp_recipes, prepared.subject)
@@ -241,17 +245,8 @@ def _nothing_feasible(study: Study, candidates: Candidates) -> Exception:
     trial = study.trial_of(candidates.baseline)
     if trial is None:
         return NothingFeasibleError("the baseline could not be measured within the budget; give more with --budget")
-    failure = trial.outcome
-    assert isinstance(failure, Failure)  # noqa: S101  # a measured baseline always gives a decision
-    if failure.exception == "TargetError":
-        return TargetError(failure.message)
-    if failure.kind == "error":
-        place = f" ({failure.where})" if failure.where else ""
-        text = f"the training step raised {failure.exception}: {failure.message}{place}"
-        return UserCodeError(text, kind=failure.exception or "Exception", where=failure.where)
-    return NothingFeasibleError(
-        f"the baseline ({candidates.baseline}) fails, so nothing can be held against it: {failure}"
-    )
+    assert isinstance(trial.outcome, Failure)  # noqa: S101  # a measured baseline always gives a decision
+    return error_of_baseline(candidates.baseline, trial.outcome)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from recorded import H200
 
 from amptune.measure.numerics import Parity
 from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
+from amptune.measure.sensitivity import Half, Sensitivity
 from amptune.measure.subject import Leaf, Prepared, Subject
 from amptune.measure.trace import ModuleTrace
 from amptune.measure.worker import Source
@@ -413,6 +414,9 @@ class SyntheticEvaluator:
 
     def trace(self, policy: Policy, fp32: Policy, limit_s: float) -> tuple[ModuleTrace, ...]:  # noqa: ARG002
         return ()
+
+    def sense(self, policy: Policy, dtypes: tuple[Half, ...], limit_s: float) -> Sensitivity | Failure:  # noqa: ARG002
+        return Failure(kind="unsupported", message="no module was timed by itself")
 
     def close(self) -> None:
         self._processes.clear()

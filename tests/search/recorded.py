@@ -12,6 +12,7 @@ from pathlib import Path
 from amptune.hardware.machine import Cpu, Gpu, Hardware, Software
 from amptune.measure.numerics import Parity
 from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
+from amptune.measure.sensitivity import Half, Sensitivity
 from amptune.measure.subject import Leaf, Prepared, Subject
 from amptune.measure.trace import ModuleTrace
 from amptune.policy.settings import Policy
@@ -132,6 +133,9 @@ class RecordedEvaluator:
 
     def trace(self, policy: Policy, fp32: Policy, limit_s: float) -> tuple[ModuleTrace, ...] | Failure:  # noqa: ARG002
         return ()
+
+    def sense(self, policy: Policy, dtypes: tuple[Half, ...], limit_s: float) -> Sensitivity | Failure:  # noqa: ARG002
+        return Failure(kind="unsupported", message="no module was timed by itself")
 
     def close(self) -> None:
         self.closed = True

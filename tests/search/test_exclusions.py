@@ -6,7 +6,7 @@ from recorded import BODY, HEAD, NORM, STEM, RecordedEvaluator
 
 from amptune.measure.subject import Leaf, Subject
 from amptune.policy.settings import Fp32Rule
-from amptune.search.exclusions import groups_by_intensity, rules_at_depth
+from amptune.search.exclusions import groups_by_intensity, ladder_by_intensity
 
 
 def subject_of(*leaves: Leaf) -> Subject:
@@ -47,6 +47,6 @@ def test_no_group_repeats_what_stands_before_it() -> None:
 
 
 def test_depth_counts_groups_from_the_first() -> None:
-    groups = groups_by_intensity(subject_of(STEM, BODY, NORM, HEAD))
-    assert rules_at_depth(groups, 0) == ()
-    assert rules_at_depth(groups, 2) == (Fp32Rule(path="head"), Fp32Rule(path="stem"))
+    ladder = ladder_by_intensity(subject_of(STEM, BODY, NORM, HEAD))
+    assert ladder.rules(0) == ()
+    assert ladder.rules(2) == (Fp32Rule(path="head"), Fp32Rule(path="stem"))

@@ -54,7 +54,7 @@ def spread(values: list[float]) -> float:
 def test_every_workload_has_ten_thousand_policies_and_twelve_groups_to_exclude(workload: str) -> None:
     landscape = landscape_of(workload)
     assert len(landscape.policies) >= 10_000
-    assert len(landscape.candidates.ladder) == 12
+    assert landscape.candidates.ladder.height == 12
     assert STOCK.batch_size is None
     assert landscape.candidates.baseline in landscape.policies
 
@@ -98,7 +98,7 @@ def test_some_groups_gain_by_exclusion_and_norms_cost_most() -> None:
 
 
 def rules(depth: int) -> tuple[Fp32Rule, ...]:
-    return tuple(group.rule for group in landscape_of("vgg16_cifar").candidates.ladder[:depth])
+    return landscape_of("vgg16_cifar").candidates.ladder.rules(depth)
 
 
 def test_the_best_policy_is_the_fastest_of_all_that_fit() -> None:

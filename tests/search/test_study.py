@@ -51,7 +51,7 @@ def test_neighbours_have_one_setting_less_or_another_choice_of_one_knob(study: S
 
 def test_an_excluded_module_and_its_math_mode_are_one_step(study: Study, candidates: Candidates) -> None:
     """Without a module in FP32 the math mode acts on nothing; with one it should be TF32."""
-    first = candidates.ladder[0].rule
+    first = candidates.ladder.rules(1)[0]
     excluding = replace(WINNER, fp32_math="tf32", fp32_modules=(first,))
     assert excluding in study.neighbours(WINNER)
     assert WINNER in study.neighbours(excluding)

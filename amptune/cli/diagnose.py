@@ -1,0 +1,71 @@
+"""`amptune diagnose`: why is it slow, where do NaNs come from?"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from amptune.cli.options import SECONDS, json_option, print_json
+
+if TYPE_CHECKING:
+    from amptune.search.diagnosing import Diagnosis, DtypeDiagnosis
+
+__all__ = ["diagnose_command"]
+
+
+@click.command("diagnose", short_help="Why is a training step slow, and where do its NaNs come from?")
+@click.argument("target")
+@click.option("--budget", type=SECONDS, default="120s", show_default=True, help="Wall-clock time of the whole command.")
+@click.option("--device", metavar="cuda:N|cpu", help="Default: the first GPU, else the CPU.")
+@json_option
+def diagnose_command(target: str, budget: float, device: str | None, as_json: bool) -> int:
+    """Say what is wrong with the training step of TARGET on this machine, and what to do about it.
+
+    TARGET is FILE.py:NAME or PACKAGE.MODULE:NAME. Numerics: training under autocast in bf16 and in fp16 is held
+    against FP32; where it is not as good, the module in which that begins is named, and the smallest set of modules
+    that cures it when kept in FP32. Speed: what the step waits for, as stock PyTorch runs it and under the AMP
+    recipe. Exit code 0 whatever is found.
+    """
+    from amptune.cli.entry import STARTED
+    from amptune.report.progress import progress_for
+    from amptune.report.terminal import print_diagnosis
+    from amptune.search.budget import Budget
+    from amptune.search.diagnosing import diagnose
+
+    with progress_for(sys.stderr) as observer:
+        found = diagnose(target, budget=Budget(seconds=budget, started=STARTED), device=device, observer=observer)
+    if as_json:
+        print_json("amptune.diagnose/1", _as_data(found, target))
+    else:
+        print_diagnosis(found, sys.stdout)
+    return 0
+
+
+def _as_data(found: Diagnosis, target: str) -> dict[str, Any]:
+    return {
+        "target": target,
+        "hardware": found.hardware.name,
+        "numerics": [_numerics(one) for one in found.numerics],
+        "profiles": [{"policy": str(policy), **asdict(profile)} for policy, profile in found.profiles],
+        "findings": [finding.as_dict() for finding in found.findings],
+        "seconds": found.seconds,
+    }
+
+
+def _numerics(one: DtypeDiagnosis) -> dict[str, Any]:
+    judgement, cure = one.judgement, one.cure
+    return {
+        "autocast": one.policy.autocast,
+        "sound": judgement and judgement.passes,
+        "shortcomings": [finding.as_dict() for finding in judgement.shortcomings] if judgement else [],
+        "cure": cure and {
+            "modules": list(cure.modules),
+            "fp32_modules": [
+                {"type": rule.type} if rule.path is None else {"path": rule.path} for rule in cure.rules
+            ],
+            "judgements": cure.judgements,
+        },
+    }  # fmt: skip

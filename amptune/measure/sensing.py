@@ -1,0 +1,368 @@
+"""One instrumented training step: every module is run again by itself, in FP32 and in half, as the backward pass
+comes to it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from amptune.measure.bench import Bench
+from amptune.measure.clock import clock_for
+from amptune.measure.dropping import without_dropout
+from amptune.measure.sensitivity import Half, InHalf, ModuleSensitivity, Sensitivity, Stream
+from amptune.measure.training import Training
+from amptune.policy.settings import Policy
+from amptune.runtime.nested import map_tensors, tensors_in
+
+__all__ = ["sense"]
+
+DTYPES: dict[Half, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Modules of one type and shape share their times: so many runs of any of them are timed.
+TIMED_RUNS = 3
+# GradScaler's first scale: under it gradients are looked at in fp16.
+LOSS_SCALE = {"bf16": 1.0, "fp16": 65536.0}
+# The device is held for about half a millisecond: longer than the host needs to hand over one module's passes.
+HOLD_CYCLES = 1_000_000
+# A cast of this many bytes tells what one costs by the byte.
+CAST_BYTES = 2**26
+
+
+def sense(bench: Bench, policy: Policy, dtypes: Sequence[Half]) -> Sensitivity:
+    """Looks at every module without children in one FP32 step, under `policy`'s FP32 math.
+
+    Inputs are held until the backward pass comes to their module, which is what training holds of most of them;
+    one module at a time is run again. One that cannot be (it has no gradient, or raises) is named in `left_out`.
+    """
+    start_s = time.perf_counter()
+    with Training.on(bench, policy) as training, without_dropout(bench.model), _out_of_place(bench.model):
+        step_ms = 1000 * training.step_s()
+        bench.restart()
+        watch = _Watch(bench, dtypes)
+        with watch.hooked():
+            training.step()
+        return Sensitivity(
+            modules=tuple(watch.found()),
+            left_out=dict(watch.left_out),
+            cast_ms_per_byte=_cast_ms_per_byte(bench.device, DTYPES[dtypes[0]]),
+            step_ms=step_ms,
+            seconds=time.perf_counter() - start_s,
+        )
+
+
+@dataclass
+class _Call:
+    """What a forward call was given; detached, and nothing of it copied."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    need_gradient: list[bool]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells how long it takes: another module of the same type and shapes takes as long."""
+        weights = tuple((p.shape, p.dtype) for p in self.module.parameters())
+        inputs = tuple((t.shape, t.dtype, t.stride()) for t in tensors_in((self.args, self.kwargs)))
+        return (type(self.module), self.module.extra_repr(), weights, inputs)
+
+    def inputs(self, dtype: torch.dtype | None) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
+        """(args, kwargs, those of their tensors that need a gradient), copied: a module may write into its inputs."""
+        need = iter(self.need_gradient)
+        leaves: list[torch.Tensor] = []
+
+        def fresh(tensor: torch.Tensor) -> torch.Tensor:
+            wanted = next(need)
+            if not tensor.is_floating_point():
+                return tensor
+            copy = tensor.clone() if dtype is None or tensor.dtype is not torch.float32 else tensor.to(dtype)
+            if wanted:
+                leaves.append(copy.requires_grad_())
+            return copy
+
+        args, kwargs = map_tensors(fresh, (self.args, self.kwargs))
+        return args, kwargs, leaves
+
+
+@dataclass
+class _Ran:
+    """What came of running a call again: outputs, and the gradients of weights and of inputs."""
+
+    outputs: list[torch.Tensor]
+    weights: list[torch.Tensor]
+    inputs: list[torch.Tensor]
+
+
+@dataclass
+class _Seen:
+    """Of one module, over its calls; figures stay on the device until the step is over."""
+
+    calls: int = 0
+    key: tuple[Any, ...] = ()
+    stream: Stream = "follows"
+    input_bytes: int = 0
+    output_bytes: int = 0
+    cast_bytes: int = 0
+    producers: dict[str, None] = field(default_factory=dict)
+    largest: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+    sums: dict[tuple[Half, str], list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+
+
+class _Watch:
+    """Hooks on every module without children, and what they saw."""
+
+    def __init__(self, bench: Bench, dtypes: Sequence[Half]) -> None:
+        self._model = bench.model
+        self._device = bench.device
+        self._clock = clock_for(bench.device)
+        self._dtypes = dtypes
+        self._seen: dict[str, _Seen] = {}
+        self._times: dict[tuple[Any, ...], list[Callable[[], float]]] = defaultdict(list)
+        self._made_by: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._busy = False
+        self.left_out: dict[str, str] = {}
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        hooks = [
+            module.register_forward_hook(self._hook(path), with_kwargs=True)
+            for path, module in self._model.named_modules()
+            if not any(module.children())
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _hook(self, path: str) -> Callable[..., None]:
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not self._busy:
+                self._called(path, module, args, kwargs, output)
+
+        return after
+
+    def _called(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Holds what the call was given, until the gradient of its output is there."""
+        seen = self._seen.setdefault(path, _Seen())
+        taken, given = _floating((args, kwargs)), _floating(output)
+        seen.producers |= dict.fromkeys(maker for tensor in taken if (maker := self._maker_of(tensor)) is not None)
+        self._made_by |= {id(tensor): (weakref.ref(tensor), path) for tensor in given}
+        wanted = [tensor for tensor in given if tensor.requires_grad]
+        if not wanted:
+            self.left_out[path] = "no gradient passes through it"
+            return
+        need = [tensor.requires_grad for tensor in tensors_in((args, kwargs))]
+        held_args, held_kwargs = map_tensors(torch.Tensor.detach, (args, kwargs))
+        call = _Call(module, held_args, held_kwargs, need)
+        torch.autograd.graph.register_multi_grad_hook(wanted, lambda gradients: self._replay(path, call, gradients))
+
+    def _maker_of(self, tensor: torch.Tensor) -> str | None:
+        made, path = self._made_by.get(id(tensor), (None, None))
+        return path if made is not None and made() is tensor else None
+
+    def _replay(self, path: str, call: _Call, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Runs the call again in FP32 and in half; what goes wrong costs this module alone."""
+        self._busy = True
+        try:
+            with torch.enable_grad():
+                self._look(self._seen[path], call, gradients)
+                self._time(call, gradients)
+        except Exception as error:  # noqa: BLE001  # the module may raise anything when it is run by itself
+            self.left_out[path] = f"{type(error).__name__}: {error}"
+        finally:
+            self._busy = False
+
+    def _look(self, seen: _Seen, call: _Call, gradients: Sequence[torch.Tensor | None]) -> None:
+        given = [gradient for gradient in gradients if gradient is not None]
+        fp32 = _Replay(call, given, None, self._device, 1.0).run()
+        weights = list(call.module.parameters())
+        seen.calls += 1
+        seen.key = call.key
+        seen.stream = self._stream_of(call)
+        seen.input_bytes += sum(4 * tensor.numel() for tensor in _floating((call.args, call.kwargs)))
+        seen.output_bytes += sum(4 * tensor.numel() for tensor in fp32.outputs)
+        seen.cast_bytes += sum(6 * weight.numel() for weight in weights) * (seen.stream == "half")
+        for name, tensors in (("activation", fp32.outputs), ("weight", weights), ("gradient", given)):
+            seen.largest[name] += [tensor.detach().abs().amax() for tensor in tensors if tensor.numel()]
+        for dtype in self._dtypes:
+            half = _Replay(call, given, DTYPES[dtype], self._device, LOSS_SCALE[dtype]).run()
+            _compare(seen, dtype, fp32, half, given)
+
+    def _stream_of(self, call: _Call) -> Stream:
+        """By what comes out of FP32 and of half inputs."""
+        dtype = DTYPES[self._dtypes[0]]
+        with torch.no_grad(), torch.autocast(self._device.type, dtype=dtype):
+            of_fp32, of_half = (
+                [tensor.dtype for tensor in _floating(call.module(*args, **kwargs))]
+                for args, kwargs, _ in (call.inputs(None), call.inputs(dtype))
+            )
+        if dtype in of_fp32:
+            return "half"
+        return "follows" if dtype in of_half else "fp32"
+
+    def _time(self, call: _Call, gradients: Sequence[torch.Tensor | None]) -> None:
+        given = [gradient for gradient in gradients if gradient is not None]
+        # A dropout that drops nothing takes another time than in training.
+        if len(self._times[call.key, None]) >= TIMED_RUNS or "Dropout" in type(call.module).__name__:
+            return
+        for dtype in (None, *self._dtypes):
+            scale = 1.0 if dtype is None else LOSS_SCALE[dtype]
+            replay = _Replay(call, given, None if dtype is None else DTYPES[dtype], self._device, scale)
+            replay.run()
+            self._times[call.key, dtype].append(_later_ms(replay.backpropagate, self._device))
+
+    def _ms(self, seen: _Seen, dtype: Half | None) -> float | None:
+        """The fastest of the runs that were timed, over all calls; the first runs may have paid for more."""
+        times = [later() for later in self._times.get((seen.key, dtype), ())]
+        return min(times) * seen.calls if times else None
+
+    def found(self) -> Iterator[ModuleSensitivity]:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        for path, seen in self._seen.items():
+            if seen.calls and path not in self.left_out:
+                yield ModuleSensitivity(
+                    path=path,
+                    calls=seen.calls,
+                    fp32_ms=self._ms(seen, None),
+                    half={dtype: self._in_half(seen, dtype) for dtype in self._dtypes},
+                    stream=seen.stream,
+                    input_bytes=seen.input_bytes,
+                    output_bytes=seen.output_bytes,
+                    cast_bytes=seen.cast_bytes,
+                    producers=tuple(seen.producers),
+                    **{f"{name}_max": _largest(seen.largest[name]) for name in ("activation", "weight", "gradient")},
+                )
+
+    def _in_half(self, seen: _Seen, dtype: Half) -> InHalf:
+        def total(name: str) -> float:
+            return float(sum(value.item() for value in seen.sums[dtype, name]))
+
+        size, apart, product, size_half = (total(name) for name in ("size", "apart", "product", "size_half"))
+        return InHalf(
+            ms=self._ms(seen, dtype),
+            loss_effect=math.sqrt(total("loss")),
+            gradient_error=math.sqrt(apart / size) if size else 0.0,
+            gradient_cosine=product / math.sqrt(size * size_half) if size and size_half else 1.0,
+            overflow=total("overflow") / max(1.0, total("elements")),
+            underflow=total("underflow") / max(1.0, total("nonzero")),
+        )
+
+
+class _Replay:
+    """Forward and backward of one call, its inputs copied ahead; gradients come out divided by `scale` again."""
+
+    def __init__(
+        self, call: _Call, gradients: list[torch.Tensor], dtype: torch.dtype | None, device: torch.device, scale: float
+    ) -> None:
+        self._module = call.module
+        self._args, self._kwargs, self._inputs = call.inputs(dtype)
+        self._weights = [weight for weight in call.module.parameters() if weight.requires_grad]
+        self._gradients = gradients
+        self._precision = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+        self._scale = scale
+
+    def run(self) -> _Ran:
+        outputs = self._forward()
+        self._gradients = [
+            (self._scale * gradient).to(out.dtype) for gradient, out in zip(self._gradients, outputs, strict=True)
+        ]
+        found = self._backward(outputs)
+        zero = outputs[0].new_zeros((), dtype=torch.float32)
+        unscaled = [zero if one is None else one.float() / self._scale for one in found]
+        count = len(self._weights)
+        return _Ran([out.detach() for out in outputs], unscaled[:count], unscaled[count:])
+
+    def backpropagate(self) -> None:
+        """Once more, and nothing besides: this is what is timed."""
+        self._backward(self._forward())
+
+    def _forward(self) -> list[torch.Tensor]:
+        with self._precision:
+            output = self._module(*self._args, **self._kwargs)
+        return [tensor for tensor in _floating(output) if tensor.requires_grad][: len(self._gradients)]
+
+    def _backward(self, outputs: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        wanted = [*self._weights, *self._inputs]
+        return torch.autograd.grad(outputs, wanted, self._gradients, allow_unused=True)
+
+
+def _compare(seen: _Seen, dtype: Half, fp32: _Ran, half: _Ran, gradients: Sequence[torch.Tensor]) -> None:
+    def sums(name: str) -> list[torch.Tensor]:
+        return seen.sums[dtype, name]
+
+    for a, b, gradient in zip(half.outputs, fp32.outputs, gradients, strict=True):
+        sums("loss").append((gradient.float() * (a.float() - b.float())).square().sum())
+    for a, b in zip(half.weights or half.inputs, fp32.weights or fp32.inputs, strict=True):
+        sums("apart").append((a - b).square().sum())
+        sums("size").append(b.square().sum())
+        sums("size_half").append(a.square().sum())
+        sums("product").append((a * b).sum())
+    kind = torch.finfo(DTYPES[dtype])
+    for tensor, scale in [(out, 1.0) for out in fp32.outputs] + [(g, LOSS_SCALE[dtype]) for g in gradients]:
+        sums("elements").append(torch.tensor(tensor.numel()))
+        sums("overflow").append((tensor.abs() * scale > kind.max).sum())
+    for gradient in gradients:
+        sums("nonzero").append(torch.count_nonzero(gradient))
+        # Half of the smallest number that is not 0 is rounded to 0.
+        smallest = kind.smallest_normal * kind.eps / 2
+        sums("underflow").append(((gradient != 0) & (gradient.abs() * LOSS_SCALE[dtype] <= smallest)).sum())
+
+
+def _later_ms(run: Callable[[], object], device: torch.device) -> Callable[[], float]:
+    """Times one run; on a GPU its time can be asked for once the device is done.
+
+    There the device is kept waiting while the host hands the run over, or it is the host that would be timed.
+    """
+    if device.type != "cuda":
+        start_s = time.perf_counter()
+        run()
+        took_ms = 1000 * (time.perf_counter() - start_s)
+        return lambda: took_ms
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(HOLD_CYCLES)  # type: ignore[no-untyped-call]  # torch has no public way
+    before.record()
+    run()
+    after.record()
+    return lambda: float(before.elapsed_time(after))
+
+
+def _cast_ms_per_byte(device: torch.device, dtype: torch.dtype) -> float:
+    """What a cast takes for each byte it reads or writes, launched behind other work."""
+    tensor = torch.ones(CAST_BYTES // 4, device=device)
+    tensor.to(dtype)
+    times = [_later_ms(lambda: tensor.to(dtype), device) for _ in range(TIMED_RUNS)]
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return min(later() for later in times) / (1.5 * CAST_BYTES)
+
+
+@contextmanager
+def _out_of_place(model: nn.Module) -> Iterator[None]:
+    """Modules that write into their inputs do not: those are held for later."""
+    changed = [module for module in model.modules() if vars(module).get("inplace") is True]
+    for module in changed:
+        module.inplace = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.inplace = True  # type: ignore[assignment]
+
+
+def _floating(value: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]
+
+
+def _largest(values: Sequence[torch.Tensor]) -> float:
+    return float(torch.stack([value.float() for value in values]).max()) if values else 0.0

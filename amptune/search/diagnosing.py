@@ -1,0 +1,172 @@
+"""Why a training step is slow, and where its numbers break in half precision: `amptune diagnose` as a function."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from amptune.hardware.machine import Hardware
+from amptune.measure.evaluator import WorkerEvaluator
+from amptune.measure.loop_timing import limits_of
+from amptune.measure.outcome import Effort, Failure
+from amptune.measure.slowness import speed_findings
+from amptune.measure.speed_profile import StepProfile
+from amptune.measure.subject import Prepared, Subject
+from amptune.policy.findings import Finding
+from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.search.budget import Budget
+from amptune.search.events import Observer
+from amptune.search.failed_baseline import error_of_baseline
+from amptune.search.gate import Judgement
+from amptune.search.judging import Judge, OutOfTimeError
+from amptune.search.numeric_findings import findings_of, sound_finding
+from amptune.search.repairing import Cure, cure_of, traces_of
+from amptune.search.request import source_of
+from amptune.workload.protocol import Workload
+
+__all__ = ["Diagnosis", "DtypeDiagnosis", "diagnose"]
+
+# The baseline's own step, looked at briefly: it has to run before anything else is asked of it.
+GLANCE = Effort(warmup_s=1.0, measure_s=0.2)
+# Of the budget, for finding what cures each dtype. The profiles, and the loop, take what they take: seconds.
+NUMERICS_SHARE = 0.6
+LOOP_S = 2.0
+SHORTEST_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DtypeDiagnosis:
+    """Training under autocast in one dtype: what the numerics gate says, where it breaks first, and what cures it.
+
+    `cure` is None where the dtype is sound, or nothing cures it, or there was no time to find out: `findings` say.
+    """
+
+    policy: Policy
+    judgement: Judgement | None
+    cure: Cure | None
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What is wrong, the most important first: what breaks training, then what makes it slow."""
+
+    hardware: Hardware
+    subject: Subject
+    numerics: tuple[DtypeDiagnosis, ...]
+    profiles: tuple[tuple[Policy, StepProfile], ...]
+    findings: tuple[Finding, ...]
+    seconds: float
+
+
+def diagnose(
+    workload: Workload | str,
+    *,
+    budget: Budget,
+    device: str | None = None,
+    observer: Observer | None = None,
+) -> Diagnosis:
+    """Looks at a workload on this machine, under autocast in every dtype it has and as stock PyTorch runs it.
+
+    Raises what the workload raises, and `NothingFeasibleError` where not even stock PyTorch runs.
+    """
+    with tempfile.TemporaryDirectory(prefix="amptune-") as folder:
+        evaluator = WorkerEvaluator(source_of(workload), device, Path(folder) / "workers.log")
+        with evaluator:
+            return _Examination(evaluator, budget, observer or (lambda _: None)).result()
+
+
+@dataclass
+class _Examination:
+    evaluator: WorkerEvaluator
+    budget: Budget
+    observer: Observer
+
+    def result(self) -> Diagnosis:
+        prepared = self.evaluator.prepare(self.budget.left_to_prepare_s)
+        outcome = self.evaluator.measure(STOCK, replace(GLANCE, time_limit_s=max(SHORTEST_S, self.budget.left_s)))
+        if isinstance(outcome, Failure):
+            raise error_of_baseline(STOCK, outcome)
+        numerics = tuple(self._numerics(prepared))
+        profiles, slow = self._speed(prepared)
+        return Diagnosis(
+            hardware=prepared.hardware,
+            subject=prepared.subject,
+            numerics=numerics,
+            profiles=profiles,
+            findings=(*_in_order(numerics), *slow, *self._input(numerics)),
+            seconds=self.budget.spent_s,
+        )
+
+    def _numerics(self, prepared: Prepared) -> Iterator[DtypeDiagnosis]:
+        time = replace(self.budget, seconds=NUMERICS_SHARE * self.budget.seconds)
+        judge = Judge(self.evaluator, STOCK, time, self.observer, prepared.subject.tolerance, share=1.0)
+        for recipe in _recipes(prepared.hardware):
+            yield _dtype(judge, recipe, prepared.subject)
+
+    def _speed(self, prepared: Prepared) -> tuple[tuple[tuple[Policy, StepProfile], ...], tuple[Finding, ...]]:
+        """The AMP recipe, which is what most people have, and stock PyTorch."""
+        profiles: list[tuple[Policy, StepProfile]] = []
+        findings: list[Finding] = []
+        for policy in (*_recipes(prepared.hardware)[:1], STOCK):
+            profile = self.evaluator.profile(policy, max(SHORTEST_S, self.budget.left_s))
+            if isinstance(profile, Failure):
+                message = f"the step could not be profiled: {profile}"
+                findings.append(Finding(code="not-profiled", message=message, figures={"policy": str(policy)}))
+                continue
+            profiles.append((policy, profile))
+            found = speed_findings(profile, prepared.hardware, policy)
+            findings += [_under(policy, finding) for finding in found]
+        return tuple(profiles), tuple(findings)
+
+    def _input(self, numerics: Sequence[DtypeDiagnosis]) -> Iterator[Finding]:
+        """What of a training loop's time is not the step's."""
+        sound = [one.policy for one in numerics if one.judgement is not None and one.judgement.passes]
+        policy = sound[0] if sound else STOCK
+        timing = self.evaluator.train(policy, LOOP_S, max(SHORTEST_S, self.budget.left_s))
+        if isinstance(timing, Failure):
+            yield Finding(code="end-to-end-failed", message=f"the training loop with fresh data failed: {timing}")
+            return
+        yield from (_under(policy, finding) for finding in limits_of(timing) if finding.code != "host-bound")
+
+
+def _recipes(hardware: Hardware) -> tuple[Policy, ...]:
+    """The AMP recipe in the dtypes that this machine has, bf16 first. Any CPU computes both, if slowly."""
+    bf16 = hardware.gpu is None or hardware.gpu.bf16
+    dtypes: tuple[Literal["bf16", "fp16"], ...] = ("bf16", "fp16") if bf16 else ("fp16",)
+    return tuple(amp_recipe(dtype) for dtype in dtypes)
+
+
+def _dtype(judge: Judge, recipe: Policy, subject: Subject) -> DtypeDiagnosis:
+    judgement = judge.judgement_of(recipe)
+    if judgement is None:
+        message = f"the numerics of {recipe} could not be judged: {judge.failure}"
+        finding = Finding(code="not-judged", message=message, figures={"autocast": recipe.autocast})
+        return DtypeDiagnosis(policy=recipe, judgement=None, cure=None, findings=(finding,))
+    if judgement.passes:
+        return DtypeDiagnosis(policy=recipe, judgement=judgement, cure=None, findings=(sound_finding(judgement),))
+    traces = traces_of(judge, recipe)
+    try:
+        cure = cure_of(judge, recipe, subject, traces)
+        out_of_time = False
+    except OutOfTimeError:
+        cure, out_of_time = None, True
+    findings = tuple(findings_of(judgement, cure, traces, out_of_time=out_of_time))
+    return DtypeDiagnosis(policy=recipe, judgement=judgement, cure=cure, findings=findings)
+
+
+def _in_order(numerics: Sequence[DtypeDiagnosis]) -> Iterator[Finding]:
+    """What is unsound first."""
+    for sound in (False, True):
+        for one in numerics:
+            if (one.judgement is not None and one.judgement.passes) is sound:
+                yield from one.findings
+
+
+def _under(policy: Policy, finding: Finding) -> Finding:
+    """Says which policy it was seen under."""
+    message = f"under {policy}, {finding.message}"
+    return replace(finding, message=message, figures={"policy": str(policy), **finding.figures})

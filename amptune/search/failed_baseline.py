@@ -1,0 +1,20 @@
+"""Without a baseline there is nothing to say: why it failed, as the error it is."""
+
+from __future__ import annotations
+
+from amptune.errors import NothingFeasibleError, TargetError, UserCodeError
+from amptune.measure.outcome import Failure
+from amptune.policy.settings import Policy
+
+__all__ = ["error_of_baseline"]
+
+
+def error_of_baseline(baseline: Policy, failure: Failure) -> Exception:
+    """The user's own error where it is one, else that the baseline fails."""
+    if failure.exception == "TargetError":
+        return TargetError(failure.message)
+    if failure.kind == "error":
+        place = f" ({failure.where})" if failure.where else ""
+        text = f"the training step raised {failure.exception}: {failure.message}{place}"
+        return UserCodeError(text, kind=failure.exception or "Exception", where=failure.where)
+    return NothingFeasibleError(f"the baseline ({baseline}) fails, so nothing can be held against it: {failure}")

@@ -1,0 +1,92 @@
+"""What was found of the numerics, in words: where they break first, and which modules in FP32 cure that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from amptune.measure.trace import ModuleTrace, Reach, suspects
+from amptune.policy.findings import Finding
+from amptune.search.gate import Judgement
+from amptune.search.repairing import Cure
+
+__all__ = ["findings_of", "sound_finding"]
+
+# The largest number each dtype holds.
+LARGEST = {"fp16": 65504.0, "bf16": 3.3895e38}
+
+
+def sound_finding(judgement: Judgement) -> Finding:
+    autocast = judgement.policy.autocast
+    return Finding(code="sound", message=f"autocast {autocast} is {judgement}", figures={"autocast": autocast})
+
+
+def findings_of(
+    judgement: Judgement, cure: Cure | None, traces: Sequence[ModuleTrace], *, out_of_time: bool = False
+) -> Iterator[Finding]:
+    """The module in which it begins, and what cures it."""
+    culprit = _culprit(cure, traces)
+    if culprit is not None:
+        yield _where(culprit, judgement.policy.autocast)
+    yield _unsound(judgement, out_of_time=out_of_time) if cure is None else _cure(judgement, cure)
+
+
+def _culprit(cure: Cure | None, traces: Sequence[ModuleTrace]) -> ModuleTrace | None:
+    """Of the modules that cure it the most suspicious; without a cure the most suspicious of all."""
+    of = {trace.path: trace for trace in traces}
+    ranked = [path for path in suspects(traces) if cure is None or path in cure.modules]
+    return of[ranked[0]] if ranked else None
+
+
+def _cure(judgement: Judgement, cure: Cure) -> Finding:
+    autocast, rules = judgement.policy.autocast, [str(rule) for rule in cure.rules]
+    left = ", and no module of these can be left out" if len(cure.modules) > 1 else ""
+    return Finding(
+        code="cure",
+        message=f"autocast {autocast} is not as good as FP32 ({judgement}); with {' + '.join(rules)} in FP32 it is{left}",
+        module=cure.modules[0],
+        figures={"autocast": autocast, "modules": list(cure.modules), "rules": rules, "judgements": cure.judgements},
+    )
+
+
+def _unsound(judgement: Judgement, *, out_of_time: bool) -> Finding:
+    autocast = judgement.policy.autocast
+    why = (
+        "there was no time to find the modules behind it; give more with --budget"
+        if out_of_time
+        else "no modules in FP32 cure that, so it begins outside of them: in the loss function, or in the model's own "
+        "forward; compute that part under torch.autocast(device_type, enabled=False), its inputs cast with .float()"
+    )
+    message = f"autocast {autocast} is not as good as FP32 ({judgement}); {why}"
+    return Finding(code="unsound", message=message, figures={"autocast": autocast})
+
+
+def _where(trace: ModuleTrace, autocast: str) -> Finding:
+    reached = trace.outputs
+    if trace.breaks_forward:
+        code, message = "first-nonfinite", f"its inputs are finite{_size(trace.inputs)}, its output is not"
+    elif trace.breaks_backward:
+        came = f"the gradient that comes to it is finite{_size(trace.gradients_in)}"
+        code, message = "first-nonfinite-gradient", f"{came}, what it makes of that is not"
+        reached = trace.gradients_out or trace.weights
+    else:
+        times = f"{trace.adds:.3g} times as large"
+        code, message = "first-inaccurate", f"it makes the relative error of what passes through it {times}"
+    in_fp32 = "" if reached is None else f"; in FP32 it reaches {reached.largest_fp32:.3g}"
+    return Finding(
+        code=code,
+        message=f"under autocast {autocast} {message}{in_fp32}, and {autocast} holds {LARGEST[autocast]:.4g} at most",
+        module=trace.path,
+        figures={
+            "autocast": autocast,
+            "type": trace.type,
+            "inputs_largest": trace.inputs and trace.inputs.largest,
+            "outputs_largest": trace.outputs and trace.outputs.largest,
+            "outputs_largest_fp32": trace.outputs and trace.outputs.largest_fp32,
+            "gradients_largest": trace.gradients_in and trace.gradients_in.largest,
+            "adds": trace.adds,
+        },
+    )
+
+
+def _size(reach: Reach | None) -> str:
+    return "" if reach is None else f" (largest {reach.largest:.3g})"

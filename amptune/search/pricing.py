@@ -1,0 +1,121 @@
+"""What keeping modules in FP32 would save, from the time each takes by itself, the casts between them counted. Pure.
+
+Modules pass on what they are given or bring it to a dtype of their own: a matrix product under autocast gives half
+whatever comes in, a ReLU what came in, a module kept in FP32 gives FP32. So which dtype reaches a module, and what has
+to be cast for it, follows from the modules before it; neighbours that are both kept in FP32 need no cast between them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from amptune.measure.sensitivity import Half, ModuleSensitivity, Sensitivity
+
+__all__ = ["Price", "Saving", "savings_in_order"]
+
+# A step that is expected to save less than this share of the time in all modules is not worth a policy.
+WORTHWHILE = 0.003
+# Of what saves this share of the most that can be saved, the fewest modules are taken.
+NEARLY = 0.9
+# A cast reads two bytes and writes four for every element, or the other way round: 1.5 times its size in FP32.
+CAST_SHARE = 1.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """Modules to keep in FP32 besides those before them, and the ms a step that they save together."""
+
+    modules: tuple[str, ...]
+    saves_ms: float
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a step costs in ms, over the modules that were timed, with some of them kept in FP32."""
+
+    sensitivity: Sensitivity
+    dtype: Half
+    _sources: list[list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        place = {module.path: i for i, module in enumerate(self.sensitivity.modules)}
+        known = [[place[path] for path in m.producers if path in place] for m in self.sensitivity.modules]
+        # Where something else than a module made a tensor (an addition, a view), the module before stands for it.
+        sources = [[j for j in own if j < i] or ([i - 1] if i else []) for i, own in enumerate(known)]
+        object.__setattr__(self, "_sources", sources)
+
+    def of(self, kept: Collection[str]) -> float:
+        total = 0.0
+        wide: list[bool] = []  # whether a module's output is FP32
+        for module, sources in zip(self.sensitivity.modules, self._sources, strict=True):
+            comes_wide = not sources or any(wide[j] for j in sources)
+            total += self._ms(module, module.path in kept, comes_wide, first=not sources)
+            follows = comes_wide if module.stream == "follows" else module.stream == "fp32"
+            wide.append(module.path in kept or follows)
+        return total
+
+    def saved(self, kept: Collection[str]) -> float:
+        """What keeping these saves over keeping none."""
+        return self.of(()) - self.of(kept)
+
+    def own_gain_ms(self, modules: Collection[str]) -> float:
+        """What FP32 saves in these themselves, whatever it costs around them."""
+        own = [module for module in self.sensitivity.modules if module.path in modules]
+        return sum((module.half[self.dtype].ms or 0.0) - (module.fp32_ms or 0.0) for module in own)
+
+    def _ms(self, module: ModuleSensitivity, kept: bool, comes_wide: bool, *, first: bool) -> float:
+        fp32_ms, half_ms = module.fp32_ms or 0.0, module.half[self.dtype].ms or 0.0
+        passes = 1 if first else 2  # the gradient is cast back, unless there is none
+        cast_ms = passes * CAST_SHARE * module.input_bytes * self.sensitivity.cast_ms_per_byte
+        if kept:
+            return fp32_ms + (0.0 if comes_wide else cast_ms)
+        if module.stream == "half":
+            return half_ms + (cast_ms if comes_wide else 0.0)
+        return fp32_ms if comes_wide else half_ms
+
+
+def savings_in_order(sensitivity: Sensitivity, dtype: Half) -> tuple[Saving, ...]:
+    """Greedily, the most first: what to keep in FP32, for as long as more of it saves time.
+
+    Modules of one type and shape take the same time and are kept or not together; two kinds that are neighbours may
+    pay only together.
+    """
+    price = Price(sensitivity, dtype)
+    least_ms = WORTHWHILE * price.of(())
+    choices = list(_choices(sensitivity.modules))
+    kept: frozenset[str] = frozenset()
+    now_ms = price.of(kept)
+    found: list[Saving] = []
+    while choices:
+        cost = {choice: price.of(kept | choice) for choice in choices}
+        most_ms = now_ms - min(cost.values())
+        if most_ms <= least_ms:
+            break
+        best = min(
+            (choice for choice in choices if now_ms - cost[choice] >= NEARLY * most_ms),
+            key=lambda choice: (len(choice), -price.own_gain_ms(choice)),
+        )
+        saves_ms = now_ms - cost[best]
+        found.append(Saving(modules=tuple(sorted(best - kept)), saves_ms=saves_ms))
+        kept, now_ms = kept | best, cost[best]
+        choices = [choice for choice in choices if not choice <= kept]
+    return tuple(found)
+
+
+def _choices(modules: Sequence[ModuleSensitivity]) -> Iterator[frozenset[str]]:
+    kinds: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    kind_of = {module.path: _kind_of(module) for module in modules}
+    for module in modules:
+        if module.fp32_ms is not None:
+            kinds[kind_of[module.path]].append(module.path)
+    yield from map(frozenset, kinds.values())
+    near = {(kind_of[path], kind_of[module.path]) for module in modules for path in module.producers if path in kind_of}
+    yield from (frozenset(kinds[a]) | frozenset(kinds[b]) for a, b in near if a != b)
+
+
+def _kind_of(module: ModuleSensitivity) -> tuple[object, ...]:
+    """Times are shared by modules of one type and shape, and so the same."""
+    times = tuple(half.ms for half in module.half.values())
+    return (module.fp32_ms, times, module.input_bytes, module.output_bytes, module.stream)

@@ -1,0 +1,85 @@
+"""Times every module by itself before the search, and keeps what was found beside the study."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from amptune.measure.evaluator import Evaluator
+from amptune.measure.outcome import Failure
+from amptune.measure.sensitivity import Half, Sensitivity
+from amptune.measure.subject import Prepared
+from amptune.policy.settings import Policy
+from amptune.policy.wire import adapter_for
+from amptune.search.budget import Budget
+from amptune.search.exclusions import Ladder, ladder_by_time
+from amptune.search.space import Space
+
+__all__ = ["timed_ladder"]
+
+# A budget shorter than this is better spent on trials.
+SHORTEST_BUDGET_S = 45.0
+# Of the budget, for one pass; a pass takes some twenty steps, and 4 ms for each module (measured on an H200).
+SHARE = 0.1
+FILE = "sensitivity.json"
+
+
+def timed_ladder(evaluator: Evaluator, prepared: Prepared, space: Space, budget: Budget, folder: Path) -> Ladder | None:
+    """The ladder by measured times, in every memory format of the space; None where it is not to be had.
+
+    It is measured once for a study: other times would give other rules, and so other policies than were tried.
+    """
+    dtypes: Any = tuple(dtype for dtype in space.choices("autocast") if dtype != "off")
+    if not dtypes or not any(map(bool, space.choices("fp32_exclusions"))):
+        return None
+    known = _known(folder / FILE, _key(prepared))
+    if not known and budget.seconds < SHORTEST_BUDGET_S:
+        return None
+    sensed = known or dict(_sensed(evaluator, prepared, space, dtypes, budget))
+    if not sensed:
+        return None
+    if not known:
+        _write(folder / FILE, _key(prepared), sensed)
+    return ladder_by_time(prepared.subject, sensed)
+
+
+def _sensed(
+    evaluator: Evaluator, prepared: Prepared, space: Space, dtypes: tuple[Half, ...], budget: Budget
+) -> Iterator[tuple[str, Sensitivity]]:
+    """What stays in FP32 is to use TF32 where the machine has it: that is where an exclusion pays."""
+    gpu = prepared.hardware.gpu
+    math: Any = "tf32" if gpu is not None and gpu.tf32 and "tf32" in space.choices("fp32_math") else "stock"
+    for memory_format in space.choices("memory_format") or ("contiguous",):
+        policy = Policy(fp32_math=math, memory_format=memory_format)  # type: ignore[arg-type]
+        found = evaluator.sense(policy, dtypes, SHARE * budget.seconds)
+        if not isinstance(found, Failure):
+            yield str(memory_format), found
+
+
+def _key(prepared: Prepared) -> str:
+    """What the times depend on."""
+    hardware, subject = prepared.hardware, prepared.subject
+    parts = (subject.source_digest, subject.model_digest, subject.batch_size, hardware.name, hardware.software)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _known(path: Path, key: str) -> dict[str, Sensitivity]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["key"] != key:
+            return {}
+        return {layout: adapter_for(Sensitivity).validate_python(one) for layout, one in content["sensed"].items()}
+    except (OSError, ValueError, KeyError, TypeError):  # not there, or not what this version writes
+        return {}
+
+
+def _write(path: Path, key: str, sensed: dict[str, Sensitivity]) -> None:
+    content = {"key": key, "sensed": {layout: asdict(one) for layout, one in sensed.items()}}
+    try:
+        path.write_text(json.dumps(content), encoding="utf-8")
+    except OSError:
+        return  # the next run measures them again
