@@ -45,12 +45,15 @@ SLOW_STEPS = 2
 class Bench:
     """Holds the model between trials: on the CPU, with its initial weights aside, so every trial starts the same.
 
-    Building raises `TargetError` or `UserCodeError`. A trial that fails is a value of `measure`; it raises only
-    where the device is beyond giving its memory back.
+    `seed` is that of weights, batches and training. Building raises `TargetError` or `UserCodeError`. A trial that
+    fails is a value of `measure`; it raises only where the device is beyond giving its memory back.
     """
 
-    def __init__(self, workload: Workload, device: torch.device, nvml: NvmlGpu | None = None) -> None:
+    def __init__(
+        self, workload: Workload, device: torch.device, nvml: NvmlGpu | None = None, *, seed: int = SEED
+    ) -> None:
         self.workload = workload
+        self._seed = seed
         self.device = device
         self._clock = clock_for(device)
         self._memory = memory_for(device)
@@ -59,7 +62,7 @@ class Bench:
         self._build()
 
     def _build(self) -> None:
-        self.model = _built_model(self.workload)
+        self.model = _built_model(self.workload, self._seed)
         self._initial = [tensor.detach().clone() for tensor in self._state()]
         self._kinds = self._kinds_of_state()
         self._modes = {module: module.training for module in self.model.modules()}
@@ -89,7 +92,7 @@ class Bench:
         batches = batches or cycle(self._on_device(policy.batch_size or self.workload.batch_size))
         self._memory.reset()
         self.model.to(self.device)
-        _seed_everything()
+        _seed_everything(self._seed)
         with apply(policy, self.model, any_hardware=True) as tuned:
             yield tuned, Stepper(self.workload, tuned, batches)
 
@@ -151,15 +154,15 @@ class Bench:
     def batches(self, samples: int, count: int = BATCHES) -> list[Any]:
         """The same batches for every policy, drawn once under a fixed seed and kept on the CPU."""
         if (samples, count) not in self._batches:
-            _seed_everything()
+            _seed_everything(self._seed)
             with user_code(f"batch({samples})"):
                 self._batches[samples, count] = [self.workload.batch(samples) for _ in range(count)]
         return self._batches[samples, count]
 
-    def restart(self, seed: int = SEED) -> None:
-        """Within `on_device`: the initial weights again, and all random generators seeded."""
+    def restart(self, offset: int = 0) -> None:
+        """Within `on_device`: the initial weights again, and the random generators seeded, `offset` from the first."""
         self._put_back()
-        _seed_everything(seed)
+        _seed_everything(self._seed + offset)
 
     def fingerprint(self, batches: Sequence[Any]) -> tuple[float, ...]:
         """What another process has to have the same of, for its gradients to be comparable: weights and batches."""
@@ -203,9 +206,9 @@ class Bench:
             torch.cuda.empty_cache()
 
 
-def _built_model(workload: Workload) -> torch.nn.Module:
-    """The workload's model under a fixed seed, its lazy modules initialised. Raises `TargetError`, `UserCodeError`."""
-    _seed_everything()
+def _built_model(workload: Workload, seed: int) -> torch.nn.Module:
+    """The workload's model, its lazy modules initialised. Raises `TargetError`, `UserCodeError`."""
+    _seed_everything(seed)
     with user_code("model()"):
         model = workload.model()
     if not isinstance(model, torch.nn.Module):
@@ -225,7 +228,7 @@ def _initialise_lazy(model: torch.nn.Module, workload: Workload) -> None:
         workload.loss(model, workload.batch(workload.batch_size))
 
 
-def _seed_everything(seed: int = SEED) -> None:
+def _seed_everything(seed: int) -> None:
     import random
 
     import numpy as np

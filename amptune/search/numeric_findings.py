@@ -23,27 +23,28 @@ def sound_finding(judgement: Judgement) -> Finding:
 def findings_of(
     judgement: Judgement, cure: Cure | None, traces: Sequence[ModuleTrace], *, out_of_time: bool = False
 ) -> Iterator[Finding]:
-    """The module in which it begins, and what cures it."""
-    culprit = _culprit(cure, traces)
-    if culprit is not None:
+    """The modules in which it begins, the most suspicious first, and what cures it."""
+    for culprit in _culprits(cure, traces):
         yield _where(culprit, judgement.policy.autocast)
     yield _unsound(judgement, out_of_time=out_of_time) if cure is None else _cure(judgement, cure)
 
 
-def _culprit(cure: Cure | None, traces: Sequence[ModuleTrace]) -> ModuleTrace | None:
-    """Of the modules that cure it the most suspicious; without a cure the most suspicious of all."""
+def _culprits(cure: Cure | None, traces: Sequence[ModuleTrace]) -> list[ModuleTrace]:
+    """The modules that cure it; without a cure the most suspicious of all."""
     of = {trace.path: trace for trace in traces}
-    ranked = [path for path in suspects(traces) if cure is None or path in cure.modules]
-    return of[ranked[0]] if ranked else None
+    ranked = suspects(traces)
+    return (
+        [of[path] for path in ranked if path in cure.modules] if cure is not None else [of[ranked[0]]] if ranked else []
+    )
 
 
 def _cure(judgement: Judgement, cure: Cure) -> Finding:
     autocast, rules = judgement.policy.autocast, [str(rule) for rule in cure.rules]
+    named = " + ".join(rules)
     left = ", and no module of these can be left out" if len(cure.modules) > 1 else ""
     return Finding(
         code="cure",
-        message=f"autocast {autocast} is not as good as FP32 ({judgement}); with {' + '.join(rules)} in FP32 it is{left}",
-        module=cure.modules[0],
+        message=f"autocast {autocast} is not as good as FP32 ({judgement}); with {named} in FP32 it is{left}",
         figures={"autocast": autocast, "modules": list(cure.modules), "rules": rules, "judgements": cure.judgements},
     )
 
@@ -71,10 +72,14 @@ def _where(trace: ModuleTrace, autocast: str) -> Finding:
     else:
         times = f"{trace.adds:.3g} times as large"
         code, message = "first-inaccurate", f"it makes the relative error of what passes through it {times}"
-    in_fp32 = "" if reached is None else f"; in FP32 it reaches {reached.largest_fp32:.3g}"
+        reached = None
+    if reached is not None:
+        message += (
+            f"; in FP32 it reaches {reached.largest_fp32:.3g}, and {autocast} holds {LARGEST[autocast]:.4g} at most"
+        )
     return Finding(
         code=code,
-        message=f"under autocast {autocast} {message}{in_fp32}, and {autocast} holds {LARGEST[autocast]:.4g} at most",
+        message=f"under autocast {autocast} {message}",
         module=trace.path,
         figures={
             "autocast": autocast,

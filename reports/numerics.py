@@ -1,0 +1,204 @@
+"""Holds the numerics gate, the diagnosis and the cure against models of which it is known what is wrong with them.
+
+    python reports/numerics.py --faults --healthy 20 --out reports/numerics/cpu
+    python reports/numerics.py --faults --healthy 3 --zoo --out reports/numerics/h200
+
+`--faults`: each model of `tests/numerics/faults.py`, under autocast in bf16 and fp16. Is it rejected where its fault
+shows and passed where it does not? Is the planted module named first, and what does the cure hold besides it?
+`--healthy N`: each model of `tests/numerics/healthy.py`, N times with other seeds: how many runs are rejected?
+`--zoo`: the bundled workloads, in bf16, fp16, bf16 with channels_last, and TF32. Writes OUT.json, one row a judgement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# The models are made for the tests and live among them; they are no part of the package.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "numerics"))
+
+from faults import FAULTS, Fault  # found by the line above
+from healthy import HEALTHY  # and by it
+
+from amptune.measure.bench import Bench
+from amptune.measure.inspecting import inspect_model
+from amptune.measure.judging import judge, make_reference
+from amptune.measure.numerics import Parity, Reference
+from amptune.measure.trace import ModuleTrace
+from amptune.measure.tracing import trace_step
+from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.search.budget import Budget
+from amptune.search.gate import judged, used_of
+from amptune.search.judging import Judge
+from amptune.search.numeric_findings import findings_of
+from amptune.search.repairing import cure_of, traces_of
+from amptune.workload.targets import load_workload, parse_target
+
+DTYPES = ("bf16", "fp16")
+ZOO = (
+    "conv1",
+    "mlp3",
+    "resnet18",
+    "resnet50",
+    "vgg16",
+    "densenet161",
+    "seresnext50",
+    "deeplabv3plus",
+    "bert_base",
+    "gpt2",
+)
+ZOO_POLICIES = (
+    amp_recipe("bf16"),
+    amp_recipe("fp16"),
+    amp_recipe("bf16", memory_format="channels_last"),
+    Policy(fp32_math="tf32"),
+)
+# Seconds that a reference may take, as in a tuning with the default budget.
+REFERENCE_S = 24.0
+
+
+@dataclass
+class OnABench:
+    """The seam behind which a worker process stands, in this process: nothing is timed here."""
+
+    bench: Bench
+    reference: Reference | None = None
+
+    def judge(self, policy: Policy, fp32: Policy, seconds: float) -> Parity:
+        if self.reference is None:
+            self.reference = make_reference(self.bench, fp32, seconds)
+        return judge(self.bench, policy, self.reference)
+
+    def trace(self, policy: Policy, fp32: Policy, limit_s: float) -> tuple[ModuleTrace, ...]:  # noqa: ARG002
+        return trace_step(self.bench, policy, fp32)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", action="store_true")
+    parser.add_argument("--healthy", type=int, default=0, metavar="N")
+    parser.add_argument("--zoo", nargs="*", metavar="NAME")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows: dict[str, list[dict[str, Any]]] = {}
+    if options.faults:
+        rows["faults"] = list(_shown(_faults(device)))
+        _summarise_faults(rows["faults"])
+    if options.healthy:
+        rows["healthy"] = list(_shown(_healthy(device, options.healthy)))
+        _summarise(rows["healthy"])
+    if options.zoo is not None:
+        rows["zoo"] = list(_shown(_zoo(device, options.zoo or ZOO)))
+        _summarise(rows["zoo"])
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    content = {"device": name, "torch": torch.__version__, **rows}
+    options.out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _faults(device: torch.device) -> Iterator[dict[str, Any]]:
+    for fault in FAULTS:
+        bench = Bench(fault.workload, device)
+        for dtype in DTYPES:
+            yield _fault(fault, bench, amp_recipe(dtype))  # type: ignore[arg-type]
+
+
+def _fault(fault: Fault, bench: Bench, recipe: Policy) -> dict[str, Any]:
+    start_s = time.perf_counter()
+    evaluator: Any = OnABench(bench)
+    gatekeeper = Judge(evaluator, STOCK, Budget(seconds=3600), lambda _: None, share=1.0)
+    judgement = gatekeeper.judgement_of(recipe)
+    assert judgement is not None  # noqa: S101  # autocast is never exempt
+    row: dict[str, Any] = {
+        "model": fault.name,
+        "autocast": recipe.autocast,
+        "planted": list(fault.culprits),
+        "breaks": recipe.autocast in fault.breaks,
+        "rejected": not judgement.passes,
+        "why": str(judgement),
+    }
+    if not judgement.passes:
+        subject, traces = inspect_model(bench, ""), traces_of(gatekeeper, recipe)
+        cure = cure_of(gatekeeper, recipe, subject, traces)
+        findings = list(findings_of(judgement, cure, traces))
+        row |= {
+            "named_first": findings[0].module,
+            "code": findings[0].code,
+            "cure": None if cure is None else list(cure.modules),
+            "rules": None if cure is None else [str(rule) for rule in cure.rules],
+            "modules": len(subject.modules),
+            "judgements": None if cure is None else cure.judgements,
+        }
+    return row | {"seconds": round(time.perf_counter() - start_s, 1)}
+
+
+def _healthy(device: torch.device, times: int) -> Iterator[dict[str, Any]]:
+    for name, workload in HEALTHY.items():
+        for seed in range(times):
+            bench = Bench(workload, device, seed=1_000_003 * (1 + seed))
+            policies = [amp_recipe(dtype) for dtype in DTYPES]  # type: ignore[arg-type]
+            yield from _judgements(name, bench, policies, seed=seed)
+
+
+def _zoo(device: torch.device, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for name in names:
+        workload = load_workload(parse_target(f"amptune.workload.zoo:{name}"))
+        yield from _judgements(name, Bench(workload, device), ZOO_POLICIES)
+
+
+def _judgements(name: str, bench: Bench, policies: Sequence[Policy], **more: Any) -> Iterator[dict[str, Any]]:
+    reference = make_reference(bench, STOCK, REFERENCE_S)
+    for policy in policies:
+        judgement = judged(policy, judge(bench, policy, reference))
+        parity = judgement.parity
+        yield {
+            "model": name,
+            **more,
+            "policy": str(policy),
+            "rejected": not judgement.passes,
+            "why": str(judgement),
+            "share_of_allowed": round(used_of(parity), 3),
+            "drift": round(parity.drift, 3),
+            "bias": round(max((module.bias for module in parity.modules), default=0.0), 3),
+            "spread": parity.spread,
+            "thoroughness": asdict(reference.thoroughness),
+            "reference_s": round(reference.seconds, 2),
+            "seconds": round(parity.seconds, 2),
+        }
+
+
+def _shown(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for row in rows:
+        print(*(f"{name}={value}" for name, value in row.items() if name not in {"thoroughness", "spread"}), flush=True)
+        yield row
+
+
+def _summarise_faults(rows: Sequence[dict[str, Any]]) -> None:
+    broken = [row for row in rows if row["breaks"]]
+    first = sum(row.get("named_first") in row["planted"] for row in broken)
+    cured = [row for row in broken if row.get("cure") and set(row["planted"]) <= set(row["cure"])]
+    few = sum(len(row["cure"]) <= len(row["planted"]) + 1 for row in cured)
+    sound = [row for row in rows if not row["breaks"]]
+    print(
+        f"faults: {sum(row['rejected'] for row in broken)} of {len(broken)} broken candidates rejected, the planted "
+        f"module named first in {first}, in the cure in {len(cured)}, with at most one more in {few}; "
+        f"{sum(row['rejected'] for row in sound)} of {len(sound)} sound ones rejected"
+    )
+
+
+def _summarise(rows: Sequence[dict[str, Any]]) -> None:
+    used = max(row["share_of_allowed"] for row in rows)
+    print(f"{sum(row['rejected'] for row in rows)} of {len(rows)} rejected; {used:.0%} of what is allowed at the most")
+
+
+if __name__ == "__main__":
+    main()
