@@ -16,14 +16,15 @@ from amptune.policy.settings import Policy
 
 __all__ = ["ILL_CONDITIONED", "Judgement", "judged", "used_of"]
 
-# Healthy networks were measured on an H200 and on a CPU in bf16, fp16 and TF32 (reports/README.md, "The numerics
-# gate"): bias up to 0.12, error up to 0.56 of the noise or three times `rounding`, drift up to 0.9.
+# Healthy networks were measured on an H200 and on a CPU, in bf16, fp16 and TF32 (reports/numerics): they use up to
+# three quarters of what is allowed here, and half of the allowed drift.
 MOST_BIAS = 0.3
 MOST_ERROR, MOST_ERROR_OF_NOISE = 0.3, 0.7
-# Rounding every activation on the way, and not only the weights, was seen to be so much worse.
-TIMES_ROUNDING = 3.0
-# Where rounding the weights changes the gradient by this share, nothing is to be learned from comparing it.
-ILL_CONDITIONED = 0.5
+# Rounding every activation on the way, and not only the weights, was seen to be up to so much worse.
+TIMES_ROUNDING = 4.0
+# Where rounding the weights alone changes the gradient by this share, nothing is to be learned from comparing it: the
+# first layers of DenseNet-161 at its first step.
+ILL_CONDITIONED = 0.3
 MOST_VANISHED = 0.25
 LEAST_SIZE = 0.3
 MOST_DRIFT = 3.0
