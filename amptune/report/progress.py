@@ -52,8 +52,8 @@ def describe(event: Event) -> str | None:
             return _trial(event)
         case PolicyJudged():
             judgement = event.judgement
-            mark = "sound" if judgement.passes else "unsound"
-            return f"numerics {mark}: {judgement.policy}: {judgement}"
+            verdict = judgement if judgement.passes else f"not as good as FP32: {judgement}"
+            return f"numerics of {judgement.policy}: {verdict}"
         case SearchEnded():
             return f"search ended after {event.trials} new trials: {event.because}"
         case ComparisonStarted():
