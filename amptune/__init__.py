@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from amptune.policy.loading import save as save
     from amptune.policy.profile import Profile as Profile
     from amptune.policy.settings import Fp32Rule as Fp32Rule
+    from amptune.policy.settings import HalfRule as HalfRule
     from amptune.policy.settings import LossScale as LossScale
     from amptune.policy.settings import Policy as Policy
     from amptune.runtime.applying import PolicyDriftWarning as PolicyDriftWarning
@@ -33,6 +34,7 @@ _HOME = {
     "AmptuneError": "amptune.errors",
     "Decision": "amptune.search.deciding",
     "Fp32Rule": "amptune.policy.settings",
+    "HalfRule": "amptune.policy.settings",
     "Hardware": "amptune.hardware.machine",
     "LossScale": "amptune.policy.settings",
     "Policy": "amptune.policy.settings",

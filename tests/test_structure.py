@@ -85,7 +85,10 @@ def test_the_check_of_imports_can_fail() -> None:
         ("pebble", {"measure/processes.py"}),
         (
             "click",
-            {f"cli/{name}.py" for name in ("entry", "options", "tune", "verify", "init", "probe", "profile", "files")},
+            {
+                f"cli/{name}.py"
+                for name in ("entry", "options", "tune", "verify", "diagnose", "init", "probe", "profile", "files")
+            },
         ),
         ("rich", {"report/progress.py", "report/terminal.py"}),
     ],

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -14,6 +15,8 @@ __all__ = ["without_dropout"]
 # Attributes that hold a probability: of nn.Dropout and its kin, and of recurrent layers and nn.MultiheadAttention,
 # which hand theirs to functions that no mode looks into.
 _ATTRIBUTES = ("p", "dropout")
+# Functions that are not named after dropout, and the place of its probability among their arguments.
+_PLACES = {torch.nn.functional.scaled_dot_product_attention: 4, torch.nn.functional.multi_head_attention_forward: 10}
 
 
 @contextmanager
@@ -44,10 +47,11 @@ class _NoDropout(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        place = 1 if "dropout" in name else _PLACES.get(func)
         if "dropout_p" in kwargs:
             kwargs["dropout_p"] = 0.0
         elif "dropout" in name and "p" in kwargs:
             kwargs["p"] = 0.0
-        elif "dropout" in name and len(args) > 1 and isinstance(args[1], float):
-            args = (args[0], 0.0, *args[2:])
+        elif place is not None and len(args) > place and isinstance(args[place], float):
+            args = (*args[:place], 0.0, *args[place + 1 :])
         return func(*args, **kwargs)

@@ -14,7 +14,7 @@ import torch
 from amptune.measure.bench import Bench
 from amptune.measure.failing import NonFiniteError, failure_of
 from amptune.measure.numerics import ROUNDING, Parity, Reference, Rounding, Run, Thoroughness, compare
-from amptune.measure.training import Training, fingerprint_of
+from amptune.measure.training import Training, batches_of, fingerprint_of
 from amptune.policy.settings import Policy
 
 __all__ = ["judge", "make_reference"]
@@ -36,8 +36,18 @@ def make_reference(bench: Bench, policy: Policy, seconds: float) -> Reference:
 
     Raises what the workload raises, and `NonFiniteError` where FP32 itself breaks.
     """
+    _, spread = batches_of(bench, divided=True)
+    try:
+        return _reference(bench, policy, seconds, divided=True)
+    except Exception:
+        if spread != "parts":
+            raise
+        return _reference(bench, policy, seconds, divided=False)  # the workload may take whole batches alone
+
+
+def _reference(bench: Bench, policy: Policy, seconds: float, *, divided: bool) -> Reference:
     start_s = time.perf_counter()
-    with Training.on(bench, policy) as training:
+    with Training.on(bench, policy, divided=divided) as training:
         wanted = _affordable(seconds, training.step_s())
         training.feed.keep(wanted.batches)
         count = len(training.feed)
@@ -55,7 +65,7 @@ def make_reference(bench: Bench, policy: Policy, seconds: float) -> Reference:
             module_of=training.sketcher.module_of,
             spread=training.feed.spread,
             thoroughness=replace(wanted, batches=count),
-            fingerprint=bench.fingerprint(training.feed.batches[:1]),
+            fingerprint=fingerprint_of(bench),
             seconds=time.perf_counter() - start_s,
         )
 
@@ -67,19 +77,26 @@ def judge(bench: Bench, policy: Policy, reference: Reference) -> Parity:
     """
     start_s = time.perf_counter()
     try:
-        if not _alike(fingerprint_of(bench), reference.fingerprint):
-            reference = make_reference(bench, reference.policy, reference.seconds)
-        with Training.on(bench, policy) as training:
-            training.feed.keep(reference.thoroughness.batches)
-            count = len(training.feed)
-            gradients = training.gradients(count)
-            run = Run(gradients=gradients, curve=training.curve(_order(count, reference.thoroughness.epochs)))
-        return replace(compare(reference, run, _rounding_of(policy)), seconds=time.perf_counter() - start_s)
-    except Exception as error:  # noqa: BLE001  # whatever breaks, it is the policy that is judged
+        parity = _parity(bench, policy, reference)
+    except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
         if not isinstance(error, NonFiniteError):
             traceback.print_exc()  # into the worker's log
         broken = error.modules if isinstance(error, NonFiniteError) else ()
-        return Parity(failure=failure_of(error), broken=broken, seconds=time.perf_counter() - start_s)
+        parity = Parity(failure=failure_of(error), broken=broken)
+    if parity.failure is not None:
+        bench.release()  # the traceback held tensors until now
+    return replace(parity, seconds=time.perf_counter() - start_s)
+
+
+def _parity(bench: Bench, policy: Policy, reference: Reference) -> Parity:
+    if not _alike(fingerprint_of(bench), reference.fingerprint):
+        reference = make_reference(bench, reference.policy, reference.seconds)
+    with Training.on(bench, policy, divided=reference.spread == "parts") as training:
+        training.feed.keep(reference.thoroughness.batches)
+        count = len(training.feed)
+        gradients = training.gradients(count)
+        run = Run(gradients=gradients, curve=training.curve(_order(count, reference.thoroughness.epochs)))
+    return compare(reference, run, _rounding_of(policy))
 
 
 def _alike(a: Sequence[float], b: Sequence[float]) -> bool:

@@ -41,18 +41,19 @@ def sense(bench: Bench, policy: Policy, dtypes: Sequence[Half]) -> Sensitivity:
     """Looks at every module without children in one FP32 step, under `policy`'s FP32 math.
 
     Inputs are held until the backward pass comes to their module, which is what training holds of most of them;
-    one module at a time is run again. One that cannot be (it has no gradient, or raises) is named in `left_out`.
+    one module at a time is run again, its buffers and the random generators put back after. One that cannot be (it has
+    no gradient, or raises, or something writes into its inputs) is named in `left_out`.
     """
     start_s = time.perf_counter()
     with Training.on(bench, policy) as training, without_dropout(bench.model), _out_of_place(bench.model):
         step_ms = 1000 * training.step_s()
-        bench.restart()
+        training.restart()
         watch = _Watch(bench, dtypes)
         with watch.hooked():
             training.step()
         return Sensitivity(
             modules=tuple(watch.found()),
-            left_out=dict(watch.left_out),
+            left_out=watch.left_out(),
             cast_ms_per_byte=_cast_ms_per_byte(bench.device, DTYPES[dtypes[0]]),
             step_ms=step_ms,
             seconds=time.perf_counter() - start_s,
@@ -61,12 +62,22 @@ def sense(bench: Bench, policy: Policy, dtypes: Sequence[Half]) -> Sensitivity:
 
 @dataclass
 class _Call:
-    """What a forward call was given; detached, and nothing of it copied."""
+    """What a forward call was given; detached, and nothing of it copied. `versions` tell whether it was written to."""
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     need_gradient: list[bool]
+    versions: list[int]
+    done: bool = False
+
+    @property
+    def intact(self) -> bool:
+        return _versions((self.args, self.kwargs)) == self.versions
+
+    def finish(self) -> None:
+        """Lets the inputs go: the hook that holds this lives as long as the graph."""
+        self.args, self.kwargs, self.done = (), {}, True
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -128,23 +139,34 @@ class _Watch:
         self._seen: dict[str, _Seen] = {}
         self._times: dict[tuple[Any, ...], list[Callable[[], float]]] = defaultdict(list)
         self._made_by: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._versions: dict[str, list[int]] = {}
         self._busy = False
-        self.left_out: dict[str, str] = {}
+        self._failed: dict[str, str] = {}
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        hooks = [
-            module.register_forward_hook(self._hook(path), with_kwargs=True)
-            for path, module in self._model.named_modules()
-            if not any(module.children())
-        ]
+        hooks = []
+        for path, module in self._model.named_modules():
+            if not any(module.children()):
+                hooks.append(module.register_forward_pre_hook(self._before(path), with_kwargs=True))
+                hooks.append(module.register_forward_hook(self._after(path), with_kwargs=True))
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _hook(self, path: str) -> Callable[..., None]:
+    def left_out(self) -> dict[str, str]:
+        without = {path: "no gradient passes through it" for path, seen in self._seen.items() if not seen.calls}
+        return without | self._failed
+
+    def _before(self, path: str) -> Callable[..., None]:
+        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._versions[path] = _versions((args, kwargs))
+
+        return before
+
+    def _after(self, path: str) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not self._busy:
                 self._called(path, module, args, kwargs, output)
@@ -159,11 +181,10 @@ class _Watch:
         self._made_by |= {id(tensor): (weakref.ref(tensor), path) for tensor in given}
         wanted = [tensor for tensor in given if tensor.requires_grad]
         if not wanted:
-            self.left_out[path] = "no gradient passes through it"
             return
         need = [tensor.requires_grad for tensor in tensors_in((args, kwargs))]
         held_args, held_kwargs = map_tensors(torch.Tensor.detach, (args, kwargs))
-        call = _Call(module, held_args, held_kwargs, need)
+        call = _Call(module, held_args, held_kwargs, need, self._versions[path])
         torch.autograd.graph.register_multi_grad_hook(wanted, lambda gradients: self._replay(path, call, gradients))
 
     def _maker_of(self, tensor: torch.Tensor) -> str | None:
@@ -172,30 +193,36 @@ class _Watch:
 
     def _replay(self, path: str, call: _Call, gradients: Sequence[torch.Tensor | None]) -> None:
         """Runs the call again in FP32 and in half; what goes wrong costs this module alone."""
+        if call.done:  # another backward pass over the same graph
+            return
         self._busy = True
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), _kept_as_it_is(call.module, self._device):
                 self._look(self._seen[path], call, gradients)
                 self._time(call, gradients)
         except Exception as error:  # noqa: BLE001  # the module may raise anything when it is run by itself
-            self.left_out[path] = f"{type(error).__name__}: {error}"
+            self._failed[path] = f"{type(error).__name__}: {error}"
         finally:
+            call.finish()
             self._busy = False
 
     def _look(self, seen: _Seen, call: _Call, gradients: Sequence[torch.Tensor | None]) -> None:
+        if not call.intact:
+            raise RuntimeError("its inputs are written to, by itself or by what comes after")
         given = [gradient for gradient in gradients if gradient is not None]
-        fp32 = _Replay(call, given, None, self._device, 1.0).run()
+        fp32 = _Replay(call, gradients, None, self._device, 1.0).run()
         weights = list(call.module.parameters())
         seen.calls += 1
         seen.key = call.key
         seen.stream = self._stream_of(call)
         seen.input_bytes += sum(4 * tensor.numel() for tensor in _floating((call.args, call.kwargs)))
         seen.output_bytes += sum(4 * tensor.numel() for tensor in fp32.outputs)
-        seen.cast_bytes += sum(6 * weight.numel() for weight in weights) * (seen.stream == "half")
+        # Once, however often it is called: autocast keeps the casts of weights.
+        seen.cast_bytes = sum(6 * weight.numel() for weight in weights) * (seen.stream == "half")
         for name, tensors in (("activation", fp32.outputs), ("weight", weights), ("gradient", given)):
             seen.largest[name] += [tensor.detach().abs().amax() for tensor in tensors if tensor.numel()]
         for dtype in self._dtypes:
-            half = _Replay(call, given, DTYPES[dtype], self._device, LOSS_SCALE[dtype]).run()
+            half = _Replay(call, gradients, DTYPES[dtype], self._device, LOSS_SCALE[dtype]).run()
             _compare(seen, dtype, fp32, half, given)
 
     def _stream_of(self, call: _Call) -> Stream:
@@ -211,13 +238,12 @@ class _Watch:
         return "follows" if dtype in of_half else "fp32"
 
     def _time(self, call: _Call, gradients: Sequence[torch.Tensor | None]) -> None:
-        given = [gradient for gradient in gradients if gradient is not None]
         # A dropout that drops nothing takes another time than in training.
         if len(self._times[call.key, None]) >= TIMED_RUNS or "Dropout" in type(call.module).__name__:
             return
         for dtype in (None, *self._dtypes):
             scale = 1.0 if dtype is None else LOSS_SCALE[dtype]
-            replay = _Replay(call, given, None if dtype is None else DTYPES[dtype], self._device, scale)
+            replay = _Replay(call, gradients, None if dtype is None else DTYPES[dtype], self._device, scale)
             replay.run()
             self._times[call.key, dtype].append(_later_ms(replay.backpropagate, self._device))
 
@@ -230,7 +256,7 @@ class _Watch:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         for path, seen in self._seen.items():
-            if seen.calls and path not in self.left_out:
+            if seen.calls and path not in self._failed:
                 yield ModuleSensitivity(
                     path=path,
                     calls=seen.calls,
@@ -260,19 +286,29 @@ class _Watch:
 
 
 class _Replay:
-    """Forward and backward of one call, its inputs copied ahead; gradients come out divided by `scale` again."""
+    """Forward and backward of one call, its inputs copied ahead; gradients come out divided by `scale` again.
+
+    `gradients` are those of the outputs that need one, None of an output that nothing came of.
+    """
 
     def __init__(
-        self, call: _Call, gradients: list[torch.Tensor], dtype: torch.dtype | None, device: torch.device, scale: float
+        self,
+        call: _Call,
+        gradients: Sequence[torch.Tensor | None],
+        dtype: torch.dtype | None,
+        device: torch.device,
+        scale: float,
     ) -> None:
         self._module = call.module
         self._args, self._kwargs, self._inputs = call.inputs(dtype)
         self._weights = [weight for weight in call.module.parameters() if weight.requires_grad]
-        self._gradients = gradients
+        self._used = [gradient is not None for gradient in gradients]
+        self._gradients = [gradient for gradient in gradients if gradient is not None]
         self._precision = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
         self._scale = scale
 
     def run(self) -> _Ran:
+        torch.manual_seed(0)  # a module that draws numbers draws the same in every precision
         outputs = self._forward()
         self._gradients = [
             (self._scale * gradient).to(out.dtype) for gradient, out in zip(self._gradients, outputs, strict=True)
@@ -290,7 +326,8 @@ class _Replay:
     def _forward(self) -> list[torch.Tensor]:
         with self._precision:
             output = self._module(*self._args, **self._kwargs)
-        return [tensor for tensor in _floating(output) if tensor.requires_grad][: len(self._gradients)]
+        need = [tensor for tensor in _floating(output) if tensor.requires_grad]
+        return [tensor for tensor, used in zip(need, self._used, strict=True) if used]
 
     def _backward(self, outputs: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         wanted = [*self._weights, *self._inputs]
@@ -302,7 +339,8 @@ def _compare(seen: _Seen, dtype: Half, fp32: _Ran, half: _Ran, gradients: Sequen
         return seen.sums[dtype, name]
 
     for a, b, gradient in zip(half.outputs, fp32.outputs, gradients, strict=True):
-        sums("loss").append((gradient.float() * (a.float() - b.float())).square().sum())
+        change = torch.where(a == b, 0.0, a.float() - b.float())  # infinities that are meant do not change
+        sums("loss").append((gradient.float() * change).square().sum())
     for a, b in zip(half.weights or half.inputs, fp32.weights or fp32.inputs, strict=True):
         sums("apart").append((a - b).square().sum())
         sums("size").append(b.square().sum())
@@ -311,7 +349,7 @@ def _compare(seen: _Seen, dtype: Half, fp32: _Ran, half: _Ran, gradients: Sequen
     kind = torch.finfo(DTYPES[dtype])
     for tensor, scale in [(out, 1.0) for out in fp32.outputs] + [(g, LOSS_SCALE[dtype]) for g in gradients]:
         sums("elements").append(torch.tensor(tensor.numel()))
-        sums("overflow").append((tensor.abs() * scale > kind.max).sum())
+        sums("overflow").append((torch.isfinite(tensor) & (tensor.abs() * scale > kind.max)).sum())
     for gradient in gradients:
         sums("nonzero").append(torch.count_nonzero(gradient))
         # Half of the smallest number that is not 0 is rounded to 0.
@@ -358,6 +396,25 @@ def _out_of_place(model: nn.Module) -> Iterator[None]:
     finally:
         for module in changed:
             module.inplace = True  # type: ignore[assignment]
+
+
+@contextmanager
+def _kept_as_it_is(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """The module's buffers are copies, whose changes nobody sees; training's random numbers go on as they would."""
+    buffers = dict(module._buffers)
+    copies = {name: buffer.detach().clone() for name, buffer in buffers.items() if buffer is not None}
+    module._buffers.update(copies)
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        module._buffers.clear()
+        module._buffers.update(buffers)
+
+
+def _versions(value: Any) -> list[int]:
+    """How often each tensor was written to."""
+    return [tensor._version for tensor in tensors_in(value)]
 
 
 def _floating(value: Any) -> list[torch.Tensor]:

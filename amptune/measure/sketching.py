@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -26,8 +27,8 @@ class Sketcher:
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._parameters = [parameter for _, parameter in named]
         self.module_of = tuple(name.rpartition(".")[0] for name, _ in named)
-        most = min(MOST_COLUMNS, max(LEAST_COLUMNS, ALL_COLUMNS // max(1, len(named))))
-        widths = [min(parameter.numel(), most) for parameter in self._parameters]
+        most = _prime_up_to(min(MOST_COLUMNS, max(LEAST_COLUMNS, ALL_COLUMNS // max(1, len(named)))))
+        widths = [min(_numbers(parameter).numel(), most) for parameter in self._parameters]
         ends = torch.tensor([0, *widths]).cumsum(0).tolist()
         self.columns = tuple(slice(start, end) for start, end in pairwise(ends))
         self._signs = [
@@ -44,9 +45,13 @@ class Sketcher:
                 sketches.append(torch.zeros(columns.stop - columns.start, device=parameter.device))
                 counts.append(torch.zeros((), dtype=torch.int64, device=parameter.device))
                 continue
-            sketches.append(_sums(_dense(gradient) / scale, signs, columns.stop - columns.start))
+            sketches.append(_sums(_numbers(_dense(gradient)) / scale, signs, columns.stop - columns.start))
             counts.append(torch.count_nonzero(_dense(gradient)))
         return torch.cat(sketches).cpu(), torch.stack(counts).cpu()
+
+    def forget(self) -> None:
+        """Gives the signs back, which take a byte for every parameter of the model."""
+        self._signs, self._parameters = [], []
 
     def parameters_of(self, columns: Sequence[int]) -> list[int]:
         """The parameters that these columns belong to."""
@@ -54,12 +59,11 @@ class Sketcher:
 
     def _signs_of(self, parameter: nn.Parameter, width: int) -> torch.Tensor | None:
         """+1 or -1 for each element, int8; None where every element is kept."""
-        if parameter.numel() == width:
+        count = _numbers(parameter).numel()
+        if count == width:
             return None
         generator = torch.Generator(parameter.device).manual_seed(_SEED)
-        signs = torch.randint(
-            0, 2, (parameter.numel(),), generator=generator, device=parameter.device, dtype=torch.int8
-        )
+        signs = torch.randint(0, 2, (count,), generator=generator, device=parameter.device, dtype=torch.int8)
         return signs.mul_(2).sub_(1)
 
 
@@ -73,3 +77,13 @@ def _sums(gradient: torch.Tensor, signs: torch.Tensor | None, width: int) -> tor
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex number is two."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _prime_up_to(number: int) -> int:
+    """Elements a fixed distance apart, such as a matrix's column, then fall into different sums."""
+    return next(n for n in range(number, 1, -1) if all(n % divisor for divisor in range(2, math.isqrt(n) + 1)))

@@ -32,7 +32,7 @@ class ModuleTrace:
     """One module in one step: its inputs and outputs, the gradients that came to its outputs and left by its inputs.
 
     A place is None where no floating-point tensor (or no gradient) passed. `depth` counts the names of its path,
-    `weights` is its own parameters' gradients. Traces are in the order in which the forward calls ended.
+    `weights` is its own parameters' gradients. Traces are in the order in which the first forward calls ended.
     """
 
     path: str

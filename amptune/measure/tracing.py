@@ -30,7 +30,7 @@ KEPT = 2048
 def trace_step(bench: Bench, policy: Policy, fp32: Policy) -> tuple[ModuleTrace, ...]:
     """Runs one step in FP32 and one under the policy, its loss scale settled, on the same batch from the same weights.
 
-    Modules are in the order in which their forward calls ended: inner ones before those that hold them. A module
+    Modules are in the order in which their first forward calls ended: inner ones before those that hold them. A module
     that is called several times is looked at over all its calls.
     """
     reference, _ = _looked_at(bench, fp32)
@@ -58,7 +58,7 @@ class _Glance:
 
     @torch.no_grad()
     def add(self, tensor: torch.Tensor) -> None:
-        if not tensor.numel() or tensor.is_complex():
+        if not tensor.numel() or not tensor.is_floating_point():
             return
         values = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
         flat = values.reshape(-1)
@@ -74,7 +74,7 @@ def _looked_at(bench: Bench, policy: Policy) -> tuple[Glances, list[str]]:
     with Training.on(bench, policy) as training, without_dropout(bench.model):
         with suppress(NonFiniteError):  # it is what one wants to see
             training.gradients(1)  # the loss scale settles
-        bench.restart()
+        training.restart()
         scale = float(training.tuned.scaler.get_scale())
         with _watching(bench.model, scale) as (glances, order):
             training.step()
@@ -88,8 +88,7 @@ def _watching(model: nn.Module, scale: float) -> Iterator[tuple[Glances, dict[st
     order: dict[str, None] = {}
 
     def forward(path: str, args: Any, kwargs: Any, output: Any) -> None:
-        order.pop(path, None)
-        order[path] = None
+        order.setdefault(path)  # activation checkpointing calls again, in the backward pass's order
         for here, there, value in (("inputs", "gradients_out", (args, kwargs)), ("outputs", "gradients_in", output)):
             for tensor in tensors_in(value):
                 glances[path, here].add(tensor)

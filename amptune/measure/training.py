@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from amptune.errors import TargetError
 from amptune.measure.bench import Bench
 from amptune.measure.dropping import without_dropout
 from amptune.measure.failing import NonFiniteError
@@ -23,7 +24,7 @@ from amptune.runtime.nested import map_tensors, tensors_in
 from amptune.runtime.tuned import Tuned
 from amptune.workload.user_errors import user_code
 
-__all__ = ["Feed", "Training", "fingerprint_of"]
+__all__ = ["Feed", "Training", "batches_of", "fingerprint_of"]
 
 # So many batches are drawn, and fewer used where a step is slow.
 MOST_BATCHES = 8
@@ -66,6 +67,9 @@ class Feed:
         """Forgets all but the first `count` batches."""
         self.batches = self.batches[:count]
 
+    def forget(self) -> None:
+        self._resident = None
+
     def _moved(self, batch: Any) -> Any:
         return map_tensors(lambda tensor: tensor.to(self.device, copy=True), batch)
 
@@ -79,28 +83,47 @@ class Training:
     feed: Feed
     sketcher: Sketcher
     _captured: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _taken: int = 0
+    _buffers: list[tuple[torch.nn.Module, dict[str, torch.Tensor | None]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._buffers = [(module, dict(module._buffers)) for module in self.bench.model.modules()]
 
     @staticmethod
     @contextmanager
-    def on(bench: Bench, policy: Policy) -> Iterator[Training]:
-        """On the bench's device, until the block ends, over batches of the workload's own size."""
-        feed = Feed(*_batches_of(bench), device=bench.device)
+    def on(bench: Bench, policy: Policy, *, divided: bool = False) -> Iterator[Training]:
+        """On the bench's device, until the block ends, over batches of the workload's own size.
+
+        With `divided`, over the parts of one where those are all alike.
+        """
+        feed = Feed(*batches_of(bench, divided=divided), device=bench.device)
         try:
             with bench.on_device(_bare(policy), feed) as (tuned, _):
-                yield Training(bench, tuned, feed, Sketcher(tuned.model))
+                training = Training(bench, tuned, feed, Sketcher(bench.model))
+                try:
+                    yield training
+                finally:
+                    training._put_buffers_back()
+                    training.sketcher.forget()
         finally:
+            feed.forget()
             bench.release()
+
+    def restart(self, offset: int = 0) -> None:
+        """The initial weights and buffers again, and the random generators seeded, `offset` from the first."""
+        self._put_buffers_back()
+        self.bench.restart(offset)
 
     def step(self) -> None:
         """One step, as training does it."""
-        self._stepper()()
+        self._step(self._stepper())
 
     def step_s(self) -> float:
         """Seconds that a step takes, the first one aside."""
         stepper = self._stepper()
-        float(stepper())
+        float(self._step(stepper)[0])
         start_s = time.perf_counter()
-        float(stepper())
+        float(self._step(stepper)[0])
         return time.perf_counter() - start_s
 
     def gradients(
@@ -123,7 +146,7 @@ class Training:
 
         In the first epoch a step that the loss scaler skips is repeated: its scale is still coming down.
         """
-        self.bench.restart(SEED_STRIDE * seed)
+        self.restart(SEED_STRIDE * seed)
         stepper = self._stepper()
         losses: list[torch.Tensor] = []
         skipped, settling = 0, MOST_HALVINGS
@@ -133,12 +156,12 @@ class Training:
                 settling -= 1
                 loss, went = self._step(stepper)
             skipped += not went
-            losses.append(loss)
+            losses.append(loss.reshape(()))
         found = torch.stack(losses).float().tolist()
         broken = next((i for i, loss in enumerate(found) if not math.isfinite(loss)), None)
         if broken is not None:
             raise NonFiniteError(f"the loss is {found[broken]} at step {broken + 1}")
-        stepper.require_sound(self.tuned.model, len(found))
+        stepper.require_sound(self.tuned.model, self._taken)  # the scale has come down over all of these
         return LossCurve(
             losses=tuple(found),
             skipped=skipped,
@@ -146,19 +169,29 @@ class Training:
             evaluated=self._evaluated(),
         )
 
+    def _put_buffers_back(self) -> None:
+        """Those that there were: the step may have replaced, made or dropped some."""
+        for module, buffers in self._buffers:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
     def _capture_one(self, stepper: Stepper, seed: int, prepare: Callable[[torch.nn.Module], None] | None) -> float:
         """Steps until the optimizer was reached, so that a gradient was captured; returns the loss."""
         for _ in range(MOST_HALVINGS):
-            self.bench.restart(seed)
+            self.restart(seed)
             if prepare is not None:
                 prepare(self.tuned.model)
             self._captured.clear()
-            loss = float(stepper())
+            loss = float(self._step(stepper)[0])
             if not math.isfinite(loss):
                 raise NonFiniteError(f"the loss is {loss} in the first step of batch {self.feed.at + 1}")
             if self._captured:
                 del self._captured[1:]
                 return loss
+        if not self.tuned.scaler.is_enabled():
+            raise TargetError(
+                f"the optimizer that optimizer(model) returned took no step in {MOST_HALVINGS} training steps"
+            )
         raise NonFiniteError("the gradient overflows at every loss scale, so no step is taken")
 
     def _capture(self, optimizer: torch.optim.Optimizer) -> None:
@@ -180,6 +213,7 @@ class Training:
         """(the loss, whether the loss scaler let the step through)."""
         scaler = self.tuned.scaler
         before = scaler.get_scale()
+        self._taken += 1
         loss = stepper()
         return loss, not scaler.is_enabled() or scaler.get_scale() >= before
 
@@ -199,18 +233,18 @@ class Training:
 
 def fingerprint_of(bench: Bench) -> tuple[float, ...]:
     """What tells whether another process would train from the same weights on the same data."""
-    batches, _ = _batches_of(bench)
+    batches, _ = batches_of(bench, divided=False)
     return bench.fingerprint(batches[:1])
 
 
-def _batches_of(bench: Bench) -> tuple[list[Any], Spread]:
-    """(batches to train on, what gives them their spread): the workload's, or the parts of a constant one."""
+def batches_of(bench: Bench, *, divided: bool) -> tuple[list[Any], Spread]:
+    """(batches to train on, what gives them their spread): the workload's, or a constant one or its parts."""
     samples = bench.workload.batch_size
     batches = bench.batches(samples, MOST_BATCHES)
     if any(not _same(batch, batches[0]) for batch in batches[1:]):
         return batches, "batches"
     parts = min(MOST_BATCHES, samples // SMALLEST_PART)
-    if parts < 2 or not _is_divisible(batches[0], samples):
+    if not divided or parts < 2 or not _is_divisible(batches[0], samples):
         return batches[:1], "none"
     return [_part(batches[0], samples, parts, which) for which in range(parts)], "parts"
 

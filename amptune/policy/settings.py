@@ -12,8 +12,10 @@ __all__ = [
     "CompileMode",
     "Fp32Math",
     "Fp32Rule",
+    "HalfRule",
     "LossScale",
     "MemoryFormat",
+    "ModuleRule",
     "Policy",
     "Reason",
     "amp_recipe",
@@ -43,27 +45,25 @@ class Reason:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fp32Rule:
-    """Modules kept out of autocast: by `path` or by `type`, exactly one of the two.
+class ModuleRule:
+    """Modules that run in a precision of their own: by `path` or by `type`, exactly one of the two.
 
     A path is exact, or a pattern in which `*` stands for one name and `**` for any depth. A type is a class
-    name as `type(module).__name__` or one of its bases has it. `cast_output` casts the output back to the
-    autocast dtype, so an FP32 output does not promote the stream behind it. `reason` is no setting: two
-    rules that differ in it alone are equal.
+    name as `type(module).__name__` or one of its bases has it. `reason` is no setting: two rules that differ in
+    it alone are equal.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
     path: str | None = None
     type: str | None = None
-    cast_output: bool = False
     reason: Reason | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.type is None):
-            raise ValueError("an FP32 rule names either a path or a type, and not both")
+            raise ValueError("a rule names either a path or a type, and not both")
         if self.path == "" or self.type == "":
-            raise ValueError("an FP32 rule's path or type must not be empty")
+            raise ValueError("a rule's path or type must not be empty")
 
     @property
     def is_needed(self) -> bool:
@@ -72,6 +72,22 @@ class Fp32Rule:
 
     def __str__(self) -> str:
         return self.path if self.path is not None else f"type {self.type}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp32Rule(ModuleRule):
+    """Modules kept out of autocast.
+
+    `cast_output` casts the output back to the autocast dtype, so an FP32 output does not promote the stream
+    behind it.
+    """
+
+    cast_output: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfRule(ModuleRule):
+    """Modules without children run in the autocast dtype although autocast would compute them in FP32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +110,9 @@ class LossScale:
 class Policy:
     """How to run a training step. `Policy()` is stock PyTorch; every field departs from it when set.
 
-    `batch_size` is per device and None leaves it to the user; `accumulate` counts micro-batches per
-    optimizer step. `loss_scale` belongs to fp16 alone; None means `torch.amp.GradScaler`'s defaults there.
+    `batch_size` is per device and None leaves it to the user; `accumulate` counts micro-batches per optimizer
+    step. A module that both kinds of rules name stays in FP32. `loss_scale` belongs to fp16 alone; None means
+    `torch.amp.GradScaler`'s defaults there.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
@@ -103,6 +120,7 @@ class Policy:
     autocast: Autocast = "off"
     fp32_math: Fp32Math = "stock"
     fp32_modules: tuple[Fp32Rule, ...] = ()
+    half_modules: tuple[HalfRule, ...] = ()
     memory_format: MemoryFormat = "contiguous"
     cudnn_benchmark: bool = False
     batch_size: int | None = None
@@ -155,7 +173,9 @@ def _in_words(name: str, value: Any) -> str:
         case "fp32_math":
             return f"{value} for FP32"
         case "fp32_modules":
-            return "FP32: " + " + ".join(str(rule) for rule in value)
+            return "FP32: " + " + ".join(map(str, value))
+        case "half_modules":
+            return "half: " + " + ".join(map(str, value))
         case "cudnn_benchmark" | "fused_optimizer":
             return name.replace("_", " ")
         case "loss_scale":

@@ -10,6 +10,8 @@ from amptune.policy.settings import Fp32Rule, Policy
 
 __all__ = ["explain"]
 
+# A risk as large as this stands for numbers that are not finite (amptune.measure.trace).
+OVERFLOWS = 1e5
 _AUTOCAST = {
     "off": "autocast off: every operation runs in FP32.",
     "bf16": "autocast bf16: matrix products and convolutions run in bfloat16, which has FP32's range and 8 bits of "
@@ -38,6 +40,10 @@ def _settings(policy: Policy) -> Iterator[str]:
     yield _AUTOCAST[policy.autocast]
     yield _FP32_MATH[policy.fp32_math]
     yield from map(_rule, policy.fp32_modules)
+    yield from (
+        f"half_modules {rule}: runs in {policy.autocast}, though autocast would use FP32."
+        for rule in policy.half_modules
+    )
     yield _LAYOUT[policy.memory_format]
     if policy.cudnn_benchmark:
         yield "cudnn_benchmark true: cuDNN times its algorithms for every new shape; keep shapes constant."
@@ -58,7 +64,12 @@ def _rule(rule: Fp32Rule) -> str:
     if rule.reason is not None and rule.reason.saves_ms is not None:
         why = f": keeping it out of autocast saves {rule.reason.saves_ms:.3g} ms a step"
     if rule.reason is not None and rule.reason.risk is not None:
-        why = f": its numerics in half precision scored a risk of {rule.reason.risk:.3g}"
+        times = (
+            "makes what passes through it overflow"
+            if rule.reason.risk >= OVERFLOWS
+            else f"makes the relative error of what passes through it {rule.reason.risk:.3g} times as large"
+        )
+        why = f": in half precision it {times}"
     cast = "; its output is cast back" if rule.cast_output else ""
     return f"fp32_modules {rule}: stays in FP32{why}{cast}."
 

@@ -13,12 +13,12 @@ from torch import nn
 
 from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
-from amptune.policy.settings import Policy
+from amptune.policy.settings import Fp32Rule, Policy
 from amptune.runtime.digest import model_digest
-from amptune.runtime.fp32_modules import obstacle, overlaid, swap, swapped_class, unswap
 from amptune.runtime.global_flags import keep_autocast_out_of_compiled_backward, set_cudnn_benchmark, set_fp32_math
 from amptune.runtime.layout import convert_model, convertible
 from amptune.runtime.selection import select
+from amptune.runtime.swapping import obstacle, overlaid, swap, swapped_class, unswap
 from amptune.runtime.tuned import Tuned
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from amptune.policy.file import PolicyFile
-    from amptune.policy.settings import CompileMode
+    from amptune.policy.settings import CompileMode, ModuleRule
     from amptune.runtime.selection import Selected
+    from amptune.runtime.swapping import Precision
 
 __all__ = ["PolicyDriftWarning", "apply"]
 
@@ -49,13 +50,26 @@ def apply(policy: str | PathLike[str] | Policy | PolicyFile, model: nn.Module, *
     """
     _require_plain(model)
     settings, drift = _read(policy, model, any_hardware=any_hardware)
-    selected = select(model, settings.fp32_modules)
-    if settings.autocast == "off":
-        selected = []
+    selected = _selected(settings, model)
     _require_swappable(selected)
     for finding in drift:
         warnings.warn(str(finding), PolicyDriftWarning, stacklevel=2)
     return _apply(settings, model, selected, (*drift, *_without_effect(settings, model)))
+
+
+def _selected(settings: Policy, model: nn.Module) -> list[tuple[Selected, Precision]]:
+    """The modules that get a precision of their own; what FP32 rules name or hold is theirs."""
+    wide = select(model, settings.fp32_modules)
+    narrow = select(model, settings.half_modules, "half_modules")
+    if settings.autocast == "off":
+        return []
+    inside = {module for one in wide for module in one.module.modules()}
+    kept: list[tuple[Selected, Precision]] = [(one, _precision_of(one.rule)) for one in wide]
+    return kept + [(one, "half") for one in narrow if one.module not in inside]
+
+
+def _precision_of(rule: ModuleRule) -> Precision:
+    return "fp32-cast" if isinstance(rule, Fp32Rule) and rule.cast_output else "fp32"
 
 
 def _require_plain(model: nn.Module) -> None:
@@ -63,7 +77,7 @@ def _require_plain(model: nn.Module) -> None:
         raise PolicyApplyError(f"a policy is applied to a torch.nn.Module, not to {_kind(model)}")
     patched = [path for path, module in model.named_modules() if swapped_class(module) is not None]
     if model in _under_a_policy or patched:
-        where = f" (it keeps {patched[0] or 'itself'} in FP32)" if patched else ""
+        where = f" ({patched[0] or 'the model itself'} has a precision of its own)" if patched else ""
         raise PolicyApplyError(
             f"this {type(model).__name__} already has a policy{where}; undo that one first, with tuned.undo(); "
             "a copy has the policy of its original"
@@ -107,18 +121,22 @@ def _gpu_of(model: nn.Module) -> str | None:
     return str(first.device) if first is not None and first.device.type == "cuda" else None
 
 
-def _require_swappable(selected: Sequence[Selected]) -> None:
-    reasons = [f"\n  {one} {reason}" for one in selected if (reason := obstacle(one.module)) is not None]
+def _require_swappable(selected: Sequence[tuple[Selected, Precision]]) -> None:
+    found = [(one, precision, obstacle(one.module, precision)) for one, precision in selected]
+    reasons = [f"\n  {one} {reason}" for one, _, reason in found if reason is not None]
+    half = any(precision == "half" for _, precision, reason in found if reason is not None)
     if reasons:
-        raise PolicyApplyError(f"not every module can be kept in FP32:{''.join(reasons)}")
+        where = "run in half" if half else "kept in FP32"
+        raise PolicyApplyError(f"not every module can be {where}:{''.join(reasons)}")
 
 
 def _without_effect(settings: Policy, model: nn.Module) -> Iterator[Finding]:
-    if settings.autocast == "off" and settings.fp32_modules:
-        yield Finding(
-            code="fp32-modules-without-effect",
-            message="autocast is off, so everything runs in FP32 and fp32_modules changes nothing",
-        )
+    for setting in ("fp32_modules", "half_modules"):
+        if settings.autocast == "off" and getattr(settings, setting):
+            yield Finding(
+                code=f"{setting.replace('_', '-')}-without-effect",
+                message=f"autocast is off, so everything runs in FP32 and {setting} changes nothing",
+            )
     if settings.memory_format == "contiguous":
         return
     if not any(convertible(parameter, settings.memory_format) for parameter in model.parameters()):
@@ -128,7 +146,9 @@ def _without_effect(settings: Policy, model: nn.Module) -> Iterator[Finding]:
         )
 
 
-def _apply(settings: Policy, model: nn.Module, selected: Sequence[Selected], findings: Sequence[Finding]) -> Tuned:
+def _apply(
+    settings: Policy, model: nn.Module, selected: Sequence[tuple[Selected, Precision]], findings: Sequence[Finding]
+) -> Tuned:
     with ExitStack() as steps:  # takes every step back if a later one fails
         _under_a_policy.add(model)
         steps.callback(_under_a_policy.discard, model)
@@ -137,8 +157,8 @@ def _apply(settings: Policy, model: nn.Module, selected: Sequence[Selected], fin
         if settings.autocast != "off":
             steps.callback(keep_autocast_out_of_compiled_backward())
         steps.callback(convert_model(model, settings.memory_format))
-        for one in selected:
-            swap(one.module, cast_output=one.rule.cast_output)
+        for one, precision in selected:
+            swap(one.module, precision)
             steps.callback(unswap, one.module)
         compiled = model if settings.compile == "off" else _compiled(settings.compile, model, steps)
         way_back = steps.pop_all()
@@ -159,8 +179,8 @@ def _compiled(mode: CompileMode, model: nn.Module, steps: ExitStack) -> nn.Modul
     return compiled
 
 
-def _require_unswappable(selected: Sequence[Selected]) -> None:
-    in_the_way = [str(one) for one in selected if overlaid(one.module)]
+def _require_unswappable(selected: Sequence[tuple[Selected, Precision]]) -> None:
+    in_the_way = [str(one) for one, _ in selected if overlaid(one.module)]
     if in_the_way:
         raise PolicyApplyError(
             f"the class of {', '.join(in_the_way)} was changed again after the policy was applied (parametrize "

@@ -1,4 +1,4 @@
-"""Which modules the rules of a policy keep in FP32. Reads the model, changes nothing."""
+"""Which modules the rules of a policy name. Reads the model, changes nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from amptune.errors import PolicyApplyError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from amptune.policy.settings import Fp32Rule
+    from amptune.policy.settings import ModuleRule
 
 __all__ = ["Selected", "has_forward", "matcher_of", "select"]
 
@@ -25,28 +25,28 @@ _WRAPPER_NAMES = ("_orig_mod", "module")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
-    """A module to keep in FP32, under the first of its paths; the root's path is empty."""
+    """A module that gets a precision of its own, under the first of its paths; the root's path is empty."""
 
     path: str
     module: nn.Module
-    rule: Fp32Rule
+    rule: ModuleRule
 
     def __str__(self) -> str:
         return self.path or "the model itself"
 
 
-def select(model: nn.Module, rules: Sequence[Fp32Rule]) -> list[Selected]:
-    """The modules to keep in FP32, each once, in the model's order; the first rule that names one decides.
+def select(model: nn.Module, rules: Sequence[ModuleRule], setting: str = "fp32_modules") -> list[Selected]:
+    """The modules that the rules of a setting name, each once, in the model's order.
 
-    A container without a forward of its own stands for its children. A module that only runs inside another
-    selected one is left out, since that one's region covers it. Raises `PolicyApplyError` naming every rule
-    that matches nothing.
+    The first rule that names one decides. A container without a forward of its own stands for its children. A
+    module that only runs inside another selected one is left out, since that one's region covers it. Raises
+    `PolicyApplyError` naming every rule that matches nothing.
     """
     if not rules:
         return []
     paths = _paths_by_module(model)
-    rule_of: dict[nn.Module, Fp32Rule] = {}
-    idle: list[Fp32Rule] = []
+    rule_of: dict[nn.Module, ModuleRule] = {}
+    idle: list[ModuleRule] = []
     for rule in rules:
         matches = _matches(rule)
         matched = [module for module in paths if any(matches(path, module) for path in paths[module])]
@@ -56,7 +56,7 @@ def select(model: nn.Module, rules: Sequence[Fp32Rule]) -> list[Selected]:
         if not runnable:
             idle.append(rule)
     if idle:
-        raise PolicyApplyError(_no_match(model, idle, paths))
+        raise PolicyApplyError(_no_match(model, idle, paths, setting))
     return list(_outermost(paths, rule_of))
 
 
@@ -68,7 +68,7 @@ def _paths_by_module(model: nn.Module) -> dict[nn.Module, list[str]]:
     return paths
 
 
-def matcher_of(rule: Fp32Rule) -> Callable[[str, Sequence[str]], bool]:
+def matcher_of(rule: ModuleRule) -> Callable[[str, Sequence[str]], bool]:
     """What tells whether a rule names a module, by its path and the names of its class and that one's bases."""
     if rule.path is None:
         return lambda _, types: rule.type in types
@@ -76,7 +76,7 @@ def matcher_of(rule: Fp32Rule) -> Callable[[str, Sequence[str]], bool]:
     return lambda path, _: pattern.fullmatch(path and path + ".") is not None
 
 
-def _matches(rule: Fp32Rule) -> Callable[[str, nn.Module], bool]:
+def _matches(rule: ModuleRule) -> Callable[[str, nn.Module], bool]:
     names = matcher_of(rule)
     return lambda path, module: names(path, [base.__name__ for base in type(module).__mro__])
 
@@ -106,7 +106,7 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
-def _outermost(paths: dict[nn.Module, list[str]], rule_of: dict[nn.Module, Fp32Rule]) -> Iterator[Selected]:
+def _outermost(paths: dict[nn.Module, list[str]], rule_of: dict[nn.Module, ModuleRule]) -> Iterator[Selected]:
     """Leaves out what has a selected ancestor on each of its paths."""
     tops = {path for module in rule_of for path in paths[module]}
     for module, own in paths.items():
@@ -121,10 +121,10 @@ def _ancestors(path: str) -> Iterator[str]:
         yield path
 
 
-def _no_match(model: nn.Module, idle: Sequence[Fp32Rule], paths: dict[nn.Module, list[str]]) -> str:
+def _no_match(model: nn.Module, idle: Sequence[ModuleRule], paths: dict[nn.Module, list[str]], setting: str) -> str:
     every_path = [path for own in paths.values() for path in own if path]
     every_type = sorted({type(module).__name__ for module in paths})
-    lines = [f"these rules of fp32_modules match no module of {type(model).__name__}:"]
+    lines = [f"these rules of {setting} match no module of {type(model).__name__}:"]
     lines += [f"  {rule.path}{_closest(rule.path, every_path)}" for rule in idle if rule.path is not None]
     lines += [f"  type {rule.type}{_closest(rule.type, every_type)}" for rule in idle if rule.type is not None]
     lines.append(

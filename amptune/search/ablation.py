@@ -83,10 +83,18 @@ def _variants(policy: Policy) -> Iterator[Variant]:
     for name, value in policy.departures():
         stock = getattr(STOCK, name)
         if name == "autocast":
-            reverted = replace(policy, autocast=stock, fp32_modules=(), loss_scale=None)
+            reverted = replace(policy, autocast=stock, fp32_modules=(), half_modules=(), loss_scale=None)
             yield Variant(setting=name, value=value, reverted_to=stock, policy=reverted)
         elif name == "fp32_modules":
             yield from _without_rules(policy)
+        elif name == "half_modules":
+            named = [str(rule) for rule in value]
+            yield Variant(
+                setting=f"{name}: {' + '.join(named)}",
+                value=named,
+                reverted_to=[],
+                policy=replace(policy, half_modules=()),
+            )
         elif name != "batch_size":
             yield Variant(setting=name, value=value, reverted_to=stock, policy=replace(policy, **{name: stock}))
 

@@ -13,6 +13,7 @@ from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
 from amptune.search.exclusions import Ladder, ladder_by_intensity
 from amptune.search.space import (
     EXCLUSIONS,
+    HALF,
     Point,
     Space,
     digest,
@@ -59,9 +60,11 @@ class Candidates:
         settings: dict[str, Any] = {"batch_size": self.batch_size, **point}
         depth = settings.pop("fp32_exclusions", 0)
         autocast = settings.get("autocast", "off")
+        half = self.ladder.half if settings.pop(HALF, False) and autocast != "off" else ()
         layout = settings.get("memory_format", "contiguous")
         faster = self.ladder.rules(depth, autocast, layout) if autocast != "off" else ()
-        return Policy(**settings, fp32_modules=tuple(dict.fromkeys([*self.safeguards.get(autocast, ()), *faster])))
+        wide = dict.fromkeys([*self.safeguards.get(autocast, ()), *faster])
+        return Policy(**settings, fp32_modules=tuple(wide), half_modules=half)
 
     def guarded(self, safeguards: Mapping[str, tuple[Fp32Rule, ...] | None]) -> Candidates:
         """The same, with rules that the numerics of an autocast dtype need; one that has None is not tried at all."""
@@ -74,14 +77,17 @@ class Candidates:
 
     def allows(self, policy: Policy) -> bool:
         """Whether each setting has a value that the space allows, the user's pins included, tried or not."""
-        settings = {knob.name: knob.choices for knob in self.space.knobs if knob.name != EXCLUSIONS}
+        settings = {knob.name: knob.choices for knob in self.space.knobs if knob.name not in (EXCLUSIONS, HALF)}
         faster = [rule for rule in policy.fp32_modules if not rule.is_needed]
-        point = {name: getattr(policy, name) for name in settings} | {EXCLUSIONS: len(faster)}
+        point: dict[str, Any] = {name: getattr(policy, name) for name in settings}
+        point |= {EXCLUSIONS: len(faster), HALF: bool(policy.half_modules)}
         if forbidden_because(self.space, point) is not None:
             return False
         depths = self.space.choices(EXCLUSIONS)
         few_enough = not depths or is_in(0, depths) or bool(faster)
-        return few_enough and all(is_in(getattr(policy, name), choices) for name, choices in settings.items())
+        halves = self.space.choices(HALF)
+        as_wished = not halves or is_in(point[HALF], halves)
+        return few_enough and as_wished and all(is_in(point[name], choices) for name, choices in settings.items())
 
     @property
     def first(self) -> tuple[Policy, ...]:
@@ -101,6 +107,8 @@ def candidates_for(prepared: Prepared, wanted: Wanted, ladder: Ladder | None = N
     space = load_space(wanted.space) if wanted.space else space_for(prepared.hardware)
     space = _narrowed(space, subject, ladder.height)
     recipes = _amp_recipes(space)
+    if ladder.half:
+        space = with_knob(space, HALF, (False, True), stock=False)
     for name, value in wanted.pins.items():
         space = pin(space, name, value)
     batch_size = wanted.batch_size if isinstance(wanted.batch_size, int) else None

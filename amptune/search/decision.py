@@ -81,7 +81,7 @@ def departure_count(policy: Policy) -> int:
     """How many settings differ from stock PyTorch, each FP32 rule counting; the batch size is the user's own."""
     settings = dict(policy.departures())
     settings.pop("batch_size", None)
-    return len(settings) + max(0, len(policy.fp32_modules) - 1)
+    return len(settings) + max(0, len(policy.fp32_modules) - 1) + max(0, len(policy.half_modules) - 1)
 
 
 def verdict_of(

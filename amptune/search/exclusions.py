@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from amptune.measure.sensitivity import Half, Sensitivity
 from amptune.measure.subject import Leaf, Subject
-from amptune.policy.settings import Fp32Rule, Reason
+from amptune.policy.settings import Fp32Rule, HalfRule, Reason
 from amptune.search.pricing import Price, savings_in_order
 from amptune.search.rules import covered_by, general_rules
 
@@ -46,11 +46,12 @@ class Ladder:
     """Rules for one depth after another, each depth covering what those before it do.
 
     `timed` holds the ladders of dtypes and memory formats in which the modules were timed, and `rungs` that of all
-    others.
+    others. `half` names what autocast keeps in FP32 although half came in: casts that may be saved.
     """
 
     rungs: tuple[Rules, ...] = ()
     timed: Mapping[tuple[str, str], tuple[Rules, ...]] = field(default_factory=dict)
+    half: tuple[HalfRule, ...] = ()
 
     @property
     def height(self) -> int:
@@ -74,7 +75,16 @@ def ladder_by_time(subject: Subject, sensed: Mapping[str, Sensitivity]) -> Ladde
     for memory_format, sensitivity in sensed.items():
         for dtype in {dtype for module in sensitivity.modules for dtype in module.half}:
             timed[dtype, memory_format] = tuple(_rungs_by_time(subject, sensitivity, dtype))
-    return Ladder(timed=timed)
+    return Ladder(timed=timed, half=_kept_wide(subject, sensed))
+
+
+def _kept_wide(subject: Subject, sensed: Mapping[str, Sensitivity]) -> tuple[HalfRule, ...]:
+    """Rules for the modules that give FP32 whatever comes in, but for the last one: losses want their FP32."""
+    modules = next(iter(sensed.values())).modules if sensed else ()
+    paths = {module.path for module in subject.modules}
+    wide = [module.path for module in modules[:-1] if module.stream == "fp32" and module.path in paths]
+    rules = general_rules(wide, subject.modules, root_types=subject.root_types)
+    return tuple(HalfRule(path=rule.path, type=rule.type) for rule in rules)
 
 
 def _rungs_by_time(subject: Subject, sensitivity: Sensitivity, dtype: Half) -> Iterator[Rules]:

@@ -62,9 +62,7 @@ class Judge:
     def judgement_of(self, policy: Policy) -> Judgement | None:
         """None where it is exempt, or where nothing can be judged."""
         own = _numerics_of(policy)
-        if self.is_exempt(policy) or self.failure is not None:
-            return None
-        if own not in self._judgements:
+        if self.is_open(policy):
             before_s = self.budget.spent_s
             seconds = max(SHORTEST_REFERENCE_S, REFERENCE_SHARE * self.budget.seconds)
             parity = self.evaluator.judge(own, fp32_of(self.baseline), seconds)
@@ -74,7 +72,7 @@ class Judge:
                 return None
             self._judgements[own] = judged(own, parity, self.tolerance)
             self.observer(PolicyJudged(judgement=self._judgements[own]))
-        return self._judgements[own]
+        return None if self.is_exempt(policy) else self.known(policy)
 
     def known(self, policy: Policy) -> Judgement | None:
         """What was judged of it, if it was."""
@@ -84,6 +82,10 @@ class Judge:
         """Whether it was judged and did not pass."""
         judgement = None if self.is_exempt(policy) else self.known(policy)
         return judgement is not None and not judgement.passes
+
+    def is_open(self, policy: Policy) -> bool:
+        """Whether a policy is still to be judged, and can be."""
+        return self.failure is None and not self.is_exempt(policy) and self.known(policy) is None
 
     def rejects(self, policy: Policy) -> bool:
         """Whether a policy must not win."""

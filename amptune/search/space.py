@@ -15,6 +15,7 @@ from amptune.policy.settings import STOCK, Policy
 
 __all__ = [
     "EXCLUSIONS",
+    "HALF",
     "Forbidden",
     "Knob",
     "Point",
@@ -31,8 +32,9 @@ __all__ = [
 
 Value = str | int | bool
 
-# How many of the ranked groups of modules stay in FP32; every other knob is a setting of the policy.
-EXCLUSIONS = "fp32_exclusions"
+# How far down the ladder modules stay in FP32, and whether what autocast keeps in FP32 is run in half; every other
+# knob is a setting of the policy.
+EXCLUSIONS, HALF = "fp32_exclusions", "half_modules"
 
 
 class Point(Mapping[str, Value]):
@@ -146,13 +148,15 @@ def digest(space: Space) -> str:
 
 def stock_value(name: str) -> Value:
     """What stock PyTorch has for a knob."""
-    return 0 if name == EXCLUSIONS else getattr(STOCK, name)
+    return {EXCLUSIONS: 0, HALF: False}[name] if name in (EXCLUSIONS, HALF) else getattr(STOCK, name)
 
 
 def legal_values(name: str) -> tuple[Value, ...] | None:
     """The values a policy can have for a knob; None where any whole number will do. Raises `KeyError` for no knob."""
     if name == EXCLUSIONS:
         return None
+    if name == HALF:
+        return (False, True)
     hint = _POLICY_HINTS[name]
     if getattr(hint, "__origin__", None) is Literal:
         return get_args(hint)
@@ -162,9 +166,9 @@ def legal_values(name: str) -> tuple[Value, ...] | None:
 _POLICY_HINTS: dict[str, Any] = {
     name: hint
     for name, hint in get_type_hints(Policy, vars(settings)).items()
-    if name in {f.name for f in fields(Policy)} - {"fp32_modules", "loss_scale"}
+    if name in {f.name for f in fields(Policy)} - {"fp32_modules", "half_modules", "loss_scale"}
 }
-KNOBS = (*_POLICY_HINTS, EXCLUSIONS)
+KNOBS = (*_POLICY_HINTS, EXCLUSIONS, HALF)
 
 
 def _value_of(name: str, text: str) -> Value:

@@ -151,9 +151,11 @@ class _Progress:
         return self.proof
 
     def sound_decision(self) -> Decision | None:
-        """The decision, its winner judged."""
-        while (decision := self.decision(provisional=False)) is not None and self.judge.rejects(decision.winner):
-            pass  # it is another one now
+        """The decision, its winner judged; a winner that is rejected leaves it to another one."""
+        decision = self.decision(provisional=False)
+        while decision is not None and self.judge.is_open(decision.winner):
+            self.judge.judgement_of(decision.winner)
+            decision = self.decision(provisional=False)
         return decision
 
     def decision(self, *, provisional: bool) -> Decision | None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from amptune.policy.file import Evidence, PolicyFile
 from amptune.policy.profile import Entry, Profile
-from amptune.policy.settings import Autocast, Fp32Rule, LossScale, Policy, Reason
+from amptune.policy.settings import Autocast, Fp32Rule, HalfRule, LossScale, Policy, Reason
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 positive = st.floats(min_value=1e-30, max_value=1e30)
@@ -28,6 +28,7 @@ rules = st.one_of(
     st.builds(Fp32Rule, path=words, cast_output=st.booleans(), reason=st.none() | reasons),
     st.builds(Fp32Rule, type=words, cast_output=st.booleans(), reason=st.none() | reasons),
 )
+half_rules = st.builds(HalfRule, path=words, reason=st.none() | reasons) | st.builds(HalfRule, type=words)
 loss_scales = st.builds(LossScale, init=positive, growth_interval=st.integers(1, 10**6))
 
 
@@ -38,6 +39,7 @@ def policies(draw: st.DrawFn) -> Policy:
         autocast=autocast,
         fp32_math=draw(st.sampled_from(["stock", "ieee", "tf32"])),
         fp32_modules=tuple(draw(st.lists(rules, max_size=3))),
+        half_modules=tuple(draw(st.lists(half_rules, max_size=2))),
         memory_format=draw(st.sampled_from(["contiguous", "channels_last", "channels_last_3d"])),
         cudnn_benchmark=draw(st.booleans()),
         batch_size=draw(st.none() | st.integers(1, 10**6)),

@@ -32,7 +32,7 @@ def test_an_unknown_key_is_answered_with_the_nearest() -> None:
 def test_an_unknown_key_of_a_rule_is_answered_with_the_keys_of_rules() -> None:
     (line,) = problems(HEAD + "fp32_modules:\n  - path: a\n    cast: true\n")
     assert line.startswith("policy.yaml:4:5: unknown key 'cast'")
-    assert line.endswith("path, type, cast_output, reason")
+    assert line.endswith("path, type, reason, cast_output")
 
 
 def test_every_duplicate_key_is_reported_with_the_line_of_the_first() -> None:

@@ -11,7 +11,7 @@ from policy_strategies import policies, policy_files, profiles
 from amptune.policy.file import PolicyFile
 from amptune.policy.loading import dumps, parse_policy
 from amptune.policy.profile import Profile
-from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, Reason
+from amptune.policy.settings import STOCK, Fp32Rule, HalfRule, LossScale, Policy, Reason
 from amptune.policy.wire import policy_from_dict, policy_to_dict
 from amptune.policy.yaml_text import parse
 
@@ -22,6 +22,7 @@ EVERYTHING = Policy(
         Fp32Rule(path="a.*", cast_output=True, reason=Reason(saves_ms=0.41, risk=2.0)),
         Fp32Rule(type="Norm"),
     ),
+    half_modules=(HalfRule(type="LayerNorm"),),
     memory_format="channels_last",
     cudnn_benchmark=True,
     batch_size=128,

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from amptune.errors import PolicyApplyError
-from amptune.runtime.fp32_modules import overlaid, swap, swapped_class, unswap
+from amptune.runtime.swapping import Precision, overlaid, swap, swapped_class, unswap
 
 bf16 = torch.bfloat16
 Pair = namedtuple("Pair", ["left", "right"])
@@ -89,14 +89,56 @@ def test_cast_output_gives_the_autocast_dtype_back(dtype: torch.dtype) -> None:
     linear = nn.Linear(16, 16)
     x = torch.randn(4, 16)
     expected = linear(x).to(dtype)
-    swap(linear, cast_output=True)
+    swap(linear, "fp32-cast")
     with autocast(dtype):
         assert torch.equal(linear(x), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_module_in_half_computes_what_its_half_copy_does(dtype: torch.dtype) -> None:
+    norm, x = nn.LayerNorm(16), torch.randn(4, 16)
+    nn.init.normal_(norm.weight)
+    expected = copy.deepcopy(norm).to(dtype)(x.to(dtype))
+    swap(norm, "half")
+    with autocast(dtype):
+        out = norm(x)
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.equal(out, expected)
+    assert torch.equal(norm(x), nn.functional.layer_norm(x, (16,), norm.weight, norm.bias))  # outside autocast
+
+
+def test_a_module_in_half_keeps_fp32_weights_and_their_gradients() -> None:
+    norm = nn.LayerNorm(16)
+    weight, keys = norm.weight, list(norm.state_dict())
+    swap(norm, "half")
+    with autocast():
+        norm(torch.randn(4, 16)).square().sum().backward()
+    assert norm.weight is weight
+    assert weight.grad is not None
+    assert weight.grad.dtype is torch.float32
+    assert list(norm.state_dict()) == keys
+    assert type(copy.deepcopy(norm)) is type(norm)
+    unswap(norm)
+    assert type(norm) is nn.LayerNorm
+
+
+def test_a_module_that_raises_in_half_has_its_weights_back() -> None:
+    norm = nn.LayerNorm(16)
+    weight = norm.weight
+    swap(norm, "half")
+    with autocast(), pytest.raises(RuntimeError):
+        norm(torch.randn(4, 3))
+    assert norm.weight is weight
+
+
+def test_only_a_module_without_children_can_be_in_half() -> None:
+    with pytest.raises(PolicyApplyError, match="holds other modules"):
+        swap(nn.Sequential(nn.Linear(2, 2)), "half")
+
+
 def test_outside_autocast_nothing_is_cast_either_way() -> None:
     picky = Picky()
-    swap(picky, cast_output=True)
+    swap(picky, "fp32-cast")
     x = torch.ones(2, dtype=bf16)
     assert picky(x) is x
     single = torch.ones(2)
@@ -119,7 +161,7 @@ def test_half_inputs_are_cast_at_any_depth_and_nothing_else_is() -> None:
 
 def test_cast_output_reaches_nested_outputs_and_leaves_integers_and_doubles() -> None:
     picky = Picky()
-    swap(picky, cast_output=True)
+    swap(picky, "fp32-cast")
     with autocast():
         out = picky(a=torch.ones(1), b=(torch.ones(1, dtype=torch.long), torch.ones(1).double()))
     assert (out["a"].dtype, out["b"][0].dtype, out["b"][1].dtype) == (bf16, torch.long, torch.double)
@@ -176,7 +218,7 @@ def test_unswap_restores_the_class_and_one_class_serves_all_its_modules() -> Non
     one, two, casting = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
     swap(one)
     swap(two)
-    swap(casting, cast_output=True)
+    swap(casting, "fp32-cast")
     assert type(one) is type(two)
     assert type(one) is not type(casting)
     for module in (one, two, casting):
@@ -203,14 +245,14 @@ def test_a_class_made_for_one_module_is_not_kept_alive() -> None:
 def test_a_module_is_swapped_only_once() -> None:
     linear = nn.Linear(4, 4)
     swap(linear)
-    with pytest.raises(PolicyApplyError, match="kept in FP32 by a policy already"):
-        swap(linear, cast_output=True)
+    with pytest.raises(PolicyApplyError, match="has a precision of its own by a policy already"):
+        swap(linear, "fp32-cast")
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_a_pickle_stays_excluded(protocol: int) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    swap(model[1], cast_output=True)
+    swap(model[1], "fp32-cast")
     loaded: nn.Sequential = pickle.loads(pickle.dumps(model, protocol))
     assert type(loaded[1]) is type(model[1])
     assert type(loaded[0]) is nn.Linear
@@ -304,11 +346,11 @@ def test_activation_checkpointing_recomputes_in_fp32(use_reentrant: bool) -> Non
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("cast_output", [False, True])
-def test_compiled_it_gives_the_same_numbers_without_a_graph_break(backend: str, cast_output: bool) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "fp32-cast", "half"])
+def test_compiled_it_gives_the_same_numbers_without_a_graph_break(backend: str, precision: Precision) -> None:
     torch.compiler.reset()
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    swap(model[1], cast_output=cast_output)
+    swap(model[1], precision)
     x = torch.randn(4, 8)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     with autocast():
@@ -323,7 +365,7 @@ def test_nested_arguments_compile_without_a_graph_break() -> None:
 
     torch.compiler.reset()
     module = Nested()
-    swap(module, cast_output=True)
+    swap(module, "fp32-cast")
     x = torch.randn(4, 4).bfloat16()
 
     def call(x: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""One module in FP32 inside autocast, by swapping its class for a subclass with another forward.
+"""One module in a precision of its own inside autocast, by swapping its class for a subclass with another forward.
 
 A class swap (as `torch.nn.utils.parametrize` and FSDP2 do it) leaves the module the same object: state_dict
 keys, `isinstance`, hooks, copies and pickles hold, and torch.compile sees no break in the graph. Replacing
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -21,7 +21,10 @@ from amptune.runtime.nested import map_tensors
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["obstacle", "overlaid", "swap", "swapped_class", "unswap"]
+__all__ = ["Precision", "obstacle", "overlaid", "swap", "swapped_class", "unswap"]
+
+# "fp32" gives its FP32 output on, "fp32-cast" casts it back to autocast's dtype; "half" is autocast's dtype.
+Precision = Literal["fp32", "fp32-cast", "half"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -31,13 +34,19 @@ _accelerator = torch.accelerator.current_accelerator()
 _DEVICE_TYPES = ("cpu",) if _accelerator is None else (_accelerator.type, "cpu")
 
 # Values live as long as a module has the class (or the garbage collector lets it); keys go with them.
-_classes: weakref.WeakValueDictionary[tuple[type[nn.Module], bool], type[nn.Module]] = weakref.WeakValueDictionary()
+_classes: weakref.WeakValueDictionary[tuple[type[nn.Module], Precision], type[nn.Module]]
+_classes = weakref.WeakValueDictionary()
 
 
-def obstacle(module: nn.Module) -> str | None:
-    """Why this module cannot be kept in FP32 by a class swap, or None if it can."""
+def obstacle(module: nn.Module, precision: Precision = "fp32") -> str | None:
+    """Why this module cannot get a precision of its own by a class swap, or None if it can."""
     if swapped_class(module) is not None:
-        return "is kept in FP32 by a policy already; undo that one first (a copy of a patched model is patched too)"
+        return (
+            "has a precision of its own by a policy already; undo that one first (a copy of a patched model is "
+            "patched too)"
+        )
+    if precision == "half" and any(module.children()):
+        return "holds other modules; only modules without children can be run in half"
     if isinstance(module, torch.jit.ScriptModule):
         return "is a TorchScript module, whose forward cannot be replaced; apply the policy before scripting"
     if "forward" in vars(module):
@@ -51,24 +60,24 @@ def obstacle(module: nn.Module) -> str | None:
     return None
 
 
-def swap(module: nn.Module, *, cast_output: bool = False) -> None:
-    """Keeps the module in FP32 from now on, whenever it runs inside autocast; outside it changes nothing.
+def swap(module: nn.Module, precision: Precision = "fp32") -> None:
+    """Gives the module this precision from now on, whenever it runs inside autocast; outside it changes nothing.
 
-    Half inputs are cast to FP32, at any depth of the arguments; FP32 outputs are cast back to autocast's
-    dtype if `cast_output`. Raises `PolicyApplyError` where there is an `obstacle`.
+    In FP32 half inputs are cast, at any depth of the arguments; in half FP32 inputs are, and the weights.
+    Raises `PolicyApplyError` where there is an `obstacle`.
     """
-    reason = obstacle(module)
+    reason = obstacle(module, precision)
     if reason is not None:
         raise PolicyApplyError(f"{type(module).__name__} {reason}")
-    module.__class__ = _fp32_class(type(module), cast_output)
+    module.__class__ = _class_in(precision, type(module))
 
 
 def unswap(module: nn.Module) -> None:
     """Gives the module its own class back. Raises `PolicyApplyError` if its class was changed again since."""
     if overlaid(module):
         raise PolicyApplyError(
-            f"{type(module).__name__} got yet another class after it was put in FP32 (parametrize and fully_shard "
-            "do that); undo that first"
+            f"{type(module).__name__} got yet another class after it got a precision of its own (parametrize and "
+            "fully_shard do that); undo that first"
         )
     swapped = swapped_class(module)
     if swapped is not None:
@@ -82,28 +91,28 @@ def overlaid(module: nn.Module) -> bool:
 
 def swapped_class(module: nn.Module) -> type[nn.Module] | None:
     """The class `swap` gave the module, found under whatever was put over it since; None for no swap."""
-    return next((base for base in type(module).__mro__ if "_amptune_cast_output" in vars(base)), None)
+    return next((base for base in type(module).__mro__ if "_amptune_precision" in vars(base)), None)
 
 
-def _fp32_class(cls: type[nn.Module], cast_output: bool) -> type[nn.Module]:
-    """The subclass of `cls` that runs in FP32, made once. It keeps the name: type rules and repr() go by it."""
-    known = _classes.get((cls, cast_output))
+def _class_in(precision: Precision, cls: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of `cls` that runs in this precision, made once. It keeps the name: type rules, repr() go by it."""
+    known = _classes.get((cls, precision))
     if known is not None:
         return known
     body = {
         "__doc__": cls.__doc__,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
-        "__reduce_ex__": _reduction_of(cls, cast_output),
-        "_amptune_cast_output": cast_output,
-        "forward": _forward_of(cls, cast_output),
+        "__reduce_ex__": _reduction_of(cls, precision),
+        "_amptune_precision": precision,
+        "forward": _half_forward_of(cls) if precision == "half" else _fp32_forward_of(cls, precision),
     }
     made: type[nn.Module] = types.new_class(cls.__name__, (cls,), exec_body=lambda space: space.update(body))
-    _classes[cls, cast_output] = made
+    _classes[cls, precision] = made
     return made
 
 
-def _forward_of(cls: type[nn.Module], cast_output: bool) -> Callable[..., Any]:
+def _fp32_forward_of(cls: type[nn.Module], precision: Precision) -> Callable[..., Any]:
     # wraps() keeps the signature readable: trainers drop the columns of a batch that forward does not name.
     @functools.wraps(cls.forward, updated=())
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -112,12 +121,37 @@ def _forward_of(cls: type[nn.Module], cast_output: bool) -> Callable[..., Any]:
             return cls.forward(self, *args, **kwargs)
         run = _run_compiled if torch.compiler.is_compiling() else _run_eager
         output = run(on, cls.forward, (self, *map_tensors(_to_fp32, args)), map_tensors(_to_fp32, kwargs))
-        if not cast_output:
+        if precision == "fp32":
             return output
         dtype = torch.get_autocast_dtype(on[0])
         return map_tensors(lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor, output)
 
     return forward
+
+
+def _half_forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
+    @functools.wraps(cls.forward, updated=())
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        on = [device_type for device_type in _DEVICE_TYPES if torch.is_autocast_enabled(device_type)]
+        if not on:
+            return cls.forward(self, *args, **kwargs)
+        dtype = torch.get_autocast_dtype(on[0])
+        args, kwargs = map_tensors(lambda tensor: _to_half(tensor, dtype), (args, kwargs))
+        weights = {name: _to_half(weight, dtype) for name, weight in self.named_parameters(recurse=False)}
+        if torch.compiler.is_compiling():
+            return _run_compiled(on, torch.func.functional_call, (self, weights, args, kwargs), {})
+        own = self._parameters
+        self._parameters = weights  # type: ignore[assignment]  # functional_call does so too, at many times the cost
+        try:
+            return _run_eager(on, cls.forward, (self, *args), kwargs)
+        finally:
+            self._parameters = own
+
+    return forward
+
+
+def _to_half(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
 
 
 def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
@@ -143,7 +177,7 @@ def _run_compiled(on: Sequence[str], call: Callable[..., Any], args: Sequence[An
         return _run_compiled(on[1:], call, args, kwargs)
 
 
-def _reduction_of(cls: type[nn.Module], cast_output: bool) -> Callable[[nn.Module, Any], Any]:
+def _reduction_of(cls: type[nn.Module], precision: Precision) -> Callable[[nn.Module, Any], Any]:
     """Copies and pickles go by the class that can be imported, and swap what they have rebuilt."""
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:  # noqa: N807  # becomes the method of that name
@@ -152,12 +186,12 @@ def _reduction_of(cls: type[nn.Module], cast_output: bool) -> Callable[[nn.Modul
             return reduced
         build, args, *rest = reduced
         build, *args = [cls if part is type(self) else part for part in (build, *args)]
-        return (_rebuild, (cast_output, build, tuple(args)), *rest)
+        return (_rebuild, (precision, build, tuple(args)), *rest)
 
     return __reduce_ex__
 
 
-def _rebuild(cast_output: bool, build: Callable[..., nn.Module], args: Sequence[Any]) -> nn.Module:
+def _rebuild(precision: Precision, build: Callable[..., nn.Module], args: Sequence[Any]) -> nn.Module:
     module = build(*args)
-    module.__class__ = _fp32_class(type(module), cast_output)
+    module.__class__ = _class_in(precision, type(module))
     return module
