@@ -1,0 +1,120 @@
+"""`amptune diagnose`, run as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKLOADS = """
+import time
+import torch
+from torch import nn
+from amptune import Workload
+
+class Squares(nn.Module):
+    '''The share of each square, which fp16 cannot hold.'''
+
+    def forward(self, x):
+        x = 1000 * x
+        return x * x / (x * x).sum(-1, keepdim=True)
+
+def net(middle):
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), middle, nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 4))
+
+def of(middle=nn.Identity, **parts):
+    given = dict(model=lambda: net(middle()), batch=lambda n: (torch.randn(n, 32), torch.randint(4, (n,))),
+                 loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+                 optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.05), batch_size=32, name="net")
+    return Workload(**{**given, **parts})
+
+def half_loss(model, batch):
+    logits = model(batch[0])
+    return (1e8 * logits * nn.functional.one_hot(batch[1], 4)).mean() * 1e-8
+
+def raising(model, batch):
+    raise ValueError("labels out of range")
+
+def slow_batch(n):
+    time.sleep(0.02)
+    return torch.randn(n, 32), torch.randint(4, (n,))
+
+sound = of()
+squares = of(Squares)
+outside = of(loss=half_loss)
+raises = of(loss=raising)
+not_a_number = of(loss=lambda model, batch: model(batch[0]).mean() * float("nan"))
+starved = of(batch=slow_batch)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("diagnose")
+    (folder / "train.py").write_text(WORKLOADS)
+    return folder
+
+
+def diagnose(target: str, *options: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "amptune", "diagnose", f"train.py:{target}", "--device", "cpu", *options]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=180, check=False)
+
+
+def answer_to(target: str, folder: Path) -> dict[str, Any]:
+    done = diagnose(target, "--json", folder=folder)
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def test_a_module_that_overflows_is_named_first_and_its_exclusion_is_the_cure(folder: Path) -> None:
+    answer = answer_to("squares", folder)
+    assert answer["schema"] == "amptune.diagnose/1"
+    first = answer["findings"][0]
+    assert (first["code"], first["module"], first["autocast"]) == ("first-nonfinite", "2", "fp16")
+    assert first["inputs_largest"] < 65504
+    fp16 = next(one for one in answer["numerics"] if one["autocast"] == "fp16")
+    assert fp16["sound"] is False
+    assert fp16["cure"]["modules"] == ["2"]
+    assert fp16["cure"]["fp32_modules"] in ([{"path": "2"}], [{"type": "Squares"}])
+    assert next(one for one in answer["numerics"] if one["autocast"] == "bf16")["sound"] is True
+
+
+def test_a_fault_outside_of_the_model_is_said_to_be_there(folder: Path) -> None:
+    answer = answer_to("outside", folder)
+    unsound = [finding for finding in answer["findings"] if finding["code"] == "unsound"]
+    assert unsound
+    assert "in the loss function" in unsound[0]["message"]
+
+
+def test_a_sound_model_is_said_to_be_sound_and_its_slowest_modules_are_named(folder: Path) -> None:
+    done = diagnose("sound", folder=folder)
+    assert done.returncode == 0
+    assert done.stdout.startswith("net on ")
+    assert "autocast bf16 is as good as FP32" in done.stdout
+    assert "under bf16, the slowest modules" in done.stdout
+    assert "under stock PyTorch" in done.stdout
+
+
+def test_a_loop_that_waits_for_its_data_is_told(folder: Path) -> None:
+    codes = [finding["code"] for finding in answer_to("starved", folder)["findings"]]
+    assert "input-bound" in codes
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "words"),
+    [
+        ("raises", 1, "labels out of range"),
+        ("not_a_number", 3, "the loss is nan"),
+        ("nothing", 2, "nothing"),
+    ],
+)
+def test_what_cannot_be_looked_at_has_a_clear_error(folder: Path, target: str, code: int, words: str) -> None:
+    done = diagnose(target, folder=folder)
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr

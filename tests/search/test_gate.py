@@ -1,0 +1,98 @@
+"""What the numerics gate allows, and what it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from amptune.measure.numerics import ModuleParity, Parity
+from amptune.measure.outcome import Failure
+from amptune.policy.settings import amp_recipe
+from amptune.search.gate import ILL_CONDITIONED, judged, used_of
+
+BF16 = amp_recipe("bf16")
+# As a healthy module looks in bf16 (reports/numerics).
+HEALTHY = ModuleParity(path="a", error=0.1, bias=0.02, noise=0.8, rounding=0.02, size=1.0, vanished=0.0)
+BROKEN = Parity(failure=Failure(kind="nonfinite", message="the loss is nan"), broken=("a", "b"))
+
+
+def codes(parity: Parity, tolerance: float | None = None) -> list[str]:
+    return [finding.code for finding in judged(BF16, parity, tolerance).shortcomings]
+
+
+def with_module(**changed: float) -> Parity:
+    return Parity(modules=(replace(HEALTHY, **changed), replace(HEALTHY, path="b")))  # type: ignore[arg-type]
+
+
+def test_a_healthy_policy_passes_with_room_to_spare() -> None:
+    judgement = judged(BF16, Parity(modules=(HEALTHY,), drift=0.3))
+    assert judgement.passes
+    assert used_of(judgement.parity) < 0.3
+    assert str(judgement) == "as good as FP32: 18% of what is allowed"
+
+
+def test_fp32_itself_uses_nothing_of_what_is_allowed() -> None:
+    exact = replace(HEALTHY, error=0.0, bias=0.0)
+    assert used_of(Parity(modules=(exact,))) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changed", "code"),
+    [
+        ({"error": 0.9}, "gradient-error"),
+        ({"bias": 0.5}, "gradient-bias"),
+        ({"vanished": 0.6}, "gradient-vanishes"),
+        ({"size": 0.0}, "gradient-shrinks"),
+    ],
+)
+def test_one_bad_module_is_enough_and_is_named(changed: dict[str, float], code: str) -> None:
+    judgement = judged(BF16, with_module(**changed))
+    assert [finding.code for finding in judgement.shortcomings] == [code]
+    assert judgement.shortcomings[0].module == "a"
+
+
+def test_an_error_below_the_noise_between_batches_is_harmless() -> None:
+    assert codes(with_module(error=0.5, noise=0.9)) == []
+    assert codes(with_module(error=0.5, noise=0.1)) == ["gradient-error"]
+
+
+def test_what_rounding_the_weights_does_in_fp32_is_no_fault_of_the_policy() -> None:
+    assert codes(with_module(error=0.9, bias=0.5, rounding=0.25)) == []
+    assert codes(with_module(error=1.3, bias=1.3, rounding=ILL_CONDITIONED)) == []
+
+
+def test_a_gradient_that_is_gone_is_a_fault_however_ill_conditioned() -> None:
+    assert codes(with_module(size=0.0, vanished=1.0, rounding=1.4)) == ["gradient-shrinks"]
+
+
+def test_the_worst_module_comes_first() -> None:
+    parity = Parity(modules=(replace(HEALTHY, bias=0.4), replace(HEALTHY, path="b", bias=2.0)))
+    assert [finding.module for finding in judged(BF16, parity).shortcomings] == ["b", "a"]
+
+
+def test_a_loss_above_that_of_fp32_by_more_than_its_replicas_differ_is_a_fault() -> None:
+    assert codes(Parity(drift=3.5, drift_share=0.07)) == ["loss-drifts"]
+    assert codes(Parity(drift=-3.5, drift_share=-0.07)) == []
+
+
+def test_steps_that_are_skipped_again_and_again_are_a_fault() -> None:
+    assert codes(Parity(skipped_share=0.5)) == ["steps-skipped"]
+
+
+def test_what_breaks_training_is_the_only_thing_said_of_it() -> None:
+    judgement = judged(BF16, BROKEN)
+    assert [(finding.code, finding.module) for finding in judgement.shortcomings] == [("breaks", "a")]
+    assert "the loss is nan" in str(judgement)
+
+
+def test_the_users_own_evaluation_decides_where_a_tolerance_is_given() -> None:
+    drifting = replace(with_module(bias=2.0), drift=9.0, evaluated=0.71, evaluated_fp32=0.72)
+    assert codes(drifting, tolerance=0.02) == []
+    assert codes(drifting, tolerance=0.001) == ["evaluates-differently"]
+    assert "loss-drifts" in codes(drifting)
+
+
+def test_a_tolerance_excuses_neither_a_break_nor_an_evaluation_that_is_no_number() -> None:
+    assert codes(BROKEN, tolerance=1e9) == ["breaks"]
+    assert codes(Parity(evaluated=float("nan"), evaluated_fp32=0.7), tolerance=1.0) == ["evaluates-differently"]

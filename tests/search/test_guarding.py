@@ -1,0 +1,248 @@
+"""The numerics gate in tuning: what fails it does not win, and is cured where it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from recorded import RecordedEvaluator
+from test_tuning import request_in, tuned_on
+
+from amptune.measure.numerics import ModuleParity, Parity
+from amptune.measure.outcome import Failure
+from amptune.measure.subject import Module, Prepared
+from amptune.measure.trace import ModuleTrace, Reach
+from amptune.policy.settings import STOCK, Fp32Rule, Policy, Reason, amp_recipe
+from amptune.search.ablation import variants_of
+from amptune.search.budget import Budget
+from amptune.search.events import Event, PolicyJudged
+from amptune.search.guarding import guard_against
+from amptune.search.judging import Judge, fp32_of
+from amptune.search.repairing import cure_of, traces_of
+from amptune.search.tuning import TuningInterrupted, tune_with
+
+UNSOUND = Parity(
+    modules=(ModuleParity(path="body.norm", error=1.0, bias=1.0, noise=0.1, rounding=0.01, size=0.5, vanished=0.0),)
+)
+NOT_MADE = Failure(kind="nonfinite", message="the loss is nan in the first step of batch 1")
+PATHS = [f"layer.{i}.{name}" for i in range(8) for name in ("conv", "norm", "relu")]
+
+
+def excluded(policy: Policy) -> set[str]:
+    return {str(rule) for rule in policy.fp32_modules}
+
+
+@dataclass
+class Faulty(RecordedEvaluator):
+    """A model of which these modules have to stay in FP32 in these dtypes; traces show the first, as NaN hides more."""
+
+    culprits: Collection[str] = ()
+    dtypes: Collection[str] = ("bf16", "fp16")
+    shows: bool = True
+    unsound: Callable[[Policy], bool] = lambda _: False
+    reference_fails: bool = False
+    traced: list[Policy] = field(default_factory=list)
+
+    def prepare(self, limit_s: float) -> Prepared:
+        prepared = super().prepare(limit_s)
+        modules = [Module(path="layer", types=("ModuleList", "Module"), runs=False)]
+        modules += [Module(path=f"layer.{i}", types=("Block", "Module")) for i in range(8)]
+        modules += [Module(path=path, types=(path.rpartition(".")[2].title(), "Module")) for path in PATHS]
+        return replace(prepared, subject=replace(prepared.subject, modules=tuple(modules)))
+
+    def judge(self, policy: Policy, fp32: Policy, seconds: float) -> Parity | Failure:  # noqa: ARG002
+        if self.reference_fails:
+            return NOT_MADE
+        self.judged.append(policy)
+        sick = policy.autocast in self.dtypes and not set(self.culprits) <= excluded(policy)
+        return UNSOUND if sick or self.unsound(policy) else Parity()
+
+    def trace(self, policy: Policy, fp32: Policy, limit_s: float) -> tuple[ModuleTrace, ...]:  # noqa: ARG002
+        self.traced.append(policy)
+        left = [path for path in PATHS if path in self.culprits and path not in excluded(policy)]
+        broken = left[:1] if self.shows else []
+        return tuple(trace_of(path, breaks=path in broken) for path in PATHS)
+
+
+def trace_of(path: str, *, breaks: bool) -> ModuleTrace:
+    fine = Reach(largest=1.0, largest_fp32=1.0, error=0.001)
+    bad = Reach(largest=float("inf"), largest_fp32=1e6, error=float("inf"))
+    return ModuleTrace(
+        path=path, type="Linear", inputs=fine, outputs=bad if breaks else fine, gradients_in=fine, gradients_out=fine,
+        weights=None,
+    )  # fmt: skip
+
+
+def judge_on(evaluator: RecordedEvaluator, baseline: Policy = STOCK, **more: float) -> Judge:
+    return Judge(evaluator, baseline, Budget(seconds=600), lambda _: None, **more)  # type: ignore[arg-type]
+
+
+# --- the judge ---------------------------------------------------------------------------------------------------
+
+
+def test_each_policy_is_judged_once_whatever_its_batch() -> None:
+    evaluator = RecordedEvaluator("resnet50")
+    judge = judge_on(evaluator)
+    for batch_size in (None, 64, 256):
+        assert not judge.rejects(Policy(autocast="bf16", batch_size=batch_size, accumulate=2))
+    assert evaluator.judged == [Policy(autocast="bf16")]
+
+
+@pytest.mark.parametrize(
+    ("baseline", "policy", "exempt"),
+    [
+        (STOCK, STOCK, True),
+        (STOCK, Policy(memory_format="channels_last", cudnn_benchmark=True), True),
+        (STOCK, Policy(fp32_math="ieee"), True),
+        (STOCK, Policy(fp32_math="tf32"), False),
+        (Policy(fp32_math="tf32"), STOCK, True),
+        (Policy(fp32_math="ieee"), STOCK, False),
+        (STOCK, amp_recipe("bf16"), False),
+        (amp_recipe("bf16"), replace(amp_recipe("bf16"), batch_size=32), True),
+        (amp_recipe("bf16"), amp_recipe("bf16", memory_format="channels_last"), False),
+        (STOCK, Policy(compile="default"), False),
+    ],
+)
+def test_fp32_as_precise_as_the_users_own_and_the_baseline_itself_are_not_judged(
+    baseline: Policy, policy: Policy, *, exempt: bool
+) -> None:
+    assert judge_on(RecordedEvaluator("resnet50"), baseline).is_exempt(policy) is exempt
+
+
+def test_the_reference_is_the_users_own_fp32() -> None:
+    assert fp32_of(Policy(fp32_math="tf32", memory_format="channels_last")) == Policy(fp32_math="tf32")
+    assert fp32_of(amp_recipe("bf16")) == STOCK
+
+
+# --- the cure ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("culprits", [("layer.3.norm",), ("layer.1.conv", "layer.6.norm"), tuple(PATHS[2:20:6])])
+@pytest.mark.parametrize("shows", [True, False])
+def test_the_cure_is_what_was_at_fault_and_nothing_more(culprits: tuple[str, ...], *, shows: bool) -> None:
+    evaluator = Faulty("resnet50", culprits=culprits, shows=shows)
+    judge, recipe = judge_on(evaluator), amp_recipe("bf16")
+    subject = evaluator.prepare(1.0).subject
+    cure = cure_of(judge, recipe, subject, traces_of(judge, recipe))
+    assert cure is not None
+    assert set(cure.modules) == set(culprits)
+    assert cure.judgements == len(set(evaluator.judged))
+    assert all(rule.is_needed for rule in cure.rules)
+
+
+def test_what_a_trace_shows_is_found_in_a_judgement_for_each_culprit() -> None:
+    evaluator = Faulty("resnet50", culprits=("layer.1.conv", "layer.6.norm"))
+    judge, recipe = judge_on(evaluator), amp_recipe("fp16")
+    cure = cure_of(judge, recipe, evaluator.prepare(1.0).subject, traces_of(judge, recipe))
+    assert cure is not None
+    assert cure.judgements <= 4
+
+
+def test_a_cure_of_a_whole_kind_of_modules_is_one_rule() -> None:
+    evaluator = Faulty("resnet50", culprits=[path for path in PATHS if path.endswith("norm")], shows=False)
+    judge, recipe = judge_on(evaluator), amp_recipe("bf16")
+    cure = cure_of(judge, recipe, evaluator.prepare(1.0).subject, traces_of(judge, recipe))
+    assert cure is not None
+    assert [str(rule) for rule in cure.rules] == ["type Norm"]
+
+
+def test_a_fault_outside_of_all_modules_has_no_cure_and_leaves_the_dtype_out() -> None:
+    evaluator = Faulty("resnet50", unsound=lambda policy: policy.autocast == "fp16")
+    guard = guard_against(judge_on(evaluator), [amp_recipe("bf16"), amp_recipe("fp16")], evaluator.prepare(1.0).subject)
+    assert guard.safeguards == {"fp16": None}
+    assert [finding.code for finding in guard.findings if finding.code != "first-inaccurate"] == ["unsound"]
+    assert "outside of them" in str(guard.findings[-1])
+
+
+def test_a_search_for_culprits_that_takes_too_long_is_given_up_and_says_so() -> None:
+    evaluator = Faulty("resnet50", culprits=("layer.3.norm",), shows=False)
+    judge = judge_on(evaluator, share=-1.0)
+    guard = guard_against(judge, [amp_recipe("bf16")], evaluator.prepare(1.0).subject)
+    assert guard.safeguards == {"bf16": None}
+    assert "no time" in str(guard.findings[-1])
+
+
+# --- tuning ------------------------------------------------------------------------------------------------------
+
+
+def test_the_modules_that_a_dtype_needs_in_fp32_are_in_every_policy_of_it(tmp_path: Path) -> None:
+    evaluator = Faulty("resnet50", culprits=("layer.3.norm",))
+    decision, _ = tuned_on(evaluator, tmp_path)
+    assert decision.policy.autocast in ("bf16", "fp16")
+    assert "layer.3.norm" in excluded(decision.policy)
+    tried = [policy for policy in evaluator.measured if policy.autocast != "off"]
+    recipes = {
+        amp_recipe(dtype, memory_format=layout)
+        for dtype in ("bf16", "fp16")
+        for layout in ("contiguous", "channels_last")
+    }
+    assert all(
+        "layer.3.norm" in excluded(policy) for policy in tried if replace(policy, batch_size=None) not in recipes
+    )
+    reasons = [rule.reason for rule in decision.policy.fp32_modules if str(rule) == "layer.3.norm"]
+    assert reasons
+    assert reasons[0] is not None
+    assert reasons[0].risk is not None
+
+
+def test_an_amp_recipe_that_is_not_sound_is_measured_and_does_not_win(tmp_path: Path) -> None:
+    decision, _ = tuned_on(Faulty("resnet50", culprits=("layer.3.norm",)), tmp_path)
+    rejected = [finding for finding in decision.findings if finding.code == "rejected"]
+    assert any(str(finding).startswith("body.norm: bf16 cannot win") for finding in rejected)
+    assert amp_recipe("bf16") in {standing.policy for standing in decision.finalists}
+    assert next(finding.module for finding in decision.findings if finding.code == "first-nonfinite") == "layer.3.norm"
+
+
+def test_a_dtype_that_nothing_cures_is_not_searched(tmp_path: Path) -> None:
+    evaluator = Faulty("resnet50", unsound=lambda policy: policy.autocast == "fp16")
+    decision, _ = tuned_on(evaluator, tmp_path)
+    assert decision.policy.autocast != "fp16"
+    fp16 = {policy for policy in evaluator.measured if policy.autocast == "fp16"}
+    assert fp16 <= {amp_recipe("fp16"), amp_recipe("fp16", memory_format="channels_last")}
+
+
+def test_whatever_its_speed_no_policy_wins_that_fails_the_gate(tmp_path: Path) -> None:
+    """channels_last is what makes it fast, and is unsound here, as no real layout is."""
+    evaluator = Faulty(
+        "deeplabv3p", unsound=lambda policy: policy.memory_format == "channels_last" and policy.autocast != "off"
+    )
+    decision, _ = tuned_on(evaluator, tmp_path)
+    assert decision.policy.memory_format == "contiguous" or decision.policy.autocast == "off"
+    assert decision.speedup.value > 1
+    assert any(finding.code == "rejected" for finding in decision.findings)
+
+
+def test_the_winner_is_judged_and_the_evidence_says_how_much_room_is_left(tmp_path: Path) -> None:
+    decision, events = tuned_on(RecordedEvaluator("resnet50"), tmp_path)
+    judged = {event.judgement.policy for event in events if isinstance(event, PolicyJudged)}
+    assert replace(decision.policy, batch_size=None) in judged
+    assert decision.policy_file.evidence["parity"]["share_of_allowed"] == 0.0
+    assert "not-judged" not in {finding.code for finding in decision.findings}
+
+
+def test_without_a_reference_tuning_goes_on_and_says_that_nothing_was_judged(tmp_path: Path) -> None:
+    decision, _ = tuned_on(Faulty("resnet50", reference_fails=True), tmp_path)
+    assert decision.speedup.value > 1
+    assert sum(finding.code == "not-judged" for finding in decision.findings) >= 1
+    assert "the loss is nan" in " ".join(map(str, decision.findings))
+
+
+def test_what_the_numerics_need_is_no_setting_to_revert() -> None:
+    needed = Fp32Rule(path="layer.3.norm", reason=Reason(risk=70.0))
+    faster = Fp32Rule(path="stem", reason=Reason(saves_ms=0.4))
+    policy = Policy(autocast="bf16", fp32_modules=(needed, faster))
+    settings = {variant.setting: variant.policy for variant in variants_of(policy)}
+    assert set(settings) == {"autocast", "fp32_modules: stem"}
+    assert settings["fp32_modules: stem"].fp32_modules == (needed,)
+
+
+def test_interrupted_while_judging_there_is_nothing_to_write_yet(tmp_path: Path) -> None:
+    class Interrupted(RecordedEvaluator):
+        def judge(self, policy: Policy, fp32: Policy, seconds: float) -> Parity | Failure:  # noqa: ARG002
+            raise KeyboardInterrupt
+
+    with pytest.raises(TuningInterrupted) as caught:
+        tune_with(Interrupted("resnet50"), request_in(tmp_path), list[Event]().append)
+    assert caught.value.decision is None
