@@ -185,7 +185,7 @@ class _Watch:
         need = [tensor.requires_grad for tensor in tensors_in((args, kwargs))]
         held_args, held_kwargs = map_tensors(torch.Tensor.detach, (args, kwargs))
         call = _Call(module, held_args, held_kwargs, need, self._versions[path])
-        torch.autograd.graph.register_multi_grad_hook(wanted, lambda gradients: self._replay(path, call, gradients))
+        _on_gradients(wanted, lambda gradients: self._replay(path, call, gradients))
 
     def _maker_of(self, tensor: torch.Tensor) -> str | None:
         made, path = self._made_by.get(id(tensor), (None, None))
@@ -214,7 +214,8 @@ class _Watch:
         weights = list(call.module.parameters())
         seen.calls += 1
         seen.key = call.key
-        seen.stream = self._stream_of(call)
+        with _kept_as_it_is(call.module, self._device):
+            seen.stream = self._stream_of(call)
         seen.input_bytes += sum(4 * tensor.numel() for tensor in _floating((call.args, call.kwargs)))
         seen.output_bytes += sum(4 * tensor.numel() for tensor in fp32.outputs)
         # Once, however often it is called: autocast keeps the casts of weights.
@@ -277,9 +278,9 @@ class _Watch:
         size, apart, product, size_half = (total(name) for name in ("size", "apart", "product", "size_half"))
         return InHalf(
             ms=self._ms(seen, dtype),
-            loss_effect=math.sqrt(total("loss")),
-            gradient_error=math.sqrt(apart / size) if size else 0.0,
-            gradient_cosine=product / math.sqrt(size * size_half) if size and size_half else 1.0,
+            loss_effect=_finite_or(math.inf, math.sqrt(total("loss"))),
+            gradient_error=_finite_or(math.inf, math.sqrt(apart / size) if size else 0.0),
+            gradient_cosine=_finite_or(0.0, product / math.sqrt(size * size_half) if size and size_half else 1.0),
             overflow=total("overflow") / max(1.0, total("elements")),
             underflow=total("underflow") / max(1.0, total("nonzero")),
         )
@@ -305,11 +306,13 @@ class _Replay:
         self._used = [gradient is not None for gradient in gradients]
         self._gradients = [gradient for gradient in gradients if gradient is not None]
         self._precision = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+        self._device = device
         self._scale = scale
 
     def run(self) -> _Ran:
-        torch.manual_seed(0)  # a module that draws numbers draws the same in every precision
-        outputs = self._forward()
+        with _kept_as_it_is(self._module, self._device):
+            torch.manual_seed(0)  # a module that draws numbers draws the same in every precision
+            outputs = self._forward()
         self._gradients = [
             (self._scale * gradient).to(out.dtype) for gradient, out in zip(self._gradients, outputs, strict=True)
         ]
@@ -415,6 +418,21 @@ def _kept_as_it_is(module: nn.Module, device: torch.device) -> Iterator[None]:
 def _versions(value: Any) -> list[int]:
     """How often each tensor was written to."""
     return [tensor._version for tensor in tensors_in(value)]
+
+
+def _on_gradients(tensors: Sequence[torch.Tensor], look: Callable[[Sequence[torch.Tensor | None]], None]) -> None:
+    """Has `look` called when the gradients of all tensors are there.
+
+    PyTorch's hook for several is silent where the backward pass starts at the only one (torch 2.13).
+    """
+    if len(tensors) == 1:
+        tensors[0].register_hook(lambda gradient: look([gradient]))  # type: ignore[no-untyped-call]
+    else:
+        torch.autograd.graph.register_multi_grad_hook(tensors, look)
+
+
+def _finite_or(otherwise: float, value: float) -> float:
+    return value if math.isfinite(value) else otherwise
 
 
 def _floating(value: Any) -> list[torch.Tensor]:

@@ -11,6 +11,8 @@ from amptune.search.repairing import Cure
 
 __all__ = ["findings_of", "sound_finding"]
 
+# A module that makes an error less than so many times as large is not where it begins.
+LEAST_TO_BLAME = 2.0
 # The largest number each dtype holds.
 LARGEST = {"fp16": 65504.0, "bf16": 3.3895e38}
 
@@ -69,6 +71,13 @@ def _where(trace: ModuleTrace, autocast: str) -> Finding:
         came = f"the gradient that comes to it is finite{_size(trace.gradients_in)}"
         code, message = "first-nonfinite-gradient", f"{came}, what it makes of that is not"
         reached = trace.gradients_out or trace.weights
+    elif trace.adds < LEAST_TO_BLAME:
+        code = "breaks-behind"
+        message = (
+            "nothing goes wrong in it by itself; what is computed of its output, outside of any module, does: in FP32 "
+            "it gives an FP32 output on"
+        )
+        reached = None
     else:
         times = f"{trace.adds:.3g} times as large"
         code, message = "first-inaccurate", f"it makes the relative error of what passes through it {times}"

@@ -34,7 +34,12 @@ def of(middle=nn.Identity, **parts):
 
 def half_loss(model, batch):
     logits = model(batch[0])
+    if torch.is_autocast_enabled("cpu"):
+        logits = logits.to(torch.get_autocast_dtype("cpu"))
     return (1e8 * logits * nn.functional.one_hot(batch[1], 4)).mean() * 1e-8
+
+def large_loss(model, batch):
+    return (1e8 * model(batch[0]) * nn.functional.one_hot(batch[1], 4)).mean() * 1e-8
 
 def raising(model, batch):
     raise ValueError("labels out of range")
@@ -46,6 +51,7 @@ def slow_batch(n):
 sound = of()
 squares = of(Squares)
 outside = of(loss=half_loss)
+behind = of(loss=large_loss)
 raises = of(loss=raising)
 not_a_number = of(loss=lambda model, batch: model(batch[0]).mean() * float("nan"))
 starved = of(batch=slow_batch)
@@ -89,6 +95,12 @@ def test_a_fault_outside_of_the_model_is_said_to_be_there(folder: Path) -> None:
     unsound = [finding for finding in answer["findings"] if finding["code"] == "unsound"]
     assert unsound
     assert "in the loss function" in unsound[0]["message"]
+
+
+def test_a_loss_that_a_modules_fp32_output_cures_is_not_blamed_on_the_module(folder: Path) -> None:
+    finding = answer_to("behind", folder)["findings"][0]
+    assert (finding["code"], finding["module"]) == ("breaks-behind", "5")
+    assert "outside of any module" in finding["message"]
 
 
 def test_a_sound_model_is_said_to_be_sound_and_its_slowest_modules_are_named(folder: Path) -> None:
