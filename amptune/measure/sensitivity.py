@@ -22,8 +22,8 @@ class InHalf:
     `ms` is its forward and backward time with half inputs, its weights' casts included. `loss_effect` is what its
     rounding changes the loss by, to first order: the root of the sum of (gradient x change of output) squared.
     `gradient_error` and `gradient_cosine` compare its weights' gradients (its inputs', where it has none) with those
-    in FP32; where those break in half they are infinite and 0. `overflow` is the share of outputs and of gradients, scaled by the initial loss scale, that the dtype
-    cannot hold, `underflow` that of the gradients that become 0.
+    in FP32; they are infinite and 0 where those break in half. `overflow` is the share of outputs and of gradients,
+    scaled by the initial loss scale, that the dtype cannot hold, `underflow` that of the gradients that become 0.
     """
 
     ms: float | None

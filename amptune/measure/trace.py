@@ -50,18 +50,18 @@ class ModuleTrace:
 
     @property
     def breaks_backward(self) -> bool:
-        """The gradients that come in are finite, those that go out or to the weights are not."""
-        comes_broken = self.gradients_in is not None and self.gradients_in.broken
+        """What comes in, forward and backward, is finite; gradients that go out or to the weights are not."""
+        comes = [reach for reach in (self.inputs, self.gradients_in) if reach is not None]
         leaves = [reach for reach in (self.gradients_out, self.weights) if reach is not None]
-        return not comes_broken and any(reach.broken for reach in leaves)
+        return not any(reach.broken for reach in comes) and any(reach.broken for reach in leaves)
 
     @property
     def adds(self) -> float:
         """How many times as large the module makes the relative error, forward or backward, the larger of both."""
         return max(
-            _added(self.inputs, self.outputs),
-            _added(self.gradients_in, self.gradients_out),
-            _added(self.gradients_in, self.weights),
+            _added(self.outputs, self.inputs),
+            _added(self.gradients_out, self.inputs, self.gradients_in),
+            _added(self.weights, self.inputs, self.gradients_in),
         )
 
 
@@ -85,8 +85,8 @@ ROUNDING = 0.01
 BROKEN = 1e4
 
 
-def _added(before: Reach | None, after: Reach | None) -> float:
+def _added(after: Reach | None, *before: Reach | None) -> float:
     if after is None:
         return 0.0
-    came = before.error if before is not None else 0.0
-    return max(0.0, min(after.error, BROKEN) - min(came, BROKEN)) / (min(came, BROKEN) + ROUNDING)
+    came = min(BROKEN, max(reach.error if reach is not None else 0.0 for reach in before))
+    return max(0.0, min(after.error, BROKEN) - came) / (came + ROUNDING)

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from amptune.measure.outcome import Effort, Failure, Outcome
 from amptune.measure.subject import Prepared
@@ -44,6 +44,9 @@ __all__ = [
     "trace",
     "train",
 ]
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,28 +162,21 @@ def measure(policy: Policy, effort: Effort) -> Reply:
 
 def train(policy: Policy, seconds: float) -> LoopTiming | Failure:
     """The step alone, then the workload's own training loop for a moment; what goes wrong in the loop is a failure."""
-    from amptune.measure.failing import failure_of
     from amptune.measure.looping import run_loop
 
-    try:
+    def timing() -> LoopTiming:
         alone = _bench().measure(policy, Effort(warmup_s=seconds / 2, measure_s=seconds / 5))
-        timing = run_loop(_bench(), policy, seconds)
-        return timing if isinstance(alone, Failure) else replace(timing, alone_samples_per_s=alone.samples_per_s)
-    except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
-        traceback.print_exc()  # into the log
-        return failure_of(error)
+        found = run_loop(_bench(), policy, seconds)
+        return found if isinstance(alone, Failure) else replace(found, alone_samples_per_s=alone.samples_per_s)
+
+    return _attempt(timing)
 
 
 def refer(fp32: Policy, seconds: float) -> Reference | Failure:
     """Training in FP32, which the numerics of policies are held against, made in about `seconds`."""
-    from amptune.measure.failing import failure_of
     from amptune.measure.judging import make_reference
 
-    try:
-        return make_reference(_bench(), fp32, seconds)
-    except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
-        traceback.print_exc()  # into the log
-        return failure_of(error)
+    return _attempt(lambda: make_reference(_bench(), fp32, seconds))
 
 
 def judge(policy: Policy, reference: Reference) -> Parity:
@@ -192,35 +188,30 @@ def judge(policy: Policy, reference: Reference) -> Parity:
 
 def trace(policy: Policy, fp32: Policy) -> tuple[ModuleTrace, ...] | Failure:
     """Where numbers go wrong in one step, module by module."""
-    from amptune.measure.failing import failure_of
     from amptune.measure.tracing import trace_step
 
-    try:
-        return trace_step(_bench(), policy, fp32)
-    except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
-        traceback.print_exc()  # into the log
-        return failure_of(error)
-
-
-def profile(policy: Policy) -> StepProfile | Failure:
-    """What a step spends its time on."""
-    from amptune.measure.failing import failure_of
-    from amptune.measure.profiling import profile_step
-
-    try:
-        return profile_step(_bench(), policy)
-    except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
-        traceback.print_exc()  # into the log
-        return failure_of(error)
+    return _attempt(lambda: trace_step(_bench(), policy, fp32))
 
 
 def sense(policy: Policy, dtypes: tuple[Half, ...]) -> Sensitivity | Failure:
     """What half precision does to each module by itself."""
-    from amptune.measure.failing import failure_of
     from amptune.measure.sensing import sense
 
+    return _attempt(lambda: sense(_bench(), policy, dtypes))
+
+
+def profile(policy: Policy) -> StepProfile | Failure:
+    """What a step spends its time on."""
+    from amptune.measure.profiling import profile_step
+
+    return _attempt(lambda: profile_step(_bench(), policy))
+
+
+def _attempt(act: Callable[[], T]) -> T | Failure:
+    from amptune.measure.failing import failure_of
+
     try:
-        return sense(_bench(), policy, dtypes)
+        return act()
     except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
         traceback.print_exc()  # into the log
         return failure_of(error)
