@@ -36,7 +36,7 @@ from amptune.measure.trace import ModuleTrace
 from amptune.measure.tracing import trace_step
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.budget import Budget
-from amptune.search.gate import judged, used_of
+from amptune.search.gate import judged
 from amptune.search.judging import Judge
 from amptune.search.numeric_findings import findings_of
 from amptune.search.repairing import cure_of, traces_of
@@ -72,7 +72,7 @@ class OnABench:
     bench: Bench
     reference: Reference | None = None
 
-    def judge(self, policy: Policy, fp32: Policy, seconds: float) -> Parity:
+    def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity:  # noqa: ARG002
         if self.reference is None:
             self.reference = make_reference(self.bench, fp32, seconds)
         return judge(self.bench, policy, self.reference)
@@ -166,7 +166,7 @@ def _judgements(name: str, bench: Bench, policies: Sequence[Policy], **more: Any
             "policy": str(policy),
             "rejected": not judgement.passes,
             "why": str(judgement),
-            "share_of_allowed": round(used_of(parity), 3),
+            "share_of_allowed": round(judgement.used, 3),
             "drift": round(parity.drift, 3),
             "bias": round(max((module.bias for module in parity.modules), default=0.0), 3),
             "spread": parity.spread,

@@ -25,8 +25,6 @@ __all__ = ["Evaluator", "WorkerEvaluator"]
 
 # Importing torch, opening a CUDA context and building the model, for all contenders at once.
 START_LIMIT_S = 120.0
-# A judgement that takes so many times as long as it should has hung.
-PATIENCE = 4.0
 
 
 class Evaluator(Protocol):
@@ -45,11 +43,11 @@ class Evaluator(Protocol):
 
     def measure(self, policy: Policy, effort: Effort) -> Outcome: ...
 
-    def judge(self, policy: Policy, fp32: Policy, seconds: float) -> Parity | Failure:
+    def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:
         """How training under a policy differs from training in the user's FP32.
 
         The first call makes the reference, in about `seconds`, and all others use it; where it cannot be made, the
-        answer is why.
+        answer is why. `limit_s` is the hard end of making it, and of the judgement.
         """
         ...
 
@@ -100,12 +98,11 @@ class WorkerEvaluator:
             return self._measure(policy, effort)  # idle workers hold a CUDA context each, which training will not
         return outcome
 
-    def judge(self, policy: Policy, fp32: Policy, seconds: float) -> Parity | Failure:
+    def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:
         if self._reference is None:
-            self._reference = self._worker(fp32).call(START_LIMIT_S + PATIENCE * seconds, worker.refer, fp32, seconds)
+            self._reference = self._worker(fp32).call(limit_s, worker.refer, fp32, seconds)
         if isinstance(self._reference, Failure):
             return self._reference
-        limit_s = START_LIMIT_S + PATIENCE * self._reference.seconds
         parity = self._worker(policy).call(limit_s, worker.judge, policy, self._reference)
         return Parity(failure=parity) if isinstance(parity, Failure) else parity
 

@@ -8,7 +8,7 @@ from amptune.errors import AmptuneError, PolicyApplyError
 from amptune.measure.outcome import Failure, FailureKind
 from amptune.workload.user_errors import where_in_user_code
 
-__all__ = ["NonFiniteError", "cuda_is_broken", "failure_of"]
+__all__ = ["NonFiniteError", "TooSlowError", "cuda_is_broken", "failure_of"]
 
 # How out-of-memory reads besides torch.OutOfMemoryError: the CUDA runtime, cuBLAS, cuDNN, the CPU allocator.
 _OUT_OF_MEMORY = (
@@ -30,6 +30,10 @@ class NonFiniteError(ArithmeticError):
     def __init__(self, message: str, modules: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.modules = modules
+
+
+class TooSlowError(Exception):
+    """What was asked for takes far longer than the time there is for it."""
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -59,6 +63,8 @@ def _kind_of(error: BaseException) -> FailureKind:
     text = str(error)
     if isinstance(error, NonFiniteError):
         return "nonfinite"
+    if isinstance(error, TooSlowError):
+        return "timeout"
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or _any_in(_OUT_OF_MEMORY, text):
         return "oom"
     if "CUDNN_STATUS_NOT_SUPPORTED" in text and _memory_is_short():

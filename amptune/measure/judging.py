@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from amptune.measure.bench import Bench
-from amptune.measure.failing import NonFiniteError, failure_of
-from amptune.measure.numerics import ROUNDING, Parity, Reference, Rounding, Run, Thoroughness, compare
+from amptune.measure.comparing import compare
+from amptune.measure.failing import NonFiniteError, TooSlowError, failure_of
+from amptune.measure.numerics import ROUNDING, Parity, Reference, Rounding, Run, Thoroughness
 from amptune.measure.training import Training, batches_of, fingerprint_of
 from amptune.policy.settings import Policy
 
@@ -21,7 +22,8 @@ __all__ = ["judge", "make_reference"]
 
 # FP32 is held against itself (weights rounded, another seed) on so many batches.
 SELF_BATCHES = 2
-# The first is tried first; a slow step takes the first of these that the time is enough for, or the last.
+# A slow step takes the first of these that the time is enough for; where the last takes twice as long as that, or
+# more, nothing is judged.
 THOROUGHNESS = (
     Thoroughness(batches=8, epochs=4, replicas=2),
     Thoroughness(batches=6, epochs=3, replicas=2),
@@ -34,13 +36,13 @@ THOROUGHNESS = (
 def make_reference(bench: Bench, policy: Policy, seconds: float) -> Reference:
     """Trains in FP32, the user's own (`policy`), as thoroughly as fits into `seconds`.
 
-    Raises what the workload raises, and `NonFiniteError` where FP32 itself breaks.
+    Raises what the workload raises, `NonFiniteError` where FP32 itself breaks, and `TooSlowError`.
     """
     _, spread = batches_of(bench, divided=True)
     try:
         return _reference(bench, policy, seconds, divided=True)
-    except Exception:
-        if spread != "parts":
+    except Exception as error:
+        if spread != "parts" or isinstance(error, TooSlowError):
             raise
         return _reference(bench, policy, seconds, divided=False)  # the workload may take whole batches alone
 
@@ -112,8 +114,13 @@ def _order(count: int, epochs: int, seed: int | None = None) -> list[int]:
 
 
 def _affordable(seconds: float, step_s: float) -> Thoroughness:
+    """Raises `TooSlowError`."""
     fits = (one for one in THOROUGHNESS if one.reference_steps * step_s <= seconds)
-    return next(fits, THOROUGHNESS[-1])
+    least = THOROUGHNESS[-1]
+    least_s = least.reference_steps * step_s
+    if least_s > 2 * seconds:
+        raise TooSlowError(f"a step takes {step_s:.2g} s, so it takes {least_s:.0f} s, and {seconds:.0f} s are for it")
+    return next(fits, least)
 
 
 def _rounder(share: float) -> Callable[[torch.nn.Module], None]:

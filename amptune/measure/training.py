@@ -16,7 +16,7 @@ from amptune.errors import TargetError
 from amptune.measure.bench import Bench
 from amptune.measure.dropping import without_dropout
 from amptune.measure.failing import NonFiniteError
-from amptune.measure.numerics import Gradients, LossCurve, Spread
+from amptune.measure.numerics import Floats, Gradients, LossCurve, Spread
 from amptune.measure.sketching import Sketcher
 from amptune.measure.stepping import Stepper
 from amptune.policy.settings import Policy
@@ -32,6 +32,8 @@ MOST_BATCHES = 8
 MOST_HALVINGS = 33
 # A part of a batch has at least so many samples: BatchNorm takes no fewer than two.
 SMALLEST_PART = 4
+# Buffers of so many elements at most are held against FP32's.
+LARGEST_BUFFER = 2**16
 # Batches up to this many bytes stay on the device.
 RESIDENT_BYTES = 2**30
 # Seeds of one run are this far from those of another.
@@ -135,7 +137,8 @@ class Training:
             stepper = self._stepper(capture=True)
             for self.feed.at in range(count):
                 losses.append(self._capture_one(stepper, SEED_STRIDE * seed + self.feed.at, prepare))
-                sketch, counts = self._captured.pop()
+                # Of every optimizer step in a training step: a GAN takes several.
+                sketch, counts = (torch.stack(parts).sum(0) for parts in zip(*self._captured, strict=True))
                 self._require_finite(sketch)
                 sketches.append(sketch.numpy())
                 nonzero.append(counts.numpy())
@@ -166,8 +169,15 @@ class Training:
             losses=tuple(found),
             skipped=skipped,
             scale=float(self.tuned.scaler.get_scale()),
+            buffers=self._floating_buffers(),
             evaluated=self._evaluated(),
         )
+
+    def _floating_buffers(self) -> dict[str, Floats]:
+        """Those small enough to be statistics and no tables."""
+        named = self.bench.model.named_buffers()
+        small = ((name, one) for name, one in named if one.is_floating_point() and one.numel() <= LARGEST_BUFFER)
+        return {name: one.detach().float().flatten().cpu().numpy().copy() for name, one in small}
 
     def _put_buffers_back(self) -> None:
         """Those that there were: the step may have replaced, made or dropped some."""
@@ -182,11 +192,11 @@ class Training:
             if prepare is not None:
                 prepare(self.tuned.model)
             self._captured.clear()
-            loss = float(self._step(stepper)[0])
+            last, went = self._step(stepper)
+            loss = float(last)
             if not math.isfinite(loss):
                 raise NonFiniteError(f"the loss is {loss} in the first step of batch {self.feed.at + 1}")
-            if self._captured:
-                del self._captured[1:]
+            if self._captured and went:
                 return loss
         if not self.tuned.scaler.is_enabled():
             raise TargetError(
@@ -228,7 +238,10 @@ class Training:
         if evaluate is None:
             return None
         with user_code("evaluate(model)"), torch.no_grad():
-            return float(evaluate(self.tuned.model))
+            evaluated = float(evaluate(self.tuned.model))
+        if not math.isfinite(evaluated):
+            raise NonFiniteError(f"evaluate(model) gives {evaluated}")
+        return evaluated
 
 
 def fingerprint_of(bench: Bench) -> tuple[float, ...]:

@@ -94,7 +94,12 @@ def _evidence(evidence: Mapping[str, Any]) -> Iterator[str]:
         yield f"The AMP recipe took {recipe['step_ms']:g} ms a step."
     elif recipe:
         yield "The AMP recipe failed."
-    yield from (str(finding.get("message", "")) + "." for finding in evidence.get("findings", ()))
+    yield from map(_finding, evidence.get("findings", ()))
+
+
+def _finding(finding: Mapping[str, Any]) -> str:
+    module = finding.get("module")
+    return (f"{module}: " if module else "") + f"{finding.get('message', '')}."
 
 
 def _bought(item: tuple[str, Mapping[str, Any]]) -> str:

@@ -90,6 +90,12 @@ class Candidates:
         return few_enough and as_wished and all(is_in(point[name], choices) for name, choices in settings.items())
 
     @property
+    def autocast_alone(self) -> tuple[Policy, ...]:
+        """Autocast in every dtype that is tried, and nothing else."""
+        dtypes: list[Any] = [dtype for dtype in self.space.choices("autocast") if dtype != "off"]
+        return tuple(amp_recipe(dtype) for dtype in dtypes)
+
+    @property
     def first(self) -> tuple[Policy, ...]:
         tried = (self.policy_of(point) for point in self.space.try_first)
         return tuple(dict.fromkeys([self.baseline, *self.known_good, *tried]))

@@ -179,7 +179,9 @@ def _rejected(judge: Judge, finalists: Sequence[Standing]) -> Iterator[Finding]:
 
 def _not_judged(judge: Judge, policy: Policy) -> Iterator[Finding]:
     if not judge.is_exempt(policy) and judge.known(policy) is None:
-        message = f"the numerics of {policy} were not judged: watch its loss beside FP32's"
+        because = judge.unjudged_because(policy)
+        why = f" ({because})" if because is not None else ""
+        message = f"the numerics of {policy} were not judged{why}: watch its loss beside FP32's"
         yield Finding(code="not-judged", message=message)
 
 

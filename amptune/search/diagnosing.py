@@ -21,9 +21,10 @@ from amptune.search.budget import Budget
 from amptune.search.events import Observer
 from amptune.search.failed_baseline import error_of_baseline
 from amptune.search.gate import Judgement
-from amptune.search.judging import Judge, OutOfTimeError
-from amptune.search.numeric_findings import findings_of, sound_finding
-from amptune.search.repairing import Cure, cure_of, traces_of
+from amptune.search.guarding import examined
+from amptune.search.judging import Judge
+from amptune.search.numeric_findings import sound_finding
+from amptune.search.repairing import Cure
 from amptune.search.request import source_of
 from amptune.workload.protocol import Workload
 
@@ -112,6 +113,10 @@ class _Examination:
         profiles: list[tuple[Policy, StepProfile]] = []
         findings: list[Finding] = []
         for policy in (*_recipes(prepared.hardware)[:1], STOCK):
+            if self.budget.left_s <= 0:
+                message = "there was no time to profile the step; give more with --budget"
+                findings.append(Finding(code="not-profiled", message=message, figures={"policy": str(policy)}))
+                continue
             profile = self.evaluator.profile(policy, max(SHORTEST_S, self.budget.left_s))
             if isinstance(profile, Failure):
                 message = f"the step could not be profiled: {profile}"
@@ -123,7 +128,9 @@ class _Examination:
         return tuple(profiles), tuple(findings)
 
     def _input(self, numerics: Sequence[DtypeDiagnosis]) -> Iterator[Finding]:
-        """What of a training loop's time is not the step's."""
+        """What of a training loop's time is not the step's, where there is time to look."""
+        if self.budget.left_s <= 0:
+            return
         sound = [one.policy for one in numerics if one.judgement is not None and one.judgement.passes]
         policy = sound[0] if sound else STOCK
         timing = self.evaluator.train(policy, LOOP_S, max(SHORTEST_S, self.budget.left_s))
@@ -143,18 +150,12 @@ def _recipes(hardware: Hardware) -> tuple[Policy, ...]:
 def _dtype(judge: Judge, recipe: Policy, subject: Subject) -> DtypeDiagnosis:
     judgement = judge.judgement_of(recipe)
     if judgement is None:
-        message = f"the numerics of {recipe} could not be judged: {judge.failure}"
+        message = f"the numerics of {recipe} could not be judged: {judge.unjudged_because(recipe)}"
         finding = Finding(code="not-judged", message=message, figures={"autocast": recipe.autocast})
         return DtypeDiagnosis(policy=recipe, judgement=None, cure=None, findings=(finding,))
     if judgement.passes:
         return DtypeDiagnosis(policy=recipe, judgement=judgement, cure=None, findings=(sound_finding(judgement),))
-    traces = traces_of(judge, recipe)
-    try:
-        cure = cure_of(judge, recipe, subject, traces)
-        out_of_time = False
-    except OutOfTimeError:
-        cure, out_of_time = None, True
-    findings = tuple(findings_of(judgement, cure, traces, out_of_time=out_of_time))
+    cure, findings = examined(judge, judgement, subject)
     return DtypeDiagnosis(policy=recipe, judgement=judgement, cure=cure, findings=findings)
 
 

@@ -16,7 +16,7 @@ from amptune.policy.settings import Policy
 from amptune.policy.wire import policy_to_dict
 from amptune.search.ablation import Ablated
 from amptune.search.decision import Standing, Verdict
-from amptune.search.gate import ILL_CONDITIONED, Judgement, used_of
+from amptune.search.gate import ILL_CONDITIONED, Judgement
 from amptune.search.ratios import Round
 from amptune.search.trial import Trial
 
@@ -108,7 +108,7 @@ def numerics_of(judgement: Judgement | None) -> dict[str, Any]:
     parity = judgement.parity
     compared = [module for module in parity.modules if module.rounding < ILL_CONDITIONED]
     figures: dict[str, Any] = {
-        "share_of_allowed": used_of(parity),
+        "share_of_allowed": judgement.used,
         "gradient_bias": max((module.bias for module in compared), default=None),
         "gradient_error": max((module.error for module in compared), default=None),
         "gradient_noise_fp32": statistics.median(module.noise for module in parity.modules) if parity.modules else None,

@@ -7,6 +7,7 @@ ill-conditioned model cannot complain of), loss curves against how far FP32's ow
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from amptune.measure.numerics import ModuleParity, Parity
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 
-__all__ = ["ILL_CONDITIONED", "Judgement", "judged", "used_of"]
+__all__ = ["ILL_CONDITIONED", "Judgement", "judged"]
 
 # Healthy networks were measured on an H200 and on a CPU, in bf16, fp16 and TF32 (reports/numerics): they use up to
 # three quarters of what is allowed here, and half of the allowed drift.
@@ -27,9 +28,21 @@ TIMES_ROUNDING = 4.0
 ILL_CONDITIONED = 0.3
 MOST_VANISHED = 0.25
 LEAST_SIZE = 0.3
+# So much more or less of FP32's gradient may be in a policy's. Batches do not blur that, being the same.
+MOST_SLOPE_OFF = 0.2
+# An ill-conditioned gradient says no more than its size; one of less than this share of the model's is rounding noise
+# (a bias before BatchNorm, whose true gradient is 0), and says nothing at all.
+NULL_SHARE = 1e-4
 MOST_DRIFT = 3.0
+# A loss below FP32's is no harm, unless it is so far below that it is another loss.
+MOST_BELOW = 10.0
+MOST_BUFFER_OFF, TIMES_APART = 0.3, 3.0
 # Of the steps behind the settling of the loss scale; in practice one in 2,000 is skipped.
 MOST_SKIPPED = 0.2
+
+
+# (code, times what is allowed, words)
+Told = tuple[str, float, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,26 +52,31 @@ class Judgement:
     policy: Policy
     parity: Parity
     shortcomings: tuple[Finding, ...]
+    tolerance: float | None = None
 
     @property
     def passes(self) -> bool:
         return not self.shortcomings
 
+    @property
+    def used(self) -> float:
+        """How much of what is allowed a policy uses, at its worst place: 0 is FP32 itself, above 1 it fails."""
+        parity, tolerance = self.parity, self.tolerance
+        if tolerance is not None and parity.evaluated is not None and parity.evaluated_fp32 is not None:
+            off = abs(parity.evaluated - parity.evaluated_fp32)
+            return off / tolerance if tolerance else math.inf if off else 0.0
+        told = [*map(_told_of, parity.modules), list(_told_of_training(parity))]
+        return max((times for some in told for _, times, _ in some), default=0.0)
+
     def __str__(self) -> str:
         if self.passes:
-            return f"as good as FP32: {used_of(self.parity):.0%} of what is allowed"
+            return f"as good as FP32: {self.used:.0%} of what is allowed"
         return "; ".join(map(str, self.shortcomings[:2]))
 
 
 def judged(policy: Policy, parity: Parity, tolerance: float | None = None) -> Judgement:
     """The gate's word on a policy. With a `tolerance`, `evaluate` decides where training did not break."""
-    return Judgement(policy=policy, parity=parity, shortcomings=_shortcomings(parity, tolerance))
-
-
-def used_of(parity: Parity) -> float:
-    """How much of what is allowed a policy uses, at its worst place: 0 is FP32 itself, above 1 it fails."""
-    modules = [times for module in parity.modules for _, times, _ in _told_of(module)]
-    return max([*modules, parity.drift / MOST_DRIFT, parity.skipped_share / MOST_SKIPPED, 0.0])
+    return Judgement(policy=policy, parity=parity, shortcomings=_shortcomings(parity, tolerance), tolerance=tolerance)
 
 
 def _shortcomings(parity: Parity, tolerance: float | None) -> tuple[Finding, ...]:
@@ -66,18 +84,22 @@ def _shortcomings(parity: Parity, tolerance: float | None) -> tuple[Finding, ...
     if parity.failure is not None:
         module = parity.broken[0] if parity.broken else None
         return (Finding(code="breaks", message=str(parity.failure), module=module),)
-    found = list(_of_scaling(parity))
+    training = [_finding(told) for told in _told_of_training(parity) if told[1] > 1]
     if tolerance is not None and parity.evaluated is not None and parity.evaluated_fp32 is not None:
-        return (*found, *_of_evaluation(parity.evaluated, parity.evaluated_fp32, tolerance))
-    modules = [finding for module in parity.modules for finding in _of_module(module)]
-    modules.sort(key=lambda finding: -finding.figures["times_allowed"])
-    return (*found, *_of_curve(parity), *modules)
+        skipped = [finding for finding in training if finding.code == "steps-skipped"]
+        return (*skipped, *_of_evaluation(parity.evaluated, parity.evaluated_fp32, tolerance))
+    worst = (max(_told_of(module), key=lambda told: told[1], default=None) for module in parity.modules)
+    modules = [
+        _finding(told, module.path)
+        for module, told in zip(parity.modules, worst, strict=True)
+        if told is not None and told[1] > 1
+    ]
+    return (*training, *sorted(modules, key=lambda finding: -finding.figures["times_allowed"]))
 
 
-def _of_scaling(parity: Parity) -> Iterator[Finding]:
-    if parity.skipped_share > MOST_SKIPPED:
-        message = f"the loss scaler skips {parity.skipped_share:.0%} of the steps once it has settled"
-        yield Finding(code="steps-skipped", message=message, figures={"skipped_share": parity.skipped_share})
+def _finding(told: Told, module: str = "") -> Finding:
+    code, times, message = told
+    return Finding(code=code, message=message, module=module or None, figures={"times_allowed": times})
 
 
 def _of_evaluation(evaluated: float, fp32: float, tolerance: float) -> Iterator[Finding]:
@@ -89,40 +111,58 @@ def _of_evaluation(evaluated: float, fp32: float, tolerance: float) -> Iterator[
         yield Finding(code="evaluates-differently", message=message, figures=figures)
 
 
-def _of_curve(parity: Parity) -> Iterator[Finding]:
-    if parity.drift > MOST_DRIFT:
-        message = (
-            f"the loss is {parity.drift_share:.1%} above that in FP32, {parity.drift:.1f} times what FP32 runs "
-            "differ by from one to the other"
+def _told_of_training(parity: Parity) -> Iterator[Told]:
+    """Of the loss curve, the loss scaler, and the buffer that is furthest off."""
+    yield (
+        "steps-skipped",
+        parity.skipped_share / MOST_SKIPPED,
+        f"the loss scaler skips {parity.skipped_share:.0%} of the steps once it has settled",
+    )
+    yield (
+        "loss-drifts",
+        max(0.0, parity.drift) / MOST_DRIFT,
+        f"the loss is {parity.drift_share:.1%} above that in FP32, {parity.drift:.1f} times what FP32 runs differ by "
+        "from one to the other",
+    )
+    below = f"the loss is {parity.below:.1f} times further below that in FP32 than FP32 runs differ: it is another loss"
+    yield "loss-differs", parity.below / MOST_BELOW, below
+    for buffer in parity.buffers:
+        most = max(MOST_BUFFER_OFF, TIMES_APART * buffer.apart)
+        yield (
+            "statistics-differ",
+            buffer.off / most,
+            f"the buffer {buffer.path} is off by {buffer.off:.0%} after a moment of training",
         )
-        figures = {"drift": parity.drift, "drift_share": parity.drift_share}
-        yield Finding(code="loss-drifts", message=message, figures=figures)
 
 
-def _of_module(module: ModuleParity) -> Iterator[Finding]:
-    """The worst that is to be said of a module's gradient, if it is bad enough."""
-    code, times, message = max(_told_of(module), key=lambda one: one[1])
-    if times > 1:
-        yield Finding(
-            code=f"gradient-{code}", message=message, module=module.path or None, figures={"times_allowed": times}
-        )
-
-
-def _told_of(module: ModuleParity) -> list[tuple[str, float, str]]:
-    """(code, times what is allowed, words) of everything that is looked at."""
+def _told_of(module: ModuleParity) -> list[Told]:
+    """Of a module's gradient; nothing of one that is rounding noise."""
+    ill_conditioned = module.rounding >= ILL_CONDITIONED
+    if ill_conditioned and module.share < NULL_SHARE:
+        return []
     told = [
-        ("vanishes", module.vanished / MOST_VANISHED, f"{module.vanished:.0%} of its gradient's elements vanish"),
-        ("shrinks", _times_too_small(module.size), f"its gradient is {module.size:.2g} times as large as in FP32"),
+        (
+            "gradient-vanishes",
+            module.vanished / MOST_VANISHED,
+            f"{module.vanished:.0%} of its gradient's elements vanish",
+        ),
+        ("gradient-size", _times_off(module.size), f"its gradient is {module.size:.2g} times as large as in FP32"),
     ]
-    if module.rounding < ILL_CONDITIONED:
-        floor = TIMES_ROUNDING * module.rounding
-        most_error = max(MOST_ERROR, MOST_ERROR_OF_NOISE * module.noise, floor)
-        error = f"its gradient is off by {module.error:.0%}, where it differs by {module.noise:.0%} between batches"
-        bias = f"its mean gradient is off by {module.bias:.0%}"
-        told += [("error", module.error / most_error, error), ("bias", module.bias / max(MOST_BIAS, floor), bias)]
-    return told
+    if ill_conditioned:
+        return told
+    floor = TIMES_ROUNDING * module.rounding
+    most_error = max(MOST_ERROR, MOST_ERROR_OF_NOISE * module.noise, floor)
+    slope = f"its gradient holds {module.slope:.0%} of FP32's"
+    error = f"its gradient is off by {module.error:.0%}, where it differs by {module.noise:.0%} between batches"
+    bias = f"its mean gradient is off by {module.bias:.0%}"
+    return [
+        *told,
+        ("gradient-error", module.error / most_error, error),
+        ("gradient-bias", module.bias / max(MOST_BIAS, floor), bias),
+        ("gradient-slope", abs(module.slope - 1) / max(MOST_SLOPE_OFF, floor), slope),
+    ]
 
 
-def _times_too_small(size: float) -> float:
-    """0 where the gradient is as large as in FP32, 1 where it is `LEAST_SIZE` of that."""
-    return max(0.0, (1 - size) / (1 - LEAST_SIZE)) if size > LEAST_SIZE else LEAST_SIZE / max(size, 1e-9)
+def _times_off(size: float) -> float:
+    """0 where the gradient is as large as in FP32, 1 where it is `LEAST_SIZE` of that, or so many times as large."""
+    return abs(math.log(max(size, 1e-9)) / math.log(LEAST_SIZE))

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from amptune.measure.subject import Subject
-from amptune.measure.trace import ModuleTrace
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Fp32Rule, Policy
+from amptune.search.gate import Judgement
 from amptune.search.judging import Judge, OutOfTimeError
 from amptune.search.numeric_findings import findings_of
 from amptune.search.repairing import Cure, cure_of, traces_of
 
-__all__ = ["Guard", "guard_against"]
+__all__ = ["Guard", "examined", "guard_against"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,25 +25,27 @@ class Guard:
 
 
 def guard_against(judge: Judge, recipes: Sequence[Policy], subject: Subject) -> Guard:
-    """Judges the AMP recipe in each dtype; where it fails, looks for the modules that cure it."""
+    """Judges the AMP recipe in each dtype, while there is time; where it fails, looks for the modules that cure it."""
     safeguards: dict[str, tuple[Fp32Rule, ...] | None] = {}
     findings: list[Finding] = []
     for recipe in recipes:
-        judgement = judge.judgement_of(recipe)
+        judgement = judge.judgement_of(recipe) if judge.has_time else None
         if judge.failure is not None:
-            message = f"numerics could not be judged, as the FP32 reference could not be made: {judge.failure}"
+            message = f"numerics could not be judged, as there is no FP32 reference: {judge.failure}"
             return Guard(safeguards=safeguards, findings=(*findings, Finding(code="not-judged", message=message)))
         if judgement is not None and not judgement.passes:
-            traces = traces_of(judge, recipe)
-            cure, out_of_time = _cure(judge, recipe, subject, traces)
+            cure, found = examined(judge, judgement, subject)
             safeguards[recipe.autocast] = None if cure is None else cure.rules
-            findings += findings_of(judgement, cure, traces, out_of_time=out_of_time)
+            findings += found
     return Guard(safeguards=safeguards, findings=tuple(findings))
 
 
-def _cure(judge: Judge, recipe: Policy, subject: Subject, traces: Sequence[ModuleTrace]) -> tuple[Cure | None, bool]:
-    """(the cure, whether time ran out before one was found)."""
+def examined(judge: Judge, judgement: Judgement, subject: Subject) -> tuple[Cure | None, tuple[Finding, ...]]:
+    """What cures a policy that did not pass, if anything does, and what there is to say of it."""
+    traces = traces_of(judge, judgement.policy)
+    cure, out_of_time = None, False
     try:
-        return cure_of(judge, recipe, subject, traces), False
+        cure = cure_of(judge, judgement.policy, subject, traces)
     except OutOfTimeError:
-        return None, True
+        out_of_time = True
+    return cure, tuple(findings_of(judgement, cure, traces, out_of_time=out_of_time))

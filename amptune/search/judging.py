@@ -1,12 +1,16 @@
-"""Judges policies by the numerics gate, each once, within its share of the budget."""
+"""Judges policies by the numerics gate, each once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from amptune.errors import StudyError
 from amptune.measure.evaluator import Evaluator
+from amptune.measure.numerics import Parity
 from amptune.measure.outcome import Failure
+from amptune.measure.trace import ModuleTrace
 from amptune.policy.settings import Fp32Math, Policy
 from amptune.search.budget import Budget
 from amptune.search.events import Observer, PolicyJudged
@@ -18,6 +22,8 @@ __all__ = ["Judge", "OutOfTimeError", "fp32_of"]
 REFERENCE_SHARE, SHARE = 0.08, 0.25
 # A reference made in less says too little: it is made even where the budget is short.
 SHORTEST_REFERENCE_S = 2.0
+# The least that a judgement may take, however little is left: it may be about the winner.
+SHORTEST_S = 15.0
 # What FP32 operations use, the more precise first.
 _BY_PRECISION: tuple[Fp32Math, ...] = ("ieee", "stock", "tf32")
 
@@ -33,9 +39,10 @@ def fp32_of(baseline: Policy) -> Policy:
 
 @dataclass
 class Judge:
-    """Remembers what it judged; `failure` says why nothing can be judged, if that is so.
+    """Remembers what it judged; `failure` says why nothing can be judged (any more), if that is so.
 
-    `share` of the budget is for the FP32 reference, and for what is judged while a cure is looked for.
+    `share` of the budget is for the FP32 reference, and for what is judged while a cure is looked for. A policy that
+    could not be judged, for want of memory or time, is neither sound nor unsound.
     """
 
     evaluator: Evaluator
@@ -47,6 +54,7 @@ class Judge:
     failure: Failure | None = None
     spent_s: float = 0.0
     _judgements: dict[Policy, Judgement] = field(default_factory=dict)
+    _unjudged: dict[Policy, Failure] = field(default_factory=dict)
 
     @property
     def judgements(self) -> Mapping[Policy, Judgement]:
@@ -60,23 +68,22 @@ class Judge:
         return plain or _numerics_of(policy) == _numerics_of(self.baseline)
 
     def judgement_of(self, policy: Policy) -> Judgement | None:
-        """None where it is exempt, or where nothing can be judged."""
-        own = _numerics_of(policy)
+        """None where it is exempt, or where it cannot be judged."""
         if self.is_open(policy):
-            before_s = self.budget.spent_s
-            seconds = max(SHORTEST_REFERENCE_S, REFERENCE_SHARE * self.budget.seconds)
-            parity = self.evaluator.judge(own, fp32_of(self.baseline), seconds)
-            self.spent_s += self.budget.spent_s - before_s
+            parity = self._parity_of(_numerics_of(policy))
             if isinstance(parity, Failure):
                 self.failure = parity
-                return None
-            self._judgements[own] = judged(own, parity, self.tolerance)
-            self.observer(PolicyJudged(judgement=self._judgements[own]))
+            else:
+                self._note(_numerics_of(policy), parity)
         return None if self.is_exempt(policy) else self.known(policy)
 
     def known(self, policy: Policy) -> Judgement | None:
         """What was judged of it, if it was."""
         return self._judgements.get(_numerics_of(policy))
+
+    def unjudged_because(self, policy: Policy) -> Failure | None:
+        """Why it could not be judged, if that is so."""
+        return self._unjudged.get(_numerics_of(policy), self.failure)
 
     def has_rejected(self, policy: Policy) -> bool:
         """Whether it was judged and did not pass."""
@@ -85,17 +92,57 @@ class Judge:
 
     def is_open(self, policy: Policy) -> bool:
         """Whether a policy is still to be judged, and can be."""
-        return self.failure is None and not self.is_exempt(policy) and self.known(policy) is None
+        own = _numerics_of(policy)
+        seen = own in self._judgements or own in self._unjudged
+        return self.failure is None and not seen and not self.is_exempt(policy)
 
     def rejects(self, policy: Policy) -> bool:
         """Whether a policy must not win."""
         judgement = self.judgement_of(policy)
         return judgement is not None and not judgement.passes
 
+    def trace(self, policy: Policy) -> tuple[ModuleTrace, ...] | Failure:
+        """Where the numbers of a step go wrong, module by module."""
+        with self._counted():
+            return self.evaluator.trace(policy, fp32_of(self.baseline), self._limit_s)
+
+    @property
+    def has_time(self) -> bool:
+        """Whether the share of the budget is not used up."""
+        return self.spent_s <= self.share * self.budget.seconds and self.budget.left_s > 0
+
     def require_time(self) -> None:
         """Raises `OutOfTimeError` where the share of the budget is used up."""
-        if self.spent_s > self.share * self.budget.seconds or self.budget.left_s <= 0:
+        if not self.has_time:
             raise OutOfTimeError
+
+    @property
+    def _limit_s(self) -> float:
+        return max(SHORTEST_S, self.budget.left_s)
+
+    def _parity_of(self, policy: Policy) -> Parity | Failure:
+        seconds = max(SHORTEST_REFERENCE_S, REFERENCE_SHARE * self.budget.seconds)
+        try:
+            with self._counted():
+                return self.evaluator.judge(policy, fp32_of(self.baseline), seconds, self._limit_s)
+        except StudyError as error:  # no worker can be started any more
+            return Failure(kind="crash", message=str(error))
+
+    def _note(self, policy: Policy, parity: Parity) -> None:
+        """What does not run says nothing of the numerics: its trials fail too, where it matters."""
+        if parity.failure is not None and parity.failure.kind != "nonfinite":
+            self._unjudged[policy] = parity.failure
+            return
+        self._judgements[policy] = judged(policy, parity, self.tolerance)
+        self.observer(PolicyJudged(judgement=self._judgements[policy]))
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        before_s = self.budget.spent_s
+        try:
+            yield
+        finally:
+            self.spent_s += self.budget.spent_s - before_s
 
 
 def _numerics_of(policy: Policy) -> Policy:

@@ -32,18 +32,19 @@ def findings_of(
 
 
 def _culprits(cure: Cure | None, traces: Sequence[ModuleTrace]) -> list[ModuleTrace]:
-    """The modules that cure it; without a cure the most suspicious of all."""
+    """The modules that cure it, the most suspicious first; without a cure the first that breaks, if one does."""
     of = {trace.path: trace for trace in traces}
     ranked = suspects(traces)
-    return (
-        [of[path] for path in ranked if path in cure.modules] if cure is not None else [of[ranked[0]]] if ranked else []
-    )
+    if cure is not None:
+        return [of[path] for path in ranked if path in cure.modules]
+    return [of[path] for path in ranked[:1] if of[path].breaks_forward or of[path].breaks_backward]
 
 
 def _cure(judgement: Judgement, cure: Cure) -> Finding:
     autocast, rules = judgement.policy.autocast, [str(rule) for rule in cure.rules]
     named = " + ".join(rules)
     left = ", and no module of these can be left out" if len(cure.modules) > 1 else ""
+    left = left if cure.minimal else " (perhaps fewer would do: there was no time to find out)"
     return Finding(
         code="cure",
         message=f"autocast {autocast} is not as good as FP32 ({judgement}); with {named} in FP32 it is{left}",
@@ -74,8 +75,8 @@ def _where(trace: ModuleTrace, autocast: str) -> Finding:
     elif trace.adds < LEAST_TO_BLAME:
         code = "breaks-behind"
         message = (
-            "nothing goes wrong in it by itself; what is computed of its output, outside of any module, does: in FP32 "
-            "it gives an FP32 output on"
+            "nothing goes wrong in it by itself, but in what is computed outside of any module, around it: in FP32 it "
+            "takes and gives FP32"
         )
         reached = None
     else:

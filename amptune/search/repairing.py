@@ -11,53 +11,63 @@ from amptune.measure.subject import Subject
 from amptune.measure.trace import ModuleTrace, suspects
 from amptune.policy.settings import Fp32Rule, Policy, Reason
 from amptune.search.culprits import smallest_cure
-from amptune.search.judging import Judge, fp32_of
+from amptune.search.judging import Judge, OutOfTimeError
 from amptune.search.rules import general_rules
 
 __all__ = ["Cure", "cure_of", "traces_of"]
 
 # A trace shows the first module that breaks; what it hides is seen once that one is in FP32. So many are followed.
 MOST_SUSPECTS = 4
-SHORTEST_TRACE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cure:
-    """The modules that a policy needs in FP32, none of which can be dropped, and the rules that name them.
+    """The modules that a policy needs in FP32, and the rules that name them.
 
-    `traces` are of the policy that failed, in the order in which modules ended; `judgements` is how many it took.
+    None of them can be dropped, unless there was no time to find out: `minimal` says. `traces` are of the policy
+    that failed, in the order in which modules ended; `judgements` is how many it took.
     """
 
     modules: tuple[str, ...]
     rules: tuple[Fp32Rule, ...]
     traces: tuple[ModuleTrace, ...]
     judgements: int
+    minimal: bool = True
 
 
 def traces_of(judge: Judge, policy: Policy) -> tuple[ModuleTrace, ...]:
     """Where the numbers of a step go wrong; none where that cannot be seen."""
-    limit_s = max(SHORTEST_TRACE_S, judge.budget.left_s)
-    traces = judge.evaluator.trace(policy, fp32_of(judge.baseline), limit_s)
+    traces = judge.trace(policy)
     return () if isinstance(traces, Failure) else traces
 
 
 def cure_of(judge: Judge, policy: Policy, subject: Subject, traces: Sequence[ModuleTrace]) -> Cure | None:
     """None where not even all modules in FP32 let the policy pass: what is wrong is then outside of them.
 
-    `traces` are the policy's. Raises `OutOfTimeError`.
+    `traces` are the policy's. Raises `OutOfTimeError` where time runs out before any modules were seen to cure it.
     """
     before = len(judge.judgements)
 
     def with_rules(modules: Sequence[str]) -> Policy:
         return replace(policy, fp32_modules=(*policy.fp32_modules, *(Fp32Rule(path=path) for path in modules)))
 
+    accepted: list[tuple[str, ...]] = []
+
     def passes(modules: Sequence[str]) -> bool:
         judge.require_time()
         judgement = judge.judgement_of(with_rules(modules))
+        if judgement is not None and judgement.passes:
+            accepted.append(tuple(modules))
         return judgement is not None and judgement.passes
 
-    guess = _followed(judge, with_rules, passes, traces, {module.path for module in subject.modules if module.runs})
-    found = smallest_cure(_units(subject, traces), passes, suspects=guess)
+    known = {module.path for module in subject.modules if module.runs}
+    try:
+        guess = _followed(judge, with_rules, passes, traces, known)
+        found, minimal = smallest_cure(_units(subject, traces), passes, suspects=guess), True
+    except OutOfTimeError:
+        if not accepted:
+            raise
+        found, minimal = min(accepted, key=len), False
     if found is None:
         return None
     rules = general_rules(found, subject.modules, root_types=subject.root_types)
@@ -66,6 +76,7 @@ def cure_of(judge: Judge, policy: Policy, subject: Subject, traces: Sequence[Mod
         rules=tuple(_with_reason(rule, found, traces) for rule in rules),
         traces=tuple(traces),
         judgements=len(judge.judgements) - before,
+        minimal=minimal,
     )
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.outcome import Failure
-from amptune.measure.sensitivity import Half, Sensitivity
+from amptune.measure.sensitivity import Sensitivity
 from amptune.measure.subject import Prepared
-from amptune.policy.settings import Policy
+from amptune.policy.settings import Fp32Math, Policy
 from amptune.policy.wire import adapter_for
 from amptune.search.budget import Budget
 from amptune.search.exclusions import Ladder, ladder_by_time
@@ -36,28 +35,27 @@ def timed_ladder(evaluator: Evaluator, prepared: Prepared, space: Space, budget:
     dtypes: Any = tuple(dtype for dtype in space.choices("autocast") if dtype != "off")
     if not dtypes or not any(map(bool, space.choices("fp32_exclusions"))):
         return None
-    known = _known(folder / FILE, _key(prepared))
-    if not known and budget.seconds < SHORTEST_BUDGET_S:
-        return None
-    sensed = known or dict(_sensed(evaluator, prepared, space, dtypes, budget))
+    path, key = folder / FILE, _key(prepared)
+    known = _known(path, key)
+    sensed: dict[str, Sensitivity] = {}
+    for memory_format in space.choices("memory_format") or ("contiguous",):
+        policy = Policy(fp32_math=_math(prepared, space), memory_format=memory_format)  # type: ignore[arg-type]
+        entry = f"{policy}, {' '.join(dtypes)}"
+        if entry not in known and budget.seconds >= SHORTEST_BUDGET_S:
+            found = evaluator.sense(policy, dtypes, SHARE * budget.seconds)
+            known |= {} if isinstance(found, Failure) else {entry: found}
+        if entry in known:
+            sensed[str(memory_format)] = known[entry]
     if not sensed:
         return None
-    if not known:
-        _write(folder / FILE, _key(prepared), sensed)
+    _write(path, key, known)
     return ladder_by_time(prepared.subject, sensed)
 
 
-def _sensed(
-    evaluator: Evaluator, prepared: Prepared, space: Space, dtypes: tuple[Half, ...], budget: Budget
-) -> Iterator[tuple[str, Sensitivity]]:
+def _math(prepared: Prepared, space: Space) -> Fp32Math:
     """What stays in FP32 is to use TF32 where the machine has it: that is where an exclusion pays."""
     gpu = prepared.hardware.gpu
-    math: Any = "tf32" if gpu is not None and gpu.tf32 and "tf32" in space.choices("fp32_math") else "stock"
-    for memory_format in space.choices("memory_format") or ("contiguous",):
-        policy = Policy(fp32_math=math, memory_format=memory_format)  # type: ignore[arg-type]
-        found = evaluator.sense(policy, dtypes, SHARE * budget.seconds)
-        if not isinstance(found, Failure):
-            yield str(memory_format), found
+    return "tf32" if gpu is not None and gpu.tf32 and "tf32" in space.choices("fp32_math") else "stock"
 
 
 def _key(prepared: Prepared) -> str:
@@ -72,13 +70,13 @@ def _known(path: Path, key: str) -> dict[str, Sensitivity]:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["key"] != key:
             return {}
-        return {layout: adapter_for(Sensitivity).validate_python(one) for layout, one in content["sensed"].items()}
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or not what this version writes
+        return {entry: adapter_for(Sensitivity).validate_python(one) for entry, one in content["sensed"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # not there, or not what this version writes
         return {}
 
 
 def _write(path: Path, key: str, sensed: dict[str, Sensitivity]) -> None:
-    content = {"key": key, "sensed": {layout: asdict(one) for layout, one in sensed.items()}}
+    content = {"key": key, "sensed": {entry: asdict(one) for entry, one in sensed.items()}}
     try:
         path.write_text(json.dumps(content), encoding="utf-8")
     except OSError:

@@ -141,8 +141,14 @@ def with_knob(space: Space, name: str, choices: tuple[Value, ...], *, stock: Val
 
 
 def digest(space: Space) -> str:
-    """A short hash of knobs and forbidden points, the reasons aside: under another one, a study is another study."""
-    content = (space.knobs, [rule.when for rule in space.forbid])
+    """A short hash of knobs and forbidden points, the reasons aside: under another one, a study is another study.
+
+    What the modules' own times decide is no part of it: policies are remembered by what they set.
+    """
+    content = (
+        tuple(knob for knob in space.knobs if knob.name not in (EXCLUSIONS, HALF)),
+        [r.when for r in space.forbid],
+    )
     return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
 
 

@@ -56,11 +56,13 @@ class Suggestion:
 class Study:
     """Ask for a policy, tell what became of it. Every outcome is in the storage before the next is asked for."""
 
-    def __init__(self, study: optuna.Study, space: Space, to_policy: ToPolicy, seed: int) -> None:
+    def __init__(self, study: optuna.Study, space: Space, to_policy: ToPolicy, seed: int, stored: Space) -> None:
         self._study = study
         self._to_policy = to_policy
-        self._distributions = _distributions(space)
-        self._points = {to_policy(point): point for point in points(space)}
+        self._distributions = _distributions(stored)
+        self._points: dict[Policy, Point] = {}
+        for point in points(space):
+            self._points.setdefault(to_policy(point), point)  # where a ladder is short, its deeper points are the same
         self._traits = {policy: _traits(policy, point) for policy, point in self._points.items()}
         self._choices = {knob.name: knob.choices for knob in space.knobs}
         self._policies = list(self._points)
@@ -192,16 +194,20 @@ class Study:
             return Suggestion(policy, self._study.ask(self._distributions))
 
 
-def open_study(where: Path | str, name: str, space: Space, to_policy: ToPolicy, *, seed: int) -> Study:
+def open_study(
+    where: Path | str, name: str, space: Space, to_policy: ToPolicy, *, seed: int, stored: Space | None = None
+) -> Study:
     """Opens or resumes a study: `where` is a folder (a journal file in it) or a database URL.
 
+    Optuna keeps the points as of the space `stored`, by default the same: a space that was cut to what is sound this
+    time must not be another one to it.
     Raises `StudyError` if the storage cannot be used.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings(), _storage_errors():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         study = optuna.create_study(storage=_storage(where), study_name=name, direction="maximize", load_if_exists=True)
-        return Study(study, space, to_policy, seed)
+        return Study(study, space, to_policy, seed, stored or space)
 
 
 def _storage(where: Path | str) -> BaseStorage:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from amptune.search.request import TuningRequest, place_of, source_of
 from amptune.search.samples import keeping_samples
 from amptune.search.searching import search
 from amptune.search.sensing import timed_ladder
+from amptune.search.space import Space
 from amptune.search.study import Study, open_study
 from amptune.workload.protocol import Workload
 
@@ -41,6 +42,10 @@ __all__ = ["TuningInterrupted", "run_tuning", "tune", "tune_with"]
 PROOF_SHARE = 0.6
 # The proof is not kept more time than for these launches of its contenders.
 LAUNCHES_KEPT = 20
+# The numerics of so many of them are judged ahead: an unsound one that is fast would make sound ones look beaten.
+JUDGED_BEFORE = 2
+# Beyond the budget, to judge the winner.
+GRACE_S = 8.0
 # The fastest trials stand in the finals: as many as there is time for enough launches of, within these bounds.
 FINALISTS, MOST_FINALISTS = 4, 8
 
@@ -111,38 +116,49 @@ def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) 
     prepared = evaluator.prepare(request.budget.left_to_prepare_s)
     prepare_s = request.budget.spent_s - before_s
     candidates = candidates_for(prepared, request.wanted)
-    ladder = timed_ladder(evaluator, prepared, candidates.space, request.budget, request.folder)
-    candidates = candidates_for(prepared, request.wanted, ladder)
     judge = Judge(evaluator, candidates.baseline, request.budget, observer, prepared.subject.tolerance)
+    progress = _Progress(request, prepared, candidates, judge)
     try:
-        guard = guard_against(judge, candidates.amp_recipes, prepared.subject)
-    except KeyboardInterrupt:
-        raise TuningInterrupted(None) from None
-    candidates = candidates.guarded(guard.safeguards)
-    name, space = candidates.study_name, candidates.space
-    study = open_study(request.study, name, space, candidates.policy_of, seed=request.seed)
-    progress = _Progress(request, prepared, candidates, study, judge, guard.findings)
-    try:
+        progress.narrow(evaluator)
         _run(evaluator, progress, prepare_s, observer)
         decision = progress.sound_decision()
     except KeyboardInterrupt:
         raise TuningInterrupted(progress.decision(provisional=True)) from None
     if decision is None:
-        raise _nothing_feasible(study, candidates)
+        raise _nothing_feasible(progress.study, candidates)
     return decision
 
 
 @dataclass
 class _Progress:
-    """A tuning run under way: what a decision can be made of at any moment."""
+    """A tuning run under way: what a decision can be made of at any moment.
+
+    `findings` are those from before the search.
+    """
 
     request: TuningRequest
     prepared: Prepared
     candidates: Candidates
-    study: Study
     judge: Judge
     findings: tuple[Finding, ...] = ()
     proof: Proof | None = None
+
+    def __post_init__(self) -> None:
+        self.study = self._opened()
+
+    def narrow(self, evaluator: Evaluator) -> None:
+        """Times modules by themselves and judges each dtype: which modules there are reasons to keep in FP32."""
+        request, prepared = self.request, self.prepared
+        ladder = timed_ladder(evaluator, prepared, self.candidates.space, request.budget, request.folder)
+        candidates = candidates_for(prepared, request.wanted, ladder)
+        guard = guard_against(self.judge, candidates.autocast_alone, prepared.subject)
+        self.candidates, self.findings = candidates.guarded(guard.safeguards), guard.findings
+        self.study = self._opened(stored=candidates.space)
+
+    def _opened(self, stored: Space | None = None) -> Study:
+        name, space = self.candidates.study_name, self.candidates.space
+        to_policy, seed = self.candidates.policy_of, self.request.seed
+        return open_study(self.request.study, name, space, to_policy, seed=seed, stored=stored)
 
     def enter_proof(self, start_s: float) -> Proof:
         """Who is compared behind the search: the baseline, stock PyTorch, the AMP recipes and the fastest trials."""
@@ -151,9 +167,9 @@ class _Progress:
         return self.proof
 
     def sound_decision(self) -> Decision | None:
-        """The decision, its winner judged; a winner that is rejected leaves it to another one."""
+        """The decision, its winner judged where there is time; one that is rejected leaves it to another."""
         decision = self.decision(provisional=False)
-        while decision is not None and self.judge.is_open(decision.winner):
+        while decision is not None and self.judge.is_open(decision.winner) and self.request.budget.left_s > -GRACE_S:
             self.judge.judgement_of(decision.winner)
             decision = self.decision(provisional=False)
         return decision
@@ -212,6 +228,8 @@ def _run(evaluator: Evaluator, progress: _Progress, prepare_s: float, observer: 
         return
     proof = progress.enter_proof(prepare_s)
     if len(proof.contest.finalists) > 1:
+        for policy in _fastest_of(proof.contest.finalists, study)[:JUDGED_BEFORE]:
+            progress.judge.judgement_of(policy)
         with suppress(StudyError):  # no worker can be started any more: what was measured by now decides
             prove(evaluator, proof, request.budget, prepare_s, observer, progress.judge.rejects)
 
@@ -236,6 +254,11 @@ def _finalists(study: Study, candidates: Candidates, start_s: float, time_s: flo
         if place < FINALISTS or ENOUGH_LAUNCHES * launch_s < time_s:
             finalists[policy] = None
     return tuple(finalists)
+
+
+def _fastest_of(policies: Sequence[Policy], study: Study) -> list[Policy]:
+    place = {policy: i for i, policy in enumerate(study.ranked())}
+    return sorted((policy for policy in policies if policy in place), key=place.__getitem__)
 
 
 def _with_time_for_a_loop(request: TuningRequest) -> TuningRequest:

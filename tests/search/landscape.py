@@ -405,7 +405,7 @@ class SyntheticEvaluator:
             return self._timed_out(policy, start_s + effort.time_limit_s)
         return self._measurement(policy, ms * self._step_noise(steps), warmup_s, abandoned=abandoned)
 
-    def judge(self, policy: Policy, fp32: Policy, seconds: float) -> Parity:  # noqa: ARG002
+    def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity:  # noqa: ARG002
         """All are sound here. The reference takes its time, a judgement a third of that."""
         self.clock.advance(seconds / 3 if self._judged else seconds)
         self._judged = True

@@ -127,7 +127,7 @@ class RecordedEvaluator:
             gradient_norm=3.0,
         )
 
-    def judge(self, policy: Policy, fp32: Policy, seconds: float) -> Parity | Failure:  # noqa: ARG002
+    def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:  # noqa: ARG002
         self.judged.append(policy)
         return self.parity(policy)
 

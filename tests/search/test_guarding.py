@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from landscape import SimulatedClock
 from recorded import RecordedEvaluator
 from test_tuning import request_in, tuned_on
 
@@ -24,7 +25,9 @@ from amptune.search.repairing import cure_of, traces_of
 from amptune.search.tuning import TuningInterrupted, tune_with
 
 UNSOUND = Parity(
-    modules=(ModuleParity(path="body.norm", error=1.0, bias=1.0, noise=0.1, rounding=0.01, size=0.5, vanished=0.0),)
+    modules=(
+        ModuleParity(path="body.norm", error=1, bias=1, noise=0.1, rounding=0.01, size=0.5, slope=0.2, vanished=0),
+    )
 )
 NOT_MADE = Failure(kind="nonfinite", message="the loss is nan in the first step of batch 1")
 PATHS = [f"layer.{i}.{name}" for i in range(8) for name in ("conv", "norm", "relu")]
@@ -52,7 +55,7 @@ class Faulty(RecordedEvaluator):
         modules += [Module(path=path, types=(path.rpartition(".")[2].title(), "Module")) for path in PATHS]
         return replace(prepared, subject=replace(prepared.subject, modules=tuple(modules)))
 
-    def judge(self, policy: Policy, fp32: Policy, seconds: float) -> Parity | Failure:  # noqa: ARG002
+    def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:  # noqa: ARG002
         if self.reference_fails:
             return NOT_MADE
         self.judged.append(policy)
@@ -156,12 +159,27 @@ def test_a_fault_outside_of_all_modules_has_no_cure_and_leaves_the_dtype_out() -
     assert "outside of them" in str(guard.findings[-1])
 
 
-def test_a_search_for_culprits_that_takes_too_long_is_given_up_and_says_so() -> None:
-    evaluator = Faulty("resnet50", culprits=("layer.3.norm",), shows=False)
-    judge = judge_on(evaluator, share=-1.0)
+@dataclass
+class Slow(Faulty):
+    """Every judgement takes a minute."""
+
+    clock: SimulatedClock = field(default_factory=SimulatedClock)
+
+    def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:
+        self.clock.advance(60.0)
+        return super().judge(policy, fp32, seconds, limit_s)
+
+
+@pytest.mark.parametrize("budget_s", [100.0, 1800.0])
+def test_a_search_for_culprits_that_takes_too_long_is_given_up_and_says_so(budget_s: float) -> None:
+    """With the larger budget something that cures was seen by then, and is better than to go without the dtype."""
+    evaluator = Slow("resnet50", culprits=("layer.3.norm", "layer.6.conv"), shows=False)
+    budget = Budget(seconds=budget_s, started=evaluator.clock(), clock=evaluator.clock)
+    judge = Judge(evaluator, STOCK, budget, lambda _: None)
     guard = guard_against(judge, [amp_recipe("bf16")], evaluator.prepare(1.0).subject)
-    assert guard.safeguards == {"bf16": None}
     assert "no time" in str(guard.findings[-1])
+    rules = guard.safeguards["bf16"]
+    assert (rules is None) == (budget_s == 100.0)
 
 
 # --- tuning ------------------------------------------------------------------------------------------------------
@@ -240,7 +258,7 @@ def test_what_the_numerics_need_is_no_setting_to_revert() -> None:
 
 def test_interrupted_while_judging_there_is_nothing_to_write_yet(tmp_path: Path) -> None:
     class Interrupted(RecordedEvaluator):
-        def judge(self, policy: Policy, fp32: Policy, seconds: float) -> Parity | Failure:  # noqa: ARG002
+        def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:  # noqa: ARG002
             raise KeyboardInterrupt
 
     with pytest.raises(TuningInterrupted) as caught:
