@@ -1,0 +1,764 @@
+"""Training under a policy beside FP32, in this process, on small models."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812  # the name all of PyTorch's users give it
+from torch.utils.checkpoint import checkpoint
+
+from amptune import Policy, Workload
+from amptune.errors import TargetError, UserCodeError
+from amptune.measure.bench import Bench
+from amptune.measure.failing import NonFiniteError, TooSlowError
+from amptune.measure.judging import judge, make_reference
+from amptune.measure.numerics import Parity, Reference
+from amptune.measure.training import Training
+from amptune.policy.settings import STOCK, LossScale, amp_recipe
+from amptune.runtime.tuned import Tuned
+
+CPU = torch.device("cpu")
+BF16, FP16 = amp_recipe("bf16"), amp_recipe("fp16")
+# By the clock of these tests, on which a step takes a second: for the longest look and for the shortest.
+ENOUGH_S, LITTLE_S = 110.0, 15.0
+
+each_device = pytest.mark.parametrize(
+    "device",
+    [
+        CPU,
+        pytest.param(
+            torch.device("cuda", 0),
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        ),
+    ],
+    ids=str,
+)
+
+
+@pytest.fixture(autouse=True)
+def _a_step_takes_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Training, "step_s", lambda _: 1.0)
+
+
+@pytest.fixture(autouse=True)
+def _collecting_garbage_is_quick() -> Iterator[None]:
+    """The bench does so after every look, and the libraries' own objects are many."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _the_generator_is_put_back() -> Iterator[None]:
+    state = torch.get_rng_state()
+    yield
+    torch.set_rng_state(state)
+
+
+def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (model(batch).float() - batch.flatten(1)[:, :1].sin()).square().mean()
+    return loss
+
+
+def workload_of(model: Callable[[], nn.Module], shape: tuple[int, ...] = (16,), **more: object) -> Workload:
+    parts: dict[str, object] = {
+        "model": model,
+        "batch": lambda n: torch.randn(n, *shape),
+        "loss": squares,
+        "optimizer": lambda model: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05),
+        "batch_size": 16,
+    }
+    return Workload(**{**parts, **more})  # type: ignore[arg-type]  # parts by name
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4))
+
+
+@dataclass(frozen=True)
+class Judged:
+    bench: Bench
+    reference: Reference
+    parity: Parity
+
+
+def looked_at(workload: Workload, policy: Policy, *, device: torch.device = CPU, seconds: float = LITTLE_S) -> Judged:
+    bench = Bench(workload, device)
+    reference = make_reference(bench, STOCK, seconds)
+    return Judged(bench, reference, judge(bench, policy, reference))
+
+
+def sound(workload: Workload, policy: Policy, *, device: torch.device = CPU, seconds: float = LITTLE_S) -> Parity:
+    parity = looked_at(workload, policy, device=device, seconds=seconds).parity
+    assert parity.failure is None, parity.failure
+    assert parity.modules
+    return parity
+
+
+def is_fp32_itself(parity: Parity) -> bool:
+    exact = all((m.error, m.bias, m.size, m.vanished) == (0, 0, 1, 0) for m in parity.modules)
+    return exact and (parity.drift, parity.skipped_share) == (0, 0)
+
+
+def is_close(parity: Parity, most: float = 0.05) -> bool:
+    return all(module.error < most and abs(module.size - 1) < most for module in parity.modules)
+
+
+# --- what is found of healthy models ------------------------------------------------------------------------------
+
+
+def test_fp32_beside_itself_is_exactly_the_same() -> None:
+    assert is_fp32_itself(sound(workload_of(perceptron), STOCK, seconds=ENOUGH_S))
+
+
+@each_device
+@pytest.mark.parametrize("policy", [BF16, FP16], ids=["bf16", "fp16"])
+def test_a_healthy_model_is_nearly_the_same_in_half(policy: Policy, device: torch.device) -> None:
+    parity = sound(workload_of(perceptron), policy, device=device, seconds=ENOUGH_S)
+    assert [module.path for module in parity.modules] == ["0", "2", "3"]
+    assert all(0 < module.error < 0.1 for module in parity.modules)
+    assert all(0.1 < module.noise < 10 for module in parity.modules)
+    assert all(0 < module.rounding < 0.1 for module in parity.modules)
+    assert abs(parity.drift) < 1
+
+
+def test_bf16_rounds_more_coarsely_than_fp16() -> None:
+    reference = looked_at(workload_of(perceptron), STOCK).reference
+    coarse = judge(Bench(workload_of(perceptron), CPU), BF16, reference)
+    fine = judge(Bench(workload_of(perceptron), CPU), FP16, reference)
+    for of_bf16, of_fp16 in zip(coarse.modules, fine.modules, strict=True):
+        assert of_bf16.rounding == pytest.approx(8 * of_fp16.rounding, rel=0.2)
+        assert of_bf16.error > of_fp16.error
+
+
+def test_little_time_buys_a_short_look() -> None:
+    bench = Bench(workload_of(perceptron), CPU)
+    short, long = make_reference(bench, STOCK, LITTLE_S), make_reference(bench, STOCK, ENOUGH_S)
+    assert (len(short.run.gradients.sketches), len(short.run.curve.losses), len(short.replicas)) == (3, 3, 1)
+    assert (len(long.run.gradients.sketches), len(long.run.curve.losses), len(long.replicas)) == (8, 32, 2)
+    assert long.run.curve.losses[-8:] < long.run.curve.losses[:8]  # it trains
+
+
+def test_steps_that_are_far_too_slow_are_not_judged() -> None:
+    with pytest.raises(TooSlowError, match=r"a step takes 1 s, so it takes 15 s, and 7 s are for it"):
+        make_reference(Bench(workload_of(perceptron), CPU), STOCK, 7.0)
+
+
+def test_replicas_see_the_same_batches_in_another_order() -> None:
+    reference = looked_at(workload_of(perceptron), STOCK, seconds=ENOUGH_S).reference
+    own = reference.run.curve.losses
+    for replica in reference.replicas:
+        assert replica.losses != own
+        assert sum(replica.losses) == pytest.approx(sum(own), rel=0.2)
+
+
+class WithDropout(nn.Module):
+    """A Linear, what drops something, and a Linear; of (batch, 4 tokens, 4 features)."""
+
+    def __init__(self, drop: nn.Module) -> None:
+        super().__init__()
+        self.before = nn.Linear(4, 4)
+        self.drop = drop
+        self.after = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.after(self.drop(self.before(x)).mean(1))
+        return out
+
+
+class Called(nn.Module):
+    def __init__(self, call: Callable[..., torch.Tensor], **attributes: float) -> None:
+        super().__init__()
+        self.call = call
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(self, x)
+
+
+class Attentive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return out
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.lstm(x)[0]
+        return out
+
+
+def attended_by_hand(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    weight, bias = torch.eye(4).repeat(3, 1), torch.zeros(12)
+    x = x.transpose(0, 1)
+    out, _ = F.multi_head_attention_forward(
+        x, x, x, 4, 2, weight, bias, None, None, False, 0.5, torch.eye(4), torch.zeros(4), training=module.training
+    )
+    return out.transpose(0, 1)
+
+
+DROPPING: dict[str, Callable[[], nn.Module]] = {
+    "module": lambda: nn.Dropout(0.5),
+    "in place": lambda: nn.Dropout(0.5, inplace=True),
+    "alpha": lambda: nn.AlphaDropout(0.5),
+    "channels": lambda: nn.Dropout1d(0.5),
+    "functional": lambda: Called(lambda module, x: F.dropout(x, 0.5, module.training)),
+    "functional, by name": lambda: Called(lambda module, x: F.dropout(x, p=0.5, training=module.training)),
+    "torch.dropout": lambda: Called(lambda module, x: torch.dropout(x, 0.5, module.training)),
+    "attention": lambda: Called(lambda _, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)),
+    "attention, by place": lambda: Called(lambda _, x: F.scaled_dot_product_attention(x, x, x, None, 0.5)),
+    "attention, by an attribute": lambda: Called(
+        lambda module, x: F.scaled_dot_product_attention(x, x, x, dropout_p=module.dropout), dropout=0.5
+    ),
+    "attention by hand": lambda: Called(attended_by_hand),
+    "MultiheadAttention": Attentive,
+    "LSTM": Recurrent,
+    "checkpointed": lambda: Called(
+        lambda module, x: checkpoint(lambda y: F.dropout(y, 0.5, module.training), x, use_reentrant=False)
+    ),
+}
+
+
+@pytest.mark.parametrize("drop", DROPPING.values(), ids=DROPPING)
+def test_gradients_are_compared_without_dropout(drop: Callable[[], nn.Module]) -> None:
+    """Another seed then changes nothing at all."""
+    bench = Bench(workload_of(lambda: WithDropout(drop()), (4, 4)), CPU)
+    with Training.on(bench, STOCK) as training:
+        one, other = training.gradients(1), training.gradients(1, seed=1)
+    assert one.losses == other.losses
+    assert (one.sketches == other.sketches).all()
+
+
+def test_losses_are_those_of_training_with_dropout() -> None:
+    bench = Bench(workload_of(lambda: WithDropout(nn.Dropout(0.5)), (4, 4)), CPU)
+    with Training.on(bench, STOCK) as training:
+        training.gradients(1)
+        assert training.curve([0]).losses != training.curve([0], seed=1).losses
+    assert bench.model.get_submodule("drop").p == 0.5
+
+
+def test_numbers_that_the_model_draws_are_no_error_of_the_policys() -> None:
+    noisy = Called(lambda _, x: x + torch.randn(x.shape))
+    parity = sound(workload_of(lambda: WithDropout(noisy), (4, 4)), BF16, seconds=ENOUGH_S)
+    assert is_close(parity)
+
+
+# --- what a model may be like ---------------------------------------------------------------------------------------
+
+
+class Own(nn.Module):
+    """Has parameters itself, one of them frozen, and one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 4) / 4)
+        self.fixed = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.retired = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight) * self.fixed
+
+
+def test_parameters_of_the_model_itself_frozen_and_unused_ones() -> None:
+    judged = looked_at(workload_of(Own), BF16)
+    assert [module.path for module in judged.parity.modules] == [""]
+    assert "fixed" not in judged.reference.module_of
+    assert len(judged.reference.module_of) == 3
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 16)
+        self.head = nn.Linear(16, 20, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.embedding(ids))
+        return out
+
+
+def next_token(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def test_tied_weights_are_looked_at_once() -> None:
+    workload = workload_of(Tied, batch=lambda n: torch.randint(20, (n, 6)), loss=next_token)
+    parity = sound(workload, BF16)
+    assert [module.path for module in parity.modules] == ["embedding"]
+    assert is_close(parity)
+
+
+@pytest.mark.parametrize("policy", [BF16, FP16], ids=["bf16", "fp16"])
+def test_sparse_gradients_are_compared(policy: Policy) -> None:
+    workload = workload_of(
+        lambda: nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Flatten(), nn.Linear(24, 4)),
+        batch=lambda n: torch.randint(50, (n, 3)),
+        loss=lambda model, ids: (model(ids).float() - 1).square().mean(),
+    )
+    parity = sound(workload, policy)
+    assert [module.path for module in parity.modules] == ["0", "2"]
+    assert is_close(parity)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spectrum = nn.Parameter(torch.randn(9, dtype=torch.complex64))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(torch.fft.irfft(torch.fft.rfft(x.float()) * self.spectrum, n=16))
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")  # Bench.fingerprint takes the real parts alone
+def test_complex_parameters_are_compared() -> None:
+    parity = sound(workload_of(Complex), BF16)
+    assert [module.path for module in parity.modules] == ["", "head"]
+    assert is_close(parity)
+
+
+class Replacing(nn.Linear):
+    """Replaces a buffer by a longer one at each step, as caches of positions are, and makes one."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(16, 4)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.zeros(len(self.seen) + 1)
+        if not hasattr(self, "made"):
+            self.register_buffer("made", torch.zeros(3))
+        return super().forward(x) * (1 + len(self.seen))
+
+
+def test_buffers_that_training_replaces_or_makes_are_put_back() -> None:
+    judged = looked_at(workload_of(Replacing), STOCK)
+    assert judged.parity.failure is None
+    assert is_fp32_itself(judged.parity)
+    assert {name: len(buffer) for name, buffer in judged.bench.model.named_buffers()} == {"seen": 1}
+
+
+def test_weights_buffers_and_modes_are_as_they_were_for_the_next() -> None:
+    bench = Bench(workload_of(lambda: nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8).eval(), nn.Linear(8, 4))), CPU)
+    before = {name: tensor.clone() for name, tensor in bench.model.state_dict().items()}
+    reference = make_reference(bench, STOCK, LITTLE_S)
+    judge(bench, BF16, reference)
+    assert is_fp32_itself(judge(bench, STOCK, reference))
+    with bench.on_device(STOCK):
+        assert all(torch.equal(tensor, before[name]) for name, tensor in bench.model.state_dict().items())
+        assert [module.training for module in bench.model.children()] == [True, False, True]
+    assert all(parameter.grad is None for parameter in bench.model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # in torch itself
+def test_modules_are_named_as_the_user_does_where_the_policy_compiles() -> None:
+    bench = Bench(workload_of(perceptron), CPU)
+    with Training.on(bench, Policy(compile="default")) as training:  # compiling waits for the first step
+        assert dict.fromkeys(training.sketcher.module_of) == dict.fromkeys(("0", "2", "3"))
+
+
+# --- what data may be like ------------------------------------------------------------------------------------------
+
+
+def constant(n: int) -> torch.Tensor:
+    return torch.randn(n, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(("samples", "parts"), [(64, 8), (16, 4), (9, 2)])
+def test_constant_data_is_taken_in_parts(samples: int, parts: int) -> None:
+    judged = looked_at(workload_of(perceptron, batch=constant, batch_size=samples), BF16, seconds=ENOUGH_S)
+    assert (judged.parity.failure, judged.parity.spread) == (None, "parts")
+    assert len(judged.reference.run.gradients.sketches) == parts
+    assert all(module.noise > 0.1 for module in judged.parity.modules)
+
+
+@pytest.mark.parametrize("samples", [1, 7])
+def test_constant_data_that_is_too_little_for_parts_gives_no_spread(samples: int) -> None:
+    judged = looked_at(workload_of(perceptron, batch=constant, batch_size=samples), BF16, seconds=ENOUGH_S)
+    assert (judged.parity.failure, judged.parity.spread) == (None, "none")
+    assert all(module.noise == 0 for module in judged.parity.modules)
+    assert is_close(judged.parity)
+
+
+def test_constant_data_without_a_dimension_of_samples_gives_no_spread() -> None:
+    parity = sound(workload_of(perceptron, batch=lambda _: constant(5)), BF16)
+    assert parity.spread == "none"
+
+
+def test_constant_data_that_the_workload_takes_whole_alone_gives_no_spread() -> None:
+    """As where the targets are not a part of the batch."""
+    target = torch.randn(16, 4)
+    parity = sound(
+        workload_of(perceptron, batch=constant, loss=lambda model, x: (model(x) - target).square().mean()), BF16
+    )
+    assert parity.spread == "none"
+
+
+def test_batches_changed_in_place_are_whole_again_the_next_time() -> None:
+    def in_place(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return squares(model, batch.mul_(0.5))
+
+    assert is_fp32_itself(sound(workload_of(perceptron, loss=in_place), STOCK, seconds=ENOUGH_S))
+
+
+def test_a_loss_may_have_one_element_in_a_dimension() -> None:
+    workload = workload_of(perceptron, loss=lambda model, batch: squares(model, batch).reshape(1))
+    assert is_close(sound(workload, BF16))
+
+
+# --- a step of the user's own ---------------------------------------------------------------------------------------
+
+Step = Callable[[Tuned, nn.Module, torch.optim.Optimizer, torch.Tensor], torch.Tensor]
+
+
+def backward(tuned: Tuned, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    with tuned.autocast():
+        loss = squares(model, batch)
+    tuned.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch has not typed it
+    return loss
+
+
+def finish(tuned: Tuned, optimizer: torch.optim.Optimizer) -> None:
+    tuned.scaler.step(optimizer)
+    tuned.scaler.update()
+    optimizer.zero_grad()
+
+
+def clipping(tuned: Tuned, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+    loss = backward(tuned, model, batch)
+    tuned.scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    finish(tuned, optimizer)
+    return loss
+
+
+def accumulating(tuned: Tuned, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+    for part in batch.chunk(2):
+        loss = backward(tuned, model, part)
+    finish(tuned, optimizer)
+    return loss
+
+
+def twice(tuned: Tuned, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+    for part in batch.chunk(2):
+        loss = backward(tuned, model, part)
+        finish(tuned, optimizer)
+    return loss
+
+
+class EveryThird:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(
+        self, tuned: Tuned, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor
+    ) -> torch.Tensor:
+        loss = backward(tuned, model, batch)
+        self.calls += 1
+        if self.calls % 3 == 0:
+            finish(tuned, optimizer)
+        return loss
+
+
+STEPS: dict[str, Step] = {
+    "clipping": clipping,
+    "accumulating": accumulating,
+    "twice": twice,
+    "every third": EveryThird(),
+}
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
+    "fused Adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-3, fused=True),
+}
+
+
+@pytest.mark.parametrize("policy", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_gradients_are_unscaled_and_whole_in_a_step_of_the_users_own(
+    step: Step, optimizer: Callable[[nn.Module], torch.optim.Optimizer], policy: Policy
+) -> None:
+    parity = sound(workload_of(perceptron, loss=None, step=step, optimizer=optimizer), policy)
+    assert is_close(parity)
+    assert parity.skipped_share == 0
+
+
+def test_gradients_are_those_that_the_optimizer_is_given() -> None:
+    judged = looked_at(workload_of(perceptron, loss=None, step=clipping), STOCK)
+    lengths = (judged.reference.run.gradients.sketches**2).sum(1) ** 0.5
+    assert lengths == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_fused_optimizers_are_given_scaled_gradients_which_are_unscaled(
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+) -> None:
+    parity = sound(workload_of(perceptron, optimizer=optimizer), replace(FP16, fused_optimizer=True))
+    assert is_close(parity)
+
+
+def test_a_step_that_leaves_its_optimizer_alone_is_a_clear_error() -> None:
+    def step(_tuned: Tuned, model: nn.Module, _: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+        return squares(model, batch)
+
+    bench = Bench(workload_of(perceptron, loss=None, step=step), CPU)
+    with pytest.raises(TargetError, match=r"the optimizer that optimizer\(model\) returned took no step"):
+        make_reference(bench, STOCK, LITTLE_S)
+
+
+# --- loss scaling ---------------------------------------------------------------------------------------------------
+
+
+def loud(by: float) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    """The gradient at the model's output, in half under autocast, is around `by` times 1/10."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return by * squares(model, batch)
+
+    return loss
+
+
+def slowed(build: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """At a learning rate at which no gradient does harm."""
+
+    def built(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = build(model)
+        optimizer.param_groups[0]["lr"] = 1e-30
+        return optimizer
+
+    return built
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("seconds", [LITTLE_S, ENOUGH_S])
+@pytest.mark.parametrize("by", [100.0, 10_000.0, 1e7])
+def test_the_loss_scale_settles_first(
+    by: float, seconds: float, optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    workload = workload_of(perceptron, loss=loud(by), optimizer=slowed(optimizer))
+    parity = sound(workload, FP16, seconds=seconds)
+    assert parity.scale < 65536 / 2
+    assert parity.skipped_share == 0
+    assert is_close(parity)
+
+
+@pytest.mark.parametrize("halvings", range(6, 20))
+def test_however_far_the_scale_comes_down_it_is_no_failure(halvings: int) -> None:
+    """In 8 steps, all that fit into so little time here, a scale that was halved as often has skipped none of them."""
+    policy = replace(FP16, loss_scale=LossScale(init=2.0**halvings, growth_interval=2000))
+    batch = constant(8)
+    workload = workload_of(
+        lambda: nn.Linear(16, 4, bias=False),
+        batch=lambda _: batch,
+        batch_size=8,
+        loss=loud(1e5),
+        optimizer=slowed(OPTIMIZERS["SGD"]),
+    )
+    judged = looked_at(workload, policy, seconds=ENOUGH_S)
+    assert len(judged.reference.run.curve.losses) == 8
+    assert judged.parity.failure is None, judged.parity.failure
+    assert judged.parity.skipped_share == 0
+
+
+def test_a_gradient_that_overflows_at_every_scale_is_not_finite() -> None:
+    judged = looked_at(workload_of(perceptron, loss=loud(1e20), optimizer=slowed(OPTIMIZERS["SGD"])), FP16)
+    assert judged.parity.failure is not None
+    assert judged.parity.failure.kind == "nonfinite"
+    assert "overflows at every loss scale" in judged.parity.failure.message
+
+
+def test_skips_behind_the_settling_are_counted() -> None:
+    policy = replace(FP16, loss_scale=LossScale(init=2.0**20, growth_interval=2))  # grows until it skips, for ever
+    workload = workload_of(perceptron, loss=loud(1000.0), optimizer=slowed(OPTIMIZERS["SGD"]))
+    parity = sound(workload, policy, seconds=ENOUGH_S)
+    assert 0.05 < parity.skipped_share < 0.5
+
+
+class Poisoned(nn.Module):
+    """Squares that pass 65504 in fp16, in front of a BatchNorm; the branch adds nothing to what comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loud = nn.Linear(16, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        amplitude = self.loud(300 * x)
+        self.norm((amplitude * amplitude).detach())
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def test_statistics_poisoned_by_an_overflow_are_noticed() -> None:
+    """Although losses and gradients are sound."""
+    judged = looked_at(workload_of(Poisoned), FP16)
+    assert judged.parity.failure is not None
+    assert judged.parity.failure.kind == "nonfinite"
+    assert "buffer norm.running" in judged.parity.failure.message
+    assert looked_at(workload_of(Poisoned), BF16).parity.failure is None
+
+
+class Breaking(torch.autograd.Function):
+    @staticmethod
+    def forward(_context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient if gradient.dtype is torch.float32 else gradient * torch.inf
+
+
+class BreaksBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8))
+        self.outer = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = Breaking.apply(self.inner(x))  # type: ignore[no-untyped-call]  # torch's own
+        out: torch.Tensor = self.outer(hidden)
+        return out
+
+
+def test_modules_whose_gradients_break_are_named() -> None:
+    judged = looked_at(workload_of(BreaksBackward), BF16)
+    assert judged.parity.broken == ("inner.0", "inner.1")
+    assert judged.parity.failure is not None
+    assert judged.parity.failure.message == "the gradient of inner.0 and those of 1 modules more is not finite"
+
+
+def test_a_curve_that_breaks_says_at_which_step() -> None:
+    workload = workload_of(perceptron, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e30))
+    with pytest.raises(NonFiniteError, match=r"the loss is (nan|inf) at step \d"):
+        make_reference(Bench(workload, CPU), STOCK, LITTLE_S)
+
+
+# --- another process, evaluation, failures --------------------------------------------------------------------------
+
+
+def test_a_process_with_other_weights_makes_a_reference_of_its_own() -> None:
+    reference = replace(looked_at(workload_of(perceptron), STOCK).reference, seconds=LITTLE_S)
+    elsewhere = Bench(workload_of(perceptron), CPU, seed=1)
+    assert is_fp32_itself(judge(elsewhere, STOCK, reference))
+    assert not is_fp32_itself(judge(elsewhere, STOCK, replace(reference, fingerprint=_fingerprint(elsewhere))))
+
+
+def _fingerprint(bench: Bench) -> tuple[float, ...]:
+    return make_reference(bench, STOCK, LITTLE_S).fingerprint
+
+
+def test_a_process_with_the_same_weights_and_batches_takes_the_reference_as_it_is() -> None:
+    made = []
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        made.append(model)
+        return torch.optim.SGD(model.parameters(), lr=0.05)
+
+    reference = make_reference(Bench(workload_of(perceptron), CPU), STOCK, LITTLE_S)
+    judge(Bench(workload_of(perceptron, optimizer=optimizer), CPU), STOCK, reference)
+    assert len(made) == 3  # the bench's own, one for gradients and one for the curve
+
+
+def test_what_evaluate_says_is_kept() -> None:
+    asked: list[bool] = []
+
+    def evaluate(model: nn.Module) -> float:
+        asked.append(torch.is_grad_enabled())
+        model.eval()
+        return float(next(model.parameters()).double().sum())
+
+    judged = looked_at(workload_of(perceptron, evaluate=evaluate), BF16)
+    assert judged.parity.evaluated_fp32 == judged.reference.run.curve.evaluated
+    assert judged.parity.evaluated == pytest.approx(judged.parity.evaluated_fp32, rel=0.01)
+    assert judged.parity.evaluated != judged.parity.evaluated_fp32
+    assert asked
+    assert not any(asked)
+
+
+def test_without_evaluate_there_is_nothing_to_keep() -> None:
+    parity = sound(workload_of(perceptron), BF16)
+    assert (parity.evaluated, parity.evaluated_fp32) == (None, None)
+
+
+def raising_in_half(error: BaseException) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            raise error
+        return squares(model, batch)
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (KeyError("key"), "error"),
+        (SystemExit(3), "error"),
+        (torch.OutOfMemoryError("CUDA out of memory."), "oom"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes"), "oom"),
+        (RuntimeError("\"addmm\" not implemented for 'Half'"), "unsupported"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else value,
+)
+def test_a_step_that_raises_is_a_typed_failure(error: BaseException, kind: str) -> None:
+    judged = looked_at(workload_of(perceptron, loss=raising_in_half(error)), BF16)
+    assert judged.parity.failure is not None
+    assert (judged.parity.failure.kind, judged.parity.failure.exception) == (kind, type(error).__name__)
+    assert judged.parity.failure.where is not None
+    assert is_fp32_itself(judge(judged.bench, STOCK, judged.reference))
+
+
+def test_what_fp32_itself_raises_is_raised() -> None:
+    def loss(*_: object) -> torch.Tensor:
+        raise KeyError("in FP32 too")
+
+    with pytest.raises(KeyError, match="in FP32 too"):
+        make_reference(Bench(workload_of(perceptron, loss=loss), CPU), STOCK, LITTLE_S)
+
+
+def test_an_evaluate_that_raises_is_told_as_such() -> None:
+    def evaluate(_: nn.Module) -> float:
+        raise LookupError("no test set")
+
+    with pytest.raises(UserCodeError, match="no test set"):
+        make_reference(Bench(workload_of(perceptron, evaluate=evaluate), CPU), STOCK, LITTLE_S)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("fails", [False, True])
+def test_device_memory_is_given_back(fails: bool) -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if fails and torch.is_autocast_enabled("cuda"):
+            return squares(model, batch) * torch.empty(2**40, device="cuda").mean()
+        return squares(model, batch)
+
+    def big() -> nn.Module:
+        return nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096))
+
+    adam = {"optimizer": lambda model: torch.optim.Adam(model.parameters())}
+    workload = workload_of(big, (4096,), loss=loss, batch_size=2048, **adam)
+    judged = looked_at(workload, BF16, device=torch.device("cuda", 0))
+    assert (judged.parity.failure is not None) == fails
+    assert not fails or (judged.parity.failure is not None and judged.parity.failure.kind == "oom")
+    assert torch.cuda.memory_reserved() < 2**20 * 16

@@ -1,0 +1,381 @@
+"""Gradients in sketches, and what is said of those of one run beside another's."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from amptune.measure.comparing import compare
+from amptune.measure.numerics import Gradients, LossCurve, Parity, Reference, Run, Thoroughness
+from amptune.measure.sketching import MOST_COLUMNS, Sketcher
+from amptune.policy.settings import STOCK
+
+each_size = pytest.mark.parametrize("shape", [(1,), (7, 5), (100, 90), (3000, 64), (1024, 1024)], ids=str)
+# Six standard deviations of an inner product in a sketch of some 8000 columns.
+CLOSE = 6 * math.sqrt(2 / 8000)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Weights(nn.Module):
+    def __init__(self, *weights: torch.Tensor) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(weights)
+
+    def sketch_of(self, sketcher: Sketcher, *gradients: torch.Tensor | None, scale: float = 1.0) -> torch.Tensor:
+        for weight, gradient in zip(self.weights, gradients, strict=True):
+            weight.grad = gradient
+        return sketcher(scale)[0]
+
+
+def sketched(*gradients: torch.Tensor) -> list[torch.Tensor]:
+    """The sketches of several gradients of one parameter."""
+    model = Weights(torch.zeros_like(gradients[0]))
+    sketcher = Sketcher(model)
+    return [model.sketch_of(sketcher, gradient) for gradient in gradients]
+
+
+@each_size
+def test_a_sketch_keeps_lengths_and_inner_products(shape: tuple[int, ...]) -> None:
+    a, b = random(*shape), random(*shape, seed=1)
+    b = b + a / 2
+    in_a, in_b = sketched(a, b)
+    assert in_a.norm() == pytest.approx(float(a.norm()), rel=CLOSE)
+    assert in_a @ in_b == pytest.approx(float((a * b).sum()), abs=CLOSE * float(a.norm() * b.norm()))
+
+
+@pytest.mark.parametrize("width", [1024, 768, 4096])
+def test_a_gradient_in_one_column_of_a_matrix_keeps_its_length(width: int) -> None:
+    """As where one feature is far larger than all others. Every sum would else hold hundreds of its elements."""
+    gradient = torch.zeros(2048, width)
+    gradient[:, 5] = random(2048)
+    (sketch,) = sketched(gradient)
+    assert sketch.norm() == pytest.approx(float(gradient.norm()), rel=CLOSE)
+
+
+@each_size
+def test_a_sketch_is_linear(shape: tuple[int, ...]) -> None:
+    a, b = random(*shape), random(*shape, seed=1)
+    in_a, in_b, in_sum = sketched(a, b, 2 * a - b)
+    assert torch.allclose(in_sum, 2 * in_a - in_b, atol=1e-4)
+
+
+def test_a_small_parameter_is_kept_as_it_is() -> None:
+    gradient = random(8, 9)
+    (sketch,) = sketched(gradient)
+    assert torch.equal(sketch, gradient.flatten())
+
+
+def test_the_scale_is_divided_away() -> None:
+    model = Weights(torch.zeros(3, 4))
+    sketcher = Sketcher(model)
+    gradient = random(3, 4)
+    assert torch.equal(model.sketch_of(sketcher, 1024 * gradient, scale=1024.0), gradient.flatten())
+
+
+def test_parameters_have_columns_of_their_own() -> None:
+    model = Weights(torch.zeros(50, 40), torch.zeros(100, 100), torch.zeros(3))
+    sketcher = Sketcher(model)
+    only_the_second = model.sketch_of(sketcher, None, torch.ones(100, 100), None)
+    filled = [bool(only_the_second[columns].any()) for columns in sketcher.columns]
+    assert filled == [False, True, False]
+    assert sketcher.columns[0].start == 0
+    assert sketcher.columns[-1].stop == len(only_the_second)
+    assert sketcher.parameters_of([0, sketcher.columns[2].start]) == [0, 2]
+
+
+def test_nothing_of_many_parameters_together_grows_without_bound() -> None:
+    model = Weights(*(torch.zeros(200, 50) for _ in range(400)))
+    assert len(model.sketch_of(Sketcher(model), *(None for _ in range(400)))) <= 2**20
+
+
+def test_elements_that_are_not_0_are_counted_parameter_by_parameter() -> None:
+    model = Weights(torch.zeros(20, 30), torch.zeros(5))
+    sketcher = Sketcher(model)
+    model.weights[0].grad = (random(20, 30) > 0).float()
+    _, counts = sketcher()
+    assert counts.tolist() == [int((random(20, 30) > 0).sum()), 0]
+
+
+def test_frozen_parameters_are_left_out_and_modules_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 2)))
+    model.register_parameter("own", nn.Parameter(torch.ones(2)))
+    next(model.parameters())  # the model's own stands first
+    model.get_submodule("0").requires_grad_(False)
+    assert Sketcher(model).module_of == ("", "1.0", "1.0")
+
+
+def test_sparse_gradients_are_sketched_as_dense_ones() -> None:
+    embedding = nn.Embedding(500, 40, sparse=True)
+    sketcher = Sketcher(embedding)
+    embedding(torch.tensor([3, 3, 499])).square().sum().backward()
+    assert embedding.weight.grad is not None
+    assert embedding.weight.grad.is_sparse
+    of_sparse, count = sketcher()
+    embedding.weight.grad = embedding.weight.grad.to_dense()
+    of_dense, same_count = sketcher()
+    assert torch.allclose(of_sparse, of_dense)
+    assert count.tolist() == same_count.tolist() == [80]
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (200, 100)], ids=str)
+def test_of_complex_gradients_both_parts_are_sketched(shape: tuple[int, int]) -> None:
+    gradient = torch.complex(random(*shape), random(*shape, seed=1))
+    (sketch,) = sketched(gradient)
+    assert sketch.norm() == pytest.approx(float(gradient.norm()), rel=CLOSE)
+
+
+def digest_of_a_sketch() -> str:
+    (sketch,) = sketched(torch.arange(90_000.0).view(300, 300).cos())
+    return hashlib.sha256(sketch.numpy().tobytes()).hexdigest()
+
+
+def test_signs_are_the_same_in_every_instance_and_process() -> None:
+    command = "import test_numerics; print(test_numerics.digest_of_a_sketch())"
+    done = subprocess.run(
+        [sys.executable, "-c", command], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+    )
+    torch.manual_seed(5)
+    assert done.stdout.strip() == digest_of_a_sketch() == digest_of_a_sketch()
+
+
+def test_making_a_sketcher_leaves_the_random_generator_alone() -> None:
+    model = nn.Linear(200, 200)
+    before = torch.get_rng_state()
+    Sketcher(model)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@given(st.integers(1, 40_000), st.integers(0, 2**20))
+@settings(max_examples=25, deadline=None)
+def test_lengths_are_kept_whatever_the_number_of_elements(elements: int, seed: int) -> None:
+    gradient = random(elements, seed=seed)
+    (sketch,) = sketched(gradient)
+    assert len(sketch) <= MOST_COLUMNS
+    assert sketch.norm() == pytest.approx(float(gradient.norm()), rel=CLOSE)
+
+
+# --- one run beside another ---------------------------------------------------------------------------------------
+
+BATCHES, NUMBERS = 8, 400
+Rows = np.ndarray[tuple[int, int], np.dtype[np.float32]]
+
+
+def rows(seed: int, batches: int = BATCHES, numbers: int = NUMBERS) -> Rows:
+    return np.random.default_rng(seed).standard_normal((batches, numbers), dtype=np.float32)
+
+
+def usual() -> Rows:
+    """FP32 gradients of the batches: a common part of about length 20, and as much noise."""
+    return (rows(0, 1) + rows(1)).astype(np.float32)
+
+
+def gradients(sketches: Rows, nonzero: Sequence[int] | None = None) -> Gradients:
+    counts = np.full((len(sketches), 1), sketches.shape[1]) if nonzero is None else np.array([nonzero] * len(sketches))
+    return Gradients(sketches=sketches, nonzero=counts, losses=(1.0,) * len(sketches))
+
+
+def falling(epochs: int = 4, batches: int = BATCHES, by: float = 1.0) -> tuple[float, ...]:
+    return tuple(by * (2.0 - 0.3 * epoch + 0.05 * batch) for epoch in range(epochs) for batch in range(batches))
+
+
+def reference(
+    fp32: Gradients,
+    *,
+    rounded: Rows | None = None,
+    reseeded: Rows | None = None,
+    curve: tuple[float, ...] = falling(),
+    replicas: Sequence[tuple[float, ...]] = (falling(by=1.02), falling(by=0.98)),
+    module_of: tuple[str, ...] = ("layer",),
+) -> Reference:
+    width = fp32.sketches.shape[1] // len(module_of)
+    few = fp32.sketches[:2]
+    return Reference(
+        policy=STOCK,
+        run=Run(gradients=fp32, curve=LossCurve(losses=curve)),
+        rounded=dict.fromkeys(("bf16", "fp16"), gradients(few if rounded is None else rounded)),
+        reseeded=gradients(few if reseeded is None else reseeded),
+        replicas=tuple(LossCurve(losses=losses) for losses in replicas),
+        columns=tuple(slice(i * width, (i + 1) * width) for i in range(len(module_of))),
+        module_of=module_of,
+        spread="batches",
+        thoroughness=Thoroughness(batches=BATCHES),
+        fingerprint=(),
+    )
+
+
+def beside(theirs: Gradients, own: Reference, curve: tuple[float, ...] = falling()) -> Parity:
+    return compare(own, Run(gradients=theirs, curve=LossCurve(losses=curve)), "bf16")
+
+
+def test_fp32_beside_itself_is_no_different() -> None:
+    own = gradients(usual())
+    parity = beside(own, reference(own))
+    (module,) = parity.modules
+    assert (module.error, module.bias, module.vanished, module.size) == (0, 0, 0, 1)
+    assert module.noise == pytest.approx(math.sqrt(1 / 2), rel=0.2)
+    assert (parity.drift, parity.drift_share, parity.skipped_share) == (0, 0, 0)
+
+
+@given(share=st.floats(0.01, 3.0), seed=st.integers(0, 1000))
+@settings(max_examples=50, deadline=None)
+def test_random_errors_are_errors_without_bias(share: float, seed: int) -> None:
+    own = usual()
+    (module,) = beside(gradients(own + share * rows(seed + 2)), reference(gradients(own))).modules
+    length = np.sqrt(np.mean(np.square(own).sum(1)))
+    assert module.error == pytest.approx(share * math.sqrt(NUMBERS) / length, rel=0.1)
+    assert module.bias < 0.35 * module.error
+
+
+@given(share=st.floats(0.01, 3.0))
+@settings(max_examples=20, deadline=None)
+def test_a_systematic_error_is_a_bias_of_its_size(share: float) -> None:
+    own = usual()
+    (module,) = beside(gradients(own * np.float32(1 + share)), reference(gradients(own))).modules
+    assert module.error == pytest.approx(share, rel=1e-3)
+    assert module.bias == pytest.approx(share, rel=0.15)
+    assert module.size == pytest.approx(1 + share, rel=1e-3)
+
+
+def test_a_bias_is_seen_through_larger_random_errors() -> None:
+    own = usual()
+    mean = own.mean(axis=0, keepdims=True)
+    (noisy,) = beside(gradients(own + rows(7) + 0.5 * mean), reference(gradients(own))).modules
+    (fair,) = beside(gradients(own + rows(7)), reference(gradients(own))).modules
+    assert noisy.bias == pytest.approx(0.5, rel=0.3)
+    assert fair.bias < 0.2
+
+
+def test_a_gradient_that_is_0_in_the_mean_makes_nothing_look_large_beside_it() -> None:
+    own = rows(1)
+    (module,) = beside(gradients(own + 0.1 * rows(2)), reference(gradients(own - own.mean(0)))).modules
+    assert module.bias < 1
+
+
+def test_a_gradient_of_zeros_has_vanished() -> None:
+    own = usual()
+    (module,) = beside(gradients(np.zeros_like(own), [0]), reference(gradients(own))).modules
+    assert (module.vanished, module.size) == (1, 0)
+    assert module.error == pytest.approx(1)
+
+
+def test_half_of_the_elements_may_vanish() -> None:
+    own = usual()
+    (module,) = beside(gradients(own, [NUMBERS // 4]), reference(gradients(own))).modules
+    assert module.vanished == pytest.approx(0.75)
+
+
+def test_elements_that_are_0_in_fp32_alone_are_nothing_that_vanished() -> None:
+    own = usual()
+    (module,) = beside(gradients(own), reference(gradients(own, [NUMBERS // 2]))).modules
+    assert module.vanished == 0
+
+
+def test_modules_without_a_gradient_in_fp32_are_not_compared() -> None:
+    own = usual()
+    own[:, : NUMBERS // 2] = 0
+    both = [NUMBERS // 2, NUMBERS // 2]
+    parity = beside(gradients(own, both), reference(gradients(own, both), module_of=("unused", "used")))
+    assert [module.path for module in parity.modules] == ["used"]
+
+
+def test_the_parameters_of_a_module_are_looked_at_together_and_by_themselves() -> None:
+    own = usual()
+    theirs = own.copy()
+    theirs[:, :100] *= 2
+    modules = beside(
+        gradients(theirs, [100] * 4), reference(gradients(own, [100] * 4), module_of=("a", "b", "a", "b"))
+    ).modules
+    assert [module.path for module in modules] == ["a", "b"]
+    assert modules[0].error == pytest.approx(math.sqrt(1 / 2), rel=0.1)
+    assert modules[1].error == 0
+
+
+def test_what_another_seed_changes_is_no_error_of_the_policys() -> None:
+    own = usual()
+    noise = rows(3)
+    (module,) = beside(
+        gradients(own + 0.5 * noise), reference(gradients(own), reseeded=own[:2] + 0.5 * rows(4, 2))
+    ).modules
+    assert module.error < 0.15
+    (without,) = beside(gradients(own + 0.5 * noise), reference(gradients(own))).modules
+    assert without.error > 0.3
+
+
+def test_the_yardstick_of_rounding_is_what_rounded_weights_change() -> None:
+    own = usual()
+    (module,) = beside(gradients(own), reference(gradients(own), rounded=own[:2] * np.float32(1.25))).modules
+    assert module.rounding == pytest.approx(0.25, rel=0.2)
+
+
+def test_one_batch_has_no_spread_and_its_error_is_its_bias() -> None:
+    own = usual()[:1]
+    (module,) = beside(gradients(own * np.float32(1.5)), reference(gradients(own))).modules
+    assert module.noise == 0
+    assert module.bias == pytest.approx(module.error) == pytest.approx(0.5)
+
+
+@given(power=st.integers(-12, 12))
+def test_gradients_may_be_of_any_size(power: int) -> None:
+    own, theirs = usual(), usual() * np.float32(1.1) + 0.1 * rows(3)
+    unit = np.float32(10.0**power)
+    (there,) = beside(gradients(unit * theirs), reference(gradients(unit * own))).modules
+    (here,) = beside(gradients(theirs), reference(gradients(own))).modules
+    for figure in ("error", "bias", "noise", "size", "rounding"):
+        assert getattr(there, figure) == pytest.approx(getattr(here, figure), rel=1e-3, abs=1e-6)
+
+
+# --- loss curves -------------------------------------------------------------------------------------------------
+
+
+def drift_of(curve: Callable[[int], float], replicas: Sequence[tuple[float, ...]]) -> Parity:
+    own = gradients(usual())
+    losses = tuple(curve(step) * loss for step, loss in enumerate(falling()))
+    return beside(own, reference(own, replicas=replicas), losses)
+
+
+TWO_PERCENT_APART = (falling(by=1.02), falling(by=0.98))
+
+
+def test_drift_is_relative_to_what_replicas_differ_by() -> None:
+    parity = drift_of(lambda _: 1.06, TWO_PERCENT_APART)
+    assert parity.drift_share == pytest.approx(0.06)
+    assert parity.drift == pytest.approx(3)
+
+
+def test_the_worst_epoch_counts() -> None:
+    assert drift_of(lambda step: 1.06 if step >= 3 * BATCHES else 1.0, TWO_PERCENT_APART).drift == pytest.approx(3)
+
+
+def test_a_loss_below_that_in_fp32_is_no_drift() -> None:
+    assert drift_of(lambda _: 0.9, TWO_PERCENT_APART).drift < 0
+
+
+def test_batches_within_an_epoch_may_differ() -> None:
+    parity = drift_of(lambda step: 1.3 if step % 2 else 0.71, TWO_PERCENT_APART)
+    assert parity.drift == pytest.approx(0, abs=1)
+
+
+def test_replicas_that_are_alike_leave_a_floor() -> None:
+    parity = drift_of(lambda _: 1.01, (falling(), falling()))
+    assert parity.drift == pytest.approx(2)
+
+
+def test_skipped_steps_are_told_as_a_share_and_evaluations_are_kept() -> None:
+    own = reference(gradients(usual()))
+    curve = LossCurve(losses=falling(), skipped=8, scale=64.0, evaluated=0.5)
+    parity = compare(own, Run(gradients=own.run.gradients, curve=curve), "fp16")
+    assert (parity.skipped_share, parity.scale, parity.evaluated, parity.evaluated_fp32) == (0.25, 64.0, 0.5, None)

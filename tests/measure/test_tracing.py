@@ -1,0 +1,320 @@
+"""Where numbers go wrong in one step, in models whose faults are known."""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from amptune import Workload
+from amptune.measure.bench import Bench
+from amptune.measure.trace import ModuleTrace, Reach, suspects
+from amptune.measure.tracing import trace_step
+from amptune.policy.settings import STOCK, Policy, amp_recipe
+
+sys.path.append(str(Path(__file__).parent.parent / "numerics"))  # the models with faults are that folder's
+from faults import FAULTS
+
+CPU = torch.device("cpu")
+BF16, FP16 = amp_recipe("bf16"), amp_recipe("fp16")
+FAULT = {fault.name: fault for fault in FAULTS}
+
+
+@pytest.fixture(autouse=True)
+def _collecting_garbage_is_quick() -> Iterator[None]:
+    """The bench does so after every look, and the libraries' own objects are many."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _the_generator_is_put_back() -> Iterator[None]:
+    state = torch.get_rng_state()
+    yield
+    torch.set_rng_state(state)
+
+
+def workload_of(model: Callable[[], nn.Module], shape: tuple[int, ...] = (8,), **more: object) -> Workload:
+    parts: dict[str, object] = {
+        "model": model,
+        "batch": lambda n: torch.randn(n, *shape),
+        "loss": lambda model, batch: model(batch).float().square().mean(),
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        "batch_size": 4,
+    }
+    return Workload(**{**parts, **more})  # type: ignore[arg-type]  # parts by name
+
+
+def traced(workload: Workload, policy: Policy) -> dict[str, ModuleTrace]:
+    return {trace.path: trace for trace in trace_step(Bench(workload, CPU), policy, STOCK)}
+
+
+def largest(reach: Reach | None) -> tuple[float, float]:
+    """(under the policy, in FP32)."""
+    assert reach is not None
+    return reach.largest, reach.largest_fp32
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("log_sum_exp", "criterion"),
+        ("exp_by_hand", "head.0"),
+        ("multiplied_mask", "blocks.2.branch.softmax"),
+        ("peak_normalised", "blocks.1.branch"),
+        ("summed_loss", "criterion"),
+    ],
+)
+def test_the_first_module_that_breaks_the_forward_pass_is_named(name: str, path: str) -> None:
+    """In fp16. Modules are in the order in which their calls end, so it is the innermost."""
+    traces = traced(FAULT[name].workload, FP16)
+    assert next(trace.path for trace in traces.values() if trace.breaks_forward).startswith(path)
+    assert suspects(list(traces.values()))[0].startswith(path)
+
+
+@pytest.mark.parametrize("name", ["log_sum_exp", "multiplied_mask"])
+def test_in_a_dtype_that_does_not_break_nothing_is_broken(name: str) -> None:
+    traces = traced(FAULT[name].workload, BF16).values()
+    assert not any(trace.breaks_forward or trace.breaks_backward for trace in traces)
+
+
+@pytest.mark.parametrize(("name", "policy"), [("one_pass_variance", BF16), ("kelvin_loss", BF16)])
+def test_a_quiet_fault_adds_most_to_the_error(name: str, policy: Policy) -> None:
+    fault = FAULT[name]
+    traces = traced(fault.workload, policy)
+    assert not any(trace.breaks_forward or trace.breaks_backward for trace in traces.values())
+    first = suspects(list(traces.values()))[:3]
+    assert any(path.startswith(culprit) for path in first for culprit in fault.culprits)
+
+
+class BreaksBackward(nn.Module):
+    """Its square root has an infinite slope at what is 0 in half and not in FP32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sqrt(x.abs() * 1e-9)
+
+
+def test_the_module_that_breaks_the_backward_pass_is_named() -> None:
+    """The one with the infinite slope, and neither those behind it nor those in front."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), BreaksBackward(), nn.Linear(8, 2))
+
+    traces = traced(workload_of(model), FP16)
+    assert [trace.path for trace in traces.values() if trace.breaks_backward] == ["2"]
+    assert not any(trace.breaks_forward for trace in traces.values())
+    assert suspects(list(traces.values()))[0] == "2"
+    weights = traces["0"].weights
+    assert weights is not None
+    assert weights.broken
+    assert traces["0"].gradients_in is not None
+    assert traces["0"].gradients_in.broken
+
+
+# --- magnitudes -----------------------------------------------------------------------------------------------------
+
+
+class Times(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([factor]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def once(model: Callable[[], nn.Module], *values: float) -> Workload:
+    """One batch, and a loss in which each output counts for 1/4."""
+    return workload_of(
+        model,
+        batch=lambda _: torch.tensor([values]).T,
+        loss=lambda model, x: model(x).float().sum() / 4,
+        batch_size=1,
+    )
+
+
+def test_magnitudes_are_those_at_each_place_gradients_without_the_loss_scale() -> None:
+    traces = traced(once(lambda: nn.Sequential(Times(-3.0), Times(0.5)), 1.0, -7.0), FP16)
+    first, second = traces["0"], traces["1"]
+    assert (first.type, second.type, traces[""].type) == ("Times", "Times", "Sequential")
+    assert largest(first.inputs) == (7, 7)
+    assert first.gradients_out is None  # data need no gradient
+    assert largest(first.outputs) == largest(second.inputs) == (21, 21)
+    assert largest(second.outputs) == (10.5, 10.5)
+    assert largest(second.gradients_in) == (0.25, 0.25)
+    assert largest(second.gradients_out) == largest(first.gradients_in) == (0.125, 0.125)
+    assert largest(second.weights) == (21 / 4 - 3 / 4, 21 / 4 - 3 / 4)
+    assert largest(first.weights) == (6 / 8, 6 / 8)
+
+
+def test_the_error_is_relative_to_fp32() -> None:
+    class Off(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * (1.25 if torch.is_autocast_enabled("cpu") else 1.0)
+
+    traces = traced(once(lambda: nn.Sequential(Times(2.0), Off(), Times(1.0)), 1.0, 2.0), BF16)
+    errors = {path: trace.outputs.error for path, trace in traces.items() if trace.outputs is not None}
+    assert errors == pytest.approx({"0": 0, "1": 0.25, "2": 0.25, "": 0.25})
+    assert traces["1"].adds == pytest.approx(25)
+    assert traces["2"].adds < 1
+    assert suspects(list(traces.values()))[0] == "1"
+
+
+def test_overflow_is_infinite_under_the_policy_alone() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+
+    def built() -> nn.Module:
+        layers = model()
+        with torch.no_grad():
+            for parameter, value in zip(layers.parameters(), (1e5, 1e-5), strict=True):
+                parameter.fill_(value)
+        return layers
+
+    traces = traced(once(built, 1.0, 2.0), FP16)
+    under, in_fp32 = largest(traces["0"].outputs)
+    assert under == math.inf
+    assert in_fp32 == pytest.approx(2e5)
+    assert traces["0"].breaks_forward
+    assert not traces["1"].breaks_forward  # what comes in is broken already
+    assert traces["0"].outputs is not None
+    assert traces["0"].outputs.error == math.inf
+
+
+class Masked(nn.Module):
+    def forward(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -math.inf)
+
+
+@pytest.mark.parametrize("policy", [BF16, FP16], ids=["bf16", "fp16"])
+def test_infinities_that_fp32_has_too_are_not_broken(policy: Policy) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), Masked(), nn.Softmax(-1), nn.Linear(8, 2))
+
+    traces = traced(workload_of(model, (8, 8)), policy)
+    assert largest(traces["1"].outputs) == (math.inf, math.inf)
+    assert not any(trace.breaks_forward or trace.breaks_backward for trace in traces.values())
+    assert all(trace.outputs is not None and trace.outputs.error < 0.1 for trace in traces.values())
+
+
+# --- what models may be like ----------------------------------------------------------------------------------------
+
+
+class Repeating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = Times(3.0)
+        self.last = Times(1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.times(self.times(self.times(x)) / 1000))
+        return out
+
+
+def test_a_module_called_several_times_is_looked_at_over_all_its_calls() -> None:
+    traces = traced(once(Repeating, 1.0, 2.0), BF16)
+    assert list(traces) == ["times", "last", ""]
+    assert largest(traces["times"].outputs)[1] == 18  # in the second call
+    assert largest(traces["times"].inputs)[1] == 6
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Times(1.0), Times(2.0), Times(3.0))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_modules_are_in_the_order_of_the_forward_pass(reentrant: bool) -> None:
+    traces = traced(once(lambda: Checkpointed(reentrant), 1.0, 2.0), BF16)
+    assert list(traces) == ["blocks.0", "blocks.1", "blocks.2", ""]
+    assert largest(traces["blocks.1"].weights)[1] == pytest.approx(3 * 3 / 4)
+
+
+def test_indices_are_no_numbers_to_look_at() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Embedding(1000, 8, sparse=True), nn.Linear(8, 2))
+
+    traces = traced(workload_of(model, batch=lambda n: torch.randint(1000, (n, 3))), BF16)
+    assert traces["0"].inputs is None
+    assert largest(traces["0"].weights)[1] > 0  # sparse as it is
+
+
+def test_modules_that_are_not_called_are_not_there() -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = Times(1.0), Times(1.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.used(x)
+            return out
+
+    assert list(traced(once(Unused, 1.0), BF16)) == ["used", ""]
+
+
+def test_nothing_is_left_on_the_model() -> None:
+    bench = Bench(workload_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))), CPU)
+    trace_step(bench, FP16, STOCK)
+    assert not any(module._forward_hooks for module in bench.model.modules())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in bench.model.parameters())
+    assert vars(bench.model.get_submodule("1"))["p"] == 0.5
+
+
+def test_dropout_is_no_error() -> None:
+    traces = traced(workload_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 2))), BF16)
+    assert all(trace.outputs is not None and trace.outputs.error < 0.05 for trace in traces.values())
+
+
+# --- who is suspected -----------------------------------------------------------------------------------------------
+
+
+def reach(largest: float, error: float = 0.0) -> Reach:
+    return Reach(largest=largest, largest_fp32=1.0, error=error)
+
+
+def trace_of(path: str, **places: Reach) -> ModuleTrace:
+    everywhere = dict.fromkeys(("inputs", "outputs", "gradients_in", "gradients_out", "weights"), reach(1.0))
+    return ModuleTrace(path=path, type="Linear", **{**everywhere, **places})
+
+
+def test_what_breaks_comes_before_what_is_wrong_and_the_backward_pass_runs_backward() -> None:
+    inf, nan = reach(math.inf, math.inf), reach(math.nan, math.inf)
+    traces = [
+        trace_of("wrong", outputs=reach(1.0, 0.5)),
+        trace_of("back 1", weights=inf),
+        trace_of("forward 1", outputs=inf),
+        trace_of("forward 2", outputs=nan),
+        trace_of("passes on", inputs=inf, outputs=inf),
+        trace_of("back 2", gradients_out=nan),
+        trace_of("", outputs=inf),
+        trace_of("sound"),
+    ]
+    assert suspects(traces)[:4] == ["forward 1", "forward 2", "back 2", "back 1"]
+    assert suspects(traces).index("wrong") < suspects(traces).index("sound")
+    assert "" not in suspects(traces)
+
+
+def test_an_error_that_came_in_is_not_the_modules() -> None:
+    passed_on = trace_of("a", inputs=reach(1.0, 0.5), outputs=reach(1.0, 0.5))
+    made = trace_of("b", outputs=reach(1.0, 0.5))
+    assert passed_on.adds == 0
+    assert made.adds == pytest.approx(50)
