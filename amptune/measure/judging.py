@@ -11,11 +11,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from amptune.measure.batches import batches_of, fingerprint_of
 from amptune.measure.bench import Bench
 from amptune.measure.comparing import compare
 from amptune.measure.failing import NonFiniteError, TooSlowError, failure_of
 from amptune.measure.numerics import ROUNDING, Parity, Reference, Rounding, Run, Thoroughness
-from amptune.measure.training import Training, batches_of, fingerprint_of
+from amptune.measure.training import Training
 from amptune.policy.settings import Policy
 
 __all__ = ["judge", "make_reference"]
@@ -102,7 +103,9 @@ def _parity(bench: Bench, policy: Policy, reference: Reference) -> Parity:
 
 
 def _alike(a: Sequence[float], b: Sequence[float]) -> bool:
-    return len(a) == len(b) and all(math.isclose(x, y, rel_tol=1e-6) for x, y in zip(a, b, strict=True))
+    """NaN in a batch is the same in every process too."""
+    same = (math.isclose(x, y, rel_tol=1e-6) or (math.isnan(x) and math.isnan(y)) for x, y in zip(a, b, strict=False))
+    return len(a) == len(b) and all(same)
 
 
 def _order(count: int, epochs: int, seed: int | None = None) -> list[int]:

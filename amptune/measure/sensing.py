@@ -19,6 +19,7 @@ from torch import nn
 from amptune.measure.bench import Bench
 from amptune.measure.clock import clock_for
 from amptune.measure.dropping import without_dropout
+from amptune.measure.replaying import Call, Ran, Replay, floating_in, kept_as_it_is, later_ms, versions_of
 from amptune.measure.sensitivity import Half, InHalf, ModuleSensitivity, Sensitivity, Stream
 from amptune.measure.training import Training
 from amptune.policy.settings import Policy
@@ -31,8 +32,6 @@ DTYPES: dict[Half, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16
 TIMED_RUNS = 3
 # GradScaler's first scale: under it gradients are looked at in fp16.
 LOSS_SCALE = {"bf16": 1.0, "fp16": 65536.0}
-# The device is held for about half a millisecond: longer than the host needs to hand over one module's passes.
-HOLD_CYCLES = 1_000_000
 # A cast of this many bytes tells what one costs by the byte.
 CAST_BYTES = 2**26
 
@@ -58,59 +57,6 @@ def sense(bench: Bench, policy: Policy, dtypes: Sequence[Half]) -> Sensitivity:
             step_ms=step_ms,
             seconds=time.perf_counter() - start_s,
         )
-
-
-@dataclass
-class _Call:
-    """What a forward call was given; detached, and nothing of it copied. `versions` tell whether it was written to."""
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    need_gradient: list[bool]
-    versions: list[int]
-    done: bool = False
-
-    @property
-    def intact(self) -> bool:
-        return _versions((self.args, self.kwargs)) == self.versions
-
-    def finish(self) -> None:
-        """Lets the inputs go: the hook that holds this lives as long as the graph."""
-        self.args, self.kwargs, self.done = (), {}, True
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What tells how long it takes: another module of the same type and shapes takes as long."""
-        weights = tuple((p.shape, p.dtype) for p in self.module.parameters())
-        inputs = tuple((t.shape, t.dtype, t.stride()) for t in tensors_in((self.args, self.kwargs)))
-        return (type(self.module), self.module.extra_repr(), weights, inputs)
-
-    def inputs(self, dtype: torch.dtype | None) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
-        """(args, kwargs, those of their tensors that need a gradient), copied: a module may write into its inputs."""
-        need = iter(self.need_gradient)
-        leaves: list[torch.Tensor] = []
-
-        def fresh(tensor: torch.Tensor) -> torch.Tensor:
-            wanted = next(need)
-            if not tensor.is_floating_point():
-                return tensor
-            copy = tensor.clone() if dtype is None or tensor.dtype is not torch.float32 else tensor.to(dtype)
-            if wanted:
-                leaves.append(copy.requires_grad_())
-            return copy
-
-        args, kwargs = map_tensors(fresh, (self.args, self.kwargs))
-        return args, kwargs, leaves
-
-
-@dataclass
-class _Ran:
-    """What came of running a call again: outputs, and the gradients of weights and of inputs."""
-
-    outputs: list[torch.Tensor]
-    weights: list[torch.Tensor]
-    inputs: list[torch.Tensor]
 
 
 @dataclass
@@ -162,7 +108,7 @@ class _Watch:
 
     def _before(self, path: str) -> Callable[..., None]:
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._versions[path] = _versions((args, kwargs))
+            self._versions[path] = versions_of((args, kwargs))
 
         return before
 
@@ -176,7 +122,7 @@ class _Watch:
     def _called(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Holds what the call was given, until the gradient of its output is there."""
         seen = self._seen.setdefault(path, _Seen())
-        taken, given = _floating((args, kwargs)), _floating(output)
+        taken, given = floating_in((args, kwargs)), floating_in(output)
         seen.producers |= dict.fromkeys(maker for tensor in taken if (maker := self._maker_of(tensor)) is not None)
         self._made_by |= {id(tensor): (weakref.ref(tensor), path) for tensor in given}
         wanted = [tensor for tensor in given if tensor.requires_grad]
@@ -184,20 +130,20 @@ class _Watch:
             return
         need = [tensor.requires_grad for tensor in tensors_in((args, kwargs))]
         held_args, held_kwargs = map_tensors(torch.Tensor.detach, (args, kwargs))
-        call = _Call(module, held_args, held_kwargs, need, self._versions[path])
+        call = Call(module, held_args, held_kwargs, need, self._versions[path])
         _on_gradients(wanted, lambda gradients: self._replay(path, call, gradients))
 
     def _maker_of(self, tensor: torch.Tensor) -> str | None:
         made, path = self._made_by.get(id(tensor), (None, None))
         return path if made is not None and made() is tensor else None
 
-    def _replay(self, path: str, call: _Call, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _replay(self, path: str, call: Call, gradients: Sequence[torch.Tensor | None]) -> None:
         """Runs the call again in FP32 and in half; what goes wrong costs this module alone."""
         if call.done:  # another backward pass over the same graph
             return
         self._busy = True
         try:
-            with torch.enable_grad(), _kept_as_it_is(call.module, self._device):
+            with torch.enable_grad(), kept_as_it_is(call.module, self._device):
                 self._look(self._seen[path], call, gradients)
                 self._time(call, gradients)
         except Exception as error:  # noqa: BLE001  # the module may raise anything when it is run by itself
@@ -206,47 +152,47 @@ class _Watch:
             call.finish()
             self._busy = False
 
-    def _look(self, seen: _Seen, call: _Call, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _look(self, seen: _Seen, call: Call, gradients: Sequence[torch.Tensor | None]) -> None:
         if not call.intact:
             raise RuntimeError("its inputs are written to, by itself or by what comes after")
         given = [gradient for gradient in gradients if gradient is not None]
-        fp32 = _Replay(call, gradients, None, self._device, 1.0).run()
+        fp32 = Replay(call, gradients, None, self._device, 1.0).run()
         weights = list(call.module.parameters())
         seen.calls += 1
         seen.key = call.key
-        with _kept_as_it_is(call.module, self._device):
+        with kept_as_it_is(call.module, self._device):
             seen.stream = self._stream_of(call)
-        seen.input_bytes += sum(4 * tensor.numel() for tensor in _floating((call.args, call.kwargs)))
+        seen.input_bytes += sum(4 * tensor.numel() for tensor in floating_in((call.args, call.kwargs)))
         seen.output_bytes += sum(4 * tensor.numel() for tensor in fp32.outputs)
         # Once, however often it is called: autocast keeps the casts of weights.
         seen.cast_bytes = sum(6 * weight.numel() for weight in weights) * (seen.stream == "half")
         for name, tensors in (("activation", fp32.outputs), ("weight", weights), ("gradient", given)):
             seen.largest[name] += [tensor.detach().abs().amax() for tensor in tensors if tensor.numel()]
         for dtype in self._dtypes:
-            half = _Replay(call, gradients, DTYPES[dtype], self._device, LOSS_SCALE[dtype]).run()
+            half = Replay(call, gradients, DTYPES[dtype], self._device, LOSS_SCALE[dtype]).run()
             _compare(seen, dtype, fp32, half, given)
 
-    def _stream_of(self, call: _Call) -> Stream:
+    def _stream_of(self, call: Call) -> Stream:
         """By what comes out of FP32 and of half inputs."""
         dtype = DTYPES[self._dtypes[0]]
         with torch.no_grad(), torch.autocast(self._device.type, dtype=dtype):
             of_fp32, of_half = (
-                [tensor.dtype for tensor in _floating(call.module(*args, **kwargs))]
+                [tensor.dtype for tensor in floating_in(call.module(*args, **kwargs))]
                 for args, kwargs, _ in (call.inputs(None), call.inputs(dtype))
             )
         if dtype in of_fp32:
             return "half"
         return "follows" if dtype in of_half else "fp32"
 
-    def _time(self, call: _Call, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _time(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> None:
         # A dropout that drops nothing takes another time than in training.
         if len(self._times[call.key, None]) >= TIMED_RUNS or "Dropout" in type(call.module).__name__:
             return
         for dtype in (None, *self._dtypes):
             scale = 1.0 if dtype is None else LOSS_SCALE[dtype]
-            replay = _Replay(call, gradients, None if dtype is None else DTYPES[dtype], self._device, scale)
+            replay = Replay(call, gradients, None if dtype is None else DTYPES[dtype], self._device, scale)
             replay.run()
-            self._times[call.key, dtype].append(_later_ms(replay.backpropagate, self._device))
+            self._times[call.key, dtype].append(later_ms(replay.backpropagate, self._device))
 
     def _ms(self, seen: _Seen, dtype: Half | None) -> float | None:
         """The fastest of the runs that were timed, over all calls; the first runs may have paid for more."""
@@ -286,58 +232,7 @@ class _Watch:
         )
 
 
-class _Replay:
-    """Forward and backward of one call, its inputs copied ahead; gradients come out divided by `scale` again.
-
-    `gradients` are those of the outputs that need one, None of an output that nothing came of.
-    """
-
-    def __init__(
-        self,
-        call: _Call,
-        gradients: Sequence[torch.Tensor | None],
-        dtype: torch.dtype | None,
-        device: torch.device,
-        scale: float,
-    ) -> None:
-        self._module = call.module
-        self._args, self._kwargs, self._inputs = call.inputs(dtype)
-        self._weights = [weight for weight in call.module.parameters() if weight.requires_grad]
-        self._used = [gradient is not None for gradient in gradients]
-        self._gradients = [gradient for gradient in gradients if gradient is not None]
-        self._precision = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
-        self._device = device
-        self._scale = scale
-
-    def run(self) -> _Ran:
-        with _kept_as_it_is(self._module, self._device):
-            torch.manual_seed(0)  # a module that draws numbers draws the same in every precision
-            outputs = self._forward()
-        self._gradients = [
-            (self._scale * gradient).to(out.dtype) for gradient, out in zip(self._gradients, outputs, strict=True)
-        ]
-        found = self._backward(outputs)
-        zero = outputs[0].new_zeros((), dtype=torch.float32)
-        unscaled = [zero if one is None else one.float() / self._scale for one in found]
-        count = len(self._weights)
-        return _Ran([out.detach() for out in outputs], unscaled[:count], unscaled[count:])
-
-    def backpropagate(self) -> None:
-        """Once more, and nothing besides: this is what is timed."""
-        self._backward(self._forward())
-
-    def _forward(self) -> list[torch.Tensor]:
-        with self._precision:
-            output = self._module(*self._args, **self._kwargs)
-        need = [tensor for tensor in _floating(output) if tensor.requires_grad]
-        return [tensor for tensor, used in zip(need, self._used, strict=True) if used]
-
-    def _backward(self, outputs: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        wanted = [*self._weights, *self._inputs]
-        return torch.autograd.grad(outputs, wanted, self._gradients, allow_unused=True)
-
-
-def _compare(seen: _Seen, dtype: Half, fp32: _Ran, half: _Ran, gradients: Sequence[torch.Tensor]) -> None:
+def _compare(seen: _Seen, dtype: Half, fp32: Ran, half: Ran, gradients: Sequence[torch.Tensor]) -> None:
     def sums(name: str) -> list[torch.Tensor]:
         return seen.sums[dtype, name]
 
@@ -360,29 +255,11 @@ def _compare(seen: _Seen, dtype: Half, fp32: _Ran, half: _Ran, gradients: Sequen
         sums("underflow").append(((gradient != 0) & (gradient.abs() * LOSS_SCALE[dtype] <= smallest)).sum())
 
 
-def _later_ms(run: Callable[[], object], device: torch.device) -> Callable[[], float]:
-    """Times one run; on a GPU its time can be asked for once the device is done.
-
-    There the device is kept waiting while the host hands the run over, or it is the host that would be timed.
-    """
-    if device.type != "cuda":
-        start_s = time.perf_counter()
-        run()
-        took_ms = 1000 * (time.perf_counter() - start_s)
-        return lambda: took_ms
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda._sleep(HOLD_CYCLES)  # type: ignore[no-untyped-call]  # torch has no public way
-    before.record()
-    run()
-    after.record()
-    return lambda: float(before.elapsed_time(after))
-
-
 def _cast_ms_per_byte(device: torch.device, dtype: torch.dtype) -> float:
     """What a cast takes for each byte it reads or writes, launched behind other work."""
     tensor = torch.ones(CAST_BYTES // 4, device=device)
     tensor.to(dtype)
-    times = [_later_ms(lambda: tensor.to(dtype), device) for _ in range(TIMED_RUNS)]
+    times = [later_ms(lambda: tensor.to(dtype), device) for _ in range(TIMED_RUNS)]
     if device.type == "cuda":
         torch.cuda.synchronize()
     return min(later() for later in times) / (1.5 * CAST_BYTES)
@@ -401,25 +278,6 @@ def _out_of_place(model: nn.Module) -> Iterator[None]:
             module.inplace = True  # type: ignore[assignment]
 
 
-@contextmanager
-def _kept_as_it_is(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """The module's buffers are copies, whose changes nobody sees; training's random numbers go on as they would."""
-    buffers = dict(module._buffers)
-    copies = {name: buffer.detach().clone() for name, buffer in buffers.items() if buffer is not None}
-    module._buffers.update(copies)
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        module._buffers.clear()
-        module._buffers.update(buffers)
-
-
-def _versions(value: Any) -> list[int]:
-    """How often each tensor was written to."""
-    return [tensor._version for tensor in tensors_in(value)]
-
-
 def _on_gradients(tensors: Sequence[torch.Tensor], look: Callable[[Sequence[torch.Tensor | None]], None]) -> None:
     """Has `look` called when the gradients of all tensors are there.
 
@@ -433,10 +291,6 @@ def _on_gradients(tensors: Sequence[torch.Tensor], look: Callable[[Sequence[torc
 
 def _finite_or(otherwise: float, value: float) -> float:
     return value if math.isfinite(value) else otherwise
-
-
-def _floating(value: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]
 
 
 def _largest(values: Sequence[torch.Tensor]) -> float:
