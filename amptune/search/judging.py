@@ -41,8 +41,8 @@ def fp32_of(baseline: Policy) -> Policy:
 class Judge:
     """Remembers what it judged; `failure` says why nothing can be judged (any more), if that is so.
 
-    `share` of the budget is for the FP32 reference, and for what is judged while a cure is looked for. A policy that
-    could not be judged, for want of memory or time, is neither sound nor unsound.
+    `share` of the budget is for the FP32 reference, which has a `reference_share` of it, and for what is judged while
+    a cure is looked for. A policy that could not be judged, for want of memory or time, is neither sound nor unsound.
     """
 
     evaluator: Evaluator
@@ -51,6 +51,7 @@ class Judge:
     observer: Observer
     tolerance: float | None = None
     share: float = SHARE
+    reference_share: float = REFERENCE_SHARE
     failure: Failure | None = None
     spent_s: float = 0.0
     _judgements: dict[Policy, Judgement] = field(default_factory=dict)
@@ -121,7 +122,7 @@ class Judge:
         return max(SHORTEST_S, self.budget.left_s)
 
     def _parity_of(self, policy: Policy) -> Parity | Failure:
-        seconds = max(SHORTEST_REFERENCE_S, REFERENCE_SHARE * self.budget.seconds)
+        seconds = max(SHORTEST_REFERENCE_S, self.reference_share * self.budget.seconds)
         try:
             with self._counted():
                 return self.evaluator.judge(policy, fp32_of(self.baseline), seconds, self._limit_s)
