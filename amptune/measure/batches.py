@@ -50,6 +50,7 @@ class Feed:
     def keep(self, count: int) -> None:
         """Forgets all but the first `count` batches."""
         self.batches = self.batches[:count]
+        self._resident = self._resident and self._resident[:count]
 
     def forget(self) -> None:
         self._resident = None

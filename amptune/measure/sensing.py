@@ -45,6 +45,7 @@ def sense(bench: Bench, policy: Policy, dtypes: Sequence[Half]) -> Sensitivity:
     """
     start_s = time.perf_counter()
     with Training.on(bench, policy) as training, without_dropout(bench.model), _out_of_place(bench.model):
+        training.feed.keep(1)
         step_ms = 1000 * training.step_s()
         training.restart()
         watch = _Watch(bench, dtypes)

@@ -1,0 +1,160 @@
+"""The ladder by measured times: measured once for a study, whatever is pinned, and no other study by it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from recorded import RecordedEvaluator
+from test_guarding import Faulty
+from test_pricing import recorded
+from test_tuning import request_in, tuned_on
+
+from amptune.measure.outcome import Failure
+from amptune.measure.sensitivity import Half, Sensitivity
+from amptune.measure.subject import Module, Prepared
+from amptune.policy.settings import STOCK, HalfRule, Policy, amp_recipe
+from amptune.search.budget import Budget
+from amptune.search.candidates import Wanted, candidates_for
+from amptune.search.events import Event
+from amptune.search.exclusions import Ladder
+from amptune.search.sensing import FILE, timed_ladder
+from amptune.search.space import Space, restrict
+from amptune.search.tuning import TuningInterrupted, tune_with
+
+
+@dataclass
+class Timed(RecordedEvaluator):
+    """Gives the times that VGG16's modules took on an H200, whatever the layout."""
+
+    sensed: list[Policy] = field(default_factory=list)
+    fails: bool = False
+
+    def prepare(self, limit_s: float) -> Prepared:
+        prepared = super().prepare(limit_s)
+        modules = tuple(Module(path=one.path, types=("Any", "Module")) for one in recorded("vgg16").modules)
+        return replace(prepared, subject=replace(prepared.subject, modules=modules))
+
+    def sense(self, policy: Policy, dtypes: tuple[Half, ...], limit_s: float) -> Sensitivity | Failure:
+        if self.fails:
+            return super().sense(policy, dtypes, limit_s)
+        self.sensed.append(policy)
+        return recorded("vgg16")
+
+
+def ladder_in(folder: Path, evaluator: Timed, *, seconds: float = 300.0, layouts: Sequence[str] = ()) -> Ladder | None:
+    prepared = evaluator.prepare(1.0)
+    space = candidates_for(prepared, Wanted(baseline=STOCK, pins={})).space
+    return timed_ladder(evaluator, prepared, cut(space, layouts), Budget(seconds=seconds), folder)
+
+
+def cut(space: Space, layouts: Sequence[str]) -> Space:
+    return restrict(space, "memory_format", tuple(layouts)) if layouts else space
+
+
+def test_every_layout_is_timed_with_tf32_for_what_stays_in_fp32(tmp_path: Path) -> None:
+    evaluator = Timed("vgg16_cifar")
+    ladder = ladder_in(tmp_path, evaluator)
+    assert ladder is not None
+    assert ladder.height > 0
+    assert evaluator.sensed == [
+        Policy(fp32_math="tf32"),
+        Policy(fp32_math="tf32", memory_format="channels_last"),
+    ]
+
+
+def test_times_are_measured_once_for_a_study_and_what_a_pin_left_out_later(tmp_path: Path) -> None:
+    evaluator = Timed("vgg16_cifar")
+    ladder_in(tmp_path, evaluator, layouts=["channels_last"])
+    again = ladder_in(tmp_path, evaluator)
+    assert [policy.memory_format for policy in evaluator.sensed] == ["channels_last", "contiguous"]
+    assert ladder_in(tmp_path, evaluator, seconds=5.0) == again
+    assert len(evaluator.sensed) == 2
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"key": 3}', '{"key": "KEY", "sensed": []}', "null"])
+def test_a_file_that_is_none_of_ours_is_measured_anew(tmp_path: Path, content: str) -> None:
+    evaluator = Timed("vgg16_cifar")
+    ladder_in(tmp_path, evaluator)
+    key = json.loads((tmp_path / FILE).read_text())["key"]
+    (tmp_path / FILE).write_text(content.replace("KEY", key))
+    assert ladder_in(tmp_path, evaluator) is not None
+    assert len(evaluator.sensed) == 4
+
+
+def test_a_short_budget_goes_by_intensity(tmp_path: Path) -> None:
+    evaluator = Timed("vgg16_cifar")
+    assert ladder_in(tmp_path, evaluator, seconds=20.0) is None
+    assert evaluator.sensed == []
+
+
+def test_where_no_module_can_be_timed_the_search_goes_by_intensity(tmp_path: Path) -> None:
+    decision, _ = tuned_on(Timed("vgg16_cifar", fails=True), tmp_path)
+    assert decision.speedup.value > 1
+
+
+def test_the_rungs_are_tried_and_their_savings_stand_in_the_rules(tmp_path: Path) -> None:
+    evaluator = Timed("vgg16_cifar")
+    tuned_on(evaluator, tmp_path)
+    rules = [rule for policy in evaluator.measured for rule in policy.fp32_modules if str(rule) == "avgpool"]
+    assert rules
+    assert rules[0].reason is not None
+    assert (rules[0].reason.saves_ms or 0) > 10
+
+
+# --- one study, whatever the ladder and the gate said --------------------------------------------------------------
+
+
+def test_another_ladder_is_the_same_study(tmp_path: Path) -> None:
+    tuned_on(Timed("vgg16_cifar", fails=True), tmp_path)
+    evaluator = Timed("vgg16_cifar")
+    decision, _ = tuned_on(evaluator, tmp_path, trials=3)
+    assert len(decision.trials) > 20
+    assert STOCK not in evaluator.measured[:1]
+
+
+def test_a_dtype_that_was_left_out_last_time_may_come_back(tmp_path: Path) -> None:
+    """As where there was no time to find its cure."""
+    unsound = Faulty("resnet50", unsound=lambda policy: policy.autocast == "fp16")
+    first, _ = tuned_on(unsound, tmp_path, trials=10)
+    second, _ = tuned_on(RecordedEvaluator("resnet50"), tmp_path)
+    assert first.policy.autocast != "fp16"
+    assert len(second.trials) > len(first.trials)
+    assert second.policy.autocast == "fp16"
+
+
+def test_interrupted_while_judging_a_study_that_has_trials_gives_the_best_of_them(tmp_path: Path) -> None:
+    tuned_on(RecordedEvaluator("resnet50"), tmp_path)
+
+    class Interrupted(RecordedEvaluator):
+        def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Failure:  # noqa: ARG002
+            raise KeyboardInterrupt
+
+    with pytest.raises(TuningInterrupted) as caught:
+        tune_with(Interrupted("resnet50"), request_in(tmp_path), list[Event]().append)
+    decision = caught.value.decision
+    assert decision is not None
+    assert decision.provisional
+    assert decision.speedup.value > 1.5
+    assert "not-judged" in {finding.code for finding in decision.findings}
+
+
+# --- half --------------------------------------------------------------------------------------------------------
+
+
+def test_what_autocast_keeps_in_fp32_is_tried_in_half_and_can_be_pinned() -> None:
+    prepared = RecordedEvaluator("resnet50").prepare(1.0)
+    norm = HalfRule(type="LayerNorm")
+    ladder = Ladder(half=(norm,))
+    tried = candidates_for(prepared, Wanted(baseline=STOCK, pins={}), ladder)
+    assert tried.space.choices("half_modules") == (False, True)
+    in_half = replace(amp_recipe("bf16"), half_modules=(norm,))
+    assert tried.allows(in_half)
+    pinned = candidates_for(prepared, Wanted(baseline=STOCK, pins={"half_modules": "false"}), ladder)
+    assert not pinned.allows(in_half)
+    point = next(point for point in tried.space.try_first if point["autocast"] == "bf16")
+    assert tried.policy_of(point).half_modules == ()
+    assert candidates_for(prepared, Wanted(baseline=STOCK, pins={})).space.choices("half_modules") == ()
