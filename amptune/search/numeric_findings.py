@@ -84,9 +84,7 @@ def _where(trace: ModuleTrace, autocast: str) -> Finding:
         code, message = "first-inaccurate", f"it makes the relative error of what passes through it {times}"
         reached = None
     if reached is not None:
-        message += (
-            f"; in FP32 it reaches {reached.largest_fp32:.3g}, and {autocast} holds {LARGEST[autocast]:.4g} at most"
-        )
+        message += _overflow(reached.largest_fp32, autocast)
     return Finding(
         code=code,
         message=f"under autocast {autocast} {message}",
@@ -101,6 +99,14 @@ def _where(trace: ModuleTrace, autocast: str) -> Finding:
             "adds": trace.adds,
         },
     )
+
+
+def _overflow(largest_fp32: float, autocast: str) -> str:
+    """What FP32 makes of it says whether what comes out is too large, or something on the way."""
+    holds = f"{autocast} holds {LARGEST[autocast]:.4g} at most"
+    if largest_fp32 > LARGEST[autocast]:
+        return f"; in FP32 it reaches {largest_fp32:.3g}, and {holds}"
+    return f"; in FP32 it reaches {largest_fp32:.3g}, so it is something computed inside that overflows ({holds})"
 
 
 def _size(reach: Reach | None) -> str:
