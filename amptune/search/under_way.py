@@ -1,0 +1,124 @@
+"""A tuning run under way: what is known so far, and the decision that can be made of it at any moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from amptune.measure.evaluator import Evaluator
+from amptune.measure.subject import Prepared
+from amptune.policy.findings import Finding
+from amptune.policy.settings import Policy
+from amptune.search.candidates import Candidates, candidates_for
+from amptune.search.deciding import Decision, decide
+from amptune.search.finals import ROUNDS_PER_LAUNCH
+from amptune.search.guarding import guard_against
+from amptune.search.judging import Judge
+from amptune.search.proof import Contest, Proof
+from amptune.search.proving import FINALS_SHARE
+from amptune.search.ratios import ENOUGH_LAUNCHES
+from amptune.search.request import TuningRequest
+from amptune.search.sensing import timed_ladder
+from amptune.search.space import Space
+from amptune.search.study import Study, open_study
+
+__all__ = ["FINALISTS", "TuningRun"]
+
+# The fastest trials stand in the finals: as many as there is time for enough launches of, within these bounds.
+FINALISTS, MOST_FINALISTS = 4, 8
+# The numerics of so many of them are judged ahead: an unsound one that is fast would make sound ones look beaten.
+JUDGED_AHEAD = 2
+# Beyond the budget, to judge the winner.
+GRACE_S = 8.0
+
+
+@dataclass
+class TuningRun:
+    """A tuning run under way: what a decision can be made of at any moment.
+
+    `findings` are those from before the search.
+    """
+
+    request: TuningRequest
+    prepared: Prepared
+    candidates: Candidates
+    judge: Judge
+    findings: tuple[Finding, ...] = ()
+    proof: Proof | None = None
+
+    def __post_init__(self) -> None:
+        self.study = self._opened()
+
+    def narrow(self, evaluator: Evaluator) -> None:
+        """Times modules by themselves and judges each dtype: which modules there are reasons to keep in FP32."""
+        request, prepared = self.request, self.prepared
+        ladder = timed_ladder(evaluator, prepared, self.candidates.space, request.budget, request.folder)
+        candidates = candidates_for(prepared, request.wanted, ladder)
+        guard = guard_against(self.judge, candidates.autocast_alone, prepared.subject)
+        self.candidates, self.findings = candidates.guarded(guard.safeguards), guard.findings
+        self.study = self._opened(stored=candidates.space)
+
+    def _opened(self, stored: Space | None = None) -> Study:
+        name, space = self.candidates.study_name, self.candidates.space
+        to_policy, seed = self.candidates.policy_of, self.request.seed
+        return open_study(self.request.study, name, space, to_policy, seed=seed, stored=stored)
+
+    def enter_proof(self, start_s: float) -> Proof:
+        """Who is compared behind the search: the baseline, stock PyTorch, the AMP recipes and the fastest trials."""
+        time_s = FINALS_SHARE * self.request.budget.left_s
+        self.proof = self._proof_of(_finalists(self.study, self.candidates, start_s, time_s))
+        return self.proof
+
+    def judge_ahead(self) -> None:
+        """Judges the fastest finalists before they are compared."""
+        assert self.proof is not None  # noqa: S101  # enter_proof makes it
+        place = {policy: i for i, policy in enumerate(self.study.ranked())}
+        ranked = [policy for policy in self.proof.contest.finalists if policy in place]
+        for policy in sorted(ranked, key=place.__getitem__)[:JUDGED_AHEAD]:
+            self.judge.judgement_of(policy)
+
+    def sound_decision(self) -> Decision | None:
+        """The decision, its winner judged where there is time; one that is rejected leaves it to another."""
+        decision = self.decision(provisional=False)
+        while decision is not None and self.judge.is_open(decision.winner) and self.request.budget.left_s > -GRACE_S:
+            self.judge.judgement_of(decision.winner)
+            decision = self.decision(provisional=False)
+        return decision
+
+    def decision(self, *, provisional: bool) -> Decision | None:
+        return decide(
+            self.prepared,
+            self.study.trials,
+            self.proof or self._proof_of(()),
+            self.judge,
+            noticed_before=self.findings,
+            amp_recipes=self.candidates.amp_recipes,
+            seconds=self.request.budget.spent_s,
+            provisional=provisional,
+        )
+
+    def _proof_of(self, finalists: tuple[Policy, ...]) -> Proof:
+        return Proof(
+            contest=Contest(
+                baseline=self.candidates.baseline,
+                finalists=finalists,
+                eligible=self.study.__contains__,
+                variant_eligible=self.candidates.allows,
+                neighbours=self.study.neighbours,
+                tried={trial.policy: trial.outcome for trial in self.study.trials},
+                rejected=self.judge.has_rejected,
+                seed=self.request.seed,
+            )
+        )
+
+
+def _finalists(study: Study, candidates: Candidates, start_s: float, time_s: float) -> tuple[Policy, ...]:
+    """The baseline, the known-good policies and the fastest trials, each once: those that `time_s` is enough for."""
+    known = [policy for policy in candidates.known_good if study.trial_of(policy) is not None]
+    finalists = dict.fromkeys([candidates.baseline, *known])
+    fastest = [policy for policy in study.ranked() if policy in study]
+    trial_s = {trial.policy: trial.seconds for trial in study.trials}
+    for place, policy in enumerate(fastest[:MOST_FINALISTS]):
+        launch_s = start_s + ROUNDS_PER_LAUNCH * sum(trial_s[one] for one in {*finalists, policy})
+        if place < FINALISTS or ENOUGH_LAUNCHES * launch_s < time_s:
+            finalists[policy] = None
+    return tuple(finalists)
