@@ -19,6 +19,7 @@ from amptune.search.ratios import ratio_of
 REPOSITORY = Path(__file__).resolve().parent.parent
 H200 = REPOSITORY / "reports" / "h200"
 REPORTS = sorted(H200.glob("*.json"))
+NUMERICS = REPOSITORY / "reports" / "numerics"
 
 
 def loaded(path: Path) -> dict[str, Any]:
@@ -57,7 +58,10 @@ def test_vgg16_does_not_end_in_contiguous_half_precision() -> None:
     assert policy.autocast == "off" or policy.memory_format == "channels_last"
 
 
-@pytest.mark.parametrize("path", sorted(H200.glob("*.policy.yaml")), ids=lambda path: path.stem)
+POLICIES = [*H200.glob("*.policy.yaml"), *(NUMERICS / "h200").glob("*.policy.yaml")]
+
+
+@pytest.mark.parametrize("path", sorted(POLICIES), ids=lambda path: f"{path.parent.parent.name}-{path.stem}")
 def test_the_policies_of_the_report_load(path: Path) -> None:
     assert amptune.load(path).valid_for["nvidia.com/gpu.product"] == "NVIDIA-H200"
 
@@ -105,3 +109,21 @@ def test_the_tables_of_trust_are_printed_from_its_rows() -> None:
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     for row in [*trust_rows("tunings"), *trust_rows("regret"), *trust_rows("aa")]:
         assert f"| {row['workload']} |" in done.stdout
+
+
+@pytest.mark.parametrize("path", [NUMERICS / "cpu.json", NUMERICS / "h200" / "faults.json"], ids=["cpu", "h200"])
+def test_every_planted_fault_was_rejected_named_first_and_cured(path: Path) -> None:
+    rows = loaded(path)["faults"]
+    broken = [row for row in rows if row["breaks"]]
+    assert len(broken) == 25
+    for row in broken:
+        assert row["rejected"]
+        assert row["named_first"] in row["planted"]
+        assert set(row["cure"]) == set(row["planted"])
+    assert not any(row["rejected"] for row in rows if not row["breaks"])
+
+
+def test_of_the_healthy_models_hardly_any_was_rejected() -> None:
+    rows = loaded(NUMERICS / "cpu.json")["healthy"]
+    assert len(rows) >= 160
+    assert sum(row["rejected"] for row in rows) <= len(rows) / 80
