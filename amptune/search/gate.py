@@ -66,7 +66,7 @@ class Judgement:
             off = abs(parity.evaluated - parity.evaluated_fp32)
             return off / tolerance if tolerance else math.inf if off else 0.0
         told = [*map(_told_of, parity.modules), list(_told_of_training(parity))]
-        return max((times for some in told for _, times, _ in some), default=0.0)
+        return max([0.0, *(times for some in told for _, times, _ in some)])
 
     def __str__(self) -> str:
         if self.passes:
@@ -84,7 +84,7 @@ def _shortcomings(parity: Parity, tolerance: float | None) -> tuple[Finding, ...
     if parity.failure is not None:
         module = parity.broken[0] if parity.broken else None
         return (Finding(code="breaks", message=str(parity.failure), module=module),)
-    training = [_finding(told) for told in _told_of_training(parity) if told[1] > 1]
+    training = [_finding(told) for told in _told_of_training(parity) if _is_too_much(told)]
     if tolerance is not None and parity.evaluated is not None and parity.evaluated_fp32 is not None:
         skipped = [finding for finding in training if finding.code == "steps-skipped"]
         return (*skipped, *_of_evaluation(parity.evaluated, parity.evaluated_fp32, tolerance))
@@ -92,9 +92,14 @@ def _shortcomings(parity: Parity, tolerance: float | None) -> tuple[Finding, ...
     modules = [
         _finding(told, module.path)
         for module, told in zip(parity.modules, worst, strict=True)
-        if told is not None and told[1] > 1
+        if told is not None and _is_too_much(told)
     ]
     return (*training, *sorted(modules, key=lambda finding: -finding.figures["times_allowed"]))
+
+
+def _is_too_much(told: Told) -> bool:
+    """What is no number is too much too."""
+    return not told[1] <= 1
 
 
 def _finding(told: Told, module: str = "") -> Finding:
@@ -120,7 +125,7 @@ def _told_of_training(parity: Parity) -> Iterator[Told]:
     )
     yield (
         "loss-drifts",
-        max(0.0, parity.drift) / MOST_DRIFT,
+        parity.drift / MOST_DRIFT,
         f"the loss is {parity.drift_share:.1%} above that in FP32, {parity.drift:.1f} times what FP32 runs differ by "
         "from one to the other",
     )

@@ -74,6 +74,11 @@ def test_a_gradient_that_is_rounding_noise_in_fp32_says_nothing() -> None:
     assert codes(with_module(size=1000.0, error=1000.0, rounding=1.4, share=1e-6)) == []
 
 
+def test_a_figure_that_is_no_number_is_a_fault() -> None:
+    assert codes(Parity(drift=float("nan"))) != []
+    assert codes(with_module(vanished=float("nan"))) != []
+
+
 def test_the_worst_module_comes_first() -> None:
     parity = Parity(modules=(replace(HEALTHY, bias=0.4), replace(HEALTHY, path="b", bias=2.0)))
     assert [finding.module for finding in judged(BF16, parity).shortcomings] == ["b", "a"]
