@@ -36,10 +36,10 @@ def half_loss(model, batch):
     logits = model(batch[0])
     if torch.is_autocast_enabled("cpu"):
         logits = logits.to(torch.get_autocast_dtype("cpu"))
-    return (1e8 * logits * nn.functional.one_hot(batch[1], 4)).mean() * 1e-8
+    return nn.functional.mse_loss((1e8 * logits * 1e-8).float(), nn.functional.one_hot(batch[1], 4).float())
 
 def large_loss(model, batch):
-    return (1e8 * model(batch[0]) * nn.functional.one_hot(batch[1], 4)).mean() * 1e-8
+    return nn.functional.mse_loss((1e8 * model(batch[0]) * 1e-8).float(), nn.functional.one_hot(batch[1], 4).float())
 
 def raising(model, batch):
     raise ValueError("labels out of range")
