@@ -154,11 +154,16 @@ def _ms(value: float | None) -> str:
 
 
 def _parity_in_words(parity: dict[str, float] | object) -> str:
+    """Losses are compared where batches are the same, and the gate speaks of what it has judged."""
     assert isinstance(parity, dict)  # noqa: S101  # evidence that this process made
-    words = f"losses of the first steps within {parity['loss_deviation']:.2g} of the baseline's (relative)"
+    words = []
+    if "loss_deviation" in parity:
+        words.append(f"losses of the first steps within {parity['loss_deviation']:.2g} of the baseline's (relative)")
     if "fp32_loss_deviation" in parity:
-        words += f"; the baseline's own runs differ by {parity['fp32_loss_deviation']:.2g}"
-    return words
+        words.append(f"the baseline's own runs differ by {parity['fp32_loss_deviation']:.2g}")
+    if "share_of_allowed" in parity:
+        words.append(f"of what the numerics gate allows, {parity['share_of_allowed']:.0%} is used")
+    return "; ".join(words)
 
 
 def _gpu_facts(gpu: Gpu) -> dict[str, str]:

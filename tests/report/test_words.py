@@ -11,7 +11,7 @@ from amptune.policy.file import PolicyFile
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, Reason, amp_recipe
 from amptune.report.explaining import explain
 from amptune.report.progress import describe, progress_for
-from amptune.report.terminal import print_hardware
+from amptune.report.terminal import _parity_in_words, print_hardware
 from amptune.search.events import SearchEnded, TrialEnded, TrialStarted
 from amptune.search.trial import Trial
 
@@ -97,3 +97,11 @@ def test_the_machine_is_told_a_fact_a_line() -> None:
     lines = stream.getvalue().splitlines()
     assert lines[0].startswith("cpu ")
     assert any(line.strip().startswith("torch: ") for line in lines)
+
+
+def test_parity_is_told_by_what_is_known_of_it() -> None:
+    """With another batch size losses cannot be compared, and the gate has judged all the same."""
+    assert _parity_in_words({"share_of_allowed": 0.24}) == "of what the numerics gate allows, 24% is used"
+    both = _parity_in_words({"loss_deviation": 0.01, "share_of_allowed": 0.24})
+    assert both.startswith("losses of the first steps within 0.01")
+    assert both.endswith("24% is used")
