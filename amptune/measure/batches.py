@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ __all__ = ["Feed", "batches_of", "fingerprint_of"]
 MOST_BATCHES = 8
 # A part of a batch has at least so many samples: BatchNorm takes no fewer than two.
 SMALLEST_PART = 4
-# Batches up to this many bytes stay on the device.
+# Batches up to this many bytes in all stay on the device, once they were used.
 RESIDENT_BYTES = 2**30
 
 
@@ -30,11 +30,10 @@ class Feed:
     spread: Spread
     device: torch.device
     at: int = 0
-    _resident: list[Any] | None = None
+    _resident: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if sum(map(_bytes_of, self.batches)) <= RESIDENT_BYTES:
-            self._resident = [self._moved(batch) for batch in self.batches]
+        self._stay = sum(map(_bytes_of, self.batches)) <= RESIDENT_BYTES
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -43,17 +42,19 @@ class Feed:
         return self
 
     def __next__(self) -> Any:
-        if self._resident is None:
+        if not self._stay:
             return self._moved(self.batches[self.at])
+        if self.at not in self._resident:
+            self._resident[self.at] = self._moved(self.batches[self.at])
         return map_tensors(torch.Tensor.clone, self._resident[self.at])
 
     def keep(self, count: int) -> None:
         """Forgets all but the first `count` batches."""
         self.batches = self.batches[:count]
-        self._resident = self._resident and self._resident[:count]
 
     def forget(self) -> None:
-        self._resident = None
+        """Gives the device's memory back."""
+        self._resident.clear()
 
     def _moved(self, batch: Any) -> Any:
         return map_tensors(lambda tensor: tensor.to(self.device, copy=True), batch)

@@ -25,7 +25,7 @@ from amptune.measure.sampling import Sampler, WarmUp
 from amptune.measure.stepping import Stepper
 from amptune.policy.settings import Policy
 from amptune.runtime.applying import apply
-from amptune.runtime.nested import map_tensors
+from amptune.runtime.nested import map_tensors, tensors_in
 from amptune.runtime.tuned import Tuned
 from amptune.workload.protocol import Workload
 from amptune.workload.user_errors import user_code
@@ -64,6 +64,7 @@ class Bench:
     def _build(self) -> None:
         self.model = _built_model(self.workload, self._seed)
         self._initial = [tensor.detach().clone() for tensor in self._state()]
+        self._initial_sums: tuple[float, ...] | None = None
         self._kinds = self._kinds_of_state()
         self._modes = {module: module.training for module in self.model.modules()}
 
@@ -166,14 +167,9 @@ class Bench:
 
     def fingerprint(self, batches: Sequence[Any]) -> tuple[float, ...]:
         """What another process has to have the same of, for its gradients to be comparable: weights and batches."""
-        sums: list[float] = []
-
-        def add(tensor: torch.Tensor) -> torch.Tensor:
-            sums.append(float(tensor.detach().double().abs().sum()))
-            return tensor
-
-        map_tensors(add, [self._initial, list(batches)])
-        return tuple(sums)
+        if self._initial_sums is None:
+            self._initial_sums = _sums_of(self._initial)
+        return self._initial_sums + _sums_of(batches)
 
     def _state(self) -> list[torch.Tensor]:
         return [*self.model.parameters(), *self.model.buffers()]
@@ -204,6 +200,14 @@ class Bench:
             self.model.to("cpu")
             torch._C._cuda_clearCublasWorkspaces()  # they hold 64 MiB on Hopper
             torch.cuda.empty_cache()
+
+
+def _sums_of(tensors: Sequence[Any]) -> tuple[float, ...]:
+    """Of the magnitudes in each tensor, at any depth."""
+    return tuple(
+        float((tensor.byte() if tensor.dtype is torch.bool else tensor.detach().abs()).sum(dtype=torch.float64))
+        for tensor in tensors_in(list(tensors))
+    )
 
 
 def _built_model(workload: Workload, seed: int) -> torch.nn.Module:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from amptune.errors import TargetError
-from amptune.measure.stopwatch import Stopwatch
+from amptune.measure.stopwatch import Stopwatch, hold_device
 from amptune.runtime.nested import map_tensors
 from amptune.workload.protocol import Workload
 from amptune.workload.user_errors import user_code
@@ -19,8 +19,6 @@ from amptune.workload.user_errors import user_code
 __all__ = ["Epochs", "Feed"]
 
 _END = object()
-# Clock cycles per ms of the fastest GPU clock there is (2 GHz, about): a slower one holds the device longer.
-_CYCLES_PER_MS = 2_000_000
 
 
 class Epochs:
@@ -122,7 +120,7 @@ class Feed:
         self.samples += self._counter.samples_in(batch)
         batch = map_tensors(self._to_device, batch)
         if self.hold_ms:
-            torch.cuda._sleep(int(self.hold_ms * _CYCLES_PER_MS))  # type: ignore[no-untyped-call]  # torch's tests' own
+            hold_device(self.hold_ms)
         self._stopwatch.mark("copy")
         self.host_s += time.perf_counter() - start
         return batch

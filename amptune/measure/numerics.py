@@ -57,11 +57,6 @@ class Thoroughness:
         """Training steps that the reference takes: gradients, a few of them four times, and its loss curves."""
         return self.batches * (1 + self.epochs * (1 + self.replicas)) + 6
 
-    @property
-    def steps(self) -> int:
-        """Training steps that a judgement takes."""
-        return self.batches * (1 + self.epochs)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from amptune.measure.stopwatch import hold_device
 from amptune.runtime.nested import map_tensors, tensors_in
 
 __all__ = ["Call", "Ran", "Replay", "floating_in", "kept_as_it_is", "later_ms", "versions_of"]
 
-# The device is held for about half a millisecond: longer than the host needs to hand over one module's passes.
-HOLD_CYCLES = 1_000_000
+# The device is held for so long: more than the host needs to hand over one module's passes.
+HOLD_MS = 0.5
 
 
 @dataclass
@@ -134,7 +135,7 @@ def later_ms(run: Callable[[], object], device: torch.device) -> Callable[[], fl
         took_ms = 1000 * (time.perf_counter() - start_s)
         return lambda: took_ms
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda._sleep(HOLD_CYCLES)  # type: ignore[no-untyped-call]  # torch has no public way
+    hold_device(HOLD_MS)
     before.record()
     run()
     after.record()

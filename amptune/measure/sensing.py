@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from amptune.measure.bench import Bench
-from amptune.measure.clock import clock_for
 from amptune.measure.dropping import without_dropout
 from amptune.measure.replaying import Call, Ran, Replay, floating_in, kept_as_it_is, later_ms, versions_of
 from amptune.measure.sensitivity import Half, InHalf, ModuleSensitivity, Sensitivity, Stream
@@ -45,7 +44,6 @@ def sense(bench: Bench, policy: Policy, dtypes: Sequence[Half]) -> Sensitivity:
     """
     start_s = time.perf_counter()
     with Training.on(bench, policy) as training, without_dropout(bench.model), _out_of_place(bench.model):
-        training.feed.keep(1)
         step_ms = 1000 * training.step_s()
         training.restart()
         watch = _Watch(bench, dtypes)
@@ -81,7 +79,6 @@ class _Watch:
     def __init__(self, bench: Bench, dtypes: Sequence[Half]) -> None:
         self._model = bench.model
         self._device = bench.device
-        self._clock = clock_for(bench.device)
         self._dtypes = dtypes
         self._seen: dict[str, _Seen] = {}
         self._times: dict[tuple[Any, ...], list[Callable[[], float]]] = defaultdict(list)

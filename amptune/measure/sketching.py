@@ -49,10 +49,6 @@ class Sketcher:
             counts.append(torch.count_nonzero(_dense(gradient)))
         return torch.cat(sketches).cpu(), torch.stack(counts).cpu()
 
-    def forget(self) -> None:
-        """Gives the signs back, which take a byte for every parameter of the model."""
-        self._signs, self._parameters = [], []
-
     def parameters_of(self, columns: Sequence[int]) -> list[int]:
         """The parameters that these columns belong to."""
         return [i for i, own in enumerate(self.columns) if any(own.start <= c < own.stop for c in columns)]

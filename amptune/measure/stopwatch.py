@@ -8,13 +8,15 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-__all__ = ["Lap", "Stopwatch", "stopwatch_for"]
+__all__ = ["Lap", "Stopwatch", "hold_device", "stopwatch_for"]
 
 Lap = Literal["wait", "copy", "step"]
 
 # How many laps the host may be ahead of the device: 8 batches of 3. More would let a step of few launches (a CUDA
 # graph) run seconds past the end, and keep that many batches in pinned memory; fewer would drain the queue.
 _AHEAD = 24
+# Clock cycles per ms of the fastest GPU clock there is (2 GHz, about): a slower one holds the device longer.
+_CYCLES_PER_MS = 2_000_000
 
 
 class Stopwatch(Protocol):
@@ -83,6 +85,11 @@ class CpuStopwatch:
 
     def totals_ms(self) -> dict[Lap, float]:
         return self._totals_ms
+
+
+def hold_device(ms: float) -> None:
+    """Keeps the GPU from what is queued next for about so long, so that the host runs ahead of it."""
+    torch.cuda._sleep(int(ms * _CYCLES_PER_MS))  # type: ignore[no-untyped-call]  # torch's tests' own
 
 
 def stopwatch_for(device: torch.device) -> Stopwatch:

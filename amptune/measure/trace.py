@@ -31,8 +31,8 @@ class Reach:
 class ModuleTrace:
     """One module in one step: its inputs and outputs, the gradients that came to its outputs and left by its inputs.
 
-    A place is None where no floating-point tensor (or no gradient) passed. `depth` counts the names of its path,
-    `weights` is its own parameters' gradients. Traces are in the order in which the first forward calls ended.
+    A place is None where no floating-point tensor (or no gradient) passed; `weights` is its own parameters'
+    gradients. Traces are in the order in which the first forward calls ended.
     """
 
     path: str
@@ -79,8 +79,6 @@ def suspects(traces: Sequence[ModuleTrace]) -> list[str]:
 
 # An error smaller than this is rounding, and no module is to blame for what becomes of it relative to nothing.
 ROUNDING = 0.01
-
-
 # What stands for the error of a number that is not finite, so that it can be written down.
 BROKEN = 1e4
 

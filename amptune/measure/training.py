@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -40,7 +41,6 @@ class Training:
     bench: Bench
     tuned: Tuned
     feed: Feed
-    sketcher: Sketcher
     _captured: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     _taken: int = 0
     _buffers: list[tuple[torch.nn.Module, dict[str, torch.Tensor | None]]] = field(default_factory=list)
@@ -58,15 +58,20 @@ class Training:
         feed = Feed(*batches_of(bench, divided=divided), device=bench.device)
         try:
             with bench.on_device(_bare(policy), feed) as (tuned, _):
-                training = Training(bench, tuned, feed, Sketcher(bench.model))
+                training = Training(bench, tuned, feed)
                 try:
                     yield training
                 finally:
                     training._put_buffers_back()
-                    training.sketcher.forget()
+                    training.__dict__.pop("sketcher", None)  # its signs take a byte for every parameter
         finally:
             feed.forget()
             bench.release()
+
+    @cached_property
+    def sketcher(self) -> Sketcher:
+        """Made when gradients are first asked for: tracing and sensing may do without."""
+        return Sketcher(self.bench.model)
 
     def restart(self, offset: int = 0) -> None:
         """The initial weights and buffers again, and the random generators seeded, `offset` from the first."""

@@ -44,7 +44,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """`first` are measured before the sampler proposes anything; `known_good` stand in the final comparison too."""
+    """`first` are measured before the sampler proposes anything; `known_good` stand in the final comparison too.
+
+    `stored` is the space that a study is kept under; what fails the numerics gate is cut from `space` alone.
+    """
 
     space: Space
     ladder: Ladder
@@ -53,6 +56,7 @@ class Candidates:
     baseline: Policy
     amp_recipes: tuple[Policy, ...]
     known_good: tuple[Policy, ...]
+    stored: Space
     safeguards: Mapping[str, tuple[Fp32Rule, ...]] = field(default_factory=dict)
 
     def policy_of(self, point: Point) -> Policy:
@@ -127,6 +131,7 @@ def candidates_for(prepared: Prepared, wanted: Wanted, ladder: Ladder | None = N
     baseline = replace(wanted.baseline, batch_size=own or batch_size)
     return Candidates(
         space=space,
+        stored=space,
         ladder=ladder,
         batch_size=batch_size,
         study_name=_study_name(prepared, space, batch_size or subject.batch_size),

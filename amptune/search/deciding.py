@@ -81,28 +81,18 @@ def decide(
 
     `noticed_before` are findings from before the search.
     """
-    baseline = proof.contest.baseline
     compared = proof.verdict()
     provisional = provisional or compared is None
     verdict = compared or _verdict_of_trials(trials, proof)
     if verdict is None:
         return None
-    finalists = standings_of(proof.finals, baseline) if proof.finals else verdict.standings
+    finalists = standings_of(proof.finals, proof.contest.baseline) if proof.finals else verdict.standings
     amp_recipe = next((standing for standing in finalists if standing.policy in amp_recipes), None)
     confirmed = proof.confirmed
     bought = ablated(confirmed.rounds, confirmed.candidate) if confirmed else ()
-    rounds = proof.rounds
-    measured = [outcome for one in rounds for outcome in one.outcomes.values()]
-    disturbed = noticed([*(trial.outcome for trial in trials), *measured])
+    own = (*verdict.findings, *(_findings(proof, verdict) if compared else ()), *noticed_before)
+    findings = (*own, *_of_numerics(judge, verdict, finalists), *_of_machine(trials, proof))
     policy = verdict.winner.policy
-    findings = (
-        *verdict.findings,
-        *(_findings(proof, verdict) if compared else ()),
-        *noticed_before,
-        *_rejected(judge, finalists),
-        *_not_judged(judge, policy),
-        *disturbed,
-    )
     return Decision(
         policy_file=PolicyFile(
             policy=replace(policy, batch_size=policy.batch_size or prepared.subject.batch_size),
@@ -111,7 +101,7 @@ def decide(
             evidence=evidence_of(
                 verdict,
                 trials,
-                rounds,
+                proof.rounds,
                 finalists=finalists,
                 judgement=judge.known(policy),
                 amp_recipe=amp_recipe,
@@ -132,6 +122,17 @@ def decide(
         seconds=seconds,
         provisional=provisional,
     )
+
+
+def _of_numerics(judge: Judge, verdict: Verdict, finalists: Sequence[Standing]) -> Iterator[Finding]:
+    yield from _rejected(judge, finalists)
+    yield from _not_judged(judge, verdict.winner.policy)
+
+
+def _of_machine(trials: Sequence[Trial], proof: Proof) -> tuple[Finding, ...]:
+    """What disturbed the measurements."""
+    compared = [outcome for one in proof.rounds for outcome in one.outcomes.values()]
+    return noticed([*(trial.outcome for trial in trials), *compared])
 
 
 def _findings(proof: Proof, verdict: Verdict) -> Iterator[Finding]:
@@ -194,7 +195,8 @@ def _verdict_of_trials(trials: Sequence[Trial], proof: Proof) -> Verdict | None:
         return None
     standings = standings_of([Round(launch=0, outcomes=by_policy)], baseline)
     of = {standing.policy: standing for standing in standings}
-    sound = (s for s in standings if s.failure is None and eligible(s.policy) and not proof.is_out(s.policy))
+    is_out = proof.is_out
+    sound = (s for s in standings if s.failure is None and eligible(s.policy) and not is_out(s.policy))
     faster = (s for s in sound if s.speedup > 1 + TRIAL_NOISE)
     winner = next(faster, of[baseline])
     return Verdict(winner=winner, baseline=of[baseline], standings=standings, findings=(_without_finals(trials),))

@@ -17,8 +17,8 @@ from amptune.policy.settings import Policy
 
 __all__ = ["ILL_CONDITIONED", "Judgement", "judged"]
 
-# Healthy networks were measured on an H200 and on a CPU, in bf16, fp16 and TF32 (reports/numerics): they use up to
-# three quarters of what is allowed here, and half of the allowed drift.
+# Healthy networks use up to three quarters of what is allowed here, on a CPU; on an H200, where an earlier form of
+# these limits was measured, half of the allowed drift (reports/README.md, "numerics").
 MOST_BIAS = 0.3
 MOST_ERROR, MOST_ERROR_OF_NOISE = 0.3, 0.7
 # Rounding every activation on the way, and not only the weights, was seen to be up to so much worse.

@@ -42,6 +42,10 @@ class Contest:
     rejected: Eligible = lambda _: False
     seed: int = 0
 
+    def may_win(self, policy: Policy) -> bool:
+        """Whether the wishes and the numerics gate let a policy of the space win."""
+        return self.eligible(policy) and not self.rejected(policy)
+
     def may_refine(self, policy: Policy) -> bool:
         """Whether a policy may take the place of the winner."""
         wanted = self.eligible(policy) or self.variant_eligible(policy)
@@ -76,9 +80,11 @@ class Proof:
         outcomes = (pair for one in self.rounds for pair in one.outcomes.items())
         return {policy: outcome for policy, outcome in outcomes if isinstance(outcome, Failure)}
 
-    def is_out(self, policy: Policy) -> bool:
-        """Whether a policy cannot win any more."""
-        return policy in self.failed or self.contest.rejected(policy)
+    @property
+    def is_out(self) -> Eligible:
+        """Tells whether a policy cannot win any more, by what has failed until now."""
+        failed, rejected = self.failed, self.contest.rejected
+        return lambda policy: policy in failed or rejected(policy)
 
     @property
     def candidate(self) -> Policy | None:
@@ -100,16 +106,16 @@ class Proof:
         if verdict is None:
             return []
         winner = verdict.winner.policy
-        rivals = [
-            p for p in self.finals[-1].outcomes if p != winner and self.contest.eligible(p) and not self.is_out(p)
-        ]
+        is_out, eligible = self.is_out, self.contest.eligible
+        rivals = [p for p in self.finals[-1].outcomes if p != winner and eligible(p) and not is_out(p)]
         ratios = {policy: ratio_between(self.finals, policy, winner) for policy in rivals}
         return sorted((p for p in rivals if ratios[p].high > 1), key=lambda p: -ratios[p].value)
 
     def _refined(self) -> Policy | None:
         """What the last refinement found to be faster than the one before, or else that; None where there was none."""
+        is_out = self.is_out
         found = map(self._best_of, reversed(self.refinements))
-        return next((best for best in found if not self.is_out(best)), None)
+        return next((best for best in found if not is_out(best)), None)
 
     def _best_of(self, match: Match) -> Policy:
         """What is shown to be faster than the candidate of a refinement, and may win; else the candidate."""
@@ -132,13 +138,13 @@ class Proof:
 
     def finals_verdict(self, *, doubt: float = 1.0) -> Verdict | None:
         """None where the finals have no interval yet; what failed since cannot win any more."""
-        contest = self.contest
-        rivals = {p for one in self.finals for p in one.outcomes if not self.is_out(p)} - {contest.baseline}
+        contest, is_out = self.contest, self.is_out
+        rivals = {p for one in self.finals for p in one.outcomes if not is_out(p)} - {contest.baseline}
         if not self.finals or (len(self.finals) < 2 and rivals):
             return None
 
         def may_win(policy: Policy) -> bool:
-            return not self.is_out(policy) and contest.eligible(policy)
+            return not is_out(policy) and contest.eligible(policy)
 
         return verdict_of(self.finals, contest.baseline, may_win, doubt=doubt)
 

@@ -70,7 +70,7 @@ class _Stages:
         def enough(rounds: Sequence[Round]) -> bool:
             if settled(rounds, contest.baseline):
                 return True
-            verdict = verdict_of(rounds, contest.baseline, lambda p: contest.eligible(p) and not contest.rejected(p))
+            verdict = verdict_of(rounds, contest.baseline, contest.may_win)
             if verdict is None or verdict.keeps_the_baseline:
                 return verdict is None
             launches = launches_of(rounds)
@@ -87,7 +87,7 @@ class _Stages:
             observer=self.observer,
             seed=contest.seed,
             tried=contest.tried,
-            may_win=lambda policy: contest.eligible(policy) and not contest.rejected(policy),
+            may_win=contest.may_win,
             start_s=self.start_s,
             reserve_s=reserve_s,
         )

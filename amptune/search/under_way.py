@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.subject import Prepared
@@ -18,7 +19,6 @@ from amptune.search.proving import FINALS_SHARE
 from amptune.search.ratios import ENOUGH_LAUNCHES
 from amptune.search.request import TuningRequest
 from amptune.search.sensing import timed_ladder
-from amptune.search.space import Space
 from amptune.search.study import Study, open_study
 
 __all__ = ["FINALISTS", "TuningRun"]
@@ -45,8 +45,12 @@ class TuningRun:
     findings: tuple[Finding, ...] = ()
     proof: Proof | None = None
 
-    def __post_init__(self) -> None:
-        self.study = self._opened()
+    @cached_property
+    def study(self) -> Study:
+        """Opened when it is first asked for: once the space is narrowed, or when that is interrupted."""
+        candidates = self.candidates
+        name, space, stored = candidates.study_name, candidates.space, candidates.stored
+        return open_study(self.request.study, name, space, candidates.policy_of, seed=self.request.seed, stored=stored)
 
     def narrow(self, evaluator: Evaluator) -> None:
         """Times modules by themselves and judges each dtype: which modules there are reasons to keep in FP32."""
@@ -55,12 +59,6 @@ class TuningRun:
         candidates = candidates_for(prepared, request.wanted, ladder)
         guard = guard_against(self.judge, candidates.autocast_alone, prepared.subject)
         self.candidates, self.findings = candidates.guarded(guard.safeguards), guard.findings
-        self.study = self._opened(stored=candidates.space)
-
-    def _opened(self, stored: Space | None = None) -> Study:
-        name, space = self.candidates.study_name, self.candidates.space
-        to_policy, seed = self.candidates.policy_of, self.request.seed
-        return open_study(self.request.study, name, space, to_policy, seed=seed, stored=stored)
 
     def enter_proof(self, start_s: float) -> Proof:
         """Who is compared behind the search: the baseline, stock PyTorch, the AMP recipes and the fastest trials."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,21 +43,6 @@ each_device = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def _a_step_takes_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Training, "step_s", lambda _: 1.0)
-
-
-@pytest.fixture(autouse=True)
-def _collecting_garbage_is_quick() -> Iterator[None]:
-    """The bench does so after every look, and the libraries' own objects are many."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture(autouse=True)
-def _the_generator_is_put_back() -> Iterator[None]:
-    state = torch.get_rng_state()
-    yield
-    torch.set_rng_state(state)
 
 
 def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

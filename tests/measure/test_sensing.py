@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,21 +21,6 @@ from amptune.policy.settings import STOCK
 
 CPU = torch.device("cpu")
 BOTH: tuple[Half, ...] = ("bf16", "fp16")
-
-
-@pytest.fixture(autouse=True)
-def _collecting_garbage_is_quick() -> Iterator[None]:
-    """The bench does so after every look, and the libraries' own objects are many."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture(autouse=True)
-def _the_generator_is_put_back() -> Iterator[None]:
-    state = torch.get_rng_state()
-    yield
-    torch.set_rng_state(state)
 
 
 def workload_of(model: nn.Module | Callable[[], nn.Module], shape: tuple[int, ...] = (8,), **more: object) -> Workload:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,21 +24,6 @@ from faults import FAULTS
 CPU = torch.device("cpu")
 BF16, FP16 = amp_recipe("bf16"), amp_recipe("fp16")
 FAULT = {fault.name: fault for fault in FAULTS}
-
-
-@pytest.fixture(autouse=True)
-def _collecting_garbage_is_quick() -> Iterator[None]:
-    """The bench does so after every look, and the libraries' own objects are many."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture(autouse=True)
-def _the_generator_is_put_back() -> Iterator[None]:
-    state = torch.get_rng_state()
-    yield
-    torch.set_rng_state(state)
 
 
 def workload_of(model: Callable[[], nn.Module], shape: tuple[int, ...] = (8,), **more: object) -> Workload:
