@@ -10,7 +10,7 @@ from amptune.hardware.machine import Hardware
 from amptune.measure.noticing import noticed
 from amptune.measure.outcome import Measurement
 from amptune.measure.subject import Prepared, Subject
-from amptune.policy.file import PolicyFile
+from amptune.policy.file import Evidence, PolicyFile
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.ablation import Ablated, ablated, dropped
@@ -56,6 +56,10 @@ class Decision:
         """The same as it was measured: the batch size of the workload is not written out."""
         return self.verdict.winner.policy
 
+    def with_evidence(self, evidence: Evidence) -> Decision:
+        """The same, with this in its policy file."""
+        return replace(self, policy_file=replace(self.policy_file, evidence=evidence))
+
     @property
     def speedup(self) -> Ratio:
         """Samples per second under the policy over those of the baseline."""
@@ -82,7 +86,6 @@ def decide(
     `noticed_before` are findings from before the search.
     """
     compared = proof.verdict()
-    provisional = provisional or compared is None
     verdict = compared or _verdict_of_trials(trials, proof)
     if verdict is None:
         return None
@@ -93,23 +96,11 @@ def decide(
     own = (*verdict.findings, *(_findings(proof, verdict) if compared else ()), *noticed_before)
     findings = (*own, *_of_numerics(judge, verdict, finalists), *_of_machine(trials, proof))
     policy = verdict.winner.policy
-    return Decision(
+    decision = Decision(
         policy_file=PolicyFile(
             policy=replace(policy, batch_size=policy.batch_size or prepared.subject.batch_size),
             name=prepared.subject.name,
             valid_for=labels_of(prepared),
-            evidence=evidence_of(
-                verdict,
-                trials,
-                proof.rounds,
-                finalists=finalists,
-                judgement=judge.known(policy),
-                amp_recipe=amp_recipe,
-                ablation=bought,
-                findings=findings,
-                seconds=seconds,
-                provisional=provisional,
-            ),
         ),
         verdict=verdict,
         finalists=finalists,
@@ -120,8 +111,9 @@ def decide(
         hardware=prepared.hardware,
         subject=prepared.subject,
         seconds=seconds,
-        provisional=provisional,
+        provisional=provisional or compared is None,
     )
+    return decision.with_evidence(evidence_of(decision, proof.rounds, judge.known(policy)))
 
 
 def _of_numerics(judge: Judge, verdict: Verdict, finalists: Sequence[Standing]) -> Iterator[Finding]:

@@ -57,16 +57,11 @@ def checked_in_a_loop(trainer: Trainer, decision: Decision, budget: Budget) -> D
 
 
 def _with(decision: Decision, findings: tuple[Finding, ...], figures: dict[str, Any] | None) -> Decision:
-    file = decision.policy_file
-    evidence = file.evidence.copy()
+    evidence = decision.policy_file.evidence.copy()
     evidence["findings"] = [*evidence.get("findings", []), *(finding.as_dict() for finding in findings)]
     if figures is not None:
         evidence["end_to_end"] = figures
-    return replace(
-        decision,
-        findings=(*decision.findings, *findings),
-        policy_file=replace(file, evidence=in_order(evidence)),
-    )
+    return replace(decision, findings=(*decision.findings, *findings)).with_evidence(in_order(evidence))
 
 
 def _figures(timing: LoopTiming) -> dict[str, Any]:

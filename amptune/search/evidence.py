@@ -6,19 +6,21 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from amptune.measure.outcome import Measurement, Outcome
 from amptune.measure.subject import Prepared
 from amptune.policy.file import Evidence
-from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.policy.wire import policy_to_dict
 from amptune.search.ablation import Ablated
-from amptune.search.decision import Standing, Verdict
+from amptune.search.decision import Standing
 from amptune.search.gate import ILL_CONDITIONED, Judgement
 from amptune.search.ratios import Round
 from amptune.search.trial import Trial
+
+if TYPE_CHECKING:
+    from amptune.search.deciding import Decision
 
 __all__ = ["evidence_of", "in_order", "labels_of", "numerics_of", "parity_of"]
 
@@ -36,40 +38,29 @@ def labels_of(prepared: Prepared) -> dict[str, str]:
     return {**labels, "model": prepared.subject.model_digest}
 
 
-def evidence_of(
-    verdict: Verdict,
-    trials: Sequence[Trial],
-    rounds: Sequence[Round],
-    *,
-    finalists: Sequence[Standing],
-    judgement: Judgement | None,
-    amp_recipe: Standing | None,
-    ablation: Sequence[Ablated],
-    findings: Sequence[Finding],
-    seconds: float,
-    provisional: bool,
-) -> Evidence:
+def evidence_of(decision: Decision, rounds: Sequence[Round], judgement: Judgement | None) -> Evidence:
     """The policy file's `evidence`, from the comparisons (or, provisionally, from the trials).
 
     In the order of the format, so that a reader meets the claim before the figures of all finalists.
     """
-    winner = verdict.winner
+    verdict = decision.verdict
+    winner, baseline = verdict.winner, verdict.baseline
     own: Any = _own_figures(winner)
     evidence = Evidence(
-        baseline=_figures(verdict.baseline),
-        parity=parity_of(trials, rounds, winner.policy, verdict.baseline.policy) | numerics_of(judgement),
-        finalists=[_figures(standing) for standing in finalists],
-        findings=[finding.as_dict() for finding in findings],
+        baseline=_figures(baseline),
+        parity=parity_of(decision.trials, rounds, winner.policy, baseline.policy) | numerics_of(judgement),
+        finalists=[_figures(standing) for standing in decision.finalists],
+        findings=[finding.as_dict() for finding in decision.findings],
         tuned_on=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        trials=len(trials),
-        seconds=round(seconds, 1),
+        trials=len(decision.trials),
+        seconds=round(decision.seconds, 1),
     )
     evidence.update(own)
-    if amp_recipe is not None:
-        evidence["amp_recipe"] = _figures(amp_recipe)
-    if ablation:
-        evidence["ablation"] = {one.variant.setting: _bought(one) for one in ablation}
-    if provisional:
+    if decision.amp_recipe is not None:
+        evidence["amp_recipe"] = _figures(decision.amp_recipe)
+    if decision.ablation:
+        evidence["ablation"] = {one.variant.setting: _bought(one) for one in decision.ablation}
+    if decision.provisional:
         evidence["provisional"] = True
     return in_order(evidence)
 
