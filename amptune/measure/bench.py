@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from amptune.errors import TargetError
 from amptune.hardware.nvml import NvmlGpu
 from amptune.measure.clock import clock_for
+from amptune.measure.compiling import Compilations
 from amptune.measure.failing import NonFiniteError, failure_of
 from amptune.measure.memory import memory_for
 from amptune.measure.outcome import Effort, Measurement, Outcome
@@ -33,35 +34,52 @@ from amptune.workload.user_errors import user_code
 __all__ = ["Bench"]
 
 SEED = 0
-# Enough different batches that a step cannot live on one cached input, few enough to keep on the device.
-BATCHES = 3
-# The first steps' losses are kept to compare policies; fewer where a step is slow.
+# Enough different batches that a step cannot live on one cached input, few enough to keep on the device. Where one is
+# larger than any cache, as many as training holds that copies the next while it works on this one.
+BATCHES, LARGE_BATCHES = 3, 2
+LARGE_BYTES = 256 * 2**20
+# Batches of other sizes are kept on the CPU as long as they are smaller than this together.
+KEPT_BYTES = 2**30
+# The first steps' losses are kept to compare policies; fewer where a step is slow. CUDA graphs are recorded in the
+# second, so a compiled step shows its time in a later one.
 FIRST_STEPS = 8
+LEAST_FIRST_STEPS, LEAST_FIRST_STEPS_COMPILED = 3, 5
 FIRST_STEPS_S = 2.0
 # A step too slow to be of interest is timed this often.
 SLOW_STEPS = 2
+# CUDA graphs keep their memory from one trial of a policy to the next, up to this share of the device's.
+GRAPHS_SHARE = 1 / 8
 
 
 class Bench:
     """Holds the model between trials: on the CPU, with its initial weights aside, so every trial starts the same.
 
-    `seed` is that of weights, batches and training. Building raises `TargetError` or `UserCodeError`. A trial that
+    `seed` is that of weights, batches and training; a trial whose peak is above `memory_mib` fails. Building raises `TargetError` or `UserCodeError`. A trial that
     fails is a value of `measure`; it raises only where the device is beyond giving its memory back.
     """
 
     def __init__(
-        self, workload: Workload, device: torch.device, nvml: NvmlGpu | None = None, *, seed: int = SEED
+        self,
+        workload: Workload,
+        device: torch.device,
+        nvml: NvmlGpu | None = None,
+        *,
+        seed: int = SEED,
+        memory_mib: float | None = None,
     ) -> None:
         self.workload = workload
         self._seed = seed
         self.device = device
+        self._memory_mib = memory_mib
         self._clock = clock_for(device)
         self._memory = memory_for(device)
         self._sampler = Sampler(self._clock, Instruments(nvml, self._memory))
-        self._batches: dict[tuple[int, int], list[Any]] = {}
+        self._batches: dict[tuple[int, int | None], list[Any]] = {}
+        self._compilations = Compilations()
         self._build()
 
     def _build(self) -> None:
+        self._compilations.forget()
         self.model = _built_model(self.workload, self._seed)
         self._initial = [tensor.detach().clone() for tensor in self._state()]
         self._initial_sums: tuple[float, ...] | None = None
@@ -90,6 +108,7 @@ class Bench:
         The step takes the next of `batches`, which must be on the device; by default a few cached ones in turn.
         """
         self._restore()
+        self._compilations.begin(policy)
         batches = batches or cycle(self._on_device(policy.batch_size or self.workload.batch_size))
         self._memory.reset()
         self.model.to(self.device)
@@ -99,8 +118,10 @@ class Bench:
 
     def _measure(self, tuned: Tuned, stepper: Stepper, effort: Effort) -> Measurement:
         started_s = self._clock.now_s()
-        losses, norm, last_ms = self._first_steps(stepper)
+        least = LEAST_FIRST_STEPS if tuned.policy.compile == "off" else LEAST_FIRST_STEPS_COMPILED
+        losses, norm, last_ms = self._first_steps(stepper, least)
         warm_s = self._clock.now_s()
+        compiled = self._compilations.graphs
         slow = effort.abandon_above_ms is not None and last_ms > effort.abandon_above_ms
         warm_up = WarmUp(step_ms=last_ms) if slow else self._sampler.warm_up(stepper, last_ms, effort)
         warmup_s = self._clock.now_s() - warm_s
@@ -113,6 +134,7 @@ class Bench:
         batches = tuned.accumulate if self.workload.step is None else 1  # a step of the user's own is given one
         samples = (tuned.policy.batch_size or self.workload.batch_size) * batches
         allocated, reserved = self._memory.peak_mib()
+        self._require_within_limit(allocated)
         kept = sample.kept
         return Measurement(
             samples_per_step=samples,
@@ -130,18 +152,26 @@ class Bench:
             abandoned=slow,
             steady=warm_up.steady,
             discarded=sample.discarded,
+            startup_s=max(0.0, warm_s - started_s - len(losses) * last_ms / 1000),
+            graph_breaks=self._compilations.breaks,
+            recompiled=self._compilations.graphs - compiled,
             contaminated_by=kept.contaminated_by,
             sm_clock_mhz=kept.after.sm_clock_mhz,
             temperature_c=kept.after.temperature_c,
         )
 
-    def _first_steps(self, stepper: Stepper) -> tuple[tuple[float, ...], float | None, float]:
+    def _require_within_limit(self, peak_mib: float) -> None:
+        """A GPU's allocator keeps the limit by itself."""
+        if self._memory_mib is not None and peak_mib > self._memory_mib:
+            raise MemoryError(f"its peak of {peak_mib:,.0f} MiB is above the {self._memory_mib:,.0f} MiB allowed")
+
+    def _first_steps(self, stepper: Stepper, least: int) -> tuple[tuple[float, ...], float | None, float]:
         """(losses, gradient norm of the first, time of the last in ms)."""
         start_s = self._clock.now_s()
         loss, norm = stepper.first_step()
         losses = [loss]
         took_ms = 0.0
-        while len(losses) < FIRST_STEPS and (len(losses) < 3 or self._clock.now_s() - start_s < FIRST_STEPS_S):
+        while len(losses) < FIRST_STEPS and (len(losses) < least or self._clock.now_s() - start_s < FIRST_STEPS_S):
             (took_ms,) = self._clock.time_steps(lambda: losses.append(float(stepper())), 1)
         broken = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
         if broken is not None:
@@ -152,13 +182,29 @@ class Bench:
         cached = self.batches(samples)
         return [map_tensors(lambda tensor: tensor.to(self.device, copy=True), batch) for batch in cached]
 
-    def batches(self, samples: int, count: int = BATCHES) -> list[Any]:
-        """The same batches for every policy, drawn once under a fixed seed and kept on the CPU."""
+    def batches(self, samples: int, count: int | None = None) -> list[Any]:
+        """The same batches for every policy, drawn once under a fixed seed and kept on the CPU.
+
+        Without a `count`, a few; of large ones two.
+        """
         if (samples, count) not in self._batches:
-            _seed_everything(self._seed)
-            with user_code(f"batch({samples})"):
-                self._batches[samples, count] = [self.workload.batch(samples) for _ in range(count)]
+            self._make_room()
+            self._batches[samples, count] = self._drawn(samples, count)
         return self._batches[samples, count]
+
+    def _drawn(self, samples: int, count: int | None) -> list[Any]:
+        _seed_everything(self._seed)
+        with user_code(f"batch({samples})"):
+            batches = [self.workload.batch(samples)]
+            count = count or (BATCHES if _bytes_of(batches) < LARGE_BYTES else LARGE_BATCHES)
+            return batches + [self.workload.batch(samples) for _ in range(count - 1)]
+
+    def _make_room(self) -> None:
+        """Forgets batches of sizes that are not the workload's own, where they have grown large."""
+        others = [key for key in self._batches if key[0] != self.workload.batch_size]
+        if _bytes_of([self._batches[key] for key in others]) > KEPT_BYTES:
+            for key in others:
+                del self._batches[key]
 
     def restart(self, offset: int = 0) -> None:
         """Within `on_device`: the initial weights again, and the random generators seeded, `offset` from the first."""
@@ -200,6 +246,13 @@ class Bench:
             self.model.to("cpu")
             torch._C._cuda_clearCublasWorkspaces()  # they hold 64 MiB on Hopper
             torch.cuda.empty_cache()
+            if torch.cuda.memory_reserved() > GRAPHS_SHARE * torch.cuda.get_device_properties(self.device).total_memory:
+                self._compilations.forget()
+                torch.cuda.empty_cache()
+
+
+def _bytes_of(batches: Sequence[Any]) -> int:
+    return sum(tensor.nbytes for tensor in tensors_in(list(batches)))
 
 
 def _sums_of(tensors: Sequence[Any]) -> tuple[float, ...]:

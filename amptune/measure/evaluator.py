@@ -43,6 +43,10 @@ class Evaluator(Protocol):
 
     def measure(self, policy: Policy, effort: Effort) -> Outcome: ...
 
+    def measure_alone(self, policy: Policy, effort: Effort) -> Outcome:
+        """The same with the device's memory to itself."""
+        ...
+
     def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:
         """How training under a policy differs from training in the user's FP32.
 
@@ -64,18 +68,21 @@ class Evaluator(Protocol):
 
 @dataclass
 class WorkerEvaluator:
-    """This machine, measured in worker processes: while searching, one for each `cudnn.benchmark` setting.
+    """This machine, measured in worker processes: while searching, one for each `cudnn.benchmark` setting, and of each
+    kind one that compiles and one that does not.
 
     PyTorch caches cuDNN's execution plans by shape, dtype and layout but not by that flag, so whichever
     setting meets a shape first decides for both (aten/src/ATen/native/cudnn/Conv_v8.cpp). The workers never
-    measure at the same time, and each hands its device memory back after every trial.
+    measure at the same time, and each hands its device memory back after every trial, CUDA graphs of a moderate size
+    aside. With `memory_mib` none may have more than that of it.
     """
 
     source: Source
     device: str | None
     log: Path
-    _workers: dict[Policy | bool, WorkerProcess] = field(default_factory=dict)
-    _room: int = 2
+    memory_mib: float | None = None
+    _workers: dict[Policy | tuple[bool, bool], WorkerProcess] = field(default_factory=dict)
+    _room: int = 0
     _reference: Reference | Failure | None = None
 
     def prepare(self, limit_s: float) -> Prepared:
@@ -88,7 +95,8 @@ class WorkerEvaluator:
         self._room = max(2, workers_that_fit())
         self.close()
         self._workers = {policy: self._new() for policy in policies}
-        starting = [one.begin(START_LIMIT_S, worker.get_ready) for one in list(self._workers.values())[: self._room]]
+        first = list(dict.fromkeys(policies))[: self._room]
+        starting = [self._workers[policy].begin(START_LIMIT_S, worker.get_ready, policy) for policy in first]
         for wait in starting:
             wait()  # what went wrong is told by the first measurement
 
@@ -97,6 +105,10 @@ class WorkerEvaluator:
         if isinstance(outcome, Failure) and outcome.kind == "oom" and self._stop_others(policy):
             return self._measure(policy, effort)  # idle workers hold a CUDA context each, which training will not
         return outcome
+
+    def measure_alone(self, policy: Policy, effort: Effort) -> Outcome:
+        self._stop_others(policy)
+        return self._measure(policy, effort)
 
     def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:
         if self._reference is None:
@@ -145,11 +157,11 @@ class WorkerEvaluator:
         return reply.outcome
 
     def _worker(self, policy: Policy) -> WorkerProcess:
-        """The policy's own worker if one was launched for it, else that of its `cudnn.benchmark` setting."""
-        key = policy if policy in self._workers else policy.cudnn_benchmark
+        """The policy's own worker if one was launched for it, else that of its kind."""
+        key = policy if policy in self._workers else (policy.cudnn_benchmark, policy.compile != "off")
         process = self._workers.pop(key, None) or self._new()
         running = [other for other in self._workers.values() if other.runs]
-        if not process.runs and len(running) >= self._room:
+        if not process.runs and len(running) >= (self._room or max(2, len(running) + workers_that_fit())):
             running[0].stop()  # the one that was idle for longest
         self._workers[key] = process
         return process
@@ -163,4 +175,5 @@ class WorkerEvaluator:
         return bool(others)
 
     def _new(self) -> WorkerProcess:
-        return WorkerProcess(Setting(source=self.source, device=self.device, log=self.log))
+        setting = Setting(source=self.source, device=self.device, log=self.log, memory_mib=self.memory_mib)
+        return WorkerProcess(setting)

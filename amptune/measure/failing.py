@@ -18,6 +18,7 @@ _OUT_OF_MEMORY = (
     "can't allocate memory",
     "not enough memory",
 )
+_COMPILER = ("torch._dynamo", "torch._inductor")
 _UNSUPPORTED = ("not implemented for", "is not supported", "not currently supported", "CUDNN_STATUS_NOT_SUPPORTED")
 
 
@@ -69,11 +70,18 @@ def _kind_of(error: BaseException) -> FailureKind:
         return "oom"
     if "CUDNN_STATUS_NOT_SUPPORTED" in text and _memory_is_short():
         return "oom"  # cuDNN's answer when no workspace fits
-    if isinstance(error, NotImplementedError | PolicyApplyError) or _any_in(_UNSUPPORTED, text):
+    if _is_of_the_compiler(error) or isinstance(error, NotImplementedError | PolicyApplyError):
+        return "unsupported"
+    if _any_in(_UNSUPPORTED, text):
         return "unsupported"
     if "CUDA error" in text or "CUBLAS_STATUS" in text or "CUDNN_STATUS" in text:
         return "crash"
     return "error"
+
+
+def _is_of_the_compiler(error: BaseException) -> bool:
+    """Whether torch.compile gave up: no C++ compiler or Triton here, an operation that it cannot lower."""
+    return type(error).__module__.partition(".")[0] == "triton" or type(error).__module__.startswith(_COMPILER)
 
 
 def _any_in(needles: tuple[str, ...], text: str) -> bool:
@@ -89,5 +97,7 @@ def _memory_is_short() -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
+    lines = [line for line in map(str.strip, str(error).splitlines()) if line]
+    if len(lines) > 1 and _is_of_the_compiler(error) and lines[0].endswith(":"):
+        return f"{lines[0]} {lines[1]}"  # "backend='inductor' raised:" says nothing by itself
     return lines[0] if lines else type(error).__name__

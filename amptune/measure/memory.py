@@ -9,9 +9,11 @@ from typing import Protocol
 import psutil
 import torch
 
-__all__ = ["PeakMemory", "memory_for"]
+__all__ = ["PeakMemory", "available_mib", "limit_memory", "memory_for"]
 
 _MIB = 2**20
+# Of a CPU's memory, what a training process may take without the machine beginning to swap.
+CPU_SHARE = 0.8
 
 
 class PeakMemory(Protocol):
@@ -70,6 +72,23 @@ class _ResidentPeakMemory:
 
 def memory_for(device: torch.device) -> PeakMemory:
     return _CudaPeakMemory() if device.type == "cuda" else _ResidentPeakMemory()
+
+
+def available_mib(device: torch.device) -> float:
+    """What this process could have of the device's memory, its own included; by NVML nothing is told of the context."""
+    if device.type != "cuda":
+        own = psutil.Process().memory_info().rss
+        return (psutil.virtual_memory().available * CPU_SHARE + own) / _MIB
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return (free + torch.cuda.memory_reserved(device)) / _MIB
+
+
+def limit_memory(device: torch.device, mib: float) -> None:
+    """Has PyTorch's allocator on a GPU raise out-of-memory beyond so much; a CPU's has no such limit."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, mib * _MIB / total), device)
 
 
 def _high_water_mark_mib() -> float | None:

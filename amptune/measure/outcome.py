@@ -49,6 +49,9 @@ class Measurement:
     first of them, None for a workload with a step of its own. `skipped_share` is the share of steps that the
     loss scaler skipped. Energy is the kept block's alone, and so are the readings of the busy GPU: all of
     NVML's `clock_event_reasons` (a bit mask), the lowest `sm_clock_mhz`, the highest `temperature_c`.
+    `startup_s` is what the first steps took beyond a later one's time: compiling, above all, where nothing lay
+    in a cache. Where the model is compiled, `graph_breaks` says why it is not one graph, and `recompiled` counts
+    the graphs compiled after those first steps: shapes that go on changing.
     """
 
     samples_per_step: int
@@ -67,6 +70,9 @@ class Measurement:
     steady: bool = True
     discarded: tuple[str, ...] = ()
     contaminated_by: tuple[str, ...] = ()
+    startup_s: float = 0.0
+    graph_breaks: tuple[str, ...] = ()
+    recompiled: int = 0
     sm_clock_mhz: int | None = None
     temperature_c: int | None = None
 

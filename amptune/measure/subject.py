@@ -66,7 +66,12 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A worker's first answer: where it runs and what it is to measure."""
+    """A worker's first answer: where it runs and what it is to measure.
+
+    `memory_mib` is what a training process can have of the device's memory: what is free there once its context is
+    open (on a CPU, what is available), or what the user allows. None where that is not known.
+    """
 
     hardware: Hardware
     subject: Subject
+    memory_mib: float | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import math
 import os
 import signal
 import sys
@@ -59,11 +60,15 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Everything a fresh worker needs; `device` is None for the best there is, `log` takes what the user prints."""
+    """Everything a fresh worker needs; `device` is None for the best there is, `log` takes what the user prints.
+
+    Under `memory_mib` a trial that needs more of the device's memory is out of memory, though there may be more.
+    """
 
     source: Source
     device: str | None
     log: Path
+    memory_mib: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +79,8 @@ class Reply:
     broken: bool = False
 
 
+# What it takes to compile a policy's graphs.
+A_FEW_STEPS = Effort(warmup_s=0.0, measure_s=0.0, min_steps=1)
 # A worker that prints in every step must not fill the disk.
 MAX_LOG_BYTES = 20 * 2**20
 
@@ -124,26 +131,31 @@ def prepare() -> Prepared:
     """Builds the workload and looks at its model. Raises `TargetError`, `UserCodeError` or `DeviceError`."""
     from amptune.hardware.probing import probe
     from amptune.measure.inspecting import inspect_model
+    from amptune.measure.memory import available_mib
 
+    limit = _State.setting.memory_mib
     try:
         return Prepared(
             hardware=probe(_State.setting.device),
             subject=inspect_model(_bench(), _source_digest(_State.setting.source)),
+            memory_mib=min(available_mib(_bench().device), math.inf if limit is None else limit),
         )
     except Exception:
         traceback.print_exc()  # into the log; the caller gets the words alone
         raise
 
 
-def get_ready() -> None:
+def get_ready(policy: Policy) -> None:
     """Builds the workload ahead of its first trial and warms the process up, so that workers do so at the same time.
 
-    What goes wrong is left to that trial to report.
+    A policy that compiles is compiled: that is work for the CPU. What goes wrong is left to that trial to report.
     """
     from amptune.measure.warming import warm_up
 
     try:
         warm_up(_bench().device)
+        if policy.compile != "off":
+            _bench().measure(policy, A_FEW_STEPS)
     except BaseException:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
         traceback.print_exc()  # into the log
 
@@ -224,13 +236,17 @@ def _bench() -> Bench:
         from amptune.hardware.nvml import open_gpu
         from amptune.hardware.probing import probe
         from amptune.measure.bench import Bench
+        from amptune.measure.memory import limit_memory
 
         gpu = probe(_State.setting.device).gpu
         if gpu is not None:
             torch.cuda.set_device(gpu.index)
         device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu.index)
         nvml = open_gpu(gpu.uuid) if gpu is not None and gpu.uuid else None
-        _State.bench = Bench(_workload(_State.setting.source), device, nvml)
+        limit = _State.setting.memory_mib
+        if limit is not None:
+            limit_memory(device, limit)
+        _State.bench = Bench(_workload(_State.setting.source), device, nvml, memory_mib=limit)
     return _State.bench
 
 

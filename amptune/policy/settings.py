@@ -24,7 +24,7 @@ __all__ = [
 Autocast = Literal["off", "bf16", "fp16"]
 Fp32Math = Literal["stock", "ieee", "tf32"]
 MemoryFormat = Literal["contiguous", "channels_last", "channels_last_3d"]
-CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune"]
+CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 # For pydantic, where a file is read into these classes: a key that is none of their fields is an error.
 _STRICT = {"extra": "forbid"}

@@ -388,6 +388,9 @@ class SyntheticEvaluator:
         self._processes = {policy: self._new_process() for policy in policies}
         self.clock.advance(self.trouble.launch_s)
 
+    def measure_alone(self, policy: Policy, effort: Effort) -> Outcome:
+        return self.measure(policy, effort)
+
     def measure(self, policy: Policy, effort: Effort) -> Outcome:
         self.measured.append(policy)
         start_s = self.clock()

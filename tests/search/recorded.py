@@ -127,6 +127,9 @@ class RecordedEvaluator:
             gradient_norm=3.0,
         )
 
+    def measure_alone(self, policy: Policy, effort: Effort) -> Outcome:
+        return self.measure(policy, effort)
+
     def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:  # noqa: ARG002
         self.judged.append(policy)
         return self.parity(policy)
