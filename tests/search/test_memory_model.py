@@ -1,0 +1,286 @@
+"""Memory as a function of the batch size, from few observations."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from amptune.measure.outcome import Failure, Measurement, Outcome
+from amptune.policy.settings import STOCK, Fp32Math, Policy, amp_recipe
+from amptune.search.memory_model import Arm, Fit, FixedPart, MemoryModel, Observation, arm_of, observation_of
+
+LIMIT_MIB = 140_000.0
+WEIGHTS = FixedPart.of_weights(25_000_000)
+OOM = Failure(kind="oom", message="CUDA out of memory")
+RECORDED = json.loads((Path(__file__).parent / "h200_grid.json").read_text())["rows"]
+
+
+def measured(allocated_mib: float, reserved_mib: float | None = None, *, retries: int = 0) -> Measurement:
+    return Measurement(
+        samples_per_step=1,
+        step_ms=(1.0,),
+        warmup_s=0.0,
+        warmup_steps=0,
+        peak_allocated_mib=allocated_mib,
+        peak_reserved_mib=reserved_mib or 1.01 * allocated_mib,
+        losses=(),
+        alloc_retries=retries,
+    )
+
+
+def model_of(*seen: tuple[int, Outcome], policy: Policy = STOCK, fixed: FixedPart = WEIGHTS) -> MemoryModel:
+    model = MemoryModel(limit_mib=LIMIT_MIB, fixed=fixed)
+    return model.with_outcomes((policy, n, outcome) for n, outcome in seen)
+
+
+def fit_to(*seen: tuple[int, Outcome], fixed: FixedPart = WEIGHTS) -> Fit:
+    fit = model_of(*seen, fixed=fixed).fit(STOCK)
+    assert fit is not None
+    return fit
+
+
+def on_a_line(*sizes: int, fixed_mib: float = 300.0, each_mib: float = 100.0) -> list[tuple[int, Outcome]]:
+    return [(n, measured(fixed_mib + each_mib * n)) for n in sizes]
+
+
+def test_both_half_types_are_one_arm_and_ieee_math_is_another() -> None:
+    assert arm_of(amp_recipe("bf16")) == arm_of(amp_recipe("fp16")) != arm_of(STOCK)
+    assert arm_of(STOCK) == arm_of(Policy(fp32_math="tf32")) != arm_of(Policy(fp32_math="ieee"))
+    assert arm_of(Policy(cudnn_benchmark=True)) != arm_of(STOCK)
+    assert arm_of(Policy(batch_size=8, fused_optimizer=True)) == arm_of(STOCK)
+
+
+def test_peaks_recorded_on_an_h200_agree_within_an_arm() -> None:
+    """Within 4 %, but for SE-ResNeXt50, where cudnn.benchmark finds a large workspace in fp16 and none in bf16."""
+    peaks = defaultdict(list)
+    for row in RECORDED:
+        if row["cudnn_benchmark"] and row["workload"] == "seresnext50_cifar":
+            continue
+        peaks[row["workload"], recorded_arm(row)].append(row["peak_allocated_mib"])
+    assert len(peaks) > 40
+    assert max(max(group) / min(group) for group in peaks.values()) < 1.04
+
+
+def test_peaks_recorded_on_an_h200_differ_between_ieee_math_and_stock() -> None:
+    """So that one arm for both would be wrong."""
+    deeplab = {
+        row["precision"]: row["peak_allocated_mib"]
+        for row in RECORDED
+        if row["workload"] == "deeplabv3p" and not row["cudnn_benchmark"] and row["memory_format"] == "contiguous"
+    }
+    assert deeplab["fp32"] > 5 * deeplab["tf32"]
+
+
+@pytest.mark.parametrize("workload", sorted({row["workload"] for row in RECORDED}))
+def test_no_policy_that_ran_on_an_h200_is_taken_for_an_out_of_memory(workload: str) -> None:
+    """Whatever else is known of the workload, at the limit of an H200 and at one of just what the policy took."""
+    rows = [row for row in RECORDED if row["workload"] == workload]
+    for row in rows:
+        for limit_mib in (LIMIT_MIB, 1.01 * row["peak_allocated_mib"]):
+            model = MemoryModel(limit_mib=limit_mib, fixed=FixedPart.of_weights(10**7))
+            for other in rows:
+                if other["peak_allocated_mib"] <= limit_mib and other is not row:
+                    model = model.with_outcome(
+                        recorded_policy(other), other["batch_size"], measured(other["peak_allocated_mib"])
+                    )
+            assert not model.predicts_oom(recorded_policy(row), row["batch_size"])
+
+
+def recorded_policy(row: dict[str, str]) -> Policy:
+    maths: dict[str, Fp32Math] = {"fp32": "ieee", "tf32": "tf32"}
+    half = row["precision"] not in maths
+    return Policy(
+        autocast=row["precision"] if half else "off",  # type: ignore[arg-type]
+        fp32_math=maths.get(row["precision"], "stock"),
+        memory_format=row["memory_format"],  # type: ignore[arg-type]
+        cudnn_benchmark=bool(row["cudnn_benchmark"]),
+        compile=row["compile"],  # type: ignore[arg-type]
+    )
+
+
+def recorded_arm(row: dict[str, str]) -> Arm:
+    return arm_of(recorded_policy(row))
+
+
+def test_only_a_peak_and_an_out_of_memory_say_something_about_memory() -> None:
+    assert observation_of(8, OOM) == Observation(batch_size=8)
+    assert observation_of(8, Failure(kind="nonfinite", message="the loss is nan")) is None
+    assert observation_of(8, measured(10.0, 12.0, retries=2)) == Observation(
+        batch_size=8, allocated_mib=10.0, reserved_mib=12.0, alloc_retries=2
+    )
+    assert model_of((8, Failure(kind="timeout", message=""))).fit(STOCK) is None
+
+
+@given(
+    fixed_mib=st.floats(0, 60_000),
+    each_mib=st.floats(0.05, 10_000),
+    sizes=st.lists(st.integers(1, 4096), min_size=1, max_size=4, unique=True),
+)
+def test_bounds_hold_what_a_clean_line_does(fixed_mib: float, each_mib: float, sizes: list[int]) -> None:
+    """Whatever is seen of it, if what is fixed is explained by the prior."""
+    fixed = FixedPart(least_mib=fixed_mib / 2, most_mib=2 * fixed_mib + 1)
+    seen = [(n, peak) for n, peak in on_a_line(*sizes, fixed_mib=fixed_mib, each_mib=each_mib)]
+    fit = model_of(*seen, fixed=fixed).fit(STOCK)
+    assert fit is not None
+    for n in (max(sizes), max(sizes) + 1, 2 * max(sizes), 7 * max(sizes)):
+        assert fit.least_mib(n) <= fixed_mib + each_mib * n <= fit.most_mib(n) + 1e-6
+    largest = int((LIMIT_MIB - fixed_mib) / each_mib)
+    if max(sizes) <= largest / 1.02:
+        assert fit.surely <= largest <= fit.at_most(10**9)
+
+
+def test_three_runs_on_a_line_leave_little_doubt_near_the_largest_of_them() -> None:
+    fit = fit_to(*on_a_line(32, 500, 1300))
+    assert fit.most_slope == pytest.approx(100, rel=0.02)
+    assert fit.least_slope == pytest.approx(100, rel=0.02)
+    assert 1350 <= fit.surely <= 1397 <= fit.at_most(10**6) <= 1430
+    assert fit.peak_mib(1390) == pytest.approx(139_300, rel=0.001)
+
+
+def test_the_farther_away_the_more_doubt_there_is() -> None:
+    fit = fit_to(*on_a_line(16, 64))
+    widths = [(fit.most_mib(n) - fit.least_mib(n)) / fit.peak_mib(n) for n in (64, 128, 512, 1024)]
+    assert widths == sorted(widths)
+    assert widths[0] < 0.02 < 0.15 < widths[-1]
+
+
+def test_peaks_that_scatter_leave_more_doubt_than_those_on_a_line() -> None:
+    scattered = [(n, measured(300 + 100 * n * bump)) for n, bump in ((100, 1.05), (300, 0.95), (600, 1.05), (900, 1.0))]
+    rough, clean = fit_to(*scattered), fit_to(*on_a_line(100, 300, 600, 900))
+    assert rough.most_slope - rough.least_slope > 3 * (clean.most_slope - clean.least_slope)
+    assert rough.surely < clean.surely
+    assert rough.at_most(10**6) > clean.at_most(10**6)
+
+
+def test_from_one_run_the_weights_bound_what_a_sample_takes() -> None:
+    fit = fit_to((10, measured(WEIGHTS.most_mib + 1000, WEIGHTS.most_mib + 1000)))
+    assert fit.least_slope == pytest.approx(100)
+    assert fit.most_slope == pytest.approx((WEIGHTS.most_mib - WEIGHTS.least_mib + 1000) / 10)
+
+
+def test_from_one_run_another_arm_helps() -> None:
+    """Its fixed part: IEEE math and stock have the same weights, gradients and optimizer state."""
+    model = model_of(*on_a_line(16, 64, 256, fixed_mib=20_000))
+    alone = model_of((64, measured(26_000)), policy=amp_recipe("bf16"), fixed=FixedPart()).fit(amp_recipe("bf16"))
+    helped = replace(model, fixed=FixedPart()).with_outcome(amp_recipe("bf16"), 64, measured(26_000))
+    fit = helped.fit(amp_recipe("bf16"))
+    assert alone is not None
+    assert fit is not None
+    assert alone.least_slope == 0.0
+    assert alone.most_slope == pytest.approx(1.01 * 26_000 / 64)
+    assert fit.least_slope < 6000 / 64 < fit.most_slope < 1.2 * 6000 / 64
+
+
+def test_a_prediction_goes_eight_times_beyond_the_largest_run() -> None:
+    """And 64 times where even twice as much as in proportion would fit."""
+    assert fit_to(*on_a_line(10, 20, fixed_mib=60_000, each_mib=1)).surely == 160
+    assert fit_to(*on_a_line(1, 2, fixed_mib=10, each_mib=1)).surely == 128
+
+
+def test_small_batches_with_the_same_peak_say_little_of_what_a_sample_takes() -> None:
+    """Their peak is in the optimizer step: 9 to 72 looks like a tenth of a percent a sample, and may be far more."""
+    flat = fit_to((4, measured(60_000)), (9, measured(60_000)), (72, measured(70_000)))
+    slope = 10_000 / 63
+    assert flat.most_slope > 2 * slope
+    rising = fit_to((4, measured(70_000 - 68 * slope)), (36, measured(70_000 - 36 * slope)), (72, measured(70_000)))
+    assert rising.most_slope < 1.3 * slope
+
+
+def test_an_out_of_memory_bounds_from_above() -> None:
+    before = fit_to(*on_a_line(32, 500))
+    after = fit_to(*on_a_line(32, 500), (900, OOM))
+    assert before.surely > 900
+    assert after.surely < 900
+    assert after.at_most(10**6) == 899
+    assert after.was_contradicted
+    assert not fit_to(*on_a_line(32, 500), (2000, OOM)).was_contradicted
+
+
+def test_an_out_of_memory_below_what_ran_later_is_no_bound() -> None:
+    fit = fit_to((300, OOM), *on_a_line(32, 500))
+    assert fit.smallest_failed is None
+    assert fit.surely > 500
+
+
+def test_a_run_under_pressure_counts_as_one_that_ran_but_its_peak_does_not() -> None:
+    """Workspaces gave way: its peak is that of a full memory, not what it would have been."""
+    calm = fit_to(*on_a_line(32, 500))
+    pressed = fit_to(*on_a_line(32, 500), (1800, measured(139_000, LIMIT_MIB, retries=3)))
+    assert pressed.largest_run == 1800
+    assert (pressed.least_slope, pressed.most_slope) == (calm.least_slope, calm.most_slope)
+    assert pressed.was_surprised
+    assert not calm.was_surprised
+
+
+def test_what_the_weights_do_not_explain_may_give_way() -> None:
+    """A constant workspace of 60 GB, as cudnn.benchmark has: a third more samples fit without it."""
+    fit = fit_to(*on_a_line(32, 200, 500, fixed_mib=60_300, each_mib=100))
+    assert fit.gives_mib == pytest.approx(60_300 - WEIGHTS.most_mib, rel=0.03)
+    assert fit.surely < 797 < 1300 < fit.at_most(10**6)
+    assert fit_to(*on_a_line(32, 200, 500), fixed=FixedPart()).gives_mib == 0
+
+
+def test_workspaces_that_another_arm_does_without_may_give_way() -> None:
+    """DeepLabV3+ at 4 samples in TF32: 6.6 GB, with cudnn.benchmark 72.6 GB; what fits is decided by the former."""
+    searching = Policy(cudnn_benchmark=True)
+    model = model_of((4, measured(72_623)), policy=searching)
+    alone = model.fit(searching)
+    assert alone is not None
+    assert alone.may_give_more
+    assert alone.at_most(10**6) < 16
+    both = model.with_outcome(STOCK, 4, measured(6614)).fit(searching)
+    assert both is not None
+    assert not both.may_give_more
+    assert both.at_most(10**6) > 70
+    assert not model.with_outcome(STOCK, 4, measured(6614)).predicts_oom(searching, 60)
+
+
+def test_an_out_of_memory_is_predicted_only_where_it_is_clear() -> None:
+    model = model_of(*on_a_line(32, 64))
+    assert not model.predicts_oom(STOCK, 1397)
+    assert not model.predicts_oom(STOCK, 1450)
+    assert model.predicts_oom(STOCK, 2000)
+    assert not model.predicts_oom(amp_recipe("bf16"), 10**6)
+    assert not MemoryModel(limit_mib=LIMIT_MIB).predicts_oom(STOCK, 10**6)
+
+
+def test_an_out_of_memory_that_was_seen_is_predicted_for_larger_batches() -> None:
+    for model in (model_of((64, OOM)), model_of(*on_a_line(8, each_mib=1), (64, OOM))):
+        assert model.predicts_oom(STOCK, 128)
+        assert not model.predicts_oom(STOCK, 65)
+        assert not model.predicts_oom(STOCK, 32)
+
+
+def test_out_of_memory_is_never_predicted_of_what_fits() -> None:
+    """On lines with jumps of up to 10 % and noise, from two small runs."""
+    rng = random.Random(5)
+    missed = 0
+    for _ in range(500):
+        each, fixed = 10 ** rng.uniform(0, 3), rng.uniform(200, 2000)
+        sizes = rng.sample([8, 16, 32, 64], 2)
+        model = model_of(*((n, measured(fixed + each * n * rng.uniform(0.97, 1.03))) for n in sizes))
+        jump = rng.uniform(-0.1, 0.1)
+        largest = int((LIMIT_MIB - fixed) / (each * (1 + jump)))
+        if largest > max(sizes):
+            assert not model.predicts_oom(STOCK, largest)
+            missed += not model.predicts_oom(STOCK, 2 * largest)
+    assert missed < 100
+
+
+def test_the_process_of_a_cpu_is_part_of_what_is_fixed() -> None:
+    fit = fit_to(*on_a_line(64, 256, 1024, fixed_mib=420, each_mib=1), fixed=FixedPart())
+    assert fit.gives_mib == 0
+    assert fit.peak_mib(4096) == pytest.approx(420 + 4096, rel=0.01)
+
+
+def test_an_infinite_prior_explains_everything() -> None:
+    assert FixedPart().most_mib == math.inf
+    assert FixedPart.of_weights(2**20) == FixedPart(least_mib=4.0, most_mib=24.0)
