@@ -54,8 +54,9 @@ GRAPHS_SHARE = 1 / 8
 class Bench:
     """Holds the model between trials: on the CPU, with its initial weights aside, so every trial starts the same.
 
-    `seed` is that of weights, batches and training; a trial whose peak is above `memory_mib` fails. Building raises `TargetError` or `UserCodeError`. A trial that
-    fails is a value of `measure`; it raises only where the device is beyond giving its memory back.
+    `seed` is that of weights, batches and training; a trial whose peak is above `memory_mib` fails. Building raises
+    `TargetError` or `UserCodeError`. A trial that fails is a value of `measure`; it raises only where the device is
+    beyond giving its memory back.
     """
 
     def __init__(
@@ -196,8 +197,9 @@ class Bench:
         _seed_everything(self._seed)
         with user_code(f"batch({samples})"):
             batches = [self.workload.batch(samples)]
-            count = count or (BATCHES if _bytes_of(batches) < LARGE_BYTES else LARGE_BATCHES)
-            return batches + [self.workload.batch(samples) for _ in range(count - 1)]
+            if count is None and _bytes_of(batches) >= LARGE_BYTES:
+                return batches * LARGE_BATCHES  # the same twice: to draw so many takes seconds
+            return batches + [self.workload.batch(samples) for _ in range((count or BATCHES) - 1)]
 
     def _make_room(self) -> None:
         """Forgets batches of sizes that are not the workload's own, where they have grown large."""

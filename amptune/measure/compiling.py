@@ -11,7 +11,7 @@ from amptune.policy.settings import Policy
 __all__ = ["Compilations"]
 
 # A reason for a graph break is a page long; so many are kept, and so much of each.
-REASONS, REASON_CHARACTERS = 3, 160
+REASONS, REASON_CHARACTERS = 3, 200
 
 
 class Compilations:
@@ -54,4 +54,7 @@ def _counters() -> dict[str, Counter[str]]:
 
 
 def _shortened(reason: str) -> str:
-    return " ".join(reason.split())[:REASON_CHARACTERS]
+    """What it is and why, without the hints."""
+    first, *lines = [line.strip() for line in reason.strip().splitlines()] or [""]
+    why = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
+    return f"{first}: {why}"[:REASON_CHARACTERS] if why else first[:REASON_CHARACTERS]

@@ -16,6 +16,7 @@ from amptune.measure.failing import failure_of
 from amptune.measure.subject import Leaf, Module, Subject
 from amptune.policy.settings import STOCK
 from amptune.runtime.digest import model_digest
+from amptune.runtime.fused_optimizer import is_fusable
 from amptune.runtime.nested import map_tensors
 from amptune.runtime.selection import has_forward
 
@@ -38,8 +39,10 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
     """
     leaves = {path: module for path, module in bench.model.named_modules() if not any(module.children())}
     seen = {path: _Seen() for path in leaves}
+    fusable = False
     try:
         with bench.on_device(STOCK) as (_, stepper), _watching(leaves, seen):
+            fusable = is_fusable(stepper.optimizer)
             stepper()
     except Exception as error:  # noqa: BLE001  # reported by the baseline's trial, which repeats it
         print(f"the instrumented step failed: {failure_of(error)}", flush=True)  # noqa: T201  # into the worker's log
@@ -56,6 +59,8 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
         modules=tuple(_module(path, module) for path, module in bench.model.named_modules() if path),
         root_types=_types_of(bench.model),
         tolerance=bench.workload.evaluate_tolerance,
+        fusable=fusable,
+        own_step=bench.workload.step is not None,
     )
 
 

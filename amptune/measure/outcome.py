@@ -21,8 +21,10 @@ class Effort:
     Warm-up ends when the step time is steady or after `warmup_s`; the very first steps, where compiling and
     cudnn.benchmark's search are paid for, come before and are not limited by it. Then steps are timed until
     the 95 % interval on their median is narrow, half its width being `precision` of the median, or for
-    `measure_s`; `min_steps` at least and `max_steps` at most. A step slower than `abandon_above_ms` ends it
-    early with what is there. `time_limit_s` is the hard end, the worker's start included, enforced from outside.
+    `measure_s`; `min_steps` at least and `max_steps` at most. On a device that counts its energy, not for less than
+    `energy_s`, which its counter needs (`max_steps` and `measure_s` hold all the same). A step slower than
+    `abandon_above_ms` ends it early with what is there. `time_limit_s` is the hard end, the worker's start included,
+    enforced from outside.
     """
 
     warmup_s: float = 5.0
@@ -30,6 +32,7 @@ class Effort:
     precision: float = 0.02
     min_steps: int = 5
     max_steps: int = 200
+    energy_s: float = 0.0
     abandon_above_ms: float | None = None
     time_limit_s: float = 60.0
 

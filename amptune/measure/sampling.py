@@ -115,9 +115,10 @@ class Sampler:
 
     def _block(self, step: Step, step_ms: float, effort: Effort) -> Block:
         before = self._instruments.read()
+        least_s = 0.0 if before.energy_j is None else min(effort.energy_s, effort.measure_s)
         busy: list[Readings] = []
         times: list[float] = []
-        while not _enough(times, effort):
+        while not _enough(times, effort, least_s):
             count = min(_stretch(step_ms), effort.max_steps - len(times))
             times += self._clock.time_steps(step, count, lambda: busy.append(self._instruments.clocks()))
             step_ms = statistics.median(times)
@@ -165,11 +166,12 @@ def _rank_for_95_percent(count: int) -> int:
     return rank
 
 
-def _enough(times: Sequence[float], effort: Effort) -> bool:
+def _enough(times: Sequence[float], effort: Effort, least_s: float = 0.0) -> bool:
+    """Whether the median is known, after `least_s` at the least, or there was enough time for it."""
     if len(times) < effort.min_steps:
         return len(times) >= effort.max_steps
     long_enough = sum(times) >= 1000 * effort.measure_s or len(times) >= effort.max_steps
-    return long_enough or median_half_width(times) <= effort.precision
+    return long_enough or (sum(times) >= 1000 * least_s and median_half_width(times) <= effort.precision)
 
 
 def _stretch(step_ms: float) -> int:

@@ -44,6 +44,10 @@ class Stepper:
             self._loss = self._recipe().detach()
         return self._loss
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
     def before_optimizer(self, look: Callable[[torch.optim.Optimizer], None]) -> None:
         """Has `look` called before each optimizer step that the loss scaler lets through."""
         self._optimizer.register_step_pre_hook(lambda optimizer, _args, _kwargs: look(optimizer))

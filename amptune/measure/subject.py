@@ -49,7 +49,8 @@ class Subject:
     """The workload as the search sees it.
 
     `convolution_dims` are the spatial dimensions of its convolutions, `root_types` the names of the model's own class
-    and its bases, `tolerance` how far `evaluate` may be from what it says in FP32.
+    and its bases, `tolerance` how far `evaluate` may be from what it says in FP32. `fusable` is whether there is a
+    fused kernel that its optimizer does not use yet, `own_step` whether the workload has a step of its own.
     """
 
     name: str
@@ -62,6 +63,8 @@ class Subject:
     modules: tuple[Module, ...] = ()
     root_types: tuple[str, ...] = ()
     tolerance: float | None = None
+    fusable: bool = True
+    own_step: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

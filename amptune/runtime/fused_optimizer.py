@@ -8,7 +8,7 @@ import torch
 
 from amptune.policy.findings import Finding
 
-__all__ = ["fuse"]
+__all__ = ["fuse", "is_fusable"]
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> Finding | None:
@@ -26,6 +26,12 @@ def fuse(optimizer: torch.optim.Optimizer) -> Finding | None:
             state["step"] = state["step"].to(device=parameter.device, dtype=torch.float32)
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # as its __init__ does, for GradScaler
     return None
+
+
+def is_fusable(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether fusing would change it: PyTorch has a fused kernel for it here, and it does not use it yet."""
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    return not fused and _obstacle(optimizer) is None
 
 
 def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:

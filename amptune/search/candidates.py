@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from amptune.errors import SpaceError
 from amptune.measure.subject import Prepared, Subject
+from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
 from amptune.search.exclusions import Ladder, ladder_by_intensity
 from amptune.search.space import (
+    BATCH_SIZE,
     EXCLUSIONS,
     HALF,
     Point,
@@ -26,32 +30,88 @@ from amptune.search.space import (
 )
 from amptune.search.space_file import load_space, space_for
 
-__all__ = ["Candidates", "Wanted", "candidates_for"]
+__all__ = ["Candidates", "GlobalBatch", "Wanted", "candidates_for"]
 
-# With --batch-size auto: these multiples of the workload's own batch size.
-BATCH_FACTORS = (0.5, 1, 2, 4, 8, 16)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalBatch:
+    """The samples of one optimizer step, over all devices: batch_size × accumulate × devices, exactly.
+
+    Raises `SpaceError` where they cannot be shared out among the devices.
+    """
+
+    samples: int
+    devices: int = 1
+
+    def __post_init__(self) -> None:
+        if self.samples % self.devices:
+            raise SpaceError(
+                f"a global batch of {self.samples} cannot be shared out evenly among {self.devices} devices"
+            )
+
+    @property
+    def per_device(self) -> int:
+        return self.samples // self.devices
+
+    def allows(self, batch_size: int) -> bool:
+        """Whether a whole number of batches makes it up."""
+        return self.per_device % batch_size == 0
+
+    def kept_by(self, policy: Policy) -> Finding:
+        """How a policy makes it up, as a finding."""
+        size, accumulate = policy.batch_size, policy.accumulate
+        devices = f" × {self.devices} devices" if self.devices > 1 else ""
+        return Finding(
+            code="global-batch",
+            message=f"the global batch stays {self.samples}: {size} × accumulate {accumulate}{devices}",
+            figures={"samples": self.samples, "devices": self.devices, "accumulate": accumulate, "batch_size": size},
+        )
+
+    def require(self, batch_size: int) -> None:
+        """Raises `SpaceError`, with the nearest sizes that divide it, for a batch size that does not."""
+        if not self.allows(batch_size):
+            sizes = [n for n in range(1, self.per_device + 1) if self.allows(n)]
+            near = sorted(sorted(sizes, key=lambda n: abs(math.log(n / batch_size)))[:NEAREST])
+            each = f"{self.per_device} samples a device" if self.devices > 1 else f"{self.samples} samples"
+            raise SpaceError(
+                f"batches of {batch_size} do not add up to the global batch's {each}; name one that does with "
+                f"--batch-size: {', '.join(map(str, near))}"
+            )
+
+
+# So many batch sizes are offered in place of one that will not do.
+NEAREST = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What the user asked of the search. `batch_size` is None (the workload's own), a number, or "auto"."""
+    """What the user asked of the search.
+
+    `batch_size` is None (the workload's own), a number, or "auto"; `compile` whether to try torch.compile, None where
+    the space and the budget are to say. No policy may take more than `memory_mib` of the device's memory.
+    """
 
     baseline: Policy
     space: str | Path | None = None
     pins: Mapping[str, str]
-    batch_size: int | str | None = None
+    batch_size: int | Literal["auto"] | None = None
+    global_batch: GlobalBatch | None = None
+    compile: bool | None = None
+    memory_mib: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
     """`first` are measured before the sampler proposes anything; `known_good` stand in the final comparison too.
 
-    `stored` is the space that a study is kept under; what fails the numerics gate is cut from `space` alone.
+    `stored` is the space that a study is kept under; what fails the numerics gate is cut from `space` alone. Without
+    a `batch_size` it is the workload's own.
     """
 
     space: Space
     ladder: Ladder
     batch_size: int | None
+    global_batch: GlobalBatch | None
     study_name: str
     baseline: Policy
     amp_recipes: tuple[Policy, ...]
@@ -60,8 +120,9 @@ class Candidates:
     safeguards: Mapping[str, tuple[Fp32Rule, ...]] = field(default_factory=dict)
 
     def policy_of(self, point: Point) -> Policy:
-        """The settings a point of the space stands for. Without a batch size it is the workload's own."""
+        """The settings a point of the space stands for."""
         settings: dict[str, Any] = {"batch_size": self.batch_size, **point}
+        settings["accumulate"] = _accumulate(settings["batch_size"], self.global_batch)
         depth = settings.pop("fp32_exclusions", 0)
         autocast = settings.get("autocast", "off")
         half = self.ladder.half if settings.pop(HALF, False) and autocast != "off" else ()
@@ -102,13 +163,31 @@ class Candidates:
     @property
     def first(self) -> tuple[Policy, ...]:
         tried = (self.policy_of(point) for point in self.space.try_first)
-        return tuple(dict.fromkeys([self.baseline, *self.known_good, *tried]))
+        return tuple(dict.fromkeys([self.baseline, *self.known_good, *tried, *self._in_larger_batches]))
+
+    @property
+    def _in_larger_batches(self) -> Iterator[Policy]:
+        """Where batch sizes are searched: stock PyTorch and one dtype's recipes in some, up to half of the largest.
+
+        What is fastest there may be another dtype or layout than at the workload's own size, and without exclusions.
+        """
+        sizes = [int(size) for size in self.space.choices(BATCH_SIZE)]
+        top = [size for size in sizes if size <= max(sizes) / 2]
+        dtype = self.amp_recipes[0].autocast if self.amp_recipes else "off"
+        for size in top[-1:] + top[-3:-2]:
+            if self.batch_size is not None and size > self.batch_size:
+                for policy in self.known_good:
+                    if policy.autocast in ("off", dtype):
+                        yield _sized(policy, size, self.global_batch)
 
 
-def candidates_for(prepared: Prepared, wanted: Wanted, ladder: Ladder | None = None) -> Candidates:
+def candidates_for(
+    prepared: Prepared, wanted: Wanted, ladder: Ladder | None = None, sizes: Collection[int] = ()
+) -> Candidates:
     """Narrows the machine's space to what can matter for this model, then to what the user pinned.
 
-    Without a `ladder`, modules to exclude are ordered by their arithmetic intensity.
+    Without a `ladder`, modules to exclude are ordered by their arithmetic intensity. `sizes` are the batch sizes to
+    search besides the workload's own, where that was asked for.
 
     Raises an `AmptuneError` for a space that does not exist or a pin that means nothing.
     """
@@ -119,26 +198,55 @@ def candidates_for(prepared: Prepared, wanted: Wanted, ladder: Ladder | None = N
     recipes = _amp_recipes(space)
     if ladder.half:
         space = with_knob(space, HALF, (False, True), stock=False)
+    space = _compiling(space, wanted)
     for name, value in wanted.pins.items():
         space = pin(space, name, value)
-    batch_size = wanted.batch_size if isinstance(wanted.batch_size, int) else None
+    own_size = subject.batch_size if wanted.batch_size in (None, "auto") else int(wanted.batch_size)
+    batch_size = None if wanted.batch_size is None and wanted.global_batch is None else own_size
     if wanted.batch_size == "auto":
-        batch_size = subject.batch_size
-        sizes = tuple(sorted({max(1, int(factor * batch_size)) for factor in BATCH_FACTORS}))
-        space = with_knob(space, "batch_size", sizes, stock=batch_size)
-    recipes = tuple(replace(policy, batch_size=batch_size) for policy in recipes)
+        space = with_knob(space, BATCH_SIZE, tuple(sorted({*sizes, own_size})), stock=own_size)
+    if wanted.global_batch is not None:
+        _require_shares(wanted.global_batch, own_size, subject)
+    known_good = tuple(_sized(policy, batch_size, wanted.global_batch) for policy in (STOCK, *recipes))
     own = wanted.baseline.batch_size if wanted.baseline.batch_size != subject.batch_size else None
-    baseline = replace(wanted.baseline, batch_size=own or batch_size)
     return Candidates(
         space=space,
         stored=space,
         ladder=ladder,
         batch_size=batch_size,
-        study_name=_study_name(prepared, space, batch_size or subject.batch_size),
-        baseline=baseline,
-        amp_recipes=tuple(policy for policy in recipes if policy.memory_format == "contiguous"),
-        known_good=(replace(STOCK, batch_size=batch_size), *recipes),
+        global_batch=wanted.global_batch,
+        study_name=_study_name(prepared, space, own_size, wanted.memory_mib),
+        baseline=_sized(wanted.baseline, own or batch_size, wanted.global_batch),
+        amp_recipes=tuple(policy for policy in known_good[1:] if policy.memory_format == "contiguous"),
+        known_good=known_good,
     )
+
+
+def _sized(policy: Policy, batch_size: int | None, whole: GlobalBatch | None) -> Policy:
+    accumulate = policy.accumulate if whole is None else _accumulate(batch_size, whole)
+    return replace(policy, batch_size=batch_size, accumulate=accumulate)
+
+
+def _accumulate(batch_size: int | None, whole: GlobalBatch | None) -> int:
+    return 1 if whole is None or batch_size is None else whole.per_device // batch_size
+
+
+def _require_shares(whole: GlobalBatch, batch_size: int, subject: Subject) -> None:
+    if subject.own_step:
+        raise SpaceError(
+            "a global batch needs a workload with a loss: how a step of your own accumulates is its affair"
+        )
+    whole.require(batch_size)
+
+
+def _compiling(space: Space, wanted: Wanted) -> Space:
+    """The space as `--compile` or `--no-compile` would have it."""
+    modes = space.choices("compile")
+    if wanted.compile is False and modes:
+        return restrict(space, "compile", ("off",))
+    if wanted.compile and not [mode for mode in modes if mode != "off"]:
+        raise SpaceError(f"the search space of {space.architecture} has no torch.compile to try")
+    return space
 
 
 def _narrowed(space: Space, subject: Subject, rungs: int) -> Space:
@@ -150,6 +258,7 @@ def _narrowed(space: Space, subject: Subject, rungs: int) -> Space:
         "memory_format": lambda value: value in formats,
         "cudnn_benchmark": lambda value: bool(subject.convolution_dims) or not value,
         "fp32_exclusions": lambda value: value <= rungs,
+        "fused_optimizer": lambda value: subject.fusable or not value,
     }
     for knob in space.knobs:
         if knob.name in allowed:
@@ -165,7 +274,7 @@ def _amp_recipes(space: Space) -> tuple[Policy, ...]:
     return tuple(amp_recipe(dtype, memory_format=layout) for layout in formats for dtype in dtypes)
 
 
-def _study_name(prepared: Prepared, space: Space, batch_size: int) -> str:
+def _study_name(prepared: Prepared, space: Space, batch_size: int, memory_mib: float | None) -> str:
     """Everything whose change makes earlier measurements void, as a hash behind a readable name."""
     subject, software = prepared.subject, prepared.hardware.software
     parts = [
@@ -177,5 +286,6 @@ def _study_name(prepared: Prepared, space: Space, batch_size: int) -> str:
         software.torch,
         str(software.cudnn),
         digest(space),
+        *([] if memory_mib is None else [f"{memory_mib:g} MiB"]),
     ]
     return f"{subject.name}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:12]}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -15,14 +16,18 @@ from numpy.typing import NDArray
 from amptune.search.space import Knob, Point, Value
 from amptune.search.surrogate import Belief, Floats, Surrogate
 
-__all__ = ["Proposal", "Proposer", "Seen"]
+__all__ = ["AUTOTUNED", "CUDA_GRAPHS", "Proposal", "Proposer", "Seen", "features_of", "with_features"]
 
 Strings = NDArray[np.str_]
-Codes = NDArray[np.int64]
 
-# These make a trial dear: plans to be timed, graphs to be compiled.
-DEAR_KNOBS = ("compile", "cudnn_benchmark")
-# An infeasible point counts as this share of the slowest: bad, and its neighbours suspect.
+# What torch.compile's modes are made of, to a surrogate: whether there is a compiled graph, whether CUDA graphs launch
+# its kernels, whether those were timed against others.
+COMPILED, CUDA_GRAPHS, AUTOTUNED = "compile", "cuda_graphs", "autotuned"
+# These make a trial dear: plans to be timed, graphs to be compiled, kernels to be timed. So many seconds more are
+# reckoned with before one like it was measured. Of ResNet-50 on an H200: 25 to 40 s to compile, over 280 s to time
+# kernels too, 10 to 25 s for cuDNN's plans (reports/h200/oracle).
+DEAR_S = {COMPILED: 25.0, AUTOTUNED: 240.0, "cudnn_benchmark": 10.0}
+# An infeasible point counts as this share of the worst: bad, and its neighbours suspect.
 INFEASIBLE_SHARE = 0.7
 # So many standard deviations below what was expected surprise, but no less than this (on the logarithm) does.
 SURPRISING, LEAST_SURPRISE = 2.0, 0.07
@@ -30,22 +35,24 @@ SURPRISING, LEAST_SURPRISE = 2.0, 0.07
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What a trial of a point gave: samples per second (None where it failed), and the seconds it cost."""
+    """What a trial of a point gave: its score, higher is better (None where it failed), and the seconds it cost."""
 
-    speed: float | None
+    score: float | None
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A point by its index; `gain` is the improvement expected over the best, on the logarithm of the speed.
+    """A point by its index; `gain` is the improvement expected over the best, on the logarithm of the score.
 
-    A measurement below `least` samples per second would be a surprise: an outlier, or a wrong expectation.
+    A score below `least` would be a surprise: an outlier, or a wrong expectation. `cost` is how many times as long as
+    a plain trial the one takes that gains the most for its time.
     """
 
     index: int
     gain: float
     least: float = 0.0
+    cost: float = 1.0
 
 
 class Proposer:
@@ -54,31 +61,36 @@ class Proposer:
     def __init__(self, knobs: Sequence[Knob], points: Sequence[Point], *, seed: int) -> None:
         self._surrogate = Surrogate(knobs, points)
         self._values = {knob.name: np.array([str(point[knob.name]) for point in points]) for knob in knobs}
-        self._kinds = _kinds([values for name, values in self._values.items() if name in DEAR_KNOBS], len(points))
+        self._dear = np.stack([self._is_dear(name, len(points)) for name in DEAR_S])
         self._random = random.Random(seed)  # noqa: S311  # a choice of what to measure, no secret
 
-    def next(self, seen: Mapping[int, Seen], fixed: Mapping[str, Value]) -> Proposal | None:
+    def next(
+        self, seen: Mapping[int, Seen], fixed: Mapping[str, Value], left_out: Collection[int] = ()
+    ) -> Proposal | None:
         """What promises the most improvement a second; None where every point with the `fixed` values was seen."""
         free = self._free(seen, fixed)
+        free[list(left_out)] = False
         if not free.any():
             return None
         belief = self.belief(seen)
         if belief is None:
             return Proposal(index=self._random.choice(np.flatnonzero(free).tolist()), gain=math.inf)
-        feasible = [index for index, one in seen.items() if one.speed is not None]
+        feasible = [index for index, one in seen.items() if one.score is not None]
         gain = np.where(free, belief.improvement(float(belief.mean[feasible].max())), -1.0)
-        chosen = int((gain / self._seconds(seen)).argmax())
+        seconds = self._seconds(seen)
+        chosen = int((gain / seconds).argmax())
         surprise = max(SURPRISING * float(belief.deviation[chosen]), LEAST_SURPRISE)
         least = math.exp(float(belief.mean[chosen]) - surprise)
-        return Proposal(index=chosen, gain=float(gain.max()), least=least)
+        cost = max(1.0, float(seconds[chosen] / seconds.min()))
+        return Proposal(index=chosen, gain=float(gain[chosen]), least=least, cost=cost)
 
     def belief(self, seen: Mapping[int, Seen]) -> Belief | None:
         """What to believe of every point; None where too little was seen to believe anything."""
-        speeds = {index: one.speed for index, one in seen.items() if one.speed is not None}
-        if len(speeds) < 2:
+        scores = {index: one.score for index, one in seen.items() if one.score is not None}
+        if len(scores) < 2:
             return None
-        bad = INFEASIBLE_SHARE * min(speeds.values())
-        return self._surrogate.belief({index: math.log(speeds.get(index, bad)) for index in seen})
+        bad = INFEASIBLE_SHARE * min(scores.values())
+        return self._surrogate.belief({index: math.log(scores.get(index, bad)) for index in seen})
 
     def _free(self, seen: Mapping[int, Seen], fixed: Mapping[str, Value]) -> NDArray[np.bool_]:
         free = np.ones(self._surrogate.size, dtype=bool)
@@ -87,22 +99,58 @@ class Proposer:
             free &= self._values[name] == str(value)
         return free
 
+    def _is_dear(self, name: str, count: int) -> NDArray[np.bool_]:
+        """Which points have a setting that makes a trial dear."""
+        values = self._values.get(name)
+        return np.zeros(count, dtype=bool) if values is None else (values != "off") & (values != "False")
+
     def _seconds(self, seen: Mapping[int, Seen]) -> Floats:
-        """What a trial of each point will cost, by those with the same dear settings; the mean where there are none."""
-        costs: dict[int, list[float]] = defaultdict(list)
+        """What a trial of each point will cost.
+
+        By the mean of those that are dear in the same way; where there is none, by the dearest of those that have some
+        of it, and what is reckoned for the rest.
+        """
+        costs: dict[tuple[bool, ...], list[float]] = defaultdict(list)
         for index, one in seen.items():
-            costs[int(self._kinds[index])].append(one.seconds)
+            costs[tuple(self._dear[:, index].tolist())].append(one.seconds)
+        means = {kind: fmean(some) for kind, some in costs.items()}
         seconds = np.full(self._surrogate.size, fmean(one.seconds for one in seen.values()))
-        for kind, some in costs.items():
-            seconds[self._kinds == kind] = fmean(some)
+        for kind in itertools.product((False, True), repeat=len(DEAR_S)):
+            alike = (self._dear == np.array(kind)[:, None]).all(axis=0)
+            seconds[alike] = means.get(kind) or _reckoned(kind, means) or seconds[alike]
         positive: Floats = np.maximum(seconds, 1e-3)
         return positive
 
 
-def _kinds(columns: Sequence[Strings], count: int) -> Codes:
-    """A number for each combination of values that occurs in the columns."""
-    kinds = np.zeros(count, dtype=np.int64)
-    for column in columns:
-        _, codes = np.unique(column, return_inverse=True)
-        kinds = kinds * (int(codes.max()) + 1) + codes
-    return kinds
+def features_of(point: Point) -> Point:
+    """The point as a surrogate sees it: modes of torch.compile by what they are made of."""
+    if COMPILED not in point:
+        return point
+    mode = str(point[COMPILED])
+    made_of = {
+        COMPILED: "off" if mode == "off" else "on",
+        CUDA_GRAPHS: mode in ("reduce-overhead", "max-autotune"),
+        AUTOTUNED: mode.startswith("max-autotune"),
+    }
+    return Point({**point, **made_of})
+
+
+def with_features(knobs: Sequence[Knob]) -> list[Knob]:
+    """The knobs of such points."""
+    made_of = [
+        Knob(name=COMPILED, choices=("off", "on")),
+        Knob(name=CUDA_GRAPHS, choices=(False, True)),
+        Knob(name=AUTOTUNED, choices=(False, True)),
+    ]
+    others = [knob for knob in knobs if knob.name != COMPILED]
+    return others if len(others) == len(knobs) else [*others, *made_of]
+
+
+def _reckoned(kind: tuple[bool, ...], means: Mapping[tuple[bool, ...], float]) -> float | None:
+    """None where nothing was measured that has no more of what makes a trial dear."""
+    extras = [
+        mean + sum(s for s, has, had in zip(DEAR_S.values(), kind, seen, strict=True) if has and not had)
+        for seen, mean in means.items()
+        if all(has or not had for has, had in zip(kind, seen, strict=True))
+    ]
+    return max(extras, default=None)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from amptune.errors import StudyError
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
-from amptune.policy.settings import Policy
+from amptune.policy.settings import CompileMode, Policy
 from amptune.search.budget import Budget
 from amptune.search.events import Observer, SearchEnded, TrialEnded, TrialStarted
 from amptune.search.study import Study, Suggestion
@@ -22,14 +23,25 @@ PROMISING = 0.0003
 ENOUGH_TRIALS = 20
 # A step this many times slower than the best, per sample, is not looked at for long.
 HOPELESS = 2.0
-TRIAL_LIMIT_S = 120.0
+TRIAL_LIMIT_S, COMPILED_LIMIT_S = 120.0, 600.0
+# Long enough for a GPU's counter of energy, so that every trial answers that question too.
+ENERGY_S = 0.3
 # cudnn.benchmark times every algorithm for every shape: 5 to 20 s for each dtype and layout of a convolution
-# network, where a trial takes 1.5 s without (measured on an H200, torch 2.11). So the search does without it at
-# first, for this share of its time, and then tries it on the fastest.
-CHEAP = {"cudnn_benchmark": False}
-CHEAP_SHARE = 0.6
-DEAR_VARIANTS = 4
-SHORTEST_DEAR_S = 5.0
+# network, where a trial takes 1.5 s without (measured on an H200, torch 2.11); torch.compile takes 10 to 60 s. So the
+# search does without them at first, for this share of its time, and then tries them on the best.
+CHEAP = {"cudnn_benchmark": False, "compile": "off"}
+CHEAP_SHARE = 0.4
+# Of each dtype and layout, as many as reach this share of the best.
+DEAR_VARIANTS, IN_REACH = 2, 0.75
+# What a trial takes at the least, where none like it was seen.
+SHORTEST_DEAR_S, SHORTEST_COMPILED_S, SHORTEST_AUTOTUNED_S = 5.0, 25.0, 150.0
+# The mode to begin with, where the space has it: CUDA graphs save launches, whatever the kernels are.
+COMPILE_FIRST: tuple[CompileMode, ...] = ("reduce-overhead", "default")
+# Of the time kept for comparisons, for the first policy that is compiled.
+BORROWED = 0.4
+# Compiling is given up when so many compiled policies failed, none having run.
+COMPILE_ATTEMPTS = 2
+OUT_OF_TIME = "the budget for searching is spent"
 # Less than this is not enough for a trial in a worker that already runs.
 SHORTEST_TRIAL_S = 3.0
 # Without the baseline there is no answer, so it gets this much even where little of the budget is left.
@@ -49,99 +61,163 @@ def search(
 
     The baseline comes first. Every outcome is in the study when this returns.
     """
-    measured_before = len(study.trials)
+    run = _Search(study, evaluator, budget, baseline, reserve_s, observer)
     try:
-        because = _search_until(study, evaluator, budget, baseline, reserve_s, observer)
+        because = run.until_done()
     except StudyError as error:  # a storage that fails ends the search; what is in memory still decides
         because = str(error)
-    observer(SearchEnded(because=because, trials=len(study.trials) - measured_before))
+    observer(SearchEnded(because=because, trials=run.measured))
 
 
 def best_of(study: Study) -> Trial | None:
-    """The fastest trial so far."""
-    alive = [trial for trial in study.trials if isinstance(trial.outcome, Measurement)]
-    return max(alive, key=lambda trial: trial.samples_per_s, default=None)
+    """The best trial so far; none that is too slow for the objective."""
+    yardstick = study.yardstick
+    alive = (trial for trial in study.trials if yardstick.allows(trial.outcome))
+    return max(alive, key=lambda trial: yardstick.score(trial.outcome) or 0.0, default=None)
 
 
-def _search_until(
-    study: Study,
-    evaluator: Evaluator,
-    budget: Budget,
-    baseline: Policy,
-    reserve_s: Callable[[], float],
-    observer: Observer,
-) -> str:
-    """Searches until there is a reason to stop, and returns it in words."""
-    measured_before = len(study.trials)
-    last = None if budget.trials is None else measured_before + budget.trials
-    cheap_trials = math.inf if budget.trials is None else measured_before + CHEAP_SHARE * budget.trials
-    fixed = dict(CHEAP) if all(map(study.has_knob, CHEAP)) else {}
-    cheap_until_s = budget.spent_s + CHEAP_SHARE * (budget.left_s - reserve_s())
-    while len(study.trials) != last:
-        # With the baseline alone there is nothing to compare yet, and so nothing to keep time for.
-        left_s = budget.left_s - (reserve_s() if len(study.trials) > 1 else 0.0)
-        if study.trial_of(baseline) is not None and left_s < SHORTEST_TRIAL_S:
-            return "the budget for searching is spent"
-        suggestion = study.suggest(fixed)
-        hopeless = suggestion is not None and _is_hopeless(suggestion, study)
-        if fixed and (
-            suggestion is None or hopeless or budget.spent_s > cheap_until_s or len(study.trials) >= cheap_trials
-        ):
-            if suggestion is not None:
-                study.forget(suggestion)
-            study.measure_first(_dear_variants(study))
-            fixed = {}
-            continue
-        if suggestion is None:
-            return "every policy of the space is measured"
-        if hopeless:
-            study.forget(suggestion)
-            return "no policy that is left promises to be faster"
-        if suggestion.policy == baseline:
+@dataclass
+class _Search:
+    """One search: cheap trials first, then dear ones on the best of those, then whatever promises most for its time."""
+
+    study: Study
+    evaluator: Evaluator
+    budget: Budget
+    baseline: Policy
+    reserve_s: Callable[[], float]
+    observer: Observer
+
+    def __post_init__(self) -> None:
+        self._known = len(self.study.trials)
+        # The settings of the cheap stage; empty in the stage behind it.
+        self._fixed = {name: value for name, value in CHEAP.items() if self.study.has_knob(name)}
+        self._cheap_until_s = self.budget.spent_s + CHEAP_SHARE * (self.budget.left_s - self.reserve_s())
+
+    @property
+    def measured(self) -> int:
+        """How many trials this search made."""
+        return len(self.study.trials) - self._known
+
+    def until_done(self) -> str:
+        """Searches until there is a reason to stop, and returns it in words."""
+        while self.budget.trials is None or self.measured < self.budget.trials:
+            if self.study.trial_of(self.baseline) is not None and self._left_s < SHORTEST_TRIAL_S:
+                return OUT_OF_TIME
+            suggestion = self.study.suggest(self._fixed)
+            if self._fixed and self._cheap_stage_is_over(suggestion):
+                self._forget(suggestion)
+                self.study.measure_first(_dear_variants(self.study))
+                self._fixed = {}
+            elif suggestion is None:
+                return "every policy of the space is measured"
+            elif _is_hopeless(suggestion, self.study):
+                self._forget(suggestion)
+                return "no policy that is left promises to be better"
+            elif self._is_too_dear(suggestion.policy):
+                self._forget(suggestion)
+                self.study.leave_out(partial(_is_as_dear, suggestion.policy))
+            elif (because := self._measure(suggestion)) is not None:
+                return because
+        return f"the {self.budget.trials} trials allowed are done"
+
+    @property
+    def _left_s(self) -> float:
+        """With the baseline alone there is nothing to compare yet, and so nothing to keep time for."""
+        return self.budget.left_s - (self.reserve_s() if len(self.study.trials) > 1 else 0.0)
+
+    def _left_for(self, policy: Policy) -> float:
+        """The first graph may make more of a difference than a few launches more to compare."""
+        is_first = policy.compile != "off" and all(trial.policy.compile == "off" for trial in self.study.trials)
+        return self._left_s + (BORROWED * self.reserve_s() if is_first else 0.0)
+
+    def _cheap_stage_is_over(self, suggestion: Suggestion | None) -> bool:
+        most = math.inf if self.budget.trials is None else CHEAP_SHARE * self.budget.trials
+        spent = self.budget.spent_s > self._cheap_until_s or self.measured >= most
+        return suggestion is None or spent or _is_hopeless(suggestion, self.study)
+
+    def _is_too_dear(self, policy: Policy) -> bool:
+        """Whether there is no time for such a trial, but for others there may be; or nothing can be compiled here."""
+        if policy == self.baseline or not (policy.cudnn_benchmark or policy.compile != "off"):
+            return False
+        too_little = self._left_for(policy) < _least_s(self.study, policy)
+        return too_little or (policy.compile != "off" and _cannot_compile(self.study))
+
+    def _measure(self, suggestion: Suggestion) -> str | None:
+        """One trial; in words why it ends the search, if it does."""
+        policy, left_s = suggestion.policy, self._left_for(suggestion.policy)
+        if policy == self.baseline:
             left_s = max(left_s, SHORTEST_BASELINE_S)
-        enough = suggestion.policy == baseline or left_s >= _least_s(study, suggestion.policy)
-        trial = _try(study, suggestion, evaluator, budget, left_s, observer) if enough else None
+        enough = policy == self.baseline or left_s >= _least_s(self.study, policy)
+        trial = self._try(suggestion, left_s) if enough else None
         if trial is None:
-            study.forget(suggestion)
-            return "the budget for searching is spent"
-        study.tell(suggestion, trial)
-        first = study.trial_of(baseline)
-        observer(TrialEnded(trial=trial, best=best_of(study), baseline=first, left_s=budget.left_s))
-        if trial is first and isinstance(trial.outcome, Failure):
-            return "the baseline itself fails"
-    return f"the {budget.trials} trials allowed are done"
+            self._forget(suggestion)
+            return OUT_OF_TIME
+        self.study.tell(suggestion, trial)
+        first = self.study.trial_of(self.baseline)
+        best = best_of(self.study)
+        self.observer(TrialEnded(trial=trial, best=best, baseline=first, left_s=self.budget.left_s))
+        if trial is first and self.study.yardstick.score(trial.outcome) is None:
+            return "the baseline itself fails" if isinstance(trial.outcome, Failure) else "the baseline has no figure"
+        return None
+
+    def _try(self, suggestion: Suggestion, left_s: float) -> Trial | None:
+        """The trial, or None where the budget and not the policy cut it short: that says nothing about the policy."""
+        policy = suggestion.policy
+        self.observer(TrialStarted(policy=policy))
+        longest_s = TRIAL_LIMIT_S if policy.compile == "off" else COMPILED_LIMIT_S
+        limit_s = min(longest_s, max(SHORTEST_TRIAL_S, left_s))
+        before_s = self.budget.spent_s
+        effort = _effort(self.study, policy, limit_s)
+        outcome = self.evaluator.measure(policy, effort)
+        seconds = self.budget.spent_s - before_s
+        if isinstance(outcome, Failure) and outcome.kind == "timeout" and limit_s < longest_s:
+            return None
+        score = self.study.yardstick.score(outcome)
+        if isinstance(outcome, Measurement) and score is not None and score < suggestion.least and left_s > 2 * seconds:
+            # A surprise: something else may have been running.
+            again = self.evaluator.measure(policy, replace(effort, time_limit_s=limit_s - seconds))
+            outcome = _of_two(outcome, again)
+        return Trial(number=len(self.study.trials), policy=policy, outcome=outcome, seconds=seconds)
+
+    def _forget(self, suggestion: Suggestion | None) -> None:
+        if suggestion is not None:
+            self.study.forget(suggestion)
 
 
 def _is_hopeless(suggestion: Suggestion, study: Study) -> bool:
-    return suggestion.gain < PROMISING and len(study.trials) >= ENOUGH_TRIALS
+    """A trial that takes ten times as long has to promise ten times as much."""
+    return suggestion.gain < suggestion.cost * PROMISING and len(study.trials) >= ENOUGH_TRIALS
+
+
+def _is_as_dear(policy: Policy, other: Policy) -> bool:
+    """Whether another takes as much time as a policy for which there is too little."""
+    if policy.compile == "off":
+        return other.cudnn_benchmark
+    return other.compile != "off" and (_is_autotuned(other) or not _is_autotuned(policy))
+
+
+def _is_autotuned(policy: Policy) -> bool:
+    return policy.compile.startswith("max-autotune")
+
+
+def _cannot_compile(study: Study) -> bool:
+    compiled = [trial.outcome for trial in study.trials if trial.policy.compile != "off"]
+    broken = [one for one in compiled if isinstance(one, Failure) and one.kind != "oom"]
+    return len(broken) == len(compiled) >= COMPILE_ATTEMPTS
 
 
 def _dear_variants(study: Study) -> list[Policy]:
-    """With cudnn.benchmark: the fastest policies so far that differ in dtype or layout, and so in their plans."""
-    fastest: dict[tuple[str, str], Policy] = {}
-    for trial in sorted(study.trials, key=lambda trial: -trial.samples_per_s):
-        fastest.setdefault((trial.policy.autocast, trial.policy.memory_format), trial.policy)
-    variants = (replace(policy, cudnn_benchmark=True) for policy in fastest.values())
-    return [policy for policy in variants if policy in study][:DEAR_VARIANTS]
-
-
-def _try(
-    study: Study, suggestion: Suggestion, evaluator: Evaluator, budget: Budget, left_s: float, observer: Observer
-) -> Trial | None:
-    """The trial, or None where the budget and not the policy cut it short: that says nothing about the policy."""
-    observer(TrialStarted(policy=suggestion.policy))
-    limit_s = min(TRIAL_LIMIT_S, max(SHORTEST_TRIAL_S, left_s))
-    before_s = budget.spent_s
-    effort = _effort(study, suggestion.policy, limit_s)
-    outcome = evaluator.measure(suggestion.policy, effort)
-    seconds = budget.spent_s - before_s
-    if isinstance(outcome, Failure) and outcome.kind == "timeout" and limit_s < TRIAL_LIMIT_S:
-        return None
-    if isinstance(outcome, Measurement) and outcome.samples_per_s < suggestion.least and left_s > 2 * seconds:
-        # A surprise: something else may have been running.
-        again = evaluator.measure(suggestion.policy, replace(effort, time_limit_s=limit_s - seconds))
-        outcome = _of_two(outcome, again)
-    return Trial(number=len(study.trials), policy=suggestion.policy, outcome=outcome, seconds=seconds)
+    """The best policy so far, compiled; and the best of each dtype and layout, which have their own plans, timed."""
+    scores = {trial.policy: study.yardstick.score(trial.outcome) or 0.0 for trial in study.trials}
+    within_reach = IN_REACH * max(scores.values(), default=0.0)
+    best: dict[tuple[str, str], Policy] = {}
+    for policy in sorted(scores, key=scores.__getitem__, reverse=True):
+        if scores[policy] >= within_reach:
+            best.setdefault((policy.autocast, policy.memory_format), policy)
+    compiled = [replace(policy, compile=mode) for policy in list(best.values())[:1] for mode in COMPILE_FIRST]
+    timed = [replace(policy, cudnn_benchmark=True) for policy in best.values()]
+    first = [policy for policy in compiled if policy in study][:1]
+    return first + [policy for policy in timed if policy in study][:DEAR_VARIANTS]
 
 
 def _of_two(first: Measurement, second: Outcome) -> Outcome:
@@ -155,18 +231,26 @@ def _least_s(study: Study, policy: Policy) -> float:
     """What a trial like this one takes at the least: a time limit that it cannot keep would be time lost."""
     dear = (policy.cudnn_benchmark, policy.compile)
     alike = [t.seconds for t in study.trials if (t.policy.cudnn_benchmark, t.policy.compile) == dear]
-    is_dear = policy.cudnn_benchmark or policy.compile != "off"
     if len(alike) > 1:  # the first one pays for its worker's start
         return min(alike)
-    return SHORTEST_DEAR_S if is_dear else SHORTEST_TRIAL_S
+    if policy.compile != "off":
+        return SHORTEST_AUTOTUNED_S if _is_autotuned(policy) else SHORTEST_COMPILED_S
+    return SHORTEST_DEAR_S if policy.cudnn_benchmark else SHORTEST_TRIAL_S
 
 
 def _effort(study: Study, policy: Policy, limit_s: float) -> Effort:
+    """How long to look at a policy; not for long at one that is hopelessly slow, if its speed is what decides.
+
+    What uses little energy may be slow, and is known by a longer look alone.
+    """
+    yardstick = study.yardstick
+    effort = yardstick.objective.effort(Effort(time_limit_s=limit_s, energy_s=ENERGY_S))
     best = best_of(study)
-    if best is None or not isinstance(best.outcome, Measurement):
-        return Effort(time_limit_s=limit_s)
+    if best is None or not isinstance(best.outcome, Measurement) or yardstick.objective.name == "energy":
+        return effort
     same = policy.batch_size == best.policy.batch_size and policy.accumulate == best.policy.accumulate
     if not same and policy.batch_size is None:
-        return Effort(time_limit_s=limit_s)
+        return effort
     samples = best.outcome.samples_per_step if same else (policy.batch_size or 1) * policy.accumulate
-    return Effort(time_limit_s=limit_s, abandon_above_ms=HOPELESS * 1000 * samples / best.samples_per_s)
+    enough = best.samples_per_s / yardstick.share_of_needed_speed(best.outcome)
+    return replace(effort, abandon_above_ms=HOPELESS * 1000 * samples / enough)

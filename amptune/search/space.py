@@ -14,6 +14,7 @@ from amptune.policy import settings
 from amptune.policy.settings import STOCK, Policy
 
 __all__ = [
+    "BATCH_SIZE",
     "EXCLUSIONS",
     "HALF",
     "Forbidden",
@@ -35,6 +36,8 @@ Value = str | int | bool
 # How far down the ladder modules stay in FP32, and whether what autocast keeps in FP32 is run in half; every other
 # knob is a setting of the policy.
 EXCLUSIONS, HALF = "fp32_exclusions", "half_modules"
+# The choices of this one depend on what fits into memory.
+BATCH_SIZE = "batch_size"
 
 
 class Point(Mapping[str, Value]):
@@ -143,10 +146,15 @@ def with_knob(space: Space, name: str, choices: tuple[Value, ...], *, stock: Val
 def digest(space: Space) -> str:
     """A short hash of knobs and forbidden points, the reasons aside: under another one, a study is another study.
 
-    What the modules' own times decide is no part of it: policies are remembered by what they set.
+    What the modules' own times decide is no part of it, nor which batch sizes fit: policies are remembered by what
+    they set.
     """
     content = (
-        tuple(knob for knob in space.knobs if knob.name not in (EXCLUSIONS, HALF)),
+        tuple(
+            replace(knob, choices=()) if knob.name == BATCH_SIZE else knob
+            for knob in space.knobs
+            if knob.name not in (EXCLUSIONS, HALF)
+        ),
         [r.when for r in space.forbid],
     )
     return hashlib.sha256(repr(content).encode()).hexdigest()[:8]

@@ -275,6 +275,17 @@ def test_energy_of_a_block_too_short_for_its_counter_is_unknown() -> None:
     assert sampled(clock, replace(EFFORT, precision=-1.0), nvml).kept.energy_j is not None
 
 
+def test_on_a_device_that_counts_its_energy_a_block_lasts_as_long_as_the_counter_needs() -> None:
+    clock = ScriptedClock()
+    nvml = ScriptedNvml(energy_mj=lambda: 10_000 * clock.steps)
+    kept = sampled(clock, replace(EFFORT, energy_s=0.3), nvml).kept
+    assert kept.energy_j == pytest.approx(10.0 * len(kept.step_ms))
+    assert 300 <= sum(kept.step_ms) < 420
+    assert sum(sampled(ScriptedClock(), replace(EFFORT, energy_s=0.3)).kept.step_ms) < 300
+    glance = replace(EFFORT, energy_s=0.3, measure_s=0.0)
+    assert sum(sampled(ScriptedClock(), glance, ScriptedNvml()).kept.step_ms) < 300
+
+
 # Real clocks.
 
 

@@ -1,0 +1,133 @@
+"""Which batch sizes there are to search: up to the largest that fits, confirmed by running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from amptune.measure.outcome import Effort, Outcome
+from amptune.measure.subject import Prepared
+from amptune.policy.findings import Finding
+from amptune.policy.settings import Policy
+from amptune.search.budget import Budget
+from amptune.search.candidates import GlobalBatch
+from amptune.search.memory_model import Arm, FixedPart, MemoryModel, arm_of
+from amptune.search.sizing import LargestBatch, Sizer
+
+__all__ = ["NO_SIZES", "BatchSizes", "Runner", "batch_sizes_for", "sizer_for"]
+
+# Of the budget, for finding the largest batches; each run gets no more than this.
+SHARE = 0.15
+PROBE_LIMIT_S = 60.0
+# A few steps: the optimizer's state is there from the second one on.
+PROBE = Effort(warmup_s=0.0, measure_s=0.0, min_steps=1, max_steps=1)
+# Besides the largest ones, the workload's own size times powers of two, from this part of it on.
+LEAST_PART = 4
+# A CPU is kept busy by batches far below what fits into its memory.
+MOST_TIMES_OWN_ON_CPU = 16
+# With a global batch, of the sizes that divide it no more than these, evenly spread.
+MOST_SIZES = 12
+
+
+class Runner(Protocol):
+    """What measures a policy with the device's memory to itself."""
+
+    def measure_alone(self, policy: Policy, effort: Effort) -> Outcome: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizes:
+    """The sizes to search, the largest that fits under each policy that was tried, and what was learned of memory."""
+
+    sizes: tuple[int, ...]
+    largest: tuple[tuple[Policy, LargestBatch], ...] = ()
+    model: MemoryModel = field(default_factory=lambda: MemoryModel(limit_mib=float("inf")))
+
+    @property
+    def fits(self) -> Callable[[Policy], bool]:
+        """Tells whether a policy, which names its batch size, may fit into memory: False where it clearly does not."""
+        known: dict[tuple[Arm, int], bool] = {}
+
+        def fits(policy: Policy) -> bool:
+            if policy.batch_size is None:
+                return True
+            key = arm_of(policy), policy.batch_size
+            if key not in known:
+                known[key] = not self.model.predicts_oom(policy, policy.batch_size)
+            return known[key]
+
+        return fits
+
+    @property
+    def findings(self) -> Iterator[Finding]:
+        for policy, found in self.largest:
+            figures = {"batch_size": found.batch_size, "peak_mib": found.peak_mib, "limit_mib": found.limit_mib}
+            words = replace(policy, batch_size=None, accumulate=1)
+            yield Finding(code="largest-batch", message=f"{words}: {found}", figures=figures)
+
+
+# Where the batch size is not searched.
+NO_SIZES = BatchSizes(sizes=())
+
+
+def batch_sizes_for(
+    runner: Runner, arms: tuple[Policy, ...], prepared: Prepared, budget: Budget, whole: GlobalBatch | None
+) -> BatchSizes:
+    """Finds the largest batch under each of these policies, and the sizes between it and the workload's own."""
+    until_s = budget.left_s - SHARE * budget.seconds
+    sizer = sizer_for(runner, prepared, whole, left_s=lambda: budget.left_s - until_s)
+    if sizer is None:
+        return NO_SIZES
+    largest = tuple((policy, sizer.largest(policy)) for policy in arms)
+    found = [one.batch_size for _, one in largest if one.batch_size is not None]
+    sizes = _between(prepared.subject.batch_size, found, whole)
+    return BatchSizes(sizes=sizes, largest=largest, model=sizer.model)
+
+
+def sizer_for(
+    runner: Runner, prepared: Prepared, whole: GlobalBatch | None, *, left_s: Callable[[], float]
+) -> Sizer | None:
+    """None where it is not known how much memory there is."""
+    own, on_gpu = prepared.subject.batch_size, prepared.hardware.device != "cpu"
+    if prepared.memory_mib is None:
+        return None
+    fixed = FixedPart.of_weights(prepared.subject.parameters) if on_gpu else FixedPart()
+
+    def run(policy: Policy) -> Outcome:
+        # Gradients that wait for the next batch take memory too, from the second of them on.
+        together = 1 if whole is None or policy.batch_size is None else min(2, whole.per_device // policy.batch_size)
+        limit_s = min(PROBE_LIMIT_S, max(1.0, left_s()))
+        return runner.measure_alone(replace(policy, accumulate=together), replace(PROBE, time_limit_s=limit_s))
+
+    return Sizer(
+        run=run,
+        model=MemoryModel(limit_mib=prepared.memory_mib, fixed=fixed),
+        own_batch_size=own,
+        allowed=_allowed(prepared, whole),
+        left_s=left_s,
+    )
+
+
+def _allowed(prepared: Prepared, whole: GlobalBatch | None) -> tuple[int, ...] | None:
+    """The only sizes to try, if there are such."""
+    if whole is not None:
+        return tuple(n for n in range(1, whole.per_device + 1) if whole.allows(n))
+    if prepared.hardware.device == "cpu":
+        own, most = prepared.subject.batch_size, MOST_TIMES_OWN_ON_CPU
+        return tuple(own * factor for factor in range(1, most + 1))
+    return None
+
+
+def _between(own: int, largest: list[int], whole: GlobalBatch | None) -> tuple[int, ...]:
+    """The own size times powers of two, and the largest; of what divides a global batch, some."""
+    highest = max([own, *largest])
+    if whole is not None:
+        sizes = [n for n in range(max(1, own // LEAST_PART), highest + 1) if whole.allows(n)]
+        step = max(1, len(sizes) // MOST_SIZES)
+        return tuple(sorted({*sizes[::-step], *largest}))
+    powers, size = [], max(1, own // LEAST_PART)
+    while size <= highest:
+        powers.append(size)
+        size *= 2
+    return tuple(sorted({*powers, *largest}))

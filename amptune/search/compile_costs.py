@@ -1,0 +1,92 @@
+"""What torch.compile costs and when it pays, from the trials. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from amptune.measure.outcome import Failure, Measurement
+from amptune.policy.findings import Finding
+from amptune.policy.settings import Policy
+from amptune.search.trial import Trial
+
+__all__ = ["compile_findings"]
+
+# What starts so soon was not compiled, but lay in the compiler's cache: what it costs is not known.
+FROM_CACHE_S = 0.5
+
+
+def compile_findings(trials: Sequence[Trial], winner: Policy) -> Iterator[Finding]:
+    """How long compiling the winner took and after how many steps that pays; what was in the way of compiling.
+
+    Times are those of single trials: of a policy compiled before, they tell what it takes with the graphs on disk.
+    """
+    compiled = [trial for trial in trials if trial.policy.compile != "off"]
+    yield from _pays(trials, winner) if winner.compile != "off" else _not_faster(trials, compiled)
+    yield from _failed(compiled)
+    yield from _broken(compiled, winner)
+
+
+def _pays(trials: Sequence[Trial], winner: Policy) -> Iterator[Finding]:
+    own = next((_measured(trial) for trial in trials if trial.policy == winner), None)
+    eager = _fastest([trial for trial in trials if trial.policy.compile == "off"])
+    if own is None or eager is None or own.startup_s < FROM_CACHE_S:
+        return
+    saved_ms = own.samples_per_step * 1000 / eager.samples_per_s - own.median_ms
+    took = f"compiling took {own.startup_s:.0f} s"
+    if saved_ms <= 0:
+        yield Finding(code="compile-costs", message=took, figures={"compile_s": own.startup_s})
+        return
+    steps = round(1000 * own.startup_s / saved_ms)
+    yield Finding(
+        code="compile-pays",
+        message=f"{took}, which pays after {steps:,} steps against {eager.policy}",
+        figures={"compile_s": own.startup_s, "pays_after_steps": steps},
+    )
+
+
+def _not_faster(trials: Sequence[Trial], compiled: Sequence[Trial]) -> Iterator[Finding]:
+    best, eager = _fastest(compiled), _fastest([trial for trial in trials if trial.policy.compile == "off"])
+    if best is None or eager is None:
+        return
+    ratio = best.samples_per_s / eager.samples_per_s
+    yield Finding(
+        code="compile-not-needed",
+        message=f"torch.compile was tried; the fastest of it, {best.policy}, reached {ratio:.2f} times the speed of "
+        f"{eager.policy} in single trials",
+        figures={"ratio": ratio},
+    )
+
+
+def _failed(compiled: Sequence[Trial]) -> Iterator[Finding]:
+    reasons = Counter(str(trial.outcome) for trial in compiled if isinstance(trial.outcome, Failure))
+    if reasons:
+        (why, _), count = reasons.most_common(1)[0], reasons.total()
+        message = f"{count} of {len(compiled)} compiled policies failed: {why}"
+        yield Finding(code="compile-failed", message=message, figures={"failed": count, "of": len(compiled)})
+
+
+def _broken(compiled: Sequence[Trial], winner: Policy) -> Iterator[Finding]:
+    """By the winner's own trial where it is compiled, else by any."""
+    own = [trial for trial in compiled if trial.policy == winner] or compiled
+    measured = [outcome for trial in own if (outcome := _measured(trial)) is not None]
+    breaks = next((outcome.graph_breaks for outcome in measured if outcome.graph_breaks), ())
+    if breaks:
+        message = f"the model is not one graph to torch.compile, and each break costs: {'; '.join(breaks)}"
+        yield Finding(code="graph-breaks", message=message)
+    recompiled = max((outcome.recompiled for outcome in measured), default=0)
+    if recompiled:
+        message = (
+            f"torch.compile compiled {recompiled} more graphs after the first steps: shapes or values in the model go "
+            "on changing, and each new one is compiled again"
+        )
+        yield Finding(code="recompiles", message=message, figures={"graphs": recompiled})
+
+
+def _fastest(trials: Sequence[Trial]) -> Trial | None:
+    measured = [trial for trial in trials if isinstance(trial.outcome, Measurement)]
+    return max(measured, key=lambda trial: trial.samples_per_s, default=None)
+
+
+def _measured(trial: Trial) -> Measurement | None:
+    return trial.outcome if isinstance(trial.outcome, Measurement) else None

@@ -1,0 +1,64 @@
+"""What a larger batch would give, for a tuning that leaves the user's own as it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from amptune.measure.outcome import Effort, Measurement
+from amptune.measure.subject import Prepared
+from amptune.policy.findings import Finding
+from amptune.policy.settings import Policy
+from amptune.search.batch_sizes import Runner, sizer_for
+from amptune.search.budget import Budget
+from amptune.search.deciding import Decision
+
+__all__ = ["kept_s", "larger_batch"]
+
+# Of the budget, and no more than so many seconds.
+SHARE, LONGEST_S = 0.04, 20.0
+# Twice the batch is worth telling of where it trains this much faster, and four times where that does once more.
+WORTH_TELLING = 1.05
+LOOK = Effort(warmup_s=0.5, measure_s=0.2, min_steps=3)
+
+
+def kept_s(budget: Budget) -> float:
+    """The seconds to keep for it."""
+    return min(LONGEST_S, SHARE * budget.seconds)
+
+
+def larger_batch(runner: Runner, decision: Decision, budget: Budget) -> Finding | None:
+    """The samples per second that a larger batch reaches under the winner; None where it gains little, or nobody knows.
+
+    A batch twice as large is measured while there is time, it fits, and the one before gained.
+    """
+    prepared = Prepared(hardware=decision.hardware, subject=decision.subject, memory_mib=decision.memory_mib)
+    sizer = sizer_for(runner, prepared, None, left_s=lambda: budget.left_s)
+    policy, own = decision.policy, decision.policy.batch_size or decision.subject.batch_size
+    if sizer is None:
+        return None
+    sizer.learn(decision.trials)
+    first = best = _look(runner, replace(policy, batch_size=own), budget)
+    while best is not None:
+        larger = replace(policy, batch_size=2 * best.samples_per_step // policy.accumulate)
+        found = None if sizer.predicts_oom(larger) else _look(runner, larger, budget)
+        if found is None or found.samples_per_s < WORTH_TELLING * best.samples_per_s:
+            break
+        best = found
+    if first is None or best is None or best is first:
+        return None
+    size, gain = best.samples_per_step // policy.accumulate, best.samples_per_s / first.samples_per_s
+    return Finding(
+        code="larger-batch",
+        message=f"batches of {size} instead of {own} would train {gain:.2f} times as many samples a second, with a "
+        f"peak of {best.peak_allocated_mib:,.0f} MiB: --batch-size auto searches that (what training learns from a "
+        "larger batch is another question; --global-batch N keeps it as it is)",
+        figures={"batch_size": size, "gain": gain, "peak_memory_mib": best.peak_allocated_mib},
+    )
+
+
+def _look(runner: Runner, policy: Policy, budget: Budget) -> Measurement | None:
+    """A short measurement; None where there is no time for it, or it fails."""
+    if budget.left_s < 1:
+        return None
+    outcome = runner.measure_alone(policy, replace(LOOK, time_limit_s=budget.left_s))
+    return outcome if isinstance(outcome, Measurement) else None

@@ -1,0 +1,117 @@
+"""Compiled policies on a bench: what is kept, what is forgotten, what is told. The compiler is the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from test_bench import CPU, QUICK, measured, workload_of
+from torch import nn
+
+from amptune import Policy
+from amptune.measure.bench import Bench
+from amptune.measure.outcome import Effort, Failure
+from amptune.policy.settings import STOCK
+
+# PyTorch's own, when its compiler is imported.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
+
+COMPILED = Policy(compile="default")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_lies_in_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    yield
+    torch.compiler.reset()
+
+
+class Talking(nn.Module):
+    """Leaves the graph in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break("it has something to say")
+        result: torch.Tensor = self.second(x)
+        return result
+
+
+class Growing(nn.Module):
+    """Computes with a number of its own that is another one in every step, which no graph can foresee."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.times = getattr(self, "times", 0) + 1
+        result: torch.Tensor = self.linear(x) * self.times
+        return result
+
+
+def test_a_compiled_policy_trains_as_the_eager_one_and_tells_what_compiling_took() -> None:
+    bench = Bench(workload_of(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))), CPU)
+    eager, compiled = measured(bench), measured(bench, COMPILED)
+    assert compiled.losses[: len(eager.losses)] == pytest.approx(eager.losses[: len(compiled.losses)], rel=1e-4)
+    assert compiled.startup_s > 0.2 > eager.startup_s
+    assert compiled.graph_breaks == ()
+    assert compiled.recompiled == 0
+
+
+def test_what_was_compiled_is_used_again_for_the_same_policy_alone() -> None:
+    bench = Bench(workload_of(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))), CPU)
+    first, again = measured(bench, COMPILED), measured(bench, COMPILED)
+    assert again.startup_s < first.startup_s / 2
+    assert bench._compilations.graphs == 0  # since the second trial began
+    assert measured(bench).startup_s < first.startup_s / 2
+    measured(bench, COMPILED)
+    assert bench._compilations.graphs > 0
+
+
+def test_a_graph_break_is_told() -> None:
+    found = measured(Bench(workload_of(Talking()), CPU), COMPILED)
+    assert len(found.graph_breaks) == 1
+    assert "graph_break()" in found.graph_breaks[0]
+    assert "Hint" not in found.graph_breaks[0]
+
+
+def test_a_model_that_is_compiled_again_and_again_is_told_of() -> None:
+    bench = Bench(workload_of(Growing), CPU)
+    outcome = bench.measure(COMPILED, Effort(warmup_s=0.2, measure_s=0.1))
+    assert not isinstance(outcome, Failure)
+    assert outcome.recompiled > 0 or len(outcome.graph_breaks) > 0
+
+
+def test_a_compiler_that_gives_up_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config as settings
+
+    monkeypatch.setattr(settings.cpp, "cxx", (None, "no-such-compiler"))
+    outcome = Bench(workload_of(nn.Sequential(nn.Linear(8, 16), nn.Softmax(dim=1))), CPU).measure(COMPILED, QUICK)
+    assert isinstance(outcome, Failure)
+    assert outcome.kind == "unsupported"
+    assert "no-such-compiler" in outcome.message
+
+
+def test_a_trial_above_the_memory_allowed_is_out_of_memory() -> None:
+    bench = Bench(workload_of(nn.Linear(8, 8)), CPU, memory_mib=1.0)
+    outcome = bench.measure(STOCK, QUICK)
+    assert isinstance(outcome, Failure)
+    assert outcome.kind == "oom"
+    assert "1 MiB allowed" in outcome.message
+
+
+def test_large_batches_are_held_twice_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("amptune.measure.bench.LARGE_BYTES", 1000)
+    monkeypatch.setattr("amptune.measure.bench.KEPT_BYTES", 1500)
+    bench = Bench(workload_of(nn.Linear(8, 8)), CPU)
+    assert len(bench.batches(4)) == 3
+    assert len(bench.batches(64)) == 2
+    assert len(bench.batches(128)) == 2
+    assert {samples for samples, _ in bench._batches} == {4, 128}

@@ -1,0 +1,175 @@
+"""Searching the batch size, on a machine whose memory is known; and telling what a larger one would give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from landscape import SimulatedClock
+from recorded import FIXED_MIB, MEMORY_MIB, SAMPLE_MIB, RecordedEvaluator, recorded_ms
+from test_tuning import request_in
+
+from amptune.errors import SpaceError
+from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
+from amptune.measure.subject import Prepared
+from amptune.policy.settings import Policy
+from amptune.search.budget import Budget
+from amptune.search.candidates import GlobalBatch, Wanted, candidates_for
+from amptune.search.deciding import Decision
+from amptune.search.headroom import larger_batch
+from amptune.search.tuning import tune_with
+
+OWN = 128
+LARGEST = int((MEMORY_MIB - FIXED_MIB) / SAMPLE_MIB)
+
+
+def saturating(policy: Policy) -> float:
+    """A step that has a fixed part, so that large batches pay, and in half precision pay more."""
+    own_ms = recorded_ms("resnet50", policy)
+    fixed = 0.2 if policy.autocast == "off" else 0.6
+    return own_ms * (fixed + (1 - fixed) * (policy.batch_size or OWN) / OWN)
+
+
+class Ticking(RecordedEvaluator):
+    """Every measurement takes simulated time."""
+
+    clock: SimulatedClock
+
+    def measure(self, policy: Policy, effort: Effort) -> Outcome:
+        self.clock.advance(1.5)
+        return super().measure(policy, effort)
+
+
+def tuned(folder: Path, *, budget_s: float = 400, **wanted: object) -> tuple[Decision, Ticking]:
+    evaluator = Ticking("resnet50", noise=0.002, true_ms=saturating)
+    clock = evaluator.clock = SimulatedClock()
+    request = request_in(folder, trials=None, **wanted)
+    request = replace(request, budget=Budget(seconds=budget_s, started=0.0, clock=clock))
+    return tune_with(evaluator, request, lambda _: None), evaluator
+
+
+def test_the_largest_batch_that_fits_is_found_and_the_fastest_batch_chosen(tmp_path: Path) -> None:
+    decision, evaluator = tuned(tmp_path, batch_size="auto")
+    told = [finding for finding in decision.findings if finding.code == "largest-batch"]
+    assert len(told) == 1
+    for finding in told:
+        assert 0.97 * LARGEST <= finding.figures["batch_size"] <= LARGEST
+        assert "left free" in finding.message
+    assert decision.policy.batch_size is not None
+    assert decision.policy.batch_size >= 0.9 * LARGEST
+    assert decision.winner in evaluator.measured
+    assert decision.policy.autocast == "fp16"
+
+
+def test_what_clearly_does_not_fit_is_not_tried(tmp_path: Path) -> None:
+    _, evaluator = tuned(tmp_path, batch_size="auto")
+    too_large = [policy for policy in evaluator.measured if (policy.batch_size or OWN) > LARGEST]
+    assert len(too_large) <= 2  # the finder's own, one of each precision at the most
+
+
+def test_another_run_resumes_the_study_though_memory_gave_other_sizes(tmp_path: Path) -> None:
+    first, _ = tuned(tmp_path, batch_size="auto")
+    again, _ = tuned(tmp_path, batch_size="auto", budget_s=300)
+    assert {trial.policy for trial in first.trials} <= {trial.policy for trial in again.trials}
+
+
+def test_a_global_batch_is_kept_exactly(tmp_path: Path) -> None:
+    whole = GlobalBatch(samples=3072, devices=2)
+    decision, evaluator = tuned(tmp_path, batch_size="auto", global_batch=whole)
+    finals = [standing.policy for standing in decision.finalists]
+    for policy in [decision.winner, *finals, *(trial.policy for trial in decision.trials)]:
+        assert (policy.batch_size or 0) * policy.accumulate * 2 == 3072
+    assert len({trial.policy.batch_size for trial in decision.trials}) > 2
+    finding = next(finding for finding in decision.findings if finding.code == "global-batch")
+    assert "× 2 devices" in finding.message
+    assert decision.policy.batch_size == finding.figures["batch_size"]
+    assert evaluator.measured
+
+
+def test_a_global_batch_leaves_the_own_batch_unless_that_is_to_be_searched(tmp_path: Path) -> None:
+    decision, _ = tuned(tmp_path, global_batch=GlobalBatch(samples=512))
+    assert {(trial.policy.batch_size, trial.policy.accumulate) for trial in decision.trials} == {(128, 4)}
+
+
+def test_a_global_batch_that_cannot_be_made_up_is_refused_with_sizes_that_can(tmp_path: Path) -> None:
+    with pytest.raises(SpaceError, match=r"--batch-size: .*125"):
+        tuned(tmp_path, global_batch=GlobalBatch(samples=1000))
+    with pytest.raises(SpaceError, match="3 devices"):
+        GlobalBatch(samples=1000, devices=3)
+
+
+def test_a_global_batch_is_refused_for_a_step_of_the_users_own() -> None:
+    prepared = RecordedEvaluator("resnet50").prepare(1.0)
+    own = replace(prepared, subject=replace(prepared.subject, own_step=True))
+    wanted = Wanted(baseline=Policy(), pins={}, global_batch=GlobalBatch(samples=256))
+    with pytest.raises(SpaceError, match="step of your own"):
+        candidates_for(own, wanted)
+
+
+def test_where_nothing_is_known_of_memory_only_the_own_batch_is_searched(tmp_path: Path) -> None:
+    class Blind(Ticking):
+        def prepare(self, limit_s: float) -> Prepared:
+            return replace(super().prepare(limit_s), memory_mib=None)
+
+    evaluator = Blind("resnet50", noise=0.002)
+    clock = evaluator.clock = SimulatedClock()
+    request = replace(
+        request_in(tmp_path, trials=8, batch_size="auto"),
+        budget=Budget(seconds=300, trials=8, started=0.0, clock=clock),
+    )
+    decision = tune_with(evaluator, request, lambda _: None)
+    assert decision.policy.batch_size == OWN
+
+
+class Sized:
+    """Answers by batch size alone."""
+
+    def __init__(self, samples_per_s: Callable[[int], float], largest: int) -> None:
+        self._samples_per_s = samples_per_s
+        self._largest = largest
+        self.sizes: list[int] = []
+
+    def measure_alone(self, policy: Policy, effort: Effort) -> Outcome:  # noqa: ARG002
+        assert policy.batch_size is not None
+        self.sizes.append(policy.batch_size)
+        if policy.batch_size > self._largest:
+            return Failure(kind="oom", message="CUDA out of memory")
+        ms = 1000 * policy.batch_size / self._samples_per_s(policy.batch_size)
+        return Measurement(
+            samples_per_step=policy.batch_size,
+            step_ms=(ms,) * 5,
+            warmup_s=0.1,
+            warmup_steps=5,
+            peak_allocated_mib=FIXED_MIB + SAMPLE_MIB * policy.batch_size,
+            peak_reserved_mib=FIXED_MIB + SAMPLE_MIB * policy.batch_size,
+            losses=(1.0,),
+        )
+
+
+@pytest.fixture(scope="module")
+def decision(tmp_path_factory: pytest.TempPathFactory) -> Decision:
+    return tuned(tmp_path_factory.mktemp("study"), budget_s=120)[0]
+
+
+def test_what_a_larger_batch_would_give_is_told(decision: Decision) -> None:
+    runner = Sized(lambda n: 1000 * n / (n + 500), LARGEST)
+    finding = larger_batch(runner, decision, Budget(seconds=60))
+    assert finding is not None
+    assert runner.sizes[0] == OWN
+    assert finding.figures["batch_size"] > 4 * OWN
+    assert finding.figures["gain"] > 2
+    assert "--batch-size auto" in finding.message
+
+
+def test_a_larger_batch_that_gives_nothing_is_not_told(decision: Decision) -> None:
+    runner = Sized(lambda _: 1000.0, LARGEST)
+    assert larger_batch(runner, decision, Budget(seconds=60)) is None
+    assert runner.sizes == [OWN, 2 * OWN]
+
+
+def test_a_larger_batch_is_not_looked_for_without_time(decision: Decision) -> None:
+    runner = Sized(lambda _: 1000.0, LARGEST)
+    assert larger_batch(runner, decision, Budget(seconds=0.5)) is None
+    assert runner.sizes == []

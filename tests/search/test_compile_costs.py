@@ -1,0 +1,76 @@
+"""What is told of torch.compile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from amptune.measure.outcome import Failure, Measurement, Outcome
+from amptune.policy.findings import Finding
+from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.search.compile_costs import compile_findings
+from amptune.search.trial import Trial
+
+EAGER = amp_recipe("fp16")
+COMPILED = replace(EAGER, compile="default")
+
+
+def took(ms: float, **more: object) -> Measurement:
+    plain = Measurement(
+        samples_per_step=32,
+        step_ms=(ms,) * 5,
+        warmup_s=0.1,
+        warmup_steps=5,
+        peak_allocated_mib=100.0,
+        peak_reserved_mib=100.0,
+        losses=(1.0,),
+    )
+    return replace(plain, **more)  # type: ignore[arg-type]  # fields by name
+
+
+def findings_of(outcomes: dict[Policy, Outcome], winner: Policy) -> dict[str, Finding]:
+    trials = [Trial(number=i, policy=p, outcome=o, seconds=1.0) for i, (p, o) in enumerate(outcomes.items())]
+    return {finding.code: finding for finding in compile_findings(trials, winner)}
+
+
+def test_compiling_pays_after_as_many_steps_as_it_takes_to_win_its_time_back() -> None:
+    outcomes = {STOCK: took(60.0), EAGER: took(25.0), COMPILED: took(20.0, startup_s=30.0)}
+    found = findings_of(outcomes, COMPILED)
+    assert found.keys() == {"compile-pays"}
+    assert found["compile-pays"].figures == {"compile_s": 30.0, "pays_after_steps": 6000}
+    assert "6,000 steps against fp16" in found["compile-pays"].message
+
+
+def test_steps_are_compared_by_the_samples_they_train() -> None:
+    large = replace(COMPILED, batch_size=64)
+    found = findings_of({EAGER: took(25.0), large: took(40.0, samples_per_step=64, startup_s=30.0)}, large)
+    assert found["compile-pays"].figures["pays_after_steps"] == 3000
+
+
+def test_a_compiled_winner_that_is_no_faster_in_its_trial_pays_never() -> None:
+    found = findings_of({EAGER: took(20.0), COMPILED: took(20.5, startup_s=30.0)}, COMPILED)
+    assert found.keys() == {"compile-costs"}
+
+
+def test_that_compiling_was_no_use_is_told() -> None:
+    found = findings_of({EAGER: took(28.8), COMPILED: took(36.5, startup_s=30.0)}, EAGER)
+    assert found.keys() == {"compile-not-needed"}
+    assert "0.79 times" in found["compile-not-needed"].message
+
+
+def test_failures_are_counted_and_the_most_frequent_is_named() -> None:
+    why = Failure(kind="unsupported", message="no Triton here")
+    found = findings_of({EAGER: took(25.0), COMPILED: why, replace(COMPILED, fused_optimizer=True): why}, EAGER)
+    assert found.keys() == {"compile-failed"}
+    assert found["compile-failed"].figures == {"failed": 2, "of": 2}
+    assert "no Triton here" in found["compile-failed"].message
+
+
+def test_breaks_and_recompilations_are_told_of() -> None:
+    outcome = took(20.0, graph_breaks=("a call to print",), recompiled=3)
+    found = findings_of({EAGER: took(25.0), COMPILED: outcome}, COMPILED)
+    assert "a call to print" in found["graph-breaks"].message
+    assert found["recompiles"].figures == {"graphs": 3}
+
+
+def test_nothing_is_said_where_nothing_was_compiled() -> None:
+    assert findings_of({STOCK: took(60.0), EAGER: took(25.0)}, EAGER) == {}

@@ -1,0 +1,111 @@
+"""In which order policies are tried: the cheap before the dear, the best of them compiled first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from landscape import SimulatedClock
+from recorded import RecordedEvaluator, recorded_ms
+from test_tuning import request_in
+
+from amptune.measure.outcome import Effort, Failure, Outcome
+from amptune.policy.settings import Policy
+from amptune.search.budget import Budget
+from amptune.search.deciding import Decision
+from amptune.search.events import Event, SearchEnded, TrialEnded
+from amptune.search.tuning import tune_with
+
+NO_COMPILER = Failure(kind="unsupported", message="no working C++ compiler found")
+FACTORS = {
+    "off": 1.0,
+    "default": 0.85,
+    "reduce-overhead": 0.8,
+    "max-autotune": 0.79,
+    "max-autotune-no-cudagraphs": 0.84,
+}
+COMPILE_S = {"off": 0.0, "default": 30.0, "reduce-overhead": 30.0}
+
+
+class Compiling(RecordedEvaluator):
+    """Takes simulated time: what it compiles, half a minute for each graph, or five to time its kernels too."""
+
+    clock: SimulatedClock
+    factors = FACTORS
+
+    def measure(self, policy: Policy, effort: Effort) -> Outcome:
+        graph = replace(policy, fused_optimizer=False)
+        known = any(replace(one, fused_optimizer=False) == graph for one in self.measured)
+        seconds = 1.5 + (0.0 if known else COMPILE_S.get(policy.compile, 300.0))
+        self.clock.advance(min(seconds, effort.time_limit_s))
+        if seconds > effort.time_limit_s:
+            return Failure(kind="timeout", message="no answer in time")
+        return super().measure(policy, effort)
+
+
+def searched(
+    folder: Path, evaluator: RecordedEvaluator | None = None, budget_s: float = 400, **wanted: object
+) -> tuple[Decision, list[Event]]:
+    evaluator = evaluator or Compiling("resnet50", noise=0.002)
+    evaluator.true_ms = lambda policy: recorded_ms("resnet50", policy) * FACTORS[policy.compile]
+    clock = evaluator.clock = SimulatedClock()  # type: ignore[attr-defined]
+    request = request_in(folder, trials=None, **wanted)
+    request = replace(request, budget=Budget(seconds=budget_s, started=0.0, clock=clock))
+    events: list[Event] = []
+    return tune_with(evaluator, request, events.append), events
+
+
+def tried(events: list[Event]) -> list[Policy]:
+    return [event.trial.policy for event in events if isinstance(event, TrialEnded)]
+
+
+def test_the_best_eager_policy_is_compiled_first_when_the_cheap_trials_are_done(tmp_path: Path) -> None:
+    decision, events = searched(tmp_path)
+    policies = tried(events)
+    modes = [policy.compile for policy in policies]
+    first = next(place for place, mode in enumerate(modes) if mode != "off")
+    assert first >= 10
+    assert modes[first] == "reduce-overhead"
+    best = min(policies[:first], key=lambda policy: recorded_ms("resnet50", policy))
+    assert (policies[first].autocast, policies[first].memory_format) == (best.autocast, best.memory_format)
+    assert decision.policy.compile == "reduce-overhead"
+    finding = next(finding for finding in decision.findings if finding.code == "compile-pays")
+    assert finding.figures["pays_after_steps"] >= 0
+
+
+def test_kernels_are_not_timed_in_a_budget_that_could_not_hold_it(tmp_path: Path) -> None:
+    _, events = searched(tmp_path)
+    assert not [policy for policy in tried(events) if policy.compile.startswith("max-autotune")]
+
+
+@pytest.mark.parametrize("wanted", [{"compile": False}, {"pins": {"compile": "off"}}])
+def test_nothing_is_compiled_for_who_wants_nothing_compiled(tmp_path: Path, wanted: dict[str, object]) -> None:
+    decision, events = searched(tmp_path, **wanted)
+    assert {policy.compile for policy in tried(events)} == {"off"}
+    assert decision.policy.compile == "off"
+
+
+def test_a_short_budget_compiles_nothing_and_says_so(tmp_path: Path) -> None:
+    decision, events = searched(tmp_path, budget_s=60)
+    assert {policy.compile for policy in tried(events)} == {"off"}
+    assert "compile-not-tried" in {finding.code for finding in decision.findings}
+
+
+def test_compiling_is_given_up_where_it_cannot_be_done(tmp_path: Path) -> None:
+    evaluator = Compiling(
+        "resnet50", noise=0.002, interfere=lambda policy: NO_COMPILER if policy.compile != "off" else None
+    )
+    decision, events = searched(tmp_path, evaluator)
+    assert 1 <= len([policy for policy in tried(events) if policy.compile != "off"]) <= 2
+    assert decision.policy.compile == "off"
+    assert decision.speedup.value > 2
+    failed = next(finding for finding in decision.findings if finding.code == "compile-failed")
+    assert "C++ compiler" in failed.message
+
+
+def test_the_search_ends_when_nothing_that_is_left_is_worth_its_time(tmp_path: Path) -> None:
+    _, events = searched(tmp_path, budget_s=4000)
+    ended = next(event for event in events if isinstance(event, SearchEnded))
+    assert ended.because == "no policy that is left promises to be better"
+    assert ended.trials < 120
