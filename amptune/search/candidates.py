@@ -120,7 +120,7 @@ class Candidates:
     safeguards: Mapping[str, tuple[Fp32Rule, ...]] = field(default_factory=dict)
 
     def policy_of(self, point: Point) -> Policy:
-        """The settings a point of the space stands for."""
+        """The settings a point of the space stands for; the FP32 math that nothing uses is stock PyTorch's."""
         settings: dict[str, Any] = {"batch_size": self.batch_size, **point}
         settings["accumulate"] = _accumulate(settings["batch_size"], self.global_batch)
         depth = settings.pop("fp32_exclusions", 0)
@@ -129,7 +129,8 @@ class Candidates:
         layout = settings.get("memory_format", "contiguous")
         faster = self.ladder.rules(depth, autocast, layout) if autocast != "off" else ()
         wide = dict.fromkeys([*self.safeguards.get(autocast, ()), *faster])
-        return Policy(**settings, fp32_modules=tuple(wide), half_modules=half)
+        policy = Policy(**settings, fp32_modules=tuple(wide), half_modules=half)
+        return policy if policy.uses_fp32_math else replace(policy, fp32_math=STOCK.fp32_math)
 
     def guarded(self, safeguards: Mapping[str, tuple[Fp32Rule, ...] | None]) -> Candidates:
         """The same, with rules that the numerics of an autocast dtype need; one that has None is not tried at all."""

@@ -40,6 +40,12 @@ def test_compiling_pays_after_as_many_steps_as_it_takes_to_win_its_time_back() -
     assert "6,000 steps against fp16" in found["compile-pays"].message
 
 
+def test_a_graph_that_lay_in_the_cache_of_an_earlier_trial_costs_what_that_one_took() -> None:
+    fused = replace(COMPILED, fused_optimizer=True)
+    outcomes = {EAGER: took(25.0), COMPILED: took(22.0, startup_s=30.0), fused: took(20.0, startup_s=1.5)}
+    assert findings_of(outcomes, fused)["compile-pays"].figures == {"compile_s": 30.0, "pays_after_steps": 6000}
+
+
 def test_steps_are_compared_by_the_samples_they_train() -> None:
     large = replace(COMPILED, batch_size=64)
     found = findings_of({EAGER: took(25.0), large: took(40.0, samples_per_step=64, startup_s=30.0)}, large)
