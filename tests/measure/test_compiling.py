@@ -115,3 +115,17 @@ def test_large_batches_are_held_twice_and_forgotten(monkeypatch: pytest.MonkeyPa
     assert len(bench.batches(64)) == 2
     assert len(bench.batches(128)) == 2
     assert {samples for samples, _ in bench._batches} == {4, 128}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
+def test_cuda_graphs_are_kept_for_their_policy_and_their_memory_given_back_before_another() -> None:
+    layers = (nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(230400, 8))
+    bench = Bench(workload_of(nn.Sequential(*layers), (3, 64, 64), batch_size=64), torch.device("cuda"))
+    graphs = Policy(compile="reduce-overhead", autocast="bf16")
+    first, again = measured(bench, graphs), measured(bench, graphs)
+    held = torch.cuda.memory_reserved()
+    assert again.startup_s < first.startup_s / 4
+    assert held > 0
+    measured(bench)
+    assert torch.cuda.memory_reserved() < held / 4

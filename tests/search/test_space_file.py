@@ -109,6 +109,15 @@ def test_what_a_generation_cannot_do_is_not_tried_on_it(name: str) -> None:
     assert ("tf32" in space.choices("fp32_math")) == all(ability.tf32 for ability in abilities)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_is_compiled_only_where_triton_runs(name: str) -> None:
+    space = load_space(name)
+    compiles = len(space.choices("compile")) > 1
+    assert compiles == all(number >= (7, 0) for number in numbers_of(space))
+    if not space.compute_capability:  # a CPU has no CUDA graphs
+        assert not {"reduce-overhead", "max-autotune"} & set(space.choices("compile"))
+
+
 def numbers_of(space: Space) -> list[tuple[int, int]]:
     parts = (number.split(".") for number in space.compute_capability)
     return [(int(major), int(minor)) for major, minor in parts]
