@@ -16,6 +16,7 @@ __all__ = [
     "FileFormatError",
     "HardwareMismatchError",
     "NothingFeasibleError",
+    "ObjectiveError",
     "OutputError",
     "PolicyApplyError",
     "Problem",
@@ -86,6 +87,10 @@ class NothingFeasibleError(AmptuneError):
 
 class StudyError(AmptuneError):
     """The study's folder or storage cannot be used: locked by another tuner, unwritable, disk full."""
+
+
+class ObjectiveError(AmptuneError):
+    """An objective that does not exist, or that needs a figure this machine does not give."""
 
 
 class ClaimError(AmptuneError):

@@ -28,6 +28,7 @@ _COMMANDS = {
     "init": "amptune.cli.init:init_command",
     "probe": "amptune.cli.probe:probe_command",
     "profile": "amptune.cli.profile:profile_group",
+    "report": "amptune.cli.report:report_command",
     "schema": "amptune.cli.files:schema_command",
     "tune": "amptune.cli.tune:tune_command",
     "verify": "amptune.cli.verify:verify_command",

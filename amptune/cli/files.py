@@ -6,7 +6,7 @@ import json
 
 import click
 
-from amptune.cli.options import json_option, print_json
+from amptune.cli.options import json_option, objective_options, print_json
 
 __all__ = ["check_command", "explain_command", "schema_command"]
 
@@ -32,15 +32,35 @@ def check_command(file: str, as_json: bool) -> None:
 
 @click.command("explain", short_help="Say in words what a policy sets, and why.")
 @click.argument("file")
+@objective_options(None, "Say which policy on record would be taken for this objective, and what that costs.")
 @json_option
-def explain_command(file: str, as_json: bool) -> None:
-    """Say in words what each setting of a policy does and why it is there."""
+def explain_command(file: str, objective: str | None, least_speed: float | None, as_json: bool) -> None:
+    """Say in words what each setting of a policy does and why it is there.
+
+    With --objective: which of the policies in its evidence that no other beats would be taken for that.
+    """
     from amptune.policy.loading import load
     from amptune.report.explaining import explain
 
+    if objective is not None or least_speed is not None:
+        _explain_objective(file, objective or "throughput", least_speed, as_json=as_json)
+        return
     sentences = explain(load(file))
     if as_json:
         print_json("amptune.explain/1", {"file": file, "sentences": list(sentences), "findings": []})
+    else:
+        click.echo("\n".join(sentences))
+
+
+def _explain_objective(file: str, name: str, least_speed: float | None, *, as_json: bool) -> None:
+    from amptune.policy.loading import load
+    from amptune.report.explaining import explain_for
+    from amptune.search.objective import objective_of
+
+    chosen, sentences = explain_for(load(file), objective_of(name, least_speed))
+    if as_json:
+        data = {"file": file, "objective": name, "chosen": chosen and chosen.as_dict()}
+        print_json("amptune.explain/1", {**data, "sentences": list(sentences), "findings": []})
     else:
         click.echo("\n".join(sentences))
 

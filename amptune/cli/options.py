@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 import click
 
-__all__ = ["SECONDS", "json_option", "print_json"]
+__all__ = ["MEMORY", "SECONDS", "json_option", "objective_options", "print_json"]
 
 
 class _Seconds(click.ParamType[float]):
@@ -27,9 +27,46 @@ class _Seconds(click.ParamType[float]):
         return seconds
 
 
+class _Memory(click.ParamType[float]):
+    """Memory, in MiB: `60GiB`, `512MiB`, `80GB`."""
+
+    name = "memory"
+    _MIB: ClassVar = {"kb": 1e3 / 2**20, "mb": 1e6 / 2**20, "gb": 1e9 / 2**20, "kib": 2**-10, "mib": 1.0, "gib": 2**10}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)\s*", str(value).lower())
+        mib = float(match[1]) * self._MIB[match[2]] if match else 0.0
+        if mib <= 0:
+            self.fail(f"{value!r} is no amount of memory; write 60GiB or 512MiB", param, ctx)
+        return mib
+
+
 SECONDS = _Seconds()
+MEMORY = _Memory()
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def objective_options(default: str | None, help_text: str) -> Callable[[F], F]:
+    """Adds `--objective` and `--least-speed`."""
+
+    def add(function: F) -> F:
+        objective = click.option(
+            "--objective",
+            type=click.Choice(["throughput", "memory", "energy"]),
+            default=default,
+            show_default=default is not None,
+            help=help_text,
+        )
+        least_speed = click.option(
+            "--least-speed",
+            type=float,
+            metavar="SHARE",
+            help="Of the baseline's samples per second, with --objective memory. Default: 1.",
+        )
+        return objective(least_speed(function))
+
+    return add
 
 
 def json_option(function: F) -> F:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from amptune.cli.options import SECONDS, json_option, print_json
+from amptune.cli.options import MEMORY, SECONDS, json_option, objective_options, print_json
 
 if TYPE_CHECKING:
     from amptune.policy.settings import Policy
+    from amptune.search.candidates import GlobalBatch
     from amptune.search.deciding import Decision
     from amptune.search.request import TuningRequest
 
@@ -25,15 +27,24 @@ __all__ = ["tune_command"]
 @click.option("--trials", type=click.IntRange(1), help="Try at most this many policies.")
 @click.option("--space", metavar="NAME|FILE", help="Search space; by default the one of this machine's hardware.")
 @click.option("--batch-size", metavar="auto|N", help="Per device. Default: the workload's own; auto searches it too.")
+@click.option("--global-batch", type=click.IntRange(1), metavar="N",
+              help="Samples of one optimizer step over all devices, to be kept: batches are accumulated.")  # fmt: skip
+@click.option("--devices", type=click.IntRange(1), default=1, show_default=True,
+              help="How many devices train together, for --global-batch.")  # fmt: skip
+@click.option("--max-memory", type=MEMORY, metavar="SIZE", help="What a policy may take of the device's: 60GiB.")
+@click.option("--compile/--no-compile", "compile_", default=None,
+              help="Whether to try torch.compile. Default: where the budget has time for it.")  # fmt: skip
+@objective_options("throughput", "Most samples per second, least peak memory, or least energy per sample.")
 @click.option("--baseline", default="stock", show_default=True, metavar="stock|amp-fp16|amp-bf16|FILE",
               help="What training uses today.")  # fmt: skip
 @click.option("--set", "pins", multiple=True, metavar="KNOB=VALUE", help="Pin a knob instead of searching it.")
 @click.option("--device", metavar="cuda:N|cpu", help="Default: the first GPU, else the CPU.")
+@click.option("--report", metavar="F.html", help="Write a page of what was found too, as `amptune report` does.")
 @click.option("--study", metavar="DIR|URL", help="Where trials are remembered. Default: .amptune/TARGET.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the search; batches have their own.")
 @json_option
-def tune_command(output: str, as_json: bool, **options: Any) -> int:
-    """Find the fastest policy for TARGET on this machine.
+def tune_command(output: str, as_json: bool, report: str | None, **options: Any) -> int:
+    """Find the best policy for TARGET on this machine.
 
     TARGET is FILE.py:NAME or PACKAGE.MODULE:NAME, an amptune.Workload or a function that returns one;
     `amptune init` writes a starter. Stock PyTorch and the AMP recipe are always measured and compared.
@@ -44,6 +55,8 @@ def tune_command(output: str, as_json: bool, **options: Any) -> int:
     from amptune.search.tuning import TuningInterrupted, run_tuning
 
     require_writable(output)
+    if report is not None:
+        require_writable(report)
     request = _request(**options)
     try:
         with progress_for(sys.stderr) as observer:
@@ -53,8 +66,10 @@ def tune_command(output: str, as_json: bool, **options: Any) -> int:
             click.echo("interrupted before the baseline was measured: nothing to write", err=True)
         else:
             _deliver(interrupted.decision, output, as_json=as_json)
+            _report(interrupted.decision, request, report)
         return 130
     _deliver(decision, output, as_json=as_json)
+    _report(decision, request, report)
     return 0
 
 
@@ -64,28 +79,42 @@ def _request(
     trials: int | None,
     space: str | None,
     batch_size: str | None,
+    global_batch: int | None,
+    devices: int,
+    max_memory: float | None,
+    compile_: bool | None,
     baseline: str,
     pins: tuple[str, ...],
     device: str | None,
     study: str | None,
     seed: int,
+    objective: str,
+    least_speed: float | None,
 ) -> TuningRequest:
     from amptune.cli.entry import STARTED
     from amptune.search.budget import Budget
     from amptune.search.candidates import Wanted
+    from amptune.search.objective import objective_of
     from amptune.search.request import TuningRequest, place_of, source_of
 
     folder, storage = place_of(study, target)
     return TuningRequest(
         source=source_of(target),
         wanted=Wanted(
-            baseline=_baseline(baseline), space=space, pins=dict(map(_pin, pins)), batch_size=_batch_size(batch_size)
+            baseline=_baseline(baseline),
+            space=space,
+            pins=dict(map(_pin, pins)),
+            batch_size=_batch_size(batch_size),
+            global_batch=_global_batch(global_batch, devices),
+            compile=compile_,
+            memory_mib=max_memory,
         ),
         budget=Budget(seconds=budget, trials=trials, started=STARTED),
         folder=folder,
         study=storage,
         device=device,
         seed=seed,
+        objective=objective_of(objective, least_speed),
     )
 
 
@@ -108,9 +137,19 @@ def _pin(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _batch_size(text: str | None) -> int | str | None:
-    if text is None or text == "auto":
-        return text
+def _global_batch(samples: int | None, devices: int) -> GlobalBatch | None:
+    from amptune.search.candidates import GlobalBatch
+
+    if samples is None and devices != 1:
+        raise click.BadParameter("says something together with --global-batch alone", param_hint="--devices")
+    return None if samples is None else GlobalBatch(samples=samples, devices=devices)
+
+
+def _batch_size(text: str | None) -> int | Literal["auto"] | None:
+    if text is None:
+        return None
+    if text == "auto":
+        return "auto"
     if not text.isdecimal() or int(text) < 1:
         raise click.BadParameter(
             f"{text!r} is neither auto nor a whole number of at least 1", param_hint="--batch-size"
@@ -135,15 +174,35 @@ def _deliver(decision: Decision, output: str, *, as_json: bool) -> None:
         print_decision(decision, output, sys.stdout)
 
 
+def _report(decision: Decision, request: TuningRequest, output: str | None) -> None:
+    """Writes the page, where one was asked for."""
+    if output is None:
+        return
+    from amptune.cli.report import write_page
+    from amptune.report.page import page_of
+    from amptune.search.answering import answer_of, choice_of
+    from amptune.search.samples import read_comparisons
+    from amptune.search.study import recall
+
+    record = recall(request.study, run=request.run)
+    comparisons = read_comparisons(request.folder, [tuning.run for tuning in record.tunings])
+    answer = replace(answer_of(record, comparisons, decision.objective), choice=choice_of(decision))
+    write_page(page_of(answer, decision.findings), output)
+    click.echo(f"report written to {output}", err=True)
+
+
 def _as_data(decision: Decision, output: str) -> dict[str, Any]:
     from amptune.policy.wire import policy_to_dict
 
-    speedup = decision.speedup
+    speedup, gain = decision.speedup, decision.gain
     return {
         "output": output,
+        "objective": decision.objective.name,
         "policy": policy_to_dict(decision.policy),
         "speedup": speedup.value,
         "speedup_ci95": [speedup.low, speedup.high],
+        "gain": gain.value,
+        "gain_ci95": [gain.low, gain.high],
         "provisional": decision.provisional,
         "evidence": decision.policy_file.evidence,
         "valid_for": decision.policy_file.valid_for,

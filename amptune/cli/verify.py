@@ -56,6 +56,8 @@ def _as_data(found: Verification, policy: str) -> dict[str, Any]:
         "holds": found.holds,
         "claimed": {
             "speedup": found.claim.speedup,
+            "objective": found.claim.objective.name,
+            "gain": found.claim.gain,
             "step_ms": found.claim.step_ms,
             "baseline_step_ms": found.claim.baseline_ms,
         },
@@ -63,6 +65,8 @@ def _as_data(found: Verification, policy: str) -> dict[str, Any]:
             "speedup": now and now.value,
             "speedup_ci95": now and [now.low, now.high],
             "launches": now and now.launches,
+            "gain": found.gain and found.gain.value,
+            "gain_ci95": found.gain and [found.gain.low, found.gain.high],
             "step_ms": found.policy.step_ms,
             "baseline_step_ms": found.baseline.step_ms,
         },

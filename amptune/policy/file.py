@@ -20,11 +20,19 @@ class Evidence(TypedDict, total=False):
     `launches` is how many process launches the speed-up rests on. `parity` is how far training is from that in
     FP32: the first steps, and what the numerics gate saw; `ablation` what each setting buys, as the speed with it
     over the speed without; `end_to_end` what a training loop with fresh data reached. `tuned_on` is UTC, ISO 8601.
+
+    `objective` is "memory" or "energy", and left out for throughput; `gain` is then the baseline's peak memory, or
+    energy a sample, over the policy's, and so is what an ablated setting buys, its share of the speed beside it.
+    `least_speed` is the share of the baseline's speed that had to be reached. `pareto` are the trials that no other
+    beats in samples per second, peak memory and energy at once, at most twelve: `judged` where the numerics gate has
+    passed them, or had nothing to judge.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # type: ignore[misc]  # noqa: RUF012  # read by pydantic
 
     workload: str
+    objective: str
+    least_speed: float
     baseline: dict[str, Any]
     amp_recipe: dict[str, Any]
     samples_per_s: float
@@ -34,6 +42,8 @@ class Evidence(TypedDict, total=False):
     energy_j_per_sample: float
     speedup: float
     speedup_ci95: list[float]
+    gain: float
+    gain_ci95: list[float]
     launches: int
     parity: dict[str, Any]
     ablation: dict[str, Any]
@@ -44,6 +54,7 @@ class Evidence(TypedDict, total=False):
     seconds: float
     provisional: bool
     finalists: list[dict[str, Any]]
+    pareto: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

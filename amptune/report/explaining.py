@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from amptune.errors import ClaimError
 from amptune.policy.file import PolicyFile
 from amptune.policy.settings import Fp32Rule, Policy
+from amptune.search.gains import FIGURES, aim_of, goal_of
+from amptune.search.objective import Objective
+from amptune.search.pareto import Point, best_point
 
-__all__ = ["explain"]
+__all__ = ["explain", "explain_for"]
 
 # A risk as large as this stands for numbers that are not finite (amptune.measure.trace).
 OVERFLOWS = 1e5
@@ -24,6 +29,11 @@ _FP32_MATH = {
     "ieee": "fp32_math ieee: FP32 operations keep all 24 bits of precision, convolutions too; the slowest.",
     "tf32": "fp32_math tf32: FP32 matrix products and convolutions use tensor cores, inputs rounded to 11 bits.",
 }
+_FIGURES = (
+    ("samples_per_s", "Throughput", "samples/s"),
+    ("peak_memory_mib", "Peak memory", "MiB"),
+    ("energy_j_per_sample", "Energy", "J per sample"),
+)
 _LAYOUT = {
     "contiguous": "memory_format contiguous: tensors stay as they are (NCHW).",
     "channels_last": "memory_format channels_last: images and weights lie as NHWC, which tensor cores read directly.",
@@ -34,6 +44,63 @@ _LAYOUT = {
 def explain(policy_file: PolicyFile) -> tuple[str, ...]:
     """One sentence or two a setting, then what the evidence says."""
     return (*_settings(policy_file.policy), *_evidence(policy_file.evidence), *_validity(policy_file.valid_for))
+
+
+def explain_for(policy_file: PolicyFile, objective: Objective) -> tuple[Point | None, tuple[str, ...]]:
+    """What would be chosen for an objective of the policies on record, and what that costs, a sentence each.
+
+    None where none of them is an answer. Raises `ClaimError` for a file that does not hold what is asked.
+    """
+    evidence: Any = policy_file.evidence
+    points, baseline = _points(evidence), evidence.get("baseline", {})
+    if not points or "samples_per_s" not in baseline:
+        raise ClaimError(
+            "this file does not say what else was found: it has no evidence.pareto; `amptune tune` writes one, and "
+            "`amptune report` answers from the study"
+        )
+    if objective.name == "energy" and all(point.energy_j_per_sample is None for point in points):
+        raise ClaimError("this file does not say what energy was used: the machine it was tuned on reported none")
+    chosen = best_point(points, objective, baseline["samples_per_s"])
+    asked = f"For {objective.name}, {aim_of(objective)}, of the {len(points)} policies on record that no other beats"
+    if chosen is None:
+        return None, (f"{asked}: none is fast enough.",)
+    return chosen, (f"{asked}: {chosen.policy}.", *_costs(chosen, policy_file))
+
+
+def _points(evidence: Mapping[str, Any]) -> list[Point]:
+    try:
+        return [Point.from_dict(data) for data in evidence.get("pareto", ())]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ClaimError(f"evidence.pareto is not what `amptune tune` writes: {error}") from error
+
+
+def _costs(chosen: Point, policy_file: PolicyFile) -> Iterator[str]:
+    """The figures of a point, beside those of the baseline and of the policy in the file."""
+    evidence: Any = policy_file.evidence
+    for name, what, unit in _FIGURES:
+        value, before = getattr(chosen, name), evidence["baseline"].get(name)
+        if value is not None:
+            times = f", {value / before:.2f} times the baseline's" if before else ""
+            yield f"{what}: {_plain(value)} {unit}{times}."
+    if _same(chosen.policy, policy_file.policy):
+        yield "That is the policy of this file."
+        return
+    for name, what, _ in _FIGURES:
+        value, own = getattr(chosen, name), evidence.get(name)
+        if value is not None and own:
+            yield f"Its {what.lower()} is {value / own:.2f} times that of the policy in this file."
+    gate = "passed the numerics gate" if chosen.judged else "was not judged by the numerics gate"
+    yield f"It {gate}, and rests on a single trial: `amptune tune --objective …` with the same study proves it."
+
+
+def _plain(value: float) -> str:
+    """Four digits, without an exponent for what is large."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def _same(measured: Policy, written: Policy) -> bool:
+    """A policy is measured without the batch size where that is the workload's own, and written with it."""
+    return replace(measured, batch_size=measured.batch_size or written.batch_size) == written
 
 
 def _settings(policy: Policy) -> Iterator[str]:
@@ -82,13 +149,16 @@ def _evidence(evidence: Mapping[str, Any]) -> Iterator[str]:
         yield "Provisional: tuning was interrupted before its final comparison."
     if "step_ms" in evidence:
         yield f"Measured: {evidence['step_ms']:g} ms a step, {evidence.get('samples_per_s', 0):g} samples/s."
-    if evidence.get("speedup") == 1:
+    if evidence.get("objective") in ("memory", "energy"):
+        yield from _gained(evidence, Objective(evidence["objective"], evidence.get("least_speed", 1.0)))
+    elif evidence.get("speedup") == 1:
         yield "Nothing was shown to be faster than the baseline."
     elif "speedup" in evidence:
         interval = evidence.get("speedup_ci95")
         between = f" (95 % interval {interval[0]:g} to {interval[1]:g})" if interval else ""
         yield f"That is {evidence['speedup']:g} times the speed of the baseline{between}."
-    yield from map(_bought, evidence.get("ablation", {}).items())
+    objective = evidence.get("objective", "throughput")
+    yield from (_bought(setting, figures, objective) for setting, figures in evidence.get("ablation", {}).items())
     recipe = evidence.get("amp_recipe")
     if recipe and "step_ms" in recipe:
         yield f"The AMP recipe took {recipe['step_ms']:g} ms a step."
@@ -102,9 +172,26 @@ def _finding(finding: Mapping[str, Any]) -> str:
     return (f"{module}: " if module else "") + f"{finding.get('message', '')}."
 
 
-def _bought(item: tuple[str, Mapping[str, Any]]) -> str:
-    setting, figures = item
+def _gained(evidence: Mapping[str, Any], objective: Objective) -> Iterator[str]:
+    """What a policy that was tuned for memory or energy uses."""
+    if evidence.get("gain", 1) == 1:
+        yield f"Tuned for {objective.name}: no policy was shown {goal_of(objective)}."
+        return
+    interval = evidence.get("gain_ci95")
+    exact = interval is None or interval[0] == interval[1]
+    between = f" (95 % interval {1 / interval[1]:.3g} to {1 / interval[0]:.3g})" if interval and not exact else ""
+    what = FIGURES[objective.name]
+    yield f"Its {what} is {1 / evidence['gain']:.3g} times that of the baseline{between}."
+    yield f"Its speed is {evidence.get('speedup', 1):g} times that of the baseline."
+
+
+def _bought(setting: str, figures: Mapping[str, Any], objective: str) -> str:
     interval = figures.get("buys_ci95")
+    if objective != "throughput":
+        what, speed = FIGURES[objective], figures.get("speed", 1)
+        return (
+            f"{setting} makes its {what} {1 / figures['buys']:.3g} times, and its speed {speed:g} times that without."
+        )
     between = f" (95 % interval {interval[0]:g} to {interval[1]:g})" if interval else ""
     return f"{setting} makes it {figures['buys']:g} times as fast as without{between}."
 

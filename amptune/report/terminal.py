@@ -9,25 +9,28 @@ from typing import TYPE_CHECKING, TextIO
 from rich.console import Console
 from rich.table import Table
 
+from amptune.search.gains import FIGURES
+
 if TYPE_CHECKING:
     from amptune.hardware.machine import Cpu, Gpu, Hardware
     from amptune.search.ablation import Ablated
     from amptune.search.deciding import Decision
     from amptune.search.decision import Standing
     from amptune.search.diagnosing import Diagnosis
+    from amptune.search.objective import Objective
     from amptune.search.verifying import Verification
 
-__all__ = ["print_decision", "print_diagnosis", "print_hardware", "print_verification"]
+__all__ = ["console_for", "print_decision", "print_diagnosis", "print_hardware", "print_verification"]
 
 _WIDTH_ELSEWHERE = 120
 
 
 def print_decision(decision: Decision, output: str, stream: TextIO) -> None:
     """What won, against what, and where it was written."""
-    console = _console(stream)
+    console = console_for(stream)
     console.print(_comparison(decision))
     if decision.ablation:
-        console.print(_bought(decision.ablation))
+        console.print(_bought(decision.ablation, decision.objective))
     for finding in decision.findings:
         console.print(f"• {finding}", markup=False)
     parity = decision.policy_file.evidence.get("parity", {})
@@ -41,7 +44,7 @@ def print_decision(decision: Decision, output: str, stream: TextIO) -> None:
 
 def print_verification(found: Verification, stream: TextIO) -> None:
     """Claimed and measured, side by side; then the answer and what changed."""
-    console = _console(stream)
+    console = console_for(stream)
     table = Table(title=f"on {found.hardware.name}, {found.seconds:.0f} s", title_justify="left", box=None)
     table.add_column("")
     for heading in ("claimed", "measured"):
@@ -57,7 +60,7 @@ def print_verification(found: Verification, stream: TextIO) -> None:
 
 def print_diagnosis(found: Diagnosis, stream: TextIO) -> None:
     """A finding a line, the most important first."""
-    console = _console(stream)
+    console = console_for(stream)
     console.print(f"{found.subject.name} on {found.hardware.name}, {found.seconds:.0f} s", style="bold", markup=False)
     for finding in found.findings:
         console.print(f"• {finding}", markup=False)
@@ -67,7 +70,7 @@ def print_diagnosis(found: Diagnosis, stream: TextIO) -> None:
 
 def print_hardware(hardware: Hardware, stream: TextIO) -> None:
     """The machine, a fact a line."""
-    console = _console(stream)
+    console = console_for(stream)
     facts = _gpu_facts(hardware.gpu) if hardware.gpu else {}
     facts |= _cpu_facts(hardware.cpu)
     software = hardware.software
@@ -94,11 +97,26 @@ def print_hardware(hardware: Hardware, stream: TextIO) -> None:
 
 def _comparison(decision: Decision) -> Table:
     table = Table(title=f"{decision.subject.name} on {decision.hardware.name}", title_justify="left", box=None)
-    for heading in ("", "ms/step", "95 %", "samples/s", "peak MiB", "vs. baseline"):
+    shown = _shown(decision)
+    energy = any(standing.energy_j_per_sample is not None for standing in shown)
+    objective = decision.objective.name
+    own = () if objective == "throughput" else (f"{objective} vs. baseline",)
+    headings = (
+        "",
+        "ms/step",
+        "95 %",
+        "samples/s",
+        "peak MiB",
+        *(("J/sample",) if energy else ()),
+        "vs. baseline",
+        *own,
+    )
+    for heading in headings:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     table.add_column("policy")
-    for standing in _shown(decision):
-        table.add_row(*_row(standing, _role(standing, decision)))
+    for standing in shown:
+        cells = _row(standing, _role(standing, decision), energy=energy, used=bool(own))
+        table.add_row(*cells, *("" for _ in range(len(headings) - len(cells))), str(standing.policy))
     return table
 
 
@@ -106,18 +124,22 @@ def _shown(decision: Decision) -> list[Standing]:
     """The finalists; winner and baseline with the figures of the comparison that the claim rests on."""
     claimed = {decision.verdict.winner.policy: decision.verdict.winner, decision.baseline.policy: decision.baseline}
     others = [standing for standing in decision.finalists if standing.policy not in claimed]
-    return sorted([*claimed.values(), *others], key=lambda s: (s.failure is not None, -s.speedup))
+    return sorted([*claimed.values(), *others], key=lambda standing: standing.place)
 
 
-def _bought(ablation: Sequence[Ablated]) -> Table:
-    """What each setting buys."""
+def _bought(ablation: Sequence[Ablated], objective: Objective) -> Table:
+    """What each setting buys; of memory or energy, as what is used, and what it does to the speed beside it."""
+    plain = objective.name == "throughput"
     table = Table(title="\nwhat each setting buys", title_justify="left", box=None)
-    for heading in ("setting", "value", "speed with it / without", "95 %"):
+    headings = ("setting", "value", f"{FIGURES[objective.name]} with it / without", "95 %", "speed")
+    for heading in headings[: -1 if plain else None]:
         table.add_column(heading, no_wrap=True)
     for one in ablation:
         value = "" if isinstance(one.variant.value, list) else str(one.variant.value)
-        interval = "" if math.isinf(one.buys.high) else f"{one.buys.low:.3f}-{one.buys.high:.3f}"
-        table.add_row(one.variant.setting, value, f"{one.buys.value:.3f}×", interval)
+        buys = one.buys if plain else one.buys.inverse
+        interval = "" if math.isinf(one.buys.high) else f"{buys.low:.3f}-{buys.high:.3f}"
+        speed = () if plain else (f"{one.speed.value:.3f}×",)
+        table.add_row(one.variant.setting, value, f"{buys.value:.3f}×", interval, *speed)
     return table
 
 
@@ -132,20 +154,22 @@ def _role(standing: Standing, decision: Decision) -> str:
     return ", ".join(roles)
 
 
-def _row(standing: Standing, role: str) -> tuple[str, ...]:
-    policy = str(standing.policy)
+def _row(standing: Standing, role: str, *, energy: bool, used: bool) -> tuple[str, ...]:
+    """The cells before the policy's; fewer where it failed."""
     if standing.failure is not None or standing.step_ms is None:
-        return (role, str(standing.failure and standing.failure.kind), "", "", "", "", policy)
+        return (role, str(standing.failure and standing.failure.kind))
     low, high = standing.step_ms_ci95 or (standing.step_ms, standing.step_ms)
-    ratio = standing.vs_baseline
+    ratio, joules = standing.vs_baseline, standing.energy_j_per_sample
+    slow = " too slow" if standing.too_slow else ""
     return (
         role,
         f"{standing.step_ms:.3f}",
         f"{low:.3f}-{high:.3f}",
         f"{standing.samples_per_s:,.1f}",
         f"{standing.peak_memory_mib:,.0f}",
-        "" if ratio is None else f"{ratio.value:.2f}×",
-        policy,
+        *((("" if joules is None else f"{joules:.4g}"),) if energy else ()),
+        "" if ratio is None else f"{ratio.value:.2f}×{slow}",
+        *((f"{1 / standing.merit:.2f}×" if standing.merit else "",) if used else ()),
     )
 
 
@@ -198,7 +222,7 @@ def _or_unknown(value: float | None, unit: str) -> str:
     return "unknown" if value is None else f"{value:,.0f} {unit}"
 
 
-def _console(stream: TextIO) -> Console:
+def console_for(stream: TextIO) -> Console:
     """Wide enough off a terminal that a table is not cut by a width nobody has."""
     width = None if stream.isatty() else _WIDTH_ELSEWHERE
     return Console(file=stream, highlight=False, width=width)

@@ -8,6 +8,7 @@ from typing import Any
 
 from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, Policy
+from amptune.search.objective import THROUGHPUT, Objective
 from amptune.search.ratios import Ratio, Round, ratio_between
 
 __all__ = ["Ablated", "Variant", "ablated", "dropped", "variants_of"]
@@ -28,14 +29,18 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ablated:
-    """What the setting that a variant lacks buys: the speed with it over the speed without."""
+    """What the setting that a variant lacks buys: what the objective is about with it, over that without.
+
+    `speed` is its samples per second over those without.
+    """
 
     variant: Variant
     buys: Ratio
+    speed: Ratio
 
 
 def variants_of(policy: Policy) -> tuple[Variant, ...]:
-    """One variant for each departure from stock PyTorch, the user's own batch size aside.
+    """One variant for each departure from stock PyTorch; batch size and accumulation are the optimisation's.
 
     Reverting autocast takes along what has no meaning without it: FP32 rules and the loss scale. Rules that the
     numerics need are no setting to revert.
@@ -46,13 +51,13 @@ def variants_of(policy: Policy) -> tuple[Variant, ...]:
 def ablated(rounds: Sequence[Round], policy: Policy) -> tuple[Ablated, ...]:
     """What each setting of `policy` buys, for those whose variant was measured beside it."""
     return tuple(
-        Ablated(variant=variant, buys=ratio)
+        Ablated(variant=variant, buys=ratio, speed=ratio_between(rounds, policy, variant.policy, by=THROUGHPUT))
         for variant in variants_of(policy)
         if (ratio := ratio_between(rounds, policy, variant.policy)).launches
     )
 
 
-def dropped(found: Sequence[Ablated], chosen: Policy) -> tuple[Finding, ...]:
+def dropped(found: Sequence[Ablated], chosen: Policy, objective: Objective = THROUGHPUT) -> tuple[Finding, ...]:
     """The settings that `chosen`, a variant of the policy they were found for, has no more; and why.
 
     A FP32 math mode that has nothing left to act on goes without saying.
@@ -62,7 +67,7 @@ def dropped(found: Sequence[Ablated], chosen: Policy) -> tuple[Finding, ...]:
     return tuple(
         Finding(
             code="setting-dropped",
-            message=f"{_words(one)} {_bought(one)} ({one.buys}), so it was dropped",
+            message=f"{_words(one)} {_bought(one, objective)} ({one.buys}), so it was dropped",
             figures={"setting": one.variant.setting, "buys": one.buys.value},
         )
         for one in found
@@ -75,8 +80,9 @@ def _words(one: Ablated) -> str:
     return setting if isinstance(value, list) else f"{setting}: {value}"
 
 
-def _bought(one: Ablated) -> str:
-    return "cost speed" if one.buys.high < 1 else "bought nothing"
+def _bought(one: Ablated, objective: Objective) -> str:
+    costs = {"throughput": "speed", "memory": "memory", "energy": "energy"}
+    return f"cost {costs[objective.name]}" if one.buys.high < 1 - objective.least_gain else "bought nothing"
 
 
 def _variants(policy: Policy) -> Iterator[Variant]:
@@ -95,7 +101,7 @@ def _variants(policy: Policy) -> Iterator[Variant]:
                 reverted_to=[],
                 policy=replace(policy, half_modules=()),
             )
-        elif name != "batch_size":
+        elif name not in ("batch_size", "accumulate"):
             yield Variant(setting=name, value=value, reverted_to=stock, policy=replace(policy, **{name: stock}))
 
 

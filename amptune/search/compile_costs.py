@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from amptune.measure.outcome import Failure, Measurement
+from amptune.measure.outcome import Failure, Measurement, Outcome
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.trial import Trial
 
-__all__ = ["compile_findings"]
+__all__ = ["cold_s", "compile_findings"]
+
+# What a graph takes to compile before one was compiled here, and to time its kernels too (ResNet-50 on an H200,
+# reports/h200/oracle).
+COMPILE_S, AUTOTUNE_S = 30.0, 300.0
 
 # What starts so soon was not compiled, but lay in the compiler's cache: what it costs is not known.
 FROM_CACHE_S = 0.5
+
+
+def cold_s(policy: Policy, tried: Mapping[Policy, Outcome]) -> float:
+    """The seconds that a policy's graph is expected to take to compile; 0 for one that lies in a cache by now."""
+    if policy.compile == "off":
+        return 0.0
+    startup_s = {one: outcome.startup_s for one, outcome in tried.items() if isinstance(outcome, Measurement)}
+    if any(_graph_of(one) == _graph_of(policy) for one in startup_s):
+        return 0.0
+    alike = [seconds for one, seconds in startup_s.items() if one.compile == policy.compile]
+    unknown = AUTOTUNE_S if policy.compile.startswith("max-autotune") else COMPILE_S
+    return max(alike, default=unknown)
 
 
 def compile_findings(trials: Sequence[Trial], winner: Policy) -> Iterator[Finding]:

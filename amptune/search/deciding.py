@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from amptune.hardware.machine import Hardware
 from amptune.measure.noticing import noticed
-from amptune.measure.outcome import Measurement
 from amptune.measure.subject import Prepared, Subject
 from amptune.policy.file import Evidence, PolicyFile
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.ablation import Ablated, ablated, dropped
+from amptune.search.compile_costs import compile_findings
 from amptune.search.decision import Standing, Verdict, standings_of
-from amptune.search.evidence import evidence_of, labels_of
+from amptune.search.evidence import evidence_of, in_order, labels_of
+from amptune.search.gains import FOUND, goal_of
 from amptune.search.judging import Judge
+from amptune.search.objective import Objective
+from amptune.search.pareto import points_of
 from amptune.search.proof import Proof
 from amptune.search.ratios import Ratio, Round, ratio_between
-from amptune.search.trial import Trial
+from amptune.search.trial import TRIAL_NOISE, Trial, noise_of
 
 __all__ = ["Decision", "decide"]
-
-# One short trial beside another does not tell a smaller difference: drift alone was seen to be 13 % within 45 s.
-TRIAL_NOISE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,8 @@ class Decision:
     """What tuning found. `provisional` means the final comparison is missing or was cut short.
 
     `verdict` is what the claim rests on; `finalists` are all that were compared before it, `ablation` what each
-    setting of the winner buys. `amp_recipe` is the faster of the AMP recipes that ran, or the failure of the last.
+    setting of the winner buys. `amp_recipe` is the better of the AMP recipes that ran, or the failure of the last.
+    `memory_mib` is what the device had to give.
     """
 
     policy_file: PolicyFile
@@ -46,6 +47,7 @@ class Decision:
     subject: Subject
     seconds: float
     provisional: bool
+    memory_mib: float | None = None
 
     @property
     def policy(self) -> Policy:
@@ -60,10 +62,27 @@ class Decision:
         """The same, with this in its policy file."""
         return replace(self, policy_file=replace(self.policy_file, evidence=evidence))
 
+    def with_findings(self, findings: Iterable[Finding]) -> Decision:
+        """The same, with these behind its own, in its policy file too."""
+        new = tuple(findings)
+        evidence = self.policy_file.evidence.copy()
+        evidence["findings"] = [*evidence.get("findings", []), *(finding.as_dict() for finding in new)]
+        return replace(self, findings=(*self.findings, *new)).with_evidence(in_order(evidence))
+
     @property
     def speedup(self) -> Ratio:
         """Samples per second under the policy over those of the baseline."""
         return self.verdict.speedup
+
+    @property
+    def gain(self) -> Ratio:
+        """What the objective gained: the same; or the baseline's peak memory, or energy a sample, over the policy's."""
+        return self.verdict.gain
+
+    @property
+    def objective(self) -> Objective:
+        """What the policy was to be best in."""
+        return self.verdict.objective
 
     @property
     def baseline(self) -> Standing:
@@ -94,8 +113,9 @@ def decide(
     confirmed = proof.confirmed
     bought = ablated(confirmed.rounds, confirmed.candidate) if confirmed else ()
     own = (*verdict.findings, *(_findings(proof, verdict) if compared else ()), *noticed_before)
-    findings = (*own, *_of_numerics(judge, verdict, finalists), *_of_machine(trials, proof))
     policy = verdict.winner.policy
+    of_compiling = compile_findings(trials, policy)
+    findings = (*own, *of_compiling, *_of_numerics(judge, verdict, finalists), *_of_machine(trials, proof))
     decision = Decision(
         policy_file=PolicyFile(
             policy=replace(policy, batch_size=policy.batch_size or prepared.subject.batch_size),
@@ -112,8 +132,10 @@ def decide(
         subject=prepared.subject,
         seconds=seconds,
         provisional=provisional or compared is None,
+        memory_mib=prepared.memory_mib,
     )
-    return decision.with_evidence(evidence_of(decision, proof.rounds, judge.known(policy)))
+    points = points_of(trials, proof.is_out, judge.has_passed)
+    return decision.with_evidence(evidence_of(decision, proof.rounds, judge.known(policy), points))
 
 
 def _of_numerics(judge: Judge, verdict: Verdict, finalists: Sequence[Standing]) -> Iterator[Finding]:
@@ -141,7 +163,8 @@ def _findings(proof: Proof, verdict: Verdict) -> Iterator[Finding]:
     for match, following in pairwise([*proof.refinements, proof.ablations[0]]):
         if following.candidate != match.candidate and match.candidate not in proof.failed:
             ratio = ratio_between(match.rounds, following.candidate, match.candidate)
-            message = f"beside {match.candidate}, {following.candidate} was found to be faster: {ratio}"
+            found = FOUND[proof.contest.objective.name]
+            message = f"beside {match.candidate}, {following.candidate} was found to {found}: {ratio}"
             yield Finding(code="refined", message=message)
     for ablation in proof.ablations:
         if failure := proof.failed.get(ablation.candidate):
@@ -149,15 +172,16 @@ def _findings(proof: Proof, verdict: Verdict) -> Iterator[Finding]:
             yield Finding(code="failed-in-ablation", message=message)
     if verdict.keeps_the_baseline:
         finals = proof.finals_verdict()
-        seen = f" ({finals.speedup} in the finals)" if finals else ""
-        message = f"{confirmed.candidate} had been preferred{seen}; measured anew it was not shown to be faster"
+        seen = f" ({finals.gain} in the finals)" if finals else ""
+        goal = goal_of(proof.contest.objective)
+        message = f"{confirmed.candidate} had been preferred{seen}; measured anew it was not shown {goal}"
         yield Finding(code="not-confirmed", message=message)
         return
     chain = proof.ablations[: proof.ablations.index(confirmed) + 1]
     chosen = [*(ablation.candidate for ablation in chain[1:]), verdict.winner.policy]
     for ablation, policy in zip(chain, chosen, strict=True):
         if ablation.candidate not in proof.failed:
-            yield from dropped(ablated(ablation.rounds, ablation.candidate), policy)
+            yield from dropped(ablated(ablation.rounds, ablation.candidate), policy, proof.contest.objective)
 
 
 def _rejected(judge: Judge, finalists: Sequence[Standing]) -> Iterator[Finding]:
@@ -179,27 +203,35 @@ def _not_judged(judge: Judge, policy: Policy) -> Iterator[Finding]:
 
 
 def _verdict_of_trials(trials: Sequence[Trial], proof: Proof) -> Verdict | None:
-    """The fastest trial wins, without an interval: what can be said before the final comparison."""
+    """The best trial wins, without an interval: what can be said before the final comparison."""
     baseline, eligible = proof.contest.baseline, proof.contest.eligible
     failed = {policy: failure for policy, failure in proof.failed.items() if policy != baseline}
     by_policy = {trial.policy: trial.outcome for trial in trials} | failed
-    if not isinstance(by_policy.get(baseline), Measurement):
-        return None
-    standings = standings_of([Round(launch=0, outcomes=by_policy)], baseline)
+    objective = proof.contest.objective
+    standings = standings_of([Round(launch=0, outcomes=by_policy, objective=objective)], baseline)
     of = {standing.policy: standing for standing in standings}
+    if baseline not in of or not of[baseline].merit:
+        return None
     is_out = proof.is_out
-    sound = (s for s in standings if s.failure is None and eligible(s.policy) and not is_out(s.policy))
-    faster = (s for s in sound if s.speedup > 1 + TRIAL_NOISE)
-    winner = next(faster, of[baseline])
-    return Verdict(winner=winner, baseline=of[baseline], standings=standings, findings=(_without_finals(trials),))
+    alive = (s for s in standings if s.failure is None and not s.too_slow)
+    better = (s for s in alive if eligible(s.policy) and not is_out(s.policy) and s.merit > 1 + noise_of(objective))
+    return Verdict(
+        winner=next(better, of[baseline]),
+        baseline=of[baseline],
+        standings=standings,
+        findings=(_without_finals(trials, objective),),
+        objective=objective,
+    )
 
 
-def _without_finals(trials: Sequence[Trial]) -> Finding:
+def _without_finals(trials: Sequence[Trial], objective: Objective) -> Finding:
     if len(trials) == 1:
         message = "only the baseline was measured: the budget (or --trials) was spent before anything else was tried"
         return Finding(code="budget-too-small", message=message)
-    message = (
-        "the final comparison was not finished: single trials decide, of which the fastest is taken where it is "
-        f"{TRIAL_NOISE:.0%} faster than the baseline"
-    )
+    which = {
+        "throughput": f"the fastest is taken where it is {TRIAL_NOISE:.0%} faster than the baseline",
+        "memory": "the one that uses least memory is taken, of those that seem fast enough",
+        "energy": f"the one that uses least energy is taken where it is {TRIAL_NOISE:.0%} less than the baseline's",
+    }
+    message = f"the final comparison was not finished: single trials decide, of which {which[objective.name]}"
     return Finding(code="provisional", message=message)

@@ -6,12 +6,23 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from amptune.measure.outcome import Failure, Measurement
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
-from amptune.search.ratios import ENOUGH_LAUNCHES, Ratio, Round, fastest_of, launches_of, ratio_between, ratio_of
+from amptune.search.gains import gain_in_words, goal_of
+from amptune.search.objective import THROUGHPUT, Objective
+from amptune.search.ratios import (
+    ENOUGH_LAUNCHES,
+    Ratio,
+    Round,
+    best_among,
+    is_fast_enough,
+    launches_of,
+    ratio_between,
+    ratio_of,
+)
 
 __all__ = [
     "NARROW",
@@ -19,6 +30,7 @@ __all__ = [
     "Verdict",
     "departure_count",
     "is_worth_a_change",
+    "level_with_the_best",
     "settled",
     "standings_of",
     "verdict_of",
@@ -27,17 +39,21 @@ __all__ = [
 # An interval this narrow (half its width, relative) is worth no further rounds.
 NARROW = 0.01
 ENOUGH_TO_STOP = 5
-# Two policies no further apart than this are of one speed to a user, and the simpler is preferred, where they are
-# known not to be `CLOSE` apart either.
+# Two policies no further apart than this are the same to a user, and the simpler is preferred, where they are known not
+# to be `CLOSE` apart either.
 NEGLIGIBLE, CLOSE = 0.005, 0.01
+# The code of the finding that a policy is better, and what several are that are so.
+_BETTER = {"throughput": "faster", "memory": "less-memory", "energy": "less-energy"}
+_BEST = {"throughput": "fastest", "memory": "that use least memory", "energy": "that use least energy"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
     """One policy in a comparison. Figures are None where it failed, and `failure` says how.
 
-    `vs_baseline` compares samples per second in the rounds that both finished. `step_ms` is as measured, so drift
-    moves it and its interval; a ratio it does not.
+    `vs_baseline` compares samples per second in the rounds that both finished, `gain` what the objective is about.
+    `step_ms` is as measured, so drift moves it and its interval; a ratio it does not. One that is `too_slow` for the
+    objective cannot win.
     """
 
     policy: Policy
@@ -47,14 +63,25 @@ class Standing:
     peak_memory_mib: float | None = None
     energy_j_per_sample: float | None = None
     vs_baseline: Ratio | None = None
+    gain: Ratio | None = None
+    too_slow: bool = False
     rounds: int = 0
     failure: Failure | None = None
 
     @property
     def speedup(self) -> float:
-        """Over the baseline, 0 where it failed or nothing can be said: what standings are ordered by."""
-        ratio = self.vs_baseline
-        return ratio.value if ratio is not None and ratio.value > 0 else 0.0
+        """Over the baseline, 0 where it failed or nothing can be said."""
+        return _value(self.vs_baseline)
+
+    @property
+    def merit(self) -> float:
+        """What was gained over the baseline, 0 where it failed or nothing can be said."""
+        return _value(self.gain)
+
+    @property
+    def place(self) -> tuple[bool, bool, float, float]:
+        """What standings are ordered by: the best first, then what is too slow, failures last."""
+        return self.failure is not None, self.too_slow, -self.merit, -(self.samples_per_s or 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +92,20 @@ class Verdict:
     baseline: Standing
     standings: tuple[Standing, ...]
     findings: tuple[Finding, ...]
+    objective: Objective = THROUGHPUT
 
     @property
     def speedup(self) -> Ratio:
-        if self.winner.policy == self.baseline.policy or self.winner.vs_baseline is None:
-            return Ratio(value=1.0, low=1.0, high=1.0)
-        return self.winner.vs_baseline
+        """Samples per second under the winner over those of the baseline."""
+        return self._of_winner(self.winner.vs_baseline)
+
+    @property
+    def gain(self) -> Ratio:
+        """What the objective gained: the same, or the baseline's peak memory or energy a sample over the winner's."""
+        return self._of_winner(self.winner.gain)
+
+    def _of_winner(self, ratio: Ratio | None) -> Ratio:
+        return Ratio(value=1.0, low=1.0, high=1.0) if self.keeps_the_baseline or ratio is None else ratio
 
     @property
     def keeps_the_baseline(self) -> bool:
@@ -81,6 +116,7 @@ def departure_count(policy: Policy) -> int:
     """How many settings differ from stock PyTorch, each FP32 rule counting; the batch size is the user's own."""
     settings = dict(policy.departures())
     settings.pop("batch_size", None)
+    settings.pop("accumulate", None)
     return len(settings) + max(0, len(policy.fp32_modules) - 1) + max(0, len(policy.half_modules) - 1)
 
 
@@ -91,41 +127,51 @@ def verdict_of(
     *,
     doubt: float = 1.0,
 ) -> Verdict | None:
-    """The fastest policy that is shown to be faster; among equals, the one with the fewest departures from stock.
+    """The best policy that is shown to be better; among equals, the one with the fewest departures from stock.
 
-    Only the baseline and `eligible` policies can win, and none that was left out of the last round, being beaten.
-    None if the baseline failed. With more `doubt` the intervals that have to exclude 1 are so many times as wide.
+    What is best says the objective of the rounds. Only the baseline and `eligible` policies can win, and none that was
+    left out of the last round, being beaten. None if the baseline failed. With more `doubt` the intervals that have to
+    exclude 1 are so many times as wide.
     """
     standings = standings_of(rounds, baseline)
     of = {standing.policy: standing for standing in standings}
-    if baseline not in of or of[baseline].samples_per_s is None:
+    if baseline not in of or not of[baseline].merit:
         return None
+    objective = rounds[-1].objective
     alive = [s for s in standings if s.failure is None and (s.policy == baseline or eligible(s.policy))]
     unbeaten = _unbeaten(rounds, {s.policy for s in alive} - {baseline})
-    shown = [s for s in alive if s.policy in unbeaten and _is_shown_faster(s, doubt)]
-    fastest = fastest_of(rounds, [baseline, *(s.policy for s in shown)])
-    level = [s for s in shown if _is_level(rounds, fastest, s.policy)]
-    winner = min(level, key=lambda s: (departure_count(s.policy), -s.speedup), default=of[baseline])
-    return Verdict(
-        winner=winner,
-        baseline=of[baseline],
-        standings=standings,
-        findings=tuple(_reasons(winner, alive[0], of[baseline], len(level), launches_of(rounds))),
-    )
+    shown = [s for s in alive if s.policy in unbeaten and _is_shown_better(s, objective, doubt)]
+    level = level_with_the_best(rounds, shown)
+    winner = min(level, key=lambda s: (departure_count(s.policy), -s.merit), default=of[baseline])
+    verdict = Verdict(winner=winner, baseline=of[baseline], standings=standings, findings=(), objective=objective)
+    reasons = _reasons(verdict, max(alive, key=lambda s: s.merit), len(level), launches_of(rounds))
+    return replace(verdict, findings=tuple(reasons))
+
+
+def level_with_the_best(rounds: Sequence[Round], standings: Sequence[Standing]) -> list[Standing]:
+    """Those between which it does not matter: level with the best by the objective, and of those with the fastest.
+
+    To use a little less memory is not worth a speed.
+    """
+    for by in dict.fromkeys((rounds[-1].objective, THROUGHPUT)) if standings else ():
+        best = best_among(rounds, [standing.policy for standing in standings], by=by)
+        standings = [standing for standing in standings if _is_level(rounds, best, standing.policy, by)]
+    return list(standings)
 
 
 def standings_of(rounds: Sequence[Round], baseline: Policy) -> tuple[Standing, ...]:
-    """Every policy of the rounds, fastest first, failures last."""
+    """Every policy of the rounds, the best first; behind them what is too slow for the objective, failures last."""
     policies = dict.fromkeys(policy for one in rounds for policy in one.outcomes)
     standings = [_standing(rounds, policy, baseline) for policy in policies]
-    return tuple(sorted(standings, key=lambda s: (s.failure is not None, -s.speedup, -(s.samples_per_s or 0.0))))
+    return tuple(sorted(standings, key=lambda standing: standing.place))
 
 
 def settled(rounds: Sequence[Round], baseline: Policy) -> bool:
-    """Whether the ratio of the fastest to each rival that is still measured is known to ±1 %.
+    """Whether the ratio of the best to each rival that is still measured is known to ±1 %.
 
-    It must have been so before the last launch too, and the launches must be some: a spread over few looks small
-    by chance, and to stop whenever it does would make the intervals too narrow.
+    So must its speed be, where the objective needs one. It must have been so before the last launch too, and the
+    launches must be some: a spread over few looks small by chance, and to stop whenever it does would make the
+    intervals too narrow.
     """
     launches = sorted({one.launch for one in rounds})
     if len(launches) < ENOUGH_TO_STOP:
@@ -135,7 +181,7 @@ def settled(rounds: Sequence[Round], baseline: Policy) -> bool:
 
 
 def is_worth_a_change(ratio: Ratio) -> bool:
-    """Whether a policy is shown to be faster than another, and by more than is negligible."""
+    """Whether a policy is shown to be better than another, and by more than is negligible."""
     return ratio.low > 1 and ratio.value > 1 + NEGLIGIBLE
 
 
@@ -144,8 +190,11 @@ def _is_narrow(rounds: Sequence[Round], baseline: Policy) -> bool:
     measured = [policy for policy in rounds[-1].outcomes if policy in alive]
     if not measured:  # everything failed: more rounds will not help
         return True
-    fastest = fastest_of(rounds, measured)
-    return all(ratio_between(rounds, fastest, rival).half_width < NARROW for rival in measured)
+    best = best_among(rounds, measured)
+    ratios = [ratio_between(rounds, best, rival) for rival in measured]
+    if rounds[-1].objective.needs_speed:
+        ratios += [ratio_between(rounds, policy, baseline, by=THROUGHPUT) for policy in measured]
+    return all(ratio.half_width < NARROW for ratio in ratios)
 
 
 def _unbeaten(rounds: Sequence[Round], policies: Set[Policy]) -> Set[Policy]:
@@ -153,15 +202,20 @@ def _unbeaten(rounds: Sequence[Round], policies: Set[Policy]) -> Set[Policy]:
     return next((found for one in reversed(rounds) if (found := policies & one.outcomes.keys())), frozenset())
 
 
-def _is_shown_faster(standing: Standing, doubt: float) -> bool:
-    return standing.vs_baseline is not None and standing.vs_baseline.shows_more_than(1, doubt=doubt)
+def _is_shown_better(standing: Standing, objective: Objective, doubt: float) -> bool:
+    gain = standing.gain
+    return gain is not None and not standing.too_slow and gain.shows_more_than(1 + objective.least_gain, doubt=doubt)
 
 
-def _is_level(rounds: Sequence[Round], fastest: Policy, other: Policy) -> bool:
-    """Whether no difference is shown, and none that matters is seen either: what is unclear goes to the faster."""
-    ratio = ratio_between(rounds, fastest, other)
+def _is_level(rounds: Sequence[Round], best: Policy, other: Policy, by: Objective) -> bool:
+    """Whether no difference is shown, and none that matters is seen either: what is unclear goes to the better."""
+    ratio, least_gain = ratio_between(rounds, best, other, by=by), by.least_gain
     near = ratio.value <= 1 + NEGLIGIBLE and ratio.high <= 1 + CLOSE
-    return other == fastest or (near and not ratio.shows_a_difference)
+    return other == best or (near and not ratio.low > 1 + least_gain and not ratio.high < 1 - least_gain)
+
+
+def _value(ratio: Ratio | None) -> float:
+    return ratio.value if ratio is not None and ratio.value > 0 else 0.0
 
 
 def _standing(rounds: Sequence[Round], policy: Policy, baseline: Policy) -> Standing:
@@ -172,6 +226,7 @@ def _standing(rounds: Sequence[Round], policy: Policy, baseline: Policy) -> Stan
     measured = [outcome for outcome in outcomes if isinstance(outcome, Measurement)]
     energies = [m.energy_j_per_sample for m in measured if m.energy_j_per_sample is not None]
     step_ms, interval = _step_ms(rounds, policy)
+    speedup = ratio_between(rounds, policy, baseline, by=THROUGHPUT)
     return Standing(
         policy=policy,
         samples_per_s=1000 * measured[0].samples_per_step / step_ms,
@@ -179,7 +234,9 @@ def _standing(rounds: Sequence[Round], policy: Policy, baseline: Policy) -> Stan
         step_ms_ci95=interval,
         peak_memory_mib=max(outcome.peak_allocated_mib for outcome in measured),
         energy_j_per_sample=statistics.median(energies) if energies else None,
-        vs_baseline=ratio_between(rounds, policy, baseline),
+        vs_baseline=speedup,
+        gain=speedup if rounds[-1].objective == THROUGHPUT else ratio_between(rounds, policy, baseline),
+        too_slow=not is_fast_enough(rounds, policy, baseline),
         rounds=len(measured),
     )
 
@@ -194,17 +251,27 @@ def _step_ms(rounds: Sequence[Round], policy: Policy) -> tuple[float, tuple[floa
     return found.value, None if math.isinf(found.high) else (found.low, found.high)
 
 
-def _reasons(winner: Standing, fastest: Standing, baseline: Standing, equals: int, launches: int) -> list[Finding]:
+def _reasons(verdict: Verdict, best: Standing, equals: int, launches: int) -> list[Finding]:
     found = [_few_launches(launches)] if launches < ENOUGH_LAUNCHES else []
-    if winner is baseline:
-        rival = "" if fastest is baseline else f"; the best rival: {fastest.policy}, {fastest.vs_baseline}"
-        keep = Finding(code="keep", message=f"keep what you have: no policy was shown to be faster{rival}")
-        return [keep, *found]
-    faster = Finding(code="faster", message=f"{winner.policy}: {winner.vs_baseline} the speed of the baseline")
+    winner, objective = verdict.winner, verdict.objective
+    if verdict.keeps_the_baseline:
+        rival = "" if best is verdict.baseline else f"; the best rival: {best.policy}, {_rivalry(best, objective)}"
+        message = f"keep what you have: no policy was shown {goal_of(objective)}{rival}"
+        return [Finding(code="keep", message=message), *found]
+    message = f"{winner.policy}: {gain_in_words(objective, winner.gain, winner.vs_baseline)}"
+    better = Finding(code=_BETTER[objective.name], message=message)
     if equals > 1:
-        message = f"no difference shown between the {equals} fastest; the one with the fewest departures wins"
+        message = (
+            f"no difference shown between the {equals} {_BEST[objective.name]}; the one with the fewest departures wins"
+        )
         found.insert(0, Finding(code="simplest", message=message, figures={"equals": equals}))
-    return [faster, *found]
+    return [better, *found]
+
+
+def _rivalry(rival: Standing, objective: Objective) -> str:
+    if objective.name == "throughput":
+        return str(rival.vs_baseline)
+    return gain_in_words(objective, rival.gain, rival.vs_baseline)
 
 
 def _few_launches(launches: int) -> Finding:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from amptune.errors import StudyError
@@ -52,16 +52,11 @@ def checked_in_a_loop(trainer: Trainer, decision: Decision, budget: Budget) -> D
         timing = Failure(kind="crash", message=str(error))
     if isinstance(timing, Failure):
         finding = Finding(code="end-to-end-failed", message=f"the training loop with fresh data failed: {timing}")
-        return _with(decision, (finding,), None)
-    return _with(decision, compare_with_loop(timing, samples_per_s=samples_per_s), _figures(timing))
-
-
-def _with(decision: Decision, findings: tuple[Finding, ...], figures: dict[str, Any] | None) -> Decision:
-    evidence = decision.policy_file.evidence.copy()
-    evidence["findings"] = [*evidence.get("findings", []), *(finding.as_dict() for finding in findings)]
-    if figures is not None:
-        evidence["end_to_end"] = figures
-    return replace(decision, findings=(*decision.findings, *findings)).with_evidence(in_order(evidence))
+        return decision.with_findings([finding])
+    told = decision.with_findings(compare_with_loop(timing, samples_per_s=samples_per_s))
+    evidence = told.policy_file.evidence.copy()
+    evidence["end_to_end"] = _figures(timing)
+    return told.with_evidence(in_order(evidence))
 
 
 def _figures(timing: LoopTiming) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from amptune.policy.wire import policy_to_dict
 from amptune.search.ablation import Ablated
 from amptune.search.decision import Standing
 from amptune.search.gate import ILL_CONDITIONED, Judgement
+from amptune.search.objective import Objective
+from amptune.search.pareto import Point, front_of, spread_along
 from amptune.search.ratios import Round
 from amptune.search.trial import Trial
 
@@ -38,8 +40,12 @@ def labels_of(prepared: Prepared) -> dict[str, str]:
     return {**labels, "model": prepared.subject.model_digest}
 
 
-def evidence_of(decision: Decision, rounds: Sequence[Round], judgement: Judgement | None) -> Evidence:
+def evidence_of(
+    decision: Decision, rounds: Sequence[Round], judgement: Judgement | None, points: Sequence[Point] = ()
+) -> Evidence:
     """The policy file's `evidence`, from the comparisons (or, provisionally, from the trials).
+
+    `points` are the sound trials, of which it keeps those that nothing else beats.
 
     In the order of the format, so that a reader meets the claim before the figures of all finalists.
     """
@@ -59,10 +65,26 @@ def evidence_of(decision: Decision, rounds: Sequence[Round], judgement: Judgemen
     if decision.amp_recipe is not None:
         evidence["amp_recipe"] = _figures(decision.amp_recipe)
     if decision.ablation:
-        evidence["ablation"] = {one.variant.setting: _bought(one) for one in decision.ablation}
+        evidence["ablation"] = {one.variant.setting: _bought(one, decision.objective) for one in decision.ablation}
     if decision.provisional:
         evidence["provisional"] = True
+    if points:
+        evidence["pareto"] = [point.as_dict() for point in spread_along(front_of(points))]
+    evidence.update(_of_objective(decision))
     return in_order(evidence)
+
+
+def _of_objective(decision: Decision) -> Evidence:
+    """What it was, and what it gained; throughput goes without saying, for its gain is the speed-up."""
+    objective, gain = decision.objective, decision.gain
+    if objective.name == "throughput":
+        return Evidence()
+    found = Evidence(objective=objective.name, gain=_digits(gain.value))
+    if not math.isinf(gain.high):
+        found["gain_ci95"] = [_digits(gain.low), _digits(gain.high)]
+    if objective.needs_speed:
+        found["least_speed"] = objective.least_speed
+    return found
 
 
 def in_order(evidence: Evidence) -> Evidence:
@@ -144,18 +166,25 @@ def _own_figures(standing: Standing) -> dict[str, Any]:
         if not math.isinf(ratio.high):
             figures["speedup_ci95"] = [_rounded(ratio.low), _rounded(ratio.high)]
         figures["launches"] = ratio.launches
+    if standing.too_slow:
+        figures["too_slow"] = True
     return {name: value for name, value in figures.items() if value is not None}
 
 
-def _bought(one: Ablated) -> dict[str, Any]:
-    return {
+def _bought(one: Ablated, objective: Objective) -> dict[str, Any]:
+    figures = {
         "value": one.variant.value,
         "reverted_to": one.variant.reverted_to,
         "buys": _rounded(one.buys.value),
         "buys_ci95": None if math.isinf(one.buys.high) else [_rounded(one.buys.low), _rounded(one.buys.high)],
     }
+    return figures if objective.name == "throughput" else {**figures, "speed": _rounded(one.speed.value)}
 
 
 def _rounded(value: float | None) -> float | None:
+    return None if value is None else _digits(value)
+
+
+def _digits(value: float) -> float:
     """Four significant digits: more than the measurement holds, few enough to read."""
-    return None if value is None else float(f"{value:.4g}")
+    return float(f"{value:.4g}")

@@ -14,10 +14,12 @@ from amptune.policy.settings import Policy
 from amptune.search.budget import Budget
 from amptune.search.decision import settled
 from amptune.search.events import ComparisonStarted, ContenderMeasured, Observer, Stage
+from amptune.search.objective import THROUGHPUT, Objective, Yardstick
 from amptune.search.ratios import (
     ENOUGH_LAUNCHES,
     Round,
-    fastest_of,
+    best_among,
+    is_fast_enough,
     launches_of,
     ratio_between,
     spread_within_launches,
@@ -32,13 +34,15 @@ MAX_LAUNCHES = 30
 # The standard deviation of a ratio between process launches that is reckoned with when rounds are shared out among
 # launches; 0.1 to 0.6 % were measured on an H200 where the GPU is the limit (reports/h200/trust).
 LAUNCHES_DIFFER = 0.005
-# Slower than this share of the best in all of this many looks, and it is not measured any more.
+# Worse than this share of the best in all of this many looks, and it is not measured any more.
 FAR_BEHIND = 0.75
 FAR_BEHIND_LOOKS = 2
-# One that is clearly slower than the fastest is not measured any more either, by so much: the question is put again
+# Where a speed is needed, the best puts others far behind only if it is so many times as fast as that in the same look.
+SURELY_FAST = 1.05
+# One that is clearly worse than the best is not measured any more either, by so much: the question is put again
 # after each launch, and an interval that excludes 1 by a hair would often be luck. A few launches may all be unlucky.
 CLEARLY, CLEARLY_IN_FEW_LAUNCHES = 0.02, 0.10
-FINAL_EFFORT = Effort(warmup_s=2.0, measure_s=0.4, min_steps=6, precision=0.003)
+FINAL_EFFORT = Effort(warmup_s=2.0, measure_s=0.4, min_steps=6, precision=0.003, energy_s=0.3)
 SHORTEST_LIMIT_S, LONGEST_LIMIT_S = 10.0, 120.0
 SHORTEST_ROUND_S = 1e-3
 # A worker that dies or hangs once may have been an accident; running out of memory is not.
@@ -55,7 +59,8 @@ class Comparison:
     `tried` is what became of the policies before. One that failed, there or here, is not measured again; one far
     behind, there and here, or clearly beaten, is left out of the rest: more launches for those that may win. The
     baseline always stays, and so does what is `kept`, being what the comparison is about. One that may not win is
-    measured beside the others, and drops none of them.
+    measured beside the others, and drops none of them; nor does one that may be too slow for the `objective`. The
+    speed needed is that of the `pacer`, by default the baseline; one that is too slow is beaten.
 
     Each launch takes about `start_s` seconds to start. Of the budget, `reserve_s` is better left for what comes next.
     """
@@ -66,6 +71,8 @@ class Comparison:
     budget: Budget
     stage: Stage
     observer: Observer
+    objective: Objective = THROUGHPUT
+    pacer: Policy | None = None
     seed: int = 0
     kept: Collection[Policy] = ()
     tried: Mapping[Policy, Outcome] = field(default_factory=dict)
@@ -117,7 +124,7 @@ class Comparison:
                 return  # the time ran out within the round, and half a round compares nothing
             self._failed |= {policy for policy, outcome in outcomes.items() if isinstance(outcome, Failure)}
             self._look_at(outcomes)
-            self._rounds.append(Round(launch=launch, outcomes=outcomes))
+            self._rounds.append(Round(launch=launch, outcomes=outcomes, objective=self.objective))
             yield self._rounds[-1]
             round_s = round_began_s - self.budget.left_s
             start_s = start_s or before_s - self.budget.left_s
@@ -150,19 +157,32 @@ class Comparison:
         return policy in self._failed or (policy not in self.kept and (hopeless or policy in self._beaten))
 
     def _look_at(self, outcomes: Mapping[Policy, Outcome]) -> None:
-        """Notes who is far behind the fastest that may win."""
-        speeds = {policy: one.samples_per_s for policy, one in outcomes.items() if isinstance(one, Measurement)}
-        best = max((speed for policy, speed in speeds.items() if self._is_eligible(policy)), default=0.0)
-        for policy, speed in speeds.items():
-            self._far_behind[policy].append(speed < FAR_BEHIND * best)
+        """Notes who is far behind the best that may win."""
+        pace = outcomes.get(self.pacer or self.baseline)
+        yardstick = Yardstick(self.objective, pace if isinstance(pace, Measurement) else None)
+        measured = {policy: one for policy, one in outcomes.items() if isinstance(one, Measurement)}
+        scores = {policy: yardstick.score(one) or 0.0 for policy, one in measured.items()}
+        least = SURELY_FAST if self.objective.needs_speed else 0.0
+        sure = [policy for policy, one in measured.items() if yardstick.share_of_needed_speed(one) >= least]
+        best = max((scores[policy] for policy in sure if self._is_eligible(policy)), default=0.0)
+        for policy, score in scores.items():
+            self._far_behind[policy].append(score < FAR_BEHIND * best)
 
     def _drop_the_beaten(self) -> None:
-        """Those shown to be slower than the fastest: what they would still be measured for is known."""
-        contenders = self._contenders()
+        """Those shown to be worse than the best, or too slow: what they would still be measured for is known."""
+        contenders, pacer = self._contenders(), self.pacer or self.baseline
         clearly = CLEARLY if launches_of(self._rounds) >= ENOUGH_LAUNCHES else CLEARLY_IN_FEW_LAUNCHES
-        fastest = fastest_of(self._rounds, [policy for policy in contenders if self._is_eligible(policy)])
-        ratios = {policy: ratio_between(self._rounds, fastest, policy) for policy in contenders}
-        self._beaten |= {policy for policy, ratio in ratios.items() if ratio.shows_more_than(1 + clearly)}
+        eligible = [
+            p for p in contenders if self._is_eligible(p) and is_fast_enough(self._rounds, p, pacer, surely=True)
+        ]
+        if eligible:
+            best = best_among(self._rounds, eligible)
+            ratios = {policy: ratio_between(self._rounds, best, policy) for policy in contenders}
+            self._beaten |= {policy for policy, ratio in ratios.items() if ratio.shows_more_than(1 + clearly)}
+        if self.objective.needs_speed:
+            needed = (1 - clearly) * self.objective.least_speed
+            speeds = {p: ratio_between(self._rounds, p, pacer, by=THROUGHPUT) for p in contenders}
+            self._beaten |= {policy for policy, speed in speeds.items() if speed.launches and speed.high < needed}
 
     def _outcomes(self, launch: int) -> dict[Policy, Outcome]:
         """Every contender measured once; those missing for which the time ran out."""
@@ -181,7 +201,8 @@ class Comparison:
         """None where the budget and not the policy cut it short: that says nothing about the policy."""
         for attempt in range(ATTEMPTS):
             limit_s = min(LONGEST_LIMIT_S, max(SHORTEST_LIMIT_S, self.budget.left_s))
-            outcome = self.evaluator.measure(policy, replace(FINAL_EFFORT, time_limit_s=limit_s))
+            effort = self.objective.effort(replace(FINAL_EFFORT, time_limit_s=limit_s))
+            outcome = self.evaluator.measure(policy, effort)
             if not isinstance(outcome, Failure) or outcome.kind not in ACCIDENTS:
                 return outcome
             if outcome.kind == "timeout" and limit_s < LONGEST_LIMIT_S:

@@ -16,7 +16,7 @@ from amptune.search.budget import Budget
 from amptune.search.events import Observer, PolicyJudged
 from amptune.search.gate import Judgement, judged
 
-__all__ = ["Judge", "OutOfTimeError", "fp32_of"]
+__all__ = ["Judge", "OutOfTimeError", "fp32_of", "is_exempt", "numerics_of_policy"]
 
 # Of the budget: for the FP32 reference, made once; and for it and all judgements until a cure is found.
 REFERENCE_SHARE, SHARE = 0.08, 0.25
@@ -35,6 +35,14 @@ class OutOfTimeError(Exception):
 def fp32_of(baseline: Policy) -> Policy:
     """The user's own FP32, which everything is held against; stock PyTorch's where the baseline uses autocast."""
     return Policy(fp32_math=baseline.fp32_math if baseline.autocast == "off" else "stock")
+
+
+def is_exempt(policy: Policy, baseline: Policy) -> bool:
+    """Whether a policy is as good as FP32 by itself: as precise as the user's own, or what training uses today."""
+    precision = _BY_PRECISION.index
+    as_precise = precision(policy.fp32_math) <= precision(fp32_of(baseline).fp32_math)
+    plain = policy.autocast == "off" and policy.compile == "off" and as_precise
+    return plain or numerics_of_policy(policy) == numerics_of_policy(baseline)
 
 
 @dataclass
@@ -62,38 +70,40 @@ class Judge:
         return self._judgements
 
     def is_exempt(self, policy: Policy) -> bool:
-        """Whether there is nothing to judge: FP32 as precise as the user's own, or what training uses today."""
-        precision = _BY_PRECISION.index
-        as_precise = precision(policy.fp32_math) <= precision(fp32_of(self.baseline).fp32_math)
-        plain = policy.autocast == "off" and policy.compile == "off" and as_precise
-        return plain or _numerics_of(policy) == _numerics_of(self.baseline)
+        """Whether there is nothing to judge."""
+        return is_exempt(policy, self.baseline)
 
     def judgement_of(self, policy: Policy) -> Judgement | None:
         """None where it is exempt, or where it cannot be judged."""
         if self.is_open(policy):
-            parity = self._parity_of(_numerics_of(policy))
+            parity = self._parity_of(numerics_of_policy(policy))
             if isinstance(parity, Failure):
                 self.failure = parity
             else:
-                self._note(_numerics_of(policy), parity)
+                self._note(numerics_of_policy(policy), parity)
         return None if self.is_exempt(policy) else self.known(policy)
 
     def known(self, policy: Policy) -> Judgement | None:
         """What was judged of it, if it was."""
-        return self._judgements.get(_numerics_of(policy))
+        return self._judgements.get(numerics_of_policy(policy))
 
     def unjudged_because(self, policy: Policy) -> Failure | None:
         """Why it could not be judged, if that is so."""
-        return self._unjudged.get(_numerics_of(policy), self.failure)
+        return self._unjudged.get(numerics_of_policy(policy), self.failure)
 
     def has_rejected(self, policy: Policy) -> bool:
         """Whether it was judged and did not pass."""
         judgement = None if self.is_exempt(policy) else self.known(policy)
         return judgement is not None and not judgement.passes
 
+    def has_passed(self, policy: Policy) -> bool:
+        """Whether it is exempt, or was judged and is as good as FP32."""
+        judgement = self.known(policy)
+        return self.is_exempt(policy) or (judgement is not None and judgement.passes)
+
     def is_open(self, policy: Policy) -> bool:
         """Whether a policy is still to be judged, and can be."""
-        own = _numerics_of(policy)
+        own = numerics_of_policy(policy)
         seen = own in self._judgements or own in self._unjudged
         return self.failure is None and not seen and not self.is_exempt(policy)
 
@@ -146,6 +156,6 @@ class Judge:
             self.spent_s += self.budget.spent_s - before_s
 
 
-def _numerics_of(policy: Policy) -> Policy:
+def numerics_of_policy(policy: Policy) -> Policy:
     """What of a policy its numerics depend on."""
     return replace(policy, batch_size=None, accumulate=1, fused_optimizer=False)

@@ -13,7 +13,15 @@ from amptune.measure.outcome import Failure, Outcome
 from amptune.policy.settings import Policy
 from amptune.search.decision import Verdict, is_worth_a_change, verdict_of
 from amptune.search.finals import ROUNDS_PER_LAUNCH
-from amptune.search.ratios import ENOUGH_LAUNCHES, Round, fastest_of, launches_of, ratio_between
+from amptune.search.objective import THROUGHPUT, Objective
+from amptune.search.ratios import (
+    ENOUGH_LAUNCHES,
+    Round,
+    best_among,
+    is_fast_enough,
+    launches_of,
+    ratio_between,
+)
 
 __all__ = ["Contest", "Match", "Proof"]
 
@@ -40,6 +48,7 @@ class Contest:
     neighbours: Callable[[Policy], Sequence[Policy]] = lambda _: ()
     tried: Mapping[Policy, Outcome] = field(default_factory=dict)
     rejected: Eligible = lambda _: False
+    objective: Objective = THROUGHPUT
     seed: int = 0
 
     def may_win(self, policy: Policy) -> bool:
@@ -101,7 +110,7 @@ class Proof:
 
     @property
     def runners_up(self) -> list[Policy]:
-        """The finalists that may be faster than the winner of the finals, the most likely first."""
+        """The finalists that may be better than the winner of the finals, the most likely first."""
         verdict = self.finals_verdict()
         if verdict is None:
             return []
@@ -112,18 +121,19 @@ class Proof:
         return sorted((p for p in rivals if ratios[p].high > 1), key=lambda p: -ratios[p].value)
 
     def _refined(self) -> Policy | None:
-        """What the last refinement found to be faster than the one before, or else that; None where there was none."""
+        """What the last refinement found to be better than the one before, or else that; None where there was none."""
         is_out = self.is_out
         found = map(self._best_of, reversed(self.refinements))
         return next((best for best in found if not is_out(best)), None)
 
     def _best_of(self, match: Match) -> Policy:
-        """What is shown to be faster than the candidate of a refinement, and may win; else the candidate."""
+        """What is shown to be better than the candidate of a refinement, and may win; else the candidate."""
         rivals = {policy for one in match.rounds for policy in one.outcomes} - self.failed.keys()
         allowed = sorted(filter(self.contest.may_refine, rivals - {match.candidate}), key=str)
-        fastest = fastest_of(match.rounds, [match.candidate, *allowed])
-        better = is_worth_a_change(ratio_between(match.rounds, fastest, match.candidate))
-        return fastest if better else match.candidate
+        fast = [policy for policy in allowed if is_fast_enough(match.rounds, policy, self.contest.baseline)]
+        best = best_among(match.rounds, [match.candidate, *fast])
+        better = is_worth_a_change(ratio_between(match.rounds, best, match.candidate))
+        return best if better else match.candidate
 
     @property
     def confirmed(self) -> Match | None:

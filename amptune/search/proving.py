@@ -14,16 +14,19 @@ from amptune.measure.outcome import Failure
 from amptune.policy.settings import Policy
 from amptune.search.ablation import variants_of
 from amptune.search.budget import Budget
+from amptune.search.compile_costs import cold_s
 from amptune.search.decision import NARROW, is_worth_a_change, settled, verdict_of
 from amptune.search.events import Observer
 from amptune.search.finals import Comparison, Enough
 from amptune.search.proof import Match, Proof
-from amptune.search.ratios import ENOUGH_LAUNCHES, Round, launches_of, places_in, ratio_between
+from amptune.search.ratios import ENOUGH_LAUNCHES, Round, is_fast_enough, launches_of, places_in, ratio_between
 
 __all__ = ["FINALS_SHARE", "prove"]
 
 # Of the time behind the search: for the finals, and for the ablation at the least.
 FINALS_SHARE, ABLATION_SHARE = 0.4, 0.3
+# A policy is measured beside another one only if compiling it takes no more than this share of the time that is left.
+COLD_SHARE = 0.2
 # So many neighbours are measured beside a candidate at once: each costs a process in every launch.
 NEIGHBOURS = 4
 
@@ -85,6 +88,7 @@ class _Stages:
             budget=self.budget,
             stage="finals",
             observer=self.observer,
+            objective=contest.objective,
             seed=contest.seed,
             tried=contest.tried,
             may_win=contest.may_win,
@@ -96,32 +100,38 @@ class _Stages:
         self.place_s = (before_s - self.budget.left_s) / max(1, places_in(self.proof.finals))
 
     def refine(self, reserve_s: float) -> None:
-        """Measures what may be faster beside the winner, and so on with what is faster, while there is time.
+        """Measures what may be better beside the winner, and so on with what is better, while there is time.
 
-        First the other finalists that are not beaten, then what is one step from the winner.
+        First the other finalists that are not beaten, then what is one step from the winner. Where a speed is needed,
+        the baseline runs beside them.
         """
         contest, runners_up = self.proof.contest, self.proof.runners_up
         budget = self.budget.less(reserve_s)
         seen = {policy for one in self.proof.finals for policy in one.outcomes} - set(runners_up)
         while (candidate := self._candidate()) is not None:
             near = dict.fromkeys([*runners_up, *contest.neighbours(candidate)])
-            new = [policy for policy in near if policy not in seen and contest.may_refine(policy)][:NEIGHBOURS]
-            launch_s = (1 + len(new)) * self.place_s
+            allowed = (policy for policy in near if policy not in seen and contest.may_refine(policy))
+            new = [policy for policy in allowed if self._is_soon_compiled(policy)][:NEIGHBOURS]
+            launch_s = (1 + len(new) + contest.objective.needs_speed) * self.place_s
             if not new or budget.left_s < ENOUGH_LAUNCHES * launch_s:
                 return
             seen.update(new)
             match = Match(candidate=candidate)
             self.proof.refinements.append(match)
+            pacer = (contest.baseline,) if contest.objective.needs_speed else ()
             comparison = Comparison(
                 evaluator=self.evaluator,
-                policies=(candidate, *new),
+                policies=(candidate, *new, *pacer),
                 baseline=candidate,
                 budget=budget,
                 stage="refinement",
                 observer=self.observer,
+                objective=contest.objective,
+                pacer=contest.baseline,
+                kept=pacer,
                 seed=contest.seed - len(self.proof.refinements),
             )
-            for one in comparison.rounds(_enough_refinement(match)):
+            for one in comparison.rounds(_enough_refinement(match, contest.baseline)):
                 match.rounds.append(one)
 
     def ablate(self) -> None:
@@ -130,7 +140,7 @@ class _Stages:
         for candidate in self._candidates():
             ablation = Match(candidate=candidate)
             self.proof.ablations.append(ablation)
-            variants = (variant.policy for variant in variants_of(candidate))
+            variants = filter(self._is_soon_compiled, (variant.policy for variant in variants_of(candidate)))
             beside = dict.fromkeys([contest.baseline, *self.proof.candidates_beside(candidate), *variants])
             comparison = Comparison(
                 evaluator=self.evaluator,
@@ -139,12 +149,17 @@ class _Stages:
                 budget=self.budget,
                 stage="ablation",
                 observer=self.observer,
+                objective=contest.objective,
                 seed=contest.seed + len(self.proof.ablations),
                 kept=(candidate,),
                 may_win=self.proof.may_win(ablation),
             )
             for one in comparison.rounds(self._enough_ablation(ablation)):
                 ablation.rounds.append(one)
+
+    def _is_soon_compiled(self, policy: Policy) -> bool:
+        """Whether its graph lies in a cache, or compiling it takes a small part of the time there is."""
+        return cold_s(policy, self.proof.contest.tried) <= COLD_SHARE * self.budget.left_s
 
     def _candidates(self) -> Iterator[Policy]:
         """The winner so far, then each simpler one that its ablation prefers, while there is time to measure it."""
@@ -186,15 +201,20 @@ class _Stages:
         return enough
 
 
-def _enough_refinement(match: Match) -> Enough:
-    """When something faster was found, or nothing there can be."""
+def _enough_refinement(match: Match, baseline: Policy) -> Enough:
+    """When something better was found, or nothing there can be."""
 
     def enough(rounds: Sequence[Round]) -> bool:
         outcomes = [pair for one in rounds for pair in one.outcomes.items()]
         failed = {policy for policy, outcome in outcomes if isinstance(outcome, Failure)}
-        rivals = {policy for policy, _ in outcomes} - failed - {match.candidate}
-        ratios = [ratio_between(rounds, rival, match.candidate) for rival in rivals]
-        none = all(ratio.value <= 1 or ratio.high <= 1 + NARROW for ratio in ratios)
-        return any(map(is_worth_a_change, ratios)) or (none and launches_of(rounds) >= ENOUGH_LAUNCHES)
+        rivals = {policy for policy, _ in outcomes} - failed - {match.candidate, baseline}
+        fast = {policy for policy in rivals if is_fast_enough(rounds, policy, baseline)}
+        ratios = {rival: ratio_between(rounds, rival, match.candidate) for rival in fast}
+        none = all(ratio.value <= 1 or ratio.high <= 1 + NARROW for ratio in ratios.values())
+        found = any(
+            is_worth_a_change(ratio) and is_fast_enough(rounds, rival, baseline, surely=True)
+            for rival, ratio in ratios.items()
+        )
+        return found or (none and launches_of(rounds) >= ENOUGH_LAUNCHES)
 
     return enough

@@ -1,4 +1,4 @@
-"""How much faster one policy is than another, and how sure that is. Pure: from rounds of measurements to intervals."""
+"""How much better one policy is than another, and how sure that is. Pure: from rounds of measurements to intervals."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from dataclasses import dataclass
 
 from amptune.measure.outcome import Measurement, Outcome
 from amptune.policy.settings import Policy
+from amptune.search.objective import SPEED_SLACK, THROUGHPUT, Objective
 
 __all__ = [
     "ENOUGH_LAUNCHES",
     "Ratio",
     "Round",
-    "fastest_of",
+    "best_among",
+    "is_fast_enough",
     "launches_of",
     "places_in",
     "ratio_between",
@@ -31,15 +33,19 @@ FEW_LAUNCHES_DOUBT = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """Every contender measured once, in turn. Rounds with the same `launch` ran in the same processes."""
+    """Every contender measured once, in turn, to be compared by the objective.
+
+    Rounds with the same `launch` ran in the same processes.
+    """
 
     launch: int
     outcomes: Mapping[Policy, Outcome]
+    objective: Objective = THROUGHPUT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """A speed ratio with its 95 % interval, above 1 is faster; `launches` is how many process launches it rests on."""
+    """A ratio with its 95 % interval, above 1 is better; `launches` is how many process launches it rests on."""
 
     value: float
     low: float
@@ -59,6 +65,12 @@ class Ratio:
         """Of the interval, relative to the value."""
         return (self.high - self.low) / 2 / self.value
 
+    @property
+    def inverse(self) -> Ratio:
+        """The other way round."""
+        high = 1 / self.low if self.low > 0 else math.inf
+        return Ratio(value=1 / self.value, low=1 / self.high, high=high, launches=self.launches)
+
     def __str__(self) -> str:
         if math.isinf(self.high):
             return f"{self.value:.2f}× (measured once, which claims nothing)"
@@ -69,19 +81,27 @@ class Ratio:
 NO_RATIO = Ratio(value=math.nan, low=0.0, high=math.inf)
 
 
-def ratio_between(rounds: Iterable[Round], a: Policy, b: Policy) -> Ratio:
-    """Samples per second under `a` over those under `b`, in the rounds that both finished."""
-    return ratio_of(_pairs(rounds, a, b))
+def ratio_between(rounds: Iterable[Round], a: Policy, b: Policy, *, by: Objective | None = None) -> Ratio:
+    """The score of `a` over that of `b`, in the rounds that have both.
+
+    By the rounds' own objective, or by another one: samples per second under `a` over those under `b`, or the peak
+    memory or the energy a sample of `b` over that of `a`.
+    """
+    return ratio_of(_pairs(rounds, a, b, by))
 
 
-def _pairs(rounds: Iterable[Round], a: Policy, b: Policy) -> list[list[float]]:
+def _pairs(rounds: Iterable[Round], a: Policy, b: Policy, by: Objective | None = None) -> list[list[float]]:
     """The ratios of `a` to `b`, a list a launch."""
     pairs: dict[int, list[float]] = defaultdict(list)
     for one in rounds:
-        first, second = one.outcomes.get(a), one.outcomes.get(b)
-        if isinstance(first, Measurement) and isinstance(second, Measurement):
-            pairs[one.launch].append(first.samples_per_s / second.samples_per_s)
+        first, second = (_score(one.outcomes.get(policy), by or one.objective) for policy in (a, b))
+        if first is not None and second is not None:
+            pairs[one.launch].append(first / second)
     return list(pairs.values())
+
+
+def _score(outcome: Outcome | None, objective: Objective) -> float | None:
+    return objective.score(outcome) if isinstance(outcome, Measurement) else None
 
 
 def ratio_of(launches: Sequence[Sequence[float]]) -> Ratio:
@@ -104,13 +124,29 @@ def ratio_of(launches: Sequence[Sequence[float]]) -> Ratio:
     return Ratio(value=math.exp(middle), low=_exp(low), high=_exp(high), launches=len(centres))
 
 
-def fastest_of(rounds: Sequence[Round], policies: Sequence[Policy]) -> Policy:
+def best_among(rounds: Sequence[Round], policies: Sequence[Policy], *, by: Objective | None = None) -> Policy:
     """By direct comparison, in the rounds that two have in common: what each is to a third has its noise too."""
-    fastest = policies[0]
+    best = policies[0]
     for policy in policies[1:]:
-        if ratio_between(rounds, policy, fastest).value > 1:
-            fastest = policy
-    return fastest
+        if ratio_between(rounds, policy, best, by=by).value > 1:
+            best = policy
+    return best
+
+
+def is_fast_enough(rounds: Sequence[Round], policy: Policy, baseline: Policy, *, surely: bool = False) -> bool:
+    """Whether the objective of the rounds lets a policy win that is so fast; `surely`, where that is known.
+
+    By default the doubt is in its favour: its ratio to the baseline seems high enough, and the interval holds that it
+    is. What was measured beside the baseline in no round is not said to be too slow.
+    """
+    objective = rounds[-1].objective if rounds else THROUGHPUT
+    if not objective.needs_speed or policy == baseline:
+        return True
+    ratio = ratio_between(rounds, policy, baseline, by=THROUGHPUT)
+    seems = objective.allows_speed(ratio.value) and ratio.high >= objective.least_speed
+    if surely:
+        return objective.allows_speed(ratio.low) or (seems and ratio.half_width < SPEED_SLACK)
+    return seems or not ratio.launches
 
 
 def launches_of(rounds: Sequence[Round]) -> int:
@@ -124,11 +160,15 @@ def places_in(rounds: Sequence[Round]) -> int:
 
 
 def spread_within_launches(rounds: Sequence[Round], baseline: Policy) -> float:
-    """The standard deviation of a ratio to the baseline from round to round of one launch: the policies' median."""
+    """The standard deviation of a ratio to the baseline from round to round of one launch: the policies' median.
+
+    Of speeds, where the objective needs a speed: those have more noise than peaks.
+    """
     policies = {policy for one in rounds for policy in one.outcomes} - {baseline}
+    by = THROUGHPUT if rounds and rounds[-1].objective.needs_speed else None
     spreads = []
     for policy in policies:
-        launches = (launch for launch in _pairs(rounds, policy, baseline) if len(launch) > 1)
+        launches = (launch for launch in _pairs(rounds, policy, baseline, by) if len(launch) > 1)
         variances = [statistics.variance(map(math.log, launch)) for launch in launches]
         if variances:
             spreads.append(math.sqrt(statistics.fmean(variances)))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
+from uuid import uuid4
 
 import cloudpickle
 
@@ -12,6 +14,7 @@ from amptune.errors import TargetError
 from amptune.measure.worker import Source
 from amptune.search.budget import Budget
 from amptune.search.candidates import Wanted
+from amptune.search.objective import THROUGHPUT, Objective
 from amptune.workload.protocol import Workload
 from amptune.workload.targets import parse_target
 
@@ -20,7 +23,10 @@ __all__ = ["TuningRequest", "place_of", "source_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class TuningRequest:
-    """A tuning run: `study` is a folder or a database URL, `folder` where log and lock are kept."""
+    """A tuning run: `study` is a folder or a database URL, `folder` where log and lock are kept.
+
+    `run` names it among all that use the study; `began` is UTC, ISO 8601.
+    """
 
     source: Source
     wanted: Wanted
@@ -29,6 +35,9 @@ class TuningRequest:
     study: Path | str
     device: str | None = None
     seed: int = 0
+    objective: Objective = THROUGHPUT
+    run: str = field(default_factory=lambda: uuid4().hex[:12])
+    began: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
 
 
 def source_of(workload: Workload | str) -> Source:

@@ -3,25 +3,58 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from amptune.measure.outcome import outcome_from_dict, outcome_to_dict
+from amptune.measure.outcome import Outcome, outcome_from_dict, outcome_to_dict
+from amptune.policy.settings import Policy
 from amptune.policy.wire import policy_from_dict, policy_to_dict
-from amptune.search.events import ContenderMeasured, Event, Observer
+from amptune.search.events import ComparisonStarted, ContenderMeasured, Event, Observer, Stage
+from amptune.search.objective import Objective
+from amptune.search.ratios import Round
 
-__all__ = ["FILE_NAME", "from_line", "keeping_samples", "to_line"]
+__all__ = [
+    "FILE_NAME",
+    "KeptComparison",
+    "comparisons_of",
+    "from_line",
+    "keeping_samples",
+    "read_comparisons",
+    "to_line",
+]
 
 FILE_NAME = "comparisons.jsonl"
 
 
-def keeping_samples(folder: Path, observer: Observer) -> Observer:
-    """The observer, and every contender's block appended to `comparisons.jsonl`; a full disk loses those alone."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptComparison:
+    """One comparison of a tuning run, as it was kept: the rounds as far as they got."""
+
+    run: str
+    stage: Stage
+    rounds: tuple[Round, ...]
+
+    def by(self, objective: Objective) -> KeptComparison:
+        """The same, to be compared by another objective."""
+        return replace(self, rounds=tuple(replace(one, objective=objective) for one in self.rounds))
+
+
+def keeping_samples(folder: Path, observer: Observer, run: str = "") -> Observer:
+    """The observer, and every contender's block appended to `comparisons.jsonl`; a full disk loses those alone.
+
+    A line has the tuning `run` it is of, and the number of the comparison within that.
+    """
+    started: list[ComparisonStarted] = []
 
     def observe(event: Event) -> None:
+        if isinstance(event, ComparisonStarted):
+            started.append(event)
         if isinstance(event, ContenderMeasured):
-            _append(folder / FILE_NAME, json.dumps(to_line(event)))
+            of = {"run": run, "comparison": len(started)}
+            _append(folder / FILE_NAME, json.dumps({**of, **to_line(event)}))
         observer(event)
 
     return observe
@@ -44,6 +77,44 @@ def from_line(data: Mapping[str, Any]) -> ContenderMeasured:
         policy=policy_from_dict(data["policy"]),
         outcome=outcome_from_dict(data["outcome"]),
     )
+
+
+def read_comparisons(folder: Path, runs: Collection[str]) -> tuple[KeptComparison, ...]:
+    """Those of these runs that are kept in a study's folder, in the order they were made; none if there is no file."""
+    try:
+        lines = (folder / FILE_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ()
+    return comparisons_of(data for data in map(_parsed, lines) if data.get("run") in runs)
+
+
+def comparisons_of(lines: Iterable[Mapping[str, Any]]) -> tuple[KeptComparison, ...]:
+    """From lines as they were kept, those of one comparison one after the other."""
+    groups = groupby(lines, key=lambda data: (data["run"], data["comparison"]))
+    blocks = [(key[0], list(map(from_line, group))) for key, group in groups]
+    return tuple(KeptComparison(run=run, stage=some[0].stage, rounds=tuple(_rounds(some))) for run, some in blocks)
+
+
+def _rounds(blocks: Iterable[ContenderMeasured]) -> Iterator[Round]:
+    """Blocks in the order they were measured, into rounds: a new one begins where a policy comes again."""
+    launch, outcomes = 0, dict[Policy, Outcome]()
+    for block in blocks:
+        if outcomes and (block.launch != launch or block.policy in outcomes):
+            yield Round(launch=launch, outcomes=outcomes)
+            outcomes = {}
+        launch = block.launch
+        outcomes[block.policy] = block.outcome
+    if outcomes:
+        yield Round(launch=launch, outcomes=outcomes)
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    """Nothing where a line is broken: a crash may have cut it, and it is one sample of many."""
+    try:
+        data = json.loads(line)
+    except json.JSONDecodeError:
+        return {}
+    return data if isinstance(data, dict) else {}
 
 
 def _append(path: Path, line: str) -> None:

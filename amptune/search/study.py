@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,20 +20,31 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from amptune.errors import StudyError
-from amptune.measure.outcome import Failure, Measurement, outcome_from_dict, outcome_to_dict
+from amptune.measure.outcome import Failure, Measurement, Outcome, outcome_from_dict, outcome_to_dict
 from amptune.policy.settings import Policy
 from amptune.policy.wire import policy_from_dict, policy_to_dict
 from amptune.search.ablation import variants_of
-from amptune.search.proposing import Proposer, Seen
-from amptune.search.space import Knob, Point, Space, points
+from amptune.search.events import Event, Observer, PolicyJudged
+from amptune.search.gate import Judgement
+from amptune.search.objective import THROUGHPUT, Objective, Yardstick
+from amptune.search.proposing import Proposer, Seen, features_of, with_features
+from amptune.search.remembered import Judged, StudyRecord, TuningRecord, without_password
+from amptune.search.space import BATCH_SIZE, Knob, Point, Space, points
 from amptune.search.trial import Trial
 
-__all__ = ["Study", "Suggestion", "open_study"]
+__all__ = ["JOURNAL", "Study", "Suggestion", "open_study", "recall"]
 
-# A single measurement may show this share of a policy's speed, if something else had the machine meanwhile.
+JOURNAL = "journal.log"
+# What the study's own attributes begin with.
+TUNING, JUDGED = "tuning", "judged"
+
+# A single measurement may show this share of what a policy can do, if something else had the machine meanwhile.
 OUTLIER_SHARE = 0.6
 # What a policy may reach: so many standard deviations above what is expected of it.
 REACH = 3.0
+
+# Larger than any batch.
+LARGEST_BATCH = 2**31
 
 # The FP32 math mode of a policy that computes no product in FP32, to the proposer.
 UNUSED = "unused"
@@ -43,33 +56,55 @@ ToPolicy = Callable[[Point], Policy]
 class Suggestion:
     """A policy to measure next; `handle` is Optuna's trial behind it.
 
-    `gain` is the improvement expected of it, on the logarithm of the speed; infinite for one that was asked for.
-    Less than `least` samples per second would be a surprise.
+    `gain` is the improvement expected of it, on the logarithm of the score; infinite for one that was asked for.
+    A score of less than `least` would be a surprise. `cost` is what the trial takes, in times of a plain one.
     """
 
     policy: Policy
     handle: optuna.Trial
     gain: float = math.inf
     least: float = 0.0
+    cost: float = 1.0
 
 
 class Study:
-    """Ask for a policy, tell what became of it. Every outcome is in the storage before the next is asked for."""
+    """Ask for a policy, tell what became of it. Every outcome is in the storage before the next is asked for.
 
-    def __init__(self, study: optuna.Study, space: Space, to_policy: ToPolicy, seed: int, stored: Space) -> None:
+    The trials are those of any objective. One is remembered where it has the figure that this `objective` goes by, or
+    failed; speed that is needed is held against the `baseline`.
+    """
+
+    def __init__(
+        self,
+        study: optuna.Study,
+        space: Space,
+        to_policy: ToPolicy,
+        seed: int,
+        stored: Space,
+        objective: Objective = THROUGHPUT,
+        baseline: Policy | None = None,
+        fits: Callable[[Policy], bool] = lambda _: True,
+    ) -> None:
         self._study = study
+        self._objective = objective
+        self._baseline = baseline
         self._to_policy = to_policy
         self._distributions = _distributions(stored)
         self._points: dict[Policy, Point] = {}
         for point in points(space):
-            self._points.setdefault(to_policy(point), point)  # where a ladder is short, its deeper points are the same
+            policy = to_policy(point)
+            if fits(policy):
+                self._points.setdefault(policy, point)  # where a ladder is short, its deeper points are the same
         self._traits = {policy: _traits(policy, point) for policy, point in self._points.items()}
         self._choices = {knob.name: knob.choices for knob in space.knobs}
         self._policies = list(self._points)
         self._index = {policy: index for index, policy in enumerate(self._policies)}
-        self._proposer = Proposer(_with_unused(space.knobs), list(self._traits.values()), seed=seed)
+        self._proposer = Proposer(
+            with_features(_with_unused(space.knobs)), list(map(features_of, self._traits.values())), seed=seed
+        )
         self._first: deque[Policy] = deque()
-        self.trials: list[Trial] = sorted(_remembered(study), key=lambda trial: trial.number)
+        self._left_out: set[int] = set()
+        self.trials: list[Trial] = sorted(filter(self._tells, _remembered(study)), key=lambda trial: trial.number)
         self._outcomes = {trial.policy: trial for trial in self.trials}
 
     def __contains__(self, policy: Policy) -> bool:
@@ -88,6 +123,45 @@ class Study:
     def trial_of(self, policy: Policy) -> Trial | None:
         return self._outcomes.get(policy)
 
+    @property
+    def yardstick(self) -> Yardstick:
+        """What trials are compared by, as far as it is known."""
+        trial = self._outcomes.get(self._baseline) if self._baseline is not None else None
+        outcome = trial.outcome if trial is not None else None
+        return Yardstick(self._objective, outcome if isinstance(outcome, Measurement) else None)
+
+    def _tells(self, trial: Trial) -> bool:
+        """Whether a trial says something for the objective."""
+        return isinstance(trial.outcome, Failure) or self._objective.score(trial.outcome) is not None
+
+    def leave_out(self, which: Callable[[Policy], bool]) -> None:
+        """Has none of these suggested any more."""
+        self._left_out |= {index for index, policy in enumerate(self._policies) if which(policy)}
+        self._first = deque(policy for policy in self._first if not which(policy))
+
+    def begin(self, tuning: TuningRecord) -> None:
+        """Writes down that a tuning run uses the study from now on."""
+        with _storage_errors():
+            self._study.set_user_attr(f"{TUNING} {tuning.run}", tuning.as_dict())
+
+    def keeping_judgements(self, observer: Observer) -> Observer:
+        """The observer, and what the numerics gate says written down; a storage that fails loses that alone."""
+
+        def observe(event: Event) -> None:
+            if isinstance(event, PolicyJudged):
+                with suppress(StudyError):
+                    self.keep(event.judgement)
+            observer(event)
+
+        return observe
+
+    def keep(self, judgement: Judgement) -> None:
+        """Writes down what the numerics gate says of a policy."""
+        judged = Judged.of(judgement)
+        digest = hashlib.sha256(str(judged.policy).encode()).hexdigest()[:12]
+        with _storage_errors():
+            self._study.set_user_attr(f"{JUDGED} {digest}", judged.as_dict())
+
     def measure_first(self, policies: Iterable[Policy]) -> None:
         """Has these suggested before anything else, those outside the space too."""
         self._first.extend(policies)
@@ -99,27 +173,33 @@ class Study:
                 return self._ask_for(self._first[0])
             self._first.popleft()
         seen = self._seen()
-        proposal = self._proposer.next(seen, fixed or {})
+        proposal = self._proposer.next(seen, fixed or {}, self._left_out)
         if proposal is None:
             return None
-        return replace(self._ask_for(self._policies[proposal.index]), gain=proposal.gain, least=proposal.least)
+        suggestion = self._ask_for(self._policies[proposal.index])
+        return replace(suggestion, gain=proposal.gain, least=proposal.least, cost=proposal.cost)
 
     def ranked(self) -> list[Policy]:
-        """The policies that were measured, fastest first.
+        """The policies that were measured, the best first, those that are too slow for the objective last.
 
         By what all trials together say of each: a single short measurement may be lucky, or an outlier.
         """
-        alive = [trial for trial in self.trials if isinstance(trial.outcome, Measurement)]
-        belief = self._proposer.belief(self._seen())
+        belief, yardstick = self._proposer.belief(self._seen()), self.yardstick
 
-        def speed(trial: Trial) -> float:
+        def place(trial: Trial, outcome: Measurement, score: float) -> tuple[bool, float]:
             index = self._index.get(trial.policy)
-            return math.log(trial.samples_per_s) if belief is None or index is None else float(belief.mean[index])
+            expected = math.log(score) if belief is None or index is None else float(belief.mean[index])
+            return yardstick.allows(outcome), expected
 
-        return [trial.policy for trial in sorted(alive, key=speed, reverse=True)]
+        places = {
+            trial.policy: place(trial, trial.outcome, score)
+            for trial in self.trials
+            if isinstance(trial.outcome, Measurement) and (score := yardstick.score(trial.outcome)) is not None
+        }
+        return sorted(places, key=places.__getitem__, reverse=True)
 
     def neighbours(self, policy: Policy) -> list[Policy]:
-        """What is one step from a policy and may be faster: one setting less, or another choice of one knob.
+        """What is one step from a policy and may be better: one setting less, or another choice of one knob.
 
         They are in the order of what they may reach, those outside the space first. But an expectation rules nothing
         out, nor does a measurement that may have been an outlier.
@@ -141,10 +221,18 @@ class Study:
         return sorted(near, key=reach, reverse=True)
 
     def _is_hopeless(self, policy: Policy, *, beside: Policy) -> bool:
-        """Whether it failed, or was slower than an outlier explains."""
+        """Whether it failed, or was worse than an outlier explains."""
         trial, other = self._outcomes.get(policy), self._outcomes.get(beside)
-        least = OUTLIER_SHARE * other.samples_per_s if other is not None else 0.0
-        return trial is not None and (isinstance(trial.outcome, Failure) or trial.samples_per_s < least)
+        if trial is None or isinstance(trial.outcome, Failure):
+            return trial is not None
+        if self.yardstick.share_of_needed_speed(trial.outcome) < OUTLIER_SHARE:
+            return True
+        best = self._plain_score(other.outcome) if other is not None else 0.0
+        return self._plain_score(trial.outcome) < OUTLIER_SHARE * best
+
+    def _plain_score(self, outcome: Outcome) -> float:
+        """Whatever its speed: that is one measurement, and may be an outlier."""
+        return (self._objective.score(outcome) or 0.0) if isinstance(outcome, Measurement) else 0.0
 
     def _steps_between(self, a: Point, b: Point) -> int:
         """One for another word, and for numbers as many as there are choices from one to the other."""
@@ -179,8 +267,9 @@ class Study:
             self._study.tell(suggestion.handle, state=TrialState.FAIL)
 
     def _seen(self) -> dict[int, Seen]:
+        yardstick = self.yardstick
         return {
-            self._index[policy]: Seen(speed=trial.samples_per_s or None, seconds=trial.seconds)
+            self._index[policy]: Seen(score=yardstick.score(trial.outcome), seconds=trial.seconds)
             for policy, trial in self._outcomes.items()
             if policy in self._index
         }
@@ -195,10 +284,20 @@ class Study:
 
 
 def open_study(
-    where: Path | str, name: str, space: Space, to_policy: ToPolicy, *, seed: int, stored: Space | None = None
+    where: Path | str,
+    name: str,
+    space: Space,
+    to_policy: ToPolicy,
+    *,
+    seed: int,
+    stored: Space | None = None,
+    objective: Objective = THROUGHPUT,
+    baseline: Policy | None = None,
+    fits: Callable[[Policy], bool] = lambda _: True,
 ) -> Study:
     """Opens or resumes a study: `where` is a folder (a journal file in it) or a database URL.
 
+    Policies of the space that do not fit into memory are left out. Whatever the `objective`, it is the same study.
     Optuna keeps the points as of the space `stored`, by default the same: a space that was cut to what is sound this
     time must not be another one to it.
     Raises `StudyError` if the storage cannot be used.
@@ -207,14 +306,88 @@ def open_study(
     with warnings.catch_warnings(), _storage_errors():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         study = optuna.create_study(storage=_storage(where), study_name=name, direction="maximize", load_if_exists=True)
-        return Study(study, space, to_policy, seed, stored or space)
+        return Study(study, space, to_policy, seed, stored or space, objective, baseline, fits)
+
+
+def recall(where: Path | str, name: str | None = None, *, run: str | None = None) -> StudyRecord:
+    """Reads back what was tuned there: the study `name`, that of a tuning `run`, or the one with the latest trial.
+
+    Raises `StudyError` if there is none, or the storage cannot be read.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if isinstance(where, Path) and not (where / JOURNAL).is_file():
+        raise StudyError(f"there is no study in {where}: it has no {JOURNAL}; `amptune tune --study {where}` makes one")
+    with warnings.catch_warnings(), _storage_errors(), _broken_records(where):
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        storage = JournalStorage(_backend(where)) if isinstance(where, Path) else optuna.storages.get_storage(where)
+        return _record_of(_chosen(storage, where, name, run), where)
+
+
+def _chosen(storage: BaseStorage, where: Path | str, name: str | None, run: str | None) -> optuna.Study:
+    names = [study.study_name for study in storage.get_all_studies()]
+    if name is not None and name not in names:
+        raise StudyError(f"{where} holds no study {name!r}, but {', '.join(sorted(names)) or 'none'}")
+    studies = [optuna.load_study(study_name=one, storage=storage) for one in names if name in (None, one)]
+    studies = [study for study in studies if run is None or f"{TUNING} {run}" in study.user_attrs]
+    began = {study: max((_began(trial) for trial in study.get_trials(deepcopy=False)), default="") for study in studies}
+    last = max(studies, key=began.__getitem__, default=None)
+    if last is None or not began[last]:
+        raise StudyError(f"there are no trials in {where}: `amptune tune --study {where}` makes some")
+    return last
+
+
+def _began(trial: optuna.trial.FrozenTrial) -> str:
+    return "" if trial.datetime_start is None else trial.datetime_start.isoformat()
+
+
+def _record_of(study: optuna.Study, where: Path | str) -> StudyRecord:
+    attributes = study.user_attrs
+    kept: dict[str, list[Any]] = {TUNING: [], JUDGED: []}
+    for key, value in attributes.items():
+        kept.get(key.partition(" ")[0], []).append(value)
+    tunings = sorted(map(TuningRecord.from_dict, kept[TUNING]), key=lambda tuning: tuning.began)
+    trials = tuple(sorted(_remembered(study), key=lambda trial: trial.number))
+    if not trials:
+        raise StudyError(f"no trial of the study {study.study_name} in {where} came to an end: nothing was measured")
+    if not tunings:
+        raise StudyError(
+            f"the study in {where} does not say what its baseline is, being of an earlier amptune; "
+            "`amptune tune` with the same study once more adds that"
+        )
+    return StudyRecord(
+        name=study.study_name,
+        where=without_password(str(where)),
+        tunings=tuple(tunings),
+        trials=trials,
+        judged=tuple(map(Judged.from_dict, kept[JUDGED])),
+        outside=_outside(study, trials),
+    )
+
+
+def _outside(study: optuna.Study, trials: Sequence[Trial]) -> frozenset[Policy]:
+    """The policies that were asked for without being a point of the space."""
+    free = {trial.number for trial in study.get_trials(deepcopy=False) if not trial.params}
+    return frozenset(trial.policy for trial in trials if trial.number in free)
+
+
+@contextmanager
+def _broken_records(where: Path | str) -> Iterator[None]:
+    """Records that are no study's, a half-written file or another program's, are a `StudyError`."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        raise StudyError(f"the study in {where} is broken and cannot be read: {error!r}") from error
+
+
+def _backend(folder: Path) -> JournalFileBackend:
+    return JournalFileBackend(str(folder / JOURNAL))
 
 
 def _storage(where: Path | str) -> BaseStorage:
     if isinstance(where, Path):
         where.mkdir(parents=True, exist_ok=True)
-        _drop_half_a_line(where / "journal.log")
-        return JournalStorage(JournalFileBackend(str(where / "journal.log")))
+        _drop_half_a_line(where / JOURNAL)
+        return JournalStorage(_backend(where))
     return optuna.storages.get_storage(where)
 
 
@@ -228,11 +401,14 @@ def _drop_half_a_line(journal: Path) -> None:
 
 
 def _distributions(space: Space) -> dict[str, BaseDistribution]:
-    return {knob.name: _distribution(knob.choices) for knob in space.knobs}
+    return {knob.name: _distribution(knob) for knob in space.knobs}
 
 
-def _distribution(choices: tuple[Any, ...]) -> BaseDistribution:
-    """What Optuna calls the choices: an ordered run of integers, or categories."""
+def _distribution(knob: Knob) -> BaseDistribution:
+    """What Optuna calls the choices: an ordered run of integers, or categories; of batch sizes any at all."""
+    choices: tuple[Any, ...] = knob.choices
+    if knob.name == BATCH_SIZE:
+        return IntDistribution(1, LARGEST_BATCH, log=True)
     whole = [choice for choice in choices if isinstance(choice, int) and not isinstance(choice, bool)]
     if len(whole) == len(choices) and whole == list(range(whole[0], whole[-1] + 1)):
         return IntDistribution(whole[0], whole[-1])

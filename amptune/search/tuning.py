@@ -10,18 +10,20 @@ from typing import Literal
 
 from filelock import FileLock, Timeout
 
-from amptune.errors import NothingFeasibleError, StudyError
+from amptune.errors import NothingFeasibleError, ObjectiveError, StudyError
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.outcome import Failure
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.budget import Budget
-from amptune.search.candidates import Candidates, Wanted, candidates_for
+from amptune.search.candidates import Candidates, GlobalBatch, Wanted, candidates_for
 from amptune.search.deciding import Decision
 from amptune.search.end_to_end import checked_in_a_loop, loop_s
 from amptune.search.events import Observer, SearchStarted
 from amptune.search.failed_baseline import error_of_baseline
 from amptune.search.finals import ROUNDS_PER_LAUNCH
+from amptune.search.headroom import kept_s, larger_batch
 from amptune.search.judging import Judge
+from amptune.search.objective import THROUGHPUT, ObjectiveName, objective_of
 from amptune.search.proving import prove
 from amptune.search.request import TuningRequest, place_of, source_of
 from amptune.search.samples import keeping_samples
@@ -33,9 +35,10 @@ from amptune.workload.protocol import Workload
 __all__ = ["TuningInterrupted", "run_tuning", "tune", "tune_with"]
 
 # The comparisons behind the search are kept at most this share of the time there is once the workload is built.
-PROOF_SHARE = 0.6
+PROOF_SHARE = 0.5
 # The proof is not kept more time than for these launches of its contenders.
 LAUNCHES_KEPT = 20
+NO_ENERGY = "the objective energy cannot be pursued here: this machine reports no energy"
 
 
 class TuningInterrupted(KeyboardInterrupt):
@@ -55,17 +58,29 @@ def tune(
     pins: Mapping[str, str] | None = None,
     baseline: Policy = STOCK,
     batch_size: int | Literal["auto"] | None = None,
+    global_batch: int | None = None,
+    devices: int = 1,
+    max_memory_mib: float | None = None,
+    compile: bool | None = None,  # noqa: A002  # the policy's own name for it
     device: str | None = None,
     study: str | Path | None = None,
     seed: int = 0,
+    objective: ObjectiveName = "throughput",
+    least_speed: float | None = None,
     observer: Observer | None = None,
 ) -> Decision:
-    """Finds the fastest policy for a workload on this machine: `amptune tune` as a function.
+    """Finds the best policy for a workload on this machine: `amptune tune` as a function.
 
     `workload` is a `Workload` (its functions travel to the worker processes by value) or a target such as
     `"train.py:workload"`. `budget_s` is wall-clock seconds, final comparison included; `trials` bounds the
     number of policies tried. `space` names a search space or its file, `pins` fixes knobs by name, `study`
-    is a folder or a database URL to remember trials in (default: under `.amptune/`).
+    is a folder or a database URL to remember trials in (default: under `.amptune/`). `batch_size` is a number, or
+    "auto" to search it too; `global_batch` is the samples of one optimizer step over all `devices`, which batches are
+    accumulated to. `compile` says whether to try torch.compile; by default the budget does.
+
+    The `objective` is samples per second; or "memory", the least peak memory at no less than `least_speed` times the
+    baseline's samples per second (default: 1); or "energy", joules per sample, where the GPU counts them. One study
+    answers all three.
 
     Raises an `AmptuneError` of the fitting kind, and `TuningInterrupted` on Ctrl-C, with the best so far.
     """
@@ -74,12 +89,21 @@ def tune(
     folder, storage = place_of(study, name)
     request = TuningRequest(
         source=source,
-        wanted=Wanted(baseline=baseline, space=space, pins=pins or {}, batch_size=batch_size),
+        wanted=Wanted(
+            baseline=baseline,
+            space=space,
+            pins=pins or {},
+            batch_size=batch_size,
+            global_batch=None if global_batch is None else GlobalBatch(samples=global_batch, devices=devices),
+            compile=compile,
+            memory_mib=max_memory_mib,
+        ),
         budget=Budget(seconds=budget_s, trials=trials),
         folder=folder,
         study=storage,
         device=device,
         seed=seed,
+        objective=objective_of(objective, least_speed),
     )
     return run_tuning(request, observer or (lambda _: None))
 
@@ -87,11 +111,13 @@ def tune(
 def run_tuning(request: TuningRequest, observer: Observer) -> Decision:
     """Tunes on this machine. Raises an `AmptuneError`, or `TuningInterrupted` with what was found by then."""
     with _locked(request.folder):
-        evaluator = WorkerEvaluator(request.source, request.device, request.folder / "workers.log")
+        memory_mib = request.wanted.memory_mib
+        evaluator = WorkerEvaluator(request.source, request.device, request.folder / "workers.log", memory_mib)
         try:
-            decision = tune_with(evaluator, _with_time_for_a_loop(request), keeping_samples(request.folder, observer))
+            decision = tune_with(evaluator, _with_time_for_the_rest(request), _keeping(request, observer))
             try:
-                return checked_in_a_loop(evaluator, decision, request.budget)
+                decision = checked_in_a_loop(evaluator, decision, request.budget)
+                return _told_of_a_larger_batch(evaluator, decision, request)
             except KeyboardInterrupt:
                 raise TuningInterrupted(decision) from None
         finally:
@@ -103,6 +129,8 @@ def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) 
     before_s = request.budget.spent_s
     prepared = evaluator.prepare(request.budget.left_to_prepare_s)
     prepare_s = request.budget.spent_s - before_s
+    if request.objective.name == "energy" and prepared.hardware.gpu is None:
+        raise ObjectiveError(f"{NO_ENERGY}: it is read from a GPU, and {prepared.hardware.name} is none")
     candidates = candidates_for(prepared, request.wanted)
     judge = Judge(evaluator, candidates.baseline, request.budget, observer, prepared.subject.tolerance)
     run = TuningRun(request, prepared, candidates, judge)
@@ -140,7 +168,7 @@ def _search_and_prove(evaluator: Evaluator, run: TuningRun, prepare_s: float, ob
         observer=observer,
     )
     baseline = study.trial_of(candidates.baseline)
-    if baseline is None or isinstance(baseline.outcome, Failure):
+    if baseline is None or study.yardstick.score(baseline.outcome) is None:
         return
     proof = run.enter_proof(prepare_s)
     if len(proof.contest.finalists) > 1:
@@ -158,8 +186,20 @@ def _proof_s(study: Study, budget: Budget, prepare_s: float) -> float:
     return min(PROOF_SHARE * (budget.seconds - prepare_s), wanted_s)
 
 
-def _with_time_for_a_loop(request: TuningRequest) -> TuningRequest:
-    return replace(request, budget=request.budget.less(loop_s(request.budget)))
+def _with_time_for_the_rest(request: TuningRequest) -> TuningRequest:
+    rest_s = loop_s(request.budget) + (kept_s(request.budget) if _leaves_the_batch(request) else 0.0)
+    return replace(request, budget=request.budget.less(rest_s))
+
+
+def _leaves_the_batch(request: TuningRequest) -> bool:
+    """Whether the batch size is the user's own, and another might be worth knowing of."""
+    wanted = request.wanted
+    return request.objective == THROUGHPUT and wanted.batch_size != "auto" and wanted.global_batch is None
+
+
+def _told_of_a_larger_batch(evaluator: WorkerEvaluator, decision: Decision, request: TuningRequest) -> Decision:
+    finding = larger_batch(evaluator, decision, request.budget) if _leaves_the_batch(request) else None
+    return decision if finding is None else decision.with_findings([finding])
 
 
 def _nothing_feasible(study: Study, candidates: Candidates) -> Exception:
@@ -167,8 +207,13 @@ def _nothing_feasible(study: Study, candidates: Candidates) -> Exception:
     trial = study.trial_of(candidates.baseline)
     if trial is None:
         return NothingFeasibleError("the baseline could not be measured within the budget; give more with --budget")
-    assert isinstance(trial.outcome, Failure)  # noqa: S101  # a measured baseline always gives a decision
+    if not isinstance(trial.outcome, Failure):
+        return ObjectiveError(f"{NO_ENERGY}: none could be read while the baseline ran")
     return error_of_baseline(candidates.baseline, trial.outcome)
+
+
+def _keeping(request: TuningRequest, observer: Observer) -> Observer:
+    return keeping_samples(request.folder, observer, request.run)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,6 +10,7 @@ from amptune.measure.evaluator import Evaluator
 from amptune.measure.subject import Prepared
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
+from amptune.search.batch_sizes import NO_SIZES, BatchSizes, batch_sizes_for
 from amptune.search.candidates import Candidates, candidates_for
 from amptune.search.deciding import Decision, decide
 from amptune.search.finals import ROUNDS_PER_LAUNCH
@@ -17,6 +19,7 @@ from amptune.search.judging import Judge
 from amptune.search.proof import Contest, Proof
 from amptune.search.proving import FINALS_SHARE
 from amptune.search.ratios import ENOUGH_LAUNCHES
+from amptune.search.remembered import TuningRecord
 from amptune.search.request import TuningRequest
 from amptune.search.sensing import timed_ladder
 from amptune.search.study import Study, open_study
@@ -43,6 +46,7 @@ class TuningRun:
     candidates: Candidates
     judge: Judge
     findings: tuple[Finding, ...] = ()
+    sizes: BatchSizes = NO_SIZES
     proof: Proof | None = None
 
     @cached_property
@@ -50,15 +54,54 @@ class TuningRun:
         """Opened when it is first asked for: once the space is narrowed, or when that is interrupted."""
         candidates = self.candidates
         name, space, stored = candidates.study_name, candidates.space, candidates.stored
-        return open_study(self.request.study, name, space, candidates.policy_of, seed=self.request.seed, stored=stored)
+        study = open_study(
+            self.request.study,
+            name,
+            space,
+            candidates.policy_of,
+            seed=self.request.seed,
+            stored=stored,
+            objective=self.request.objective,
+            baseline=candidates.baseline,
+            fits=self.sizes.fits,
+        )
+        study.begin(self._record)
+        for judgement in self.judge.judgements.values():
+            study.keep(judgement)
+        self.judge.observer = study.keeping_judgements(self.judge.observer)
+        return study
+
+    @property
+    def _record(self) -> TuningRecord:
+        request, subject = self.request, self.prepared.subject
+        return TuningRecord(
+            run=request.run,
+            began=request.began,
+            workload=subject.name,
+            target=request.source.target,
+            folder=str(request.folder.absolute()),
+            hardware=self.prepared.hardware.name,
+            batch_size=subject.batch_size,
+            baseline=self.candidates.baseline,
+            objective=request.objective,
+        )
 
     def narrow(self, evaluator: Evaluator) -> None:
-        """Times modules by themselves and judges each dtype: which modules there are reasons to keep in FP32."""
+        """Which modules there are reasons to keep in FP32, and which batch sizes there are: what has to be measured.
+
+        Modules are timed by themselves and each dtype judged; then, where it was asked for, the largest batches found.
+        """
         request, prepared = self.request, self.prepared
         ladder = timed_ladder(evaluator, prepared, self.candidates.space, request.budget, request.folder)
         candidates = candidates_for(prepared, request.wanted, ladder)
         guard = guard_against(self.judge, candidates.autocast_alone, prepared.subject)
         self.candidates, self.findings = candidates.guarded(guard.safeguards), guard.findings
+        if request.wanted.batch_size == "auto":
+            arms = (*self.candidates.autocast_alone, candidates.baseline)[:1]
+            self.sizes = batch_sizes_for(evaluator, arms, prepared, request.budget, request.wanted.global_batch)
+            candidates = candidates_for(prepared, request.wanted, ladder, self.sizes.sizes)
+            self.candidates = candidates.guarded(guard.safeguards)
+            self.findings += tuple(self.sizes.findings)
 
     def enter_proof(self, start_s: float) -> Proof:
         """Who is compared behind the search: the baseline, stock PyTorch, the AMP recipes and the fastest trials."""
@@ -83,7 +126,7 @@ class TuningRun:
         return decision
 
     def decision(self, *, provisional: bool) -> Decision | None:
-        return decide(
+        decision = decide(
             self.prepared,
             self.study.trials,
             self.proof or self._proof_of(()),
@@ -93,6 +136,15 @@ class TuningRun:
             seconds=self.request.budget.spent_s,
             provisional=provisional,
         )
+        return None if decision is None else decision.with_findings(self._noticed_after(decision.policy))
+
+    def _noticed_after(self, winner: Policy) -> Iterator[Finding]:
+        whole = self.request.wanted.global_batch
+        if whole is not None:
+            yield whole.kept_by(winner)
+        if self.study.has_knob("compile") and all(trial.policy.compile == "off" for trial in self.study.trials):
+            message = "torch.compile was not tried: there was no time for it; give more with --budget"
+            yield Finding(code="compile-not-tried", message=message)
 
     def _proof_of(self, finalists: tuple[Policy, ...]) -> Proof:
         return Proof(
@@ -104,6 +156,7 @@ class TuningRun:
                 neighbours=self.study.neighbours,
                 tried={trial.policy: trial.outcome for trial in self.study.trials},
                 rejected=self.judge.has_rejected,
+                objective=self.request.objective,
                 seed=self.request.seed,
             )
         )

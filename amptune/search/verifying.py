@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from amptune.errors import ClaimError, NothingFeasibleError
+from amptune.errors import ClaimError, NothingFeasibleError, ObjectiveError
 from amptune.hardware.machine import Hardware
 from amptune.hardware.probing import probe
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
@@ -23,6 +23,8 @@ from amptune.search.budget import Budget
 from amptune.search.decision import Standing, settled, standings_of
 from amptune.search.events import Observer
 from amptune.search.finals import Comparison
+from amptune.search.gains import use_of
+from amptune.search.objective import THROUGHPUT, Objective
 from amptune.search.ratios import ENOUGH_LAUNCHES, Ratio, Round, ratio_between
 from amptune.search.request import source_of
 from amptune.workload.protocol import Workload
@@ -39,18 +41,28 @@ TELLING = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What a policy file says of itself: so many times the speed of the baseline, and each one's ms a step."""
+    """What a policy file says of itself: so many times the speed of the baseline, and each one's ms a step.
+
+    One that was tuned for memory or energy claims a `gain` in that besides: the baseline's over its own.
+    """
 
     policy: Policy
     baseline: Policy
     speedup: float
     step_ms: float | None
     baseline_ms: float | None
+    objective: Objective = THROUGHPUT
+    gain: float | None = None
 
     @property
     def needed(self) -> float:
         """The speed-up that an interval has to reach for the claim to hold."""
         return (1 - MARGIN) * self.speedup
+
+    def is_met_by(self, speedup: Ratio, gain: Ratio | None) -> bool:
+        """Whether both intervals reach what is claimed less 2 %."""
+        gained = self.gain is None or (gain is not None and gain.high >= (1 - MARGIN) * self.gain)
+        return speedup.high >= self.needed and gained
 
     def is_clear(self, ratio: Ratio) -> bool:
         """Whether the whole interval is on one side of what is needed."""
@@ -68,11 +80,12 @@ class Verification:
     findings: tuple[Finding, ...]
     hardware: Hardware
     seconds: float
+    gain: Ratio | None = None
 
     @property
     def holds(self) -> bool:
-        """Whether the new interval reaches the claimed speed-up less 2 %, and is narrow enough to say so."""
-        return self.speedup is not None and self.speedup.high >= self.claim.needed and not self.undecided
+        """Whether the new intervals reach what is claimed less 2 %, and the speed's is narrow enough to say so."""
+        return self.speedup is not None and self.claim.is_met_by(self.speedup, self.gain) and not self.undecided
 
     @property
     def undecided(self) -> bool:
@@ -95,7 +108,11 @@ def claim_of(policy_file: PolicyFile) -> Claim:
             speedup=evidence["speedup"],
             step_ms=evidence.get("step_ms"),
             baseline_ms=float(baseline["step_ms"]) if "step_ms" in baseline else None,
+            objective=Objective(evidence.get("objective", "throughput"), evidence.get("least_speed", 1.0)),
+            gain=evidence.get("gain"),
         )
+    except ObjectiveError as error:
+        raise ClaimError(f"evidence.objective is not what `amptune tune` writes: {error}") from error
     except (TypeError, ValueError) as error:
         raise ClaimError(f"evidence.baseline is not what `amptune tune` writes: {error}") from error
 
@@ -138,12 +155,13 @@ def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, o
         budget=budget,
         stage="verify",
         observer=observer,
+        objective=claim.objective,
         kept=(policy,),
         start_s=start_s,
     )
 
     def enough(rounds: Sequence[Round]) -> bool:
-        return settled(rounds, baseline) or claim.is_clear(ratio_between(rounds, policy, baseline))
+        return settled(rounds, baseline) or claim.is_clear(ratio_between(rounds, policy, baseline, by=THROUGHPUT))
 
     rounds = list(comparison.rounds(enough))
     of = {standing.policy: standing for standing in standings_of(rounds, baseline)}
@@ -161,6 +179,7 @@ def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, o
         findings=(),
         hardware=prepared.hardware,
         seconds=budget.spent_s,
+        gain=of[policy].gain if claim.gain is not None else None,
     )
     changed = require_valid(policy_file, labels)
     disturbed = noticed(outcome for one in rounds for outcome in one.outcomes.values())
@@ -181,17 +200,27 @@ def _answer(found: Verification) -> Finding:
         return Finding(
             code="holds", message="the policy is the baseline: nothing is claimed, and it runs", figures=figures
         )
+    gain = _gain_in_words(found)
     if found.holds:
-        message = f"the claim holds: {found.speedup} measured here, {claimed}"
+        message = f"the claim holds: {found.speedup} measured here, {claimed}{gain}"
         return Finding(code="holds", message=message, figures=figures)
     if found.undecided:
         message = f"undecided: {found.speedup} measured here, {claimed}; give more with --budget, or a quieter machine"
         return Finding(code="undecided", message=message, figures=figures)
+    missed = f"; the interval does not reach {found.claim.needed:.2f}×, the claim less {MARGIN:.0%}"
     message = (
-        f"the claim does not hold: {found.speedup} measured here, {claimed}; the interval does not reach "
-        f"{found.claim.needed:.2f}×, the claim less {MARGIN:.0%}"
+        f"the claim does not hold: {found.speedup} measured here, {claimed}"
+        f"{missed if found.speedup.high < found.claim.needed else ''}{gain}"
     )
     return Finding(code="does-not-hold", message=message, figures=figures)
+
+
+def _gain_in_words(found: Verification) -> str:
+    """Nothing for a claim of speed alone."""
+    if found.gain is None or found.claim.gain is None:
+        return ""
+    now, claimed = use_of(found.claim.objective, found.gain), 1 / found.claim.gain
+    return f"; it {now}, {claimed:.3g} times claimed"
 
 
 def _moved(found: Verification) -> Iterator[Finding]:

@@ -52,6 +52,8 @@ def policies(draw: st.DrawFn) -> Policy:
 
 _EVIDENCE: dict[str, st.SearchStrategy[Any]] = {
     "workload": words,
+    "objective": st.sampled_from(["memory", "energy"]),
+    "least_speed": positive,
     "baseline": free,
     "amp_recipe": free,
     "samples_per_s": numbers,
@@ -61,11 +63,14 @@ _EVIDENCE: dict[str, st.SearchStrategy[Any]] = {
     "energy_j_per_sample": numbers,
     "speedup": numbers,
     "speedup_ci95": st.lists(numbers, min_size=2, max_size=2),
+    "gain": numbers,
+    "gain_ci95": st.lists(numbers, min_size=2, max_size=2),
     "launches": st.integers(0, 100),
     "parity": free,
     "ablation": free,
     "end_to_end": free,
     "finalists": st.lists(free, max_size=2),
+    "pareto": st.lists(free, max_size=2),
     "findings": st.lists(free, max_size=2),
     "tuned_on": st.just("2026-11-21T05:00:00Z"),
     "trials": st.integers(0, 10**6),

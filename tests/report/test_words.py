@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from typing import Any
 
+import pytest
+
+from amptune.errors import ClaimError
 from amptune.hardware.probing import probe
 from amptune.measure.outcome import Failure, Measurement
 from amptune.policy.file import PolicyFile
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, Reason, amp_recipe
-from amptune.report.explaining import explain
+from amptune.report.explaining import explain, explain_for
 from amptune.report.progress import describe, progress_for
 from amptune.report.terminal import _parity_in_words, print_hardware
 from amptune.search.events import SearchEnded, TrialEnded, TrialStarted
+from amptune.search.objective import THROUGHPUT, Objective
+from amptune.search.pareto import Point
 from amptune.search.trial import Trial
 
 MEASURED = Measurement(
@@ -89,6 +95,74 @@ def test_evidence_is_told_with_its_interval() -> None:
     assert "2 times the speed of the baseline (95 % interval 1.9 to 2.1)" in text
     assert "Provisional" in text
     assert "Valid for torch 2.11." in text
+
+
+def tuned_for_memory(**more: Any) -> PolicyFile:
+    evidence: Any = {
+        "objective": "memory",
+        "least_speed": 0.9,
+        "baseline": {"policy": {"autocast": "off"}, "samples_per_s": 100.0, "peak_memory_mib": 1000},
+        "samples_per_s": 95.0,
+        "step_ms": 10.0,
+        "peak_memory_mib": 610,
+        "speedup": 0.95,
+        "gain": 1.639,
+        "gain_ci95": [1.639, 1.639],
+        "ablation": {"autocast": {"value": "bf16", "buys": 1.639, "buys_ci95": [1.639, 1.639], "speed": 0.9}},
+        "pareto": [
+            point(amp_recipe("fp16"), 250.0, 900.0),
+            point(amp_recipe("bf16"), 95.0, 610.0, judged=True),
+            point(amp_recipe("bf16", memory_format="channels_last"), 80.0, 300.0),
+        ],
+        **more,
+    }
+    return PolicyFile(policy=amp_recipe("bf16", batch_size=16), evidence=evidence)
+
+
+def point(policy: Policy, speed: float, mib: float, *, judged: bool = False) -> dict[str, Any]:
+    return Point(policy=policy, samples_per_s=speed, peak_memory_mib=mib, judged=judged).as_dict()
+
+
+def test_what_was_tuned_for_memory_is_told_in_memory() -> None:
+    text = "\n".join(explain(tuned_for_memory()))
+    assert "Its peak memory is 0.61 times that of the baseline." in text
+    assert "Its speed is 0.95 times that of the baseline." in text
+    assert "autocast makes its peak memory 0.61 times, and its speed 0.9 times that without." in text
+    kept = "\n".join(explain(tuned_for_memory(gain=1.0)))
+    assert "no policy was shown to use less memory at 0.9 times the baseline's throughput." in kept
+
+
+def test_another_objective_is_answered_from_the_file_with_what_it_costs() -> None:
+    chosen, sentences = explain_for(tuned_for_memory(), Objective("memory", 0.75))
+    assert chosen is not None
+    assert chosen.policy.memory_format == "channels_last"
+    text = "\n".join(sentences)
+    for words in (
+        "For memory, the least peak memory at 0.75 times the baseline's throughput, of the 3 policies on record",
+        "Throughput: 80 samples/s, 0.80 times the baseline's.",
+        "Peak memory: 300 MiB, 0.30 times the baseline's.",
+        "Its throughput is 0.84 times that of the policy in this file.",
+        "was not judged by the numerics gate, and rests on a single trial",
+    ):
+        assert words in text
+    _, sentences = explain_for(tuned_for_memory(), Objective("memory", 0.9))
+    assert sentences[-1] == "That is the policy of this file."
+    nothing, (answer,) = explain_for(tuned_for_memory(), Objective("memory", 5.0))
+    assert nothing is None
+    assert answer.endswith("none is fast enough.")
+
+
+@pytest.mark.parametrize(
+    ("file", "objective", "words"),
+    [
+        (PolicyFile(policy=STOCK), THROUGHPUT, "it has no evidence.pareto; `amptune tune` writes one"),
+        (tuned_for_memory(), Objective("energy"), "the machine it was tuned on reported none"),
+        (tuned_for_memory(pareto=[{"policy": 3}]), THROUGHPUT, "evidence.pareto is not what `amptune tune` writes"),
+    ],
+)
+def test_a_file_that_does_not_hold_what_is_asked_says_so(file: PolicyFile, objective: Objective, words: str) -> None:
+    with pytest.raises(ClaimError, match=words):
+        explain_for(file, objective)
 
 
 def test_the_machine_is_told_a_fact_a_line() -> None:

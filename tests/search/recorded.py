@@ -49,6 +49,9 @@ BODY = Leaf(path="body.conv", type="Conv2d", parameters=10**7, flops=10**12, cas
 NORM = Leaf(path="body.norm", type="BatchNorm2d", parameters=512, flops=0, cast_numel=10**8, called=2)
 HEAD = Leaf(path="head", type="Linear", parameters=2 * 10**6, flops=10**9, cast_numel=10**8, called=3)
 
+# So that the workload's own batch takes 5,000 MiB.
+MEMORY_MIB, FIXED_MIB, SAMPLE_MIB = 143_000.0, 1000.0, 31.25
+
 # What excluding each further group of the ladder (head, stem, …) costs, as measured in direction: a little.
 EXCLUSION_COSTS = 1.03
 
@@ -87,6 +90,8 @@ class RecordedEvaluator:
     seed: int = 0
     interfere: Interference = lambda _: None
     true_ms: Callable[[Policy], float] | None = None
+    peak_mib: Callable[[Policy], float] = lambda policy: FIXED_MIB + SAMPLE_MIB * (policy.batch_size or 128)
+    watts: Callable[[Policy], float] | None = None
     measured: list[Policy] = field(default_factory=list)
     launched: list[tuple[Policy, ...]] = field(default_factory=list)
     judged: list[Policy] = field(default_factory=list)
@@ -103,7 +108,7 @@ class RecordedEvaluator:
             leaves=(STEM, BODY, NORM, HEAD),
             convolution_dims=frozenset({2}),
         )
-        return Prepared(hardware=H200, subject=subject)
+        return Prepared(hardware=H200, subject=subject, memory_mib=MEMORY_MIB)
 
     def launch(self, policies: Sequence[Policy]) -> None:
         self.launched.append(tuple(policies))
@@ -116,15 +121,19 @@ class RecordedEvaluator:
         rng = random.Random(f"{self.seed} {len(self.measured)}")
         ms = self.true_ms(policy) if self.true_ms else recorded_ms(self.workload, policy)
         steps = max(effort.min_steps, 5)
+        samples = policy.batch_size or 128
+        if self.peak_mib(policy) > MEMORY_MIB:
+            return Failure(kind="oom", message="CUDA out of memory")
         return Measurement(
-            samples_per_step=policy.batch_size or 128,
+            samples_per_step=samples * policy.accumulate,
             step_ms=tuple(ms * (1 + rng.gauss(0, self.noise)) for _ in range(steps)),
             warmup_s=0.2,
             warmup_steps=10,
-            peak_allocated_mib=5000.0,
-            peak_reserved_mib=6000.0,
+            peak_allocated_mib=self.peak_mib(policy),
+            peak_reserved_mib=1.02 * self.peak_mib(policy),
             losses=(7.0, 6.9, 6.8),
             gradient_norm=3.0,
+            energy_j_per_sample=self.watts(policy) * ms / 1000 / samples if self.watts else None,
         )
 
     def measure_alone(self, policy: Policy, effort: Effort) -> Outcome:

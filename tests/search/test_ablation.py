@@ -21,7 +21,7 @@ def test_each_departure_from_stock_has_a_variant_without_it() -> None:
 
 def test_stock_pytorch_has_no_variants_and_the_users_batch_size_is_none() -> None:
     assert variants_of(STOCK) == ()
-    assert variants_of(Policy(batch_size=64)) == ()
+    assert variants_of(Policy(batch_size=64, accumulate=4)) == ()
 
 
 def test_without_autocast_there_are_no_fp32_rules_and_no_loss_scale() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from amptune.measure.outcome import Failure, Measurement, Outcome
 from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.compile_costs import compile_findings
+from amptune.search.compile_costs import cold_s, compile_findings
 from amptune.search.trial import Trial
 
 EAGER = amp_recipe("fp16")
@@ -30,6 +30,16 @@ def took(ms: float, **more: object) -> Measurement:
 def findings_of(outcomes: dict[Policy, Outcome], winner: Policy) -> dict[str, Finding]:
     trials = [Trial(number=i, policy=p, outcome=o, seconds=1.0) for i, (p, o) in enumerate(outcomes.items())]
     return {finding.code: finding for finding in compile_findings(trials, winner)}
+
+
+def test_what_compiling_will_take_goes_by_what_was_compiled() -> None:
+    fp32 = Policy(compile="default")
+    tried: dict[Policy, Outcome] = {EAGER: took(25.0), COMPILED: took(20.0, startup_s=44.0)}
+    assert cold_s(EAGER, tried) == 0
+    assert cold_s(replace(COMPILED, fused_optimizer=True), tried) == 0
+    assert cold_s(fp32, tried) == 44
+    assert cold_s(fp32, {}) == 30
+    assert cold_s(replace(COMPILED, compile="max-autotune"), tried) == 300
 
 
 def test_compiling_pays_after_as_many_steps_as_it_takes_to_win_its_time_back() -> None:

@@ -76,7 +76,7 @@ def test_what_nobody_looked_at_stays_uncertain_however_little_is_expected_of_it(
 
 def test_less_than_was_expected_by_far_is_a_surprise() -> None:
     proposer = Proposer(KNOBS, POINTS, seed=0)
-    seen = {i: Seen(speed=math.exp(log_speed(POINTS[i])), seconds=1.0) for i in range(0, len(POINTS), 3)}
+    seen = {i: Seen(score=math.exp(log_speed(POINTS[i])), seconds=1.0) for i in range(0, len(POINTS), 3)}
     proposal = proposer.next(seen, {})
     assert proposal is not None
     true = math.exp(log_speed(POINTS[proposal.index]))
@@ -88,12 +88,12 @@ def test_the_best_of_a_space_is_found_in_a_fraction_of_it() -> None:
     rng = np.random.default_rng(2)
     seen: dict[int, Seen] = {}
     for index in (0, 30, 60, 90, 120):
-        seen[index] = Seen(speed=math.exp(log_speed(POINTS[index])), seconds=1.0)
+        seen[index] = Seen(score=math.exp(log_speed(POINTS[index])), seconds=1.0)
     while BEST not in seen:
         proposal = proposer.next(seen, {})
         assert proposal is not None
         speed = math.exp(log_speed(POINTS[proposal.index]) + rng.normal(0, 0.01))
-        seen[proposal.index] = Seen(speed=speed, seconds=1.0)
+        seen[proposal.index] = Seen(score=speed, seconds=1.0)
     assert len(seen) <= 30 < len(POINTS) / 4
 
 
@@ -101,7 +101,7 @@ def test_what_fails_is_kept_away_from() -> None:
     every_fourth = range(0, len(POINTS), 4)
     proposer = Proposer(KNOBS, POINTS, seed=0)
     speeds = {i: None if POINTS[i]["autocast"] == "fp16" else math.exp(log_speed(POINTS[i])) for i in every_fourth}
-    seen = {index: Seen(speed=speed, seconds=1.0) for index, speed in speeds.items()}
+    seen = {index: Seen(score=speed, seconds=1.0) for index, speed in speeds.items()}
     proposal = proposer.next(seen, {})
     assert proposal is not None
     assert POINTS[proposal.index]["autocast"] == "bf16"
@@ -110,7 +110,7 @@ def test_what_fails_is_kept_away_from() -> None:
 def test_of_two_as_promising_the_cheaper_is_tried() -> None:
     proposer = Proposer(KNOBS, POINTS, seed=0)
     seen = {
-        index: Seen(speed=math.exp(log_speed(POINTS[index])), seconds=20.0 if POINTS[index]["cudnn_benchmark"] else 1.0)
+        index: Seen(score=math.exp(log_speed(POINTS[index])), seconds=20.0 if POINTS[index]["cudnn_benchmark"] else 1.0)
         for index in range(0, len(POINTS), 5)
     }
     proposal = proposer.next(seen, {})
@@ -120,19 +120,19 @@ def test_of_two_as_promising_the_cheaper_is_tried() -> None:
 
 def test_a_fixed_knob_is_kept_and_nothing_seen_is_proposed() -> None:
     proposer = Proposer(KNOBS, POINTS, seed=0)
-    seen = {0: Seen(speed=1.0, seconds=1.0), 1: Seen(speed=1.1, seconds=1.0)}
+    seen = {0: Seen(score=1.0, seconds=1.0), 1: Seen(score=1.1, seconds=1.0)}
     fixed: dict[str, Value] = {"autocast": "bf16", "cudnn_benchmark": False}
     while proposal := proposer.next(seen, fixed):
         assert proposal.index not in seen
         assert all(POINTS[proposal.index][name] == value for name, value in fixed.items())
-        seen[proposal.index] = Seen(speed=1.0, seconds=1.0)
+        seen[proposal.index] = Seen(score=1.0, seconds=1.0)
     assert len(seen) == 2 + 2 * 2 * 6
 
 
 def test_the_expected_gain_falls_as_the_best_becomes_known() -> None:
     proposer = Proposer(KNOBS, POINTS, seed=0)
-    few = {i: Seen(speed=math.exp(log_speed(POINTS[i])), seconds=1.0) for i in range(0, len(POINTS), 12)}
-    many = {i: Seen(speed=math.exp(log_speed(POINTS[i])), seconds=1.0) for i in {BEST, *range(0, len(POINTS), 2)}}
+    few = {i: Seen(score=math.exp(log_speed(POINTS[i])), seconds=1.0) for i in range(0, len(POINTS), 12)}
+    many = {i: Seen(score=math.exp(log_speed(POINTS[i])), seconds=1.0) for i in {BEST, *range(0, len(POINTS), 2)}}
     first, second = proposer.next(few, {}), Proposer(KNOBS, POINTS, seed=0).next(many, {})
     assert first is not None
     assert second is not None

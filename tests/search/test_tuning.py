@@ -192,7 +192,7 @@ def test_cudnn_benchmark_is_tried_on_the_fastest_only_after_the_cheap_trials(tmp
 
 
 def test_a_small_space_is_measured_to_its_end(tmp_path: Path) -> None:
-    pins = {"fp32_exclusions": "0", "cudnn_benchmark": "false"}
+    pins = {"fp32_exclusions": "0", "cudnn_benchmark": "false", "compile": "off", "fused_optimizer": "false"}
     _, events = tuned_on(RecordedEvaluator("resnet50"), tmp_path, trials=None, pins=pins)
     assert next(e for e in events if isinstance(e, SearchEnded)).because == "every policy of the space is measured"
 

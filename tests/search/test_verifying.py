@@ -59,6 +59,24 @@ def test_a_claim_may_be_missed_by_two_percent_and_no_more(factor: float, *, hold
     assert verified(claiming(TRUE * factor)).holds is holds
 
 
+def small(policy: Policy) -> float:
+    return 3000.0 if policy.autocast == "fp16" else 5000.0
+
+
+@pytest.mark.parametrize(("gain", "holds"), [(5 / 3, True), (1.6, True), (1.8, False)])
+def test_a_claim_of_memory_is_held_against_the_memory_measured(gain: float, *, holds: bool) -> None:
+    evaluator = RecordedEvaluator("resnet50", noise=0.002, peak_mib=small)
+    found = verified(claiming(TRUE, objective="memory", gain=gain), evaluator)
+    assert found.holds is holds
+    assert f"; it uses 0.60 times the memory of the baseline, {1 / gain:.3g} times claimed" in str(found.findings[0])
+    assert ("the interval does not reach" in str(found.findings[0])) is False
+
+
+def test_an_objective_that_is_none_is_said_so() -> None:
+    with pytest.raises(ClaimError, match=r"evidence\.objective is not what `amptune tune` writes"):
+        verified(claiming(TRUE, objective="beauty"))
+
+
 def test_a_claim_that_fails_says_what_changed() -> None:
     labels = {**dict(H200.labels), "torch": "2.9"}
     file = claiming(4.0, labels=labels, step_ms=recorded_ms("resnet50", BEST) / 1.6)

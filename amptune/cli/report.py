@@ -1,0 +1,108 @@
+"""`amptune report`: what a study answers, for any objective, without measuring."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from amptune.cli.options import json_option, objective_options, print_json
+
+if TYPE_CHECKING:
+    from amptune.search.answering import Answer
+
+__all__ = ["report_command"]
+
+
+@click.command("report", short_help="Answer from a study's trials, for any objective; a page of them.")
+@click.argument("study", metavar="STUDY")
+@click.option("-o", "--output", metavar="F.html", help="Write a page that stands alone, instead of text.")
+@objective_options(None, "What is to be best. Default: what the study was last tuned for.")
+@click.option("--name", help="Which study, where the storage holds several. Default: that of the latest trial.")
+@json_option
+def report_command(
+    study: str, output: str | None, objective: str | None, least_speed: float | None, name: str | None, as_json: bool
+) -> None:
+    """Say which policy the trials of STUDY speak for, for any objective, without measuring again.
+
+    STUDY is a study's folder, a database URL, or the TARGET that was tuned. Trials, comparisons and what the numerics
+    gate said are read back; what rests on a single trial is said to, with the command that proves it.
+    """
+    from amptune.policy.loading import require_writable
+    from amptune.report.page import page_of
+    from amptune.report.study_terminal import print_answer
+    from amptune.search.answering import findings_of
+
+    if output is not None:
+        require_writable(output)
+    answer = _answer(study, name, objective, least_speed)
+    if output is not None:
+        write_page(page_of(answer, findings_of(answer)), output)
+    if as_json:
+        print_json("amptune.report/1", {"output": output, **_as_data(answer)})
+    elif output is not None:
+        click.echo(f"wrote {output}: {answer.sentence}")
+    else:
+        print_answer(answer, sys.stdout)
+
+
+def write_page(page: str, output: str) -> None:
+    """Raises `OutputError` where it cannot be written."""
+    from amptune.errors import OutputError
+
+    try:
+        Path(output).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"the report cannot be written to {output}: {error}") from error
+
+
+def _answer(study: str, name: str | None, objective: str | None, least_speed: float | None) -> Answer:
+    from amptune.search.answering import answer_of
+    from amptune.search.objective import objective_of
+    from amptune.search.samples import read_comparisons
+    from amptune.search.study import recall
+
+    where = _place(study)
+    record = recall(where, name)
+    last = record.last.objective
+    asked = objective_of(objective or last.name, least_speed) if objective or least_speed is not None else last
+    folder = where if isinstance(where, Path) else Path(record.last.folder)
+    return answer_of(record, read_comparisons(folder, [tuning.run for tuning in record.tunings]), asked)
+
+
+def _place(study: str) -> Path | str:
+    """Where the trials are kept: a folder, a database URL, or the folder of a target."""
+    from amptune.search.request import place_of
+
+    own, _ = place_of(None, study)
+    if "://" in study:
+        return study
+    return own if own.is_dir() and not Path(study).is_dir() else Path(study)
+
+
+def _as_data(answer: Answer) -> dict[str, Any]:
+    from amptune.policy.wire import policy_to_dict
+    from amptune.search.answering import command_of, findings_of
+
+    choice, record = answer.choice, answer.record
+    return {
+        "study": record.name,
+        "workload": record.last.workload,
+        "hardware": record.last.hardware,
+        "objective": answer.objective.name,
+        "least_speed": answer.objective.least_speed if answer.objective.needs_speed else None,
+        "policy": policy_to_dict(choice.policy),
+        "gain": choice.gain.value,
+        "gain_ci95": [choice.gain.low, choice.gain.high],
+        "speedup": choice.speedup.value,
+        "speedup_ci95": [choice.speedup.low, choice.speedup.high],
+        "basis": choice.basis,
+        "pareto": [point.as_dict() for point in answer.front],
+        "trials": len(record.trials),
+        "failures": dict(Counter(failure.kind for _, failure in answer.failures)),
+        "command": command_of(answer),
+        "findings": [finding.as_dict() for finding in findings_of(answer)],
+    }

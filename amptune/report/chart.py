@@ -1,0 +1,165 @@
+"""A scatter chart as SVG: marks of several kinds, a frontier, labels that keep clear of each other. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+__all__ = ["Axis", "Kind", "Mark", "axis_for", "scatter"]
+
+Kind = Literal["trial", "front", "rejected", "recipe", "baseline", "winner"]
+
+WIDTH, HEIGHT = 900, 460
+LEFT, RIGHT, TOP, BOTTOM = 84, 24, 20, 56
+# Axes reach so far beyond the outermost marks, and have about so many ticks.
+MARGIN, TICKS = 0.07, 6
+# What a letter of a label takes, and how far labels are apart at the least.
+LETTER, LINE = 7.2, 17
+# A label stands a little below its mark, clear of a frontier that runs to the right of it.
+BELOW = 18
+# Drawn in this order, so that what matters lies on top.
+ORDER: tuple[Kind, ...] = ("trial", "rejected", "front", "recipe", "baseline", "winner")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A point of the chart; `title` is shown where a mouse rests on it, `label` beside it."""
+
+    x: float
+    y: float
+    kind: Kind
+    title: str
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """From `low` to `high`, drawn from `start` to `end` (in pixels), with round numbers for ticks."""
+
+    label: str
+    low: float
+    high: float
+    start: float
+    end: float
+    step: float
+
+    def place(self, value: float) -> float:
+        """Where a value lies, in pixels."""
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+    @property
+    def ticks(self) -> list[float]:
+        first = math.ceil(self.low / self.step - 1e-9)
+        count = math.floor(self.high / self.step + 1e-9) - first + 1
+        return [(first + i) * self.step for i in range(count)]
+
+    def text(self, tick: float) -> str:
+        """Enough digits to tell ticks apart."""
+        digits = max(0, -math.floor(math.log10(self.step) + 1e-9))
+        return f"{tick:,.{digits}f}"
+
+
+def axis_for(label: str, values: Sequence[float], start: float, end: float) -> Axis:
+    """An axis that holds the values with a margin, none below 0."""
+    low, high = min(values), max(values)
+    room = MARGIN * (high - low) or 0.1 * abs(high) or 1.0
+    low, high = max(0.0, low - room), high + room
+    return Axis(label=label, low=low, high=high, start=start, end=end, step=_round_step((high - low) / TICKS))
+
+
+def scatter(marks: Sequence[Mark], x_label: str, y_label: str) -> str:
+    """The chart; up and to the left is better, and a staircase joins what no other mark beats."""
+    x = axis_for(x_label, [mark.x for mark in marks], LEFT, WIDTH - RIGHT)
+    y = axis_for(y_label, [mark.y for mark in marks], HEIGHT - BOTTOM, TOP)
+    drawn = sorted(marks, key=lambda mark: ORDER.index(mark.kind))
+    parts = [
+        *_grid(x, y),
+        _frontier(marks, x, y),
+        *(_drawn(mark, x, y) for mark in drawn),
+        *_labels([mark for mark in drawn if mark.label], x, y),
+    ]
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" class="chart"'
+    return f'{head} aria-label="{escape(y_label)} over {escape(x_label)}">\n' + "\n".join(parts) + "\n</svg>"
+
+
+def _grid(x: Axis, y: Axis) -> Iterator[str]:
+    """Lines at the ticks, their numbers, and what the axes are."""
+    for tick in x.ticks:
+        at = x.place(tick)
+        yield f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{y.end}" y2="{y.start}"/>'
+        yield f'<text class="tick" x="{at:.1f}" y="{y.start + 20}" text-anchor="middle">{x.text(tick)}</text>'
+    for tick in y.ticks:
+        at = y.place(tick)
+        yield f'<line class="grid" x1="{x.start}" x2="{x.end}" y1="{at:.1f}" y2="{at:.1f}"/>'
+        yield f'<text class="tick" x="{x.start - 10}" y="{at + 4:.1f}" text-anchor="end">{y.text(tick)}</text>'
+    middle = (x.start + x.end) / 2
+    yield f'<text class="axis" x="{middle}" y="{HEIGHT - 10}" text-anchor="middle">{escape(x.label)}</text>'
+    across = (y.start + y.end) / 2
+    yield (
+        f'<text class="axis" transform="translate(18 {across}) rotate(-90)" text-anchor="middle">'
+        f"{escape(y.label)}</text>"
+    )
+
+
+def _frontier(marks: Sequence[Mark], x: Axis, y: Axis) -> str:
+    """A staircase along what no other mark beats: to the left of it and above it is nothing."""
+    best = -math.inf
+    corners: list[tuple[float, float]] = []
+    for mark in sorted((mark for mark in marks if mark.kind != "rejected"), key=lambda mark: (mark.x, -mark.y)):
+        if mark.y > best:
+            if corners:
+                corners.append((mark.x, best))
+            corners.append((mark.x, mark.y))
+            best = mark.y
+    if corners:
+        corners.append((x.high, best))
+    points = " ".join(f"{x.place(at):.1f},{y.place(value):.1f}" for at, value in corners)
+    return f'<polyline class="frontier" points="{points}"/>'
+
+
+def _drawn(mark: Mark, x: Axis, y: Axis) -> str:
+    at, up = x.place(mark.x), y.place(mark.y)
+    return f'<g class="{mark.kind}"><title>{escape(mark.title)}</title>{_shape(mark.kind, at, up)}</g>'
+
+
+def _shape(kind: Kind, x: float, y: float) -> str:
+    """Kinds differ in shape and not in colour alone."""
+    match kind:
+        case "rejected":
+            return f'<path d="M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8"/>'
+        case "baseline":
+            return f'<rect x="{x - 6:.1f}" y="{y - 6:.1f}" width="12" height="12"/>'
+        case "recipe":
+            return f'<path d="M{x:.1f} {y - 8:.1f}l8 8l-8 8l-8 -8z"/>'
+        case "winner":
+            return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8"/>'
+        case "front":
+            return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
+        case "trial":
+            return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>'
+
+
+def _labels(marks: Sequence[Mark], x: Axis, y: Axis) -> Iterator[str]:
+    """Beside their marks, on the side where there is room; one that would lie on another goes below it."""
+    taken: list[tuple[float, float, float]] = []
+    for mark in sorted(marks, key=lambda mark: y.place(mark.y)):
+        at, up, width = x.place(mark.x), y.place(mark.y) + BELOW, LETTER * len(mark.label)
+        rightward = at + 14 + width <= WIDTH
+        left = at + 14 if rightward else at - 14 - width
+        while any(abs(up - other) < LINE and left < end and begin < left + width for begin, end, other in taken):
+            up += LINE
+        taken.append((left, left + width, up))
+        anchor, place = ("start", at + 14) if rightward else ("end", at - 14)
+        yield (
+            f'<text class="label {mark.kind}" x="{place:.1f}" y="{up:.1f}" text-anchor="{anchor}">'
+            f"{escape(mark.label)}</text>"
+        )
+
+
+def _round_step(step: float) -> float:
+    """The next larger of 1, 2, 2.5 and 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(step))
+    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= step * (1 - 1e-9))

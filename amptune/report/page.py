@@ -1,0 +1,266 @@
+"""A study's answer as one HTML page that needs nothing else: no script, no other file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from html import escape
+from importlib.resources import files
+from itertools import chain, repeat
+
+from amptune.measure.outcome import Failure, Measurement
+from amptune.policy.findings import Finding
+from amptune.policy.settings import Policy, amp_recipe
+from amptune.report.chart import Kind, Mark, scatter
+from amptune.search.ablation import Ablated
+from amptune.search.answering import Answer, command_of
+from amptune.search.decision import Standing
+from amptune.search.gains import FIGURES
+from amptune.search.pareto import Point, front_of
+from amptune.search.ratios import Ratio
+from amptune.search.trial import Trial
+
+__all__ = ["page_of"]
+
+_ROLES = {"winner": "answer", "baseline": "baseline", "recipe": "AMP recipe"}
+Rows = Iterable[Sequence[str]]
+
+
+def page_of(answer: Answer, findings: Sequence[Finding]) -> str:
+    """The page, from the answer to the single trials. All text is escaped."""
+    last = answer.record.last
+    title = f"{last.workload} on {last.hardware}"
+    style = (files("amptune.report") / "page.css").read_text(encoding="utf-8")
+    return "\n".join(
+        [
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>",
+            *_sections(answer, findings, title),
+            "</main>\n</body>\n</html>\n",
+        ]
+    )
+
+
+def _sections(answer: Answer, findings: Sequence[Finding], title: str) -> Iterator[str]:
+    yield from _heading(answer, title)
+    if answer.standings:
+        yield _section("Compared in turn, in processes of their own", _finalists(answer))
+    yield from _charts(answer)
+    if answer.ablation:
+        yield _section("What each setting buys", _settings(answer))
+    if findings:
+        yield _section("Findings", _list(map(str, findings)))
+    yield _section(f"All {len(answer.record.trials)} trials", _trials(answer))
+    if answer.failures:
+        yield _section("Failures", _failures(answer))
+
+
+def _heading(answer: Answer, title: str) -> Iterator[str]:
+    last = answer.record.last
+    state = "proven" if answer.is_proven else "unproven"
+    badge = "nothing better" if answer.keeps_the_baseline else "proven" if answer.is_proven else "not proven yet"
+    yield f'<header>\n<p class="eyebrow">amptune · {escape(answer.objective.name)}</p>\n<h1>{escape(title)}</h1>'
+    yield f'<div class="answer {state}">\n<p class="sentence">{escape(answer.sentence)}</p>'
+    yield f'<p><span class="badge">{badge}</span> {escape(answer.grounds)}</p>'
+    if not answer.is_proven:
+        yield f"<p>To prove or refute it:</p>\n<pre>{escape(command_of(answer))}</pre>"
+    began = last.began[:16].replace("T", " ")
+    yield f'</div>\n<p class="small">batch size {last.batch_size} · baseline {escape(str(last.baseline))} · '
+    yield f"study {escape(answer.record.name)} · last tuned {escape(began)} UTC</p>\n</header>"
+
+
+def _finalists(answer: Answer) -> str:
+    used = answer.objective.name != "throughput"
+    headings = ["", "policy", "samples/s", "ms/step", "peak MiB", "J/sample", "speed vs. baseline", "95 %"]
+    headings += [f"{FIGURES[answer.objective.name]} vs. baseline", "95 %"] if used else []
+    recipe = _recipe_of(answer)
+    kinds = [_kind_of(answer, standing.policy, recipe)[0] for standing in answer.standings]
+    cells = (_standing(standing, used=used) for standing in answer.standings)
+    return _table(headings, ([_ROLES.get(kind, ""), *row] for kind, row in zip(kinds, cells, strict=True)), kinds)
+
+
+def _standing(standing: Standing, *, used: bool) -> list[str]:
+    policy = str(standing.policy)
+    if standing.failure is not None:
+        return [policy, standing.failure.kind]
+    gain = standing.gain.inverse if standing.gain is not None and standing.merit else None
+    slow = " (too slow)" if standing.too_slow else ""
+    own = [_value(gain), _interval(gain)] if used else []
+    return [
+        policy,
+        _number(standing.samples_per_s),
+        _number(standing.step_ms),
+        _number(standing.peak_memory_mib),
+        _number(standing.energy_j_per_sample),
+        _value(standing.vs_baseline) + slow,
+        _interval(standing.vs_baseline),
+        *own,
+    ]
+
+
+def _charts(answer: Answer) -> Iterator[str]:
+    """Throughput over peak memory, and over energy where it was measured."""
+    memory = [(point, point.peak_memory_mib) for point in _plotted(answer)]
+    yield _section("Throughput and peak memory", _chart(answer, memory, "peak memory, MiB") + _KEY)
+    energy = [(p, p.energy_j_per_sample) for p in _plotted(answer) if p.energy_j_per_sample is not None]
+    if energy:
+        yield _section("Throughput and energy", _chart(answer, energy, "energy, J per sample") + _KEY)
+
+
+def _plotted(answer: Answer) -> list[Point]:
+    """All trials that ran, those that the numerics gate rejected too."""
+    return [
+        Point(
+            policy=trial.policy,
+            samples_per_s=trial.outcome.samples_per_s,
+            peak_memory_mib=trial.outcome.peak_allocated_mib,
+            energy_j_per_sample=trial.outcome.energy_j_per_sample,
+        )
+        for trial in answer.record.trials
+        if isinstance(trial.outcome, Measurement)
+    ]
+
+
+def _chart(answer: Answer, points: Sequence[tuple[Point, float]], x_label: str) -> str:
+    sound = {point.policy for point in answer.points}
+    plane = [replace(p, peak_memory_mib=x, energy_j_per_sample=None) for p, x in points if p.policy in sound]
+    front = {point.policy for point in front_of(plane)}
+    recipe = _recipe_of(answer)
+    marks = []
+    for point, x in points:
+        kind, label = _kind_of(answer, point.policy, recipe)
+        if kind == "trial":
+            kind = "rejected" if point.policy not in sound else "front" if point.policy in front else "trial"
+        title = f"{point.policy}: {point.samples_per_s:,.4g} samples/s, {x:,.4g} {x_label.split(', ')[1]}"
+        marks.append(Mark(x=x, y=point.samples_per_s, kind=kind, title=title, label=label))
+    return f"<figure>\n{scatter(marks, x_label, 'samples per second')}\n</figure>"
+
+
+def _kind_of(answer: Answer, policy: Policy, recipe: Policy | None) -> tuple[Kind, str]:
+    if policy == answer.choice.policy:
+        return "winner", "baseline: keep it" if answer.keeps_the_baseline else f"answer: {_short(policy)}"
+    if policy == answer.baseline.policy:
+        return "baseline", f"baseline: {_short(policy)}"
+    if policy == recipe:
+        return "recipe", f"AMP recipe: {_short(policy)}"
+    return "trial", ""
+
+
+def _recipe_of(answer: Answer) -> Policy | None:
+    """The faster of the AMP recipes that were tried and ran."""
+    size = answer.baseline.policy.batch_size
+    recipes = [amp_recipe("bf16", batch_size=size), amp_recipe("fp16", batch_size=size)]
+    ran = [point for point in answer.points if point.policy in recipes]
+    return max(ran, key=lambda point: point.samples_per_s).policy if ran else None
+
+
+def _settings(answer: Answer) -> str:
+    used = answer.objective.name != "throughput"
+    headings = ["setting", "value", "speed with it / without", "95 %"]
+    headings += [f"{FIGURES[answer.objective.name]} with it / without", "95 %"] if used else []
+    return _table(headings, (_bought(one, used=used) for one in answer.ablation))
+
+
+def _bought(one: Ablated, *, used: bool) -> list[str]:
+    value = "" if isinstance(one.variant.value, list) else str(one.variant.value)
+    own = [_value(one.buys.inverse), _interval(one.buys.inverse)] if used else []
+    return [one.variant.setting, value, _value(one.speed), _interval(one.speed), *own]
+
+
+def _trials(answer: Answer) -> str:
+    """The best for the objective first, failures last."""
+
+    def place(trial: Trial) -> tuple[bool, float]:
+        failed = isinstance(trial.outcome, Failure)
+        return failed, 0.0 if isinstance(trial.outcome, Failure) else -(answer.objective.score(trial.outcome) or 0.0)
+
+    headings = ["#", "policy", "samples/s", "ms/step", "peak MiB", "J/sample", "numerics"]
+    trials = sorted(answer.record.trials, key=place)
+    return _table(headings, (_trial(trial, _numerics(answer, trial.policy)) for trial in trials))
+
+
+def _trial(trial: Trial, numerics: str) -> list[str]:
+    outcome, head = trial.outcome, [str(trial.number + 1), str(trial.policy)]
+    if isinstance(outcome, Failure):
+        return [*head, outcome.kind]
+    figures = (outcome.samples_per_s, outcome.median_ms, outcome.peak_allocated_mib, outcome.energy_j_per_sample)
+    return [*head, *map(_number, figures), numerics]
+
+
+def _numerics(answer: Answer, policy: Policy) -> str:
+    """What the gate said of it."""
+    judged = answer.record.judgement_of(policy)
+    if answer.record.has_rejected(policy):
+        return "rejected"
+    if judged is not None and judged.passes:
+        return f"passed, {judged.used:.0%} of what is allowed"
+    return "as FP32" if answer.record.has_passed(policy) else "not judged"
+
+
+def _failures(answer: Answer) -> str:
+    rows = (
+        (failure.kind, str(trial.policy), failure.message, failure.where or "") for trial, failure in answer.failures
+    )
+    return _table(["kind", "policy", "message", "where"], rows)
+
+
+def _section(heading: str, content: str) -> str:
+    return f"<section>\n<h2>{escape(heading)}</h2>\n{content}\n</section>"
+
+
+def _list(items: Iterable[str]) -> str:
+    return "<ul>\n" + "\n".join(f"<li>{escape(item)}</li>" for item in items) + "\n</ul>"
+
+
+def _table(headings: Sequence[str], rows: Rows, classes: Sequence[str] = ()) -> str:
+    """Rows that are shorter than the headings end in a cell as wide as what is missing."""
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    lines = [
+        f'<tr class="{escape(kind)}">{_cells(row, len(headings))}</tr>'
+        for row, kind in zip(rows, chain(classes, repeat("")), strict=False)
+    ]
+    return (
+        f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n'
+        + "\n".join(lines)
+        + ("\n</tbody>\n</table></div>")
+    )
+
+
+def _cells(row: Sequence[str], count: int) -> str:
+    span = f' colspan="{count - len(row) + 1}"' if len(row) < count else ""
+    cells = [f"<td>{escape(cell)}</td>" for cell in row[:-1]]
+    return "".join(cells) + f"<td{span}>{escape(row[-1])}</td>"
+
+
+def _short(policy: Policy) -> str:
+    """As a label: the first words of it."""
+    words = str(replace(policy, batch_size=None))
+    return words if len(words) <= 40 else f"{words[:39]}…"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    digits = 0 if value >= 1000 else max(0, 3 - math.floor(math.log10(value))) if value > 0 else 0
+    return f"{value:,.{min(digits, 6)}f}"
+
+
+def _value(ratio: Ratio | None) -> str:
+    return "" if ratio is None or not ratio.value > 0 else f"{ratio.value:.3f}×"
+
+
+def _interval(ratio: Ratio | None) -> str:
+    return "" if ratio is None or math.isinf(ratio.high) else f"{ratio.low:.3f} to {ratio.high:.3f}"
+
+
+_KEY = """
+<ul class="key">
+<li class="winner"><i>●</i> the answer</li>
+<li class="baseline"><i>■</i> baseline</li>
+<li class="recipe"><i>◆</i> AMP recipe</li>
+<li class="front"><i>●</i> nothing beats it here</li>
+<li class="trial"><i>•</i> other trials</li>
+<li class="rejected"><i>×</i> not as good as FP32</li>
+</ul>"""

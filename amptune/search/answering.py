@@ -1,0 +1,272 @@
+"""What a study says for an objective, without measuring: from its trials and comparisons to an answer. Pure."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from amptune.errors import ObjectiveError, StudyError
+from amptune.measure.outcome import Failure, Measurement
+from amptune.policy.findings import Finding
+from amptune.policy.settings import Policy
+from amptune.search.ablation import Ablated, ablated
+from amptune.search.deciding import Decision
+from amptune.search.decision import Standing, departure_count, level_with_the_best, standings_of
+from amptune.search.gains import gain_in_words, goal_of, seen_in_words
+from amptune.search.objective import Objective, Yardstick
+from amptune.search.pareto import Point, front_of, points_of
+from amptune.search.proof import UNCONFIRMED_DOUBT
+from amptune.search.ratios import ENOUGH_LAUNCHES, Ratio, Round
+from amptune.search.remembered import StudyRecord
+from amptune.search.samples import KeptComparison
+from amptune.search.trial import Trial, noise_of
+
+__all__ = ["Answer", "Basis", "Choice", "answer_of", "choice_of", "command_of", "findings_of"]
+
+# What a choice rests on: a comparison in launches enough, one in fewer, a single trial, or that nothing was better.
+Basis = Literal["comparison", "few-launches", "trial", "nothing-better"]
+ONE = Ratio(value=1.0, low=1.0, high=1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A policy, and what it gained over the baseline; without an interval where single trials say it."""
+
+    policy: Policy
+    gain: Ratio
+    speedup: Ratio
+    basis: Basis
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What would be taken for an objective, and all that is known of what it was taken from.
+
+    `standings` are those of the comparisons, the best first; `points` the trials that ran and were not rejected.
+    """
+
+    record: StudyRecord
+    objective: Objective
+    baseline: Trial
+    choice: Choice
+    standings: tuple[Standing, ...]
+    ablation: tuple[Ablated, ...]
+    points: tuple[Point, ...]
+
+    @cached_property
+    def front(self) -> tuple[Point, ...]:
+        """What no other policy beats in speed, memory and energy at once, the fastest first."""
+        return front_of(self.points)
+
+    @cached_property
+    def failures(self) -> tuple[tuple[Trial, Failure], ...]:
+        """The trials that failed, by kind."""
+        failed = [(trial, trial.outcome) for trial in self.record.trials if isinstance(trial.outcome, Failure)]
+        return tuple(sorted(failed, key=lambda pair: (pair[1].kind, pair[0].number)))
+
+    @property
+    def keeps_the_baseline(self) -> bool:
+        return self.choice.basis == "nothing-better"
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether launches enough stand behind it, or nothing is claimed."""
+        return self.choice.basis in ("comparison", "nothing-better")
+
+    @property
+    def sentence(self) -> str:
+        """The answer in words."""
+        if self.keeps_the_baseline:
+            return f"keep what you have: no policy was seen {goal_of(self.objective)}"
+        choice = self.choice
+        words = seen_in_words if choice.basis == "trial" else gain_in_words
+        return f"{choice.policy}: {words(self.objective, choice.gain, choice.speedup)}"
+
+    @property
+    def grounds(self) -> str:
+        """What it rests on, in words."""
+        launches = self.choice.gain.launches
+        times = "one process launch" if launches == 1 else f"{launches} process launches"
+        match self.choice.basis:
+            case "comparison":
+                return f"by comparison with the baseline in {times}"
+            case "few-launches":
+                return f"by comparison with the baseline in {times}, of {ENOUGH_LAUNCHES} wanted: not proven"
+            case "trial":
+                return "by a trial or two beside the baseline's: not proven"
+            case "nothing-better":
+                compared = f" and a comparison of {len(self.standings)} policies" if self.standings else ""
+                return f"by {len(self.record.trials)} trials{compared}"
+
+
+def findings_of(answer: Answer) -> tuple[Finding, ...]:
+    """The answer, and what keeps it from being a claim."""
+    choice, record = answer.choice, answer.record
+    figures = {"gain": choice.gain.value, "speedup": choice.speedup.value, "basis": choice.basis}
+    found = [Finding(code="answer", message=f"{answer.sentence}, {answer.grounds}", figures=figures)]
+    if not answer.is_proven:
+        message = "a comparison in fresh processes proves or refutes it: " + command_of(answer)
+        found.append(Finding(code="not-proven", message=message))
+    if not record.has_passed(choice.policy):
+        message = f"the numerics of {choice.policy} were not judged: watch its loss beside FP32's, or tune for it"
+        found.append(Finding(code="not-judged", message=message))
+    rejected = {judged.policy: judged for judged in record.judged if not judged.passes}
+    found += [Finding(code="rejected", message=f"{one.policy} cannot win: {one.words}") for one in rejected.values()]
+    return tuple(found)
+
+
+def command_of(answer: Answer) -> str:
+    """What measures the answer's policies against each other: tuning for the objective, in the same study."""
+    last, objective, where = answer.record.last, answer.objective, answer.record.where
+    share = objective.least_speed
+    if last.target is None:
+        least = f", least_speed={share:g}" if objective.needs_speed and share != 1 else ""
+        return f'amptune.tune(workload, objective="{objective.name}"{least}, study="{where}")'
+    least = f" --least-speed {share:g}" if objective.needs_speed and share != 1 else ""
+    return (
+        shlex.join(["amptune", "tune", last.target, "--objective", objective.name])
+        + f"{least} --study {shlex.quote(where)}"
+    )
+
+
+def answer_of(record: StudyRecord, comparisons: Sequence[KeptComparison], objective: Objective) -> Answer:
+    """The best policy for the objective that trials and comparisons know of.
+
+    Comparisons count that have the baseline in them. Raises `StudyError` where that was not measured, and
+    `ObjectiveError` where the study lacks the figure that is asked for.
+    """
+    baseline = _baseline_of(record, objective)
+    rounds = list(_beside(baseline.policy, comparisons, objective))
+    standings = standings_of(rounds, baseline.policy) if rounds else ()
+    failed = {standing.policy for standing in standings if standing.failure is not None}
+
+    def is_out(policy: Policy) -> bool:
+        return policy in failed or record.has_rejected(policy)
+
+    def may_win(policy: Policy) -> bool:
+        return policy not in record.outside and not is_out(policy)
+
+    confirmed = {policy for one in comparisons if one.stage == "ablation" for r in one.rounds for policy in r.outcomes}
+    shown = [s for s in standings if may_win(s.policy) and _is_shown(s, objective, s.policy in confirmed)]
+    compared = _best_compared(rounds, shown)
+    seen = _best_seen(record, Yardstick(objective, _measured(baseline)), standings, may_win)
+    told = objective == record.last.objective and len(rounds) > 1  # it has compared what seemed best for this
+    choices = [choice for choice in (compared, None if told else seen) if choice is not None]
+    nothing = Choice(policy=baseline.policy, gain=ONE, speedup=ONE, basis="nothing-better")
+    choice = max(choices, key=lambda one: _assured(one, objective), default=nothing)
+    return Answer(
+        record=record,
+        objective=objective,
+        baseline=baseline,
+        choice=choice,
+        standings=standings,
+        ablation=ablated(rounds, choice.policy),
+        points=points_of(record.trials, is_out, record.has_passed),
+    )
+
+
+def choice_of(decision: Decision) -> Choice:
+    """What a tuning has just decided, as a choice."""
+    gain, speedup, basis = decision.gain, decision.speedup, _basis_of(decision.gain)
+    if decision.verdict.keeps_the_baseline:
+        basis = "nothing-better"
+    elif decision.provisional:
+        basis = "trial"
+    return Choice(policy=decision.winner, gain=gain, speedup=speedup, basis=basis)
+
+
+def _basis_of(gain: Ratio) -> Basis:
+    return "comparison" if gain.launches >= ENOUGH_LAUNCHES else "few-launches"
+
+
+def _baseline_of(record: StudyRecord, objective: Objective) -> Trial:
+    policy = record.last.baseline
+    trial = next((one for one in reversed(record.trials) if one.policy == policy), None)
+    if trial is None or isinstance(trial.outcome, Failure):
+        how = "was not measured" if trial is None else f"failed ({trial.outcome})"
+        raise StudyError(f"the baseline of the study {record.name} ({policy}) {how}: nothing can be held against it")
+    if objective.score(trial.outcome) is None:
+        raise ObjectiveError(
+            f"the study {record.name} knows of no energy: {record.last.hardware} reported none, or steps too short for "
+            "its counter were not timed for long; `amptune tune --objective energy` with the same study does that"
+        )
+    return trial
+
+
+def _measured(trial: Trial) -> Measurement:
+    assert isinstance(trial.outcome, Measurement)  # noqa: S101  # _baseline_of raises where it is none
+    return trial.outcome
+
+
+def _beside(baseline: Policy, comparisons: Sequence[KeptComparison], objective: Objective) -> Iterator[Round]:
+    """The rounds that have the baseline, of all comparisons; launches are numbered on, for no two share a process."""
+    before = 0
+    for comparison in comparisons:
+        for one in comparison.rounds:
+            if baseline in one.outcomes:
+                yield replace(one, launch=before + one.launch, objective=objective)
+        before += 1 + max((one.launch for one in comparison.rounds), default=0)
+
+
+def _is_shown(standing: Standing, objective: Objective, confirmed: bool) -> bool:
+    """Whether it is better; what no ablation measured anew, the comparison that shows it has chosen."""
+    gain, doubt = standing.gain, 1.0 if confirmed else UNCONFIRMED_DOUBT
+    return gain is not None and not standing.too_slow and gain.shows_more_than(1 + objective.least_gain, doubt=doubt)
+
+
+def _best_compared(rounds: Sequence[Round], shown: Sequence[Standing]) -> Choice | None:
+    """The best, or of those that are level with it the simplest."""
+    if not shown:
+        return None
+    level = level_with_the_best(rounds, shown)
+    winner = min(level, key=lambda standing: (departure_count(standing.policy), -standing.merit))
+    gain, speedup = winner.gain, winner.vs_baseline
+    assert gain is not None and speedup is not None  # noqa: S101, PT018  # it is shown to be better
+    return Choice(policy=winner.policy, gain=gain, speedup=speedup, basis=_basis_of(gain))
+
+
+def _best_seen(
+    record: StudyRecord, yardstick: Yardstick, standings: Sequence[Standing], may_win: Callable[[Policy], bool]
+) -> Choice | None:
+    """The best that was seen once or twice, where it is better than the baseline by more than that tells.
+
+    By what was measured beside the baseline where there is that; what was compared for long has its say by that alone.
+    """
+    of = {standing.policy: standing for standing in standings}
+    alive = (trial for trial in record.trials if may_win(trial.policy))
+    choices = (_seen(trial, of.get(trial.policy), yardstick) for trial in alive)
+    least = 1 + noise_of(yardstick.objective)
+    better = (choice for choice in choices if choice is not None and choice.gain.value > least)
+    return max(better, key=lambda choice: choice.gain.value, default=None)
+
+
+def _seen(trial: Trial, standing: Standing | None, yardstick: Yardstick) -> Choice | None:
+    """None for what is too slow, has no figure, or was compared in launches enough."""
+    outcome, baseline, objective = trial.outcome, yardstick.baseline, yardstick.objective
+    gain = standing.gain if standing is not None else None
+    if standing is not None and gain is not None and standing.merit:
+        known = standing.too_slow or gain.launches >= ENOUGH_LAUNCHES
+        return None if known else _once(trial.policy, standing.merit, standing.speedup)
+    if not isinstance(outcome, Measurement) or baseline is None or not yardstick.allows(outcome):
+        return None
+    score, own = objective.score(outcome), objective.score(baseline)
+    speedup = outcome.samples_per_s / baseline.samples_per_s
+    return _once(trial.policy, score / own, speedup) if score and own else None
+
+
+def _once(policy: Policy, gain: float, speedup: float) -> Choice:
+    return Choice(policy=policy, gain=_unsure(gain), speedup=_unsure(speedup), basis="trial")
+
+
+def _unsure(value: float) -> Ratio:
+    """As one pair of measurements gives it."""
+    return Ratio(value=value, low=0.0, high=math.inf, launches=1)
+
+
+def _assured(choice: Choice, objective: Objective) -> float:
+    """What a choice gained, less what a single trial does not tell."""
+    return choice.gain.value / (1 + noise_of(objective)) if choice.basis == "trial" else choice.gain.value

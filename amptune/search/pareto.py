@@ -1,0 +1,131 @@
+"""The policies that nothing else beats in speed, memory and energy at once; which of them an objective takes. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from amptune.measure.outcome import Measurement
+from amptune.policy.settings import Policy
+from amptune.policy.wire import policy_from_dict, policy_to_dict
+from amptune.search.objective import Objective
+from amptune.search.trial import Trial
+
+__all__ = ["MOST_POINTS", "Point", "best_point", "front_of", "points_of", "score_of", "spread_along"]
+
+# A policy file stays short.
+MOST_POINTS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A policy by its three figures; `judged` where the numerics gate has passed it, or had nothing to judge.
+
+    Where the energy was not measured, nothing is claimed of it: it counts as more than any.
+    """
+
+    policy: Policy
+    samples_per_s: float
+    peak_memory_mib: float
+    energy_j_per_sample: float | None = None
+    judged: bool = False
+
+    @property
+    def costs(self) -> tuple[float, float, float]:
+        """Less is better in each."""
+        joules = self.energy_j_per_sample
+        return -self.samples_per_s, self.peak_memory_mib, math.inf if joules is None else joules
+
+    def dominates(self, other: Point) -> bool:
+        """Whether it is as good in everything, and better in something."""
+        mine, theirs = self.costs, other.costs
+        return mine != theirs and all(own <= its for own, its in zip(mine, theirs, strict=True))
+
+    def as_dict(self) -> dict[str, Any]:
+        """As `evidence.pareto` has it, to four digits; `from_dict` is the inverse but for those."""
+        figures = {
+            "samples_per_s": float(f"{self.samples_per_s:.4g}"),
+            "peak_memory_mib": float(f"{self.peak_memory_mib:.4g}"),
+            "energy_j_per_sample": self.energy_j_per_sample and float(f"{self.energy_j_per_sample:.4g}"),
+        }
+        known = {name: value for name, value in figures.items() if value is not None}
+        return {"policy": policy_to_dict(self.policy), **known, "judged": self.judged}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Point:
+        """Raises `KeyError`, `TypeError` or `ValueError` for what `as_dict` never writes."""
+        joules = data.get("energy_j_per_sample")
+        return Point(
+            policy=policy_from_dict(data["policy"]),
+            samples_per_s=float(data["samples_per_s"]),
+            peak_memory_mib=float(data["peak_memory_mib"]),
+            energy_j_per_sample=None if joules is None else float(joules),
+            judged=bool(data.get("judged", False)),
+        )
+
+
+def points_of(
+    trials: Iterable[Trial], is_rejected: Callable[[Policy], bool], is_judged: Callable[[Policy], bool]
+) -> tuple[Point, ...]:
+    """Those trials that ran, and that the numerics gate has not rejected."""
+    return tuple(
+        Point(
+            policy=trial.policy,
+            samples_per_s=trial.outcome.samples_per_s,
+            peak_memory_mib=trial.outcome.peak_allocated_mib,
+            energy_j_per_sample=trial.outcome.energy_j_per_sample,
+            judged=is_judged(trial.policy),
+        )
+        for trial in trials
+        if isinstance(trial.outcome, Measurement) and not is_rejected(trial.policy)
+    )
+
+
+def front_of(points: Iterable[Point]) -> tuple[Point, ...]:
+    """The Pareto set: the points that no other dominates, fastest first; of equal ones the first."""
+    front: list[Point] = []
+    for point in sorted(points, key=lambda point: point.costs):  # what dominates a point comes before it
+        if not any(other.costs == point.costs or other.dominates(point) for other in front):
+            front.append(point)
+    return tuple(front)
+
+
+def spread_along(front: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
+    """At most so many of the points, in their order: the best in each figure, then always what is furthest from those.
+
+    Distances are of the logarithms, so that twice as much is as far whatever the unit.
+    """
+    if len(front) <= most:
+        return tuple(front)
+    places = [_place(point) for point in front]
+    ends = (min(range(len(front)), key=lambda i: front[i].costs[axis]) for axis in range(3))
+    chosen = list(dict.fromkeys(ends))[:most]
+    while len(chosen) < most:
+        gaps = {i: min(math.dist(places[i], places[j]) for j in chosen) for i in range(len(front)) if i not in chosen}
+        chosen.append(max(gaps, key=gaps.__getitem__))
+    return tuple(front[i] for i in sorted(chosen))
+
+
+def score_of(point: Point, objective: Objective) -> float | None:
+    """As the objective scores a measurement."""
+    match objective.name:
+        case "throughput":
+            return point.samples_per_s
+        case "memory":
+            return 1 / point.peak_memory_mib
+        case "energy":
+            return 1 / point.energy_j_per_sample if point.energy_j_per_sample else None
+
+
+def best_point(points: Iterable[Point], objective: Objective, baseline_samples_per_s: float) -> Point | None:
+    """The best for the objective, of those fast enough for it; None where no point has the figure, or the speed."""
+    fast = (point for point in points if objective.allows_speed(point.samples_per_s / baseline_samples_per_s))
+    scores = {point: score for point in fast if (score := score_of(point, objective)) is not None}
+    return max(scores, key=scores.__getitem__, default=None)
+
+
+def _place(point: Point) -> tuple[float, float, float]:
+    joules = point.energy_j_per_sample
+    return math.log(point.samples_per_s), math.log(point.peak_memory_mib), math.log(joules) if joules else 0.0

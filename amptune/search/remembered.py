@@ -1,0 +1,126 @@
+"""What a study says of itself: the tuning runs it had, its trials, and what the numerics gate judged. Values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from amptune.policy.settings import Policy
+from amptune.policy.wire import policy_from_dict, policy_to_dict
+from amptune.search.gate import Judgement
+from amptune.search.judging import is_exempt, numerics_of_policy
+from amptune.search.objective import Objective
+from amptune.search.trial import Trial
+
+__all__ = ["Judged", "StudyRecord", "TuningRecord", "without_password"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningRecord:
+    """One tuning run: what was tuned, where, and against what. `began` is UTC, ISO 8601.
+
+    `target` is what the command line called the workload, None where it came from Python; raw samples of the
+    comparisons are in `folder`.
+    """
+
+    run: str
+    began: str
+    workload: str
+    target: str | None
+    folder: str
+    hardware: str
+    batch_size: int
+    baseline: Policy
+    objective: Objective
+
+    def as_dict(self) -> dict[str, Any]:
+        """As the study keeps it; `from_dict` is the inverse."""
+        return {
+            "run": self.run,
+            "began": self.began,
+            "workload": self.workload,
+            "target": self.target,
+            "folder": self.folder,
+            "hardware": self.hardware,
+            "batch_size": self.batch_size,
+            "baseline": policy_to_dict(self.baseline),
+            "objective": self.objective.name,
+            "least_speed": self.objective.least_speed,
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> TuningRecord:
+        rest = {name: data[name] for name in ("run", "began", "workload", "target", "folder", "hardware", "batch_size")}
+        return TuningRecord(
+            **rest,
+            baseline=policy_from_dict(data["baseline"]),
+            objective=Objective(data["objective"], data["least_speed"]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """What the numerics gate said of a policy: whether it is as good as FP32, how much of what is allowed it uses."""
+
+    policy: Policy
+    passes: bool
+    used: float
+    words: str
+
+    @staticmethod
+    def of(judgement: Judgement) -> Judged:
+        return Judged(policy=judgement.policy, passes=judgement.passes, used=judgement.used, words=str(judgement))
+
+    def as_dict(self) -> dict[str, Any]:
+        """As the study keeps it; `from_dict` is the inverse."""
+        return {"policy": policy_to_dict(self.policy), "passes": self.passes, "used": self.used, "words": self.words}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Judged:
+        return Judged(**{**data, "policy": policy_from_dict(data["policy"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyRecord:
+    """A study read back: its tuning runs, the last one last, and all that was tried in them.
+
+    `where` is its folder or database URL. What stands `outside` the space that was searched, the user's wishes among
+    it, was measured to be compared with, and cannot win.
+    """
+
+    name: str
+    where: str
+    tunings: tuple[TuningRecord, ...]
+    trials: tuple[Trial, ...]
+    judged: tuple[Judged, ...] = ()
+    outside: frozenset[Policy] = frozenset()
+
+    @property
+    def last(self) -> TuningRecord:
+        return self.tunings[-1]
+
+    def judgement_of(self, policy: Policy) -> Judged | None:
+        """The last one of a policy with the same numerics."""
+        own = numerics_of_policy(policy)
+        return next((one for one in reversed(self.judged) if numerics_of_policy(one.policy) == own), None)
+
+    def has_rejected(self, policy: Policy) -> bool:
+        """Whether it was judged and did not pass; or its dtype did not, and it lacks the rules that cure that."""
+        if is_exempt(policy, self.last.baseline):
+            return False
+        judged = self.judgement_of(policy)
+        if judged is None and not any(rule.is_needed for rule in policy.fp32_modules):
+            judged = self.judgement_of(Policy(autocast=policy.autocast))
+        return judged is not None and not judged.passes
+
+    def has_passed(self, policy: Policy) -> bool:
+        """Whether there was nothing to judge, or it was found to be as good as FP32."""
+        judged = self.judgement_of(policy)
+        return is_exempt(policy, self.last.baseline) or (judged is not None and judged.passes)
+
+
+def without_password(where: str) -> str:
+    """A database URL as it may be passed on, in a page or a command to repeat; a folder as it is."""
+    return re.sub(r"(://[^:/@]*):[^@/]*@", r"\1:***@", where)

@@ -1,0 +1,597 @@
+"""amptune held against the oracle and against pytorch-autotune: how good an answer, in how much of the time?
+
+    pip install pytorch-autotune==2.0.0
+    python reports/rivals.py resnet50 vgg16 --out reports/h200/rivals --oracle reports/h200/oracle --limit 580
+    python reports/rivals.py --out reports/h200/rivals --oracle reports/h200/oracle --table
+
+For each workload, in this order, each with empty caches of torch.compile: `amptune.tune`; pytorch-autotune on the same
+model, batch, loss and optimizer with the same budget, in a process of its own; and one interleaved comparison of stock
+PyTorch, the AMP recipe in bf16 and fp16, amptune's policy, what pytorch-autotune chose as a policy, and the oracle's
+three fastest rows (`oracle.py`, run before). The step that pytorch-autotune returned is timed by itself as well, in
+its own process, since a policy says it nearly and not exactly: its backward pass is compiled under autocast.
+
+Writes OUT/WORKLOAD.json behind each of the three parts, and does not repeat a part that stands there, so that a
+command that was cut short, by `--limit` or otherwise, goes on where it ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oracle import EFFORT, Oracle, Row, cold_compile_caches, machine_of, read, require_the_same  # beside this program
+
+from amptune.errors import AmptuneError
+from amptune.measure.evaluator import WorkerEvaluator
+from amptune.measure.outcome import Measurement, Outcome
+from amptune.measure.worker import Source
+from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.policy.wire import policy_from_dict, policy_to_dict
+from amptune.report.progress import progress_for
+from amptune.search.budget import Budget
+from amptune.search.decision import standings_of
+from amptune.search.events import ContenderMeasured, Event, SearchEnded, SearchStarted, TrialEnded
+from amptune.search.finals import Comparison
+from amptune.search.ratios import Ratio, Round, ratio_between
+from amptune.search.tuning import tune
+from amptune.workload.zoo import NAMES
+
+if TYPE_CHECKING:
+    import torch
+
+    from amptune.workload.protocol import Workload
+
+SCHEMA = "amptune.rivals/1"
+SEED = 1
+ORACLE_ROWS = 3
+# Compiling for the first time, before the comparison begins, may take as long as in the oracle.
+COMPILE_LIMIT_S = 300.0
+# What each part takes at the most beyond its budget. pytorch-autotune begins a trial where its budget holds what it
+# expects of one, and does not end it: its own budget is no limit.
+TUNING_MORE_S, AUTOTUNE_MORE_S, COMPARISON_MORE_S = 25.0, 60.0, 60.0
+AUTOTUNE_PATIENCE = 2.5
+SHORTEST_FINALS_S = 60.0
+UNKNOWN_COMPILE_S = 60.0
+LOG_CHARACTERS = 4000
+# How an answer is approached: how near the best trial is after so long, and when it stays so near.
+EARLY_S, NEAR = 60.0, 1.03
+
+
+# --- in this process ---------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(NAMES)}; default: all")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--oracle", type=Path, metavar="DIR", help="what oracle.py wrote")
+    parser.add_argument("--budget", type=float, default=150.0, help="seconds for each tuner (default 150)")
+    parser.add_argument("--finals", type=float, default=150.0, help="seconds for the comparison (default 150)")
+    parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS", help="for the whole command")
+    parser.add_argument("--space", default=None, help="search space for amptune, a name or a file")
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--table", action="store_true", help="only print the table of what is in OUT")
+    parser.add_argument("--only-autotune", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.only_autotune:
+        run_autotune(arguments.workloads[0], arguments.budget, arguments.device, arguments.out)
+        return 0
+    if arguments.oracle is None:
+        parser.error("--oracle is missing")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    failed = False if arguments.table else compare_all(arguments)
+    print(table(arguments.out, arguments.oracle))
+    return int(failed)
+
+
+def compare_all(arguments: argparse.Namespace) -> bool:
+    """Whether any could not be done."""
+    if importlib.util.find_spec("pytorch_autotune") is None:
+        sys.exit("pytorch-autotune is not there: pip install pytorch-autotune==2.0.0")
+    limit = Budget(seconds=arguments.limit)
+    failed = False
+    for name in arguments.workloads or NAMES:
+        try:
+            report(name, arguments, limit)
+        except AmptuneError as error:  # the others are compared all the same
+            print(f"{name}: {error}", file=sys.stderr)
+            failed = True
+    return failed
+
+
+def report(name: str, arguments: argparse.Namespace, limit: Budget) -> None:
+    """Does the parts that are missing and fit into the time left, each written down before the next."""
+    path = arguments.out / f"{name}.json"
+    data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"schema": SCHEMA, "workload": name}
+    oracle = read(arguments.oracle / f"{name}.jsonl")
+    parts: dict[str, Callable[[], dict[str, Any] | None]] = {
+        "amptune": lambda: tuned(name, arguments, limit),
+        "autotune": lambda: autotuned(name, arguments, limit),
+        "comparison": lambda: compared(name, data, oracle, arguments, limit),
+    }
+    for part, act in parts.items():
+        if part in data:
+            continue
+        found = act()
+        if found is None:
+            print(f"{name}: {part} is left for another command", file=sys.stderr)
+            return
+        data[part] = found
+        write(path, data)
+
+
+def tuned(name: str, arguments: argparse.Namespace, limit: Budget) -> dict[str, Any] | None:
+    """What amptune found, and when it found what; None where the command's limit leaves no time for it."""
+    if limit.left_s < arguments.budget + TUNING_MORE_S:
+        return None
+    timeline = Timeline()
+    with cold_compile_caches() as folder, progress_for(sys.stderr) as progress:
+
+        def observe(event: Event) -> None:
+            timeline(event)
+            progress(event)
+
+        decision = tune(
+            f"amptune.workload.zoo:{name}",
+            budget_s=arguments.budget,
+            space=arguments.space,
+            compile=True,
+            device=arguments.device,
+            study=folder / "study",
+            observer=observe,
+        )
+        seconds = timeline.now_s()
+    return {
+        "budget_s": arguments.budget,
+        "seconds": round(seconds, 1),
+        "policy": policy_to_dict(replace(decision.winner, batch_size=None)),
+        "speedup": [decision.speedup.value, decision.speedup.low, decision.speedup.high],
+        "provisional": decision.provisional,
+        "findings": [str(finding) for finding in decision.findings],
+        "hardware": decision.hardware.name,
+        "software": {"torch": decision.hardware.software.torch, "cudnn": decision.hardware.software.cudnn},
+        "timeline": timeline.entries,
+        "trials": [
+            Row(policy=trial.policy, outcome=trial.outcome, seconds=trial.seconds).to_line()
+            for trial in decision.trials
+        ],
+    }
+
+
+class Timeline:
+    """An observer that notes what happened when, in seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._started_s = time.monotonic()
+        self.entries: list[dict[str, Any]] = []
+
+    def now_s(self) -> float:
+        return time.monotonic() - self._started_s
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case SearchStarted():
+                self._note("search-started", policies=event.size)
+            case SearchEnded():
+                self._note("search-ended", because=event.because)
+            case TrialEnded():
+                self._measured("trial", event.trial.policy, event.trial.outcome)
+            case ContenderMeasured():
+                self._measured(event.stage, event.policy, event.outcome)
+
+    def _measured(self, kind: str, policy: Policy, outcome: Outcome) -> None:
+        ms = outcome.median_ms / outcome.samples_per_step if isinstance(outcome, Measurement) else None
+        self._note(kind, policy=policy_to_dict(policy), ms_per_sample=ms)
+
+    def _note(self, kind: str, **more: Any) -> None:
+        self.entries.append({"at_s": round(self.now_s(), 2), "what": kind, **more})
+
+
+def autotuned(name: str, arguments: argparse.Namespace, limit: Budget) -> dict[str, Any] | None:
+    """What pytorch-autotune found, or how it ended; None where the command's limit ends it or leaves no time."""
+    budget_s: float = arguments.budget
+    patience_s = AUTOTUNE_PATIENCE * budget_s + AUTOTUNE_MORE_S
+    limit_s = min(patience_s, limit.left_s)
+    if limit_s < budget_s + AUTOTUNE_MORE_S:
+        return None
+    started_s = time.monotonic()
+    with cold_compile_caches() as folder:
+        answer, log = folder / "answer.json", folder / "log"
+        command = [sys.executable, __file__, name, "--only-autotune", "--budget", str(budget_s), "--out", str(answer)]
+        command += ["--device", arguments.device] if arguments.device else []
+        ended = run_alone(command, log, limit_s)
+        seconds = time.monotonic() - started_s
+        if ended is None and limit_s < patience_s:
+            return None
+        found = json.loads(answer.read_text()) if answer.exists() else {}
+        tail = log.read_text(errors="replace")[-LOG_CHARACTERS:]
+    how = f"ended by force after {limit_s:.0f} s" if ended is None else f"exit code {ended}"
+    failure = None if ended == 0 else f"{how}: {last_line(tail)}"
+    return {"budget_s": budget_s, "seconds": round(seconds, 1), "failure": failure, "log": tail, **found}
+
+
+def run_alone(command: Sequence[str], log: Path, limit_s: float) -> int | None:
+    """The exit code of a process that is ended, with all it started, after the limit: then None."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(  # noqa: S603  # this program, with its own arguments
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            return process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def last_line(text: str) -> str:
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
+
+
+def compared(
+    name: str, data: Mapping[str, Any], oracle: Oracle | None, arguments: argparse.Namespace, limit: Budget
+) -> dict[str, Any] | None:
+    """All of them interleaved, launch after launch; None where the command's limit leaves no time for it.
+
+    Raises `AmptuneError` where there is no oracle for this machine.
+    """
+    if oracle is None:
+        raise AmptuneError(f"there is no oracle to compare with: python reports/oracle.py {name}")
+    contenders = contenders_of(data, oracle)
+    policies = list(dict.fromkeys(contenders.values()))
+    finals_s = min(arguments.finals, limit.left_s - first_compile_s(policies, oracle.rows) - COMPARISON_MORE_S)
+    if finals_s < SHORTEST_FINALS_S:
+        return None
+    device = arguments.device
+    with (
+        cold_compile_caches() as folder,
+        progress_for(sys.stderr) as progress,
+        WorkerEvaluator(Source(target=f"amptune.workload.zoo:{name}"), device, folder / "workers.log") as evaluator,
+    ):
+        prepared = evaluator.prepare(COMPILE_LIMIT_S)
+        machine = machine_of(name, prepared, 0.0)
+        require_the_same(oracle.machine, machine, Path(f"the oracle of {name}"))
+        effort = replace(EFFORT, time_limit_s=COMPILE_LIMIT_S)
+        # Compiled once before, so that the launches find it in the caches.
+        tried = {policy: evaluator.measure(policy, effort) for policy in policies if policy.compile != "off"}
+        comparison = Comparison(
+            evaluator=evaluator,
+            policies=tuple(policies),
+            baseline=STOCK,
+            budget=Budget(seconds=finals_s),
+            stage="finals",
+            observer=progress,
+            seed=SEED,
+            kept=frozenset(p for contender, p in contenders.items() if not contender.startswith("amp ")),
+            tried=tried,
+        )
+        rounds = list(comparison.rounds())
+    return {
+        "machine": machine,
+        "finals_s": round(finals_s, 1),
+        "contenders": {contender: policy_to_dict(policy) for contender, policy in contenders.items()},
+        "rounds": [{"launch": one.launch, "rows": [_line(p, o) for p, o in one.outcomes.items()]} for one in rounds],
+    }
+
+
+def first_compile_s(policies: Sequence[Policy], rows: Sequence[Row]) -> float:
+    """How long the compiled ones take to be compiled for the first time, by the oracle's longest of their modes."""
+    seconds: dict[str, float] = {}
+    for row in rows:
+        seconds[row.policy.compile] = max(row.seconds, seconds.get(row.policy.compile, 0.0))
+    modes = [policy.compile for policy in policies if policy.compile != "off"]
+    return sum(seconds.get(mode, UNKNOWN_COMPILE_S) for mode in modes)
+
+
+def contenders_of(data: Mapping[str, Any], oracle: Oracle) -> dict[str, Policy]:
+    """Who is compared, by name; several names may be of one policy."""
+    contenders = {"stock": STOCK, "amp bf16": amp_recipe("bf16"), "amp fp16": amp_recipe("fp16")}
+    contenders["amptune"] = policy_from_dict(data["amptune"]["policy"])
+    chosen = data["autotune"].get("config")
+    if chosen is not None:
+        contenders["pytorch-autotune"] = policy_of_autotune(chosen, fused=data["autotune"]["fused"])
+    fastest = oracle.fastest(ORACLE_ROWS)
+    return contenders | {f"oracle {place}": row.policy for place, row in enumerate(fastest, start=1)}
+
+
+def policy_of_autotune(config: Mapping[str, Any], *, fused: bool) -> Policy:
+    """The policy that comes closest to a configuration of pytorch-autotune 2.0.0.
+
+    It turns TF32 and cudnn.benchmark on for every precision but plain FP32 (tuner.py, `_apply_precision_flags`), and
+    fuses only an optimizer that it builds itself: `fused` is what the optimizer it returned says.
+    """
+    plain = config["precision"] == "fp32_default"
+    return Policy(
+        autocast={"amp_bf16": "bf16", "amp_fp16": "fp16"}.get(config["precision"], "off"),  # type: ignore[arg-type]
+        fp32_math="stock" if plain else "tf32",
+        memory_format="channels_last" if config["channels_last"] else "contiguous",
+        cudnn_benchmark=not plain,
+        compile=config["compile"],
+        fused_optimizer=fused,
+    )
+
+
+# --- in the process of pytorch-autotune --------------------------------------------------------------------------
+
+
+def run_autotune(name: str, budget_s: float, device: str | None, answer: Path) -> None:
+    """Tunes by pytorch-autotune, and times the step it returns; the answer is written behind each."""
+    import pytorch_autotune  # type: ignore[import-not-found,unused-ignore]  # no dependency of amptune
+    import torch
+
+    from amptune.runtime.nested import map_tensors
+    from amptune.workload.zoo import workload as bundled
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    workload = bundled(name)
+    torch.manual_seed(0)
+    model = workload.model()
+    batch = map_tensors(lambda tensor: tensor.to(device), workload.batch(workload.batch_size))
+    given = what_the_model_is_given(workload, batch)
+    own, rate = optimizer_of(workload, model)
+    started_s = time.monotonic()
+    result = pytorch_autotune.autotune(
+        model,
+        given,
+        loss_fn=lambda output: loss_behind(workload, output, batch),
+        optimizer=own,
+        lr=rate,
+        budget=budget_s,
+        device=device,
+        cache=False,
+    )
+    found = {
+        "search_s": round(time.monotonic() - started_s, 1),
+        "config": result.config.to_dict(),
+        "fused": bool(result.optimizer.defaults.get("fused")),
+        "report": result.report.to_dict(),
+    }
+    write(answer, found)
+    layout = torch.channels_last if result.config.channels_last else torch.contiguous_format
+    given = given.to(memory_format=layout)
+    own_ms = timed(lambda: result.step(given), device)
+    write(answer, {**found, "own_step_ms": [round(ms, 4) for ms in own_ms]})
+
+
+class _Seen(Exception):  # noqa: N818  # no error: the way out of a loss function
+    """Carries what a model was called with."""
+
+
+def what_the_model_is_given(workload: Workload, batch: Any) -> torch.Tensor:
+    """The one tensor with which the workload's loss calls its model. Raises `AmptuneError` for another signature."""
+    import torch
+
+    def look(*args: Any, **kwargs: Any) -> None:
+        raise _Seen(args, kwargs)
+
+    try:
+        workload.loss(look, batch)  # type: ignore[misc,arg-type]
+    except _Seen as seen:
+        args, kwargs = seen.args
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+            return args[0]
+    raise AmptuneError(f"{workload.name}: its model does not take one tensor, for which no bridge is built here")
+
+
+def loss_behind(workload: Workload, output: Any, batch: Any) -> torch.Tensor:
+    """The workload's loss where the model has been run already."""
+    return workload.loss(lambda *_: output, batch)  # type: ignore[misc,arg-type]
+
+
+def optimizer_of(workload: Workload, model: torch.nn.Module) -> tuple[str | Callable[[Any], Any], float]:
+    """(the workload's optimizer as pytorch-autotune takes it, its learning rate).
+
+    By name where that means the same, for only then can it be fused; else as it is.
+    """
+    import torch
+
+    built = workload.optimizer(model)
+    rate = float(built.defaults["lr"])
+    own = torch.optim.AdamW(model.parameters(), lr=rate)
+    if type(built) is torch.optim.AdamW and built.defaults == own.defaults:
+        return "adamw", rate
+    return lambda _: workload.optimizer(model), rate
+
+
+def timed(step: Callable[[], object], device: str) -> list[float]:
+    """Its steps' times in ms, warm."""
+    import torch
+
+    from amptune.measure.clock import clock_for
+
+    clock = clock_for(torch.device(device))
+    clock.time_steps(step, 10)
+    slowest_ms = max(clock.time_steps(step, 5))
+    return list(clock.time_steps(step, max(10, min(200, int(2000 / slowest_ms)))))
+
+
+# --- what came of it ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """One workload's figures. `ms` are by contender, None for one that failed; ratios above 1 are slower or faster.
+
+    `vs_oracle` is amptune's time over the oracle's best, `vs_amp` and `vs_autotune` are amptune's speed over theirs;
+    None where there is nothing to compare with.
+    """
+
+    workload: str
+    ms: Mapping[str, float | None]
+    own_step_ms: float | None
+    vs_oracle: Ratio | None
+    vs_amp: Ratio | None
+    vs_autotune: Ratio | None
+    tuning_s: float
+    oracle_s: float
+    autotune_s: float
+    early: float | None
+    near_s: float | None
+    policy: Policy
+    autotune_failure: str | None
+
+    @property
+    def share_of_time(self) -> float:
+        return self.tuning_s / self.oracle_s
+
+
+def summary_of(data: Mapping[str, Any], oracle: Oracle) -> Summary:
+    """The figures behind the raw samples."""
+    names = {name: policy_from_dict(policy) for name, policy in data["comparison"]["contenders"].items()}
+    rounds = [_round(one) for one in data["comparison"]["rounds"]]
+    standings = {standing.policy: standing for standing in standings_of(rounds, STOCK)}
+    ms = {name: standings[policy].step_ms if policy in standings else None for name, policy in names.items()}
+    own, autotune = names["amptune"], data["autotune"]
+    best = _fastest(ms, "oracle")
+    recipe = _fastest(ms, "amp ")
+    early, near_s = approach(data["amptune"]["timeline"], own)
+    return Summary(
+        workload=data["workload"],
+        ms={**ms, "oracle": ms[best] if best else None},
+        own_step_ms=statistics.median(autotune["own_step_ms"]) if "own_step_ms" in autotune else None,
+        vs_oracle=_ratio(rounds, names.get(best or ""), own),
+        vs_amp=_ratio(rounds, own, names.get(recipe or "")),
+        vs_autotune=_ratio(rounds, own, names.get("pytorch-autotune")),
+        tuning_s=data["amptune"]["seconds"],
+        oracle_s=oracle.seconds,
+        autotune_s=autotune["seconds"],
+        early=early,
+        near_s=near_s,
+        policy=own,
+        autotune_failure=autotune["failure"],
+    )
+
+
+def approach(timeline: Sequence[Mapping[str, Any]], final: Policy) -> tuple[float | None, float | None]:
+    """(time of the best trial's policy after EARLY_S seconds over the final one's, seconds until it stays NEAR that).
+
+    The best is who was fastest in the trials so far; what it and the final one really take is told by the median of
+    all the times they were measured. None where there was no trial by then, or the final policy was not measured.
+    """
+    blocks: dict[Policy, list[float]] = defaultdict(list)
+    for entry in timeline:
+        if entry.get("ms_per_sample") is not None:
+            blocks[_unbatched(entry["policy"])].append(entry["ms_per_sample"])
+    if final not in blocks:
+        return None, None
+    truth = {policy: statistics.median(times) for policy, times in blocks.items()}
+    early: float | None = None
+    near_s: float | None = None
+    best, best_ms = final, math.inf
+    for entry in timeline:
+        if entry["what"] != "trial" or entry["ms_per_sample"] is None:
+            continue
+        if entry["ms_per_sample"] < best_ms:
+            best, best_ms = _unbatched(entry["policy"]), entry["ms_per_sample"]
+        over = truth[best] / truth[final]
+        early = over if entry["at_s"] <= EARLY_S else early
+        near_s = None if over > NEAR else entry["at_s"] if near_s is None else near_s
+    return early, near_s
+
+
+def _unbatched(policy: Mapping[str, Any]) -> Policy:
+    return replace(policy_from_dict(policy), batch_size=None)
+
+
+def _fastest(ms: Mapping[str, float | None], of: str) -> str | None:
+    """The fastest of the contenders whose names begin so."""
+    alive = {name: time_ms for name, time_ms in ms.items() if name.startswith(of) and time_ms is not None}
+    return min(alive, key=lambda name: alive[name], default=None)
+
+
+def _ratio(rounds: Sequence[Round], a: Policy | None, b: Policy | None) -> Ratio | None:
+    """The speed of one over another's; exactly 1 where both are the same policy."""
+    ratio = ratio_between(rounds, a, b) if a is not None and b is not None else None
+    return ratio if ratio is not None and ratio.value > 0 else None
+
+
+def _round(data: Mapping[str, Any]) -> Round:
+    rows = [Row.from_line({"seconds": 0.0, **row}) for row in data["rows"]]
+    return Round(launch=data["launch"], outcomes={row.policy: row.outcome for row in rows})
+
+
+def _line(policy: Policy, outcome: Outcome) -> dict[str, Any]:
+    line = Row(policy=policy, outcome=outcome, seconds=0.0).to_line()
+    return {name: value for name, value in line.items() if name != "seconds"}
+
+
+def table(out: Path, oracles: Path) -> str:
+    """The evidence in OUT as a Markdown table, times in ms a step."""
+    columns = ("stock", "amp bf16", "amp fp16", "pytorch-autotune", "its own step", "amptune", "oracle")
+    heads = (
+        "workload", *columns, "amptune / oracle", "of the oracle's time", "vs. AMP recipe", "vs. pytorch-autotune",
+        "amptune took", "pytorch-autotune took", f"best at {EARLY_S:.0f} s / final", f"within {NEAR - 1:.0%} after",
+        "policy",
+    )  # fmt: skip
+    summaries = []
+    for path in sorted(out.glob("*.json")):
+        data, oracle = json.loads(path.read_text()), read(oracles / f"{path.stem}.jsonl")
+        if "comparison" in data and oracle is not None:
+            summaries.append(summary_of(data, oracle))
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines += [f"| {' | '.join(_cells(summary, columns))} |" for summary in summaries]
+    means = _means(summaries)
+    if summaries:
+        lines.append(f"| {' | '.join(['**geometric mean**', *[''] * len(columns), *means, *[''] * 5])} |")
+    failures = {summary.workload: summary.autotune_failure for summary in summaries if summary.autotune_failure}
+    lines += [f"\n{name}: pytorch-autotune failed: {failure}" for name, failure in failures.items()]
+    return "\n".join(lines)
+
+
+def _cells(summary: Summary, columns: Sequence[str]) -> list[str]:
+    ms = {**summary.ms, "its own step": summary.own_step_ms}
+    return [
+        summary.workload,
+        *(f"{time_ms:.3f}" if (time_ms := ms.get(name)) is not None else "failed" for name in columns),
+        _with_interval(summary.vs_oracle),
+        f"{summary.share_of_time:.1%}",
+        _with_interval(summary.vs_amp),
+        _with_interval(summary.vs_autotune),
+        f"{summary.tuning_s:.0f} s",
+        f"{summary.autotune_s:.0f} s",
+        f"{summary.early:.3f}" if summary.early else "-",
+        f"{summary.near_s:.0f} s" if summary.near_s else "-",
+        str(summary.policy),
+    ]
+
+
+def _means(summaries: Sequence[Summary]) -> list[str]:
+    """Of what is compared: against the oracle, its time, the AMP recipe, pytorch-autotune."""
+    ratios = [[getattr(one, name) for one in summaries] for name in ("vs_oracle", "vs_amp", "vs_autotune")]
+    oracle, amp, autotune = ([ratio.value for ratio in of if ratio is not None] for of in ratios)
+    shares = [summary.share_of_time for summary in summaries]
+    cells = [f"{statistics.geometric_mean(values):.3f}" if values else "-" for values in (oracle, amp, autotune)]
+    return [cells[0], f"{statistics.geometric_mean(shares):.1%}" if shares else "-", *cells[1:]]
+
+
+def _with_interval(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return "-"
+    interval = "" if math.isinf(ratio.high) else f" [{ratio.low:.3f}, {ratio.high:.3f}]"
+    return f"{ratio.value:.3f}{interval}"
+
+
+def write(path: Path, data: Mapping[str, Any]) -> None:
+    """All of it or nothing: a half-written file would end the resuming."""
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(data, indent=1) + os.linesep)
+    beside.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""`amptune report` and the objectives, run as a user runs them: one real, small tuning, asked all questions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from test_commands import WORKLOADS, run
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which train.py:small was tuned, with a page of it."""
+    folder: Path = tmp_path_factory.mktemp("tuned")
+    (folder / "train.py").write_text(WORKLOADS)
+    done = run("tune", "train.py:small", "--budget", "40s", "--trials", "5", "--report", "tuned.html", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert "report written to tuned.html" in done.stderr
+    return folder
+
+
+@pytest.fixture
+def folder(tuned: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(tuned, tmp_path / "copy"))
+
+
+class Text(HTMLParser):
+    """The headings of a page; its tags have to be closed in order."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.headings: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:  # noqa: ARG002  # the parser's
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None: ...
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("h1", "h2"):
+            self.headings.append(data)
+
+
+@pytest.mark.parametrize("objective", ["throughput", "memory"])
+def test_a_study_answers_for_an_objective_without_measuring(folder: Path, objective: str) -> None:
+    done = run("report", ".amptune/train.py-small", "--objective", objective, folder=folder)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("small on ")
+    assert lines[0].endswith(f", for {objective}")
+    assert "no policy beats these in everything" in done.stdout
+    assert f"--objective {objective} --study" in done.stdout.replace("\n", " ")
+
+
+def test_a_target_stands_for_its_study(folder: Path) -> None:
+    by_target = run("report", "train.py:small", "--json", folder=folder)
+    answer = json.loads(by_target.stdout)
+    assert answer["schema"] == "amptune.report/1"
+    assert answer["objective"] == "throughput"
+    assert answer["trials"] == 5
+    assert answer["basis"] in ("comparison", "few-launches", "trial", "nothing-better")
+    assert {"policy", "samples_per_s", "peak_memory_mib", "judged"} <= set(answer["pareto"][0])
+    assert answer["findings"][0]["code"] == "answer"
+
+
+def test_energy_is_refused_where_none_was_reported(folder: Path) -> None:
+    for arguments in (
+        ("report", "train.py:small", "--objective", "energy"),
+        ("tune", "train.py:small", "--objective", "energy", "--budget", "20s"),
+    ):
+        done = run(*arguments, folder=folder)
+        assert done.returncode == 2, done.stdout
+        assert "no energy" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_page_is_written_that_stands_alone(folder: Path) -> None:
+    done = run("report", "train.py:small", "-o", "page.html", "--objective", "memory", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("wrote page.html: ")
+    for name in ("page.html", "tuned.html"):
+        page = (folder / name).read_text()
+        headings = Text(page).headings
+        assert headings[0].startswith("small on ")
+        assert "Throughput and peak memory" in headings
+        assert "All 5 trials" in headings
+        assert "<script" not in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["report", "nowhere"], "there is no study in nowhere: it has no journal.log"),
+        (["report", "empty"], "there are no trials in empty"),
+        (["report", "broken"], "cannot be read"),
+        (["report", "train.py:small", "--name", "mine"], "holds no study 'mine', but small-"),
+        (["report", "train.py:small", "-o", "no/such/page.html"], "there is no folder"),
+        (["report", "train.py:small", "-o", "/dev/full"], "No space left on device"),
+        (["report", "train.py:small", "--least-speed", "0.9"], "the least speed is for the objective memory"),
+        (["tune", "train.py:small", "--least-speed", "0.9"], "throughput has no need of one"),
+        (["tune", "train.py:small", "--objective", "memory", "--least-speed", "-1"], "above 0, such as 0.9"),
+        (["tune", "train.py:small", "--objective", "beauty"], "is not one of"),
+        (["tune", "train.py:small", "--report", "no/such/page.html"], "there is no folder"),
+        (["explain", "hand.yaml", "--objective", "memory"], "it has no evidence.pareto"),
+        (["explain", "policy.yaml", "--objective", "energy"], "the machine it was tuned on reported none"),
+    ],
+)
+def test_mistakes_have_clear_errors(folder: Path, arguments: list[str], words: str) -> None:
+    (folder / "empty").mkdir()
+    (folder / "empty" / "journal.log").write_text("")
+    (folder / "broken").mkdir()
+    (folder / "broken" / "journal.log").write_text("no journal\nat all\n")
+    (folder / "hand.yaml").write_text("schema: amptune.policy/1\nautocast: bf16\n")
+    if "/dev/full" in arguments and not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full on this system")
+    done = run(*arguments, folder=folder)
+    assert done.returncode == 2, done.stdout
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_the_file_answers_for_another_objective_too(folder: Path) -> None:
+    done = run("explain", "policy.yaml", "--objective", "memory", "--least-speed", "0.5", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("For memory, the least peak memory at 0.5 times the baseline's throughput, of the ")
+    as_json = run("explain", "policy.yaml", "--objective", "throughput", "--json", folder=folder)
+    assert json.loads(as_json.stdout)["chosen"]["samples_per_s"] > 0
+
+
+def test_the_same_study_is_tuned_for_memory(folder: Path) -> None:
+    done = run(
+        *("tune", "train.py:small", "--objective", "memory", "--least-speed", "0.5"),
+        *("--budget", "20s", "--trials", "1", "--json"),
+        folder=folder,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "5 trials remembered" in done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["objective"] == "memory"
+    assert answer["evidence"]["least_speed"] == 0.5
+    assert answer["gain"] >= 1.0
+    last = run("report", "train.py:small", "--json", folder=folder)
+    assert json.loads(last.stdout)["least_speed"] == 0.5

@@ -1,0 +1,250 @@
+"""What a study answers without measuring again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from recorded import RecordedEvaluator
+from test_objective import BF16, ENERGY, FP16, MEMORY, peak_mib, recording, speed_costs_memory
+from test_tuning import request_in
+
+from amptune.errors import ObjectiveError, StudyError
+from amptune.measure.numerics import Parity
+from amptune.measure.outcome import Failure
+from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.search.answering import Answer, answer_of, choice_of, command_of, findings_of
+from amptune.search.deciding import Decision
+from amptune.search.events import ContenderMeasured, Event
+from amptune.search.objective import THROUGHPUT, Objective
+from amptune.search.remembered import StudyRecord, without_password
+from amptune.search.samples import FILE_NAME, comparisons_of, keeping_samples, read_comparisons
+from amptune.search.study import recall
+from amptune.search.tuning import TuningInterrupted, tune_with
+
+SMALLEST = amp_recipe("bf16", memory_format="channels_last")
+
+
+def tuned(
+    folder: Path,
+    evaluator: RecordedEvaluator | None = None,
+    objective: Objective = THROUGHPUT,
+    *,
+    trials: int = 30,
+    baseline: Policy = STOCK,
+) -> Decision:
+    request = replace(request_in(folder, trials=trials, baseline=baseline), objective=objective)
+    observer = keeping_samples(folder, lambda _: None, request.run)
+    return tune_with(evaluator or recording(), request, observer)
+
+
+def asked(folder: Path, objective: Objective, *, alone: bool = False) -> Answer:
+    record = recall(folder)
+    runs = [tuning.run for tuning in record.tunings]
+    return answer_of(record, () if alone else read_comparisons(folder, runs), objective)
+
+
+@pytest.mark.parametrize(
+    ("objective", "expected"),
+    [
+        (THROUGHPUT, BF16),
+        (MEMORY, FP16),
+        (Objective("memory", 0.85), SMALLEST),
+        (ENERGY, FP16),
+    ],
+)
+def test_every_objective_is_answered_from_one_tuning_for_throughput(
+    objective: Objective, expected: Policy, tmp_path: Path
+) -> None:
+    decision = tuned(tmp_path)
+    answer = asked(tmp_path, objective)
+    assert answer.choice.policy == expected
+    assert answer.choice.speedup.value == pytest.approx(
+        speed_costs_memory(STOCK) / speed_costs_memory(expected), rel=0.02
+    )
+    if objective == THROUGHPUT:
+        assert answer.is_proven
+        assert answer.choice.gain.value == pytest.approx(decision.gain.value, rel=0.01)
+    if objective.name == "memory":
+        assert answer.choice.gain.value == pytest.approx(peak_mib(STOCK) / peak_mib(expected))
+
+
+def test_what_rests_on_single_trials_says_so_and_how_to_prove_it(tmp_path: Path) -> None:
+    tuned(tmp_path)
+    answer = asked(tmp_path, Objective("memory", 0.85), alone=True)
+    assert (answer.choice.policy, answer.choice.basis) == (SMALLEST, "trial")
+    words = "bf16, channels_last: uses 0.32 times the memory of the baseline at 0.9"
+    assert answer.sentence.startswith(words)
+    assert answer.grounds == "by a trial or two beside the baseline's: not proven"
+    command = f"amptune tune recorded --objective memory --least-speed 0.85 --study {tmp_path}"
+    assert command_of(answer) == command
+    assert [finding.code for finding in findings_of(answer)][:2] == ["answer", "not-proven"]
+    assert command in str(findings_of(answer)[1])
+
+
+def test_a_tuning_for_the_objective_proves_it_in_the_same_study(tmp_path: Path) -> None:
+    tuned(tmp_path)
+    tuned(tmp_path, objective=MEMORY, trials=3)
+    answer = asked(tmp_path, MEMORY)
+    assert (answer.choice.policy, answer.choice.basis) == (FP16, "comparison")
+    assert answer.grounds.startswith("by comparison with the baseline in ")
+    assert [one.variant.setting for one in answer.ablation] == ["autocast"]
+    assert answer.ablation[0].buys.value == pytest.approx(2.0)
+
+
+def test_where_nothing_is_better_the_baseline_is_kept(tmp_path: Path) -> None:
+    tuned(tmp_path, RecordedEvaluator("resnet50", noise=0.002, true_ms=lambda _: 20.0), trials=8)
+    for objective in (THROUGHPUT, MEMORY):
+        answer = asked(tmp_path, objective)
+        assert answer.keeps_the_baseline
+        assert answer.sentence.startswith("keep what you have: no policy was seen to ")
+
+
+def test_a_policy_that_the_numerics_gate_rejected_is_no_answer(tmp_path: Path) -> None:
+    broken = Parity(failure=Failure(kind="nonfinite", message="the loss is nan"))
+    evaluator = recording()
+    evaluator.parity = lambda policy: broken if policy.autocast == "bf16" else Parity()
+    tuned(tmp_path, evaluator)
+    answer = asked(tmp_path, THROUGHPUT)
+    assert answer.choice.policy.autocast == "fp16"
+    assert not any(point.policy.autocast == "bf16" for point in answer.front)
+    assert any("bf16" in str(one) for one in findings_of(answer) if one.code == "rejected")
+
+
+def test_what_the_wishes_do_not_allow_is_no_answer(tmp_path: Path) -> None:
+    request = request_in(tmp_path, trials=12, pins={"autocast": "fp16"})
+    tune_with(recording(), request, keeping_samples(tmp_path, lambda _: None, request.run))
+    for alone in (False, True):
+        answer = asked(tmp_path, THROUGHPUT, alone=alone)
+        assert answer.choice.policy.autocast == "fp16"
+    assert BF16 in {standing.policy for standing in asked(tmp_path, THROUGHPUT).standings}
+
+
+def test_what_a_decision_claims_is_what_its_page_shows(tmp_path: Path) -> None:
+    decision = tuned(tmp_path)
+    choice = choice_of(decision)
+    assert (choice.policy, choice.gain, choice.basis) == (decision.winner, decision.gain, "comparison")
+
+
+def test_the_answer_of_an_interrupted_tuning_rests_on_its_trials(tmp_path: Path) -> None:
+    evaluator = recording()
+
+    def interrupt(_: Policy) -> None:
+        if len(evaluator.measured) == 8:
+            raise KeyboardInterrupt
+
+    evaluator.interfere = interrupt
+    with pytest.raises(TuningInterrupted):
+        tuned(tmp_path, evaluator)
+    answer = asked(tmp_path, THROUGHPUT)
+    assert (answer.choice.policy.autocast, answer.choice.basis) == ("bf16", "trial")
+    assert answer.sentence.endswith("times the speed of the baseline")
+
+
+# --- what a study remembers -------------------------------------------------------------------------------------------
+
+
+def test_a_study_says_what_was_tuned_where_against_what(tmp_path: Path) -> None:
+    tuned(tmp_path, trials=6)
+    tuned(tmp_path, objective=Objective("memory", 0.9), trials=3, baseline=BF16)
+    record = recall(tmp_path)
+    assert [tuning.baseline for tuning in record.tunings] == [STOCK, BF16]
+    last = record.last
+    assert (last.workload, last.target, last.hardware, last.batch_size) == ("resnet50", "recorded", "NVIDIA H200", 128)
+    assert last.objective == Objective("memory", 0.9)
+    assert len(record.trials) == 9
+    assert {judged.policy.autocast for judged in record.judged} == {"bf16", "fp16"}
+
+
+def test_rounds_of_different_runs_and_comparisons_are_told_apart(tmp_path: Path) -> None:
+    tuned(tmp_path, trials=8)
+    first = (tmp_path / FILE_NAME).read_text()
+    tuned(tmp_path, trials=1)
+    record = recall(tmp_path)
+    runs = [tuning.run for tuning in record.tunings]
+    kept = read_comparisons(tmp_path, runs)
+    assert {one.run for one in kept} == set(runs)
+    assert read_comparisons(tmp_path, runs[:1]) == comparisons_of(map(json.loads, first.splitlines()))
+    assert all(
+        set(one.outcomes) <= set(comparison.rounds[0].outcomes) for comparison in kept for one in comparison.rounds
+    )
+    assert kept[0].stage == "finals"
+    assert kept[-1].stage == "ablation"
+
+
+def test_rounds_are_put_together_as_they_were_measured(tmp_path: Path) -> None:
+    events: list[Event] = []
+    request = request_in(tmp_path, trials=8)
+    observer = keeping_samples(tmp_path, events.append, request.run)
+    tune_with(recording(), request, observer)
+    blocks = [event for event in events if isinstance(event, ContenderMeasured)]
+    read = [
+        (comparison.stage, one.launch, policy, outcome)
+        for comparison in read_comparisons(tmp_path, [request.run])
+        for one in comparison.rounds
+        for policy, outcome in one.outcomes.items()
+    ]
+    assert read == [(block.stage, block.launch, block.policy, block.outcome) for block in blocks]
+
+
+def test_a_line_cut_by_a_crash_costs_that_line(tmp_path: Path) -> None:
+    tuned(tmp_path, trials=6)
+    runs = [tuning.run for tuning in recall(tmp_path).tunings]
+    whole = read_comparisons(tmp_path, runs)
+    with (tmp_path / FILE_NAME).open("a") as file:
+        file.write('{"run": "' + runs[0])
+    assert read_comparisons(tmp_path, runs) == whole
+
+
+def test_of_several_studies_that_of_the_latest_trial_is_taken_or_the_one_named(tmp_path: Path) -> None:
+    tuned(tmp_path, RecordedEvaluator("vgg16_cifar"), trials=4)
+    tuned(tmp_path, RecordedEvaluator("resnet50"), trials=4)
+    assert recall(tmp_path).last.workload == "resnet50"
+    tuned(tmp_path, RecordedEvaluator("vgg16_cifar"), trials=1)
+    last = recall(tmp_path)
+    assert (last.last.workload, len(last.trials)) == ("vgg16_cifar", 5)
+    assert recall(tmp_path, run=last.tunings[0].run).name == last.name
+    names = {recall(tmp_path, name).name for name in (last.name,)}
+    assert names == {last.name}
+    with pytest.raises(StudyError, match=r"holds no study 'mine', but resnet50-\w+, vgg16_cifar-\w+"):
+        recall(tmp_path, "mine")
+
+
+def record_of(folder: Path, **changes: object) -> StudyRecord:
+    tuned(folder, trials=4)
+    return replace(recall(folder), **changes)  # type: ignore[arg-type]
+
+
+def test_a_study_without_what_is_asked_says_so(tmp_path: Path) -> None:
+    record = record_of(tmp_path)
+    without = replace(record, trials=tuple(trial for trial in record.trials if trial.policy != STOCK))
+    with pytest.raises(StudyError, match=r"the baseline of the study resnet50-\w+ \(stock PyTorch\) was not measured"):
+        answer_of(without, (), THROUGHPUT)
+    tuned(tmp_path / "cold", recording(energy=False), trials=4)
+    with pytest.raises(ObjectiveError, match=r"knows of no energy: NVIDIA H200 reported none"):
+        asked(tmp_path / "cold", ENERGY)
+
+
+def test_a_place_without_a_study_says_so(tmp_path: Path) -> None:
+    with pytest.raises(StudyError, match=r"there is no study in .*: it has no journal\.log"):
+        recall(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "journal.log").write_text("")
+    with pytest.raises(StudyError, match="there are no trials in"):
+        recall(tmp_path)
+    for broken in ("not a journal\nat all\n", '{"a": 1}\n{"b": 2}\n', "[]\n[]\n"):
+        (tmp_path / "journal.log").write_text(broken)
+        with pytest.raises(StudyError, match="cannot be read"):
+            recall(tmp_path)
+
+
+def test_a_database_is_read_back_too_and_its_password_is_nobodys_business(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    request = replace(request_in(tmp_path, trials=4), study=url)
+    tune_with(recording(), request, lambda _: None)
+    record = recall(url)
+    assert (record.where, record.last.run) == (url, request.run)
+    assert without_password("postgresql://me:secret@host:5432/db") == "postgresql://me:***@host:5432/db"
+    assert without_password("runs/small") == "runs/small"

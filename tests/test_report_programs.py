@@ -1,0 +1,346 @@
+"""The programs that hold the answers against an oracle, a rival and other samplers: their pure parts."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent.parent / "reports"))  # programs, no package
+
+import oracle
+import rivals
+import samplers
+
+from amptune.errors import AmptuneError
+from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
+from amptune.policy.settings import STOCK, CompileMode, Policy
+from amptune.policy.wire import policy_to_dict
+from amptune.search.budget import Budget
+
+MACHINE = {"workload": "w", "hardware": "H", "software": {}, "model": "m", "batch_size": 64, "convolutions": False}
+
+
+def measured(ms: float) -> Measurement:
+    return Measurement(
+        samples_per_step=64,
+        step_ms=(ms, ms, ms),
+        warmup_s=0.1,
+        warmup_steps=5,
+        peak_allocated_mib=10.0,
+        peak_reserved_mib=10.0,
+        losses=(1.0,),
+    )
+
+
+def row(policy: Policy, ms: float, seconds: float = 1.0) -> oracle.Row:
+    outcome: Outcome = Failure(kind="oom", message="full") if math.isinf(ms) else measured(ms)
+    return oracle.Row(policy=policy, outcome=outcome, seconds=seconds)
+
+
+def all_eager() -> oracle.Oracle:
+    """Each slower than the one before."""
+    eager = oracle.eager_policies(convolutions=False)
+    return oracle.Oracle(machine=MACHINE, rows=tuple(row(policy, 1.0 + i) for i, policy in enumerate(eager)))
+
+
+class Answers:
+    """Stands for the workers; counts what it was asked."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        self.asked: list[Policy] = []
+
+    def measure(self, policy: Policy, effort: Effort) -> Outcome:  # noqa: ARG002
+        self.asked.append(policy)
+        return self.outcome
+
+
+# --- the oracle ---------------------------------------------------------------------------------------------------
+
+
+def test_the_grid_is_every_eager_policy_once() -> None:
+    grid = oracle.eager_policies(convolutions=True)
+    # autocast off with three FP32 modes, two dtypes with one; layout, cudnn.benchmark, fused optimizer
+    assert len(set(grid)) == len(grid) == (3 + 2) * 2 * 2 * 2
+    assert len(oracle.eager_policies(convolutions=False)) == (3 + 2) * 2
+    assert STOCK in grid
+
+
+def test_every_mode_is_compiled_on_the_four_fastest() -> None:
+    missing = all_eager().missing()
+    fastest = [found.policy for found in all_eager().fastest(4)]
+    assert len(missing) == len(fastest) * len(oracle.COMPILE_MODES)
+    assert set(missing) == {replace(policy, compile=mode) for policy in fastest for mode in oracle.COMPILE_MODES}
+    assert set(oracle.COMPILE_MODES) == set(get_args(CompileMode)) - {"off"}
+
+
+def test_a_row_comes_back_from_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "w.jsonl"
+    rows = [row(STOCK, 2.0), row(Policy(autocast="bf16"), math.inf)]
+    for line in (MACHINE, *(one.to_line() for one in rows)):
+        oracle.append(path, line)
+    assert oracle.read(path) == oracle.Oracle(machine=MACHINE, rows=tuple(rows))
+
+
+def test_half_a_line_is_dropped_and_its_policy_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "w.jsonl"
+    oracle.append(path, MACHINE)
+    with path.open("a") as file:
+        file.write(json.dumps(row(STOCK, 2.0).to_line())[:20])
+    found = oracle.read(path)
+    assert found is not None
+    assert STOCK in found.missing()
+    oracle.append(path, row(STOCK, 3.0).to_line())
+    again = oracle.read(path)
+    assert again is not None
+    assert [one.ms for one in again.rows] == [3.0]
+
+
+def test_nothing_is_read_from_a_file_without_a_whole_line(tmp_path: Path) -> None:
+    (tmp_path / "w.jsonl").write_text('{"schema"')
+    assert oracle.read(tmp_path / "w.jsonl") is None
+    assert oracle.read(tmp_path / "other.jsonl") is None
+
+
+def test_of_a_policy_measured_again_the_last_row_counts(tmp_path: Path) -> None:
+    path = tmp_path / "w.jsonl"
+    for line in (MACHINE, row(STOCK, math.inf, seconds=9.0).to_line(), row(STOCK, 2.0).to_line()):
+        oracle.append(path, line)
+    found = oracle.read(path)
+    assert found is not None
+    assert (found.seconds, found.rows[0].ms) == (1.0, 2.0)
+
+
+def test_what_the_limit_cut_short_is_no_row(tmp_path: Path) -> None:
+    evaluator = Answers(Failure(kind="timeout", message="no answer"))
+    start = oracle.Oracle(machine=MACHINE)
+    left: Any = oracle.measure_missing(start, evaluator, tmp_path / "w.jsonl", Budget(seconds=20))  # type: ignore[arg-type]
+    assert left.rows == ()
+    assert len(evaluator.asked) == 1
+
+
+def test_a_timeout_of_its_own_is_a_row() -> None:
+    evaluator = Answers(Failure(kind="timeout", message="no answer"))
+    found = oracle.measured(STOCK, oracle.Oracle(machine=MACHINE), evaluator, Budget(seconds=1000))  # type: ignore[arg-type]
+    assert found is not None
+    assert math.isinf(found.ms)
+
+
+def test_a_trial_that_will_not_fit_gives_way_to_one_that_does() -> None:
+    compiled = all_eager().missing()
+    dear = row(compiled[0], 0.5, seconds=100.0)
+    after = replace(all_eager(), rows=(*all_eager().rows, dear))
+    following = oracle.next_policy(after, left_s=80.0)
+    assert following is not None
+    assert following.compile != compiled[0].compile
+    assert oracle.next_policy(after, left_s=5.0) is None
+
+
+def test_rows_of_two_machines_do_not_come_into_one_file() -> None:
+    with pytest.raises(AmptuneError, match="hardware was H and is X; choose another --out"):
+        oracle.require_the_same(MACHINE, {**MACHINE, "hardware": "X"}, Path("w.jsonl"))
+
+
+def test_the_caches_of_the_compiler_are_empty_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    with oracle.cold_compile_caches() as folder:
+        assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent == folder
+        assert not list(folder.iterdir())
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+    assert "TRITON_CACHE_DIR" not in os.environ
+
+
+def test_the_table_of_the_oracle_names_its_best() -> None:
+    text = oracle.table([all_eager()])
+    assert "| w | 10 | 0 | 16 | " in text
+    assert "| 1.000 | 1.000 | 10 | bf16 |" in text
+
+
+# --- the rivals ---------------------------------------------------------------------------------------------------
+
+
+CHOSEN = {"precision": "amp_bf16", "compile": "reduce-overhead", "channels_last": True, "fused_opt": True}
+
+
+def test_the_choice_of_pytorch_autotune_becomes_a_policy() -> None:
+    assert rivals.policy_of_autotune(CHOSEN, fused=False) == Policy(
+        autocast="bf16",
+        fp32_math="tf32",
+        memory_format="channels_last",
+        cudnn_benchmark=True,
+        compile="reduce-overhead",
+    )
+
+
+def test_its_plain_fp32_is_stock_pytorch() -> None:
+    plain = {"precision": "fp32_default", "compile": "off", "channels_last": False, "fused_opt": False}
+    assert rivals.policy_of_autotune(plain, fused=False) == STOCK
+
+
+def entry(at_s: float, policy: Policy, ms: float | None, what: str = "trial") -> dict[str, Any]:
+    return {"at_s": at_s, "what": what, "policy": policy_to_dict(policy), "ms_per_sample": ms}
+
+
+BF16, FP16 = Policy(autocast="bf16"), Policy(autocast="fp16")
+
+
+def test_an_answer_is_near_from_when_the_best_trial_stays_near() -> None:
+    timeline = [entry(10, STOCK, 2.0), entry(30, FP16, 1.02), entry(90, replace(BF16, batch_size=64), 1.0)]
+    assert rivals.approach(timeline, BF16) == (1.02, 30)
+
+
+def test_a_lucky_trial_is_valued_by_all_of_its_measurements() -> None:
+    timeline = [
+        entry(10, FP16, 0.9),
+        entry(20, BF16, 1.0),
+        entry(50, FP16, 1.5, "finals"),
+        entry(51, FP16, 1.5, "finals"),
+    ]
+    assert rivals.approach(timeline, BF16) == (1.5, None)
+
+
+def test_nothing_is_said_of_an_answer_that_was_not_measured() -> None:
+    assert rivals.approach([entry(10, STOCK, 2.0)], BF16) == (None, None)
+
+
+def comparison() -> dict[str, Any]:
+    """What rivals.py writes, with two launches; pytorch-autotune died."""
+    times = {"stock": 4.0, "amp bf16": 2.0, "amptune": 1.0, "oracle 1": 1.0, "oracle 2": 0.9}
+    policies = {
+        "stock": STOCK,
+        "amp bf16": BF16,
+        "amptune": FP16,
+        "oracle 1": FP16,
+        "oracle 2": Policy(fp32_math="tf32"),
+    }
+    rows = [rivals._line(policies[name], measured(ms)) for name, ms in times.items()]
+    return {
+        "workload": "w",
+        "amptune": {"seconds": 20.0, "timeline": [entry(10, FP16, 1.0)]},
+        "autotune": {"seconds": 3.0, "failure": "exit code 1: it crashed"},
+        "comparison": {
+            "contenders": {name: policy_to_dict(policy) for name, policy in policies.items()},
+            "rounds": [{"launch": launch, "rows": rows} for launch in range(2)],
+        },
+    }
+
+
+def test_the_figures_of_a_comparison_come_from_its_raw_samples() -> None:
+    everything = replace(all_eager(), rows=tuple(replace(one, seconds=20.0) for one in all_eager().rows))
+    summary = rivals.summary_of(comparison(), everything)
+    assert summary.vs_oracle is not None
+    assert summary.vs_oracle.value == pytest.approx(1 / 0.9)
+    assert summary.vs_amp is not None
+    assert summary.vs_amp.value == pytest.approx(2.0)
+    assert summary.vs_autotune is None
+    assert summary.share_of_time == pytest.approx(0.1)
+
+
+def test_a_rival_that_crashed_stands_in_the_table_with_its_failure(tmp_path: Path) -> None:
+    (tmp_path / "w.json").write_text(json.dumps(comparison()))
+    for line in (MACHINE, row(STOCK, 4.0, seconds=100.0).to_line()):
+        oracle.append(tmp_path / "w.jsonl", line)
+    text = rivals.table(tmp_path, tmp_path)
+    assert "w: pytorch-autotune failed: exit code 1: it crashed" in text
+    assert "| **geometric mean** |" in text
+    assert "20.0%" in text
+
+
+def test_a_process_that_hangs_is_ended(tmp_path: Path) -> None:
+    assert rivals.run_alone([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log", 1.0) is None
+    assert rivals.run_alone([sys.executable, "-c", "print('so'); raise SystemExit(3)"], tmp_path / "log", 30.0) == 3
+    assert rivals.last_line((tmp_path / "log").read_text()) == "so"
+
+
+def test_a_workload_is_split_into_what_its_model_is_given_and_its_loss() -> None:
+    torch = pytest.importorskip("torch")
+    from amptune.workload.zoo import workload
+
+    one = workload("digits")
+    batch = one.batch(4)
+    model = one.model()
+    given = rivals.what_the_model_is_given(one, batch)
+    assert one.loss is not None
+    whole, split = one.loss(model, batch), rivals.loss_behind(one, model(given), batch)
+    assert torch.equal(whole, split)
+
+
+def test_only_an_optimizer_it_knows_by_name_can_be_fused() -> None:
+    from amptune.workload.zoo import workload
+    from amptune.workload.zoo.recipes import adamw
+
+    one = workload("digits")
+    model = one.model()
+    assert callable(rivals.optimizer_of(one, model)[0])
+    assert rivals.optimizer_of(replace(one, optimizer=adamw), model) == ("adamw", 1e-4)
+
+
+# --- the samplers -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def table() -> samplers.Table:
+    return samplers.grid_table("vgg16_cifar")
+
+
+# The Gaussian process takes seconds to suggest what little it does here.
+@pytest.mark.parametrize("sampler", [*sorted(samplers.SAMPLERS.keys() - set(samplers.DEAR)), samplers.OURS])
+def test_every_sampler_measures_the_known_good_first_and_nothing_twice(table: samplers.Table, sampler: str) -> None:
+    run = samplers.searched(table, sampler, seed=0)
+    assert run.trials >= len(table.first)
+    assert run.regrets[-1] < 0.05
+    assert sorted(run.regrets, reverse=True)[0] == run.regrets[0]
+
+
+def test_a_repeat_is_answered_without_being_measured(table: samplers.Table) -> None:
+    def stubborn(task: samplers.Task) -> samplers.Proposals:
+        while True:
+            yield task.table.first[0]
+
+    clock = samplers.Clock()
+    task = samplers.Task(table=table, clock=clock, seed=0)
+    watched = samplers.Watched(task, table.machine(clock, 0))
+    samplers._follow(stubborn(task), task, watched)
+    assert watched.trials == 1
+
+
+def test_thinking_takes_real_time_and_measuring_simulated_time(table: samplers.Table) -> None:
+    clock = samplers.Clock()
+    watched = samplers.Watched(samplers.Task(table=table, clock=clock, seed=0), table.machine(clock, 0))
+    watched.measure(STOCK)
+    assert clock.now_s > samplers.TRIAL_S
+    assert 0 <= clock() - clock.now_s < 1
+
+
+def test_compiling_gains_what_it_gained_the_nearest_policy() -> None:
+    eager = all_eager()
+    best = eager.fastest(1)[0]
+    compiled = row(replace(best.policy, compile="default"), best.ms / 2, seconds=30.0)
+    known = samplers.oracle_table(replace(eager, rows=(*eager.rows, compiled)))
+    other = eager.fastest(2)[1].policy
+    own = known.speed(replace(other, compile="default")) / known.speed(other)
+    assert own == pytest.approx(2.0)
+    assert known.best == known.speed(compiled.policy)
+
+
+def test_regret_is_read_off_at_a_time() -> None:
+    regrets = [(5.0, 0.5), (30.0, 0.02), (50.0, 0.2), (70.0, 0.0)]
+    assert [samplers.regret_at(regrets, at) for at in (1.0, 10.0, 40.0, 80.0)] == [math.inf, 0.5, 0.02, 0.0]
+    assert samplers.stays_below(regrets, 0.03) == 70.0
+    assert samplers.stays_below(regrets[:1], 0.03) is None
+
+
+def test_the_searches_come_back_from_the_file_as_they_were(tmp_path: Path, table: samplers.Table) -> None:
+    runs = [samplers.searched(table, "random", seed) for seed in range(2)]
+    samplers.write(tmp_path / "samplers.json", runs)
+    back = samplers.kept_in(tmp_path / "samplers.json")
+    assert [(run.table, run.sampler, run.trials) for run in back] == [(r.table, r.sampler, r.trials) for r in runs]
+    assert f"| {table.name} | random | 2 |" in samplers.table_of(back)
