@@ -87,7 +87,18 @@ def test_the_check_of_imports_can_fail() -> None:
             "click",
             {
                 f"cli/{name}.py"
-                for name in ("entry", "options", "tune", "verify", "diagnose", "init", "probe", "profile", "files", "report")
+                for name in [
+                    "entry",
+                    "options",
+                    "tune",
+                    "verify",
+                    "diagnose",
+                    "init",
+                    "probe",
+                    "profile",
+                    "files",
+                    "report",
+                ]
             },
         ),
         ("rich", {"report/progress.py", "report/terminal.py", "report/study_terminal.py"}),

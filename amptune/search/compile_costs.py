@@ -45,13 +45,14 @@ def compile_findings(trials: Sequence[Trial], winner: Policy) -> Iterator[Findin
 
 
 def _pays(trials: Sequence[Trial], winner: Policy) -> Iterator[Finding]:
-    own = next((_measured(trial) for trial in trials if trial.policy == winner), None)
+    graph = [trial for trial in trials if _graph_of(trial.policy) == _graph_of(winner)]
+    own = _fastest([trial for trial in graph if trial.policy == winner] or graph)
     eager = _fastest([trial for trial in trials if trial.policy.compile == "off"])
-    graph = [_measured(trial) for trial in trials if _graph_of(trial.policy) == _graph_of(winner)]
-    seconds = max((outcome.startup_s for outcome in graph if outcome is not None), default=0.0)
-    if own is None or eager is None or seconds < FROM_CACHE_S:
+    seconds = max((outcome.startup_s for trial in graph if (outcome := _measured(trial)) is not None), default=0.0)
+    measured = None if own is None else _measured(own)
+    if measured is None or eager is None or seconds < FROM_CACHE_S:
         return
-    saved_ms = own.samples_per_step * 1000 / eager.samples_per_s - own.median_ms
+    saved_ms = measured.samples_per_step * 1000 / eager.samples_per_s - measured.median_ms
     took = f"compiling took {seconds:.0f} s"
     if saved_ms <= 0:
         yield Finding(code="compile-costs", message=took, figures={"compile_s": seconds})

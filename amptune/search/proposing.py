@@ -19,6 +19,7 @@ from amptune.search.surrogate import Belief, Floats, Surrogate
 __all__ = ["AUTOTUNED", "CUDA_GRAPHS", "Proposal", "Proposer", "Seen", "features_of", "with_features"]
 
 Strings = NDArray[np.str_]
+Codes = NDArray[np.int64]
 
 # What torch.compile's modes are made of, to a surrogate: whether there is a compiled graph, whether CUDA graphs launch
 # its kernels, whether those were timed against others.
@@ -27,6 +28,10 @@ COMPILED, CUDA_GRAPHS, AUTOTUNED = "compile", "cuda_graphs", "autotuned"
 # reckoned with before one like it was measured. Of ResNet-50 on an H200: 25 to 40 s to compile, over 280 s to time
 # kernels too, 10 to 25 s for cuDNN's plans (reports/h200/oracle).
 DEAR_S = {COMPILED: 25.0, AUTOTUNED: 240.0, "cudnn_benchmark": 10.0}
+# What torch.compile does not look at: two points that differ in these alone share a graph. From a cache it takes so
+# much longer than an eager trial.
+NOT_COMPILED = ("fused_optimizer", "cudnn_benchmark")
+FROM_CACHE_S = 1.5
 # An infeasible point counts as this share of the worst: bad, and its neighbours suspect.
 INFEASIBLE_SHARE = 0.7
 # So many standard deviations below what was expected surprise, but no less than this (on the logarithm) does.
@@ -62,6 +67,8 @@ class Proposer:
         self._surrogate = Surrogate(knobs, points)
         self._values = {knob.name: np.array([str(point[knob.name]) for point in points]) for knob in knobs}
         self._dear = np.stack([self._is_dear(name, len(points)) for name in DEAR_S])
+        self._compiled = self._dear[list(DEAR_S).index(COMPILED)]
+        self._graph = _codes([values for name, values in self._values.items() if name not in NOT_COMPILED], len(points))
         self._random = random.Random(seed)  # noqa: S311  # a choice of what to measure, no secret
 
     def next(
@@ -108,18 +115,33 @@ class Proposer:
         """What a trial of each point will cost.
 
         By the mean of those that are dear in the same way; where there is none, by the dearest of those that have some
-        of it, and what is reckoned for the rest.
+        of it, and what is reckoned for the rest. A graph that was compiled before lies in a cache.
         """
         costs: dict[tuple[bool, ...], list[float]] = defaultdict(list)
+        from_cache: list[float] = []
+        graphs: set[int] = set()
         for index, one in seen.items():
-            costs[tuple(self._dear[:, index].tolist())].append(one.seconds)
+            known = bool(self._compiled[index]) and int(self._graph[index]) in graphs
+            (from_cache if known else costs[tuple(self._dear[:, index].tolist())]).append(one.seconds)
+            graphs |= {int(self._graph[index])} if self._compiled[index] else set()
         means = {kind: fmean(some) for kind, some in costs.items()}
         seconds = np.full(self._surrogate.size, fmean(one.seconds for one in seen.values()))
         for kind in itertools.product((False, True), repeat=len(DEAR_S)):
             alike = (self._dear == np.array(kind)[:, None]).all(axis=0)
             seconds[alike] = means.get(kind) or _reckoned(kind, means) or seconds[alike]
+        cached = self._compiled & np.isin(self._graph, list(graphs))
+        seconds[cached] = fmean(from_cache) if from_cache else float(seconds.min()) + FROM_CACHE_S
         positive: Floats = np.maximum(seconds, 1e-3)
         return positive
+
+
+def _codes(columns: Sequence[Strings], count: int) -> Codes:
+    """A number for each combination of values that occurs in the columns."""
+    codes = np.zeros(count, dtype=np.int64)
+    for column in columns:
+        _, own = np.unique(column, return_inverse=True)
+        _, codes = np.unique(codes * (int(own.max()) + 1) + own, return_inverse=True)
+    return codes
 
 
 def features_of(point: Point) -> Point:

@@ -26,16 +26,17 @@ HOPELESS = 2.0
 TRIAL_LIMIT_S, COMPILED_LIMIT_S = 120.0, 600.0
 # Long enough for a GPU's counter of energy, so that every trial answers that question too.
 ENERGY_S = 0.3
-# cudnn.benchmark times every algorithm for every shape: 5 to 20 s for each dtype and layout of a convolution
-# network, where a trial takes 1.5 s without (measured on an H200, torch 2.11); torch.compile takes 10 to 60 s. So the
-# search does without them at first, for this share of its time, and then tries them on the best.
+# cudnn.benchmark times every algorithm for every shape: 10 to 25 s for each dtype and layout of a convolution network,
+# where a trial takes 1.2 s without (ResNet-50 on an H200, torch 2.11, reports/h200/oracle); torch.compile takes 25 to
+# 40 s. So the search does without them at first: for this share of its time, and no longer than this; where batch sizes
+# are searched, for a larger one (reports/samplers.json).
 CHEAP = {"cudnn_benchmark": False, "compile": "off"}
-CHEAP_SHARE = 0.4
-# Of each dtype and layout, as many as reach this share of the best.
-DEAR_VARIANTS, IN_REACH = 2, 0.75
+CHEAP_SHARE, CHEAP_S, CHEAP_SHARE_WITH_SIZES = 0.35, 40.0, 0.5
 # What a trial takes at the least, where none like it was seen.
 SHORTEST_DEAR_S, SHORTEST_COMPILED_S, SHORTEST_AUTOTUNED_S = 5.0, 25.0, 150.0
-# The mode to begin with, where the space has it: CUDA graphs save launches, whatever the kernels are.
+# Then the best policies of so many dtypes are compiled. The mode to begin with, where the space has it: CUDA graphs save
+# launches, whatever the kernels are.
+DTYPES_COMPILED = 2
 COMPILE_FIRST: tuple[CompileMode, ...] = ("reduce-overhead", "default")
 # Of the time kept for comparisons, for the first policy that is compiled.
 BORROWED = 0.4
@@ -91,7 +92,10 @@ class _Search:
         self._known = len(self.study.trials)
         # The settings of the cheap stage; empty in the stage behind it.
         self._fixed = {name: value for name, value in CHEAP.items() if self.study.has_knob(name)}
-        self._cheap_until_s = self.budget.spent_s + CHEAP_SHARE * (self.budget.left_s - self.reserve_s())
+        self._cheap_share = CHEAP_SHARE_WITH_SIZES if self.study.has_knob("batch_size") else CHEAP_SHARE
+        cheap_s = self._cheap_share * (self.budget.left_s - self.reserve_s())
+        is_capped = self._cheap_share == CHEAP_SHARE
+        self._cheap_until_s = self.budget.spent_s + (min(cheap_s, CHEAP_S) if is_capped else cheap_s)
 
     @property
     def measured(self) -> int:
@@ -106,7 +110,7 @@ class _Search:
             suggestion = self.study.suggest(self._fixed)
             if self._fixed and self._cheap_stage_is_over(suggestion):
                 self._forget(suggestion)
-                self.study.measure_first(_dear_variants(self.study))
+                self.study.measure_first(_to_compile(self.study))
                 self._fixed = {}
             elif suggestion is None:
                 return "every policy of the space is measured"
@@ -131,7 +135,7 @@ class _Search:
         return self._left_s + (BORROWED * self.reserve_s() if is_first else 0.0)
 
     def _cheap_stage_is_over(self, suggestion: Suggestion | None) -> bool:
-        most = math.inf if self.budget.trials is None else CHEAP_SHARE * self.budget.trials
+        most = math.inf if self.budget.trials is None else self._cheap_share * self.budget.trials
         spent = self.budget.spent_s > self._cheap_until_s or self.measured >= most
         return suggestion is None or spent or _is_hopeless(suggestion, self.study)
 
@@ -206,18 +210,18 @@ def _cannot_compile(study: Study) -> bool:
     return len(broken) == len(compiled) >= COMPILE_ATTEMPTS
 
 
-def _dear_variants(study: Study) -> list[Policy]:
-    """The best policy so far, compiled; and the best of each dtype and layout, which have their own plans, timed."""
+def _to_compile(study: Study) -> list[Policy]:
+    """The best policies so far of two autocast dtypes, compiled: what is fastest then is often not what is before."""
     scores = {trial.policy: study.yardstick.score(trial.outcome) or 0.0 for trial in study.trials}
-    within_reach = IN_REACH * max(scores.values(), default=0.0)
-    best: dict[tuple[str, str], Policy] = {}
+    best: dict[str, Policy] = {}
     for policy in sorted(scores, key=scores.__getitem__, reverse=True):
-        if scores[policy] >= within_reach:
-            best.setdefault((policy.autocast, policy.memory_format), policy)
-    compiled = [replace(policy, compile=mode) for policy in list(best.values())[:1] for mode in COMPILE_FIRST]
-    timed = [replace(policy, cudnn_benchmark=True) for policy in best.values()]
-    first = [policy for policy in compiled if policy in study][:1]
-    return first + [policy for policy in timed if policy in study][:DEAR_VARIANTS]
+        best.setdefault(policy.autocast, policy)
+    for mode in COMPILE_FIRST:
+        compiled = (replace(policy, compile=mode) for policy in best.values())
+        known = [policy for policy in compiled if policy in study]
+        if known:
+            return known[:DTYPES_COMPILED]
+    return []
 
 
 def _of_two(first: Measurement, second: Outcome) -> Outcome:

@@ -395,6 +395,9 @@ FULL = Measurement(
     steady=False,
     discarded=("hw-thermal+foreign-process", "hw-thermal"),
     contaminated_by=("power-cap",),
+    startup_s=12.5,
+    graph_breaks=("a call to print",),
+    recompiled=2,
     sm_clock_mhz=1500,
     temperature_c=70,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from landscape import SimulatedClock
@@ -42,7 +43,7 @@ class Ticking(RecordedEvaluator):
         return super().measure(policy, effort)
 
 
-def tuned(folder: Path, *, budget_s: float = 400, **wanted: object) -> tuple[Decision, Ticking]:
+def tuned(folder: Path, *, budget_s: float = 400, **wanted: Any) -> tuple[Decision, Ticking]:
     evaluator = Ticking("resnet50", noise=0.002, true_ms=saturating)
     clock = evaluator.clock = SimulatedClock()
     request = request_in(folder, trials=None, **wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from amptune.measure.outcome import Failure, Measurement, Outcome
@@ -27,7 +28,7 @@ def took(ms: float, **more: object) -> Measurement:
     return replace(plain, **more)  # type: ignore[arg-type]  # fields by name
 
 
-def findings_of(outcomes: dict[Policy, Outcome], winner: Policy) -> dict[str, Finding]:
+def findings_of(outcomes: Mapping[Policy, Outcome], winner: Policy) -> dict[str, Finding]:
     trials = [Trial(number=i, policy=p, outcome=o, seconds=1.0) for i, (p, o) in enumerate(outcomes.items())]
     return {finding.code: finding for finding in compile_findings(trials, winner)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from landscape import SimulatedClock
@@ -46,7 +47,7 @@ class Compiling(RecordedEvaluator):
 
 
 def searched(
-    folder: Path, evaluator: RecordedEvaluator | None = None, budget_s: float = 400, **wanted: object
+    folder: Path, evaluator: RecordedEvaluator | None = None, budget_s: float = 400, **wanted: Any
 ) -> tuple[Decision, list[Event]]:
     evaluator = evaluator or Compiling("resnet50", noise=0.002)
     evaluator.true_ms = lambda policy: recorded_ms("resnet50", policy) * FACTORS[policy.compile]
@@ -82,7 +83,7 @@ def test_kernels_are_not_timed_in_a_budget_that_could_not_hold_it(tmp_path: Path
 
 
 @pytest.mark.parametrize("wanted", [{"compile": False}, {"pins": {"compile": "off"}}])
-def test_nothing_is_compiled_for_who_wants_nothing_compiled(tmp_path: Path, wanted: dict[str, object]) -> None:
+def test_nothing_is_compiled_for_who_wants_nothing_compiled(tmp_path: Path, wanted: dict[str, Any]) -> None:
     decision, events = searched(tmp_path, **wanted)
     assert {policy.compile for policy in tried(events)} == {"off"}
     assert decision.policy.compile == "off"
