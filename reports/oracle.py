@@ -4,8 +4,8 @@
     python reports/oracle.py --out reports/h200/oracle --table
 
 For each workload every eager policy: autocast × FP32 math (where autocast is off) × memory format and cudnn.benchmark
-(where there are convolutions) × fused optimizer; then every mode of torch.compile on the fastest four of those. One
-that is far behind the best is timed over two steps only.
+(where there are convolutions) × fused optimizer; then every mode of torch.compile on the fastest of each dtype and memory
+format, of the four fastest kinds. One that is far behind the best is timed over two steps only.
 
 Appends a line to OUT/WORKLOAD.jsonl as each policy is measured: its outcome with every step's time, and the seconds
 it cost, compiling included. What stands there already is not measured again, so that a command that was cut short,
@@ -107,13 +107,20 @@ class Oracle:
     def row_of(self, policy: Policy) -> Row | None:
         return next((row for row in self.rows if row.policy == policy), None)
 
+    def _to_compile(self) -> list[Policy]:
+        """The fastest eager policies of so many kinds: with fused and cudnn.benchmark on and off, four would be one."""
+        best: dict[tuple[str, str], Policy] = {}
+        for row in self.fastest(eager=True):
+            best.setdefault((row.policy.autocast, row.policy.memory_format), row.policy)
+        return list(best.values())[:COMPILED_POINTS]
+
     def missing(self) -> list[Policy]:
         """What is still to be measured: eager policies first, and when those are done, compiled ones."""
         measured = {row.policy for row in self.rows}
         eager = [p for p in eager_policies(convolutions=self.machine["convolutions"]) if p not in measured]
         if eager:
             return eager
-        points = [row.policy for row in self.fastest(COMPILED_POINTS, eager=True)]
+        points = self._to_compile()
         compiled = [replace(point, compile=mode) for mode in COMPILE_MODES for point in points]
         return [policy for policy in compiled if policy not in measured]
 

@@ -73,9 +73,12 @@ def test_the_grid_is_every_eager_policy_once() -> None:
     assert STOCK in grid
 
 
-def test_every_mode_is_compiled_on_the_four_fastest() -> None:
+def test_every_mode_is_compiled_on_the_fastest_of_each_kind() -> None:
     missing = all_eager().missing()
-    fastest = [found.policy for found in all_eager().fastest(4)]
+    kinds: dict[tuple[str, str], Policy] = {}
+    for found in all_eager().fastest():
+        kinds.setdefault((found.policy.autocast, found.policy.memory_format), found.policy)
+    fastest = list(kinds.values())[:4]
     assert len(missing) == len(fastest) * len(oracle.COMPILE_MODES)
     assert set(missing) == {replace(policy, compile=mode) for policy in fastest for mode in oracle.COMPILE_MODES}
     assert set(oracle.COMPILE_MODES) == set(get_args(CompileMode)) - {"off"}

@@ -34,8 +34,8 @@ CHEAP = {"cudnn_benchmark": False, "compile": "off"}
 CHEAP_SHARE, CHEAP_S, CHEAP_SHARE_WITH_SIZES = 0.35, 40.0, 0.5
 # What a trial takes at the least, where none like it was seen.
 SHORTEST_DEAR_S, SHORTEST_COMPILED_S, SHORTEST_AUTOTUNED_S = 5.0, 25.0, 150.0
-# Then the best policies of so many dtypes are compiled. The mode to begin with, where the space has it: CUDA graphs save
-# launches, whatever the kernels are.
+# Then the best policies of so many dtypes are compiled. The mode to begin with, where the space has it: CUDA graphs
+# save launches, whatever the kernels are.
 DTYPES_COMPILED = 2
 COMPILE_FIRST: tuple[CompileMode, ...] = ("reduce-overhead", "default")
 # Of the time kept for comparisons, for the first policy that is compiled.
