@@ -4,8 +4,8 @@
     python reports/oracle.py --out reports/h200/oracle --table
 
 For each workload every eager policy: autocast × FP32 math (where autocast is off) × memory format and cudnn.benchmark
-(where there are convolutions) × fused optimizer; then every mode of torch.compile on the fastest of each dtype and memory
-format, of the four fastest kinds. One that is far behind the best is timed over two steps only.
+(where there are convolutions) × fused optimizer; then every mode of torch.compile on the fastest of each dtype and
+memory format, of the four fastest kinds. One that is far behind the best is timed over two steps only.
 
 Appends a line to OUT/WORKLOAD.jsonl as each policy is measured: its outcome with every step's time, and the seconds
 it cost, compiling included. What stands there already is not measured again, so that a command that was cut short,

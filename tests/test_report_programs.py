@@ -163,7 +163,7 @@ def test_the_caches_of_the_compiler_are_empty_and_put_back(monkeypatch: pytest.M
 
 def test_the_table_of_the_oracle_names_its_best() -> None:
     text = oracle.table([all_eager()])
-    assert "| w | 10 | 0 | 16 | " in text
+    assert "| w | 10 | 0 | 12 | " in text
     assert "| 1.000 | 1.000 | 10 | bf16 |" in text
 
 
