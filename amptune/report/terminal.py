@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["console_for", "print_decision", "print_diagnosis", "print_hardware", "print_verification"]
 
-_WIDTH_ELSEWHERE = 120
+_WIDTH_ELSEWHERE = 150
 
 
 def print_decision(decision: Decision, output: str, stream: TextIO) -> None:

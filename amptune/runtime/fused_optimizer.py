@@ -24,8 +24,36 @@ def fuse(optimizer: torch.optim.Optimizer) -> Finding | None:
     for parameter, state in optimizer.state.items():
         if torch.is_tensor(state.get("step")):  # fused kernels count where they run; load_state_dict moves it so too
             state["step"] = state["step"].to(device=parameter.device, dtype=torch.float32)
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # as its __init__ does, for GradScaler
+    # As its __init__ does, for GradScaler: the kernel unscales gradients, and does nothing where one overflowed.
+    optimizer._step_supports_amp_scaling = not _starts_anew(optimizer)  # type: ignore[attr-defined]
+    if isinstance(optimizer, torch.optim.SGD):
+        optimizer.register_load_state_dict_post_hook(_begin_at_rest)
+        _begin_at_rest(optimizer)
     return None
+
+
+def _starts_anew(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a first step is unlike one from a momentum of zero, so that it must not be the one that is skipped."""
+    groups = optimizer.param_groups
+    return isinstance(optimizer, torch.optim.SGD) and any(g["momentum"] and g["dampening"] for g in groups)
+
+
+def _begin_at_rest(optimizer: torch.optim.Optimizer) -> None:
+    """Has momentum start from zero with the next step, on whatever device the parameters are then.
+
+    PyTorch leaves the buffers of fused SGD as the memory happens to be, for its first step to write; and that step
+    writes nothing where a gradient overflowed, as under fp16 it often does (torch/optim/sgd.py, `_fused_sgd`): training
+    then ends in NaN, seen on an H200 with DeepLabV3+.
+    """
+
+    def fill(*_: Any) -> None:
+        handle.remove()
+        for group in optimizer.param_groups:
+            for parameter in group["params"] if group["momentum"] and not group["dampening"] else ():
+                if parameter.requires_grad and optimizer.state[parameter].get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+    handle = optimizer.register_step_pre_hook(fill)
 
 
 def is_fusable(optimizer: torch.optim.Optimizer) -> bool:

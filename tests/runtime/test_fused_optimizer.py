@@ -113,3 +113,44 @@ def test_a_fused_optimizer_works_with_a_loss_scaler_and_skips_an_overflow() -> N
     scaler.update()
     assert torch.equal(model.weight, before)
     assert scaler.get_scale() == 32768
+
+
+def scaled_steps(model: nn.Linear, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Three steps under a loss scaler, the gradients of the first having overflowed."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 4), 1.0 + step)).square().sum()
+        scaler.scale(loss * (float("inf") if step == 0 else 0.01)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return model.weight.detach().clone()
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"nesterov": True}, {"dampening": 0.5}, {"momentum": 0.0}, {"weight_decay": 0.1}], ids=str
+)
+def test_a_first_step_that_overflows_is_skipped_by_fused_sgd_too(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's own leaves its momentum as the memory happens to be, which is here no number."""
+    monkeypatch.setattr(torch, "empty_like", lambda tensor, **_: torch.full_like(tensor, float("nan")))
+    plain, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    model.load_state_dict(plain.state_dict())
+    settings = {"lr": 0.1, "momentum": 0.9, **more}
+    optimizer = torch.optim.SGD(model.parameters(), **settings)
+    assert fuse(optimizer) is None
+    torch.testing.assert_close(
+        scaled_steps(model, optimizer), scaled_steps(plain, torch.optim.SGD(plain.parameters(), **settings))
+    )
+
+
+def test_fused_sgd_begins_at_rest_after_an_empty_state_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty_like", lambda tensor, **_: torch.full_like(tensor, float("nan")))
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    fuse(optimizer)
+    train(model, optimizer, steps=1)
+    optimizer.load_state_dict(torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1, momentum=0.9).state_dict())
+    optimizer.param_groups[0]["fused"] = True
+    assert torch.isfinite(scaled_steps(model, optimizer)).all()
