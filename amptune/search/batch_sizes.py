@@ -22,8 +22,9 @@ SHARE = 0.15
 PROBE_LIMIT_S = 60.0
 # A few steps: the optimizer's state is there from the second one on.
 PROBE = Effort(warmup_s=0.0, measure_s=0.0, min_steps=1, max_steps=1)
-# Besides the largest ones, the workload's own size times powers of two, from this part of it on.
-LEAST_PART = 4
+# Besides the largest ones, the workload's own size times powers of two, from this part of it on; and beyond so many
+# times the own, of four: there the speed hardly depends on the size.
+LEAST_PART, FINE_UP_TO = 2, 8
 # A CPU is kept busy by batches far below what fits into its memory.
 MOST_TIMES_OWN_ON_CPU = 16
 # With a global batch, of the sizes that divide it no more than these, evenly spread.
@@ -112,7 +113,7 @@ def sizer_for(
 def _allowed(prepared: Prepared, whole: GlobalBatch | None) -> tuple[int, ...] | None:
     """The only sizes to try, if there are such."""
     if whole is not None:
-        return tuple(n for n in range(1, whole.per_device + 1) if whole.allows(n))
+        return whole.batch_sizes
     if prepared.hardware.device == "cpu":
         own, most = prepared.subject.batch_size, MOST_TIMES_OWN_ON_CPU
         return tuple(own * factor for factor in range(1, most + 1))
@@ -123,11 +124,11 @@ def _between(own: int, largest: list[int], whole: GlobalBatch | None) -> tuple[i
     """The own size times powers of two, and the largest; of what divides a global batch, some."""
     highest = max([own, *largest])
     if whole is not None:
-        sizes = [n for n in range(max(1, own // LEAST_PART), highest + 1) if whole.allows(n)]
+        sizes = [n for n in whole.batch_sizes if max(1, own // LEAST_PART) <= n <= highest]
         step = max(1, len(sizes) // MOST_SIZES)
         return tuple(sorted({*sizes[::-step], *largest}))
     powers, size = [], max(1, own // LEAST_PART)
     while size <= highest:
         powers.append(size)
-        size *= 2
+        size *= 2 if size < FINE_UP_TO * own else 4
     return tuple(sorted({*powers, *largest}))

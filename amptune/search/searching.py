@@ -43,6 +43,7 @@ BORROWED = 0.4
 # Compiling is given up when so many compiled policies failed, none having run.
 COMPILE_ATTEMPTS = 2
 OUT_OF_TIME = "the budget for searching is spent"
+THE_REST_IS_LEFT_OUT = "what is left of the space does not fit, takes too much time, or cannot be compiled here"
 # Less than this is not enough for a trial in a worker that already runs.
 SHORTEST_TRIAL_S = 3.0
 # Without the baseline there is no answer, so it gets this much even where little of the budget is left.
@@ -92,10 +93,9 @@ class _Search:
         self._known = len(self.study.trials)
         # The settings of the cheap stage; empty in the stage behind it.
         self._fixed = {name: value for name, value in CHEAP.items() if self.study.has_knob(name)}
-        self._cheap_share = CHEAP_SHARE_WITH_SIZES if self.study.has_knob("batch_size") else CHEAP_SHARE
-        cheap_s = self._cheap_share * (self.budget.left_s - self.reserve_s())
-        is_capped = self._cheap_share == CHEAP_SHARE
-        self._cheap_until_s = self.budget.spent_s + (min(cheap_s, CHEAP_S) if is_capped else cheap_s)
+        sizes = self.study.has_knob("batch_size")
+        self._cheap_share, self._cheap_s = (CHEAP_SHARE_WITH_SIZES, math.inf) if sizes else (CHEAP_SHARE, CHEAP_S)
+        self._began_s = self.budget.spent_s
 
     @property
     def measured(self) -> int:
@@ -113,7 +113,7 @@ class _Search:
                 self.study.measure_first(_to_compile(self.study))
                 self._fixed = {}
             elif suggestion is None:
-                return "every policy of the space is measured"
+                return THE_REST_IS_LEFT_OUT if self.study.has_left_out else "every policy of the space is measured"
             elif _is_hopeless(suggestion, self.study):
                 self._forget(suggestion)
                 return "no policy that is left promises to be better"
@@ -135,9 +135,12 @@ class _Search:
         return self._left_s + (BORROWED * self.reserve_s() if is_first else 0.0)
 
     def _cheap_stage_is_over(self, suggestion: Suggestion | None) -> bool:
+        """What is kept for the comparisons is known better with each trial, and so is the time there is."""
         most = math.inf if self.budget.trials is None else self._cheap_share * self.budget.trials
-        spent = self.budget.spent_s > self._cheap_until_s or self.measured >= most
-        return suggestion is None or spent or _is_hopeless(suggestion, self.study)
+        spent_s = self.budget.spent_s - self._began_s
+        enough_s = min(self._cheap_s, self._cheap_share * (spent_s + self._left_s))
+        over = spent_s > enough_s or self.measured >= most
+        return suggestion is None or over or _is_hopeless(suggestion, self.study)
 
     def _is_too_dear(self, policy: Policy) -> bool:
         """Whether there is no time for such a trial, but for others there may be; or nothing can be compiled here."""
@@ -157,6 +160,9 @@ class _Search:
             self._forget(suggestion)
             return OUT_OF_TIME
         self.study.tell(suggestion, trial)
+        if isinstance(trial.outcome, Failure) and trial.outcome.kind == "oom" and policy.compile != "off":
+            smaller = self.study.next_smaller(policy)  # CUDA graphs hold more
+            self.study.measure_first([] if smaller is None else [smaller])
         first = self.study.trial_of(self.baseline)
         best = best_of(self.study)
         self.observer(TrialEnded(trial=trial, best=best, baseline=first, left_s=self.budget.left_s))
@@ -225,10 +231,14 @@ def _to_compile(study: Study) -> list[Policy]:
 
 
 def _of_two(first: Measurement, second: Outcome) -> Outcome:
-    """The faster one; but a policy that fails now and then is no policy to train with."""
+    """The faster one; but a policy that fails now and then is no policy to train with.
+
+    What was compiled for the first is there for the second, which would say that it took no time and broke nowhere.
+    """
     if isinstance(second, Failure):
         return first if second.kind == "timeout" else second
-    return max(first, second, key=lambda one: one.samples_per_s)
+    faster = max(first, second, key=lambda one: one.samples_per_s)
+    return replace(faster, startup_s=max(first.startup_s, second.startup_s), graph_breaks=first.graph_breaks)
 
 
 def _least_s(study: Study, policy: Policy) -> float:

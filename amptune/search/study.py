@@ -22,10 +22,11 @@ from optuna.trial import TrialState
 from amptune.errors import StudyError
 from amptune.measure.outcome import Failure, Measurement, Outcome, outcome_from_dict, outcome_to_dict
 from amptune.policy.settings import Policy
-from amptune.policy.wire import policy_from_dict, policy_to_dict
+from amptune.policy.wire import in_one_line, policy_from_dict, policy_to_dict
 from amptune.search.ablation import variants_of
 from amptune.search.events import Event, Observer, PolicyJudged
 from amptune.search.gate import Judgement
+from amptune.search.memory_model import arm_of
 from amptune.search.objective import THROUGHPUT, Objective, Yardstick
 from amptune.search.proposing import Proposer, Seen, features_of, with_features
 from amptune.search.remembered import Judged, StudyRecord, TuningRecord, without_password
@@ -106,6 +107,9 @@ class Study:
         self._left_out: set[int] = set()
         self.trials: list[Trial] = sorted(filter(self._tells, _remembered(study)), key=lambda trial: trial.number)
         self._outcomes = {trial.policy: trial for trial in self.trials}
+        self._sizes = sorted({policy.batch_size for policy in self._policies if policy.batch_size is not None})
+        for trial in self.trials:
+            self._note_size(trial)
 
     def __contains__(self, policy: Policy) -> bool:
         """Whether the space holds a policy, measured or not."""
@@ -138,6 +142,26 @@ class Study:
         """Has none of these suggested any more."""
         self._left_out |= {index for index, policy in enumerate(self._policies) if which(policy)}
         self._first = deque(policy for policy in self._first if not which(policy))
+
+    def next_smaller(self, policy: Policy) -> Policy | None:
+        """The same with the next smaller batch size of the space, if there is one."""
+        point, smaller = self._points.get(policy), [size for size in self._sizes if size < (policy.batch_size or 0)]
+        return self._to_policy(Point({**point, BATCH_SIZE: smaller[-1]})) if point is not None and smaller else None
+
+    def _note_size(self, trial: Trial) -> None:
+        """Where a batch is too large, larger ones of its kind are too."""
+        if self._is_too_large(trial):
+            kind, size = arm_of(trial.policy), trial.policy.batch_size or 0
+            self.leave_out(lambda policy: (policy.batch_size or 0) >= size and arm_of(policy) == kind)
+
+    def _is_too_large(self, trial: Trial) -> bool:
+        """Whether it ran out of memory, and a smaller batch might not: that says nothing of its other settings."""
+        return len(self._sizes) > 1 and isinstance(trial.outcome, Failure) and trial.outcome.kind == "oom"
+
+    @property
+    def has_left_out(self) -> bool:
+        """Whether that kept any policy from being measured."""
+        return any(self._policies[index] not in self._outcomes for index in self._left_out)
 
     def begin(self, tuning: TuningRecord) -> None:
         """Writes down that a tuning run uses the study from now on."""
@@ -260,6 +284,7 @@ class Study:
             handle.set_user_attr("seconds", trial.seconds)
             handle.set_constraint("feasible", 1.0 if isinstance(trial.outcome, Failure) else 0.0)
             self._study.tell(handle, trial.samples_per_s)
+        self._note_size(trial)
 
     def forget(self, suggestion: Suggestion) -> None:
         """Leaves a suggestion unmeasured, to be asked for again another time."""
@@ -271,7 +296,7 @@ class Study:
         return {
             self._index[policy]: Seen(score=yardstick.score(trial.outcome), seconds=trial.seconds)
             for policy, trial in self._outcomes.items()
-            if policy in self._index
+            if policy in self._index and not self._is_too_large(trial)
         }
 
     def _ask_for(self, policy: Policy) -> Suggestion:
@@ -310,7 +335,7 @@ def open_study(
 
 
 def recall(where: Path | str, name: str | None = None, *, run: str | None = None) -> StudyRecord:
-    """Reads back what was tuned there: the study `name`, that of a tuning `run`, or the one with the latest trial.
+    """Reads back what was tuned there: the study `name`, that of a tuning `run`, or the one that was last tuned.
 
     Raises `StudyError` if there is none, or the storage cannot be read.
     """
@@ -329,15 +354,18 @@ def _chosen(storage: BaseStorage, where: Path | str, name: str | None, run: str 
         raise StudyError(f"{where} holds no study {name!r}, but {', '.join(sorted(names)) or 'none'}")
     studies = [optuna.load_study(study_name=one, storage=storage) for one in names if name in (None, one)]
     studies = [study for study in studies if run is None or f"{TUNING} {run}" in study.user_attrs]
-    began = {study: max((_began(trial) for trial in study.get_trials(deepcopy=False)), default="") for study in studies}
-    last = max(studies, key=began.__getitem__, default=None)
-    if last is None or not began[last]:
+    tried = [study for study in studies if study.get_trials(deepcopy=False)]
+    last = max(tried, key=_last_tuned, default=None)
+    if last is None:
         raise StudyError(f"there are no trials in {where}: `amptune tune --study {where}` makes some")
     return last
 
 
-def _began(trial: optuna.trial.FrozenTrial) -> str:
-    return "" if trial.datetime_start is None else trial.datetime_start.isoformat()
+def _last_tuned(study: optuna.Study) -> tuple[str, str]:
+    """When a tuning last began, or else a trial: one that remembers all its trials makes none."""
+    trials = (trial.datetime_start for trial in study.get_trials(deepcopy=False))
+    tunings = (value["began"] for key, value in study.user_attrs.items() if key.startswith(f"{TUNING} "))
+    return max(tunings, default=""), max((one.isoformat() for one in trials if one is not None), default="")
 
 
 def _record_of(study: optuna.Study, where: Path | str) -> StudyRecord:
@@ -376,7 +404,7 @@ def _broken_records(where: Path | str) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError) as error:
-        raise StudyError(f"the study in {where} is broken and cannot be read: {error!r}") from error
+        raise StudyError(f"the study in {where} is broken and cannot be read: {in_one_line(error)}") from error
 
 
 def _backend(folder: Path) -> JournalFileBackend:
@@ -436,13 +464,20 @@ def _with_unused(knobs: Sequence[Knob]) -> list[Knob]:
     return [replace(knob, choices=(*knob.choices, UNUSED)) if knob.name == "fp32_math" else knob for knob in knobs]
 
 
+def _first_line(error: BaseException | None) -> str:
+    """What follows it are links to a library's pages; the driver that a database needs is named by the cause."""
+    words = str(error).partition("\n")[0]
+    missing = error.__cause__ or error.__context__ if isinstance(error, ImportError) else None
+    return words if missing is None else f"{words} ({missing})"
+
+
 class _storage_errors:  # noqa: N801  # reads as a function at its uses
     """Turns a storage that fails (a full disk, a broken journal, an unreachable database) into `StudyError`."""
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError | json.JSONDecodeError) or (
+        if isinstance(error, OSError | json.JSONDecodeError | ImportError) or (
             kind is not None and kind.__module__.startswith(("sqlalchemy", "optuna.exc"))
         ):
-            raise StudyError(f"the study cannot be read or written: {error}") from error
+            raise StudyError(f"the study cannot be read or written: {_first_line(error)}") from error

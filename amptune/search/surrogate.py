@@ -36,6 +36,8 @@ REACH_STEPS = 2.0
 # A measurement this many standard deviations from what the others say counts as an outlier.
 OUTLIER = 3.5
 OUTLIER_NOISE = 10.0
+# Room for so many trials at first; it is doubled as it is needed.
+FIRST_ROWS = 32
 # Deviations are computed anew for so many of the points that may reach highest: at this many deviations above the mean.
 WORTH_A_LOOK, REACHES = 500, 2.0
 
@@ -67,7 +69,8 @@ class Surrogate:
         effect, pair_share, noise = FIRST_GUESS
         self._prior = _Prior(np.full(len(knobs), effect), pair_share, noise)
         self._prior_of = 0
-        self._rows: dict[int, Floats] = {}
+        self._rows: dict[int, int] = {}
+        self._covariances: Floats = np.empty((FIRST_ROWS, len(points)))
         self._deviation = np.full(len(points), math.inf)
 
     @property
@@ -88,7 +91,7 @@ class Surrogate:
             self._deviation = np.full(self.size, math.inf)
         fit = _solved(self._prior.kernel(among), values, np.full(len(values), self._prior.noise / spread))
         fit = fit.without_outliers(values)
-        cross = np.stack([self._row(index) for index in indices])
+        cross = self._covariances_of(indices)
         mean: Floats = fit.coefficients @ cross
         # With every trial deviations fall (but where one is found to be an outlier): an older one is rather too large.
         unknown = np.isinf(self._deviation).any()
@@ -96,11 +99,16 @@ class Surrogate:
         self._deviation[worth] = _deviation_of(fit, cross[:, worth], self._prior.variance)
         return Belief(centre + spread * mean, spread * self._deviation)
 
-    def _row(self, index: int) -> Floats:
-        """The covariance of one point with every point."""
-        if index not in self._rows:
-            self._rows[index] = self._prior.kernel(self._likenesses([index], range(self.size)))[0]
-        return self._rows[index]
+    def _covariances_of(self, indices: Sequence[int]) -> Floats:
+        """(some, every): each point's covariance with every point, computed once, copied only if the order changed."""
+        for index in indices:
+            if index not in self._rows:
+                self._rows[index] = len(self._rows)
+                if len(self._rows) > len(self._covariances):
+                    self._covariances = np.concatenate([self._covariances, np.empty_like(self._covariances)])
+                self._covariances[self._rows[index]] = self._prior.kernel(self._likenesses([index], range(self.size)))
+        rows = [self._rows[index] for index in indices]
+        return self._covariances[: len(rows)] if rows == list(range(len(rows))) else self._covariances[rows]
 
     def _likenesses(self, some: Sequence[int], others: Sequence[int]) -> Floats:
         """(knobs, some, others): how alike their values are."""

@@ -20,6 +20,7 @@ from amptune.search.budget import Budget
 from amptune.search.candidates import GlobalBatch, Wanted, candidates_for
 from amptune.search.deciding import Decision
 from amptune.search.headroom import larger_batch
+from amptune.search.memory_model import arm_of
 from amptune.search.tuning import tune_with
 
 OWN = 128
@@ -43,8 +44,11 @@ class Ticking(RecordedEvaluator):
         return super().measure(policy, effort)
 
 
-def tuned(folder: Path, *, budget_s: float = 400, **wanted: Any) -> tuple[Decision, Ticking]:
+def tuned(
+    folder: Path, *, budget_s: float = 400, peak_mib: Callable[[Policy], float] | None = None, **wanted: Any
+) -> tuple[Decision, Ticking]:
     evaluator = Ticking("resnet50", noise=0.002, true_ms=saturating)
+    evaluator.peak_mib = peak_mib or evaluator.peak_mib
     clock = evaluator.clock = SimulatedClock()
     request = request_in(folder, trials=None, **wanted)
     request = replace(request, budget=Budget(seconds=budget_s, started=0.0, clock=clock))
@@ -68,6 +72,22 @@ def test_what_clearly_does_not_fit_is_not_tried(tmp_path: Path) -> None:
     _, evaluator = tuned(tmp_path, batch_size="auto")
     too_large = [policy for policy in evaluator.measured if (policy.batch_size or OWN) > LARGEST]
     assert len(too_large) <= 2  # the finder's own, one of each precision at the most
+
+
+def test_a_graph_that_does_not_fit_is_tried_with_a_smaller_batch_and_none_larger(tmp_path: Path) -> None:
+    def twice_as_much(policy: Policy) -> float:
+        samples = (policy.batch_size or OWN) * (2 if policy.compile != "off" else 1)
+        return FIXED_MIB + SAMPLE_MIB * samples
+
+    decision, _ = tuned(tmp_path, budget_s=900, peak_mib=twice_as_much, batch_size="auto")
+    compiled = [trial for trial in decision.trials if trial.policy.compile != "off"]
+    failed = [place for place, trial in enumerate(compiled) if isinstance(trial.outcome, Failure)]
+    assert failed
+    first = compiled[failed[0]].policy
+    later = [trial for trial in compiled[failed[0] + 1 :] if arm_of(trial.policy) == arm_of(first)]
+    assert later
+    assert all((trial.policy.batch_size or OWN) < (first.batch_size or OWN) for trial in later)
+    assert any(not isinstance(trial.outcome, Failure) for trial in later)
 
 
 def test_another_run_resumes_the_study_though_memory_gave_other_sizes(tmp_path: Path) -> None:
@@ -99,6 +119,23 @@ def test_a_global_batch_that_cannot_be_made_up_is_refused_with_sizes_that_can(tm
         tuned(tmp_path, global_batch=GlobalBatch(samples=1000))
     with pytest.raises(SpaceError, match="3 devices"):
         GlobalBatch(samples=1000, devices=3)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 36, 97, 1000])
+def test_the_batch_sizes_of_a_global_batch_are_its_divisors(samples: int) -> None:
+    whole = GlobalBatch(samples=samples)
+    assert whole.batch_sizes == tuple(n for n in range(1, samples + 1) if samples % n == 0)
+
+
+def test_the_batch_sizes_of_a_huge_global_batch_are_found_at_once() -> None:
+    assert GlobalBatch(samples=10**12).batch_sizes[-2:] == (5 * 10**11, 10**12)
+
+
+@pytest.mark.parametrize(("wanted", "pinned"), [(True, "off"), (False, "default"), (False, "max-autotune")])
+def test_wishes_about_compiling_that_contradict_each_other_are_refused(pinned: str, *, wanted: bool) -> None:
+    prepared = RecordedEvaluator("resnet50").prepare(1.0)
+    with pytest.raises(SpaceError, match=f"--set compile={pinned} contradict each other"):
+        candidates_for(prepared, Wanted(baseline=Policy(), pins={"compile": pinned}, compile=wanted))
 
 
 def test_a_global_batch_is_refused_for_a_step_of_the_users_own() -> None:
@@ -162,6 +199,15 @@ def test_what_a_larger_batch_would_give_is_told(decision: Decision) -> None:
     assert finding.figures["batch_size"] > 4 * OWN
     assert finding.figures["gain"] > 2
     assert "--batch-size auto" in finding.message
+
+
+def test_no_larger_batch_is_told_than_would_be_searched(decision: Decision) -> None:
+    """On a CPU, `--batch-size auto` goes up to 16 times the own."""
+    runner = Sized(lambda n: n, 100 * OWN)
+    here = replace(decision, hardware=replace(decision.hardware, device="cpu"))
+    finding = larger_batch(runner, here, Budget(seconds=10))
+    assert finding is not None
+    assert finding.figures["batch_size"] == max(runner.sizes) == 16 * OWN
 
 
 def test_a_larger_batch_that_gives_nothing_is_not_told(decision: Decision) -> None:
