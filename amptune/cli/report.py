@@ -21,7 +21,7 @@ __all__ = ["report_command"]
 @click.argument("study", metavar="STUDY")
 @click.option("-o", "--output", metavar="F.html", help="Write a page that stands alone, instead of text.")
 @objective_options(None, "What is to be best. Default: what the study was last tuned for.")
-@click.option("--name", help="Which study, where the storage holds several. Default: that of the latest trial.")
+@click.option("--name", help="Which study, where the storage holds several. Default: the one last tuned.")
 @json_option
 def report_command(
     study: str, output: str | None, objective: str | None, least_speed: float | None, name: str | None, as_json: bool

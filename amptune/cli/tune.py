@@ -57,6 +57,8 @@ def tune_command(output: str, as_json: bool, report: str | None, **options: Any)
     require_writable(output)
     if report is not None:
         require_writable(report)
+        if Path(report).resolve() == Path(output).resolve():
+            raise click.BadParameter(f"{report} is where the policy is written (-o)", param_hint="--report")
     request = _request(**options)
     try:
         with progress_for(sys.stderr) as observer:

@@ -164,7 +164,8 @@ class Bench:
     def _require_within_limit(self, peak_mib: float) -> None:
         """A GPU's allocator keeps the limit by itself."""
         if self._memory_mib is not None and peak_mib > self._memory_mib:
-            raise MemoryError(f"its peak of {peak_mib:,.0f} MiB is above the {self._memory_mib:,.0f} MiB allowed")
+            allowed = f"{self._memory_mib:,.0f}" if self._memory_mib >= 1 else f"{self._memory_mib:.2g}"
+            raise MemoryError(f"its peak of {peak_mib:,.0f} MiB is above the {allowed} MiB allowed")
 
     def _first_steps(self, stepper: Stepper, least: int) -> tuple[tuple[float, ...], float | None, float]:
         """(losses, gradient norm of the first, time of the last in ms)."""

@@ -23,6 +23,7 @@ __all__ = [
     "PolicyDocument",
     "ProfileDocument",
     "adapter_for",
+    "in_one_line",
     "policy_file_from",
     "policy_file_to_dict",
     "policy_from_dict",
@@ -93,6 +94,17 @@ def policy_to_dict(policy: Policy) -> dict[str, Any]:
 def policy_from_dict(data: Mapping[str, Any]) -> Policy:
     """Raises `pydantic.ValidationError` (a `ValueError`) for what `policy_to_dict` never writes."""
     return adapter_for(Policy).validate_python(dict(data))  # type: ignore[no-any-return]
+
+
+def in_one_line(error: Exception) -> str:
+    """What is wrong with data that were read: pydantic's first problem and where it is, or the error's own words."""
+    import pydantic
+
+    if isinstance(error, pydantic.ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    words = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+    return " ".join(words.split()) or type(error).__name__
 
 
 def policy_file_to_dict(policy_file: PolicyFile, *, schema: bool = True) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from amptune.errors import ClaimError
+from amptune.errors import ClaimError, ObjectiveError
 from amptune.policy.file import PolicyFile
 from amptune.policy.settings import Fp32Rule, Policy
+from amptune.policy.wire import in_one_line
 from amptune.search.gains import FIGURES, aim_of, goal_of
 from amptune.search.objective import Objective
 from amptune.search.pareto import Point, best_point
@@ -42,8 +44,9 @@ _LAYOUT = {
 
 
 def explain(policy_file: PolicyFile) -> tuple[str, ...]:
-    """One sentence or two a setting, then what the evidence says."""
-    return (*_settings(policy_file.policy), *_evidence(policy_file.evidence), *_validity(policy_file.valid_for))
+    """One sentence or two a setting, then what the evidence says. Raises `ClaimError` where that is broken."""
+    with _readable("evidence"):
+        return (*_settings(policy_file.policy), *_evidence(policy_file.evidence), *_validity(policy_file.valid_for))
 
 
 def explain_for(policy_file: PolicyFile, objective: Objective) -> tuple[Point | None, tuple[str, ...]]:
@@ -60,18 +63,27 @@ def explain_for(policy_file: PolicyFile, objective: Objective) -> tuple[Point | 
         )
     if objective.name == "energy" and all(point.energy_j_per_sample is None for point in points):
         raise ClaimError("this file does not say what energy was used: the machine it was tuned on reported none")
-    chosen = best_point(points, objective, baseline["samples_per_s"])
+    with _readable("evidence"):
+        chosen = best_point(points, objective, baseline["samples_per_s"])
     asked = f"For {objective.name}, {aim_of(objective)}, of the {len(points)} policies on record that no other beats"
     if chosen is None:
         return None, (f"{asked}: none is fast enough.",)
-    return chosen, (f"{asked}: {chosen.policy}.", *_costs(chosen, policy_file))
+    with _readable("evidence"):
+        return chosen, (f"{asked}: {chosen.policy}.", *_costs(chosen, policy_file))
 
 
 def _points(evidence: Mapping[str, Any]) -> list[Point]:
-    try:
+    with _readable("evidence.pareto"):
         return [Point.from_dict(data) for data in evidence.get("pareto", ())]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ClaimError(f"evidence.pareto is not what `amptune tune` writes: {error}") from error
+
+
+@contextmanager
+def _readable(what: str) -> Iterator[None]:
+    """Figures that a hand has changed are a `ClaimError`: a word for a number, a 0, a missing one."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, ObjectiveError, TypeError, ValueError) as error:
+        raise ClaimError(f"{what} is not what `amptune tune` writes: {in_one_line(error)}") from error
 
 
 def _costs(chosen: Point, policy_file: PolicyFile) -> Iterator[str]:

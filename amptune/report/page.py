@@ -67,7 +67,8 @@ def _heading(answer: Answer, title: str) -> Iterator[str]:
     if not answer.is_proven:
         yield f"<p>To prove or refute it:</p>\n<pre>{escape(command_of(answer))}</pre>"
     began = last.began[:16].replace("T", " ")
-    yield f'</div>\n<p class="small">batch size {last.batch_size} · baseline {escape(str(last.baseline))} · '
+    yield f'</div>\n<p class="small">batch size {escape(str(last.batch_size))} · '
+    yield f"baseline {escape(str(last.baseline))} · "
     yield f"study {escape(answer.record.name)} · last tuned {escape(began)} UTC</p>\n</header>"
 
 

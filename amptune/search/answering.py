@@ -120,7 +120,10 @@ def findings_of(answer: Answer) -> tuple[Finding, ...]:
 
 
 def command_of(answer: Answer) -> str:
-    """What measures the answer's policies against each other: tuning for the objective, in the same study."""
+    """What measures the answer's policies against each other: tuning for the objective, in the same study.
+
+    With the wishes of the last tuning: under others it would be another study.
+    """
     last, objective, where = answer.record.last, answer.objective, answer.record.where
     share = objective.least_speed
     if last.target is None:
@@ -128,7 +131,7 @@ def command_of(answer: Answer) -> str:
         return f'amptune.tune(workload, objective="{objective.name}"{least}, study="{where}")'
     least = f" --least-speed {share:g}" if objective.needs_speed and share != 1 else ""
     return (
-        shlex.join(["amptune", "tune", last.target, "--objective", objective.name])
+        shlex.join(["amptune", "tune", last.target, *last.options, "--objective", objective.name])
         + f"{least} --study {shlex.quote(where)}"
     )
 
@@ -154,7 +157,8 @@ def answer_of(record: StudyRecord, comparisons: Sequence[KeptComparison], object
     shown = [s for s in standings if may_win(s.policy) and _is_shown(s, objective, s.policy in confirmed)]
     compared = _best_compared(rounds, shown)
     seen = _best_seen(record, Yardstick(objective, _measured(baseline)), standings, may_win)
-    told = objective == record.last.objective and len(rounds) > 1  # it has compared what seemed best for this
+    last = sum(len(one.rounds) for one in comparisons if one.run == record.last.run)
+    told = objective == record.last.objective and last > 1  # it has compared what seemed best for this
     choices = [choice for choice in (compared, None if told else seen) if choice is not None]
     nothing = Choice(policy=baseline.policy, gain=ONE, speedup=ONE, basis="nothing-better")
     choice = max(choices, key=lambda one: _assured(one, objective), default=nothing)

@@ -57,6 +57,12 @@ class GlobalBatch:
         """Whether a whole number of batches makes it up."""
         return self.per_device % batch_size == 0
 
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """All that it allows, the smallest first."""
+        small = [n for n in range(1, math.isqrt(self.per_device) + 1) if self.allows(n)]
+        return tuple(sorted({*small, *(self.per_device // n for n in small)}))
+
     def kept_by(self, policy: Policy) -> Finding:
         """How a policy makes it up, as a finding."""
         size, accumulate = policy.batch_size, policy.accumulate
@@ -70,8 +76,7 @@ class GlobalBatch:
     def require(self, batch_size: int) -> None:
         """Raises `SpaceError`, with the nearest sizes that divide it, for a batch size that does not."""
         if not self.allows(batch_size):
-            sizes = [n for n in range(1, self.per_device + 1) if self.allows(n)]
-            near = sorted(sorted(sizes, key=lambda n: abs(math.log(n / batch_size)))[:NEAREST])
+            near = sorted(sorted(self.batch_sizes, key=lambda n: abs(math.log(n / batch_size)))[:NEAREST])
             each = f"{self.per_device} samples a device" if self.devices > 1 else f"{self.samples} samples"
             raise SpaceError(
                 f"batches of {batch_size} do not add up to the global batch's {each}; name one that does with "
@@ -242,7 +247,10 @@ def _require_shares(whole: GlobalBatch, batch_size: int, subject: Subject) -> No
 
 def _compiling(space: Space, wanted: Wanted) -> Space:
     """The space as `--compile` or `--no-compile` would have it."""
-    modes = space.choices("compile")
+    modes, pinned = space.choices("compile"), wanted.pins.get("compile")
+    if pinned is not None and wanted.compile is (pinned == "off"):
+        said = "--compile" if wanted.compile else "--no-compile"
+        raise SpaceError(f"{said} and --set compile={pinned} contradict each other; leave one of them out")
     if wanted.compile is False and modes:
         return restrict(space, "compile", ("off",))
     if wanted.compile and not [mode for mode in modes if mode != "off"]:

@@ -108,7 +108,7 @@ def decide(
     verdict = compared or _verdict_of_trials(trials, proof)
     if verdict is None:
         return None
-    finalists = standings_of(proof.finals, proof.contest.baseline) if proof.finals else verdict.standings
+    finalists = _finalists(proof, compared, verdict)
     amp_recipe = next((standing for standing in finalists if standing.policy in amp_recipes), None)
     confirmed = proof.confirmed
     bought = ablated(confirmed.rounds, confirmed.candidate) if confirmed else ()
@@ -136,6 +136,17 @@ def decide(
     )
     points = points_of(trials, proof.is_out, judge.has_passed)
     return decision.with_evidence(evidence_of(decision, proof.rounds, judge.known(policy), points))
+
+
+def _finalists(proof: Proof, compared: Verdict | None, verdict: Verdict) -> tuple[Standing, ...]:
+    """What was compared, by the figures of the comparison; or of single trials, where those alone decide.
+
+    Figures of both kinds beside each other contradict each other.
+    """
+    if compared is not None and proof.finals:
+        return standings_of(proof.finals, proof.contest.baseline)
+    entered = {policy for one in proof.finals for policy in one.outcomes}
+    return tuple(standing for standing in verdict.standings if not entered or standing.policy in entered)
 
 
 def _of_numerics(judge: Judge, verdict: Verdict, finalists: Sequence[Standing]) -> Iterator[Finding]:

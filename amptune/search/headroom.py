@@ -40,7 +40,7 @@ def larger_batch(runner: Runner, decision: Decision, budget: Budget) -> Finding 
     first = best = _look(runner, replace(policy, batch_size=own), budget)
     while best is not None:
         larger = replace(policy, batch_size=2 * best.samples_per_step // policy.accumulate)
-        found = None if sizer.predicts_oom(larger) else _look(runner, larger, budget)
+        found = _look(runner, larger, budget) if sizer.may_try(larger) else None
         if found is None or found.samples_per_s < WORTH_TELLING * best.samples_per_s:
             break
         best = found

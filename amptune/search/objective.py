@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -38,7 +39,7 @@ class Objective:
     def __post_init__(self) -> None:
         if self.name not in OBJECTIVES:
             raise ObjectiveError(f"the objective is one of {', '.join(OBJECTIVES)}, not {self.name!r}")
-        if not self.least_speed > 0:
+        if not 0 < self.least_speed < math.inf:
             raise ObjectiveError(
                 f"the least speed is a share of the baseline's above 0, such as 0.9, not {self.least_speed}"
             )

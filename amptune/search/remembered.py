@@ -22,7 +22,7 @@ class TuningRecord:
     """One tuning run: what was tuned, where, and against what. `began` is UTC, ISO 8601.
 
     `target` is what the command line called the workload, None where it came from Python; raw samples of the
-    comparisons are in `folder`.
+    comparisons are in `folder`. `options` are those of `amptune tune` that make it the same study.
     """
 
     run: str
@@ -34,6 +34,7 @@ class TuningRecord:
     batch_size: int
     baseline: Policy
     objective: Objective
+    options: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """As the study keeps it; `from_dict` is the inverse."""
@@ -48,6 +49,7 @@ class TuningRecord:
             "baseline": policy_to_dict(self.baseline),
             "objective": self.objective.name,
             "least_speed": self.objective.least_speed,
+            "options": list(self.options),
         }
 
     @staticmethod
@@ -57,6 +59,7 @@ class TuningRecord:
             **rest,
             baseline=policy_from_dict(data["baseline"]),
             objective=Objective(data["objective"], data["least_speed"]),
+            options=tuple(map(str, data.get("options", ()))),
         )
 
 

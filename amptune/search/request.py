@@ -12,6 +12,7 @@ import cloudpickle
 
 from amptune.errors import TargetError
 from amptune.measure.worker import Source
+from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.budget import Budget
 from amptune.search.candidates import Wanted
 from amptune.search.objective import THROUGHPUT, Objective
@@ -38,6 +39,30 @@ class TuningRequest:
     objective: Objective = THROUGHPUT
     run: str = field(default_factory=lambda: uuid4().hex[:12])
     began: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The wishes as options of `amptune tune`: with the same ones it is the same study."""
+        wanted, whole = self.wanted, self.wanted.global_batch
+        compiling = {None: (), True: ("--compile",), False: ("--no-compile",)}[wanted.compile]
+        valued = {
+            "--baseline": _name_of(wanted.baseline),
+            "--space": wanted.space,
+            "--batch-size": wanted.batch_size,
+            "--global-batch": whole and whole.samples,
+            "--devices": whole.devices if whole is not None and whole.devices > 1 else None,
+            "--max-memory": None if wanted.memory_mib is None else f"{wanted.memory_mib:.10g}MiB",
+            "--device": self.device,
+        }
+        named = (part for name, value in valued.items() if value is not None for part in (name, str(value)))
+        pinned = (part for name, value in wanted.pins.items() for part in ("--set", f"{name}={value}"))
+        return (*named, *compiling, *pinned)
+
+
+def _name_of(baseline: Policy) -> str | None:
+    """None for stock PyTorch, which goes without saying; FILE for what only a file can hold."""
+    named = {STOCK: None, amp_recipe("fp16"): "amp-fp16", amp_recipe("bf16"): "amp-bf16"}
+    return named.get(baseline, "FILE")
 
 
 def source_of(workload: Workload | str) -> Source:

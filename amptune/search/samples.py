@@ -85,7 +85,8 @@ def read_comparisons(folder: Path, runs: Collection[str]) -> tuple[KeptCompariso
         lines = (folder / FILE_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ()
-    return comparisons_of(data for data in map(_parsed, lines) if data.get("run") in runs)
+    kept = (data for data in map(_parsed, lines) if data.get("run") in runs)
+    return comparisons_of(data for data in kept if _is_whole(data))
 
 
 def comparisons_of(lines: Iterable[Mapping[str, Any]]) -> tuple[KeptComparison, ...]:
@@ -115,6 +116,15 @@ def _parsed(line: str) -> dict[str, Any]:
     except json.JSONDecodeError:
         return {}
     return data if isinstance(data, dict) else {}
+
+
+def _is_whole(data: Mapping[str, Any]) -> bool:
+    """Whether it is a block that this amptune understands; one with settings or figures of another is left out."""
+    try:
+        from_line(data)
+    except (LookupError, TypeError, ValueError):
+        return False
+    return "comparison" in data
 
 
 def _append(path: Path, line: str) -> None:

@@ -245,11 +245,13 @@ def _least_s(study: Study, policy: Policy) -> float:
     """What a trial like this one takes at the least: a time limit that it cannot keep would be time lost."""
     dear = (policy.cudnn_benchmark, policy.compile)
     alike = [t.seconds for t in study.trials if (t.policy.cudnn_benchmark, t.policy.compile) == dear]
-    if len(alike) > 1:  # the first one pays for its worker's start
+    if len(alike) > 1:
         return min(alike)
     if policy.compile != "off":
-        return SHORTEST_AUTOTUNED_S if _is_autotuned(policy) else SHORTEST_COMPILED_S
-    return SHORTEST_DEAR_S if policy.cudnn_benchmark else SHORTEST_TRIAL_S
+        unknown_s = SHORTEST_AUTOTUNED_S if _is_autotuned(policy) else SHORTEST_COMPILED_S
+    else:
+        unknown_s = SHORTEST_DEAR_S if policy.cudnn_benchmark else SHORTEST_TRIAL_S
+    return min([unknown_s, *alike])  # the first one pays for its worker's start: the next may take less, and no more
 
 
 def _effort(study: Study, policy: Policy, limit_s: float) -> Effort:

@@ -84,6 +84,7 @@ class TuningRun:
             batch_size=subject.batch_size,
             baseline=self.candidates.baseline,
             objective=request.objective,
+            options=request.options,
         )
 
     def narrow(self, evaluator: Evaluator) -> None:
@@ -142,9 +143,12 @@ class TuningRun:
         whole = self.request.wanted.global_batch
         if whole is not None:
             yield whole.kept_by(winner)
-        if self.study.has_knob("compile") and all(trial.policy.compile == "off" for trial in self.study.trials):
-            message = "torch.compile was not tried: there was no time for it; give more with --budget"
-            yield Finding(code="compile-not-tried", message=message)
+        modes = self.candidates.space.choices("compile")
+        if set(modes) - {"off"} and all(trial.policy.compile == "off" for trial in self.study.trials):
+            spent = "there was no time for it; give more with --budget"
+            if self.request.budget.trials is not None:
+                spent = "the budget, or the trials allowed, were spent before; give more with --budget or --trials"
+            yield Finding(code="compile-not-tried", message=f"torch.compile was not tried: {spent}")
 
     def _proof_of(self, finalists: tuple[Policy, ...]) -> Proof:
         return Proof(

@@ -61,12 +61,21 @@ class Claim:
 
     def is_met_by(self, speedup: Ratio, gain: Ratio | None) -> bool:
         """Whether both intervals reach what is claimed less 2 %."""
-        gained = self.gain is None or (gain is not None and gain.high >= (1 - MARGIN) * self.gain)
-        return speedup.high >= self.needed and gained
+        return all(ratio is not None and ratio.high >= needed for ratio, needed in self._beside(speedup, gain))
 
-    def is_clear(self, ratio: Ratio) -> bool:
-        """Whether the whole interval is on one side of what is needed."""
-        return ratio.launches >= ENOUGH_LAUNCHES and not ratio.low < self.needed <= ratio.high
+    def is_clear(self, speedup: Ratio, gain: Ratio | None) -> bool:
+        """Whether each whole interval is on one side of what is needed."""
+        known = [(ratio, needed) for ratio, needed in self._beside(speedup, gain) if ratio is not None]
+        return all(r.launches >= ENOUGH_LAUNCHES and not r.low < needed <= r.high for r, needed in known)
+
+    def is_left_open_by(self, speedup: Ratio, gain: Ratio | None) -> bool:
+        """Whether one of the intervals reaches what is needed, and what misses it by far too."""
+        known = [(ratio, needed) for ratio, needed in self._beside(speedup, gain) if ratio is not None]
+        return any(r.low < needed <= r.high and not r.half_width <= TELLING for r, needed in known)
+
+    def _beside(self, speedup: Ratio, gain: Ratio | None) -> list[tuple[Ratio | None, float]]:
+        """What was measured, and what of it is needed."""
+        return [(speedup, self.needed)] + ([] if self.gain is None else [(gain, (1 - MARGIN) * self.gain)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +93,15 @@ class Verification:
 
     @property
     def holds(self) -> bool:
-        """Whether the new intervals reach what is claimed less 2 %, and the speed's is narrow enough to say so."""
+        """Whether the new intervals reach what is claimed less 2 %, and are narrow enough to say so."""
         return self.speedup is not None and self.claim.is_met_by(self.speedup, self.gain) and not self.undecided
 
     @property
     def undecided(self) -> bool:
-        """Whether the interval holds both a claim that is met and one that is missed by far."""
-        ratio = self.speedup
-        return ratio is not None and ratio.low < self.claim.needed <= ratio.high and not ratio.half_width <= TELLING
+        """Whether the claim may be met, and may be missed by far."""
+        speedup, gain = self.speedup, self.gain
+        met = speedup is not None and self.claim.is_met_by(speedup, gain)
+        return met and speedup is not None and self.claim.is_left_open_by(speedup, gain)
 
 
 def claim_of(policy_file: PolicyFile) -> Claim:
@@ -161,7 +171,8 @@ def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, o
     )
 
     def enough(rounds: Sequence[Round]) -> bool:
-        return settled(rounds, baseline) or claim.is_clear(ratio_between(rounds, policy, baseline, by=THROUGHPUT))
+        speedup = ratio_between(rounds, policy, baseline, by=THROUGHPUT)
+        return settled(rounds, baseline) or claim.is_clear(speedup, ratio_between(rounds, policy, baseline))
 
     rounds = list(comparison.rounds(enough))
     of = {standing.policy: standing for standing in standings_of(rounds, baseline)}
@@ -171,15 +182,16 @@ def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, o
     failure = of[baseline].failure
     if failure is not None:
         raise NothingFeasibleError(f"the baseline ({claim.baseline}) fails here: {failure}")
+    itself = Ratio(value=1.0, low=1.0, high=1.0) if policy == baseline else None
     found = Verification(
         claim=claim,
         policy=of[policy],
         baseline=of[baseline],
-        speedup=of[policy].vs_baseline if policy != baseline else Ratio(value=1.0, low=1.0, high=1.0),
+        speedup=itself or of[policy].vs_baseline,
         findings=(),
         hardware=prepared.hardware,
         seconds=budget.spent_s,
-        gain=of[policy].gain if claim.gain is not None else None,
+        gain=itself or of[policy].gain if claim.gain is not None else None,
     )
     changed = require_valid(policy_file, labels)
     disturbed = noticed(outcome for one in rounds for outcome in one.outcomes.values())
@@ -205,7 +217,8 @@ def _answer(found: Verification) -> Finding:
         message = f"the claim holds: {found.speedup} measured here, {claimed}{gain}"
         return Finding(code="holds", message=message, figures=figures)
     if found.undecided:
-        message = f"undecided: {found.speedup} measured here, {claimed}; give more with --budget, or a quieter machine"
+        more = "give more with --budget, or a quieter machine"
+        message = f"undecided: {found.speedup} measured here, {claimed}{gain}; {more}"
         return Finding(code="undecided", message=message, figures=figures)
     missed = f"; the interval does not reach {found.claim.needed:.2f}×, the claim less {MARGIN:.0%}"
     message = (

@@ -112,6 +112,7 @@ def test_a_page_is_written_that_stands_alone(folder: Path) -> None:
         (["tune", "train.py:small", "--objective", "memory", "--least-speed", "-1"], "above 0, such as 0.9"),
         (["tune", "train.py:small", "--objective", "beauty"], "is not one of"),
         (["tune", "train.py:small", "--report", "no/such/page.html"], "there is no folder"),
+        (["tune", "train.py:small", "--report", "same", "-o", "./same"], "same is where the policy is written"),
         (["explain", "hand.yaml", "--objective", "memory"], "it has no evidence.pareto"),
         (["explain", "policy.yaml", "--objective", "energy"], "the machine it was tuned on reported none"),
     ],

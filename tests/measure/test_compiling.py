@@ -105,6 +105,8 @@ def test_a_trial_above_the_memory_allowed_is_out_of_memory() -> None:
     assert isinstance(outcome, Failure)
     assert outcome.kind == "oom"
     assert "1 MiB allowed" in outcome.message
+    bench = Bench(workload_of(nn.Linear(8, 8)), CPU, memory_mib=1 / 1024)
+    assert "above the 0.00098 MiB allowed" in str(bench.measure(STOCK, QUICK))
 
 
 def test_large_batches_are_held_twice_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

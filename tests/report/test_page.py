@@ -132,6 +132,8 @@ def test_nothing_of_the_user_is_taken_for_html() -> None:
     found = page()
     assert found.texts("h1") == ['small <script>alert("x")</script> on NVIDIA H200']
     assert "CUDA <out> of memory & more" in found.rows
+    tuning = replace(record().last, batch_size="<b>32</b>")  # type: ignore[arg-type]  # a shared study may hold anything
+    assert "<b>" not in page_of(answer_of(record(tunings=(tuning,)), compared(), THROUGHPUT), ())
 
 
 def test_the_answer_stands_first_with_what_it_rests_on() -> None:

@@ -165,6 +165,39 @@ def test_a_file_that_does_not_hold_what_is_asked_says_so(file: PolicyFile, objec
         explain_for(file, objective)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"baseline": {"samples_per_s": "fast"}},
+        {"baseline": {"samples_per_s": 0}},
+        {"baseline": {"samples_per_s": 1.0, "peak_memory_mib": "little"}},
+        {"pareto": [{"policy": {}, "samples_per_s": 1e6, "peak_memory_mib": 0}]},
+        {"pareto": [{"policy": {"autocast": "bf15"}, "samples_per_s": 5.0, "peak_memory_mib": 1.0}]},
+        {"pareto": [{"samples_per_s": 5.0, "peak_memory_mib": 1.0}]},
+    ],
+)
+def test_figures_that_a_hand_has_changed_are_a_clear_error(changes: dict[str, Any]) -> None:
+    with pytest.raises(ClaimError, match=r"evidence(\.pareto)? is not what `amptune tune` writes: .") as raised:
+        explain_for(tuned_for_memory(**changes), Objective("memory", 0.5))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        {"objective": "memory", "gain": 0},
+        {"objective": "memory", "gain": 2.0, "least_speed": -1},
+        {"objective": "beauty", "ablation": {"autocast": {"buys": 2.0}}},
+        {"objective": "memory", "gain": 1.5, "ablation": {"autocast": {"buys": 0}}},
+        {"speedup": 2.0, "ablation": {"autocast": {}}},
+        {"speedup": 2.0, "ablation": {"autocast": "a lot"}},
+    ],
+)
+def test_evidence_that_a_hand_has_changed_is_a_clear_error(evidence: Any) -> None:
+    with pytest.raises(ClaimError, match=r"evidence is not what `amptune tune` writes: ."):
+        explain(PolicyFile(policy=STOCK, evidence=evidence))
+
+
 def test_the_machine_is_told_a_fact_a_line() -> None:
     stream = io.StringIO()
     print_hardware(probe("cpu"), stream)

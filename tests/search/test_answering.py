@@ -16,11 +16,14 @@ from amptune.measure.numerics import Parity
 from amptune.measure.outcome import Failure
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.answering import Answer, answer_of, choice_of, command_of, findings_of
+from amptune.search.budget import Budget
+from amptune.search.candidates import GlobalBatch
 from amptune.search.deciding import Decision
 from amptune.search.events import ContenderMeasured, Event
 from amptune.search.objective import THROUGHPUT, Objective
+from amptune.search.ratios import Round
 from amptune.search.remembered import StudyRecord, without_password
-from amptune.search.samples import FILE_NAME, comparisons_of, keeping_samples, read_comparisons
+from amptune.search.samples import FILE_NAME, KeptComparison, comparisons_of, keeping_samples, read_comparisons
 from amptune.search.study import recall
 from amptune.search.tuning import TuningInterrupted, tune_with
 
@@ -84,6 +87,18 @@ def test_what_rests_on_single_trials_says_so_and_how_to_prove_it(tmp_path: Path)
     assert command in str(findings_of(answer)[1])
 
 
+def test_the_command_that_proves_an_answer_has_the_wishes_that_make_it_the_same_study(tmp_path: Path) -> None:
+    wishes = {"pins": {"autocast": "bf16"}, "batch_size": 128, "global_batch": GlobalBatch(samples=512, devices=2)}
+    request = request_in(tmp_path, trials=4, baseline=BF16, **wishes, compile=False, memory_mib=61440.0)
+    tune_with(recording(), replace(request, device="cuda:1"), lambda _: None)
+    words = command_of(asked(tmp_path, THROUGHPUT))
+    assert words == (
+        "amptune tune recorded --baseline amp-bf16 --batch-size 128 --global-batch 512 --devices 2 "
+        "--max-memory 61440MiB --device cuda:1 --no-compile --set autocast=bf16 "
+        f"--objective throughput --study {tmp_path}"
+    )
+
+
 def test_a_tuning_for_the_objective_proves_it_in_the_same_study(tmp_path: Path) -> None:
     tuned(tmp_path)
     tuned(tmp_path, objective=MEMORY, trials=3)
@@ -143,6 +158,20 @@ def test_the_answer_of_an_interrupted_tuning_rests_on_its_trials(tmp_path: Path)
     assert answer.sentence.endswith("times the speed of the baseline")
 
 
+def test_what_an_earlier_tuning_compared_does_not_speak_for_one_that_was_interrupted(tmp_path: Path) -> None:
+    """The earlier one knew of bf16 alone; the last one has tried what is faster, and compared nothing."""
+    tuned(tmp_path, RecordedEvaluator("resnet50", noise=0.002), trials=12)
+    record = recall(tmp_path)
+    seen = {trial.policy: trial.outcome for trial in record.trials}
+    rounds = [Round(launch=i // 3, outcomes={policy: seen[policy] for policy in (STOCK, BF16)}) for i in range(9)]
+    earlier = KeptComparison(run=record.last.run, stage="finals", rounds=tuple(rounds))
+    told = answer_of(record, [earlier], THROUGHPUT)
+    assert (told.choice.policy, told.choice.basis) == (BF16, "comparison")
+    last = replace(record, tunings=(*record.tunings, replace(record.last, run="interrupted")))
+    answer = answer_of(last, [earlier], THROUGHPUT)
+    assert (answer.choice.policy.memory_format, answer.choice.basis) == ("channels_last", "trial")
+
+
 # --- what a study remembers -------------------------------------------------------------------------------------------
 
 
@@ -196,6 +225,35 @@ def test_a_line_cut_by_a_crash_costs_that_line(tmp_path: Path) -> None:
     with (tmp_path / FILE_NAME).open("a") as file:
         file.write('{"run": "' + runs[0])
     assert read_comparisons(tmp_path, runs) == whole
+
+
+def test_a_line_of_another_amptune_costs_that_line(tmp_path: Path) -> None:
+    tuned(tmp_path, trials=6)
+    runs = [tuning.run for tuning in recall(tmp_path).tunings]
+    whole = read_comparisons(tmp_path, runs)
+    first = (tmp_path / FILE_NAME).read_text().splitlines()[0]
+    with (tmp_path / FILE_NAME).open("a") as file:
+        for was, now in (
+            ('"outcome"', '"result"'),
+            ('"comparison"', '"compared"'),
+            ('"autocast": "', '"autocast": "very '),
+        ):
+            file.write(first.replace(was, now) + "\n")
+    assert read_comparisons(tmp_path, runs) == whole
+
+
+def test_of_several_studies_that_which_was_tuned_last_is_taken_though_it_had_no_new_trial(tmp_path: Path) -> None:
+    tuned(tmp_path, RecordedEvaluator("resnet50"), trials=1)
+    tuned(tmp_path, RecordedEvaluator("vgg16_cifar"), trials=4)
+    request = replace(request_in(tmp_path), budget=Budget(seconds=0.1))
+    tune_with(RecordedEvaluator("resnet50"), request, lambda _: None)
+    assert recall(tmp_path).last.run == request.run
+
+
+def test_a_database_without_its_driver_is_a_clear_error() -> None:
+    with pytest.raises(StudyError, match=r"the study cannot be read or written: .*'oracledb'") as raised:
+        recall("oracle+oracledb://nowhere/amptune")
+    assert "\n" not in str(raised.value)
 
 
 def test_of_several_studies_that_of_the_latest_trial_is_taken_or_the_one_named(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def test_energy_that_was_not_measured_gives_no_score() -> None:
         (("memory", 0.0), "a share of the baseline's above 0, such as 0.9, not 0.0"),
         (("memory", math.nan), "above 0"),
         (("energy", 0.9), "the least speed is for the objective memory; energy has no need of one"),
+        (("memory", math.inf), "the least speed is a share of the baseline's above 0, such as 0.9, not inf"),
     ],
 )
 def test_an_objective_that_means_nothing_is_a_clear_error(arguments: tuple[str, float | None], words: str) -> None:

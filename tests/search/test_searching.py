@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from landscape import SimulatedClock
@@ -16,6 +17,9 @@ from amptune.policy.settings import Policy
 from amptune.search.budget import Budget
 from amptune.search.deciding import Decision
 from amptune.search.events import Event, SearchEnded, TrialEnded
+from amptune.search.searching import _least_s, _of_two
+from amptune.search.study import Study
+from amptune.search.trial import Trial
 from amptune.search.tuning import tune_with
 
 NO_COMPILER = Failure(kind="unsupported", message="no working C++ compiler found")
@@ -93,6 +97,49 @@ def test_a_short_budget_compiles_nothing_and_says_so(tmp_path: Path) -> None:
     decision, events = searched(tmp_path, budget_s=60)
     assert {policy.compile for policy in tried(events)} == {"off"}
     assert "compile-not-tried" in {finding.code for finding in decision.findings}
+
+
+def test_where_only_compiling_is_wanted_and_there_is_no_time_for_it_that_is_said(tmp_path: Path) -> None:
+    decision, events = searched(tmp_path, budget_s=40, pins={"compile": "max-autotune"})
+    assert {policy.compile for policy in tried(events)} == {"off"}
+    ended = next(event for event in events if isinstance(event, SearchEnded))
+    assert ended.because.startswith("what is left of the space does not fit, takes too much time, or cannot")
+    untried = next(finding for finding in decision.findings if finding.code == "compile-not-tried")
+    assert untried.message.endswith("there was no time for it; give more with --budget")
+
+
+def test_compiling_that_the_number_of_trials_left_no_room_for_is_not_put_down_to_time(tmp_path: Path) -> None:
+    decision = tune_with(RecordedEvaluator("resnet50", noise=0.002), request_in(tmp_path, trials=1), lambda _: None)
+    untried = next(finding for finding in decision.findings if finding.code == "compile-not-tried")
+    assert "no time" not in untried.message
+    assert "--trials" in untried.message
+
+
+@pytest.mark.parametrize(("seconds", "least_s"), [((), 25.0), ((9.0,), 9.0), ((60.0,), 25.0), ((60.0, 40.0), 40.0)])
+def test_a_small_model_that_compiles_soon_is_not_thought_dear(seconds: tuple[float, ...], least_s: float) -> None:
+    failed = Failure(kind="error", message="")
+    compiled = Policy(compile="default")
+    trials = [Trial(number=i, policy=compiled, outcome=failed, seconds=each) for i, each in enumerate(seconds)]
+    eager = Trial(number=9, policy=Policy(), outcome=failed, seconds=1.0)
+    study = SimpleNamespace(trials=[eager, *trials])
+    assert _least_s(cast("Study", study), replace(compiled, autocast="bf16")) == least_s
+
+
+def test_a_compiled_policy_that_is_measured_twice_keeps_what_compiling_it_took() -> None:
+    first = Measurement(
+        samples_per_step=8,
+        step_ms=(9.0,) * 5,
+        warmup_s=0.1,
+        warmup_steps=5,
+        peak_allocated_mib=1.0,
+        peak_reserved_mib=1.0,
+        losses=(1.0,),
+        startup_s=30.0,
+        graph_breaks=("print",),
+    )
+    kept = _of_two(first, replace(first, step_ms=(5.0,) * 5, startup_s=0.0, graph_breaks=()))
+    assert isinstance(kept, Measurement)
+    assert (kept.median_ms, kept.startup_s, kept.graph_breaks) == (5.0, 30.0, ("print",))
 
 
 def test_compiling_is_given_up_where_it_cannot_be_done(tmp_path: Path) -> None:

@@ -291,6 +291,18 @@ def test_a_baseline_that_keeps_dying_in_the_finals_leaves_a_provisional_answer(t
     assert decision.findings[0].code == "provisional"
 
 
+def test_where_single_trials_decide_no_figure_of_the_half_comparison_stands_beside_theirs(tmp_path: Path) -> None:
+    evaluator = RecordedEvaluator("resnet50", noise=0.05)
+    gone = Failure(kind="crash", message="gone")
+    evaluator.interfere = lambda policy: gone if len(evaluator.measured) > 40 and policy == STOCK else None
+    decision, _ = tuned_on(evaluator, tmp_path)
+    trials = {trial.policy: trial.samples_per_s for trial in decision.trials}
+    assert 2 < len(decision.finalists) < len(decision.trials)
+    for standing in decision.finalists:
+        assert standing.samples_per_s == pytest.approx(trials[standing.policy])
+        assert standing.speedup == pytest.approx(trials[standing.policy] / trials[STOCK])
+
+
 def test_a_baseline_file_with_the_workloads_own_batch_size_is_the_same_policy(tmp_path: Path) -> None:
     evaluator = RecordedEvaluator("resnet50")
     decision, _ = tuned_on(evaluator, tmp_path, baseline=replace(STOCK, batch_size=128))

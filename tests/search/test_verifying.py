@@ -16,7 +16,8 @@ from amptune.policy.file import Evidence, PolicyFile
 from amptune.policy.loading import load, save
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.budget import Budget
-from amptune.search.verifying import Verification, verify_with
+from amptune.search.ratios import Ratio
+from amptune.search.verifying import Verification, claim_of, verify_with
 
 BEST = amp_recipe("fp16", memory_format="channels_last", batch_size=128)
 TRUE = recorded_ms("resnet50", STOCK) / recorded_ms("resnet50", BEST)
@@ -72,6 +73,21 @@ def test_a_claim_of_memory_is_held_against_the_memory_measured(gain: float, *, h
     assert ("the interval does not reach" in str(found.findings[0])) is False
 
 
+def test_energy_known_too_roughly_to_tell_leaves_the_claim_undecided() -> None:
+    """The speed is known well, and met; of the energy one launch says nothing and another one five times as much."""
+    claim = claim_of(claiming(1.0, objective="energy", gain=2.0))
+    speed, rough = Ratio(value=1.0, low=0.99, high=1.01, launches=3), Ratio(value=1.2, low=0.5, high=2.9, launches=3)
+    found = replace(verified(claiming(TRUE)), claim=claim, speedup=speed, gain=rough)
+    assert found.undecided
+    assert not found.holds
+    assert replace(found, gain=Ratio(value=1.98, low=1.95, high=2.01, launches=3)).holds
+    missed = replace(found, gain=Ratio(value=1.5, low=1.4, high=1.6, launches=3))
+    assert not missed.holds
+    assert not missed.undecided
+    assert not claim.is_clear(speed, rough)
+    assert claim.is_clear(Ratio(value=1.1, low=1.09, high=1.11, launches=3), missed.gain)
+
+
 def test_an_objective_that_is_none_is_said_so() -> None:
     with pytest.raises(ClaimError, match=r"evidence\.objective is not what `amptune tune` writes"):
         verified(claiming(TRUE, objective="beauty"))
@@ -112,6 +128,10 @@ def test_a_policy_that_keeps_the_baseline_holds_while_it_runs() -> None:
     assert found.holds
     assert found.speedup is not None
     assert (found.speedup.low, found.speedup.high) == (1.0, 1.0)
+    for_memory = claiming(1.0, policy=Policy(batch_size=128), objective="memory", gain=1.0)
+    once = verify_with(RecordedEvaluator("resnet50"), for_memory, Budget(seconds=0.0), lambda _: None)
+    assert once.holds
+    assert codes(once)[0] == "holds"
 
 
 def test_a_measurement_too_rough_to_tell_is_undecided_and_not_a_claim_that_holds() -> None:
