@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -78,6 +79,7 @@ def main() -> NoReturn:
     """Runs the command line and exits."""
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
+    _quieten_resource_tracker()
     try:
         code = cli(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
@@ -98,6 +100,12 @@ def main() -> NoReturn:
     except OSError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)
+
+
+def _quieten_resource_tracker() -> None:
+    """A worker that was ended leaves semaphores, of torch.compile's own processes too: they are cleaned up as it is."""
+    ours = "ignore::UserWarning:multiprocessing.resource_tracker"
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), ours]))
 
 
 def exit_code_of(error: errors.AmptuneError) -> int:

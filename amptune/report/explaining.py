@@ -158,7 +158,7 @@ def _evidence(evidence: Mapping[str, Any]) -> Iterator[str]:
         yield "There is no evidence in this file: it was written by hand."
         return
     if evidence.get("provisional"):
-        yield "Provisional: tuning was interrupted before its final comparison."
+        yield "Provisional: the final comparison is missing or was cut short."
     if "step_ms" in evidence:
         yield f"Measured: {evidence['step_ms']:g} ms a step, {evidence.get('samples_per_s', 0):g} samples/s."
     if evidence.get("objective") in ("memory", "energy"):

@@ -169,7 +169,22 @@ class Candidates:
     @property
     def first(self) -> tuple[Policy, ...]:
         tried = (self.policy_of(point) for point in self.space.try_first)
-        return tuple(dict.fromkeys([self.baseline, *self.known_good, *tried, *self._in_larger_batches]))
+        return tuple(dict.fromkeys([self.baseline, *self.known_good, *self._plain, *tried, *self._in_larger_batches]))
+
+    @property
+    def _plain(self) -> Iterator[Policy]:
+        """Stock PyTorch and plain autocast as far as the space has them: with what is pinned, and nothing else."""
+        stock = {
+            knob.name: stock_value(knob.name) if is_in(stock_value(knob.name), knob.choices) else knob.choices[0]
+            for knob in self.space.knobs
+            if knob.name != BATCH_SIZE
+        }
+        if BATCH_SIZE in {knob.name for knob in self.space.knobs}:
+            stock[BATCH_SIZE] = self.batch_size or self.space.choices(BATCH_SIZE)[0]
+        for dtype in self.space.choices("autocast"):
+            point = Point({**stock, "autocast": dtype})
+            if forbidden_because(self.space, point) is None:
+                yield self.policy_of(point)
 
     @property
     def _in_larger_batches(self) -> Iterator[Policy]:

@@ -145,7 +145,17 @@ def verdict_of(
     winner = min(level, key=lambda s: (departure_count(s.policy), -s.merit), default=of[baseline])
     verdict = Verdict(winner=winner, baseline=of[baseline], standings=standings, findings=(), objective=objective)
     reasons = _reasons(verdict, max(alive, key=lambda s: s.merit), len(level), launches_of(rounds))
+    if not is_fast_enough(rounds, winner.policy, baseline, surely=True):
+        reasons.append(_speed_not_shown(winner, objective))
     return replace(verdict, findings=tuple(reasons))
+
+
+def _speed_not_shown(winner: Standing, objective: Objective) -> Finding:
+    return Finding(
+        code="speed-not-shown",
+        message=f"its speed, {winner.vs_baseline} that of the baseline, is not shown to be the "
+        f"{objective.least_speed:g} times that it has to be; more --budget makes that interval narrower",
+    )
 
 
 def level_with_the_best(rounds: Sequence[Round], standings: Sequence[Standing]) -> list[Standing]:

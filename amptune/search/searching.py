@@ -122,7 +122,7 @@ class _Search:
                 self.study.leave_out(partial(_is_as_dear, suggestion.policy))
             elif (because := self._measure(suggestion)) is not None:
                 return because
-        return f"the {self.budget.trials} trials allowed are done"
+        return f"all trials that are allowed are done: {self.budget.trials}"
 
     @property
     def _left_s(self) -> float:
@@ -160,9 +160,8 @@ class _Search:
             self._forget(suggestion)
             return OUT_OF_TIME
         self.study.tell(suggestion, trial)
-        if isinstance(trial.outcome, Failure) and trial.outcome.kind == "oom" and policy.compile != "off":
-            smaller = self.study.next_smaller(policy)  # CUDA graphs hold more
-            self.study.measure_first([] if smaller is None else [smaller])
+        if isinstance(trial.outcome, Failure) and policy.compile != "off":
+            self.study.measure_first(_instead_of(policy, trial.outcome, self.study))
         first = self.study.trial_of(self.baseline)
         best = best_of(self.study)
         self.observer(TrialEnded(trial=trial, best=best, baseline=first, left_s=self.budget.left_s))
@@ -211,16 +210,23 @@ def _is_autotuned(policy: Policy) -> bool:
 
 
 def _cannot_compile(study: Study) -> bool:
-    compiled = [trial.outcome for trial in study.trials if trial.policy.compile != "off"]
-    broken = [one for one in compiled if isinstance(one, Failure) and one.kind != "oom"]
-    return len(broken) == len(compiled) >= COMPILE_ATTEMPTS
+    """Whether all that was compiled failed, in two modes where there are two: CUDA graphs alone may be what fails."""
+    compiled = [trial for trial in study.trials if trial.policy.compile != "off"]
+    broken = {
+        trial.policy: trial.outcome
+        for trial in compiled
+        if isinstance(trial.outcome, Failure) and trial.outcome.kind != "oom"
+    }
+    others = any(_instead_of(policy, failure, study) for policy, failure in broken.items())
+    enough = len({policy.compile for policy in broken}) > 1 or not others
+    return len(broken) == len(compiled) >= COMPILE_ATTEMPTS and enough
 
 
 def _to_compile(study: Study) -> list[Policy]:
     """The best policies so far of two autocast dtypes, compiled: what is fastest then is often not what is before."""
     scores = {trial.policy: study.yardstick.score(trial.outcome) or 0.0 for trial in study.trials}
     best: dict[str, Policy] = {}
-    for policy in sorted(scores, key=scores.__getitem__, reverse=True):
+    for policy in sorted(filter(scores.get, scores), key=scores.__getitem__, reverse=True):
         best.setdefault(policy.autocast, policy)
     for mode in COMPILE_FIRST:
         compiled = (replace(policy, compile=mode) for policy in best.values())
@@ -228,6 +234,15 @@ def _to_compile(study: Study) -> list[Policy]:
         if known:
             return known[:DTYPES_COMPILED]
     return []
+
+
+def _instead_of(policy: Policy, failure: Failure, study: Study) -> list[Policy]:
+    """What to try where a compiled policy fails: a smaller batch, since graphs hold more; or a mode that does less."""
+    if failure.kind == "oom":
+        smaller = study.next_smaller(policy)
+        return [] if smaller is None else [smaller]
+    other = replace(policy, compile=COMPILE_FIRST[-1])
+    return [other] if other != policy and other in study else []
 
 
 def _of_two(first: Measurement, second: Outcome) -> Outcome:

@@ -17,6 +17,8 @@ from amptune.search.trial import Trial
 __all__ = ["LargestBatch", "Outlook", "Probe", "Sizer", "Sizes", "find_largest"]
 
 MOST_PROBES = 6
+# So many sizes may fail for another reason than memory: a data set or a model that takes no more.
+MOST_REFUSALS = 3
 MOST_OOMS = 2
 # Nobody looks at the data set, so this is the end for a model that takes next to nothing.
 MOST_TIMES_OWN = 4096
@@ -96,12 +98,17 @@ class Probe:
     def is_oom(self) -> bool:
         return isinstance(self.outcome, Failure) and self.outcome.kind == "oom"
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether it failed for another reason than memory."""
+        return isinstance(self.outcome, Failure) and not self.is_oom
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestBatch:
     """The largest batch that ran within the limit, None if none did, and why no larger one was tried.
 
-    It ran under the policy or another of its arm: one that differs in nothing that takes memory. `peak_mib` is what
+    It ran under the policy or another of its arm: one that differs in little that takes memory. `peak_mib` is what
     the allocator reserved in that run, `allocated_mib` what of it was in use; `alloc_retries` above 0 say that it had
     to flush its cache to find room, which slows training down. No batch above `at_most` is expected to run. `probes`
     are the runs that this took, in order; what was known before is none of them.
@@ -220,7 +227,9 @@ class Outlook:
     def _why_nothing_larger(self, fit: Fit, ok: int, top: int) -> str:
         larger = self.sizes.at_least(ok + 1)
         if not larger:
-            return "no larger batch is allowed" if self.sizes.allowed else f"it is {MOST_TIMES_OWN} times the own batch"
+            return (
+                "no larger one is to be tried" if self.sizes.allowed else f"it is {MOST_TIMES_OWN} times the own batch"
+            )
         if fit.smallest_failed is not None and fit.smallest_failed <= max(larger, top + 1):
             return f"{fit.smallest_failed} did not fit"
         return f"more than {max(ok, top)} would not fit"
@@ -297,10 +306,8 @@ class Sizer:
         while isinstance(because, int):
             probe = self._probe(policy, because)
             probes.append(probe)
-            if isinstance(probe.outcome, Failure) and not probe.is_oom:
-                because = f"a batch of {probe.batch_size} fails: {probe.outcome}"
-            else:
-                because = self._next(policy, probes)
+            refused = [one for one in probes if one.is_refused]
+            because = self._next_below(policy, probes, refused) if refused else self._next(policy, probes)
         return self._answer(policy, tuple(probes), because)
 
     def _next(self, policy: Policy, probes: Sequence[Probe]) -> int | str:
@@ -313,6 +320,17 @@ class Sizer:
         if self.left_s() < (self._pace.seconds_for(size) if self._pace else 0.0):
             return f"there is no time to try {size}"
         return size
+
+    def _next_below(self, policy: Policy, probes: Sequence[Probe], refused: Sequence[Probe]) -> int | str:
+        """Half way down, in ratio, from a size that the model or the data refuse, which says nothing of memory."""
+        least = min(refused, key=lambda probe: probe.batch_size)
+        because = f"a batch of {least.batch_size} fails: {least.outcome}"
+        best = self._outlook(policy, probes).best
+        ok = best.batch_size if best is not None else 0
+        size = self._sizes.at_most(math.isqrt(max(1, ok) * least.batch_size))
+        hung = isinstance(least.outcome, Failure) and least.outcome.kind == "timeout"
+        is_over = hung or len(refused) >= MOST_REFUSALS or len(probes) >= self.most_probes
+        return size if size > ok and not is_over else because
 
     def _outlook(self, policy: Policy, probes: Sequence[Probe]) -> Outlook:
         return Outlook(

@@ -44,6 +44,7 @@ OUTLIER_SHARE = 0.6
 # What a policy may reach: so many standard deviations above what is expected of it.
 REACH = 3.0
 
+SQLITE = "sqlite:///"
 # Larger than any batch.
 LARGEST_BATCH = 2**31
 
@@ -342,6 +343,8 @@ def recall(where: Path | str, name: str | None = None, *, run: str | None = None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if isinstance(where, Path) and not (where / JOURNAL).is_file():
         raise StudyError(f"there is no study in {where}: it has no {JOURNAL}; `amptune tune --study {where}` makes one")
+    if isinstance(where, str) and where.startswith(SQLITE) and not Path(where.removeprefix(SQLITE)).is_file():
+        raise StudyError(f"there is no study in {where}: to read it would make an empty database")
     with warnings.catch_warnings(), _storage_errors(), _broken_records(where):
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         storage = JournalStorage(_backend(where)) if isinstance(where, Path) else optuna.storages.get_storage(where)

@@ -143,6 +143,9 @@ class TuningRun:
         whole = self.request.wanted.global_batch
         if whole is not None:
             yield whole.kept_by(winner)
+        if winner.fused_optimizer and not self.prepared.subject.fusable:
+            message = "the optimizer has no fused kernel here or is fused as it is: fused_optimizer changes nothing"
+            yield Finding(code="fused-optimizer-without-effect", message=message)
         modes = self.candidates.space.choices("compile")
         if set(modes) - {"off"} and all(trial.policy.compile == "off" for trial in self.study.trials):
             spent = "there was no time for it; give more with --budget"

@@ -102,6 +102,7 @@ def test_a_page_is_written_that_stands_alone(folder: Path) -> None:
     ("arguments", "words"),
     [
         (["report", "nowhere"], "there is no study in nowhere: it has no journal.log"),
+        (["report", "sqlite:///nowhere.db"], "there is no study in sqlite:///nowhere.db"),
         (["report", "empty"], "there are no trials in empty"),
         (["report", "broken"], "cannot be read"),
         (["report", "train.py:small", "--name", "mine"], "holds no study 'mine', but small-"),

@@ -22,6 +22,7 @@ from amptune.search.study import Study
 from amptune.search.trial import Trial
 from amptune.search.tuning import tune_with
 
+NO_GRAPHS = Failure(kind="error", message="a graph cannot be captured here")
 NO_COMPILER = Failure(kind="unsupported", message="no working C++ compiler found")
 FACTORS = {
     "off": 1.0,
@@ -147,11 +148,28 @@ def test_compiling_is_given_up_where_it_cannot_be_done(tmp_path: Path) -> None:
         "resnet50", noise=0.002, interfere=lambda policy: NO_COMPILER if policy.compile != "off" else None
     )
     decision, events = searched(tmp_path, evaluator)
-    assert 1 <= len([policy for policy in tried(events) if policy.compile != "off"]) <= 2
+    modes = [policy.compile for policy in tried(events) if policy.compile != "off"]
+    assert 2 <= len(modes) <= 3
+    assert set(modes) == {"reduce-overhead", "default"}
     assert decision.policy.compile == "off"
     assert decision.speedup.value > 2
     failed = next(finding for finding in decision.findings if finding.code == "compile-failed")
     assert "C++ compiler" in failed.message
+
+
+def test_where_cuda_graphs_fail_the_model_is_compiled_without_them(tmp_path: Path) -> None:
+    evaluator = Compiling(
+        "resnet50", noise=0.002, interfere=lambda policy: NO_GRAPHS if policy.compile == "reduce-overhead" else None
+    )
+    decision, _ = searched(tmp_path, evaluator)
+    assert decision.policy.compile == "default"
+
+
+def test_a_pinned_mode_is_tried_on_the_plain_recipes_first(tmp_path: Path) -> None:
+    _, events = searched(tmp_path, pins={"compile": "default"})
+    compiled = [policy for policy in tried(events) if policy.compile == "default"]
+    assert compiled[0] == Policy(compile="default")
+    assert {Policy(compile="default", autocast=dtype) for dtype in ("bf16", "fp16")} <= set(compiled[:8])
 
 
 def test_the_search_ends_when_nothing_that_is_left_is_worth_its_time(tmp_path: Path) -> None:

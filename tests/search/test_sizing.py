@@ -323,12 +323,21 @@ def test_the_search_ends_at_4096_times_the_own_batch() -> None:
 
 
 @pytest.mark.parametrize("kind", ["error", "timeout", "nonfinite", "crash", "unsupported"])
-def test_another_failure_ends_the_search_with_what_was_confirmed(kind: FailureKind) -> None:
+def test_sizes_that_fail_for_another_reason_are_gone_below_and_the_answer_is_what_was_confirmed(
+    kind: FailureKind,
+) -> None:
     device = Device(fixed_mib=1000, takes=lambda n: 100.0 * n, own=32)
     failure = Failure(kind=kind, message="the model takes no more than 100 samples")
     found = find_largest(lambda n: device(n) if n <= 100 else failure, 32, LIMIT_MIB)
-    assert found.batch_size == 32
-    assert found.because == f"a batch of 528 fails: {failure}"
+    tried = [probe.batch_size for probe in found.probes]
+    assert tried[:2] == [32, 528]
+    if kind == "timeout":  # each may take as long again
+        assert (tried, found.batch_size) == ([32, 528], 32)
+        assert found.because == f"a batch of 528 fails: {failure}"
+    else:
+        assert found.batch_size is not None
+        assert 60 <= found.batch_size <= 100
+        assert found.because == f"a batch of {min(n for n in tried if n > 100)} fails: {failure}"
 
 
 def test_where_nothing_fits_there_is_no_answer() -> None:
