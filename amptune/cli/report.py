@@ -63,7 +63,7 @@ def _answer(study: str, name: str | None, objective: str | None, least_speed: fl
     from amptune.search.answering import answer_of
     from amptune.search.objective import objective_of
     from amptune.search.samples import read_comparisons
-    from amptune.search.study import recall
+    from amptune.search.storing import recall
 
     where = _place(study)
     record = recall(where, name)

@@ -184,7 +184,7 @@ def _report(decision: Decision, request: TuningRequest, output: str | None) -> N
     from amptune.report.page import page_of
     from amptune.search.answering import answer_of, choice_of
     from amptune.search.samples import read_comparisons
-    from amptune.search.study import recall
+    from amptune.search.storing import recall
 
     record = recall(request.study, run=request.run)
     comparisons = read_comparisons(request.folder, [tuning.run for tuning in record.tunings])

@@ -1,52 +1,35 @@
-"""The study: what was tried and what came of it, in Optuna's storage. The only import of Optuna."""
+"""The study: what was tried, what came of it, and so what to try next."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
-from optuna.storages import BaseStorage, JournalStorage
-from optuna.storages.journal import JournalFileBackend
-from optuna.trial import TrialState
-
 from amptune.errors import StudyError
-from amptune.measure.outcome import Failure, Measurement, Outcome, outcome_from_dict, outcome_to_dict
+from amptune.measure.outcome import Failure, Measurement, Outcome
 from amptune.policy.settings import Policy
-from amptune.policy.wire import in_one_line, policy_from_dict, policy_to_dict
 from amptune.search.ablation import variants_of
 from amptune.search.events import Event, Observer, PolicyJudged
 from amptune.search.gate import Judgement
 from amptune.search.memory_model import arm_of
 from amptune.search.objective import THROUGHPUT, Objective, Yardstick
 from amptune.search.proposing import Proposer, Seen, features_of, with_features
-from amptune.search.remembered import Judged, StudyRecord, TuningRecord, without_password
+from amptune.search.remembered import Judged, TuningRecord
 from amptune.search.space import BATCH_SIZE, Knob, Point, Space, points
+from amptune.search.storing import Handle, Store, open_store
 from amptune.search.trial import Trial
 
-__all__ = ["JOURNAL", "Study", "Suggestion", "open_study", "recall"]
-
-JOURNAL = "journal.log"
-# What the study's own attributes begin with.
-TUNING, JUDGED = "tuning", "judged"
+__all__ = ["Study", "Suggestion", "open_study"]
 
 # A single measurement may show this share of what a policy can do, if something else had the machine meanwhile.
 OUTLIER_SHARE = 0.6
 # What a policy may reach: so many standard deviations above what is expected of it.
 REACH = 3.0
-
-SQLITE = "sqlite:///"
-# Larger than any batch.
-LARGEST_BATCH = 2**31
 
 # The FP32 math mode of a policy that computes no product in FP32, to the proposer.
 UNUSED = "unused"
@@ -56,14 +39,14 @@ ToPolicy = Callable[[Point], Policy]
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A policy to measure next; `handle` is Optuna's trial behind it.
+    """A policy to measure next; `handle` is the store's trial behind it.
 
     `gain` is the improvement expected of it, on the logarithm of the score; infinite for one that was asked for.
     A score of less than `least` would be a surprise. `cost` is what the trial takes, in times of a plain one.
     """
 
     policy: Policy
-    handle: optuna.Trial
+    handle: Handle
     gain: float = math.inf
     least: float = 0.0
     cost: float = 1.0
@@ -78,20 +61,18 @@ class Study:
 
     def __init__(
         self,
-        study: optuna.Study,
+        store: Store,
         space: Space,
         to_policy: ToPolicy,
         seed: int,
-        stored: Space,
         objective: Objective = THROUGHPUT,
         baseline: Policy | None = None,
         fits: Callable[[Policy], bool] = lambda _: True,
     ) -> None:
-        self._study = study
+        self._store = store
         self._objective = objective
         self._baseline = baseline
         self._to_policy = to_policy
-        self._distributions = _distributions(stored)
         self._points: dict[Policy, Point] = {}
         for point in points(space):
             policy = to_policy(point)
@@ -106,7 +87,7 @@ class Study:
         )
         self._first: deque[Policy] = deque()
         self._left_out: set[int] = set()
-        self.trials: list[Trial] = sorted(filter(self._tells, _remembered(study)), key=lambda trial: trial.number)
+        self.trials: list[Trial] = list(filter(self._tells, store.trials()))
         self._outcomes = {trial.policy: trial for trial in self.trials}
         self._sizes = sorted({policy.batch_size for policy in self._policies if policy.batch_size is not None})
         for trial in self.trials:
@@ -166,8 +147,7 @@ class Study:
 
     def begin(self, tuning: TuningRecord) -> None:
         """Writes down that a tuning run uses the study from now on."""
-        with _storage_errors():
-            self._study.set_user_attr(f"{TUNING} {tuning.run}", tuning.as_dict())
+        self._store.note_tuning(tuning)
 
     def keeping_judgements(self, observer: Observer) -> Observer:
         """The observer, and what the numerics gate says written down; a storage that fails loses that alone."""
@@ -182,10 +162,7 @@ class Study:
 
     def keep(self, judgement: Judgement) -> None:
         """Writes down what the numerics gate says of a policy."""
-        judged = Judged.of(judgement)
-        digest = hashlib.sha256(str(judged.policy).encode()).hexdigest()[:12]
-        with _storage_errors():
-            self._study.set_user_attr(f"{JUDGED} {digest}", judged.as_dict())
+        self._store.note_judged(Judged.of(judgement))
 
     def measure_first(self, policies: Iterable[Policy]) -> None:
         """Has these suggested before anything else, those outside the space too."""
@@ -275,22 +252,15 @@ class Study:
             self.trials.remove(trial)
 
     def tell(self, suggestion: Suggestion, trial: Trial) -> None:
-        """Writes the outcome down. An infeasible trial is complete too, its constraint violated: it was measured."""
+        """Takes in an outcome, and writes it down."""
         self.trials.append(trial)  # first of all: a storage that fails now must not lose it
         self._outcomes[trial.policy] = trial
-        handle = suggestion.handle
-        with _storage_errors():
-            handle.set_user_attr("policy", policy_to_dict(trial.policy))
-            handle.set_user_attr("outcome", outcome_to_dict(trial.outcome))
-            handle.set_user_attr("seconds", trial.seconds)
-            handle.set_constraint("feasible", 1.0 if isinstance(trial.outcome, Failure) else 0.0)
-            self._study.tell(handle, trial.samples_per_s)
         self._note_size(trial)
+        self._store.tell(suggestion.handle, trial)
 
     def forget(self, suggestion: Suggestion) -> None:
         """Leaves a suggestion unmeasured, to be asked for again another time."""
-        with _storage_errors():
-            self._study.tell(suggestion.handle, state=TrialState.FAIL)
+        self._store.forget(suggestion.handle)
 
     def _seen(self) -> dict[int, Seen]:
         yardstick = self.yardstick
@@ -301,12 +271,7 @@ class Study:
         }
 
     def _ask_for(self, policy: Policy) -> Suggestion:
-        point = self._points.get(policy)
-        with _storage_errors():
-            if point is None:  # outside the space: the journal keeps it all the same
-                return Suggestion(policy, self._study.ask())
-            self._study.enqueue_trial(dict(point))
-            return Suggestion(policy, self._study.ask(self._distributions))
+        return Suggestion(policy, self._store.ask(self._points.get(policy)))
 
 
 def open_study(
@@ -328,134 +293,8 @@ def open_study(
     time must not be another one to it.
     Raises `StudyError` if the storage cannot be used.
     """
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with warnings.catch_warnings(), _storage_errors():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        study = optuna.create_study(storage=_storage(where), study_name=name, direction="maximize", load_if_exists=True)
-        return Study(study, space, to_policy, seed, stored or space, objective, baseline, fits)
-
-
-def recall(where: Path | str, name: str | None = None, *, run: str | None = None) -> StudyRecord:
-    """Reads back what was tuned there: the study `name`, that of a tuning `run`, or the one that was last tuned.
-
-    Raises `StudyError` if there is none, or the storage cannot be read.
-    """
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    if isinstance(where, Path) and not (where / JOURNAL).is_file():
-        raise StudyError(f"there is no study in {where}: it has no {JOURNAL}; `amptune tune --study {where}` makes one")
-    if isinstance(where, str) and where.startswith(SQLITE) and not Path(where.removeprefix(SQLITE)).is_file():
-        raise StudyError(f"there is no study in {where}: to read it would make an empty database")
-    with warnings.catch_warnings(), _storage_errors(), _broken_records(where):
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        storage = JournalStorage(_backend(where)) if isinstance(where, Path) else optuna.storages.get_storage(where)
-        return _record_of(_chosen(storage, where, name, run), where)
-
-
-def _chosen(storage: BaseStorage, where: Path | str, name: str | None, run: str | None) -> optuna.Study:
-    names = [study.study_name for study in storage.get_all_studies()]
-    if name is not None and name not in names:
-        raise StudyError(f"{where} holds no study {name!r}, but {', '.join(sorted(names)) or 'none'}")
-    studies = [optuna.load_study(study_name=one, storage=storage) for one in names if name in (None, one)]
-    studies = [study for study in studies if run is None or f"{TUNING} {run}" in study.user_attrs]
-    tried = [study for study in studies if study.get_trials(deepcopy=False)]
-    last = max(tried, key=_last_tuned, default=None)
-    if last is None:
-        raise StudyError(f"there are no trials in {where}: `amptune tune --study {where}` makes some")
-    return last
-
-
-def _last_tuned(study: optuna.Study) -> tuple[str, str]:
-    """When a tuning last began, or else a trial: one that remembers all its trials makes none."""
-    trials = (trial.datetime_start for trial in study.get_trials(deepcopy=False))
-    tunings = (value["began"] for key, value in study.user_attrs.items() if key.startswith(f"{TUNING} "))
-    return max(tunings, default=""), max((one.isoformat() for one in trials if one is not None), default="")
-
-
-def _record_of(study: optuna.Study, where: Path | str) -> StudyRecord:
-    attributes = study.user_attrs
-    kept: dict[str, list[Any]] = {TUNING: [], JUDGED: []}
-    for key, value in attributes.items():
-        kept.get(key.partition(" ")[0], []).append(value)
-    tunings = sorted(map(TuningRecord.from_dict, kept[TUNING]), key=lambda tuning: tuning.began)
-    trials = tuple(sorted(_remembered(study), key=lambda trial: trial.number))
-    if not trials:
-        raise StudyError(f"no trial of the study {study.study_name} in {where} came to an end: nothing was measured")
-    if not tunings:
-        raise StudyError(
-            f"the study in {where} does not say what its baseline is, being of an earlier amptune; "
-            "`amptune tune` with the same study once more adds that"
-        )
-    return StudyRecord(
-        name=study.study_name,
-        where=without_password(str(where)),
-        tunings=tuple(tunings),
-        trials=trials,
-        judged=tuple(map(Judged.from_dict, kept[JUDGED])),
-        outside=_outside(study, trials),
-    )
-
-
-def _outside(study: optuna.Study, trials: Sequence[Trial]) -> frozenset[Policy]:
-    """The policies that were asked for without being a point of the space."""
-    free = {trial.number for trial in study.get_trials(deepcopy=False) if not trial.params}
-    return frozenset(trial.policy for trial in trials if trial.number in free)
-
-
-@contextmanager
-def _broken_records(where: Path | str) -> Iterator[None]:
-    """Records that are no study's, a half-written file or another program's, are a `StudyError`."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError) as error:
-        raise StudyError(f"the study in {where} is broken and cannot be read: {in_one_line(error)}") from error
-
-
-def _backend(folder: Path) -> JournalFileBackend:
-    return JournalFileBackend(str(folder / JOURNAL))
-
-
-def _storage(where: Path | str) -> BaseStorage:
-    if isinstance(where, Path):
-        where.mkdir(parents=True, exist_ok=True)
-        _drop_half_a_line(where / JOURNAL)
-        return JournalStorage(_backend(where))
-    return optuna.storages.get_storage(where)
-
-
-def _drop_half_a_line(journal: Path) -> None:
-    """A full disk or a power cut may leave half a record at the end, which Optuna would stumble over for ever."""
-    if not journal.exists():
-        return
-    content = journal.read_bytes()
-    if content and not content.endswith(b"\n"):
-        journal.write_bytes(content[: content.rfind(b"\n") + 1])
-
-
-def _distributions(space: Space) -> dict[str, BaseDistribution]:
-    return {knob.name: _distribution(knob) for knob in space.knobs}
-
-
-def _distribution(knob: Knob) -> BaseDistribution:
-    """What Optuna calls the choices: an ordered run of integers, or categories; of batch sizes any at all."""
-    choices: tuple[Any, ...] = knob.choices
-    if knob.name == BATCH_SIZE:
-        return IntDistribution(1, LARGEST_BATCH, log=True)
-    whole = [choice for choice in choices if isinstance(choice, int) and not isinstance(choice, bool)]
-    if len(whole) == len(choices) and whole == list(range(whole[0], whole[-1] + 1)):
-        return IntDistribution(whole[0], whole[-1])
-    return CategoricalDistribution(choices)
-
-
-def _remembered(study: optuna.Study) -> Iterator[Trial]:
-    for frozen in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
-        attributes: Mapping[str, Any] = frozen.user_attrs
-        if "outcome" in attributes:
-            yield Trial(
-                number=frozen.number,
-                policy=policy_from_dict(attributes["policy"]),
-                outcome=outcome_from_dict(attributes["outcome"]),
-                seconds=attributes["seconds"],
-            )
+    store = open_store(where, name, stored or space)
+    return Study(store, space, to_policy, seed, objective, baseline, fits)
 
 
 def _traits(policy: Policy, point: Point) -> Point:
@@ -465,22 +304,3 @@ def _traits(policy: Policy, point: Point) -> Point:
 
 def _with_unused(knobs: Sequence[Knob]) -> list[Knob]:
     return [replace(knob, choices=(*knob.choices, UNUSED)) if knob.name == "fp32_math" else knob for knob in knobs]
-
-
-def _first_line(error: BaseException | None) -> str:
-    """What follows it are links to a library's pages; the driver that a database needs is named by the cause."""
-    words = str(error).partition("\n")[0]
-    missing = error.__cause__ or error.__context__ if isinstance(error, ImportError) else None
-    return words if missing is None else f"{words} ({missing})"
-
-
-class _storage_errors:  # noqa: N801  # reads as a function at its uses
-    """Turns a storage that fails (a full disk, a broken journal, an unreachable database) into `StudyError`."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError | json.JSONDecodeError | ImportError) or (
-            kind is not None and kind.__module__.startswith(("sqlalchemy", "optuna.exc"))
-        ):
-            raise StudyError(f"the study cannot be read or written: {_first_line(error)}") from error

@@ -24,7 +24,7 @@ from amptune.search.objective import THROUGHPUT, Objective
 from amptune.search.ratios import Round
 from amptune.search.remembered import StudyRecord, without_password
 from amptune.search.samples import FILE_NAME, KeptComparison, comparisons_of, keeping_samples, read_comparisons
-from amptune.search.study import recall
+from amptune.search.storing import recall
 from amptune.search.tuning import TuningInterrupted, tune_with
 
 SMALLEST = amp_recipe("bf16", memory_format="channels_last")
