@@ -27,8 +27,9 @@ def fuse(optimizer: torch.optim.Optimizer) -> Finding | None:
     # As its __init__ does, for GradScaler: the kernel unscales gradients, and does nothing where one overflowed.
     optimizer._step_supports_amp_scaling = not _starts_anew(optimizer)  # type: ignore[attr-defined]
     if isinstance(optimizer, torch.optim.SGD):
-        optimizer.register_load_state_dict_post_hook(_begin_at_rest)
-        _begin_at_rest(optimizer)
+        at_rest = _AtRest()
+        optimizer.register_step_pre_hook(at_rest)
+        optimizer.register_load_state_dict_post_hook(at_rest.again)
     return None
 
 
@@ -38,7 +39,7 @@ def _starts_anew(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.SGD) and any(g["momentum"] and g["dampening"] for g in groups)
 
 
-def _begin_at_rest(optimizer: torch.optim.Optimizer) -> None:
+class _AtRest:
     """Has momentum start from zero with the next step, on whatever device the parameters are then.
 
     PyTorch leaves the buffers of fused SGD as the memory happens to be, for its first step to write; and that step
@@ -46,14 +47,21 @@ def _begin_at_rest(optimizer: torch.optim.Optimizer) -> None:
     then ends in NaN, seen on an H200 with DeepLabV3+.
     """
 
-    def fill(*_: Any) -> None:
-        handle.remove()
+    def __init__(self) -> None:
+        self._is_due = True
+
+    def again(self, _: torch.optim.Optimizer) -> None:
+        """A state was loaded, which may lack buffers."""
+        self._is_due = True
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._is_due:
+            return
+        self._is_due = False
         for group in optimizer.param_groups:
             for parameter in group["params"] if group["momentum"] and not group["dampening"] else ():
                 if parameter.requires_grad and optimizer.state[parameter].get("momentum_buffer") is None:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-
-    handle = optimizer.register_step_pre_hook(fill)
 
 
 def is_fusable(optimizer: torch.optim.Optimizer) -> bool:

@@ -145,6 +145,16 @@ def test_a_first_step_that_overflows_is_skipped_by_fused_sgd_too(
     )
 
 
+def test_the_users_own_hooks_run_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty_like", lambda tensor, **_: torch.full_like(tensor, float("nan")))
+    model, seen = nn.Linear(4, 4), list[int]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    fuse(optimizer)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(1))
+    assert torch.isfinite(scaled_steps(model, optimizer)).all()
+    assert len(seen) == 3
+
+
 def test_fused_sgd_begins_at_rest_after_an_empty_state_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty_like", lambda tensor, **_: torch.full_like(tensor, float("nan")))
     model = nn.Linear(4, 4)
