@@ -9,7 +9,7 @@ PYTHON   ?= python3
 TORCH    ?= torch==2.13.0
 VENV     ?= .venv
 WORKLOAD ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo resnet50 || echo digits)
-BUDGET   ?= 180s
+BUDGET   ?= 300s
 
 BIN := $(VENV)/bin
 
