@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parent.parent / "reports"))  # programs, no p
 import oracle
 import rivals
 import samplers
+from measurements import took
 
 from amptune.errors import AmptuneError
 from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
@@ -28,15 +29,7 @@ MACHINE = {"workload": "w", "hardware": "H", "software": {}, "model": "m", "batc
 
 
 def measured(ms: float) -> Measurement:
-    return Measurement(
-        samples_per_step=64,
-        step_ms=(ms, ms, ms),
-        warmup_s=0.1,
-        warmup_steps=5,
-        peak_allocated_mib=10.0,
-        peak_reserved_mib=10.0,
-        losses=(1.0,),
-    )
+    return took(ms, 10.0, samples_per_step=64)
 
 
 def row(policy: Policy, ms: float, seconds: float = 1.0) -> oracle.Row:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from amptune.measure.bench import Bench
+from amptune.measure.bench import Bench, bytes_of
 from amptune.measure.numerics import Spread
 from amptune.runtime.nested import map_tensors, tensors_in
 
@@ -33,7 +33,7 @@ class Feed:
     _resident: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._stay = sum(map(_bytes_of, self.batches)) <= RESIDENT_BYTES
+        self._stay = bytes_of(self.batches) <= RESIDENT_BYTES
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -98,7 +98,3 @@ def _part(batch: Any, samples: int, parts: int, which: int) -> Any:
         return tensor.narrow(0, which * size, size) if of_samples else tensor
 
     return map_tensors(narrowed, batch)
-
-
-def _bytes_of(batch: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(batch))

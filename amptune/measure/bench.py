@@ -31,7 +31,7 @@ from amptune.runtime.tuned import Tuned
 from amptune.workload.protocol import Workload
 from amptune.workload.user_errors import user_code
 
-__all__ = ["Bench"]
+__all__ = ["Bench", "bytes_of"]
 
 SEED = 0
 # Enough different batches that a step cannot live on one cached input, few enough to keep on the device. Where one is
@@ -198,14 +198,14 @@ class Bench:
         _seed_everything(self._seed)
         with user_code(f"batch({samples})"):
             batches = [self.workload.batch(samples)]
-            if count is None and _bytes_of(batches) >= LARGE_BYTES:
+            if count is None and bytes_of(batches) >= LARGE_BYTES:
                 return batches * LARGE_BATCHES  # the same twice: to draw so many takes seconds
             return batches + [self.workload.batch(samples) for _ in range((count or BATCHES) - 1)]
 
     def _make_room(self) -> None:
         """Forgets batches of sizes that are not the workload's own, where they have grown large."""
         others = [key for key in self._batches if key[0] != self.workload.batch_size]
-        if _bytes_of([self._batches[key] for key in others]) > KEPT_BYTES:
+        if bytes_of([self._batches[key] for key in others]) > KEPT_BYTES:
             for key in others:
                 del self._batches[key]
 
@@ -254,7 +254,8 @@ class Bench:
                 torch.cuda.empty_cache()
 
 
-def _bytes_of(batches: Sequence[Any]) -> int:
+def bytes_of(batches: Sequence[Any]) -> int:
+    """Of the tensors in them, at any depth."""
     return sum(tensor.nbytes for tensor in tensors_in(list(batches)))
 
 

@@ -9,7 +9,20 @@ from typing import Any, Literal
 
 from amptune.policy.wire import adapter_for
 
-__all__ = ["Effort", "Failure", "FailureKind", "Measurement", "Outcome", "outcome_from_dict", "outcome_to_dict"]
+__all__ = [
+    "ENERGY_S",
+    "Effort",
+    "Failure",
+    "FailureKind",
+    "Measurement",
+    "Outcome",
+    "outcome_from_dict",
+    "outcome_to_dict",
+]
+
+# A GPU's counter of energy moves once in 100 ms (seen on an H200): of a block shorter than this it says next to
+# nothing.
+ENERGY_S = 0.3
 
 FailureKind = Literal["oom", "nonfinite", "unsupported", "timeout", "crash", "error"]
 

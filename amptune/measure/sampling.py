@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from amptune.measure.clock import Clock
-from amptune.measure.outcome import Effort
+from amptune.measure.outcome import ENERGY_S, Effort
 from amptune.measure.readings import FOREIGN_PROCESS, Instruments, Readings, contamination, with_busy_clocks
 
 __all__ = ["Block", "Sample", "Sampler", "WarmUp", "is_steady", "median_half_width"]
@@ -22,8 +22,6 @@ STRETCH_STEPS = 50
 MAX_REPEATS = 2
 # The share of a trial's time limit after which nothing is timed again: the limit holds the worker's start too.
 REPEAT_UNTIL = 0.5
-# The energy counter moves once in 100 ms (seen on an H200): of a shorter block than this it says next to nothing.
-ENERGY_S = 0.3
 
 Step = Callable[[], object]
 

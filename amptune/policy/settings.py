@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 __all__ = [
+    "AUTOTUNED_MODES",
+    "CUDA_GRAPH_MODES",
     "STOCK",
     "Autocast",
     "CompileMode",
@@ -25,6 +27,10 @@ Autocast = Literal["off", "bf16", "fp16"]
 Fp32Math = Literal["stock", "ieee", "tf32"]
 MemoryFormat = Literal["contiguous", "channels_last", "channels_last_3d"]
 CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+
+# The modes in which CUDA graphs launch a model's kernels, and those in which kernels are timed against others.
+CUDA_GRAPH_MODES: frozenset[CompileMode] = frozenset({"reduce-overhead", "max-autotune"})
+AUTOTUNED_MODES: frozenset[CompileMode] = frozenset({"max-autotune", "max-autotune-no-cudagraphs"})
 
 # For pydantic, where a file is read into these classes: a key that is none of their fields is an error.
 _STRICT = {"extra": "forbid"}

@@ -44,7 +44,7 @@ class _AtRest:
 
     PyTorch leaves the buffers of fused SGD as the memory happens to be, for its first step to write; and that step
     writes nothing where a gradient overflowed, as under fp16 it often does (torch/optim/sgd.py, `_fused_sgd`): training
-    then ends in NaN, seen on an H200 with DeepLabV3+.
+    may then end in NaN, as that of DeepLabV3+ did on an H200.
     """
 
     def __init__(self) -> None:

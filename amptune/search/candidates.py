@@ -226,10 +226,11 @@ def candidates_for(
     batch_size = None if wanted.batch_size is None and wanted.global_batch is None else own_size
     if wanted.batch_size == "auto":
         space = with_knob(space, BATCH_SIZE, tuple(sorted({*sizes, own_size})), stock=own_size)
-    if wanted.global_batch is not None:
-        _require_shares(wanted.global_batch, own_size, subject)
-    known_good = tuple(_sized(policy, batch_size, wanted.global_batch) for policy in (STOCK, *recipes))
     own = wanted.baseline.batch_size if wanted.baseline.batch_size != subject.batch_size else None
+    if wanted.global_batch is not None:
+        for size in (own_size, own or own_size):
+            _require_shares(wanted.global_batch, size, subject)
+    known_good = tuple(_sized(policy, batch_size, wanted.global_batch) for policy in (STOCK, *recipes))
     return Candidates(
         space=space,
         stored=space,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from amptune.measure.evaluator import Evaluator
-from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
+from amptune.measure.outcome import ENERGY_S, Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import Policy
 from amptune.search.budget import Budget
 from amptune.search.decision import settled
@@ -42,7 +42,7 @@ SURELY_FAST = 1.05
 # One that is clearly worse than the best is not measured any more either, by so much: the question is put again
 # after each launch, and an interval that excludes 1 by a hair would often be luck. A few launches may all be unlucky.
 CLEARLY, CLEARLY_IN_FEW_LAUNCHES = 0.02, 0.10
-FINAL_EFFORT = Effort(warmup_s=2.0, measure_s=0.4, min_steps=6, precision=0.003, energy_s=0.3)
+FINAL_EFFORT = Effort(warmup_s=2.0, measure_s=0.4, min_steps=6, precision=0.003, energy_s=ENERGY_S)
 SHORTEST_LIMIT_S, LONGEST_LIMIT_S = 10.0, 120.0
 SHORTEST_ROUND_S = 1e-3
 # A worker that dies or hangs once may have been an accident; running out of memory is not.

@@ -45,17 +45,18 @@ class Objective:
             )
 
     def score(self, measurement: Measurement) -> float | None:
-        """Higher is better, and twice as much is twice as good; None where the figure was not measured.
+        """Higher is better, and twice as much is twice as good; None where the figure was not measured."""
+        return self.score_of(measurement.samples_per_s, measurement.peak_allocated_mib, measurement.energy_j_per_sample)
 
-        Samples per second; or per MiB, or per joule.
-        """
+    def score_of(self, samples_per_s: float, peak_mib: float, joules_per_sample: float | None) -> float | None:
+        """The same of these figures: samples per second; or per MiB, or per joule."""
         match self.name:
             case "throughput":
-                return measurement.samples_per_s
+                return samples_per_s
             case "memory":
-                return 1 / measurement.peak_allocated_mib
+                return 1 / peak_mib
             case "energy":
-                return 1 / measurement.energy_j_per_sample if measurement.energy_j_per_sample else None
+                return 1 / joules_per_sample if joules_per_sample else None
 
     @property
     def needs_speed(self) -> bool:

@@ -110,13 +110,7 @@ def spread_along(front: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point
 
 def score_of(point: Point, objective: Objective) -> float | None:
     """As the objective scores a measurement."""
-    match objective.name:
-        case "throughput":
-            return point.samples_per_s
-        case "memory":
-            return 1 / point.peak_memory_mib
-        case "energy":
-            return 1 / point.energy_j_per_sample if point.energy_j_per_sample else None
+    return objective.score_of(point.samples_per_s, point.peak_memory_mib, point.energy_j_per_sample)
 
 
 def best_point(points: Iterable[Point], objective: Objective, baseline_samples_per_s: float) -> Point | None:

@@ -13,6 +13,8 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
+from amptune.policy.settings import AUTOTUNED_MODES, CUDA_GRAPH_MODES
+from amptune.search.compile_costs import AUTOTUNE_S, COMPILE_S
 from amptune.search.space import Knob, Point, Value
 from amptune.search.surrogate import Belief, Floats, Surrogate
 
@@ -25,9 +27,8 @@ Codes = NDArray[np.int64]
 # its kernels, whether those were timed against others.
 COMPILED, CUDA_GRAPHS, AUTOTUNED = "compile", "cuda_graphs", "autotuned"
 # These make a trial dear: plans to be timed, graphs to be compiled, kernels to be timed. So many seconds more are
-# reckoned with before one like it was measured. Of ResNet-50 on an H200: 25 to 40 s to compile, over 280 s to time
-# kernels too, 10 to 25 s for cuDNN's plans (reports/h200/oracle).
-DEAR_S = {COMPILED: 25.0, AUTOTUNED: 240.0, "cudnn_benchmark": 10.0}
+# reckoned with before one like it was measured; cuDNN's plans of ResNet-50 took 10 to 25 s on an H200.
+DEAR_S = {COMPILED: COMPILE_S, AUTOTUNED: AUTOTUNE_S - COMPILE_S, "cudnn_benchmark": 10.0}
 # What torch.compile does not look at: two points that differ in these alone share a graph. From a cache it takes so
 # much longer than an eager trial.
 NOT_COMPILED = ("fused_optimizer", "cudnn_benchmark")
@@ -151,8 +152,8 @@ def features_of(point: Point) -> Point:
     mode = str(point[COMPILED])
     made_of = {
         COMPILED: "off" if mode == "off" else "on",
-        CUDA_GRAPHS: mode in ("reduce-overhead", "max-autotune"),
-        AUTOTUNED: mode.startswith("max-autotune"),
+        CUDA_GRAPHS: mode in CUDA_GRAPH_MODES,
+        AUTOTUNED: mode in AUTOTUNED_MODES,
     }
     return Point({**point, **made_of})
 

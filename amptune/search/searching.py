@@ -9,8 +9,8 @@ from functools import partial
 
 from amptune.errors import StudyError
 from amptune.measure.evaluator import Evaluator
-from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
-from amptune.policy.settings import CompileMode, Policy
+from amptune.measure.outcome import ENERGY_S, Effort, Failure, Measurement, Outcome
+from amptune.policy.settings import AUTOTUNED_MODES, CompileMode, Policy
 from amptune.search.budget import Budget
 from amptune.search.events import Observer, SearchEnded, TrialEnded, TrialStarted
 from amptune.search.study import Study, Suggestion
@@ -24,8 +24,6 @@ ENOUGH_TRIALS = 20
 # A step this many times slower than the best, per sample, is not looked at for long.
 HOPELESS = 2.0
 TRIAL_LIMIT_S, COMPILED_LIMIT_S = 120.0, 600.0
-# Long enough for a GPU's counter of energy, so that every trial answers that question too.
-ENERGY_S = 0.3
 # cudnn.benchmark times every algorithm for every shape: 10 to 25 s for each dtype and layout of a convolution network,
 # where a trial takes 1.2 s without (ResNet-50 on an H200, torch 2.11, reports/h200/oracle); torch.compile takes 25 to
 # 40 s. So the search does without them at first: for this share of its time, and no longer than this; where batch sizes
@@ -202,11 +200,7 @@ def _is_as_dear(policy: Policy, other: Policy) -> bool:
     """Whether another takes as much time as a policy for which there is too little."""
     if policy.compile == "off":
         return other.cudnn_benchmark
-    return other.compile != "off" and (_is_autotuned(other) or not _is_autotuned(policy))
-
-
-def _is_autotuned(policy: Policy) -> bool:
-    return policy.compile.startswith("max-autotune")
+    return other.compile != "off" and (other.compile in AUTOTUNED_MODES or policy.compile not in AUTOTUNED_MODES)
 
 
 def _cannot_compile(study: Study) -> bool:
@@ -263,7 +257,7 @@ def _least_s(study: Study, policy: Policy) -> float:
     if len(alike) > 1:
         return min(alike)
     if policy.compile != "off":
-        unknown_s = SHORTEST_AUTOTUNED_S if _is_autotuned(policy) else SHORTEST_COMPILED_S
+        unknown_s = SHORTEST_AUTOTUNED_S if policy.compile in AUTOTUNED_MODES else SHORTEST_COMPILED_S
     else:
         unknown_s = SHORTEST_DEAR_S if policy.cudnn_benchmark else SHORTEST_TRIAL_S
     return min([unknown_s, *alike])  # the first one pays for its worker's start: the next may take less, and no more

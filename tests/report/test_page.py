@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from itertools import pairwise
 
 import pytest
+from measurements import took
 
 from amptune.measure.outcome import Failure, Measurement
 from amptune.policy.settings import STOCK, Policy, amp_recipe
@@ -27,16 +28,7 @@ VOID = {"meta", "br", "line", "circle", "rect", "path", "polyline", "link", "img
 
 
 def measured(ms: float, mib: float, joules: float | None = None) -> Measurement:
-    return Measurement(
-        samples_per_step=32,
-        step_ms=(ms,) * 5,
-        warmup_s=0.1,
-        warmup_steps=8,
-        peak_allocated_mib=mib,
-        peak_reserved_mib=mib,
-        losses=(2.3,),
-        energy_j_per_sample=joules,
-    )
+    return took(ms, mib, energy_j_per_sample=joules)
 
 
 OUTCOMES = {

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from landscape import SimulatedClock
+from measurements import took
 from recorded import FIXED_MIB, MEMORY_MIB, SAMPLE_MIB, RecordedEvaluator, recorded_ms
 from test_tuning import request_in
 
 from amptune.errors import SpaceError
-from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
+from amptune.measure.outcome import Effort, Failure, Outcome
 from amptune.measure.subject import Prepared
 from amptune.policy.settings import Policy
 from amptune.search.budget import Budget
@@ -138,6 +139,14 @@ def test_wishes_about_compiling_that_contradict_each_other_are_refused(pinned: s
         candidates_for(prepared, Wanted(baseline=Policy(), pins={"compile": pinned}, compile=wanted))
 
 
+def test_a_global_batch_is_made_up_by_the_baselines_own_batches_too(tmp_path: Path) -> None:
+    whole = GlobalBatch(samples=512)
+    with pytest.raises(SpaceError, match="batches of 96"):
+        tuned(tmp_path / "refused", baseline=Policy(batch_size=96), global_batch=whole)
+    decision, _ = tuned(tmp_path / "kept", budget_s=60, baseline=Policy(batch_size=64), global_batch=whole)
+    assert (decision.baseline.policy.batch_size, decision.baseline.policy.accumulate) == (64, 8)
+
+
 def test_a_global_batch_is_refused_for_a_step_of_the_users_own() -> None:
     prepared = RecordedEvaluator("resnet50").prepare(1.0)
     own = replace(prepared, subject=replace(prepared.subject, own_step=True))
@@ -175,15 +184,7 @@ class Sized:
         if policy.batch_size > self._largest:
             return Failure(kind="oom", message="CUDA out of memory")
         ms = 1000 * policy.batch_size / self._samples_per_s(policy.batch_size)
-        return Measurement(
-            samples_per_step=policy.batch_size,
-            step_ms=(ms,) * 5,
-            warmup_s=0.1,
-            warmup_steps=5,
-            peak_allocated_mib=FIXED_MIB + SAMPLE_MIB * policy.batch_size,
-            peak_reserved_mib=FIXED_MIB + SAMPLE_MIB * policy.batch_size,
-            losses=(1.0,),
-        )
+        return took(ms, FIXED_MIB + SAMPLE_MIB * policy.batch_size, samples_per_step=policy.batch_size)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from amptune.measure.outcome import Failure, Measurement, Outcome
+from measurements import took
+
+from amptune.measure.outcome import Failure, Outcome
 from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.compile_costs import cold_s, compile_findings
@@ -13,19 +15,6 @@ from amptune.search.trial import Trial
 
 EAGER = amp_recipe("fp16")
 COMPILED = replace(EAGER, compile="default")
-
-
-def took(ms: float, **more: object) -> Measurement:
-    plain = Measurement(
-        samples_per_step=32,
-        step_ms=(ms,) * 5,
-        warmup_s=0.1,
-        warmup_steps=5,
-        peak_allocated_mib=100.0,
-        peak_reserved_mib=100.0,
-        losses=(1.0,),
-    )
-    return replace(plain, **more)  # type: ignore[arg-type]  # fields by name
 
 
 def findings_of(outcomes: Mapping[Policy, Outcome], winner: Policy) -> dict[str, Finding]:

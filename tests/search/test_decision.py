@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from measurements import took
 
 from amptune.measure.outcome import Failure, Measurement
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
@@ -14,15 +15,7 @@ AMP_LAST = amp_recipe("bf16", memory_format="channels_last")
 
 
 def block(step_ms: float) -> Measurement:
-    return Measurement(
-        samples_per_step=32,
-        step_ms=(step_ms,) * 5,
-        warmup_s=0.1,
-        warmup_steps=8,
-        peak_allocated_mib=100.0,
-        peak_reserved_mib=120.0,
-        losses=(2.3, 2.2),
-    )
+    return took(step_ms, 100.0)
 
 
 def rounds_of(*columns: tuple[Policy, Sequence[float]], rounds_per_launch: int = 1) -> list[Round]:

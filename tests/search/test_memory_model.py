@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from measurements import took
 
 from amptune.measure.outcome import Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Fp32Math, Policy, amp_recipe
@@ -24,16 +25,8 @@ RECORDED = json.loads((Path(__file__).parent / "h200_grid.json").read_text())["r
 
 
 def measured(allocated_mib: float, reserved_mib: float | None = None, *, retries: int = 0) -> Measurement:
-    return Measurement(
-        samples_per_step=1,
-        step_ms=(1.0,),
-        warmup_s=0.0,
-        warmup_steps=0,
-        peak_allocated_mib=allocated_mib,
-        peak_reserved_mib=reserved_mib or 1.01 * allocated_mib,
-        losses=(),
-        alloc_retries=retries,
-    )
+    reserved_mib = reserved_mib or 1.01 * allocated_mib
+    return took(1.0, allocated_mib, peak_reserved_mib=reserved_mib, alloc_retries=retries)
 
 
 def model_of(*seen: tuple[int, Outcome], policy: Policy = STOCK, fixed: FixedPart = WEIGHTS) -> MemoryModel:

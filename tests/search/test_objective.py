@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from measurements import took
 from recorded import RecordedEvaluator
 from test_tuning import request_in
 
@@ -30,16 +31,7 @@ BF16, FP16 = amp_recipe("bf16"), amp_recipe("fp16")
 
 
 def measured(ms: float = 10.0, mib: float = 1000.0, joules: float | None = None) -> Measurement:
-    return Measurement(
-        samples_per_step=32,
-        step_ms=(ms,) * 5,
-        warmup_s=0.1,
-        warmup_steps=8,
-        peak_allocated_mib=mib,
-        peak_reserved_mib=mib,
-        losses=(2.3, 2.2),
-        energy_j_per_sample=joules,
-    )
+    return took(ms, mib, energy_j_per_sample=joules)
 
 
 def rounds_by(objective: Objective, *columns: tuple[Policy, Sequence[Outcome]]) -> list[Round]:

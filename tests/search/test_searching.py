@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 from landscape import SimulatedClock
+from measurements import took
 from recorded import RecordedEvaluator, recorded_ms
 from test_tuning import request_in
 
@@ -127,17 +128,7 @@ def test_a_small_model_that_compiles_soon_is_not_thought_dear(seconds: tuple[flo
 
 
 def test_a_compiled_policy_that_is_measured_twice_keeps_what_compiling_it_took() -> None:
-    first = Measurement(
-        samples_per_step=8,
-        step_ms=(9.0,) * 5,
-        warmup_s=0.1,
-        warmup_steps=5,
-        peak_allocated_mib=1.0,
-        peak_reserved_mib=1.0,
-        losses=(1.0,),
-        startup_s=30.0,
-        graph_breaks=("print",),
-    )
+    first = took(9.0, startup_s=30.0, graph_breaks=("print",))
     kept = _of_two(first, replace(first, step_ms=(5.0,) * 5, startup_s=0.0, graph_breaks=()))
     assert isinstance(kept, Measurement)
     assert (kept.median_ms, kept.startup_s, kept.graph_breaks) == (5.0, 30.0, ("print",))

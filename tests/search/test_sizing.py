@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
+from measurements import took
 
 from amptune.measure.outcome import Failure, FailureKind, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
@@ -20,16 +21,8 @@ DRAWS = 200
 
 
 def measurement(allocated_mib: float, reserved_mib: float, *, retries: int = 0, step_ms: float = 10.0) -> Measurement:
-    return Measurement(
-        samples_per_step=1,
-        step_ms=(step_ms,) * 5,
-        warmup_s=0.1,
-        warmup_steps=5,
-        peak_allocated_mib=allocated_mib,
-        peak_reserved_mib=reserved_mib,
-        losses=(1.0,),
-        alloc_retries=retries,
-    )
+    more = {"samples_per_step": 1, "warmup_steps": 5, "peak_reserved_mib": reserved_mib, "alloc_retries": retries}
+    return took(step_ms, allocated_mib, **more)
 
 
 OOM = Failure(kind="oom", message="CUDA out of memory")
