@@ -4,13 +4,15 @@
     python reports/oracle.py --out reports/h200/oracle --table
 
 For each workload every eager policy: autocast × FP32 math (where autocast is off) × memory format and cudnn.benchmark
-(where there are convolutions) × fused optimizer; then every mode of torch.compile on the fastest of each dtype and
-memory format, of the four fastest kinds. One that is far behind the best is timed over two steps only.
+(where there are convolutions) × fused optimizer; and every mode of torch.compile on the fastest of each dtype and
+memory format, of the four fastest kinds without cudnn.benchmark. One that is far behind the best is timed over two
+steps only. What tells most is measured first: eager policies without cudnn.benchmark, then the modes of torch.compile
+that do not tune kernels, compiled in processes beside one another, then cudnn.benchmark, then max-autotune.
 
 Appends a line to OUT/WORKLOAD.jsonl as each policy is measured: its outcome with every step's time, and the seconds
 it cost, compiling included. What stands there already is not measured again, so that a command that was cut short,
 by `--limit` or otherwise, goes on where it ended; with `--retry` what failed is measured again. The caches of
-torch.compile are empty at the start of each command.
+torch.compile are empty at the start of each command, unless `--caches` names a folder to keep them in.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,7 +35,7 @@ from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.outcome import Effort, Failure, Measurement, Outcome, outcome_from_dict, outcome_to_dict
 from amptune.measure.subject import Prepared
 from amptune.measure.worker import Source
-from amptune.policy.settings import STOCK, CompileMode, Policy
+from amptune.policy.settings import AUTOTUNED_MODES, STOCK, CompileMode, Policy
 from amptune.policy.wire import policy_from_dict, policy_to_dict
 from amptune.search.budget import Budget
 from amptune.workload.zoo import NAMES
@@ -45,11 +48,13 @@ HOPELESS = 2.5
 EAGER_LIMIT_S, COMPILED_LIMIT_S = 120.0, 300.0
 COMPILED_POINTS = 4
 COMPILE_MODES: tuple[CompileMode, ...] = tuple(mode for mode in get_args(CompileMode) if mode != "off")
+# So many are compiled at the same time, each in a process of its own; not those that time kernels while they compile.
+COMPILED_AT_ONCE = 8
 PREPARE_LIMIT_S = 300.0
 # With less than this left no workload is begun: it has to be built first.
 SHORTEST_WORKLOAD_S = 45.0
 # What a trial is reckoned to take before one like it was seen, and how much longer than the longest such after that.
-EXPECTED_S = {"off": 10.0, "default": 45.0, "reduce-overhead": 60.0}
+EXPECTED_S = {"off": 10.0, "default": 12.0, "reduce-overhead": 12.0}
 EXPECTED_AUTOTUNE_S, EXPECTED_BENCHMARK_S = 120.0, 20.0
 LONGER = 1.2
 
@@ -111,18 +116,21 @@ class Oracle:
         """The fastest eager policies of so many kinds: with fused and cudnn.benchmark on and off, four would be one."""
         best: dict[tuple[str, str], Policy] = {}
         for row in self.fastest(eager=True):
-            best.setdefault((row.policy.autocast, row.policy.memory_format), row.policy)
+            if not row.policy.cudnn_benchmark:
+                best.setdefault((row.policy.autocast, row.policy.memory_format), row.policy)
         return list(best.values())[:COMPILED_POINTS]
 
     def missing(self) -> list[Policy]:
-        """What is still to be measured: eager policies first, and when those are done, compiled ones."""
+        """What is still to be measured, in that order; compiled ones are known when the plain eager ones are done."""
         measured = {row.policy for row in self.rows}
         eager = [p for p in eager_policies(convolutions=self.machine["convolutions"]) if p not in measured]
-        if eager:
+        plain = [policy for policy in eager if not policy.cudnn_benchmark]
+        if plain:
             return eager
-        points = self._to_compile()
-        compiled = [replace(point, compile=mode) for mode in COMPILE_MODES for point in points]
-        return [policy for policy in compiled if policy not in measured]
+        compiled = [replace(point, compile=mode) for mode in COMPILE_MODES for point in self._to_compile()]
+        left = [policy for policy in compiled if policy not in measured]
+        soon = [policy for policy in left if policy.compile not in AUTOTUNED_MODES]
+        return [*soon, *eager, *(policy for policy in left if policy not in soon)]
 
 
 def main() -> int:
@@ -131,6 +139,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS", help="for the whole command")
     parser.add_argument("--device", default=None)
+    parser.add_argument("--caches", type=Path, metavar="DIR", help="keep what torch.compile makes there")
     parser.add_argument("--retry", action="store_true", help="measure again what failed before")
     parser.add_argument("--table", action="store_true", help="only print the table of what is in OUT")
     arguments = parser.parse_args()
@@ -139,7 +148,8 @@ def main() -> int:
     failed = False
     for name in () if arguments.table else arguments.workloads or NAMES:
         try:
-            extend(name, arguments.out / f"{name}.jsonl", budget, arguments.device, retry=arguments.retry)
+            with compile_caches(arguments.caches) as folder:
+                extend(name, arguments.out, budget, arguments.device, folder / "workers.log", retry=arguments.retry)
         except AmptuneError as error:  # the others are measured all the same
             print(f"{name}: {error}", file=sys.stderr)
             failed = True
@@ -148,40 +158,46 @@ def main() -> int:
     return int(failed)
 
 
-def extend(name: str, path: Path, budget: Budget, device: str | None, *, retry: bool = False) -> None:
+def extend(name: str, out: Path, budget: Budget, device: str | None, log: Path, *, retry: bool = False) -> None:
     """Measures what is missing of one workload, as long as the budget lasts."""
+    path = out / f"{name}.jsonl"
     oracle = read(path)
     if oracle is not None and retry:
         oracle = replace(oracle, rows=tuple(oracle.fastest()))
     if (oracle is not None and not oracle.missing()) or budget.left_s < SHORTEST_WORKLOAD_S:
         return
-    with cold_compile_caches() as folder:
-        source = Source(target=f"amptune.workload.zoo:{name}")
-        with WorkerEvaluator(source, device, Path(folder) / "workers.log") as evaluator:
-            started_s = budget.spent_s
-            prepared = evaluator.prepare(min(PREPARE_LIMIT_S, budget.left_s))
-            machine = machine_of(name, prepared, budget.spent_s - started_s)
-            if oracle is None:
-                oracle = Oracle(machine=machine)
-                append(path, dict(machine))
-            require_the_same(oracle.machine, machine, path)
-            measure_missing(oracle, evaluator, path, budget)
+    with WorkerEvaluator(Source(target=f"amptune.workload.zoo:{name}"), device, log) as evaluator:
+        started_s = budget.spent_s
+        prepared = evaluator.prepare(min(PREPARE_LIMIT_S, budget.left_s))
+        machine = machine_of(name, prepared, budget.spent_s - started_s)
+        if oracle is None:
+            oracle = Oracle(machine=machine)
+            append(path, dict(machine))
+        require_the_same(oracle.machine, machine, path)
+        measure_missing(oracle, evaluator, path, budget)
 
 
 def measure_missing(oracle: Oracle, evaluator: WorkerEvaluator, path: Path, budget: Budget) -> Oracle:
     """One policy after another, each written down before the next."""
-    while (policy := next_policy(oracle, budget.left_s)) is not None:
-        row = measured(policy, oracle, evaluator, budget)
-        if row is None:
-            return oracle
-        append(path, row.to_line())
-        oracle = replace(oracle, rows=(*oracle.rows, row))
-        result = f"{row.ms:.3f} ms" if isinstance(row.outcome, Measurement) else str(row.outcome)
-        print(f"{oracle.machine['workload']}: {policy}: {result} ({row.seconds:.1f} s)", file=sys.stderr, flush=True)
+    while policies := next_policies(oracle, budget.left_s):
+        before_s = budget.spent_s
+        if len(policies) > 1:
+            evaluator.launch(policies)
+        launch_s = (budget.spent_s - before_s) / len(policies)
+        for policy in policies:
+            row = measured(policy, oracle, evaluator, budget, launch_s)
+            if row is None:
+                return oracle
+            append(path, row.to_line())
+            oracle = replace(oracle, rows=(*oracle.rows, row))
+            result = f"{row.ms:.3f} ms" if isinstance(row.outcome, Measurement) else str(row.outcome)
+            print(
+                f"{oracle.machine['workload']}: {policy}: {result} ({row.seconds:.1f} s)", file=sys.stderr, flush=True
+            )
     return oracle
 
 
-def measured(policy: Policy, oracle: Oracle, evaluator: WorkerEvaluator, budget: Budget) -> Row | None:
+def measured(policy: Policy, oracle: Oracle, evaluator: WorkerEvaluator, budget: Budget, launch_s: float) -> Row | None:
     """None where the command's limit and not the policy cut it short: that says nothing about the policy."""
     longest_s = EAGER_LIMIT_S if policy.compile == "off" else COMPILED_LIMIT_S
     limit_s = min(longest_s, max(1.0, budget.left_s))
@@ -191,7 +207,7 @@ def measured(policy: Policy, oracle: Oracle, evaluator: WorkerEvaluator, budget:
     outcome = evaluator.measure(policy, effort)
     if isinstance(outcome, Failure) and outcome.kind == "timeout" and limit_s < longest_s:
         return None
-    return Row(policy=policy, outcome=outcome, seconds=budget.spent_s - before_s)
+    return Row(policy=policy, outcome=outcome, seconds=launch_s + budget.spent_s - before_s)
 
 
 def eager_policies(*, convolutions: bool) -> list[Policy]:
@@ -215,9 +231,13 @@ def eager_policies(*, convolutions: bool) -> list[Policy]:
     ]
 
 
-def next_policy(oracle: Oracle, left_s: float) -> Policy | None:
-    """The next one that is missing and can be expected to fit into the time left; None where none does."""
-    return next((policy for policy in oracle.missing() if expected_s(policy, oracle.rows) <= left_s), None)
+def next_policies(oracle: Oracle, left_s: float) -> list[Policy]:
+    """What is missing and can be expected to fit into the time left: one policy, or several to compile at once."""
+    fitting = [policy for policy in oracle.missing() if expected_s(policy, oracle.rows) <= left_s]
+    together = list(takewhile(lambda policy: policy.compile not in ("off", *AUTOTUNED_MODES), fitting))
+    until_now_s = accumulate(expected_s(policy, oracle.rows) for policy in together)
+    held = sum(1 for seconds in until_now_s if seconds <= left_s)
+    return together[: min(held, COMPILED_AT_ONCE)] or fitting[:1]
 
 
 def expected_s(policy: Policy, rows: Sequence[Row]) -> float:
@@ -255,14 +275,19 @@ def require_the_same(before: Mapping[str, Any], now: Mapping[str, Any], path: Pa
 
 
 @contextmanager
-def cold_compile_caches() -> Iterator[Path]:
-    """A fresh folder, where torch.compile and Triton keep what they made; worker processes inherit it."""
+def compile_caches(kept: Path | None = None) -> Iterator[Path]:
+    """Where torch.compile and Triton keep what they made, and a log: in a fresh folder unless one is `kept`.
+
+    Worker processes inherit it.
+    """
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     before = {name: os.environ[name] for name in names if name in os.environ}
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as fresh:
+        folder = Path(fresh) if kept is None else kept.resolve()
+        folder.mkdir(parents=True, exist_ok=True)
         try:
-            os.environ.update({name: str(Path(folder, name.lower())) for name in names})
-            yield Path(folder)
+            os.environ.update({name: str(folder / name.lower()) for name in names})
+            yield folder
         finally:
             for name in names:
                 os.environ.pop(name, None)
@@ -317,8 +342,8 @@ def _line(oracle: Oracle) -> str:
 
 def _missing(oracle: Oracle) -> str:
     missing = oracle.missing()
-    eager = sum(policy.compile == "off" for policy in missing)
-    return f"{eager} and all compiled" if eager else str(len(missing))
+    none_compiled = missing and all(policy.compile == "off" for policy in missing)
+    return f"{len(missing)} and all compiled" if none_compiled else str(len(missing))
 
 
 if __name__ == "__main__":

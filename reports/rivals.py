@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oracle import EFFORT, Oracle, Row, cold_compile_caches, machine_of, read, require_the_same  # beside this program
+from oracle import EFFORT, Oracle, Row, compile_caches, machine_of, read, require_the_same  # beside this program
 
 from amptune.errors import AmptuneError
 from amptune.measure.evaluator import WorkerEvaluator
@@ -83,6 +83,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS", help="for the whole command")
     parser.add_argument("--space", default=None, help="search space for amptune, a name or a file")
     parser.add_argument("--device", default=None)
+    parser.add_argument("--caches", type=Path, metavar="DIR", help="of the oracle's, for the comparison")
     parser.add_argument("--table", action="store_true", help="only print the table of what is in OUT")
     parser.add_argument("--only-autotune", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -138,7 +139,7 @@ def tuned(name: str, arguments: argparse.Namespace, limit: Budget) -> dict[str, 
     if limit.left_s < arguments.budget + TUNING_MORE_S:
         return None
     timeline = Timeline()
-    with cold_compile_caches() as folder, progress_for(sys.stderr) as progress:
+    with compile_caches() as folder, progress_for(sys.stderr) as progress:
 
         def observe(event: Event) -> None:
             timeline(event)
@@ -208,7 +209,7 @@ def autotuned(name: str, arguments: argparse.Namespace, limit: Budget) -> dict[s
     if limit_s < budget_s + AUTOTUNE_MORE_S:
         return None
     started_s = time.monotonic()
-    with cold_compile_caches() as folder:
+    with compile_caches() as folder:
         answer, log = folder / "answer.json", folder / "log"
         command = [sys.executable, __file__, name, "--only-autotune", "--budget", str(budget_s), "--out", str(answer)]
         command += ["--device", arguments.device] if arguments.device else []
@@ -259,7 +260,7 @@ def compared(
         return None
     device = arguments.device
     with (
-        cold_compile_caches() as folder,
+        compile_caches(arguments.caches) as folder,
         progress_for(sys.stderr) as progress,
         WorkerEvaluator(Source(target=f"amptune.workload.zoo:{name}"), device, folder / "workers.log") as evaluator,
     ):

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -124,7 +125,7 @@ def test_what_the_limit_cut_short_is_no_row(tmp_path: Path) -> None:
 
 def test_a_timeout_of_its_own_is_a_row() -> None:
     evaluator = Answers(Failure(kind="timeout", message="no answer"))
-    found = oracle.measured(STOCK, oracle.Oracle(machine=MACHINE), evaluator, Budget(seconds=1000))  # type: ignore[arg-type]
+    found = oracle.measured(STOCK, oracle.Oracle(machine=MACHINE), evaluator, Budget(seconds=1000), 0.0)  # type: ignore[arg-type]
     assert found is not None
     assert math.isinf(found.ms)
 
@@ -133,10 +134,32 @@ def test_a_trial_that_will_not_fit_gives_way_to_one_that_does() -> None:
     compiled = all_eager().missing()
     dear = row(compiled[0], 0.5, seconds=100.0)
     after = replace(all_eager(), rows=(*all_eager().rows, dear))
-    following = oracle.next_policy(after, left_s=80.0)
-    assert following is not None
-    assert following.compile != compiled[0].compile
-    assert oracle.next_policy(after, left_s=5.0) is None
+    following = oracle.next_policies(after, left_s=80.0)
+    assert following
+    assert compiled[0].compile not in {policy.compile for policy in following}
+    assert oracle.next_policies(after, left_s=5.0) == []
+
+
+def test_graphs_are_compiled_beside_one_another_and_kernels_are_timed_alone() -> None:
+    oracles = [all_eager()]
+    while policies := oracle.next_policies(oracles[-1], left_s=math.inf):
+        oracles.append(replace(oracles[-1], rows=(*oracles[-1].rows, *(row(p, 1.0) for p in policies))))
+    added = [set(b.rows) - set(a.rows) for a, b in pairwise(oracles)]
+    modes = [{one.policy.compile for one in rows} for rows in added]
+    assert modes[0] == {"default", "reduce-overhead"}
+    assert all(len(rows) == 1 for rows in added[1:])
+    assert {mode for some in modes[1:] for mode in some} == {"max-autotune", "max-autotune-no-cudagraphs"}
+
+
+def test_what_the_plain_eager_policies_tell_is_compiled_before_cudnn_searches_for_plans() -> None:
+    machine = {**MACHINE, "convolutions": True}
+    plain = [p for p in oracle.eager_policies(convolutions=True) if not p.cudnn_benchmark]
+    missing = oracle.Oracle(machine=machine, rows=tuple(row(policy, 1.0) for policy in plain)).missing()
+    kinds = [(policy.compile, policy.cudnn_benchmark) for policy in missing]
+    assert kinds[0] == ("default", False)
+    assert kinds.index(("off", True)) > kinds.index(("reduce-overhead", False))
+    assert kinds.index(("off", True)) < kinds.index(("max-autotune", False))
+    assert not any(benchmark for mode, benchmark in kinds if mode != "off")
 
 
 def test_rows_of_two_machines_do_not_come_into_one_file() -> None:
@@ -147,11 +170,17 @@ def test_rows_of_two_machines_do_not_come_into_one_file() -> None:
 def test_the_caches_of_the_compiler_are_empty_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    with oracle.cold_compile_caches() as folder:
+    with oracle.compile_caches() as folder:
         assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent == folder
         assert not list(folder.iterdir())
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
     assert "TRITON_CACHE_DIR" not in os.environ
+
+
+def test_the_caches_of_the_compiler_can_be_kept(tmp_path: Path) -> None:
+    with oracle.compile_caches(tmp_path / "kept") as folder:
+        (Path(os.environ["TRITON_CACHE_DIR"]).parent / "graph").touch()
+    assert (folder / "graph").exists()
 
 
 def test_the_table_of_the_oracle_names_its_best() -> None:

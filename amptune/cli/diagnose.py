@@ -29,6 +29,9 @@ def diagnose_command(target: str, budget: float, device: str | None, as_json: bo
     that cures it when kept in FP32. Speed: what the step waits for, as stock PyTorch runs it and under the AMP
     recipe. Exit code 0 whatever is found.
     """
+    from amptune.measure.processes import start_importing
+
+    start_importing()  # while this process imports too
     from amptune.cli.entry import STARTED
     from amptune.report.progress import progress_for
     from amptune.report.terminal import print_diagnosis

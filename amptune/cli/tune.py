@@ -50,6 +50,9 @@ def tune_command(output: str, as_json: bool, report: str | None, **options: Any)
     `amptune init` writes a starter. Stock PyTorch and the AMP recipe are always measured and compared.
     The same command again resumes its study: what was measured is not measured twice.
     """
+    from amptune.measure.processes import start_importing
+
+    start_importing()  # while this process imports too
     from amptune.policy.loading import require_writable
     from amptune.report.progress import progress_for
     from amptune.search.tuning import TuningInterrupted, run_tuning

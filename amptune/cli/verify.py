@@ -30,6 +30,9 @@ def verify_command(policy: str, target: str, budget: float, device: str | None, 
     measured in turn, in several process launches of each. The claim holds if the new 95 % interval reaches the
     claimed speed-up less 2 %: exit code 0, else 1, with what changed. 4 on hardware the policy is not for.
     """
+    from amptune.measure.processes import start_importing
+
+    start_importing()  # while this process imports too
     from amptune.cli.entry import STARTED
     from amptune.policy.loading import load
     from amptune.report.progress import progress_for

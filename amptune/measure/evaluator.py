@@ -13,7 +13,7 @@ from amptune.measure import worker
 from amptune.measure.loop_timing import LoopTiming
 from amptune.measure.numerics import Parity, Reference
 from amptune.measure.outcome import Effort, Failure, Outcome
-from amptune.measure.processes import WorkerProcess, workers_that_fit
+from amptune.measure.processes import WorkerProcess, stop_all, workers_that_fit
 from amptune.measure.sensitivity import Half, Sensitivity
 from amptune.measure.speed_profile import StepProfile
 from amptune.measure.subject import Prepared
@@ -96,7 +96,9 @@ class WorkerEvaluator:
         self.close()
         self._workers = {policy: self._new() for policy in policies}
         first = list(dict.fromkeys(policies))[: self._room]
-        starting = [self._workers[policy].begin(START_LIMIT_S, worker.get_ready, policy) for policy in first]
+        starting = [
+            self._workers[policy].begin(START_LIMIT_S, worker.get_ready, policy, len(first)) for policy in first
+        ]
         for wait in starting:
             wait()  # what went wrong is told by the first measurement
 
@@ -135,8 +137,7 @@ class WorkerEvaluator:
         return self._worker(policy).call(limit_s, worker.train, policy, seconds)
 
     def close(self) -> None:
-        for process in self._workers.values():
-            process.stop()
+        stop_all(self._workers.values())
         self._workers.clear()
 
     def __enter__(self) -> Self:
@@ -170,8 +171,7 @@ class WorkerEvaluator:
         """Whether any were running."""
         mine = self._worker(policy)
         others = [process for process in self._workers.values() if process is not mine and process.runs]
-        for process in others:
-            process.stop()
+        stop_all(others)
         return bool(others)
 
     def _new(self) -> WorkerProcess:

@@ -6,11 +6,12 @@ import contextlib
 import hashlib
 import io
 import math
+import multiprocessing
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -113,8 +114,14 @@ class _Log(io.RawIOBase):
         return self._descriptor
 
 
-def start(setting: Setting) -> None:
-    """The pool's initializer: output into the log, Ctrl-C left to the parent."""
+def start(setting: Setting, environment: Mapping[str, str], start_method: str | None) -> None:
+    """The pool's initializer: the parent's environment, output into the log, Ctrl-C left to the parent.
+
+    The user's own processes (a DataLoader's) start as they would in training.
+    """
+    os.environ.clear()
+    os.environ.update(environment)
+    multiprocessing.set_start_method(start_method, force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     log = os.open(setting.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -145,19 +152,36 @@ def prepare() -> Prepared:
         raise
 
 
-def get_ready(policy: Policy) -> None:
-    """Builds the workload ahead of its first trial and warms the process up, so that workers do so at the same time.
+def get_ready(policy: Policy, at_once: int) -> None:
+    """Builds the workload ahead of its first trial and warms the process up, as `at_once` workers do at the same time.
 
     A policy that compiles is compiled: that is work for the CPU. What goes wrong is left to that trial to report.
     """
     from amptune.measure.warming import warm_up
 
     try:
-        warm_up(_bench().device)
+        with _sharing_threads(at_once):
+            warm_up(_bench().device)
         if policy.compile != "off":
             _bench().measure(policy, A_FEW_STEPS)
     except BaseException:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
         traceback.print_exc()  # into the log
+
+
+@contextlib.contextmanager
+def _sharing_threads(among: int) -> Iterator[None]:
+    """Takes its share of the CPU's threads, as workers that fill their weights with all of them wait for each other.
+
+    Not for compiling, which bakes the number in.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // among))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def measure(policy: Policy, effort: Effort) -> Reply:
