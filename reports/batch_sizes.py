@@ -1,16 +1,17 @@
 """How the largest batch is found: amptune's finder beside Lightning's and accelerate's, and the truth by bisection.
 
-    python reports/batch_sizes.py --out reports/h200/batch_sizes --limit 140 resnet50 bert_base
-    python reports/batch_sizes.py --out reports/h200/batch_sizes --limit 140 densenet161 deeplabv3plus
+    python reports/batch_sizes.py --out reports/h200/batch_sizes --memory 15 --limit 140 resnet50 densenet161
+    python reports/batch_sizes.py --out reports/h200/batch_sizes --memory 30 --limit 140 bert_base deeplabv3plus
     python reports/batch_sizes.py --out reports/h200/batch_sizes --table
 
-For each workload, under the AMP recipe in bf16 and in stock PyTorch, each finder runs in a process of its own that
-has the device for itself: amptune's (`amptune.search.sizing`), Lightning's in both modes, accelerate's from 16,384
-down. Then sizes between the largest that ran for anyone and the smallest above it that did not are tried in fresh
-processes, until the two are within 1 %. A try is three training steps, with the workload's own model, loss and
-optimizer. Every try counts, and so does every one that went out of memory: each is written down before it begins.
---limit is in seconds, for each workload and setting; a finder that is stopped by it is shown with what it had.
-Seconds are those of the whole process, its start included.
+For each workload, under the AMP recipe in bf16 and in stock PyTorch, each finder runs in a process of its own:
+amptune's (`amptune.search.sizing`), Lightning's in both modes, accelerate's from 16,384 down. Each has the device for
+itself, one after the other; or with --memory that many GiB of it, which PyTorch's allocator keeps to, all four at the
+same time (what is found is a size and not a speed). Then sizes between the largest that ran for anyone and the smallest
+above it that did not are tried in fresh processes, until the two are within 1 %. A try is three training steps, with
+the workload's own model, loss and optimizer. Every try counts, and so does every one that went out of memory: each is
+written down before it begins. --limit is in seconds, for each workload and setting; a finder that is stopped by it is
+shown with what it had. Seconds are those of the whole process, its start included.
 
 Data is made the same cheap way for all, or drawing it would take longest: 16 samples, repeated. For amptune this is
 done on the host, as its worker copies batches from there, three of them; for the others on the device, one.
@@ -33,6 +34,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from amptune.measure.evaluator import WorkerEvaluator
+from amptune.measure.memory import limit_memory
 from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.worker import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
@@ -75,6 +78,7 @@ class Task:
     setting: str
     journal: Path
     limit_s: float
+    memory_mib: float | None = None
     pretend_largest: int | None = None
     batch_size: int | None = None
 
@@ -120,6 +124,8 @@ class Journal:
 def run_task(task: Task) -> None:
     """Runs one finder to its end and writes what it did into the journal."""
     journal = Journal(task)
+    if task.memory_mib is not None and task.finder != "amptune":  # whose worker does the same
+        limit_memory(torch.device(task.device), task.memory_mib)
     if task.finder == "amptune":
         with_amptune(task, journal)
     elif task.finder == "accelerate":
@@ -134,7 +140,7 @@ def run_task(task: Task) -> None:
 def with_amptune(task: Task, journal: Journal) -> None:
     """The finder in search/, nothing known beforehand, through the worker that a tuning uses."""
     until_s = time.monotonic() + task.limit_s - ENDING_S
-    limit_mib = memory_mib(task)
+    limit_mib = task.memory_mib or memory_mib(task)
     with tempfile.TemporaryDirectory() as folder, evaluator_of(task, Path(folder)) as evaluator:
         subject = evaluator.prepare(task.limit_s).subject
         model = MemoryModel(limit_mib=limit_mib, fixed=FixedPart.of_weights(subject.parameters))
@@ -171,7 +177,7 @@ def evaluator_of(task: Task, folder: Path) -> WorkerEvaluator:
     import cloudpickle
 
     pickled = cloudpickle.dumps(cheaply_drawn(bundled(task.workload)))
-    return WorkerEvaluator(Source(pickled=pickled), None, folder / "workers.log")
+    return WorkerEvaluator(Source(pickled=pickled), None, folder / "workers.log", task.memory_mib)
 
 
 def as_pretended(outcome: Outcome, batch_size: int, limit_mib: float, largest: int | None) -> Outcome:
@@ -313,6 +319,7 @@ def main() -> int:
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"by default {', '.join(WORKLOADS)}")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--settings", nargs="+", choices=tuple(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--memory", type=float, metavar="GIB", help="for each finder, all of them at the same time")
     parser.add_argument("--limit", type=float, default=70.0, help="seconds for each workload and setting")
     parser.add_argument("--pretend-largest", type=int, metavar="N", help="try the program out without a GPU")
     parser.add_argument("--table", action="store_true", help="only print the table of what is in OUT")
@@ -326,42 +333,58 @@ def main() -> int:
     if not arguments.table:
         for name in arguments.workloads or WORKLOADS:
             for setting in arguments.settings:
-                report(name, setting, arguments.out, arguments.limit, arguments.pretend_largest)
+                report(name, setting, arguments)
     print(table(arguments.out))
     return 0
 
 
-def report(name: str, setting: str, out: Path, limit_s: float, pretend_largest: int | None) -> None:
+def report(name: str, setting: str, arguments: argparse.Namespace) -> None:
     """Runs every finder that has not run yet, then looks for the truth; writes after each."""
-    path = out / f"{name}.{setting}.json"
-    data = json.loads(path.read_text()) if path.exists() else heading(name, setting, limit_s)
-    until_s = time.monotonic() + limit_s
+    path = arguments.out / f"{name}.{setting}.json"
+    data = json.loads(path.read_text()) if path.exists() else heading(name, setting, arguments)
+    memory_mib = arguments.memory and 1024 * arguments.memory
+    at_once = len(FINDERS) if memory_mib else 1
+    until_s = time.monotonic() + arguments.limit
+    finder_s = arguments.limit * SHARE * (at_once if at_once == 1 else at_once - 1)
 
     def run(finder: str, most_s: float, batch_size: int | None = None) -> dict[str, Any]:
         left_s = min(most_s, until_s - time.monotonic())
         with tempfile.TemporaryDirectory() as folder:
             journal = Path(folder) / "journal"
-            return run_apart(Task(finder, name, setting, journal, left_s, pretend_largest, batch_size))
+            task = Task(finder, name, setting, journal, left_s, memory_mib, arguments.pretend_largest, batch_size)
+            return run_apart(task, threads=max(1, (os.cpu_count() or 1) // at_once))
 
     def keep() -> None:
         path.write_text(json.dumps(data, indent=1) + os.linesep)
 
-    for finder in FINDERS:
-        if finder not in data["finders"] and until_s - time.monotonic() > 5:
-            data["finders"][finder] = run(finder, SHARE * limit_s)
-            keep()
-            print(f"{name} {setting} {finder}: {words_for(data['finders'][finder])}", flush=True)
-    data["truth"] = the_truth(data, lambda size: run("try", 60.0, size), lambda: until_s - time.monotonic())
+    with ThreadPoolExecutor(at_once) as pool:
+
+        def look(finder: str) -> None:
+            if until_s - time.monotonic() > 5:
+                data["finders"][finder] = run(finder, finder_s)
+                keep()
+                print(f"{name} {setting} {finder}: {words_for(data['finders'][finder])}", flush=True)
+
+        list(pool.map(look, [finder for finder in FINDERS if finder not in data["finders"]]))
+        data["truth"] = the_truth(
+            data,
+            lambda sizes: list(pool.map(lambda size: run("try", 60.0, size), sizes)),
+            lambda: until_s - time.monotonic(),
+            at_once,
+        )
     keep()
 
 
-def heading(name: str, setting: str, limit_s: float) -> dict[str, Any]:
+def heading(name: str, setting: str, arguments: argparse.Namespace) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
+    memory = f"--memory {arguments.memory:g} " if arguments.memory else ""
+    more = f"{memory}--limit {arguments.limit:g} --settings {setting} --out OUT {name}"
     return {
         "schema": "amptune.batch_sizes/1",
         "workload": name,
         "setting": setting,
-        "command": f"python reports/batch_sizes.py --limit {limit_s:g} --settings {setting} --out OUT {name}",
+        "memory_gib": arguments.memory,
+        "command": f"python reports/batch_sizes.py {more}",
         "hardware": torch.cuda.get_device_name() if on_gpu else "cpu",
         "software": {"torch": torch.__version__, **{name: version_of(name) for name in ("lightning", "accelerate")}},
         "finders": {},
@@ -377,7 +400,7 @@ def version_of(library: str) -> str | None:
         return None
 
 
-def run_apart(task: Task) -> dict[str, Any]:
+def run_apart(task: Task, threads: int) -> dict[str, Any]:
     """One finder in a process of its own, ended where its time is up."""
     if task.limit_s <= 0:
         return {"answer": None, "because": "there was no time", "tries": [], "ooms": 0, "seconds": 0.0}
@@ -386,7 +409,12 @@ def run_apart(task: Task) -> dict[str, Any]:
     began_s = time.monotonic()
     # A session of its own, so that the workers of a finder that is stopped end with it.
     process = subprocess.Popen(  # noqa: S603  # this program
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
     )
     try:
         _, errors = process.communicate(timeout=task.limit_s)
@@ -422,36 +450,52 @@ def summary(rows: list[dict[str, Any]], failure: str) -> dict[str, Any]:
 
 
 def the_truth(
-    data: dict[str, Any], run: Callable[[int], dict[str, Any]], left_s: Callable[[], float]
+    data: dict[str, Any],
+    run: Callable[[list[int]], list[dict[str, Any]]],
+    left_s: Callable[[], float],
+    at_once: int = 1,
 ) -> dict[str, Any]:
     """The largest size that trains for three steps in a fresh process, within 1 %, with the tries it took."""
-    tries = [one for finder in data["finders"].values() for one in finder["tries"]] + data.get("truth", {}).get(
-        "tries", []
-    )
-    low = max((one["batch_size"] for one in tries if one["ran"]), default=0)
-    high = min((one["batch_size"] for one in tries if one["ran"] is False and one["batch_size"] > low), default=None)
     made = list(data.get("truth", {}).get("tries", []))
-    while low and (high is None or high - low > max(1, TOLERANCE * low)) and left_s() > 0:
-        size = math.ceil(low * (1 + 2 * TOLERANCE)) if high is None else (low + high) // 2
-        found = run(size)
-        if not found["tries"] or found["tries"][-1]["ran"] is None:
+    seen = [one for finder in data["finders"].values() for one in finder["tries"]] + made
+    low = max((one["batch_size"] for one in seen if one["ran"]), default=0)
+    high = min((one["batch_size"] for one in seen if one["ran"] is False and one["batch_size"] > low), default=None)
+    while low and not is_certain(low, high) and left_s() > 0:
+        found = [one["tries"][-1] for one in run(between(low, high, at_once)) if one["tries"]]
+        made += found
+        known = [one for one in found if one["ran"] is not None]
+        if not known:
             break
-        made += found["tries"]
-        low, high = (size, high) if found["tries"][-1]["ran"] else (low, size)
-    certain = high is not None and high - low <= max(1, TOLERANCE * low)
-    return {"largest": low or None, "smallest_oom": high, "within_1_percent": certain, "tries": made}
+        low = max([low, *(one["batch_size"] for one in known if one["ran"])])
+        beyond = [one["batch_size"] for one in known if one["ran"] is False and one["batch_size"] > low]
+        high = min([*beyond, *([] if high is None or high <= low else [high])], default=None)
+    return {"largest": low or None, "smallest_oom": high, "within_1_percent": is_certain(low, high), "tries": made}
+
+
+def is_certain(low: int, high: int | None) -> bool:
+    return high is not None and high - low <= max(1, TOLERANCE * low)
+
+
+def between(low: int, high: int | None, count: int) -> list[int]:
+    """Sizes that part what is not known yet, or go beyond what ran."""
+    if high is None:
+        return [math.ceil(low * (1 + 2 * TOLERANCE) ** step) + step - 1 for step in range(1, count + 1)]
+    return sorted({low + max(1, (high - low) * step // (count + 1)) for step in range(1, count + 1)})
 
 
 def table(out: Path) -> str:
     """The evidence in OUT as a Markdown table: batch (its share of the largest), runs, of them out of memory, time."""
-    lines = [f"| workload | setting | largest | {' | '.join(FINDERS)} |", "|---" * (3 + len(FINDERS)) + "|"]
+    heads = ("workload", "setting", "of GiB", "largest", *FINDERS)
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for path in sorted(out.glob("*.json")):
         data = json.loads(path.read_text())
         truth = data.get("truth", {})
         largest = truth.get("largest")
         cells = [words_for(data["finders"].get(finder), largest) for finder in FINDERS]
         known = f"{largest}" if truth.get("within_1_percent") else f"at least {largest}" if largest else "unknown"
-        lines.append(f"| {data['workload']} | {data['setting']} | {known} | {' | '.join(cells)} |")
+        memory = data["memory_gib"]
+        size = "all" if memory is None else f"{memory:g}"
+        lines.append(f"| {data['workload']} | {data['setting']} | {size} | {known} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

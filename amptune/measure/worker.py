@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import io
 import math
@@ -270,7 +271,10 @@ def _bench() -> Bench:
         limit = _State.setting.memory_mib
         if limit is not None:
             limit_memory(device, limit)
-        _State.bench = Bench(_workload(_State.setting.source), device, nvml, memory_mib=limit)
+        workload = _workload(_State.setting.source)
+        gc.collect()
+        gc.freeze()  # what was imported is looked through by no trial's collection of garbage
+        _State.bench = Bench(workload, device, nvml, memory_mib=limit)
     return _State.bench
 
 

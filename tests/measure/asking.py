@@ -1,0 +1,25 @@
+"""What a test asks of a worker process; it imports nothing that the process might not have."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import sys
+
+
+def has_imported(module: str) -> bool:
+    return module in sys.modules
+
+
+def environment(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def start_method() -> str:
+    return multiprocessing.get_start_method()
+
+
+def looked_through() -> int:
+    """How many objects a collection of garbage looks through."""
+    return len(gc.get_objects())

@@ -1,0 +1,93 @@
+"""How workers are started: forked where that is possible, and yet as fresh as a process of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import asking
+import pytest
+
+from amptune.measure.evaluator import WorkerEvaluator
+from amptune.measure.loop_timing import LoopTiming
+from amptune.measure.processes import WorkerProcess, stop_all
+from amptune.measure.worker import Setting, Source, prepare
+from amptune.policy.settings import STOCK
+
+LIMIT_S = 60.0
+FORKED = pytest.mark.skipif(sys.platform != "linux", reason="forked on Linux alone")
+
+
+def worker(log: Path, target: str = "amptune.workload.zoo:digits") -> WorkerProcess:
+    return WorkerProcess(Setting(source=Source(target=target), device="cpu", log=log / "workers.log"))
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[list[WorkerProcess]]:
+    workers = [worker(tmp_path), worker(tmp_path)]
+    yield workers
+    stop_all(workers)
+
+
+@FORKED
+def test_workers_are_forked_from_one_process_that_has_imported_torch(two: list[WorkerProcess]) -> None:
+    (parent,) = {one.call(LIMIT_S, os.getppid) for one in two}
+    assert parent != os.getpid()
+    assert len({one.call(LIMIT_S, os.getpid) for one in two}) == 2
+    assert two[0].call(LIMIT_S, asking.has_imported, "torch._dynamo") is True
+
+
+@FORKED
+def test_one_that_was_ended_is_replaced_by_another_of_the_same_parent(two: list[WorkerProcess]) -> None:
+    before = two[0].call(LIMIT_S, os.getpid), two[0].call(LIMIT_S, os.getppid)
+    stop_all(two)
+    assert not any(one.runs for one in two)
+    after = two[0].call(LIMIT_S, os.getpid), two[0].call(LIMIT_S, os.getppid)
+    assert after[0] != before[0]
+    assert after[1] == before[1]
+
+
+def test_the_environment_is_that_of_the_moment(two: list[WorkerProcess], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AMPTUNE_ASKED", raising=False)
+    assert two[0].call(LIMIT_S, asking.environment, "AMPTUNE_ASKED") is None
+    monkeypatch.setenv("AMPTUNE_ASKED", "yes")
+    assert two[1].call(LIMIT_S, asking.environment, "AMPTUNE_ASKED") == "yes"
+
+
+def test_processes_of_the_users_own_start_as_they_would_in_training(two: list[WorkerProcess]) -> None:
+    assert two[0].call(LIMIT_S, asking.start_method) == multiprocessing.get_start_method()
+
+
+LOADER_OF_A_LAMBDA = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from amptune import Workload
+
+workload = Workload(
+    model=lambda: nn.Linear(2, 1), batch=lambda n: torch.randn(n, 2), batch_size=4,
+    loss=lambda model, batch: model(batch).mean(), optimizer=lambda m: torch.optim.SGD(m.parameters(), 0.1),
+    loader=lambda n: DataLoader(torch.randn(400, 2), n, num_workers=1, collate_fn=lambda rows: torch.stack(rows)))
+"""
+
+
+@pytest.mark.skipif(multiprocessing.get_start_method() != "fork", reason="a lambda travels where processes are forked")
+def test_a_loader_that_only_forked_processes_can_run_is_run(tmp_path: Path) -> None:
+    script = tmp_path / "lambdas.py"
+    script.write_text(LOADER_OF_A_LAMBDA)
+    with WorkerEvaluator(Source(target=f"{script}:workload"), "cpu", tmp_path / "log") as evaluator:
+        timing = evaluator.train(STOCK, 0.2, LIMIT_S)
+    assert isinstance(timing, LoopTiming), timing
+    assert timing.source == "loader"
+
+
+def test_a_trial_does_not_look_for_garbage_in_all_that_was_imported(tmp_path: Path) -> None:
+    one = worker(tmp_path)
+    one.call(LIMIT_S, prepare)
+    looked_through = one.call(LIMIT_S, asking.looked_through)
+    stop_all([one])
+    assert isinstance(looked_through, int)
+    assert looked_through < 100_000  # of more than 250,000
