@@ -108,7 +108,7 @@ def _request(
         wanted=Wanted(
             baseline=_baseline(baseline),
             space=space,
-            pins=dict(map(_pin, pins)),
+            pins=_pins(pins),
             batch_size=_batch_size(batch_size),
             global_batch=_global_batch(global_batch, devices),
             compile=compile_,
@@ -133,6 +133,14 @@ def _baseline(text: str) -> Policy:
     if not Path(text).exists():
         raise click.BadParameter(f"{text!r} is not stock, amp-fp16, amp-bf16 or a policy file", param_hint="--baseline")
     return load(text).policy
+
+
+def _pins(texts: tuple[str, ...]) -> dict[str, str]:
+    pins: dict[str, str] = {}
+    for name, value in map(_pin, texts):
+        if pins.setdefault(name, value) != value:
+            raise click.BadParameter(f"{name} is to be {pins[name]} and {value}", param_hint="--set")
+    return pins
 
 
 def _pin(text: str) -> tuple[str, str]:

@@ -72,9 +72,11 @@ class Prepared:
     """A worker's first answer: where it runs and what it is to measure.
 
     `memory_mib` is what a training process can have of the device's memory: what is free there once its context is
-    open (on a CPU, what is available), or what the user allows. None where that is not known.
+    open (on a CPU, what is available), or what the user allows. None where that is not known. `start_s` is how many
+    seconds it took until the workload was built, which another worker will take too.
     """
 
     hardware: Hardware
     subject: Subject
     memory_mib: float | None = None
+    start_s: float = 0.0

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -142,11 +143,15 @@ def prepare() -> Prepared:
     from amptune.measure.memory import available_mib
 
     limit = _State.setting.memory_mib
+    began_s = time.monotonic()
     try:
+        bench = _bench()
+        start_s = time.monotonic() - began_s
         return Prepared(
             hardware=probe(_State.setting.device),
-            subject=inspect_model(_bench(), _source_digest(_State.setting.source)),
-            memory_mib=min(available_mib(_bench().device), math.inf if limit is None else limit),
+            subject=inspect_model(bench, _source_digest(_State.setting.source)),
+            memory_mib=min(available_mib(bench.device), math.inf if limit is None else limit),
+            start_s=start_s,
         )
     except Exception:
         traceback.print_exc()  # into the log; the caller gets the words alone

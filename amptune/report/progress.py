@@ -21,6 +21,7 @@ from amptune.search.events import (
     TrialEnded,
     TrialStarted,
 )
+from amptune.search.objective import Objective
 
 __all__ = ["describe", "progress_for"]
 
@@ -95,7 +96,20 @@ def _trial(event: TrialEnded) -> str:
     if isinstance(trial.outcome, Failure):
         return f"{head}  {trial.outcome.kind:>10}        {trial.policy}: {trial.outcome.message}"
     mark = "*" if event.best is trial else " "
-    return f"{head} {mark}{trial.outcome.median_ms:9.3f} ms {_relative(event)} {trial.policy}"
+    figures = f"{trial.outcome.median_ms:9.3f} ms {_relative(event)}{_figure(trial.outcome, event.objective)}"
+    return f"{head} {mark}{figures} {trial.policy}"
+
+
+def _figure(measurement: Measurement, objective: Objective) -> str:
+    """What is to be least, beside the time."""
+    match objective.name:
+        case "memory":
+            return f" {measurement.peak_allocated_mib:9,.0f} MiB"
+        case "energy":
+            joules = measurement.energy_j_per_sample
+            return "          " if joules is None else f" {joules:7.4g} J"
+        case "throughput":
+            return ""
 
 
 def _relative(event: TrialEnded) -> str:

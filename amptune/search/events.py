@@ -10,6 +10,7 @@ from amptune.measure.outcome import Outcome
 from amptune.measure.subject import Prepared
 from amptune.policy.settings import Policy
 from amptune.search.gate import Judgement
+from amptune.search.objective import THROUGHPUT, Objective
 from amptune.search.trial import Trial
 
 __all__ = [
@@ -54,6 +55,7 @@ class TrialEnded:
     best: Trial | None
     baseline: Trial | None
     left_s: float
+    objective: Objective = THROUGHPUT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -162,7 +162,10 @@ class _Search:
             self.study.measure_first(_instead_of(policy, trial.outcome, self.study))
         first = self.study.trial_of(self.baseline)
         best = best_of(self.study)
-        self.observer(TrialEnded(trial=trial, best=best, baseline=first, left_s=self.budget.left_s))
+        objective = self.study.yardstick.objective
+        self.observer(
+            TrialEnded(trial=trial, best=best, baseline=first, left_s=self.budget.left_s, objective=objective)
+        )
         if trial is first and self.study.yardstick.score(trial.outcome) is None:
             return "the baseline itself fails" if isinstance(trial.outcome, Failure) else "the baseline has no figure"
         return None

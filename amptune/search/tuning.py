@@ -164,25 +164,25 @@ def _search_and_prove(evaluator: Evaluator, run: TuningRun, prepare_s: float, ob
         evaluator,
         request.budget,
         baseline=candidates.baseline,
-        reserve_s=lambda: _proof_s(study, request.budget, prepare_s),
+        reserve_s=lambda: _proof_s(study, request.budget, prepare_s, run.prepared.start_s),
         observer=observer,
     )
     baseline = study.trial_of(candidates.baseline)
     if baseline is None or study.yardstick.score(baseline.outcome) is None:
         return
-    proof = run.enter_proof(prepare_s)
+    proof = run.enter_proof()
     if len(proof.contest.finalists) > 1:
         run.judge_ahead()
         with suppress(StudyError):  # no worker can be started any more: what was measured by now decides
-            prove(evaluator, proof, request.budget, prepare_s, observer, run.judge.rejects)
+            prove(evaluator, proof, request.budget, run.prepared.start_s, observer, run.judge.rejects)
 
 
-def _proof_s(study: Study, budget: Budget, prepare_s: float) -> float:
+def _proof_s(study: Study, budget: Budget, prepare_s: float, start_s: float) -> float:
     """The time to keep for the comparisons, at what starting a worker and a trial have cost so far."""
     costs = sorted(trial.seconds for trial in study.trials)
     typical_s = costs[len(costs) // 2] if costs else 0.0
     contenders = min(2 + FINALISTS, len(costs))
-    wanted_s = LAUNCHES_KEPT * (prepare_s + ROUNDS_PER_LAUNCH * contenders * typical_s)
+    wanted_s = LAUNCHES_KEPT * (start_s + ROUNDS_PER_LAUNCH * contenders * typical_s)
     return min(PROOF_SHARE * (budget.seconds - prepare_s), wanted_s)
 
 

@@ -104,10 +104,10 @@ class TuningRun:
             self.candidates = candidates.guarded(guard.safeguards)
             self.findings += tuple(self.sizes.findings)
 
-    def enter_proof(self, start_s: float) -> Proof:
+    def enter_proof(self) -> Proof:
         """Who is compared behind the search: the baseline, stock PyTorch, the AMP recipes and the fastest trials."""
         time_s = FINALS_SHARE * self.request.budget.left_s
-        self.proof = self._proof_of(_finalists(self.study, self.candidates, start_s, time_s))
+        self.proof = self._proof_of(_finalists(self.study, self.candidates, self.prepared.start_s, time_s))
         return self.proof
 
     def judge_ahead(self) -> None:

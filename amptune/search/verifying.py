@@ -153,9 +153,7 @@ def verify(
 def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, observer: Observer) -> Verification:
     """The same on any evaluator: policy and baseline in turn, launch after launch, until the ratio is known to ±1 %."""
     claim = claim_of(policy_file)
-    before_s = budget.spent_s
     prepared = evaluator.prepare(budget.left_to_prepare_s)
-    start_s = budget.spent_s - before_s
     labels = {**dict(prepared.hardware.labels), "model": prepared.subject.model_digest}
     policy, baseline = (_sized(each, prepared) for each in (claim.policy, claim.baseline))
     comparison = Comparison(
@@ -167,7 +165,7 @@ def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, o
         observer=observer,
         objective=claim.objective,
         kept=(policy,),
-        start_s=start_s,
+        start_s=prepared.start_s,
     )
 
     def enough(rounds: Sequence[Round]) -> bool:

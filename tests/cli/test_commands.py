@@ -122,6 +122,7 @@ def test_the_same_command_again_resumes(folder: Path) -> None:
         (["tune", "train.py:small", "--set", "autcast=bf16"], 2, "did you mean autocast"),
         (["tune", "train.py:small", "--set", "autocast=bf15"], 2, "bf16"),
         (["tune", "train.py:small", "--set", "autocast"], 2, "KNOB=VALUE"),
+        (["tune", "train.py:small", "--set", "autocast=bf16", "--set", "autocast=off"], 2, "to be bf16 and off"),
         (["tune", "train.py:small", "--budget", "soon"], 2, "is no duration"),
         (["tune", "train.py:small", "--batch-size", "0"], 2, "whole number of at least 1"),
         (["tune", "train.py:small", "--device", "cuda:99"], 2, "cuda:99"),

@@ -14,6 +14,7 @@ import pytest
 from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.loop_timing import LoopTiming
 from amptune.measure.processes import WorkerProcess, stop_all
+from amptune.measure.subject import Prepared
 from amptune.measure.worker import Setting, Source, prepare
 from amptune.policy.settings import STOCK
 
@@ -72,6 +73,12 @@ workload = Workload(
     loss=lambda model, batch: model(batch).mean(), optimizer=lambda m: torch.optim.SGD(m.parameters(), 0.1),
     loader=lambda n: DataLoader(torch.randn(400, 2), n, num_workers=1, collate_fn=lambda rows: torch.stack(rows)))
 """
+
+
+def test_what_a_workers_start_takes_is_known(two: list[WorkerProcess]) -> None:
+    prepared = two[0].call(LIMIT_S, prepare)
+    assert isinstance(prepared, Prepared)
+    assert 0 < prepared.start_s < LIMIT_S
 
 
 @pytest.mark.skipif(multiprocessing.get_start_method() != "fork", reason="a lambda travels where processes are forked")

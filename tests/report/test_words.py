@@ -39,6 +39,15 @@ def test_a_trial_is_one_line_with_its_time_and_its_ratio() -> None:
     assert line == "[  42 s left]   2 *    5.000 ms  2.00× bf16"
 
 
+@pytest.mark.parametrize(
+    ("objective", "figure"), [(Objective("memory"), "      100 MiB"), (Objective("energy"), "   0.25 J")]
+)
+def test_a_trial_shows_what_is_to_be_least(objective: Objective, figure: str) -> None:
+    trial = replace(BASELINE, outcome=replace(MEASURED, energy_j_per_sample=0.25))
+    line = describe(TrialEnded(trial=trial, best=trial, baseline=trial, left_s=42.0, objective=objective))
+    assert line == f"[  42 s left]   1 *   10.000 ms  1.00× {figure} stock PyTorch"
+
+
 def test_a_failed_trial_says_its_kind_and_why() -> None:
     failed = Trial(number=3, policy=amp_recipe("fp16"), outcome=Failure(kind="oom", message="no memory"), seconds=1.0)
     line = describe(TrialEnded(trial=failed, best=BASELINE, baseline=BASELINE, left_s=9.0))

@@ -387,7 +387,7 @@ class SyntheticEvaluator:
 
     def prepare(self, limit_s: float) -> Prepared:  # noqa: ARG002  # it takes less than any limit there is
         self._process_of(STOCK)
-        return self.landscape.prepared
+        return replace(self.landscape.prepared, start_s=self.trouble.launch_s)
 
     def launch(self, policies: Sequence[Policy]) -> None:
         """Ends all processes and starts a fresh one for each of these, all at once."""
