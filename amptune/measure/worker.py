@@ -158,20 +158,25 @@ def prepare() -> Prepared:
         raise
 
 
-def get_ready(policy: Policy, at_once: int) -> None:
+def get_ready(policy: Policy, at_once: int) -> Outcome | None:
     """Builds the workload ahead of its first trial and warms the process up, as `at_once` workers do at the same time.
 
-    A policy that compiles is compiled: that is work for the CPU. What goes wrong is left to that trial to report.
+    A policy that compiles is compiled, which is work for the CPU: then this returns what became of its first steps.
+    What goes wrong is left to the trial to report.
     """
+    from amptune.measure.failing import failure_of
     from amptune.measure.warming import warm_up
 
     try:
         with _sharing_threads(at_once):
             warm_up(_bench().device)
-        if policy.compile != "off":
-            _bench().measure(policy, A_FEW_STEPS)
-    except BaseException:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
+        if policy.compile == "off":
+            return None
+        _share_compilers(at_once)
+        return _bench().measure(policy, A_FEW_STEPS)
+    except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
         traceback.print_exc()  # into the log
+        return failure_of(error)
 
 
 @contextlib.contextmanager
@@ -188,6 +193,14 @@ def _sharing_threads(among: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def _share_compilers(among: int) -> None:
+    """Its share of the processes that compile kernels, of which torch.compile would start one for every core."""
+    import torch._inductor.config as inductor
+
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        inductor.compile_threads = max(1, (os.cpu_count() or 1) // among)
 
 
 def measure(policy: Policy, effort: Effort) -> Reply:

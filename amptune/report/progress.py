@@ -12,6 +12,7 @@ from rich.status import Status
 from amptune.measure.outcome import Failure, Measurement
 from amptune.search.events import (
     ComparisonStarted,
+    Compiling,
     ContenderMeasured,
     Event,
     Observer,
@@ -55,6 +56,8 @@ def describe(event: Event) -> str | None:
             judgement = event.judgement
             verdict = judgement if judgement.passes else f"not as good as FP32: {judgement}"
             return f"numerics of {judgement.policy}: {verdict}"
+        case Compiling():
+            return f"compiling {len(event.policies)} graphs beside one another"
         case SearchEnded():
             return f"search ended after {event.trials} new trials: {event.because}"
         case ComparisonStarted():

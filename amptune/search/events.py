@@ -15,6 +15,7 @@ from amptune.search.trial import Trial
 
 __all__ = [
     "ComparisonStarted",
+    "Compiling",
     "ContenderMeasured",
     "Event",
     "Observer",
@@ -47,6 +48,13 @@ class SearchStarted:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialStarted:
     policy: Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiling:
+    """Graphs are about to be compiled beside one another, which a while of nothing else follows."""
+
+    policies: tuple[Policy, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,5 +99,14 @@ class PolicyJudged:
     judgement: Judgement
 
 
-Event = PolicyJudged | SearchStarted | TrialStarted | TrialEnded | SearchEnded | ComparisonStarted | ContenderMeasured
+Event = (
+    PolicyJudged
+    | SearchStarted
+    | TrialStarted
+    | Compiling
+    | TrialEnded
+    | SearchEnded
+    | ComparisonStarted
+    | ContenderMeasured
+)
 Observer = Callable[[Event], None]

@@ -12,7 +12,7 @@ from amptune.measure.evaluator import Evaluator
 from amptune.measure.outcome import ENERGY_S, Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import AUTOTUNED_MODES, CompileMode, Policy
 from amptune.search.budget import Budget
-from amptune.search.events import Observer, SearchEnded, TrialEnded, TrialStarted
+from amptune.search.events import Compiling, Observer, SearchEnded, TrialEnded, TrialStarted
 from amptune.search.study import Study, Suggestion
 from amptune.search.trial import Trial
 
@@ -32,12 +32,16 @@ CHEAP = {"cudnn_benchmark": False, "compile": "off"}
 CHEAP_SHARE, CHEAP_S, CHEAP_SHARE_WITH_SIZES = 0.35, 40.0, 0.5
 # What a trial takes at the least, where none like it was seen.
 SHORTEST_DEAR_S, SHORTEST_COMPILED_S, SHORTEST_AUTOTUNED_S = 5.0, 25.0, 150.0
-# Then the best policies of so many dtypes are compiled. The mode to begin with, where the space has it: CUDA graphs
-# save launches, whatever the kernels are.
+# Then the best policies of so many dtypes are compiled; or of more kinds, each a dtype and a memory format, where
+# several graphs can be compiled beside one another: which of them is fastest compiled, the eager times of a model that
+# waits for the host do not tell. The mode to begin with, where the space has it: CUDA graphs save launches, whatever
+# the kernels are.
 DTYPES_COMPILED = 2
 COMPILE_FIRST: tuple[CompileMode, ...] = ("reduce-overhead", "default")
-# Of the time kept for comparisons, for the first policy that is compiled.
+# Of the time kept for comparisons, for the first policies that are compiled.
 BORROWED = 0.4
+# Several graphs beside one another take up to so many times as long as one; with less time one is compiled at a time.
+BESIDE_OTHERS = 1.8
 # Compiling is given up when so many compiled policies failed, none having run.
 COMPILE_ATTEMPTS = 2
 OUT_OF_TIME = "the budget for searching is spent"
@@ -94,6 +98,8 @@ class _Search:
         sizes = self.study.has_knob("batch_size")
         self._cheap_share, self._cheap_s = (CHEAP_SHARE_WITH_SIZES, math.inf) if sizes else (CHEAP_SHARE, CHEAP_S)
         self._began_s = self.budget.spent_s
+        # What was compiled ahead of its trial, and the seconds that took.
+        self._compiled: dict[Policy, float] = {}
 
     @property
     def measured(self) -> int:
@@ -103,13 +109,13 @@ class _Search:
     def until_done(self) -> str:
         """Searches until there is a reason to stop, and returns it in words."""
         while self.budget.trials is None or self.measured < self.budget.trials:
-            if self.study.trial_of(self.baseline) is not None and self._left_s < SHORTEST_TRIAL_S:
+            if self.study.trial_of(self.baseline) is not None and self._is_out_of_time():
                 return OUT_OF_TIME
             suggestion = self.study.suggest(self._fixed)
             if self._fixed and self._cheap_stage_is_over(suggestion):
                 self._forget(suggestion)
-                self.study.measure_first(_to_compile(self.study))
                 self._fixed = {}
+                self.study.measure_first(self._compiled_ahead())
             elif suggestion is None:
                 return THE_REST_IS_LEFT_OUT if self.study.has_left_out else "every policy of the space is measured"
             elif _is_hopeless(suggestion, self.study):
@@ -127,10 +133,27 @@ class _Search:
         """With the baseline alone there is nothing to compare yet, and so nothing to keep time for."""
         return self.budget.left_s - (self.reserve_s() if len(self.study.trials) > 1 else 0.0)
 
+    def _is_out_of_time(self) -> bool:
+        """What was compiled is measured all the same: that takes little, and would be lost."""
+        return not self._compiled and self._left_s < SHORTEST_TRIAL_S
+
     def _left_for(self, policy: Policy) -> float:
-        """The first graph may make more of a difference than a few launches more to compare."""
+        """The first graphs may make more of a difference than a few launches more to compare."""
         is_first = policy.compile != "off" and all(trial.policy.compile == "off" for trial in self.study.trials)
-        return self._left_s + (BORROWED * self.reserve_s() if is_first else 0.0)
+        borrows = is_first or policy in self._compiled
+        return self._left_s + (BORROWED * self.reserve_s() if borrows else 0.0)
+
+    def _compiled_ahead(self) -> list[Policy]:
+        """What to compile first: of several kinds beside one another, where there are the cores and the time for it."""
+        trials_left = math.inf if self.budget.trials is None else self.budget.trials - self.measured
+        count = int(min(self.evaluator.graphs_at_once, trials_left))
+        policies = _to_compile(self.study, count) if count > DTYPES_COMPILED else []
+        if len(policies) <= DTYPES_COMPILED or self._left_for(policies[0]) < BESIDE_OTHERS * SHORTEST_COMPILED_S:
+            return _to_compile(self.study)
+        self.observer(Compiling(policies=tuple(policies)))
+        limit_s = self._left_for(policies[0]) - len(policies) * SHORTEST_TRIAL_S
+        self._compiled = dict(self.evaluator.compile(policies, limit_s))
+        return policies
 
     def _cheap_stage_is_over(self, suggestion: Suggestion | None) -> bool:
         """What is kept for the comparisons is known better with each trial, and so is the time there is."""
@@ -144,15 +167,15 @@ class _Search:
         """Whether there is no time for such a trial, but for others there may be; or nothing can be compiled here."""
         if policy == self.baseline or not (policy.cudnn_benchmark or policy.compile != "off"):
             return False
-        too_little = self._left_for(policy) < _least_s(self.study, policy)
+        too_little = self._left_for(policy) < self._least_s(policy)
         return too_little or (policy.compile != "off" and _cannot_compile(self.study))
 
     def _measure(self, suggestion: Suggestion) -> str | None:
         """One trial; in words why it ends the search, if it does."""
         policy, left_s = suggestion.policy, self._left_for(suggestion.policy)
-        if policy == self.baseline:
+        if policy == self.baseline or policy in self._compiled:
             left_s = max(left_s, SHORTEST_BASELINE_S)
-        enough = policy == self.baseline or left_s >= _least_s(self.study, policy)
+        enough = policy == self.baseline or left_s >= self._least_s(policy)
         trial = self._try(suggestion, left_s) if enough else None
         if trial is None:
             self._forget(suggestion)
@@ -179,7 +202,10 @@ class _Search:
         before_s = self.budget.spent_s
         effort = _effort(self.study, policy, limit_s)
         outcome = self.evaluator.measure(policy, effort)
-        seconds = self.budget.spent_s - before_s
+        compile_s = self._compiled.pop(policy, 0.0)
+        if isinstance(outcome, Measurement):
+            outcome = replace(outcome, startup_s=max(outcome.startup_s, compile_s))
+        seconds = self.budget.spent_s - before_s + compile_s
         if isinstance(outcome, Failure) and outcome.kind == "timeout" and limit_s < longest_s:
             return None
         score = self.study.yardstick.score(outcome)
@@ -188,6 +214,9 @@ class _Search:
             again = self.evaluator.measure(policy, replace(effort, time_limit_s=limit_s - seconds))
             outcome = _of_two(outcome, again)
         return Trial(number=len(self.study.trials), policy=policy, outcome=outcome, seconds=seconds)
+
+    def _least_s(self, policy: Policy) -> float:
+        return 0.0 if policy in self._compiled else _least_s(self.study, policy)
 
     def _forget(self, suggestion: Suggestion | None) -> None:
         if suggestion is not None:
@@ -219,17 +248,18 @@ def _cannot_compile(study: Study) -> bool:
     return len(broken) == len(compiled) >= COMPILE_ATTEMPTS and enough
 
 
-def _to_compile(study: Study) -> list[Policy]:
-    """The best policies so far of two autocast dtypes, compiled: what is fastest then is often not what is before."""
+def _to_compile(study: Study, count: int = DTYPES_COMPILED) -> list[Policy]:
+    """The best policies so far of two dtypes, compiled; or of more kinds: what is fastest then often was not before."""
     scores = {trial.policy: study.yardstick.score(trial.outcome) or 0.0 for trial in study.trials}
-    best: dict[str, Policy] = {}
+    best: dict[tuple[str, ...], Policy] = {}
     for policy in sorted(filter(scores.get, scores), key=scores.__getitem__, reverse=True):
-        best.setdefault(policy.autocast, policy)
+        layout = (policy.memory_format,) if count > DTYPES_COMPILED else ()
+        best.setdefault((policy.autocast, *layout), policy)
     for mode in COMPILE_FIRST:
         compiled = (replace(policy, compile=mode) for policy in best.values())
         known = [policy for policy in compiled if policy in study]
         if known:
-            return known[:DTYPES_COMPILED]
+            return known[:count]
     return []
 
 

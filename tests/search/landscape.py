@@ -342,6 +342,9 @@ class Trouble:
     benchmark_s: float = 6.0
     compile_s: float = 15.0
     launch_s: float = 8.0
+    # How many graphs can be compiled beside one another, each taking so much longer for every other one.
+    graphs_at_once: int = 1
+    beside_another: float = 0.1
 
 
 NO_TROUBLE = Trouble(noise=0.0, step_noise=0.0, launch_noise=0.0, drift=0.0, outliers=0.0)
@@ -394,6 +397,22 @@ class SyntheticEvaluator:
         self.launches += 1
         self._processes = {policy: self._new_process() for policy in policies}
         self.clock.advance(self.trouble.launch_s)
+
+    @property
+    def graphs_at_once(self) -> int:
+        return self.trouble.graphs_at_once
+
+    def compile(self, policies: Sequence[Policy], limit_s: float) -> Mapping[Policy, float]:
+        """All of them, or none where the time does not hold it."""
+        self.launch(policies)
+        seconds = self.trouble.compile_s * (1 + self.trouble.beside_another * (len(policies) - 1))
+        self.clock.advance(min(seconds, limit_s))
+        if seconds > limit_s:
+            return {}
+        for policy in policies:
+            self._processes[policy].known.add(policy)
+        self._on_disk.update(policies)
+        return dict.fromkeys(policies, seconds)
 
     def measure_alone(self, policy: Policy, effort: Effort) -> Outcome:
         return self.measure(policy, effort)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,3 +169,69 @@ def test_the_search_ends_when_nothing_that_is_left_is_worth_its_time(tmp_path: P
     ended = next(event for event in events if isinstance(event, SearchEnded))
     assert ended.because == "no policy that is left promises to be better"
     assert ended.trials < 120
+
+
+class CompilingBesideOneAnother(Compiling):
+    """Five graphs at once take 45 s. Eager steps wait for the host, so that they tell nothing of the graphs."""
+
+    def compile(self, policies: Sequence[Policy], limit_s: float) -> Mapping[Policy, float]:
+        self.compiled.append(tuple(policies))
+        self.clock.advance(min(45.0, limit_s))
+        if limit_s < 45.0:
+            return {}
+        self.measured += policies  # their graphs are known from now on
+        return dict.fromkeys(policies, 40.0)
+
+
+def waiting_for_the_host(policy: Policy) -> float:
+    if policy.compile == "off":
+        eager = {"off": 8.0, "bf16": 10.0, "fp16": 11.0}
+        return eager[policy.autocast] + (policy.memory_format == "contiguous")
+    graph = {"off": 6.0, "bf16": 3.0, "fp16": 4.0}
+    return graph[policy.autocast] - (policy.memory_format == "contiguous")
+
+
+def searched_beside(folder: Path, budget_s: float = 180, **wanted: Any) -> tuple[Any, Decision, list[Event]]:
+    evaluator = CompilingBesideOneAnother("resnet50", noise=0.002, graphs_at_once=5)
+    evaluator.true_ms = waiting_for_the_host
+    clock = evaluator.clock = SimulatedClock()
+    request = request_in(folder, trials=wanted.pop("trials", None), **wanted)
+    request = replace(request, budget=Budget(seconds=budget_s, trials=request.budget.trials, started=0.0, clock=clock))
+    events: list[Event] = []
+    return evaluator, tune_with(evaluator, request, events.append), events
+
+
+def test_where_there_are_the_cores_several_kinds_are_compiled_beside_one_another(tmp_path: Path) -> None:
+    evaluator, decision, events = searched_beside(tmp_path)
+    (together,) = evaluator.compiled
+    assert len(together) == len({(policy.autocast, policy.memory_format) for policy in together}) == 5
+    assert {policy.compile for policy in together} == {"reduce-overhead"}
+    policies = tried(events)
+    first = policies.index(together[0])
+    assert tuple(policies[first : first + 5]) == together
+    winner = decision.policy
+    assert (winner.autocast, winner.memory_format, winner.compile) == ("bf16", "contiguous", "reduce-overhead")
+
+
+def test_what_was_compiled_ahead_is_charged_with_it(tmp_path: Path) -> None:
+    evaluator, decision, events = searched_beside(tmp_path)
+    trials = [event.trial for event in events if isinstance(event, TrialEnded)]
+    ahead = [trial for trial in trials if trial.policy in evaluator.compiled[0]]
+    assert [trial.seconds for trial in ahead] == pytest.approx([41.5] * 5)
+    assert all(isinstance(trial.outcome, Measurement) and trial.outcome.startup_s == 40.0 for trial in ahead)
+    assert next(f for f in decision.findings if f.code == "compile-pays").figures["compile_s"] == 40.0
+
+
+@pytest.mark.parametrize(("budget_s", "wanted"), [(75, {}), (180, {"trials": 4})])
+def test_without_the_time_or_the_trials_for_several_graphs_one_is_compiled(
+    tmp_path: Path, budget_s: float, wanted: dict[str, Any]
+) -> None:
+    evaluator, _, _ = searched_beside(tmp_path, budget_s, **wanted)
+    assert evaluator.compiled == []
+
+
+def test_what_was_not_done_in_time_is_compiled_in_its_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CompilingBesideOneAnother, "compile", lambda *_: {})
+    _, decision, events = searched_beside(tmp_path)
+    assert [policy for policy in tried(events) if policy.compile != "off"]
+    assert decision.policy.compile == "reduce-overhead"
