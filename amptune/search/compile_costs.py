@@ -11,7 +11,7 @@ from amptune.policy.findings import Finding
 from amptune.policy.settings import AUTOTUNED_MODES, Policy
 from amptune.search.trial import Trial
 
-__all__ = ["AUTOTUNE_S", "COMPILE_S", "cold_s", "compile_findings"]
+__all__ = ["AUTOTUNE_S", "COMPILE_S", "cold_s", "compile_findings", "compiled_s"]
 
 # What a graph takes to compile before one was compiled here, and to time its kernels too. For ResNet-50 on an H200 25
 # to 40 s (reports/h200/oracle); the second did not end in the 280 s that were left of that command.
@@ -31,6 +31,13 @@ def cold_s(policy: Policy, tried: Mapping[Policy, Outcome]) -> float:
     alike = [seconds for one, seconds in startup_s.items() if one.compile == policy.compile]
     unknown = AUTOTUNE_S if policy.compile in AUTOTUNED_MODES else COMPILE_S
     return max(alike, default=unknown)
+
+
+def compiled_s(policy: Policy, tried: Mapping[Policy, Outcome]) -> float:
+    """The seconds that a policy's graph took to compile, or is expected to."""
+    graph = _graph_of(policy)
+    seen = [o.startup_s for one, o in tried.items() if isinstance(o, Measurement) and _graph_of(one) == graph]
+    return max(seen, default=cold_s(policy, tried))
 
 
 def compile_findings(trials: Sequence[Trial], winner: Policy) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from amptune.search.compile_costs import compile_findings
 from amptune.search.decision import Standing, Verdict, standings_of
 from amptune.search.evidence import evidence_of, in_order, labels_of
 from amptune.search.gains import FOUND, goal_of
-from amptune.search.judging import Judge
+from amptune.search.judging import Judge, numerics_of_policy, without_graph
 from amptune.search.objective import Objective
 from amptune.search.pareto import points_of
 from amptune.search.proof import Proof
@@ -198,19 +198,25 @@ def _findings(proof: Proof, verdict: Verdict) -> Iterator[Finding]:
 def _rejected(judge: Judge, finalists: Sequence[Standing]) -> Iterator[Finding]:
     """The policies that were compared and are not as good as FP32."""
     for standing in finalists:
-        judgement = judge.known(standing.policy)
-        if judge.has_rejected(standing.policy) and judgement is not None:
-            message = f"{standing.policy} cannot win: {judgement}"
+        judgement = judge.rejection_of(standing.policy)
+        if judgement is not None:
+            own = without_graph(judgement.policy) == numerics_of_policy(without_graph(standing.policy))
+            whose = "" if own else f"of {judgement.policy}, compiled too: "
+            message = f"{standing.policy} cannot win: {whose}{judgement}"
             module = judgement.shortcomings[0].module
             yield Finding(code="rejected", message=message, module=module, figures={"speedup": standing.speedup})
 
 
 def _not_judged(judge: Judge, policy: Policy) -> Iterator[Finding]:
-    if not judge.is_exempt(policy) and judge.known(policy) is None:
-        because = judge.unjudged_because(policy)
-        why = f" ({because})" if because is not None else ""
+    because = judge.unjudged_because(policy)
+    why = f" ({because})" if because is not None else ""
+    if not judge.is_exempt(without_graph(policy)) and judge.known(policy) is None:
         message = f"the numerics of {policy} were not judged{why}: watch its loss beside FP32's"
         yield Finding(code="not-judged", message=message)
+    elif judge.is_graph_open(policy) or (policy.compile != "off" and because is not None):
+        why = why or " (there was no time for it; give more with --budget)"
+        message = f"numerics were judged without torch.compile, and not those of its graph{why}"
+        yield Finding(code="graph-not-judged", message=message)
 
 
 def _verdict_of_trials(trials: Sequence[Trial], proof: Proof) -> Verdict | None:

@@ -16,7 +16,7 @@ from amptune.search.budget import Budget
 from amptune.search.events import Observer, PolicyJudged
 from amptune.search.gate import Judgement, judged
 
-__all__ = ["Judge", "OutOfTimeError", "fp32_of", "is_exempt", "numerics_of_policy"]
+__all__ = ["Judge", "OutOfTimeError", "fp32_of", "is_exempt", "numerics_of_policy", "without_graph"]
 
 # Of the budget: for the FP32 reference, made once; and for it and all judgements until a cure is found.
 REFERENCE_SHARE, SHARE = 0.08, 0.25
@@ -74,38 +74,45 @@ class Judge:
         return is_exempt(policy, self.baseline)
 
     def judgement_of(self, policy: Policy) -> Judgement | None:
-        """None where it is exempt, or where it cannot be judged."""
-        if self.is_open(policy):
-            parity = self._parity_of(numerics_of_policy(policy))
-            if isinstance(parity, Failure):
-                self.failure = parity
-            else:
-                self._note(numerics_of_policy(policy), parity)
+        """None where it is exempt, or where it cannot be judged. One that is compiled is judged without its graph."""
+        self._judge(without_graph(policy))
         return None if self.is_exempt(policy) else self.known(policy)
 
+    def judge_graph(self, policy: Policy) -> None:
+        """Judges a compiled policy as it is: its graph is compiled anew for the gate's batches, which takes time."""
+        self._judge(policy)
+
     def known(self, policy: Policy) -> Judgement | None:
-        """What was judged of it, if it was."""
-        return self._judgements.get(numerics_of_policy(policy))
+        """What was judged of it, or of it without its graph."""
+        whole, plain = numerics_of_policy(policy), numerics_of_policy(without_graph(policy))
+        return self._judgements.get(whole, self._judgements.get(plain))
 
     def unjudged_because(self, policy: Policy) -> Failure | None:
         """Why it could not be judged, if that is so."""
         return self._unjudged.get(numerics_of_policy(policy), self.failure)
 
+    def rejection_of(self, policy: Policy) -> Judgement | None:
+        """What speaks against it: its judgement without its graph, or that of its graph."""
+        plain = without_graph(policy)
+        found = [] if self.is_exempt(plain) else [self._judgements.get(numerics_of_policy(plain))]
+        found += [] if self.is_exempt(policy) else [self._of_graph(policy)]
+        return next((judgement for judgement in found if judgement is not None and not judgement.passes), None)
+
     def has_rejected(self, policy: Policy) -> bool:
-        """Whether it was judged and did not pass."""
-        judgement = None if self.is_exempt(policy) else self.known(policy)
-        return judgement is not None and not judgement.passes
+        return self.rejection_of(policy) is not None
 
     def has_passed(self, policy: Policy) -> bool:
-        """Whether it is exempt, or was judged and is as good as FP32."""
+        """Whether it is exempt, or was judged and is as good as FP32; of one that is compiled, without its graph."""
         judgement = self.known(policy)
-        return self.is_exempt(policy) or (judgement is not None and judgement.passes)
+        return self.is_exempt(without_graph(policy)) if judgement is None else judgement.passes
 
     def is_open(self, policy: Policy) -> bool:
-        """Whether a policy is still to be judged, and can be."""
-        own = numerics_of_policy(policy)
-        seen = own in self._judgements or own in self._unjudged
-        return self.failure is None and not seen and not self.is_exempt(policy)
+        """Whether a policy is still to be judged, its graph aside, and can be."""
+        return self._is_open(without_graph(policy))
+
+    def is_graph_open(self, policy: Policy) -> bool:
+        """Whether a policy is compiled, and neither its graph nor another one in its dtype was judged, but can be."""
+        return policy.compile != "off" and self._of_graph(policy) is None and self._is_open(policy)
 
     def rejects(self, policy: Policy) -> bool:
         """Whether a policy must not win."""
@@ -131,6 +138,27 @@ class Judge:
     def _limit_s(self) -> float:
         return max(SHORTEST_S, self.budget.left_s)
 
+    def _of_graph(self, policy: Policy) -> Judgement | None:
+        """Of one that is compiled; else of another graph in its dtype, as what a compiler breaks it does so in both."""
+        if policy.compile == "off":
+            return None
+        own = self._judgements.get(numerics_of_policy(policy))
+        graphs = (one for one in self._judgements.values() if one.policy.compile != "off")
+        return own or next((one for one in graphs if one.policy.autocast == policy.autocast), None)
+
+    def _judge(self, policy: Policy) -> None:
+        if self._is_open(policy):
+            parity = self._parity_of(numerics_of_policy(policy))
+            if isinstance(parity, Failure):
+                self.failure = parity
+            else:
+                self._note(numerics_of_policy(policy), parity)
+
+    def _is_open(self, policy: Policy) -> bool:
+        own = numerics_of_policy(policy)
+        seen = own in self._judgements or own in self._unjudged
+        return self.failure is None and not seen and not self.is_exempt(policy)
+
     def _parity_of(self, policy: Policy) -> Parity | Failure:
         seconds = max(SHORTEST_REFERENCE_S, self.reference_share * self.budget.seconds)
         try:
@@ -154,6 +182,11 @@ class Judge:
             yield
         finally:
             self.spent_s += self.budget.spent_s - before_s
+
+
+def without_graph(policy: Policy) -> Policy:
+    """What it computes, by PyTorch's own kernels."""
+    return replace(policy, compile="off")
 
 
 def numerics_of_policy(policy: Policy) -> Policy:

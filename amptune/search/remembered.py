@@ -10,7 +10,7 @@ from typing import Any
 from amptune.policy.settings import Policy
 from amptune.policy.wire import policy_from_dict, policy_to_dict
 from amptune.search.gate import Judgement
-from amptune.search.judging import is_exempt, numerics_of_policy
+from amptune.search.judging import is_exempt, numerics_of_policy, without_graph
 from amptune.search.objective import Objective
 from amptune.search.trial import Trial
 
@@ -105,23 +105,25 @@ class StudyRecord:
         return self.tunings[-1]
 
     def judgement_of(self, policy: Policy) -> Judged | None:
-        """The last one of a policy with the same numerics."""
-        own = numerics_of_policy(policy)
-        return next((one for one in reversed(self.judged) if numerics_of_policy(one.policy) == own), None)
+        """The last one of a policy with the same numerics; of one that is compiled, else the one without its graph."""
+        return self._judged_as(policy) or self._judged_as(without_graph(policy))
 
     def has_rejected(self, policy: Policy) -> bool:
         """Whether it was judged and did not pass; or its dtype did not, and it lacks the rules that cure that."""
-        if is_exempt(policy, self.last.baseline):
-            return False
-        judged = self.judgement_of(policy)
-        if judged is None and not any(rule.is_needed for rule in policy.fp32_modules):
-            judged = self.judgement_of(Policy(autocast=policy.autocast))
-        return judged is not None and not judged.passes
+        both = (policy, without_graph(policy))
+        found = [self._judged_as(one) for one in both if not is_exempt(one, self.last.baseline)]
+        if found and not any(found) and not any(rule.is_needed for rule in policy.fp32_modules):
+            found = [self._judged_as(Policy(autocast=policy.autocast))]
+        return any(judged is not None and not judged.passes for judged in found)
 
     def has_passed(self, policy: Policy) -> bool:
         """Whether there was nothing to judge, or it was found to be as good as FP32."""
         judged = self.judgement_of(policy)
-        return is_exempt(policy, self.last.baseline) or (judged is not None and judged.passes)
+        return is_exempt(without_graph(policy), self.last.baseline) if judged is None else judged.passes
+
+    def _judged_as(self, policy: Policy) -> Judged | None:
+        own = numerics_of_policy(policy)
+        return next((one for one in reversed(self.judged) if numerics_of_policy(one.policy) == own), None)
 
 
 def without_password(where: str) -> str:

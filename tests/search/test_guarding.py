@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from landscape import SimulatedClock
-from recorded import RecordedEvaluator
+from recorded import RecordedEvaluator, recorded_ms
 from test_tuning import request_in, tuned_on
 
 from amptune.measure.numerics import ModuleParity, Parity
-from amptune.measure.outcome import Failure
+from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.subject import Module, Prepared
 from amptune.measure.trace import ModuleTrace, Reach
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, Reason, amp_recipe
 from amptune.search.ablation import variants_of
 from amptune.search.budget import Budget
+from amptune.search.deciding import Decision
 from amptune.search.events import Event, PolicyJudged
 from amptune.search.guarding import guard_against
 from amptune.search.judging import Judge, fp32_of
@@ -264,3 +266,82 @@ def test_interrupted_while_judging_there_is_nothing_to_write_yet(tmp_path: Path)
     with pytest.raises(TuningInterrupted) as caught:
         tune_with(Interrupted("resnet50"), request_in(tmp_path), list[Event]().append)
     assert caught.value.decision is None
+
+
+# --- graphs ------------------------------------------------------------------------------------------------------
+
+
+class FastGraphs(Faulty):
+    """Compiled, all is twice as fast. To judge a graph takes 30 s of simulated time, anything else 2."""
+
+    clock: SimulatedClock
+
+    def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:
+        self.clock.advance(2.0 if policy.compile == "off" else 30.0)
+        return super().judge(policy, fp32, seconds, limit_s)
+
+    def measure(self, policy: Policy, effort: Effort) -> Outcome:
+        self.clock.advance(1.5 if policy.compile == "off" or policy in self.measured else 20.0)
+        outcome = super().measure(policy, effort)
+        startup_s = 0.0 if policy.compile == "off" else 20.0
+        return replace(outcome, startup_s=startup_s) if isinstance(outcome, Measurement) else outcome
+
+
+def tuned_with_graphs(folder: Path, seconds: float = 400, **faults: Any) -> tuple[FastGraphs, Decision]:
+    evaluator = FastGraphs("resnet50", noise=0.002, **faults)
+    evaluator.true_ms = lambda policy: recorded_ms("resnet50", policy) / (1 + (policy.compile != "off"))
+    clock = evaluator.clock = SimulatedClock()
+    request = replace(request_in(folder, trials=None), budget=Budget(seconds=seconds, started=0.0, clock=clock))
+    return evaluator, tune_with(evaluator, request, lambda _: None)
+
+
+def test_of_compiled_policies_one_graph_of_a_dtype_is_judged(tmp_path: Path) -> None:
+    evaluator, decision = tuned_with_graphs(tmp_path, seconds=600)
+    assert decision.policy.compile != "off"
+    graphs = [policy.autocast for policy in evaluator.judged if policy.compile != "off"]
+    assert decision.policy.autocast in graphs
+    assert len(graphs) == len(set(graphs))
+    assert not {"not-judged", "graph-not-judged"} & {finding.code for finding in decision.findings}
+
+
+def test_a_graph_that_is_not_as_good_as_fp32_does_not_win(tmp_path: Path) -> None:
+    _, decision = tuned_with_graphs(tmp_path, unsound=lambda policy: policy.compile != "off")
+    assert decision.policy.compile == "off"
+    assert decision.speedup.value > 1
+    assert any("compile" in str(finding) for finding in decision.findings if finding.code == "rejected")
+
+
+def test_a_compiled_policy_cannot_win_where_it_fails_without_its_graph(tmp_path: Path) -> None:
+    evaluator, decision = tuned_with_graphs(tmp_path, unsound=lambda p: p.autocast == "fp16" and p.compile == "off")
+    assert decision.policy.autocast != "fp16"
+    assert not [policy for policy in evaluator.judged if policy.compile != "off" and policy.autocast == "fp16"]
+
+
+def test_a_graph_that_there_is_no_time_to_judge_is_told_of(tmp_path: Path) -> None:
+    evaluator, decision = tuned_with_graphs(tmp_path, seconds=100)
+    assert decision.policy.compile != "off"
+    assert not [policy for policy in evaluator.judged if policy.compile != "off"]
+    (told,) = [finding for finding in decision.findings if finding.code == "graph-not-judged"]
+    assert str(told).endswith("not those of its graph (there was no time for it; give more with --budget)")
+
+
+def test_a_graph_stands_for_the_others_in_its_dtype() -> None:
+    judge = judge_on(Faulty("resnet50", unsound=lambda p: p.compile != "off" and p.autocast == "fp16"))
+    for dtype in ("bf16", "fp16"):
+        judge.judge_graph(Policy(autocast=dtype, compile="default"))  # type: ignore[arg-type]
+    last, other = (Policy(autocast=dtype, compile="reduce-overhead") for dtype in ("bf16", "fp16"))  # type: ignore[arg-type]
+    assert not judge.is_graph_open(last)
+    assert not judge.has_rejected(last)
+    assert judge.has_rejected(other)
+    assert not judge.has_rejected(replace(other, compile="off"))
+
+
+def test_a_graph_of_plain_fp32_has_passed_until_it_is_judged() -> None:
+    judge = judge_on(Faulty("resnet50", unsound=lambda policy: policy.compile != "off"))
+    graph = Policy(compile="default")
+    assert judge.has_passed(graph)
+    assert judge.is_graph_open(graph)
+    assert not judge.is_open(graph)
+    judge.judge_graph(graph)
+    assert judge.has_rejected(graph)
+    assert not judge.has_passed(graph)
