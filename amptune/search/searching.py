@@ -12,6 +12,7 @@ from amptune.measure.evaluator import Evaluator
 from amptune.measure.outcome import ENERGY_S, Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import AUTOTUNED_MODES, CompileMode, Policy
 from amptune.search.budget import Budget
+from amptune.search.compile_costs import COMPILE_S
 from amptune.search.events import Compiling, Observer, SearchEnded, TrialEnded, TrialStarted
 from amptune.search.study import Study, Suggestion
 from amptune.search.trial import Trial
@@ -40,8 +41,9 @@ DTYPES_COMPILED = 2
 COMPILE_FIRST: tuple[CompileMode, ...] = ("reduce-overhead", "default")
 # Of the time kept for comparisons, for the first policies that are compiled.
 BORROWED = 0.4
-# Several graphs beside one another take up to so many times as long as one; with less time one is compiled at a time.
-BESIDE_OTHERS = 1.8
+# A graph takes longer by this share for each other one compiled beside it (VGG16, eight graphs on sixteen cores), and
+# then a moment to be measured. Once they are begun, the graphs may take this share of all the time that is left.
+BESIDE_ANOTHER, MEASURED_S, GRAPHS_SHARE = 0.15, 2.0, 0.6
 # Compiling is given up when so many compiled policies failed, none having run.
 COMPILE_ATTEMPTS = 2
 OUT_OF_TIME = "the budget for searching is spent"
@@ -145,13 +147,19 @@ class _Search:
 
     def _compiled_ahead(self) -> list[Policy]:
         """What to compile first: of several kinds beside one another, where there are the cores and the time for it."""
+        few = _to_compile(self.study)
+        if not few:
+            return []
+        left_s = self._left_for(few[0])
         trials_left = math.inf if self.budget.trials is None else self.budget.trials - self.measured
         count = int(min(self.evaluator.graphs_at_once, trials_left))
-        policies = _to_compile(self.study, count) if count > DTYPES_COMPILED else []
-        if len(policies) <= DTYPES_COMPILED or self._left_for(policies[0]) < BESIDE_OTHERS * SHORTEST_COMPILED_S:
-            return _to_compile(self.study)
+        while count > DTYPES_COMPILED and _beside_one_another_s(count) > left_s:
+            count -= 1
+        policies = _to_compile(self.study, count)
+        if count <= DTYPES_COMPILED or len(policies) <= DTYPES_COMPILED:
+            return few
         self.observer(Compiling(policies=tuple(policies)))
-        limit_s = self._left_for(policies[0]) - len(policies) * SHORTEST_TRIAL_S
+        limit_s = max(left_s - count * MEASURED_S, GRAPHS_SHARE * self.budget.left_s)
         self._compiled = dict(self.evaluator.compile(policies, limit_s))
         return policies
 
@@ -246,6 +254,11 @@ def _cannot_compile(study: Study) -> bool:
     others = any(_instead_of(policy, failure, study) for policy, failure in broken.items())
     enough = len({policy.compile for policy in broken}) > 1 or not others
     return len(broken) == len(compiled) >= COMPILE_ATTEMPTS and enough
+
+
+def _beside_one_another_s(count: int) -> float:
+    """What it is expected to take to compile and to measure so many."""
+    return COMPILE_S * (1 + BESIDE_ANOTHER * (count - 1)) + count * MEASURED_S
 
 
 def _to_compile(study: Study, count: int = DTYPES_COMPILED) -> list[Policy]:

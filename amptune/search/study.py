@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -184,21 +185,21 @@ class Study:
     def ranked(self) -> list[Policy]:
         """The policies that were measured, the best first, those that are too slow for the objective last.
 
-        By what all trials together say of each: a single short measurement may be lucky, or an outlier.
+        In turn by what all trials together say of each, as a single short measurement may be lucky or an outlier, and
+        by its own, as of what is unlike all others they know nothing.
         """
         belief, yardstick = self._proposer.belief(self._seen()), self.yardstick
-
-        def place(trial: Trial, outcome: Measurement, score: float) -> tuple[bool, float]:
-            index = self._index.get(trial.policy)
-            expected = math.log(score) if belief is None or index is None else float(belief.mean[index])
-            return yardstick.allows(outcome), expected
-
-        places = {
-            trial.policy: place(trial, trial.outcome, score)
-            for trial in self.trials
-            if isinstance(trial.outcome, Measurement) and (score := yardstick.score(trial.outcome)) is not None
-        }
-        return sorted(places, key=places.__getitem__, reverse=True)
+        measured: dict[Policy, tuple[bool, float]] = {}
+        expected: dict[Policy, tuple[bool, float]] = {}
+        for trial in self.trials:
+            score = yardstick.score(trial.outcome)
+            if score is not None:
+                allowed, index = yardstick.allows(trial.outcome), self._index.get(trial.policy)
+                measured[trial.policy] = allowed, math.log(score)
+                mean = math.log(score) if belief is None or index is None else float(belief.mean[index])
+                expected[trial.policy] = allowed, mean
+        orders = (sorted(places, key=places.__getitem__, reverse=True) for places in (expected, measured))
+        return list(dict.fromkeys(chain.from_iterable(zip(*orders, strict=True))))
 
     def neighbours(self, policy: Policy) -> list[Policy]:
         """What is one step from a policy and may be better: one setting less, or another choice of one knob.

@@ -328,8 +328,8 @@ def test_a_graph_that_there_is_no_time_to_judge_is_told_of(tmp_path: Path) -> No
 def test_a_graph_stands_for_the_others_in_its_dtype() -> None:
     judge = judge_on(Faulty("resnet50", unsound=lambda p: p.compile != "off" and p.autocast == "fp16"))
     for dtype in ("bf16", "fp16"):
-        judge.judge_graph(Policy(autocast=dtype, compile="default"))  # type: ignore[arg-type]
-    last, other = (Policy(autocast=dtype, compile="reduce-overhead") for dtype in ("bf16", "fp16"))  # type: ignore[arg-type]
+        judge.judge_graph(Policy(autocast=dtype, compile="default"))
+    last, other = (Policy(autocast=dtype, compile="reduce-overhead") for dtype in ("bf16", "fp16"))
     assert not judge.is_graph_open(last)
     assert not judge.has_rejected(last)
     assert judge.has_rejected(other)
