@@ -125,7 +125,7 @@ def run_task(task: Task) -> None:
     """Runs one finder to its end and writes what it did into the journal."""
     journal = Journal(task)
     if task.memory_mib is not None and task.finder != "amptune":  # whose worker does the same
-        limit_memory(torch.device(task.device), task.memory_mib)
+        limit_memory(torch.device(task.device, 0), task.memory_mib)
     if task.finder == "amptune":
         with_amptune(task, journal)
     elif task.finder == "accelerate":

@@ -15,6 +15,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent.parent / "reports"))  # programs, no package
 
+import batch_sizes
 import oracle
 import rivals
 import samplers
@@ -369,3 +370,34 @@ def test_the_searches_come_back_from_the_file_as_they_were(tmp_path: Path, table
     back = samplers.kept_in(tmp_path / "samplers.json")
     assert [(run.table, run.sampler, run.trials) for run in back] == [(r.table, r.sampler, r.trials) for r in runs]
     assert f"| {table.name} | random | 2 |" in samplers.table_of(back)
+
+
+# --- the largest batch --------------------------------------------------------------------------------------------
+
+
+def a_device_of(largest: int, asked: list[list[int]]) -> Any:
+    def run(sizes: list[int]) -> list[dict[str, Any]]:
+        asked.append(sizes)
+        return [{"tries": [{"batch_size": size, "ran": size <= largest}]} for size in sizes]
+
+    return run
+
+
+@pytest.mark.parametrize("largest", [1, 7, 97, 340, 5856])
+@pytest.mark.parametrize("at_once", [1, 4])
+@pytest.mark.parametrize("beyond", [None, 9000])
+def test_the_largest_batch_is_found_to_within_a_hundredth(largest: int, at_once: int, beyond: int | None) -> None:
+    tries = [{"batch_size": 1, "ran": True}, *([{"batch_size": beyond, "ran": False}] if beyond else [])]
+    asked: list[list[int]] = []
+    data = {"finders": {"amptune": {"tries": tries}}}
+    truth = batch_sizes.the_truth(data, a_device_of(largest, asked), lambda: 1.0, at_once)
+    assert truth["within_1_percent"]
+    assert truth["largest"] <= largest < truth["smallest_oom"]
+    assert largest - truth["largest"] <= max(1, 0.01 * largest)
+    assert all(len(sizes) <= at_once for sizes in asked)
+
+
+def test_a_try_that_says_nothing_ends_the_looking() -> None:
+    data = {"finders": {"amptune": {"tries": [{"batch_size": 8, "ran": True}]}}}
+    truth = batch_sizes.the_truth(data, lambda sizes: [{"tries": []} for _ in sizes], lambda: 1.0, 4)
+    assert (truth["largest"], truth["within_1_percent"]) == (8, False)

@@ -15,6 +15,8 @@ __all__ = ["Ablated", "Variant", "ablated", "dropped", "variants_of"]
 
 # More FP32 rules than these are reverted all at once: each variant costs a process in every launch.
 MOST_RULES = 3
+# Settings that say something under autocast alone begin so.
+OF_AUTOCAST = ("fp32_modules", "half_modules", "loss_scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +62,12 @@ def ablated(rounds: Sequence[Round], policy: Policy) -> tuple[Ablated, ...]:
 def dropped(found: Sequence[Ablated], chosen: Policy, objective: Objective = THROUGHPUT) -> tuple[Finding, ...]:
     """The settings that `chosen`, a variant of the policy they were found for, has no more; and why.
 
-    A FP32 math mode that has nothing left to act on goes without saying.
+    What has nothing left to act on goes without saying: a FP32 math mode, or what was kept out of an autocast now off.
     """
     kept = {variant.setting for variant in variants_of(chosen)}
     kept |= set() if chosen.uses_fp32_math else {"fp32_math"}
+    if chosen.autocast == "off":
+        kept |= {one.variant.setting for one in found if one.variant.setting.startswith(OF_AUTOCAST)}
     return tuple(
         Finding(
             code="setting-dropped",

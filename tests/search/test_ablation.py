@@ -67,3 +67,10 @@ def test_a_math_mode_that_goes_with_the_last_excluded_module_is_not_said_to_have
     assert [finding.figures["setting"] for finding in dropped(ablated(rounds, policy), without)] == [
         "fp32_modules: head"
     ]
+
+
+def test_a_module_that_goes_with_the_autocast_it_was_kept_out_of_is_not_said_to_have_bought_nothing() -> None:
+    policy = Policy(autocast="bf16", fp32_modules=(HEAD,))
+    rounds = rounds_of((policy, [24.0] * 3), (amp_recipe("bf16"), [30.0] * 3), (STOCK, [24.0] * 3))
+    found = dropped(ablated(rounds, policy), STOCK)
+    assert [finding.figures["setting"] for finding in found] == ["autocast"]
