@@ -210,6 +210,8 @@ class _Search:
         before_s = self.budget.spent_s
         effort = _effort(self.study, policy, limit_s)
         outcome = self.evaluator.measure(policy, effort)
+        if policy == self.baseline and isinstance(outcome, Failure) and outcome.kind == "crash":
+            outcome = self.evaluator.measure(policy, effort)  # it may have been an accident, and all rests on this one
         compile_s = self._compiled.pop(policy, 0.0)
         if isinstance(outcome, Measurement):
             outcome = replace(outcome, startup_s=max(outcome.startup_s, compile_s))

@@ -95,6 +95,21 @@ def test_a_baseline_that_fails_ends_the_search_at_once(tmp_path: Path) -> None:
     assert evaluator.measured == [STOCK]
 
 
+def test_a_baseline_whose_worker_dies_once_is_tried_again(tmp_path: Path) -> None:
+    accidents = iter([Failure(kind="crash", message="gone")])
+    evaluator = RecordedEvaluator("resnet50", interfere=lambda _: next(accidents, None))
+    decision, _ = tuned_on(evaluator, tmp_path)
+    assert evaluator.measured[:2] == [STOCK, STOCK]
+    assert decision.speedup.value > 1
+
+
+def test_a_baseline_whose_worker_dies_again_is_not_feasible(tmp_path: Path) -> None:
+    evaluator = RecordedEvaluator("resnet50", interfere=lambda _: Failure(kind="crash", message="gone"))
+    with pytest.raises(NothingFeasibleError, match="crash: gone"):
+        tuned_on(evaluator, tmp_path)
+    assert evaluator.measured == [STOCK, STOCK]
+
+
 def test_a_baseline_that_raises_is_the_users_error(tmp_path: Path) -> None:
     failure = Failure(kind="error", message="no such key", exception="KeyError", where="train.py:7")
     evaluator = RecordedEvaluator("resnet50", interfere=lambda _: failure)
