@@ -10,10 +10,18 @@ from functools import partial
 from amptune.errors import StudyError
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.outcome import ENERGY_S, Effort, Failure, Measurement, Outcome
-from amptune.policy.settings import AUTOTUNED_MODES, CompileMode, Policy
+from amptune.policy.settings import AUTOTUNED_MODES, Policy
 from amptune.search.budget import Budget
-from amptune.search.compile_costs import COMPILE_S
 from amptune.search.events import Compiling, Observer, SearchEnded, TrialEnded, TrialStarted
+from amptune.search.graphs import (
+    DTYPES_COMPILED,
+    MEASURED_S,
+    beside_one_another_s,
+    cannot_compile,
+    instead_of,
+    that_fit,
+    to_compile,
+)
 from amptune.search.study import Study, Suggestion
 from amptune.search.trial import Trial
 
@@ -33,19 +41,9 @@ CHEAP = {"cudnn_benchmark": False, "compile": "off"}
 CHEAP_SHARE, CHEAP_S, CHEAP_SHARE_WITH_SIZES = 0.35, 40.0, 0.5
 # What a trial takes at the least, where none like it was seen.
 SHORTEST_DEAR_S, SHORTEST_COMPILED_S, SHORTEST_AUTOTUNED_S = 5.0, 25.0, 150.0
-# Then the best policies of so many dtypes are compiled; or of more kinds, each a dtype and a memory format, where
-# several graphs can be compiled beside one another: which of them is fastest compiled, the eager times of a model that
-# waits for the host do not tell. The mode to begin with, where the space has it: CUDA graphs save launches, whatever
-# the kernels are.
-DTYPES_COMPILED = 2
-COMPILE_FIRST: tuple[CompileMode, ...] = ("reduce-overhead", "default")
-# Of the time kept for comparisons, for the first policies that are compiled.
-BORROWED = 0.4
-# A graph takes longer by this share for each other one compiled beside it (VGG16, eight graphs on sixteen cores), and
-# then a moment to be measured. Once they are begun, the graphs may take this share of all the time that is left.
-BESIDE_ANOTHER, MEASURED_S, GRAPHS_SHARE = 0.15, 2.0, 0.6
-# Compiling is given up when so many compiled policies failed, none having run.
-COMPILE_ATTEMPTS = 2
+# Of the time kept for comparisons, for the first policies that are compiled; several beside one another, once they are
+# begun, may take this share of all the time that is left.
+BORROWED, GRAPHS_SHARE = 0.4, 0.6
 OUT_OF_TIME = "the budget for searching is spent"
 THE_REST_IS_LEFT_OUT = "what is left of the space does not fit, takes too much time, or cannot be compiled here"
 # Less than this is not enough for a trial in a worker that already runs.
@@ -62,12 +60,15 @@ def search(
     baseline: Policy,
     reserve_s: Callable[[], float],
     observer: Observer,
+    memory_mib: float | None = None,
 ) -> None:
     """Measures what the study suggests, one policy after another, and leaves `reserve_s()` of the budget unspent.
 
-    The baseline comes first. Every outcome is in the study when this returns.
+    The baseline comes first. Every outcome is in the study when this returns. `memory_mib` is the device's, if known.
     """
-    run = _Search(study, evaluator, budget, baseline, reserve_s, observer)
+    run = _Search(
+        study, evaluator, budget, baseline, reserve_s, observer, math.inf if memory_mib is None else memory_mib
+    )
     try:
         because = run.until_done()
     except StudyError as error:  # a storage that fails ends the search; what is in memory still decides
@@ -92,6 +93,7 @@ class _Search:
     baseline: Policy
     reserve_s: Callable[[], float]
     observer: Observer
+    memory_mib: float
 
     def __post_init__(self) -> None:
         self._known = len(self.study.trials)
@@ -147,19 +149,19 @@ class _Search:
 
     def _compiled_ahead(self) -> list[Policy]:
         """What to compile first: of several kinds beside one another, where there are the cores and the time for it."""
-        few = _to_compile(self.study)
+        few = to_compile(self.study)
         if not few:
             return []
         left_s = self._left_for(few[0])
         trials_left = math.inf if self.budget.trials is None else self.budget.trials - self.measured
         count = int(min(self.evaluator.graphs_at_once, trials_left))
-        while count > DTYPES_COMPILED and _beside_one_another_s(count) > left_s:
+        while count > DTYPES_COMPILED and beside_one_another_s(count) > left_s:
             count -= 1
-        policies = _to_compile(self.study, count)
-        if count <= DTYPES_COMPILED or len(policies) <= DTYPES_COMPILED:
+        policies = that_fit(self.study, to_compile(self.study, count), self.memory_mib)
+        if len(policies) <= DTYPES_COMPILED:
             return few
         self.observer(Compiling(policies=tuple(policies)))
-        limit_s = max(left_s - count * MEASURED_S, GRAPHS_SHARE * self.budget.left_s)
+        limit_s = max(left_s - len(policies) * MEASURED_S, GRAPHS_SHARE * self.budget.left_s)
         self._compiled = dict(self.evaluator.compile(policies, limit_s))
         return policies
 
@@ -176,7 +178,7 @@ class _Search:
         if policy == self.baseline or not (policy.cudnn_benchmark or policy.compile != "off"):
             return False
         too_little = self._left_for(policy) < self._least_s(policy)
-        return too_little or (policy.compile != "off" and _cannot_compile(self.study))
+        return too_little or (policy.compile != "off" and cannot_compile(self.study))
 
     def _measure(self, suggestion: Suggestion) -> str | None:
         """One trial; in words why it ends the search, if it does."""
@@ -190,7 +192,7 @@ class _Search:
             return OUT_OF_TIME
         self.study.tell(suggestion, trial)
         if isinstance(trial.outcome, Failure) and policy.compile != "off":
-            self.study.measure_first(_instead_of(policy, trial.outcome, self.study))
+            self.study.measure_first(instead_of(policy, trial.outcome, self.study))
         first = self.study.trial_of(self.baseline)
         best = best_of(self.study)
         objective = self.study.yardstick.objective
@@ -243,48 +245,6 @@ def _is_as_dear(policy: Policy, other: Policy) -> bool:
     if policy.compile == "off":
         return other.cudnn_benchmark
     return other.compile != "off" and (other.compile in AUTOTUNED_MODES or policy.compile not in AUTOTUNED_MODES)
-
-
-def _cannot_compile(study: Study) -> bool:
-    """Whether all that was compiled failed, in two modes where there are two: CUDA graphs alone may be what fails."""
-    compiled = [trial for trial in study.trials if trial.policy.compile != "off"]
-    broken = {
-        trial.policy: trial.outcome
-        for trial in compiled
-        if isinstance(trial.outcome, Failure) and trial.outcome.kind != "oom"
-    }
-    others = any(_instead_of(policy, failure, study) for policy, failure in broken.items())
-    enough = len({policy.compile for policy in broken}) > 1 or not others
-    return len(broken) == len(compiled) >= COMPILE_ATTEMPTS and enough
-
-
-def _beside_one_another_s(count: int) -> float:
-    """What it is expected to take to compile and to measure so many."""
-    return COMPILE_S * (1 + BESIDE_ANOTHER * (count - 1)) + count * MEASURED_S
-
-
-def _to_compile(study: Study, count: int = DTYPES_COMPILED) -> list[Policy]:
-    """The best policies so far of two dtypes, compiled; or of more kinds: what is fastest then often was not before."""
-    scores = {trial.policy: study.yardstick.score(trial.outcome) or 0.0 for trial in study.trials}
-    best: dict[tuple[str, ...], Policy] = {}
-    for policy in sorted(filter(scores.get, scores), key=scores.__getitem__, reverse=True):
-        layout = (policy.memory_format,) if count > DTYPES_COMPILED else ()
-        best.setdefault((policy.autocast, *layout), policy)
-    for mode in COMPILE_FIRST:
-        compiled = (replace(policy, compile=mode) for policy in best.values())
-        known = [policy for policy in compiled if policy in study]
-        if known:
-            return known[:count]
-    return []
-
-
-def _instead_of(policy: Policy, failure: Failure, study: Study) -> list[Policy]:
-    """What to try where a compiled policy fails: a smaller batch, since graphs hold more; or a mode that does less."""
-    if failure.kind == "oom":
-        smaller = study.next_smaller(policy)
-        return [] if smaller is None else [smaller]
-    other = replace(policy, compile=COMPILE_FIRST[-1])
-    return [other] if other != policy and other in study else []
 
 
 def _of_two(first: Measurement, second: Outcome) -> Outcome:

@@ -164,6 +164,7 @@ def _search_and_prove(evaluator: Evaluator, run: TuningRun, prepare_s: float, ob
         evaluator,
         request.budget,
         baseline=candidates.baseline,
+        memory_mib=run.prepared.memory_mib,
         reserve_s=lambda: _proof_s(study, request.budget, prepare_s, run.prepared.start_s),
         observer=observer,
     )

@@ -192,7 +192,8 @@ def waiting_for_the_host(policy: Policy) -> float:
 
 
 def searched_beside(folder: Path, budget_s: float = 180, **wanted: Any) -> tuple[Any, Decision, list[Event]]:
-    evaluator = CompilingBesideOneAnother("resnet50", noise=0.002, graphs_at_once=5)
+    peak_mib = wanted.pop("peak_mib", lambda _: 5000.0)
+    evaluator = CompilingBesideOneAnother("resnet50", noise=0.002, graphs_at_once=5, peak_mib=peak_mib)
     evaluator.true_ms = waiting_for_the_host
     clock = evaluator.clock = SimulatedClock()
     request = request_in(folder, trials=wanted.pop("trials", None), **wanted)
@@ -228,6 +229,16 @@ def test_without_the_time_or_the_trials_for_several_graphs_one_is_compiled(
 ) -> None:
     evaluator, _, _ = searched_beside(tmp_path, budget_s, **wanted)
     assert evaluator.compiled == []
+
+
+def test_no_more_are_compiled_beside_one_another_than_fit_into_memory(tmp_path: Path) -> None:
+    """Each is reckoned to need 1.5 times its eager peak of 30,000 MiB, of 143,000."""
+    evaluator, decision, _ = searched_beside(tmp_path, peak_mib=lambda _: 30_000.0)
+    assert [len(together) for together in evaluator.compiled] == [3]
+    assert decision.policy.compile == "reduce-overhead"
+    evaluator, decision, _ = searched_beside(tmp_path / "large", peak_mib=lambda _: 60_000.0)
+    assert evaluator.compiled == []
+    assert decision.policy.compile == "reduce-overhead"
 
 
 def test_what_was_not_done_in_time_is_compiled_in_its_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
