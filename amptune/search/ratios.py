@@ -57,8 +57,8 @@ class Ratio:
         return self.low > 1 or self.high < 1
 
     def shows_more_than(self, value: float, *, doubt: float = 1.0) -> bool:
-        """Whether even an interval `doubt` times as wide would be above the value."""
-        return self.value - doubt * (self.value - self.low) > value
+        """Whether even an interval `doubt` times as wide, on the logarithm, would be above the value."""
+        return self.low > 0 and self.value * (self.low / self.value) ** doubt > value
 
     @property
     def half_width(self) -> float:

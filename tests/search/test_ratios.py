@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from amptune.search.ratios import ENOUGH_LAUNCHES, ratio_of
+from amptune.search.ratios import ENOUGH_LAUNCHES, Ratio, ratio_of
 
 
 def launches(rng: random.Random, truth: float, *, count: int, between: float, within: float) -> list[list[float]]:
@@ -55,3 +55,18 @@ def test_no_pair_at_all_gives_no_ratio() -> None:
 def test_a_ratio_near_one_has_a_digit_more() -> None:
     assert str(ratio_of([[2.0, 2.0]])) == "2.00× [2.00, 2.00]"
     assert str(ratio_of([[1.004, 1.004]])) == "1.004× [1.004, 1.004]"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "shows"),
+    [
+        (Ratio(value=2.59, low=1.83, high=3.66), True),
+        (Ratio(value=1.05, low=1.04, high=1.06), True),
+        (Ratio(value=1.05, low=1.02, high=1.08), False),
+        (Ratio(value=2.0, low=0.0, high=math.inf), False),
+    ],
+)
+def test_a_large_gain_outlives_a_doubt_that_a_small_one_does_not(ratio: Ratio, *, shows: bool) -> None:
+    """2.59 in [1.83, 3.66] is 1.09 at the least with an interval 2.5 times as wide on the logarithm."""
+    assert ratio.shows_more_than(1.0, doubt=2.5) is shows
+    assert ratio.shows_more_than(1.0) is (ratio.low > 1)
