@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from amptune.policy.settings import Policy as Policy
     from amptune.runtime.applying import PolicyDriftWarning as PolicyDriftWarning
     from amptune.runtime.applying import apply as apply
+    from amptune.runtime.misuse import PolicyMisuseWarning as PolicyMisuseWarning
     from amptune.runtime.tuned import Tuned as Tuned
     from amptune.search.deciding import Decision as Decision
     from amptune.search.tuning import tune as tune
@@ -40,6 +41,7 @@ _HOME = {
     "Policy": "amptune.policy.settings",
     "PolicyFile": "amptune.policy.file",
     "PolicyDriftWarning": "amptune.runtime.applying",
+    "PolicyMisuseWarning": "amptune.runtime.misuse",
     "Profile": "amptune.policy.profile",
     "Tuned": "amptune.runtime.tuned",
     "Workload": "amptune.workload.protocol",

@@ -14,8 +14,10 @@ from torch import nn
 from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Fp32Rule, Policy
+from amptune.runtime.batch_statistics import FiniteStatistics
 from amptune.runtime.digest import model_digest
 from amptune.runtime.global_flags import keep_autocast_out_of_compiled_backward, set_cudnn_benchmark, set_fp32_math
+from amptune.runtime.guarding import Guard
 from amptune.runtime.layout import convert_model, convertible
 from amptune.runtime.selection import select
 from amptune.runtime.swapping import obstacle, overlaid, swap, swapped_class, unswap
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PolicyDriftWarning", "apply"]
 
+_GUARD = "AMPTUNE_GUARD"
+
 _under_a_policy: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -39,7 +43,14 @@ class PolicyDriftWarning(UserWarning):
     """The policy was tuned with other software, or on another model; its speed is not what was measured."""
 
 
-def apply(policy: str | PathLike[str] | Policy | PolicyFile, model: nn.Module, *, any_hardware: bool = False) -> Tuned:
+def apply(
+    policy: str | PathLike[str] | Policy | PolicyFile,
+    model: nn.Module,
+    *,
+    any_hardware: bool = False,
+    guard: bool | None = None,
+    protect_batch_norm: bool = False,
+) -> Tuned:
     """Applies a policy, a policy file or the fitting entry of a profile to the model, until `Tuned.undo`.
 
     Apply before building the optimizer, `torch.compile`, DistributedDataParallel and `fully_shard`.
@@ -47,6 +58,10 @@ def apply(policy: str | PathLike[str] | Policy | PolicyFile, model: nn.Module, *
     environment's AMPTUNE_ANY_HARDWARE=1 says so; `FileFormatError` for a malformed one; `PolicyApplyError`
     where the policy does not fit the model. Then nothing was changed. A bare `Policy` is not held against the
     hardware. Other versions than it was tuned with give a `PolicyDriftWarning`.
+
+    `guard` watches the loop's first 20 steps, and says by a `PolicyMisuseWarning` what harms training and raises
+    nothing; None asks the environment's AMPTUNE_GUARD. `protect_batch_norm` keeps the running statistics of BatchNorm
+    finite where a forward overflows in fp16: what is not, becomes what it was at the last `tuned.scaler.update()`.
     """
     _require_plain(model)
     settings, drift = _read(policy, model, any_hardware=any_hardware)
@@ -54,7 +69,9 @@ def apply(policy: str | PathLike[str] | Policy | PolicyFile, model: nn.Module, *
     _require_swappable(selected)
     for finding in drift:
         warnings.warn(str(finding), PolicyDriftWarning, stacklevel=2)
-    return _apply(settings, model, selected, (*drift, *_without_effect(settings, model)))
+    findings = (*drift, *_without_effect(settings, model))
+    guarded = os.environ.get(_GUARD, "") not in ("", "0") if guard is None else guard
+    return _apply(settings, model, selected, findings, guarded=guarded, protect_batch_norm=protect_batch_norm)
 
 
 def _selected(settings: Policy, model: nn.Module) -> list[tuple[Selected, Precision]]:
@@ -147,7 +164,13 @@ def _without_effect(settings: Policy, model: nn.Module) -> Iterator[Finding]:
 
 
 def _apply(
-    settings: Policy, model: nn.Module, selected: Sequence[tuple[Selected, Precision]], findings: Sequence[Finding]
+    settings: Policy,
+    model: nn.Module,
+    selected: Sequence[tuple[Selected, Precision]],
+    findings: Sequence[Finding],
+    *,
+    guarded: bool,
+    protect_batch_norm: bool,
 ) -> Tuned:
     with ExitStack() as steps:  # takes every step back if a later one fails
         _under_a_policy.add(model)
@@ -161,13 +184,17 @@ def _apply(
             swap(one.module, precision)
             steps.callback(unswap, one.module)
         compiled = model if settings.compile == "off" else _compiled(settings.compile, model, steps)
+        guard = Guard(settings, model, compiled) if guarded else None
+        if guard is not None:
+            steps.callback(guard.undo)
         way_back = steps.pop_all()
 
     def undo() -> None:
         _require_unswappable(selected)
         way_back.close()
 
-    return Tuned(settings, model, model=compiled, findings=findings, undo=undo)
+    statistics = FiniteStatistics(model) if protect_batch_norm and settings.autocast == "fp16" else None
+    return Tuned(settings, model, model=compiled, findings=findings, undo=undo, guard=guard, statistics=statistics)
 
 
 def _compiled(mode: CompileMode, model: nn.Module, steps: ExitStack) -> nn.Module:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from amptune.policy.settings import MemoryFormat
 
-__all__ = ["convert_batch", "convert_model", "convertible"]
+__all__ = ["convert_batch", "convert_model", "convertible", "is_in_another_format"]
 
 _TORCH_FORMAT = {
     "contiguous": torch.contiguous_format,
@@ -34,6 +34,16 @@ def convertible(tensor: torch.Tensor, memory_format: MemoryFormat) -> bool:
         and tensor.layout is torch.strided
         and all(stride or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     )
+
+
+def is_in_another_format(tensor: torch.Tensor, memory_format: MemoryFormat) -> bool:
+    """Whether a tensor that is `convertible` was laid out otherwise; a crop of a contiguous image was not."""
+    if memory_format != "contiguous":
+        return not tensor.is_contiguous(memory_format=_TORCH_FORMAT[memory_format])
+    others = [
+        _TORCH_FORMAT[name] for name in ("channels_last", "channels_last_3d") if tensor.dim() in _DIMENSIONS[name]
+    ]
+    return not tensor.is_contiguous() and any(tensor.is_contiguous(memory_format=other) for other in others)
 
 
 def convert_batch(batch: Any, memory_format: MemoryFormat) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 if TYPE_CHECKING:
     from amptune.policy.settings import Policy
+    from amptune.runtime.batch_statistics import FiniteStatistics
 
 __all__ = ["PolicyScaler", "scaler_for"]
 
@@ -19,8 +20,15 @@ class PolicyScaler(torch.amp.GradScaler):
     """A `torch.amp.GradScaler` that takes the checkpoint of a run that scaled nothing (bf16, FP32).
 
     Such a run saves an empty state, which an enabled GradScaler refuses to load. The other way round needs
-    nothing: a disabled one ignores what it is given.
+    nothing: a disabled one ignores what it is given. `statistics` are kept finite at each update, where there are any.
     """
+
+    statistics: FiniteStatistics | None = None
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        super().update(new_scale)
+        if self.statistics is not None and self.is_enabled():
+            self.statistics.restore()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.is_enabled() and not state_dict:
@@ -28,12 +36,15 @@ class PolicyScaler(torch.amp.GradScaler):
             return
         super().load_state_dict(state_dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "statistics": None}  # which are one model's, and not a copy's
 
-def scaler_for(policy: Policy, device_type: str) -> PolicyScaler:
+
+def scaler_for(policy: Policy, device_type: str, kind: type[PolicyScaler] = PolicyScaler) -> PolicyScaler:
     """Enabled for fp16 alone: bf16 has the range of FP32."""
     if policy.autocast != "fp16":
-        return PolicyScaler(device_type, enabled=False)
+        return kind(device_type, enabled=False)
     if policy.loss_scale is None:
-        return PolicyScaler(device_type)
+        return kind(device_type)
     scale = policy.loss_scale
-    return PolicyScaler(device_type, init_scale=scale.init, growth_interval=scale.growth_interval)
+    return kind(device_type, init_scale=scale.init, growth_interval=scale.growth_interval)

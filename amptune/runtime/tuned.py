@@ -11,6 +11,7 @@ from amptune.errors import PolicyApplyError
 from amptune.runtime.fused_optimizer import fuse
 from amptune.runtime.layout import convert_batch
 from amptune.runtime.loss_scaling import PolicyScaler, scaler_for
+from amptune.runtime.watched_scaler import WatchedScaler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from amptune.policy.findings import Finding
     from amptune.policy.settings import Policy
+    from amptune.runtime.batch_statistics import FiniteStatistics
+    from amptune.runtime.guarding import Guard
 
 __all__ = ["Tuned"]
 
@@ -31,7 +34,7 @@ class Tuned:
     """A policy applied to a model. As a context manager it undoes itself at the end.
 
     `model` is the model that was given, or its compiled form where the policy compiles; `findings` are what
-    was noticed, and grow while the loop is set up.
+    was noticed, and grow while the loop is set up, and while a guard watches it run.
     """
 
     def __init__(
@@ -42,21 +45,27 @@ class Tuned:
         model: nn.Module,
         findings: Sequence[Finding],
         undo: Callable[[], None],
+        guard: Guard | None = None,
+        statistics: FiniteStatistics | None = None,
     ) -> None:
         self.policy = policy
         self.model = model
         self._plain_model = plain_model
         self._findings = list(findings)
         self._undo = undo
+        self._guard = guard
+        self._statistics = statistics
         self._scalers: dict[str, PolicyScaler] = {}
         self._active = True
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        return tuple(self._findings)
+        return (*self._findings, *(self._guard.findings if self._guard is not None else ()))
 
     def autocast(self) -> torch.amp.autocast:
         """Autocast for the device the model is on now; disabled where the policy has it off, or was undone."""
+        if not torch.compiler.is_compiling() and self._guard is not None:
+            self._guard.autocast_used()
         dtype = _DTYPES.get(self.policy.autocast) if self._active else None
         return torch.amp.autocast(self._device_type(), dtype=dtype, enabled=dtype is not None)
 
@@ -65,7 +74,7 @@ class Tuned:
         """The loss scaler for the device the model is on now, the same one at each call; enabled for fp16 alone."""
         device_type = self._device_type()
         if device_type not in self._scalers:
-            self._scalers[device_type] = scaler_for(self.policy, device_type)
+            self._scalers[device_type] = self._new_scaler(device_type)
         return self._scalers[device_type]
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -78,6 +87,8 @@ class Tuned:
         finding = fuse(optimizer) if self.policy.fused_optimizer else None
         if finding is not None:
             self._findings.append(finding)
+        if self._guard is not None:
+            self._guard.follow(optimizer)
         return optimizer
 
     def batch(self, batch: Any) -> Any:
@@ -92,6 +103,8 @@ class Tuned:
         """
         if self.policy.batch_size is None:
             raise PolicyApplyError("the policy leaves batch_size out: pass your own batch size to the DataLoader")
+        if self._guard is not None:
+            self._guard.batch_size_asked()
         return self.policy.batch_size
 
     @property
@@ -108,6 +121,8 @@ class Tuned:
         if self._active:
             self._undo()
             self._active = False
+            for scaler in self._scalers.values():
+                scaler.statistics = None
             self.model = self._plain_model
 
     def __enter__(self) -> Self:
@@ -117,6 +132,13 @@ class Tuned:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.undo()
+
+    def _new_scaler(self, device_type: str) -> PolicyScaler:
+        scaler = scaler_for(self.policy, device_type, PolicyScaler if self._guard is None else WatchedScaler)
+        scaler.statistics = self._statistics if self._active else None
+        if isinstance(scaler, WatchedScaler):
+            scaler.guard = self._guard
+        return scaler
 
     def _device_type(self) -> str:
         first = next(chain(self._plain_model.parameters(), self._plain_model.buffers()), None)

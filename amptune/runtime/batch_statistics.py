@@ -1,0 +1,61 @@
+"""Running statistics of BatchNorm, which an overflow poisons although the loss scaler skips the step.
+
+The forward has updated them by then (https://github.com/pytorch/pytorch/issues/88474), and a NaN never leaves a
+running average: training goes on as before, evaluation does not.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.utils import get_total_norm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+__all__ = ["FiniteStatistics", "poisoned"]
+
+
+def poisoned(model: nn.Module) -> list[str]:
+    """The paths of the modules whose running statistics are not finite. Waits for the device once if none is."""
+    every = [tensor for _, tensors in _running(model) for tensor in tensors]
+    if not every or bool(get_total_norm(every, norm_type=math.inf).isfinite()):
+        return []
+    return [path for path, tensors in _running(model) if not all(bool(t.isfinite().all()) for t in tensors)]
+
+
+class FiniteStatistics:
+    """Keeps the running statistics of a model finite: each number that is not becomes what it last was.
+
+    It takes a few kernels for all of them together, and does not wait for the device.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._last = torch.empty(0)
+        self.restore()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        # `.data`, so that autograd does not take what a forward has saved for its backward as overwritten
+        statistics = [tensor.data for _, tensors in _running(self._model) for tensor in tensors]
+        if not statistics:
+            return
+        device = statistics[0].device
+        now = torch.cat([tensor.flatten().to(device) for tensor in statistics])
+        last = self._last.to(device) if self._last.numel() == now.numel() else now
+        self._last = torch.where(now.isfinite(), now, last)
+        parts = torch.split(self._last, [tensor.numel() for tensor in statistics])
+        torch._foreach_copy_(statistics, [part.view_as(t) for part, t in zip(parts, statistics, strict=True)])
+
+
+def _running(model: nn.Module) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    for path, module in model.named_modules():
+        statistics = (module._buffers.get(name) for name in ("running_mean", "running_var"))
+        tensors = [tensor for tensor in statistics if tensor is not None]
+        if tensors:
+            yield path, tensors

@@ -1,0 +1,83 @@
+"""Where the gradients that a model's parameters hold come from: how new they are, and whether they are scaled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["GradientMarks", "Mark"]
+
+Origin = Literal["none", "plain loss", "scaled loss", "unscaled"]
+
+
+@dataclass(slots=True)
+class Mark:
+    """Of one parameter's gradient: when a backward last added to it, and what it was the gradient of."""
+
+    when: int = 0
+    origin: Origin = "none"
+
+
+class GradientMarks:
+    """Follows the gradients of a model by a hook on each parameter, until `remove`.
+
+    Time is counted in gradients: `now` grows with each that was added to a parameter. Parameters are known by
+    identity, since tensors cannot be compared; the caller keeps the model alive.
+    """
+
+    def __init__(self, model: nn.Module, after_each: Callable[[torch.Tensor], None]) -> None:
+        parameters = [p for p in model.parameters() if p.requires_grad and p.is_leaf and not nn.parameter.is_lazy(p)]
+        self.now = 0
+        self._after_each = after_each
+        self._in_scaled_backward = False
+        self._marks = {id(parameter): Mark() for parameter in parameters}
+        self._handles = [p.register_post_accumulate_grad_hook(self._added) for p in parameters]  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def follow_scaled(self, loss: torch.Tensor) -> None:
+        """What a backward that starts at this loss adds is scaled."""
+        self._in_scaled_backward = False  # one that raised has not called back
+        if loss.requires_grad:
+            loss.register_hook(self._scaled_backward_begins)  # type: ignore[no-untyped-call]
+
+    def unscaled(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
+            mark = self._marks.get(id(parameter))
+            if mark is not None and mark.origin == "scaled loss":
+                mark.origin = "unscaled"
+
+    def newest(self, parameters: Iterable[torch.Tensor]) -> Mark | None:
+        """Of the gradients that these parameters hold, the one that a backward added to last."""
+        held = [self._marks.get(id(parameter)) for parameter in parameters if parameter.grad is not None]
+        return max((mark for mark in held if mark and mark.when), key=lambda mark: mark.when, default=None)
+
+    def _added(self, parameter: torch.Tensor) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self.now += 1
+        mark = self._marks[id(parameter)]
+        mark.when = self.now
+        mark.origin = "scaled loss" if self._in_scaled_backward else "plain loss"
+        self._after_each(parameter)
+
+    def _scaled_backward_begins(self, _: torch.Tensor) -> None:
+        """The engine calls back at the end of this very backward.
+
+        A backward within it, as reentrant checkpointing runs them, is scaled like it.
+        """
+        if self._handles and not torch.compiler.is_compiling():
+            self._in_scaled_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._scaled_backward_ends)
+
+    def _scaled_backward_ends(self) -> None:
+        self._in_scaled_backward = False

@@ -1,0 +1,81 @@
+"""What the guard says, and where: a warning at the line of the user's own code, and a finding."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amptune.policy.findings import Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+__all__ = ["Misuse", "Place", "PolicyMisuseWarning", "frames_above"]
+
+# Code that stands between the user's call and a hook. contextlib is where decorators like `torch.no_grad` come from.
+_INNER = (
+    os.path.join(os.path.dirname(torch.__file__), ""),
+    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""),
+    contextlib.__file__,
+)
+
+
+class PolicyMisuseWarning(UserWarning):
+    """The training loop does something that PyTorch accepts without a word and that harms training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of a program."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+class Misuse:
+    """Says what is wrong, once for each kind and place, and keeps it as findings."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self._said: set[tuple[str, Place]] = set()
+        self._loop_thread = threading.get_ident()
+
+    def here(self) -> Place:
+        """The line of the user's code that is running.
+
+        Backward hooks of a GPU's tensors run in a thread of autograd's, while the loop's own waits in `backward`.
+        """
+        frames = sys._current_frames()
+        for thread in (threading.get_ident(), self._loop_thread):
+            for frame in frames_above(frames.get(thread)):
+                if not frame.f_code.co_filename.startswith(_INNER):
+                    return Place(frame.f_code.co_filename, frame.f_lineno)
+        return Place("<unknown>", 0)
+
+    def say(self, code: str, message: str, place: Place | None = None, **figures: Any) -> None:
+        """`message` has `{here}` where the place belongs; that is the line that is running, where none is given."""
+        place = place or self.here()
+        if (code, place) in self._said:
+            return
+        self._said.add((code, place))
+        text = message.replace("{here}", str(place))
+        self.findings.append(Finding(code=code, message=text, figures={"where": str(place), **figures}))
+        warnings.warn_explicit(text, PolicyMisuseWarning, place.file, place.line)
+
+
+def frames_above(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frame and those that led to it, the innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,242 @@
+"""What the guard puts on a model, optimizers and PyTorch: it goes, it harms nothing, and it costs nothing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from loops import FP16, Net, codes, images, loss_of, run, sgd, train
+from torch import nn
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+import amptune
+from amptune.policy.settings import Policy
+from amptune.runtime.applying import apply
+from amptune.runtime.guarding import WATCHED_STEPS
+from amptune.runtime.loss_scaling import PolicyScaler
+from amptune.runtime.misuse import Misuse, Place, PolicyMisuseWarning
+from amptune.runtime.tuned import Tuned
+
+# Importing Inductor uses what torch itself deprecates (2.11 to 2.13: torch.jit.script_method).
+torch_s_own_deprecations = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def hooks_on(model: nn.Module) -> dict[str, Any]:
+    """Everything the guard could have left behind, save what only checkpoints run."""
+    return {
+        "forward": [len(module._forward_pre_hooks) for module in model.modules()],
+        "with_kwargs": [len(module._forward_pre_hooks_with_kwargs) for module in model.modules()],
+        "gradient": [len(gradient_hooks(parameter)) for parameter in model.parameters()],
+        "step": len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks),
+        "clipping": vars(clip_grad)["_group_tensors_by_device_and_dtype"],
+    }
+
+
+def gradient_hooks(parameter: Any) -> Any:
+    return parameter._post_accumulate_grad_hooks or {}
+
+
+@pytest.fixture
+def model() -> Net:
+    model = Net()
+    assert hooks_on(model)["step"] == 0
+    return model
+
+
+def test_everything_goes_after_the_first_steps(model: Net) -> None:
+    before = hooks_on(model)
+    tuned = apply(FP16, model, guard=True)
+    assert hooks_on(model) != before
+    optimizer = sgd(model)
+    train(tuned, optimizer, WATCHED_STEPS - 1)
+    during = hooks_on(model)
+    assert sum(during["gradient"]) == len(during["gradient"])
+    assert (sum(during["forward"]), during["step"]) == (1, 1)
+    train(tuned, optimizer, 1)
+    assert hooks_on(model) == before
+    tuned.undo()
+
+
+@pytest.mark.parametrize("autocast", ["off", "bf16"])
+def test_everything_goes_without_a_scaler_too(model: Net, autocast: Any) -> None:
+    before = hooks_on(model)
+    tuned = apply(Policy(autocast=autocast), model, guard=True)
+    optimizer = sgd(model)
+    for _ in range(WATCHED_STEPS + 1):  # the last one finds out
+        loss_of(tuned).backward()
+        optimizer.step()
+    assert hooks_on(model) == before
+    tuned.undo()
+
+
+@pytest.mark.filterwarnings("ignore:the loss scale has fallen")
+def test_steps_that_the_scaler_skips_count(model: Net) -> None:
+    before = hooks_on(model)
+    tuned = apply(FP16, model, guard=True)
+    optimizer = sgd(model)
+    for _ in range(WATCHED_STEPS):
+        tuned.scaler.scale(loss_of(tuned) * float("inf")).backward()
+        tuned.scaler.step(optimizer)
+        tuned.scaler.update()
+        optimizer.zero_grad()
+    assert hooks_on(model) == before
+    tuned.undo()
+
+
+def test_undo_takes_everything_away_at_once(model: Net) -> None:
+    before = hooks_on(model)
+    optimizer = sgd(model)
+    with apply(FP16, model, guard=True) as tuned:
+        train(tuned, tuned.optimizer(optimizer))
+        assert len(optimizer._optimizer_state_dict_pre_hooks) == 1
+    assert hooks_on(model) == before
+    assert len(optimizer._optimizer_state_dict_pre_hooks) == 0
+    assert not vars(optimizer)["_optimizer_load_state_dict_post_hooks"]
+
+
+def test_the_guards_of_several_models_come_and_go_alone(model: Net) -> None:
+    before, other = hooks_on(model), Net()
+    one, two = apply(FP16, model, guard=True), apply(FP16, other, guard=True)
+    assert hooks_on(model)["step"] == 1
+    one.undo()
+    assert hooks_on(model)["step"] == 1
+    two.scaler.scale(loss_of(two)).backward()
+    with pytest.warns(PolicyMisuseWarning, match="clipped"):
+        nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+    two.undo()
+    assert hooks_on(model) == before
+
+
+def test_a_model_that_is_dropped_is_freed_and_the_next_guard_clears_up(model: Net) -> None:
+    before, dropped = hooks_on(model), Net()
+    tuned = apply(FP16, dropped, guard=True)
+    train(tuned, sgd(dropped))
+    gone = weakref.ref(dropped)
+    del dropped, tuned
+    for _ in range(2):  # the first one frees the tensors that hold the hooks
+        gc.collect()
+    assert gone() is None
+    apply(FP16, model, guard=True).undo()
+    assert hooks_on(model) == before
+
+
+def test_off_it_is_not_there(model: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = hooks_on(model)
+    monkeypatch.setenv("AMPTUNE_GUARD", "0")
+    with apply(FP16, model) as tuned:
+        assert hooks_on(model) == before
+        assert type(tuned.scaler) is PolicyScaler
+    monkeypatch.setenv("AMPTUNE_GUARD", "1")
+    with apply(FP16, model, guard=False):
+        assert hooks_on(model) == before
+
+
+def test_the_environment_switches_it_on(model: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMPTUNE_GUARD", "1")
+    with apply(FP16, model) as tuned:
+        loss = loss_of(tuned)
+        with tuned.autocast(), pytest.warns(amptune.PolicyMisuseWarning, match="inside autocast"):
+            loss.backward()
+    assert codes(tuned) == ["backward-inside-autocast"]
+
+
+def test_copies_pickles_and_weights_are_as_without_it(model: Net) -> None:
+    names = list(model.state_dict())
+    attributes = [sorted(vars(module)) for module in model.modules()]
+    with apply(FP16, model, guard=True) as tuned:
+        train(tuned, sgd(model))
+        assert list(model.state_dict()) == names
+        assert [sorted(vars(module)) for module in model.modules()] == attributes
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert not any(gradient_hooks(parameter) for parameter in other.parameters())
+            for size in range(6, 20):
+                other(images(1, size)).sum().backward()
+            torch.testing.assert_close(other.state_dict()["head.weight"], model.state_dict()["head.weight"])
+        scaler = pickle.loads(pickle.dumps(tuned.scaler))
+        assert (scaler.guard, scaler.get_scale()) == (None, tuned.scaler.get_scale())
+    assert codes(tuned) == []
+
+
+@torch_s_own_deprecations
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_compiled_model_has_no_more_graphs_and_no_breaks(by_hand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither while it watches nor when it ends, which would compile everything anew."""
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    original = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **_: original(model, backend=backend, fullgraph=True))
+    torch._dynamo.reset()
+
+    def loop(tuned: Tuned, model: nn.Module) -> None:
+        if by_hand:
+            tuned.model = original(model, backend=backend, fullgraph=True)  # type: ignore[assignment]
+        train(tuned, sgd(model), steps=WATCHED_STEPS + 5)
+
+    policy = Policy(autocast="bf16") if by_hand else Policy(autocast="bf16", compile="default")
+    tuned, said = run(loop, policy, guard=True)
+    assert (len(graphs), codes(tuned), said) == (1, [], [])
+
+
+@torch_s_own_deprecations
+def test_autocast_inside_a_compiled_function_is_traced() -> None:
+    torch._dynamo.reset()
+    with apply(FP16, Net(), guard=True) as tuned:
+
+        @torch.compile(backend="eager", fullgraph=True)
+        def loss(x: torch.Tensor) -> Any:
+            with tuned.autocast():
+                return tuned.model(x).float().square().mean()
+
+        loss(images()).backward()
+        assert codes(tuned) == []
+
+
+@torch_s_own_deprecations
+def test_the_batches_of_a_model_that_the_policy_compiles_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **_: original(model, backend="eager"))
+
+    def loop(tuned: Tuned, _: nn.Module) -> None:
+        for i in range(10):
+            tuned.model(images(size=6 + i)).sum().backward()
+
+    tuned, _ = run(loop, Policy(compile="reduce-overhead"), guard=True)
+    assert codes(tuned) == ["shapes-keep-changing"]
+    assert "under compile: reduce-overhead a CUDA graph is recorded anew" in str(tuned.findings[0])
+
+
+def test_the_place_is_found_from_a_thread_of_autograds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As hooks of a GPU's tensors run: no Python called them, and the loop's thread waits in backward meanwhile."""
+    misuse = Misuse()
+    monkeypatch.setattr(threading, "get_ident", lambda: -1)
+    place, line = misuse.here(), sys._getframe().f_lineno
+    assert place == Place(__file__, line)
+
+
+def test_once_it_watched_it_costs_nothing_measurable(model: Net) -> None:
+    with apply(FP16, model, guard=True) as tuned:
+        train(tuned, sgd(model), WATCHED_STEPS)
+        guard: Any = tuned._guard
+        loss, optimizer = torch.ones(1), sgd(model)
+        start = time.perf_counter()
+        for _ in range(10_000):
+            guard.autocast_used()
+            guard.after_scale(loss)
+            guard.after_unscale(optimizer)
+            guard.before_scaler_step(optimizer, has_closure=False)
+            guard.checkpoints.look(training_began=True)
+        assert (time.perf_counter() - start) / 10_000 < 50e-6  # 2 µs on an idle machine
