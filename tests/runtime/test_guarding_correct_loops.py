@@ -10,6 +10,7 @@ import pytest
 import torch
 from loops import FP16, Loop, Net, codes, images, loss_of, run, sgd, train
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.utils.checkpoint import checkpoint
 
 from amptune.policy.settings import LossScale, Policy
@@ -262,6 +263,50 @@ def a_backward_that_raised(tuned: Tuned, model: nn.Module) -> None:
     nn.utils.clip_grad_norm_(head.parameters(), 1.0)
 
 
+def zeros_left_of_a_scaled_loss(tuned: Tuned, model: nn.Module) -> None:
+    """As in a GAN within one model: a scaled backward runs through parameters of the other optimizer."""
+    stem, head = model.get_submodule("stem"), nn.ModuleList([model.get_submodule("head")])
+    scaled, plain = sgd(stem), sgd(head)
+    for _ in range(STEPS):
+        tuned.scaler.scale(loss_of(tuned)).backward()
+        tuned.scaler.step(scaled)
+        tuned.scaler.update()
+        plain.zero_grad(set_to_none=False)
+        loss: Any = model.get_parameter("head.weight").sum()  # which leaves the bias alone
+        loss.backward()
+        nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        plain.step()
+        model.zero_grad()
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another without hooks of its own, as accelerate has one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups = inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def an_optimizer_without_hooks(tuned: Tuned, model: nn.Module) -> None:
+    optimizer = Wrapper(sgd(model))
+    for _ in range(STEPS):
+        tuned.scaler.scale(loss_of(tuned)).backward()
+        tuned.scaler.step(optimizer)
+        tuned.scaler.update()
+        model.zero_grad()
+
+
+def a_distributed_checkpoint(tuned: Tuned, model: nn.Module) -> None:
+    """It is loaded into the states there are, and makes an optimizer's by a step of nothing."""
+    optimizer = tuned.optimizer(sgd(model))
+    get_state_dict(model, optimizer)
+    tuned.scaler.load_state_dict(tuned.scaler.state_dict())
+    train(tuned, optimizer, steps=2)
+
+
 def plain(tuned: Tuned, model: nn.Module) -> None:
     train(tuned, tuned.optimizer(sgd(model)), steps=25)
 
@@ -288,6 +333,9 @@ LOOPS: list[Loop] = [
     a_resumed_run,
     a_moving_average,
     a_backward_that_raised,
+    zeros_left_of_a_scaled_loss,
+    an_optimizer_without_hooks,
+    a_distributed_checkpoint,
 ]
 
 
@@ -311,6 +359,19 @@ def test_batches_as_the_policy_has_them_raise_no_alarm(loop: Loop) -> None:
 @pytest.mark.parametrize("policy", [Policy(), Policy(autocast="bf16")], ids=str)
 def test_closures_raise_no_alarm(policy: Policy) -> None:
     tuned, said = run(lbfgs, policy, guard=True)
+    assert (codes(tuned), said) == ([], [])
+
+
+def test_whatever_steps_can_be_stepped_by_a_scaler_that_is_off() -> None:
+    class Anything:
+        def step(self) -> None:
+            pass
+
+    def loop(tuned: Tuned, _: nn.Module) -> None:
+        optimizer: Any = Anything()
+        tuned.scaler.step(optimizer)
+
+    tuned, said = run(loop, Policy(autocast="bf16"), guard=True)
     assert (codes(tuned), said) == ([], [])
 
 

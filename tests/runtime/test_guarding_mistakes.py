@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -255,12 +254,22 @@ def test_a_mistake_is_said_once_for_each_place() -> None:
 
 
 def test_as_an_error_it_is_raised_at_the_users_call() -> None:
-    with warnings.catch_warnings(), apply(Policy(autocast="bf16"), Net(), guard=True) as tuned:
-        warnings.simplefilter("error")
-        with tuned.autocast():
-            loss = tuned.model(images()).sum()
-            with pytest.raises(PolicyMisuseWarning, match=r"backward\(\) at .* runs inside autocast"):
-                loss.backward()
+    with apply(Policy(autocast="bf16"), Net(), guard=True) as tuned, tuned.autocast():
+        loss = tuned.model(images()).sum()
+        with pytest.raises(PolicyMisuseWarning, match=r"backward\(\) at .* runs inside autocast"):
+            loss.backward()
+
+
+def test_undo_is_whole_where_it_warns_as_an_error() -> None:
+    model = Net()
+    tuned = apply(FP16, model, guard=True)
+    optimizer = sgd(model)
+    train(tuned, optimizer)
+    optimizer.state_dict()
+    with pytest.raises(PolicyMisuseWarning, match="left the loss scaler out"):  # warnings are errors in tests
+        tuned.undo()
+    assert not model._forward_pre_hooks
+    apply(FP16, model).undo()  # it is free for another policy
 
 
 def test_a_scale_that_begins_below_one_has_not_collapsed() -> None:
