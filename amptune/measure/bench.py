@@ -114,6 +114,7 @@ class Bench:
         self._memory.reset()
         self.model.to(self.device)
         _seed_everything(self._seed)
+        # without the guard, whatever the environment says: it would be in the figures
         with apply(policy, self.model, any_hardware=True, guard=False) as tuned:
             yield tuned, Stepper(self.workload, tuned, batches)
 

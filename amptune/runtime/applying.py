@@ -185,8 +185,6 @@ def _apply(
             steps.callback(unswap, one.module)
         compiled = model if settings.compile == "off" else _compiled(settings.compile, model, steps)
         guard = Guard(settings, model, compiled) if guarded else None
-        if guard is not None:
-            steps.callback(guard.undo)
         way_back = steps.pop_all()
 
     def undo() -> None:

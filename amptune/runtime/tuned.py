@@ -124,6 +124,8 @@ class Tuned:
             for scaler in self._scalers.values():
                 scaler.statistics = None
             self.model = self._plain_model
+            if self._guard is not None:
+                self._guard.undo()
 
     def __enter__(self) -> Self:
         return self

@@ -15,6 +15,7 @@ from amptune.measure.bench import Bench
 from amptune.measure.inspecting import inspect_model
 from amptune.measure.outcome import Effort, Measurement
 from amptune.policy.settings import STOCK, amp_recipe
+from amptune.runtime.loss_scaling import PolicyScaler
 
 QUICK = Effort(warmup_s=0.05, measure_s=0.01, min_steps=2)
 CPU = torch.device("cpu")
@@ -52,6 +53,13 @@ def test_weights_buffers_and_random_state_are_restored() -> None:
     assert first.losses == second.losses
     bench._restore()
     assert all(torch.equal(tensor, initial[name]) for name, tensor in bench.model.state_dict().items())
+
+
+def test_the_guard_is_never_in_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMPTUNE_GUARD", "1")
+    with Bench(workload_of(nn.Linear(8, 8)), CPU).on_device(STOCK) as (tuned, _):
+        assert type(tuned.scaler) is PolicyScaler
+        assert not tuned.model._forward_pre_hooks
 
 
 def test_a_policy_leaves_no_trace_on_the_model() -> None:

@@ -139,6 +139,10 @@ def other_format(tuned: Tuned, model: nn.Module) -> None:
         optimizer.step()
 
 
+def other_format_than_pytorch_s_own(tuned: Tuned, _: nn.Module) -> None:
+    tuned.model(images().to(memory_format=torch.channels_last)).sum().backward()  # the mistake
+
+
 def other_batch_size(tuned: Tuned, model: nn.Module) -> None:
     optimizer = sgd(model)
     for _ in range(5):
@@ -191,6 +195,7 @@ MISTAKES = [
     Mistake(overflow_for_ever, "loss-scale-collapsed", "`amptune diagnose` names the modules"),
     Mistake(overflow_in_the_forward, "batch-norm-poisoned", "statistics of stem.1 are not finite"),
     Mistake(other_format, "batch-not-in-memory-format", "tuned.batch(x)", Policy(memory_format="channels_last")),
+    Mistake(other_format_than_pytorch_s_own, "batch-not-in-memory-format", "contiguous", Policy()),
     Mistake(other_batch_size, "batch-size-differs", "have 4 rows", Policy(batch_size=8)),
     Mistake(a_shape_each, "shapes-keep-changing", "8 different shapes", Policy(cudnn_benchmark=True)),
     Mistake(another_models_parameters, "optimizer-of-other-parameters", "tuned.model.parameters()"),
@@ -269,6 +274,8 @@ def test_undo_is_whole_where_it_warns_as_an_error() -> None:
     with pytest.raises(PolicyMisuseWarning, match="left the loss scaler out"):  # warnings are errors in tests
         tuned.undo()
     assert not model._forward_pre_hooks
+    with tuned.autocast():
+        assert not torch.is_autocast_enabled("cpu")
     apply(FP16, model).undo()  # it is free for another policy
 
 

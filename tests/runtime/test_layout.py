@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from amptune.policy.settings import MemoryFormat
-from amptune.runtime.layout import convert_batch, convert_model
+from amptune.runtime.layout import convert_batch, convert_model, is_in_another_format
 
 
 class Net(nn.Module):
@@ -23,6 +23,21 @@ class Net(nn.Module):
 
 def strides(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tensor.stride() for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+@pytest.mark.parametrize("memory_format", ["contiguous", "channels_last"])
+def test_what_was_converted_is_in_no_other_format(memory_format: MemoryFormat) -> None:
+    for tensor in (torch.randn(2, 3, 5, 5), torch.randn(2, 5, 5, 3).permute(0, 3, 1, 2), torch.randn(2, 1, 5, 5)):
+        assert not is_in_another_format(convert_batch(tensor, memory_format), memory_format)
+
+
+def test_another_format_is_told_from_a_crop() -> None:
+    image, last = torch.randn(2, 3, 5, 5), torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last)
+    volume = torch.randn(2, 3, 5, 5, 5).to(memory_format=torch.channels_last_3d)
+    assert is_in_another_format(image, "channels_last")
+    assert is_in_another_format(last, "contiguous")
+    assert is_in_another_format(volume, "contiguous")
+    assert not is_in_another_format(image[..., 1:4, 1:4], "contiguous")
 
 
 def test_weights_and_buffers_of_four_dimensions_become_channels_last_in_place() -> None:

@@ -1,0 +1,198 @@
+"""Whether a training loop applies its gradients as it should: once, unscaled, outside autocast, and to its model."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from amptune.runtime.gradient_marks import GradientMarks
+from amptune.runtime.misuse import Misuse, Place, frames_above
+from amptune.runtime.nested import tensors_in
+from amptune.runtime.process_hooks import unwatch, watch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+    from amptune.policy.settings import Policy
+    from amptune.runtime.gradient_marks import Mark
+
+__all__ = ["StepWatch"]
+
+
+@dataclass(slots=True)
+class _Steps:
+    """Of one optimizer: how many there were, and what the last one applied, in the time of `GradientMarks`."""
+
+    count: int = 0
+    without_scaler: int = 0
+    last_gradient: int = 0
+    last_by_scaler: bool = False
+    last_place: Place | None = None
+
+
+class StepWatch:
+    """Follows gradients from backward to the optimizer, whoever steps it, until `remove`.
+
+    The loss scaler tells what it does by the methods with `scale` in their names; everything else is seen by hooks.
+    `most_steps` is how often the optimizer stepped that did so most.
+    """
+
+    def __init__(self, policy: Policy, model: nn.Module, misuse: Misuse, after_gradient: Callable[[], None]) -> None:
+        self.most_steps = 0
+        self.autocast_was_used = False
+        self._scale_was_used = False
+        self._scales = policy.autocast == "fp16"
+        self._model = weakref.ref(model)  # whose hooks lead here
+        self._misuse = misuse
+        self._after_gradient = after_gradient
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
+        self._gradients = GradientMarks(model, self._look_at_backward)
+        watch(self)
+
+    def remove(self) -> None:
+        """Not to be called from within the hook of a step: PyTorch is iterating over those then."""
+        self._gradients.remove()
+        unwatch(self)
+
+    def after_scale(self, scaled: Any) -> None:
+        self._scale_was_used = True
+        for loss in tensors_in(scaled):
+            self._gradients.follow_scaled(loss)
+
+    def after_unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        self._gradients.unscaled(_parameters(optimizer))
+
+    def before_scaler_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        self._look_at_step(optimizer, by_scaler=True, is_scaled=True, has_closure=has_closure)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        is_nested, scaler = _stepping()
+        guard = getattr(scaler, "guard", None)
+        if is_nested or (guard is not None and guard.step_watch is self):  # told of by `before_scaler_step`
+            return
+        is_scaled = scaler is not None and scaler.is_enabled()
+        self._look_at_step(optimizer, by_scaler=scaler is not None, is_scaled=is_scaled, has_closure=has_closure)
+
+    def before_clipping(self, gradients: Sequence[torch.Tensor]) -> None:
+        model = self._model()
+        if model is None:
+            return
+        clipped = {id(gradient) for gradient in gradients}
+        newest = self._gradients.newest(p for p in model.parameters() if id(p.grad) in clipped)
+        if newest is not None and newest.origin == "scaled loss":
+            self._misuse.say(
+                "clipped-before-unscale",
+                "gradients are clipped at {here} while they are still multiplied by the loss scale, so nearly all of "
+                "them is cut off: call tuned.scaler.unscale_(optimizer) before",
+            )
+
+    def _look_at_backward(self, parameter: torch.Tensor) -> None:
+        if _is_inside_autocast(parameter.device):
+            self._misuse.say(
+                "backward-inside-autocast",
+                "backward() at {here} runs inside autocast, which casts operations of the backward anew, to other "
+                "dtypes than the forward had: leave the `with tuned.autocast():` block before it",
+            )
+        self._after_gradient()
+
+    def _look_at_step(
+        self, optimizer: torch.optim.Optimizer, *, by_scaler: bool, is_scaled: bool, has_closure: bool
+    ) -> None:
+        model = self._model()
+        if model is None:
+            return
+        parameters = _parameters(optimizer)
+        if not {id(parameter) for parameter in parameters} & {id(parameter) for parameter in model.parameters()}:
+            self._look_at_stranger(parameters, model)
+            return
+        steps = self._optimizers.setdefault(optimizer, _Steps())
+        steps.count += 1
+        self.most_steps = max(self.most_steps, steps.count)
+        self._look_at_autocast(parameters[0].device)
+        newest = self._gradients.newest(parameters)
+        if has_closure or newest is None:  # a closure's gradients are yet to come
+            return
+        if newest.when <= steps.last_gradient:
+            self._look_at_repetition(steps, by_scaler=by_scaler)
+        elif self._scales and not is_scaled:
+            self._look_at_origin(newest, steps)
+        if is_scaled:
+            self._gradients.unscaled(parameters)
+        steps.last_gradient, steps.last_by_scaler, steps.last_place = newest.when, by_scaler, self._misuse.here()
+
+    def _look_at_repetition(self, steps: _Steps, *, by_scaler: bool) -> None:
+        if by_scaler or steps.last_by_scaler:
+            self._misuse.say(
+                "stepped-twice",
+                f"the optimizer steps again at {{here}} on gradients that were already applied at {steps.last_place}, "
+                "so every update is taken twice: tuned.scaler.step(optimizer) calls optimizer.step(), leave the other "
+                "out",
+            )
+
+    def _look_at_origin(self, gradient: Mark, steps: _Steps) -> None:
+        if gradient.origin == "scaled loss":
+            self._misuse.say(
+                "stepped-on-scaled-gradients",
+                "optimizer.step() at {here} applies gradients that are still multiplied by the loss scale, overflowed "
+                "ones too: call tuned.scaler.step(optimizer) instead",
+            )
+        elif gradient.origin == "plain loss" and self.autocast_was_used and not self._scale_was_used:
+            # Twice, as another loss of the same iteration may be the one that is scaled, and this one needs no scale.
+            steps.without_scaler += 1
+            if steps.without_scaler == 2:
+                self._misuse.say(
+                    "stepped-without-scaler",
+                    "optimizer.step() at {here} trains under autocast fp16 without a loss scaler, so small gradients "
+                    "become zero: write tuned.scaler.scale(loss).backward(); tuned.scaler.step(optimizer); "
+                    "tuned.scaler.update()",
+                )
+
+    def _look_at_autocast(self, device: torch.device) -> None:
+        if _is_inside_autocast(device) and torch.is_autocast_cache_enabled():
+            self._misuse.say(
+                "stepped-inside-autocast",
+                "the optimizer steps at {here} inside autocast, which keeps its casts of the old weights for what "
+                "follows in the block: leave the `with tuned.autocast():` block before it",
+            )
+
+    def _look_at_stranger(self, parameters: Sequence[torch.Tensor], model: nn.Module) -> None:
+        """An optimizer without a parameter of the model's: another model's, most likely, and none of our business."""
+        if not self._gradients.now or any(parameter.grad is not None for parameter in parameters):
+            return
+        shapes = Counter(parameter.shape for parameter in parameters)
+        every = Counter(parameter.shape for parameter in model.parameters())
+        trained = Counter(parameter.shape for parameter in model.parameters() if parameter.requires_grad)
+        if shapes in (every, trained):
+            self._misuse.say(
+                "optimizer-of-other-parameters",
+                "the optimizer that steps at {here} holds parameters like the model's, but none of the model's own, "
+                "and none with a gradient, so the model is not trained: build it from tuned.model.parameters(), "
+                "after amptune.apply",
+            )
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """A disabled loss scaler steps whatever has a `step`."""
+    return [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
+
+
+def _is_inside_autocast(device: torch.device) -> bool:
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def _stepping() -> tuple[bool, torch.amp.GradScaler | None]:
+    """Of the optimizer step that is running: whether it runs within another's, and the loss scaler that called it."""
+    steps, scaler = 0, None
+    for frame in frames_above(sys._getframe(1)):
+        if frame.f_code.co_qualname == "Optimizer.profile_hook_step.<locals>.wrapper":
+            steps += 1
+        elif frame.f_code is torch.amp.GradScaler.step.__code__:
+            scaler = cast("torch.amp.GradScaler", frame.f_locals["self"])
+    return steps > 1, scaler
