@@ -29,7 +29,7 @@ _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
 _removals: list[Callable[[], None]] = []
 
 # `clip_grad_norm_` and `clip_grad_value_` look this up in their module when they run, so it is seen whichever way
-# a program imported them (torch/nn/utils/clip_grad.py, 2.9 to 2.13).
+# a program imported them (torch/nn/utils/clip_grad.py, 2.9 to 2.13). In a PyTorch without it clipping goes unseen.
 _CLIPPING = {"_clip_grads_with_norm_", "clip_grad_value_"}
 _LOOKED_UP = "_group_tensors_by_device_and_dtype"
 
@@ -56,7 +56,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
 
 
 def _hook_clipping() -> Callable[[], None]:
-    original = getattr(clip_grad, _LOOKED_UP)
+    original = getattr(clip_grad, _LOOKED_UP, None)
+    if original is None:
+        return lambda: None
 
     def group(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and sys._getframe(1).f_code.co_name in _CLIPPING:

@@ -21,6 +21,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 import amptune
 from amptune.policy.settings import Policy
+from amptune.runtime import process_hooks
 from amptune.runtime.applying import apply
 from amptune.runtime.guarding import WATCHED_STEPS
 from amptune.runtime.loss_scaling import PolicyScaler
@@ -165,6 +166,25 @@ def test_copies_pickles_and_weights_are_as_without_it(model: Net) -> None:
         scaler = pickle.loads(pickle.dumps(tuned.scaler))
         assert (scaler.guard, scaler.get_scale()) == (None, tuned.scaler.get_scale())
     assert codes(tuned) == []
+
+
+@pytest.mark.parametrize("more", [{}, {"protect_batch_norm": True}], ids=str)
+def test_training_is_the_same_with_it(more: dict[str, Any]) -> None:
+    ends = []
+    for guard in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        with apply(FP16, model, guard=guard, **(more if guard else {})) as tuned:
+            train(tuned, sgd(model), steps=WATCHED_STEPS + 2)
+        ends.append(model.state_dict())
+    assert all(map(torch.equal, *(end.values() for end in ends)))
+
+
+def test_a_pytorch_that_clips_otherwise_can_be_guarded(model: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_hooks, "_LOOKED_UP", "gone")
+    with apply(FP16, model, guard=True) as tuned:
+        train(tuned, sgd(model))
+    assert hooks_on(model)["step"] == 0
 
 
 @torch_s_own_deprecations
