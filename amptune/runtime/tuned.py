@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from amptune.policy.findings import Finding
     from amptune.policy.settings import Policy
 
-__all__ = ["Tuned"]
+__all__ = ["AUTOCAST_DTYPES", "Tuned"]
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Tuned:
@@ -55,10 +55,14 @@ class Tuned:
     def findings(self) -> tuple[Finding, ...]:
         return tuple(self._findings)
 
-    def autocast(self) -> torch.amp.autocast:
-        """Autocast for the device the model is on now; disabled where the policy has it off, or was undone."""
-        dtype = _DTYPES.get(self.policy.autocast) if self._active else None
-        return torch.amp.autocast(self._device_type(), dtype=dtype, enabled=dtype is not None)
+    def autocast(self, *, cache_enabled: bool | None = None) -> torch.amp.autocast:
+        """Autocast for the device the model is on now; disabled where the policy has it off, or was undone.
+
+        `cache_enabled` is PyTorch's: CUDA graphs that are captured by hand need it to be False.
+        """
+        dtype = AUTOCAST_DTYPES.get(self.policy.autocast) if self._active else None
+        enabled = dtype is not None
+        return torch.amp.autocast(self._device_type(), dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
     @property
     def scaler(self) -> PolicyScaler:
