@@ -39,8 +39,10 @@ $(VENV)/tune.stamp: $(VENV)/torch.stamp pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[digits]'
 	@touch $@
 
+# Without the frameworks that amptune plugs into their tests skip.
 $(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test]'
+	-$(BIN)/pip install --quiet --disable-pip-version-check -e '.[integrations]'
 	@touch $@ $(VENV)/tune.stamp
 
 clean:

@@ -101,6 +101,10 @@ def test_the_check_of_imports_can_fail() -> None:
                 ]
             },
         ),
+        ("lightning", {"runtime/integrations/lightning.py"}),
+        ("pytorch_lightning", {"runtime/integrations/lightning.py"}),
+        ("transformers", {"runtime/integrations/transformers.py"}),
+        ("accelerate", {"runtime/integrations/accelerate.py"}),
         ("rich", {"report/progress.py", "report/terminal.py", "report/study_terminal.py"}),
     ],
 )
@@ -112,6 +116,16 @@ def test_a_library_is_imported_where_it_belongs_alone(library: str, allowed: set
         if name.split(".")[0] == library
     }
     assert importers == allowed
+
+
+def test_nothing_imports_what_is_for_a_framework() -> None:
+    importers = [
+        path.relative_to(PACKAGE).as_posix()
+        for path in SOURCES
+        for name, _ in imports_of(path.read_text())
+        if name.startswith("amptune.runtime.integrations") and path.parent.name != "integrations"
+    ]
+    assert importers == []
 
 
 def test_no_public_function_shares_its_modules_name() -> None:
@@ -131,7 +145,7 @@ def loaded_by(code: str) -> set[str]:
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
-HEAVY = {"optuna", "click", "rich", "pebble", "sqlalchemy"}
+HEAVY = {"optuna", "click", "rich", "pebble", "sqlalchemy", "lightning", "transformers", "accelerate"}
 
 
 def test_importing_amptune_is_light() -> None:

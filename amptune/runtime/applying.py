@@ -19,6 +19,7 @@ from amptune.runtime.digest import model_digest
 from amptune.runtime.global_flags import keep_autocast_out_of_compiled_backward, set_cudnn_benchmark, set_fp32_math
 from amptune.runtime.guarding import Guard
 from amptune.runtime.layout import convert_model, convertible
+from amptune.runtime.reading import kind_of, read_policy
 from amptune.runtime.selection import select
 from amptune.runtime.swapping import obstacle, overlaid, swap, swapped_class, unswap
 from amptune.runtime.tuned import Tuned
@@ -67,6 +68,8 @@ def apply(
     settings, drift = _read(policy, model, any_hardware=any_hardware)
     selected = _selected(settings, model)
     _require_swappable(selected)
+    if selected or settings.memory_format != "contiguous":
+        _require_unsharded(model)
     for finding in drift:
         warnings.warn(str(finding), PolicyDriftWarning, stacklevel=2)
     findings = (*drift, *_without_effect(settings, model))
@@ -91,7 +94,7 @@ def _precision_of(rule: ModuleRule) -> Precision:
 
 def _require_plain(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
-        raise PolicyApplyError(f"a policy is applied to a torch.nn.Module, not to {_kind(model)}")
+        raise PolicyApplyError(f"a policy is applied to a torch.nn.Module, not to {kind_of(model)}")
     patched = [path for path, module in model.named_modules() if swapped_class(module) is not None]
     if model in _under_a_policy or patched:
         where = f" ({patched[0] or 'the model itself'} has a precision of its own)" if patched else ""
@@ -105,18 +108,9 @@ def _read(
     policy: str | PathLike[str] | Policy | PolicyFile, model: nn.Module, *, any_hardware: bool
 ) -> tuple[Policy, tuple[Finding, ...]]:
     """The settings, and what has drifted since they were found."""
+    policy = read_policy(policy)
     if isinstance(policy, Policy):
         return policy, ()
-    from amptune.policy.file import PolicyFile
-
-    if isinstance(policy, str | os.PathLike):
-        from amptune.policy.loading import load
-
-        policy = load(policy)
-    if not isinstance(policy, PolicyFile):
-        raise PolicyApplyError(
-            f"a policy is a path, an amptune.Policy or what amptune.load(path) returns, not {_kind(policy)}"
-        )
     return policy.policy, _validity(policy, model, any_hardware=any_hardware)
 
 
@@ -147,6 +141,14 @@ def _require_swappable(selected: Sequence[tuple[Selected, Precision]]) -> None:
         raise PolicyApplyError(f"not every module can be {where}:{''.join(reasons)}")
 
 
+def _require_unsharded(model: nn.Module) -> None:
+    """Excluded modules would compute in FP32 with what was gathered in half."""
+    for path, module in model.named_modules():
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):  # not imported for its name alone
+            where = path or "the model itself"
+            raise PolicyApplyError(f"{where} is sharded by fully_shard already: apply the policy before that")
+
+
 def _without_effect(settings: Policy, model: nn.Module) -> Iterator[Finding]:
     for setting in ("fp32_modules", "half_modules"):
         if settings.autocast == "off" and getattr(settings, setting):
@@ -156,7 +158,14 @@ def _without_effect(settings: Policy, model: nn.Module) -> Iterator[Finding]:
             )
     if settings.memory_format == "contiguous":
         return
-    if not any(convertible(parameter, settings.memory_format) for parameter in model.parameters()):
+    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        yield Finding(
+            code="memory-format-of-lazy-weights",
+            message=f"{lazy[0]} is not built yet and will not get memory_format {settings.memory_format}: run a batch "
+            "through the model before the policy is applied",
+        )
+    elif not any(convertible(parameter, settings.memory_format) for parameter in model.parameters()):
         yield Finding(
             code="memory-format-without-effect",
             message=f"the model has no weights that memory_format {settings.memory_format} is for",
@@ -211,7 +220,10 @@ def _require_unswappable(selected: Sequence[tuple[Selected, Precision]]) -> None
             f"the class of {', '.join(in_the_way)} was changed again after the policy was applied (parametrize "
             "and fully_shard do that): undo that first, then the policy"
         )
-
-
-def _kind(value: object) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    hidden = [str(one) for one, _ in selected if "forward" in vars(one.module)]
+    if hidden:
+        raise PolicyApplyError(
+            f"a forward was set on the instance of {', '.join(hidden)} after the policy was applied (accelerate's "
+            "prepare() does that), which would go on running as the policy says: `del module.forward` first, then "
+            "undo the policy"
+        )

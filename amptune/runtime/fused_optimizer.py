@@ -19,11 +19,8 @@ def fuse(optimizer: torch.optim.Optimizer) -> Finding | None:
             code="optimizer-not-fused",
             message=f"the policy asks for a fused optimizer, and {type(optimizer).__name__} {reason}; it runs as it is",
         )
-    for settings in (optimizer.defaults, *optimizer.param_groups):
-        settings.update(fused=True, foreach=False)
-    for parameter, state in optimizer.state.items():
-        if torch.is_tensor(state.get("step")):  # fused kernels count where they run; load_state_dict moves it so too
-            state["step"] = state["step"].to(device=parameter.device, dtype=torch.float32)
+    _set_fused(optimizer)
+    optimizer.register_load_state_dict_post_hook(_set_fused)  # a checkpoint brings the flags of where it was saved
     # As its __init__ does, for GradScaler: the kernel unscales gradients, and does nothing where one overflowed.
     optimizer._step_supports_amp_scaling = not _starts_anew(optimizer)  # type: ignore[attr-defined]
     if isinstance(optimizer, torch.optim.SGD):
@@ -31,6 +28,14 @@ def fuse(optimizer: torch.optim.Optimizer) -> Finding | None:
         optimizer.register_step_pre_hook(at_rest)
         optimizer.register_load_state_dict_post_hook(at_rest.again)
     return None
+
+
+def _set_fused(optimizer: torch.optim.Optimizer) -> None:
+    for settings in (optimizer.defaults, *optimizer.param_groups):
+        settings.update(fused=True, foreach=False)
+    for parameter, state in optimizer.state.items():
+        if torch.is_tensor(state.get("step")):  # fused kernels count where they run; load_state_dict moves it so too
+            state["step"] = state["step"].to(device=parameter.device, dtype=torch.float32)
 
 
 def _starts_anew(optimizer: torch.optim.Optimizer) -> bool:

@@ -28,9 +28,13 @@ _DIMENSIONS = {"contiguous": (4, 5), "channels_last": (4,), "channels_last_3d": 
 
 
 def convertible(tensor: torch.Tensor, memory_format: MemoryFormat) -> bool:
-    """Whether the format is for tensors like this: strided, of 4 or 5 dimensions, no element stored for several."""
+    """Whether the format is for tensors like this: strided, of 4 or 5 dimensions, no element stored for several.
+
+    A lazy module's weights have no dimensions yet.
+    """
     return (
-        tensor.dim() in _DIMENSIONS[memory_format]
+        not nn.parameter.is_lazy(tensor)
+        and tensor.dim() in _DIMENSIONS[memory_format]
         and tensor.layout is torch.strided
         and all(stride or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     )
@@ -88,7 +92,7 @@ class _Strides:
 def _state(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     for module in model.modules():
         for name, tensor in (module._parameters | module._buffers).items():
-            if tensor is not None and not nn.parameter.is_lazy(tensor):
+            if tensor is not None:
                 yield module, name, tensor
 
 

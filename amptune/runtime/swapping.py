@@ -21,7 +21,7 @@ from amptune.runtime.nested import map_tensors
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["Precision", "obstacle", "overlaid", "swap", "swapped_class", "unswap"]
+__all__ = ["Precision", "obstacle", "overlaid", "precision_of", "swap", "swapped_class", "unswap"]
 
 # "fp32" gives its FP32 output on, "fp32-cast" casts it back to autocast's dtype; "half" is autocast's dtype.
 Precision = Literal["fp32", "fp32-cast", "half"]
@@ -94,6 +94,12 @@ def swapped_class(module: nn.Module) -> type[nn.Module] | None:
     return next((base for base in type(module).__mro__ if "_amptune_precision" in vars(base)), None)
 
 
+def precision_of(module: nn.Module) -> Precision | None:
+    """The precision `swap` gave the module; None for no swap."""
+    precision: Precision | None = getattr(type(module), "_amptune_precision", None)
+    return precision
+
+
 def _class_in(precision: Precision, cls: type[nn.Module]) -> type[nn.Module]:
     """The subclass of `cls` that runs in this precision, made once. It keeps the name: type rules, repr() go by it."""
     known = _classes.get((cls, precision))
@@ -107,6 +113,9 @@ def _class_in(precision: Precision, cls: type[nn.Module]) -> type[nn.Module]:
         "_amptune_precision": precision,
         "forward": _half_forward_of(cls) if precision == "half" else _fp32_forward_of(cls, precision),
     }
+    becomes = getattr(cls, "cls_to_become", None)
+    if becomes is not None:  # a lazy module takes this class once it has seen its first input
+        body["cls_to_become"] = _class_in(precision, becomes)
     made: type[nn.Module] = types.new_class(cls.__name__, (cls,), exec_body=lambda space: space.update(body))
     _classes[cls, precision] = made
     return made

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from amptune.runtime.batch_statistics import FiniteStatistics
     from amptune.runtime.guarding import Guard
 
-__all__ = ["Tuned"]
+__all__ = ["AUTOCAST_DTYPES", "Tuned"]
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Tuned:
@@ -62,12 +62,16 @@ class Tuned:
     def findings(self) -> tuple[Finding, ...]:
         return (*self._findings, *(self._guard.findings if self._guard is not None else ()))
 
-    def autocast(self) -> torch.amp.autocast:
-        """Autocast for the device the model is on now; disabled where the policy has it off, or was undone."""
+    def autocast(self, *, cache_enabled: bool | None = None) -> torch.amp.autocast:
+        """Autocast for the device the model is on now; disabled where the policy has it off, or was undone.
+
+        `cache_enabled` is PyTorch's: CUDA graphs that are captured by hand need it to be False.
+        """
         if not torch.compiler.is_compiling() and self._guard is not None:
             self._guard.autocast_used()
-        dtype = _DTYPES.get(self.policy.autocast) if self._active else None
-        return torch.amp.autocast(self._device_type(), dtype=dtype, enabled=dtype is not None)
+        dtype = AUTOCAST_DTYPES.get(self.policy.autocast) if self._active else None
+        enabled = dtype is not None
+        return torch.amp.autocast(self._device_type(), dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
     @property
     def scaler(self) -> PolicyScaler:

@@ -244,6 +244,17 @@ def test_undo_waits_for_what_was_put_over_the_policy() -> None:
     assert torch.backends.cudnn.benchmark is False
 
 
+def test_undo_waits_for_a_forward_that_was_set_on_an_excluded_module() -> None:
+    model = Net()
+    tuned = apply(EVERYTHING, model)
+    model.head.forward = model.head.forward  # type: ignore[method-assign]  # as accelerate does
+    with pytest.raises(PolicyApplyError, match=r"instance of head after .* `del module\.forward` first"):
+        tuned.undo()
+    del model.head.forward
+    tuned.undo()
+    assert type(model.head) is nn.Linear
+
+
 def test_weights_are_not_kept_by_a_policy() -> None:
     model = Net()
     tuned = apply(EVERYTHING, model)
@@ -304,6 +315,15 @@ def test_settings_without_effect_are_findings() -> None:
         codes = [finding.code for finding in tuned.findings]
         assert type(model[0]) is nn.Linear
     assert codes == ["fp32-modules-without-effect", "memory-format-without-effect"]
+
+
+def test_lazy_weights_are_a_finding_where_the_policy_sets_their_layout() -> None:
+    model = nn.Sequential(nn.LazyConv2d(4, 3))
+    with apply(Policy(memory_format="channels_last"), model) as tuned:
+        model(torch.randn(1, 3, 4, 4))
+    (finding,) = tuned.findings
+    assert finding.code == "memory-format-of-lazy-weights"
+    assert finding.message.startswith("0.weight is not built yet and will not get memory_format channels_last: run a")
 
 
 def test_the_scaler_is_one_and_the_same_and_scales_as_the_policy_says() -> None:

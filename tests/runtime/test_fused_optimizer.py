@@ -64,6 +64,18 @@ def test_an_optimizer_can_be_fused_after_steps_or_a_loaded_state(build: Build) -
     torch.testing.assert_close(train(model, optimizer), train(plain, before))
 
 
+@pytest.mark.parametrize("build", FUSIBLE)
+def test_a_fused_optimizer_stays_so_with_a_state_that_was_saved_by_another(build: Build) -> None:
+    plain, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    before, optimizer = build(plain.parameters()), build(model.parameters())
+    train(plain, before)
+    assert fuse(optimizer) is None
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(before.state_dict()))
+    assert all(group["fused"] and not group["foreach"] for group in optimizer.param_groups)
+    torch.testing.assert_close(train(model, optimizer), train(plain, before))
+
+
 def test_every_group_keeps_its_own_settings_and_later_groups_are_fused() -> None:
     model = nn.Linear(4, 4)
     groups: list[dict[str, Any]] = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}]

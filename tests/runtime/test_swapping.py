@@ -303,6 +303,27 @@ def test_a_parametrized_module_is_excluded_with_its_parametrization() -> None:
     assert type(linear) is nn.Linear
 
 
+@pytest.mark.parametrize("lazy", [nn.LazyLinear(4), nn.LazyConv1d(4, 1)], ids=lambda module: type(module).__name__)
+def test_a_lazy_module_stays_excluded_when_it_is_built(lazy: Any) -> None:
+    module = copy.deepcopy(lazy)
+    swap(module)
+    x = torch.ones(2, 3, 3)
+    for _ in range(2):  # the first call builds it, and changes its class
+        with autocast():
+            assert module(x.bfloat16()).dtype is torch.float32
+    assert copy.deepcopy(module)(x).dtype is torch.float32
+    unswap(module)
+    assert type(module) is lazy.cls_to_become
+
+
+def test_a_lazy_module_can_be_unswapped_before_it_is_built() -> None:
+    lazy = nn.LazyLinear(4)
+    swap(lazy)
+    unswap(lazy)
+    lazy(torch.ones(2, 3))
+    assert type(lazy) is nn.Linear
+
+
 def test_a_class_put_over_the_swap_must_go_first() -> None:
     linear = nn.Linear(4, 4)
     swap(linear)

@@ -1,0 +1,45 @@
+"""A framework that casts and compiles by itself must do so as the policy says: what it was told is held against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from amptune.errors import PolicyApplyError
+from amptune.policy.settings import Policy
+from amptune.runtime.applying import apply
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from amptune.policy.file import PolicyFile
+    from amptune.runtime.tuned import Tuned
+
+__all__ = ["Told", "apply_uncompiled", "require_agreement"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a framework was told to do, in a policy's words."""
+
+    autocast: str
+    compile: str
+
+
+def require_agreement(policy: Policy, told: Told, *, remedy: str) -> None:
+    """Raises `PolicyApplyError` with every setting in which the framework departs from the policy."""
+    differing = [
+        f"\n  {name}: {getattr(told, name)} here, {getattr(policy, name)} in the policy"
+        for name in ("autocast", "compile")
+        if getattr(told, name) != getattr(policy, name)
+    ]
+    if differing:
+        raise PolicyApplyError(f"the framework was told otherwise than the policy says:{''.join(differing)}\n{remedy}")
+
+
+def apply_uncompiled(policy: Policy | PolicyFile, model: nn.Module, *, any_hardware: bool) -> Tuned:
+    """`amptune.apply`, save that compiling is left to the framework."""
+    if isinstance(policy, Policy):
+        return apply(replace(policy, compile="off"), model)
+    eager = replace(policy, policy=replace(policy.policy, compile="off"))
+    return apply(eager, model, any_hardware=any_hardware)

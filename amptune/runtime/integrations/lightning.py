@@ -1,0 +1,118 @@
+"""Lightning: a precision plugin, `Trainer(plugins=[PolicyPrecision("policy.yaml")])`."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from amptune.errors import PolicyApplyError
+from amptune.runtime.integrations.agreeing import apply_uncompiled
+from amptune.runtime.reading import read_policy, settings_of
+
+# Lightning is published under two names whose classes are strangers to each other: the one that is in use counts.
+_goes_by_its_older_name = "lightning.pytorch" not in sys.modules and (
+    "pytorch_lightning" in sys.modules or find_spec("lightning") is None
+)
+if TYPE_CHECKING or not _goes_by_its_older_name:
+    from lightning.pytorch.plugins.precision import MixedPrecision
+else:
+    from pytorch_lightning.plugins.precision import MixedPrecision
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    import torch
+    from torch import nn
+
+    from amptune.policy.file import PolicyFile
+    from amptune.policy.settings import Policy
+    from amptune.runtime.tuned import Tuned
+
+__all__ = ["PolicyPrecision"]
+
+_PRECISION = {"off": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}  # as `Trainer(precision=…)` has it
+
+
+class PolicyPrecision(MixedPrecision):
+    """Trains as a policy says, in place of `Trainer(precision=…)`; the model is as it was when fit() returns.
+
+    `submodule` is the attribute of the LightningModule that holds the model the policy was found for, and whose
+    paths its rules name; left out, that is the LightningModule itself. Batches get the policy's memory format, and
+    optimizers are fused, by themselves. What else a Trainer needs is in `.policy`:
+    `Trainer(plugins=[precision], accumulate_grad_batches=precision.policy.accumulate)`.
+
+    Raises what `amptune.apply` raises when fit() begins, and `PolicyApplyError` if the policy compiles and the model
+    was not compiled: Lightning compiles by `trainer.fit(torch.compile(model))`.
+    """
+
+    def __init__(
+        self, policy: str | PathLike[str] | Policy | PolicyFile, *, submodule: str = "", any_hardware: bool = False
+    ) -> None:
+        # Not MixedPrecision's own: it refuses training without autocast, and makes a scaler before the device is known.
+        self._source = read_policy(policy)
+        self._submodule = submodule
+        self._any_hardware = any_hardware
+        self.policy = settings_of(self._source)
+        self.precision: Any = _PRECISION[self.policy.autocast]
+        self.scaler: torch.amp.GradScaler | None = None
+        self.tuned: Tuned | None = None
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        model = self._model_in(module)
+        self._require_compiled(module, model)
+        self.tuned = apply_uncompiled(self._source, model, any_hardware=self._any_hardware)
+        return module
+
+    def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
+        """Comes when the model is on its device, which the scaler and fused kernels go by."""
+        tuned = self._applied()
+        for optimizer in optimizers:
+            tuned.optimizer(optimizer)
+        if self.scaler is None and tuned.scaler.is_enabled():
+            self.scaler = tuned.scaler
+        return super().connect(model, optimizers, lr_schedulers)
+
+    def convert_input(self, data: Any) -> Any:
+        return self._applied().batch(data)
+
+    def autocast_context_manager(self) -> torch.amp.autocast:
+        # Lightning caches no casts: a validation inside a training step would leave some that have no gradient
+        # (https://github.com/pytorch/pytorch/issues/65766).
+        return self._applied().autocast(cache_enabled=False)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The scaler's state goes by the name of Lightning's own plugin, so that either reads the other's."""
+        if own := checkpoint.pop(type(self).__qualname__, None):
+            checkpoint[MixedPrecision.__qualname__] = own
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.load_state_dict(checkpoint.get(MixedPrecision.__qualname__, {}))
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self.tuned is not None:
+            self.tuned.undo()
+
+    def _model_in(self, module: nn.Module) -> nn.Module:
+        try:
+            return module.get_submodule(self._submodule)
+        except AttributeError:
+            held = ", ".join(name for name, _ in module.named_children()) or "none"
+            raise PolicyApplyError(
+                f"{type(module).__name__} has no submodule {self._submodule!r}; it holds: {held}"
+            ) from None
+
+    def _require_compiled(self, module: nn.Module, model: nn.Module) -> None:
+        compiled = getattr(module, "_compiler_ctx", None) or model._compiled_call_impl
+        if self.policy.compile != "off" and not compiled:
+            raise PolicyApplyError(
+                f"the policy compiles, which Lightning does by itself: trainer.fit(torch.compile(model, "
+                f"mode={self.policy.compile!r}), …), or call .compile(mode={self.policy.compile!r}) on the part of it "
+                "that is to be compiled"
+            )
+
+    def _applied(self) -> Tuned:
+        if self.tuned is None:
+            raise PolicyApplyError("this PolicyPrecision has met no model yet: pass it as Trainer(plugins=[…])")
+        return self.tuned

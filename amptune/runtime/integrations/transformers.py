@@ -1,0 +1,103 @@
+"""The Trainer of transformers: a callback that applies a policy, and the arguments that go with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from amptune.errors import PolicyApplyError
+from amptune.runtime.integrations.agreeing import Told, apply_uncompiled, require_agreement
+from amptune.runtime.reading import read_policy, settings_of
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from torch import nn
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from amptune.policy.file import PolicyFile
+    from amptune.policy.settings import Policy
+    from amptune.runtime.tuned import Tuned
+
+__all__ = ["PolicyCallback", "training_arguments"]
+
+_REMEDY = 'Build them as TrainingArguments(**training_arguments("policy.yaml"), …).'
+
+
+def training_arguments(policy: str | PathLike[str] | Policy | PolicyFile) -> dict[str, Any]:
+    """What the policy decides of `TrainingArguments(**training_arguments("policy.yaml"), output_dir=…)`.
+
+    `tf32` is not among it: the callback sets the FP32 math, on machines without TF32 too.
+    """
+    settings = settings_of(read_policy(policy))
+    arguments: dict[str, Any] = {
+        "bf16": settings.autocast == "bf16",
+        "fp16": settings.autocast == "fp16",
+        "gradient_accumulation_steps": settings.accumulate,
+    }
+    if settings.batch_size is not None:
+        arguments["per_device_train_batch_size"] = settings.batch_size
+    if settings.compile != "off":
+        arguments |= {"torch_compile": True, "torch_compile_mode": settings.compile}
+    return arguments
+
+
+class PolicyCallback(TrainerCallback):
+    """Applies a policy when the Trainer is built: `Trainer(model, args, callbacks=[PolicyCallback("policy.yaml")])`.
+
+    The Trainer autocasts, scales the loss and compiles by itself, as the arguments say; the optimizer is fused where
+    the policy says so. The model stays as it trained until `callback.tuned.undo()`, so that evaluate() and predict()
+    see the same. Batches keep their memory format; the first convolution converts them.
+
+    Raises what `amptune.apply` raises, and `PolicyApplyError` if the arguments depart from the policy, or if training
+    begins with a model that the callback has not seen.
+    """
+
+    def __init__(self, policy: str | PathLike[str] | Policy | PolicyFile, *, any_hardware: bool = False) -> None:
+        self._source = read_policy(policy)
+        self._any_hardware = any_hardware
+        self._model: nn.Module | None = None
+        self.policy = settings_of(self._source)
+        self.tuned: Tuned | None = None
+
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,  # noqa: ARG002  # all callbacks are given it
+        control: TrainerControl,  # noqa: ARG002
+        *,
+        model: nn.Module,
+        **_: Any,
+    ) -> None:
+        require_agreement(self.policy, _told(args), remedy=_REMEDY)
+        self.tuned = apply_uncompiled(self._source, model, any_hardware=self._any_hardware)
+        self._model = model
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002
+        *,
+        model: nn.Module,
+        optimizer: Any,
+        **_: Any,
+    ) -> None:
+        """The first time that the optimizer is there, and the scaler with it."""
+        if self.tuned is None or model is not self._model:
+            raise PolicyApplyError(
+                "training begins with a model that has no policy: pass PolicyCallback as Trainer(callbacks=[…]), not "
+                "to add_callback(), and the model as Trainer(model=…), since model_init makes one for each training"
+            )
+        self.tuned.optimizer(getattr(optimizer, "optimizer", optimizer))
+        scaler = getattr(optimizer, "scaler", None)
+        if scaler is not None and self.policy.loss_scale is not None and state.global_step == 0:
+            scaler.load_state_dict(self.tuned.scaler.state_dict())
+
+
+def _told(args: TrainingArguments) -> Told:
+    return Told(
+        autocast="fp16" if args.fp16 else "bf16" if args.bf16 else "off",
+        compile=(args.torch_compile_mode or "default") if args.torch_compile else "off",
+    )

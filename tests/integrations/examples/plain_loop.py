@@ -1,0 +1,31 @@
+"""The plain loop: gradients accumulated over micro-batches, unscaled and clipped before the step."""
+
+import torch
+from torch import nn
+
+import amptune
+
+torch.manual_seed(0)
+model = nn.Sequential()
+model.add_module("body", nn.Sequential(nn.Linear(16, 64), nn.ReLU()))
+model.add_module("head", nn.Linear(64, 4))
+
+policy = amptune.Policy(autocast="bf16", fp32_modules=(amptune.Fp32Rule(path="head"),), batch_size=32, accumulate=2)
+tuned = amptune.apply(policy, model)  # or amptune.apply("policy.yaml", model)
+optimizer = tuned.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+x = torch.randn(tuned.batch_size, 16)
+y = x[:, :4].argmax(dim=1)
+losses = []
+for i in range(40):
+    with tuned.autocast():
+        loss = nn.functional.cross_entropy(tuned.model(tuned.batch(x)), y)
+    tuned.scaler.scale(loss / tuned.accumulate).backward()
+    if (i + 1) % tuned.accumulate == 0:
+        tuned.scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        tuned.scaler.step(optimizer)
+        tuned.scaler.update()
+        optimizer.zero_grad()
+    losses.append(loss.item())
+print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")

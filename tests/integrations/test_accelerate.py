@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from training import POLICY, Net, batches, net, same_weights, train_plainly
+
+import amptune
+from amptune.errors import HardwareMismatchError, PolicyApplyError
+from amptune.policy.file import PolicyFile
+from amptune.policy.settings import Fp32Rule, LossScale, Policy
+
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DynamoBackend, GradScalerKwargs
+
+from amptune.runtime.integrations.accelerate import accelerator_kwargs, apply_before_prepare
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> Iterator[None]:
+    """Accelerate keeps one state for the whole process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def accelerator(policy: Policy, **more: Any) -> Any:
+    return Accelerator(cpu=True, **{**accelerator_kwargs(policy), **more})
+
+
+def train(policy: Policy, model: Net) -> list[float]:
+    runs_on = accelerator(policy)
+    tuned = apply_before_prepare(policy, model, runs_on)
+    optimizer = tuned.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    prepared, optimizer = runs_on.prepare(model, optimizer)
+    losses = []
+    for x, y in batches():
+        with runs_on.autocast():
+            loss = nn.functional.cross_entropy(prepared(tuned.batch(x)), y)
+        runs_on.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    tuned.undo()
+    return losses
+
+
+@pytest.mark.parametrize("policy", [POLICY, replace(POLICY, fused_optimizer=True), Policy()], ids=str)
+def test_it_trains_as_the_plain_loop_does(policy: Policy) -> None:
+    model, twin = net(), net()
+    assert train(policy, model) == train_plainly(policy, twin, batches())
+    assert same_weights(model, twin)
+    assert model.head_dtypes == {torch.float32}
+    assert type(model.head) is nn.Linear
+
+
+def test_an_accelerator_is_built_as_the_policy_says() -> None:
+    policy = Policy(autocast="fp16", accumulate=4, compile="reduce-overhead", loss_scale=LossScale(init=256))
+    kwargs = accelerator_kwargs(policy)
+    dynamo = kwargs.pop("dynamo_plugin")
+    assert (dynamo.backend, dynamo.mode) == (DynamoBackend.INDUCTOR, "reduce-overhead")
+    assert kwargs == {
+        "mixed_precision": "fp16",
+        "gradient_accumulation_steps": 4,
+        "kwargs_handlers": [GradScalerKwargs(init_scale=256, growth_interval=2000)],
+    }
+    assert accelerator_kwargs(Policy()) == {"mixed_precision": "no", "gradient_accumulation_steps": 1}
+
+
+def test_an_accelerator_that_departs_from_the_policy_is_an_error() -> None:
+    with pytest.raises(PolicyApplyError) as caught:
+        apply_before_prepare(replace(POLICY, compile="default"), net(), accelerator(Policy()))
+    assert str(caught.value) == (
+        "the framework was told otherwise than the policy says:\n"
+        "  autocast: off here, bf16 in the policy\n"
+        "  compile: off here, default in the policy\n"
+        'Build it as Accelerator(**accelerator_kwargs("policy.yaml"), …).'
+    )
+
+
+def test_compiling_is_left_to_the_accelerator() -> None:
+    policy, model = replace(POLICY, compile="default"), net()
+    tuned = apply_before_prepare(policy, model, accelerator(policy))
+    assert tuned.model is model
+    tuned.undo()
+
+
+def test_a_policy_file_is_held_against_this_machine(tmp_path: Path) -> None:
+    policy, path, model = replace(POLICY, compile="default"), tmp_path / "policy.yaml", net()
+    amptune.save(PolicyFile(policy=policy, valid_for={"nvidia.com/gpu.product": "NVIDIA-NONE"}), path)
+    with pytest.raises(HardwareMismatchError):
+        apply_before_prepare(path, model, accelerator(policy))
+    tuned = apply_before_prepare(path, model, accelerator(policy), any_hardware=True)
+    assert tuned.model is model
+    tuned.undo()
+
+
+def test_a_model_that_was_prepared_is_an_error() -> None:
+    runs_on = accelerator(POLICY)
+    model = runs_on.prepare(net())
+    with pytest.raises(PolicyApplyError, match=r"this Net went through accelerator\.prepare\(\) already"):
+        apply_before_prepare(POLICY, model, runs_on)
+
+
+def test_undo_of_a_whole_model_in_fp32_waits_for_what_prepare_has_set() -> None:
+    model = net()
+    tuned = amptune.apply(replace(POLICY, fp32_modules=(Fp32Rule(path="**"),)), model)
+    accelerator(POLICY).prepare(model)
+    with pytest.raises(PolicyApplyError, match=r"instance of the model itself .* `del module\.forward` first"):
+        tuned.undo()
+    del model.forward
+    tuned.undo()
+    assert type(model) is Net

@@ -1,0 +1,68 @@
+"""The examples that the README points to run as they stand, each in a process of its own, and learn."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parent / "examples"
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
+
+
+def output_of(script: str, *launcher: str) -> str:
+    command = [sys.executable, *launcher, str(EXAMPLES / script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "plain_loop.py",
+        "gan.py",
+        "compiled.py",
+        "activation_checkpointing.py",
+        pytest.param("cuda_graphs.py", marks=[pytest.mark.gpu, on_gpu]),
+        pytest.param("lightning_trainer.py", marks=needs("lightning")),
+        pytest.param("transformers_trainer.py", marks=[needs("transformers"), needs("accelerate")]),
+        pytest.param("accelerate_loop.py", marks=needs("accelerate")),
+    ],
+)
+def test_an_example_learns(script: str) -> None:
+    assert_learned(output_of(script))
+
+
+@pytest.mark.parametrize("script", ["ddp.py", "fsdp2.py"])
+def test_an_example_of_two_processes_learns(script: str) -> None:
+    assert_learned(output_of(script, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))
+
+
+def test_the_example_of_export_computes_what_the_model_does() -> None:
+    assert "computes what the model does, its head in torch.float32" in output_of("export.py")
+
+
+def test_every_example_stands_in_the_readme_and_is_run_here() -> None:
+    scripts = {path.name for path in EXAMPLES.glob("*.py")}
+    assert {
+        Path(link).name for link in re.findall(r"\(tests/integrations/examples/([a-z0-9_]+\.py)\)", README)
+    } == scripts
+    assert all(f'"{script}"' in Path(__file__).read_text() for script in scripts)
+
+
+def assert_learned(output: str) -> None:
+    (figures,) = re.findall(r"(?:loss|distance) ([\d.]+) -> ([\d.]+)", output)
+    first, last = map(float, figures)
+    assert last < 0.9 * first

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from training import POLICY, Batch, batches, net, same_weights, train_plainly
+
+from amptune.errors import PolicyApplyError
+from amptune.policy.settings import LossScale, Policy
+
+pytest.importorskip("lightning", reason="Lightning is not installed")
+
+import lightning
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from amptune.runtime.integrations.lightning import PolicyPrecision
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # what Lightning itself still uses of PyTorch's
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+]
+
+FP16 = replace(POLICY, autocast="fp16", loss_scale=LossScale(init=256))
+
+
+class Lit(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+        self.losses: list[torch.Tensor] = []
+        self.seen: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        x, y = batch
+        self.seen.append(x)
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        self.losses.append(loss.detach())  # item() would break a compiled graph
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader(data: Any = None) -> DataLoader[Batch]:
+    return DataLoader(data or batches(), batch_size=None)  # type: ignore[arg-type]  # a list is a dataset
+
+
+def trainer(plugin: Any, **more: Any) -> Any:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return lightning.Trainer(**{"accelerator": "cpu", "max_epochs": 1, "plugins": [plugin], **quiet, **more})
+
+
+@pytest.mark.parametrize("policy", [POLICY, FP16, Policy(fused_optimizer=True)], ids=str)
+def test_it_trains_as_the_plain_loop_does(policy: Policy) -> None:
+    model, twin = Lit(), net()
+    trainer(PolicyPrecision(policy, submodule="net")).fit(model, loader())
+    assert [loss.item() for loss in model.losses] == train_plainly(policy, twin, batches())
+    assert same_weights(model.net, twin)
+    assert model.net.head_dtypes == {torch.float32}
+    assert type(model.net.head) is nn.Linear  # undone
+
+
+def test_clipping_and_accumulation_are_lightnings_own() -> None:
+    precision = PolicyPrecision(replace(FP16, accumulate=2), submodule="net")
+    model = Lit()
+    before = net()
+    fitted = trainer(precision, accumulate_grad_batches=precision.policy.accumulate, gradient_clip_val=1e-3)
+    fitted.fit(model, loader(batches(2)))
+    moved = [after - was for after, was in zip(model.net.parameters(), before.parameters(), strict=True)]
+    assert 0 < torch.cat([step.flatten() for step in moved]).norm().item() < 1.1e-4  # lr × the clipped norm
+    assert fitted.global_step == 1
+
+
+def test_batches_get_the_policys_memory_format() -> None:
+    class Convolving(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 3))  # type: ignore[assignment]
+
+    model = Convolving()
+    images = [(torch.randn(2, 3, 4, 4), torch.zeros(2, dtype=torch.long))]
+    trainer(PolicyPrecision(Policy(memory_format="channels_last"))).fit(model, loader(images))
+    assert model.seen[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def saved(policy: Policy, path: Path) -> Path:
+    fitted = trainer(PolicyPrecision(policy, submodule="net"))
+    fitted.fit(Lit(), loader())
+    fitted.save_checkpoint(path)
+    return path
+
+
+def test_a_checkpoint_loads_into_a_plain_model_and_a_plain_scaler(tmp_path: Path) -> None:
+    checkpoint = torch.load(saved(FP16, tmp_path / "fp16.ckpt"), weights_only=False)
+    plain, twin = Lit(), net()
+    plain.load_state_dict(checkpoint["state_dict"])
+    train_plainly(FP16, twin, batches())
+    assert same_weights(plain.net, twin)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.load_state_dict(checkpoint["MixedPrecision"])
+    assert scaler.get_scale() == 256
+
+
+@pytest.mark.parametrize("there", [POLICY, FP16, Policy()], ids=str)
+@pytest.mark.parametrize("here", [POLICY, FP16, Policy()], ids=str)
+def test_a_checkpoint_moves_between_nodes_whose_policies_differ(there: Policy, here: Policy, tmp_path: Path) -> None:
+    path = saved(there, tmp_path / "last.ckpt")
+    precision, model = PolicyPrecision(here, submodule="net"), Lit()
+    trainer(precision, max_epochs=2).fit(model, loader(), ckpt_path=path)
+    assert len(model.losses) == len(batches())  # one epoch was left
+    assert (precision.scaler is not None) == (here is FP16)
+
+
+def test_a_checkpoint_moves_to_and_from_lightnings_own_plugin(tmp_path: Path) -> None:
+    path = saved(FP16, tmp_path / "policy.ckpt")
+    own = MixedPrecision("16-mixed", "cpu")
+    resumed = trainer(own, max_epochs=2)
+    resumed.fit(Lit(), loader(), ckpt_path=path)
+    assert own.scaler is not None
+    assert own.scaler.get_scale() == 256
+    resumed.save_checkpoint(tmp_path / "own.ckpt")
+    back = PolicyPrecision(replace(FP16, loss_scale=None), submodule="net")
+    trainer(back, max_epochs=3).fit(Lit(), loader(), ckpt_path=tmp_path / "own.ckpt")
+    assert back.scaler is not None
+    assert back.scaler.get_scale() == 256
+
+
+def test_a_second_fit_goes_on_with_the_same_scaler() -> None:
+    precision, model = PolicyPrecision(FP16, submodule="net"), Lit()
+    for _ in range(2):
+        trainer(precision).fit(model, loader())
+        assert model.net.head_dtypes == {torch.float32}
+        scaler = precision.scaler
+    assert precision.scaler is scaler
+
+
+def test_the_model_is_plain_again_when_training_raises() -> None:
+    class Raising(Lit):
+        def on_train_start(self) -> None:
+            raise ZeroDivisionError
+
+    model = Raising()
+    with pytest.raises(ZeroDivisionError):
+        trainer(PolicyPrecision(POLICY, submodule="net")).fit(model, loader())
+    assert type(model.net.head) is nn.Linear
+
+
+def test_precision_beside_the_plugin_is_refused_by_lightning() -> None:
+    with pytest.raises(ValueError, match="Received both `precision=bf16-mixed` and `plugins="):
+        trainer(PolicyPrecision(POLICY), precision="bf16-mixed")
+
+
+def test_a_policy_that_compiles_wants_a_model_that_is() -> None:
+    policy = replace(POLICY, compile="reduce-overhead")
+    with pytest.raises(PolicyApplyError, match=r"trainer\.fit\(torch\.compile\(model, mode='reduce-overhead'\), …\)"):
+        trainer(PolicyPrecision(policy, submodule="net")).fit(Lit(), loader())
+    whole, part, twin = Lit(), Lit(), net()
+    compiled: Any = torch.compile(whole, backend="eager")
+    part.net.compile(backend="eager")
+    for model in (compiled, part):
+        trainer(PolicyPrecision(policy, submodule="net")).fit(model, loader())
+    train_plainly(POLICY, twin, batches())
+    assert same_weights(whole.net, twin)
+    assert same_weights(part.net, twin)
+
+
+def test_rules_that_name_no_module_and_wrong_submodules_are_errors() -> None:
+    with pytest.raises(PolicyApplyError, match=r"head: did you mean net\.head"):
+        trainer(PolicyPrecision(POLICY)).fit(Lit(), loader())
+    with pytest.raises(PolicyApplyError, match="Lit has no submodule 'model'; it holds: net"):
+        trainer(PolicyPrecision(POLICY, submodule="model")).fit(Lit(), loader())
+
+
+def test_a_plugin_without_a_trainer_says_so() -> None:
+    with pytest.raises(PolicyApplyError, match=r"pass it as Trainer\(plugins=\[…\]\)"):
+        PolicyPrecision(POLICY).convert_input(torch.ones(1))
+
+
+def test_it_is_a_plugin_for_the_package_that_is_in_use() -> None:
+    program = (
+        "import pytorch_lightning\n"
+        "from amptune.runtime.integrations.lightning import PolicyPrecision\n"
+        "assert issubclass(PolicyPrecision, pytorch_lightning.plugins.Precision)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

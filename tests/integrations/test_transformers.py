@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from training import POLICY, Batch, batches, net, same_weights, train_plainly
+
+from amptune.errors import PolicyApplyError
+from amptune.policy.settings import LossScale, Policy
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate, which the Trainer of transformers needs, is not installed")
+
+from safetensors.torch import load_file
+from transformers import Trainer, TrainingArguments
+
+from amptune.runtime.integrations.transformers import PolicyCallback, training_arguments
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older versions leave there what the last Trainer autocast in."""
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+
+
+class ForTrainer(nn.Module):
+    """As the Trainer wants its models: labels in, loss out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.net(x), labels)}
+
+
+def collate(samples: Any) -> dict[str, torch.Tensor]:
+    (batch,) = samples
+    return {"x": batch[0], "labels": batch[1]}
+
+
+def arguments(folder: Path, policy: Policy, **more: Any) -> TrainingArguments:
+    quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
+    plain = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    own = training_arguments(replace(policy, batch_size=1))  # a sample here is a whole batch
+    return TrainingArguments(
+        **{"output_dir": str(folder), "use_cpu": True, "num_train_epochs": 1, **quiet, **plain, **own, **more}
+    )
+
+
+def trainer(folder: Path, callback: PolicyCallback, *, data: list[Batch] | None = None, **more: Any) -> Any:
+    args = arguments(folder, callback.policy, **more)
+    made = Trainer(ForTrainer(), args, data_collator=collate, train_dataset=data or batches(), callbacks=[callback])
+    made._get_train_sampler = lambda *_: None  # in order
+    return made
+
+
+RULE = replace(POLICY, fp32_modules=tuple(replace(rule, path="net.head") for rule in POLICY.fp32_modules))
+
+
+@pytest.mark.parametrize("policy", [RULE, replace(RULE, fused_optimizer=True), Policy()], ids=str)
+def test_it_trains_as_the_plain_loop_does(policy: Policy, tmp_path: Path) -> None:
+    callback = PolicyCallback(policy)
+    made, twin = trainer(tmp_path, callback), net()
+    made.train()
+    train_plainly(replace(policy, fp32_modules=POLICY.fp32_modules if policy.fp32_modules else ()), twin, batches())
+    assert same_weights(made.model.net, twin)
+    assert made.model.net.head_dtypes == {torch.float32}
+    assert made.optimizer.optimizer.param_groups[0]["fused"] is (policy.fused_optimizer or None)
+    assert callback.tuned is not None
+    callback.tuned.undo()
+    assert type(made.model.net.head) is nn.Linear
+
+
+def test_what_the_trainer_saves_loads_into_a_plain_model(tmp_path: Path) -> None:
+    made, plain = trainer(tmp_path, PolicyCallback(RULE)), ForTrainer()
+    made.train()
+    made.save_model()
+    plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert same_weights(plain, made.model)
+
+
+def test_the_arguments_say_what_the_policy_says() -> None:
+    policy = Policy(autocast="fp16", batch_size=8, accumulate=4, compile="reduce-overhead")
+    assert training_arguments(policy) == {
+        "bf16": False,
+        "fp16": True,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 4,
+        "torch_compile": True,
+        "torch_compile_mode": "reduce-overhead",
+    }
+    assert training_arguments(Policy()) == {"bf16": False, "fp16": False, "gradient_accumulation_steps": 1}
+
+
+def test_arguments_that_depart_from_the_policy_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(PolicyApplyError) as caught:
+        trainer(
+            tmp_path,
+            PolicyCallback(replace(RULE, compile="default")),
+            bf16=False,
+            torch_compile=False,
+            torch_compile_mode=None,
+        )
+    assert str(caught.value) == (
+        "the framework was told otherwise than the policy says:\n"
+        "  autocast: off here, bf16 in the policy\n"
+        "  compile: off here, default in the policy\n"
+        'Build them as TrainingArguments(**training_arguments("policy.yaml"), …).'
+    )
+
+
+def test_a_callback_that_comes_too_late_is_an_error(tmp_path: Path) -> None:
+    made = Trainer(ForTrainer(), arguments(tmp_path, RULE), data_collator=collate, train_dataset=batches())
+    made.add_callback(PolicyCallback(RULE))
+    with pytest.raises(
+        PolicyApplyError, match="begins with a model that has no policy: pass PolicyCallback as Trainer"
+    ):
+        made.train()
+
+
+def test_a_model_made_anew_for_training_is_an_error(tmp_path: Path) -> None:
+    args = arguments(tmp_path, RULE)
+    made = Trainer(
+        None,
+        args,
+        data_collator=collate,
+        train_dataset=batches(),
+        callbacks=[PolicyCallback(RULE)],
+        model_init=ForTrainer,
+    )
+    with pytest.raises(PolicyApplyError, match="since model_init makes one for each training"):
+        made.train()
+
+
+@pytest.mark.parametrize(("step", "scale"), [(0, 256), (10, 1024)])
+def test_loss_scaling_begins_as_the_policy_says_and_a_resumed_one_goes_on(step: int, scale: float) -> None:
+    """The Trainer trains in fp16 on GPUs alone, so it is stood in for."""
+    callback, model = PolicyCallback(Policy(autocast="fp16", loss_scale=LossScale(init=256))), net()
+    args: Any = SimpleNamespace(fp16=True, bf16=False, torch_compile=False, torch_compile_mode=None)
+    state: Any = SimpleNamespace(global_step=step)
+    control: Any = None
+    callback.on_init_end(args, state, control, model=model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024)
+    optimizer = SimpleNamespace(optimizer=torch.optim.SGD(model.parameters()), scaler=scaler)
+    callback.on_train_begin(args, state, control, model=model, optimizer=optimizer)
+    assert scaler.get_scale() == scale
