@@ -81,14 +81,23 @@ def start_importing() -> None:
     That process is multiprocessing's own fork server, on Linux. Where the program has it running already, workers
     import for themselves what it did not.
     """
-    if sys.platform == "linux":
-        forkserver.set_forkserver_preload(["amptune.measure.preloaded"])
+    _fork_server_runs()
+
+
+def _fork_server_runs() -> bool:
+    """Not where it can have no socket: under a long TMPDIR the path of one is too long."""
+    if sys.platform != "linux":
+        return False
+    forkserver.set_forkserver_preload(["amptune.measure.preloaded"])
+    try:
         forkserver.ensure_running()
+    except OSError:
+        return False
+    return True
 
 
 def _context() -> BaseContext:
-    start_importing()
-    return _Forking() if sys.platform == "linux" else _Spawning()
+    return _Forking() if _fork_server_runs() else _Spawning()
 
 
 class WorkerProcess:

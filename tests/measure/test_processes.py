@@ -51,6 +51,16 @@ def test_one_that_was_ended_is_replaced_by_another_of_the_same_parent(two: list[
     assert after[1] == before[1]
 
 
+def test_where_there_can_be_no_socket_to_fork_by_a_worker_is_spawned(
+    two: list[WorkerProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_long() -> None:
+        raise OSError("AF_UNIX path too long")
+
+    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", too_long)
+    assert two[0].call(LIMIT_S, os.getppid) == os.getpid()
+
+
 def test_the_environment_is_that_of_the_moment(two: list[WorkerProcess], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AMPTUNE_ASKED", raising=False)
     assert two[0].call(LIMIT_S, asking.environment, "AMPTUNE_ASKED") is None
