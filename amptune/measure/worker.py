@@ -199,8 +199,10 @@ def _share_compilers(among: int) -> None:
     """Its share of the processes that compile kernels, of which torch.compile would start one for every core."""
     import torch._inductor.config as inductor
 
+    from amptune.measure.processes import cores
+
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-        inductor.compile_threads = max(1, (os.cpu_count() or 1) // among)
+        inductor.compile_threads = max(1, cores() // among)
 
 
 def measure(policy: Policy, effort: Effort) -> Reply:

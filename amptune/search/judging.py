@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 
 from amptune.errors import StudyError
 from amptune.measure.evaluator import Evaluator
@@ -16,7 +17,7 @@ from amptune.search.budget import Budget
 from amptune.search.events import Observer, PolicyJudged
 from amptune.search.gate import Judgement, judged
 
-__all__ = ["Judge", "OutOfTimeError", "fp32_of", "is_exempt", "numerics_of_policy", "without_graph"]
+__all__ = ["Judge", "OutOfTimeError", "fp32_of", "graphs_like", "is_exempt", "numerics_of_policy", "without_graph"]
 
 # Of the budget: for the FP32 reference, made once; and for it and all judgements until a cure is found.
 REFERENCE_SHARE, SHARE = 0.08, 0.25
@@ -139,12 +140,7 @@ class Judge:
         return max(SHORTEST_S, self.budget.left_s)
 
     def _of_graph(self, policy: Policy) -> Judgement | None:
-        """Of one that is compiled; else of another graph in its dtype, as what a compiler breaks it does so in both."""
-        if policy.compile == "off":
-            return None
-        own = self._judgements.get(numerics_of_policy(policy))
-        graphs = (one for one in self._judgements.values() if one.policy.compile != "off")
-        return own or next((one for one in graphs if one.policy.autocast == policy.autocast), None)
+        return next(graphs_like(policy, self._judgements.values()), None)
 
     def _judge(self, policy: Policy) -> None:
         if self._is_open(policy):
@@ -187,6 +183,22 @@ class Judge:
 def without_graph(policy: Policy) -> Policy:
     """What it computes, by PyTorch's own kernels."""
     return replace(policy, compile="off")
+
+
+class _OfPolicy(Protocol):
+    @property
+    def policy(self) -> Policy: ...
+
+
+J = TypeVar("J", bound=_OfPolicy)
+
+
+def graphs_like(policy: Policy, judged: Iterable[J]) -> Iterator[J]:
+    """What was judged of a compiled policy's graph; then of others in its dtype, as a compiler breaks both alike."""
+    graphs = [one for one in judged if "off" not in (policy.compile, one.policy.compile)]
+    own = numerics_of_policy(policy)
+    yield from (one for one in graphs if numerics_of_policy(one.policy) == own)
+    yield from (one for one in graphs if one.policy.autocast == policy.autocast)
 
 
 def numerics_of_policy(policy: Policy) -> Policy:

@@ -10,7 +10,7 @@ from typing import Any
 from amptune.policy.settings import Policy
 from amptune.policy.wire import policy_from_dict, policy_to_dict
 from amptune.search.gate import Judgement
-from amptune.search.judging import is_exempt, numerics_of_policy, without_graph
+from amptune.search.judging import graphs_like, is_exempt, numerics_of_policy, without_graph
 from amptune.search.objective import Objective
 from amptune.search.trial import Trial
 
@@ -110,8 +110,10 @@ class StudyRecord:
 
     def has_rejected(self, policy: Policy) -> bool:
         """Whether it was judged and did not pass; or its dtype did not, and it lacks the rules that cure that."""
-        both = (policy, without_graph(policy))
-        found = [self._judged_as(one) for one in both if not is_exempt(one, self.last.baseline)]
+        plain, baseline = without_graph(policy), self.last.baseline
+        found = [] if is_exempt(plain, baseline) else [self._judged_as(plain)]
+        if not is_exempt(policy, baseline):
+            found.append(next(graphs_like(policy, reversed(self.judged)), None))
         if found and not any(found) and not any(rule.is_needed for rule in policy.fp32_modules):
             found = [self._judged_as(Policy(autocast=policy.autocast))]
         return any(judged is not None and not judged.passes for judged in found)

@@ -220,3 +220,11 @@ def test_the_frontier_is_a_staircase_of_what_nothing_beats() -> None:
     corners = [tuple(map(float, corner.split(","))) for corner in str(line["points"]).split()]
     assert len(corners) == 4  # up to (1, 2), along to 3, up to (3, 5), along to the edge
     assert corners[0][1] == corners[1][1] > corners[2][1] == corners[3][1]
+
+
+def test_a_graph_that_was_rejected_speaks_against_the_others_in_its_dtype_in_a_study_read_back_too() -> None:
+    graph = Policy(autocast="bf16", compile="default")
+    study = record(judged=(Judged(policy=graph, passes=False, used=2.0, words="its gradient holds 20%"),))
+    assert study.has_rejected(replace(graph, compile="reduce-overhead"))
+    assert not study.has_rejected(replace(graph, compile="off"))
+    assert not study.has_rejected(replace(graph, autocast="off"))

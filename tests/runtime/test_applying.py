@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config
+from loops import Net
 from torch import nn
 
 from amptune.errors import PolicyApplyError
@@ -30,17 +31,6 @@ EVERYTHING = Policy(
 
 # Importing Inductor uses what torch itself deprecates (2.11 to 2.13: torch.jit.script_method).
 torch_s_own_deprecations = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.stem(x).mean((2, 3)))
-        return out
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
