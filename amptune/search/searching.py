@@ -179,6 +179,7 @@ class _Search:
         if len(policies) > 1:
             self.observer(Compiling(policies=tuple(policies)))
             self._compiled = dict(self.evaluator.compile(policies, limit_s))
+            self._began_s = self.budget.spent_s  # the cheap trials have their time still
             self.study.measure_next([policy for policy in policies if policy in self._compiled])
 
     def _cheap_stage_is_over(self, suggestion: Suggestion | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -231,6 +232,14 @@ def test_the_known_good_policies_are_measured_and_compared_though_graphs_took_th
     }
     assert recipes <= set(tried(events))
     assert recipes <= {standing.policy for standing in decision.finalists}
+
+
+def test_cheap_trials_have_their_time_still(tmp_path: Path) -> None:
+    """Nine are asked for; if the graphs had used up the time of cheap trials, no others would come before dear ones."""
+    _, _, events = searched_beside(tmp_path, budget_s=300)
+    policies = tried(events)
+    eager = list(takewhile(lambda policy: policy.compile == "off", policies[6:]))
+    assert len(eager) > 12
 
 
 def test_a_study_that_is_resumed_compiles_only_what_it_has_not_measured(tmp_path: Path) -> None:
