@@ -42,8 +42,9 @@ WARM_UP_STEPS = 30
 EXCLUDED = 64
 STARTS = 7
 START = """
-import sys, time, torch
-model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten(), torch.nn.Linear(8, 4))
+import sys, time
+from torch import nn
+model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 4))
 before = time.perf_counter()
 import amptune
 amptune.apply(amptune.load(sys.argv[1]), model, any_hardware=True)
@@ -122,10 +123,7 @@ def of_workload(name: str, device: torch.device) -> Cost:
         inputs = data
         if convolutions:
             own = own.to(memory_format=torch.channels_last)
-            inputs = tuple(
-                one.to(memory_format=torch.channels_last) if one.dim() == 4 else one  # noqa: PLR2004
-                for one in data
-            )
+            inputs = tuple(one.to(memory_format=torch.channels_last) if one.dim() == 4 else one for one in data)
         optimizer = bundled.optimizer(own)
 
         def step() -> None:
