@@ -132,7 +132,7 @@ def of_workload(name: str, device: torch.device) -> Cost:
         def step() -> None:
             with torch.autocast(device.type, dtype=torch.bfloat16):
                 loss = loss_of(own, inputs)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
 
@@ -145,7 +145,7 @@ def of_workload(name: str, device: torch.device) -> Cost:
         def step() -> None:
             with applied.autocast():
                 loss = loss_of(applied.model, applied.batch(data))
-            applied.scaler.scale(loss).backward()
+            applied.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             applied.scaler.step(optimizer)
             applied.scaler.update()
             optimizer.zero_grad()
@@ -165,7 +165,7 @@ def by_hand(model: nn.Module, x: torch.Tensor, dtype: str) -> Step:
         with torch.autocast(device, dtype=AUTOCAST_DTYPES[dtype]):
             loss = own(x).square().mean()
         if scaler is None:
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         else:
             scaler.scale(loss).backward()
