@@ -18,9 +18,11 @@ from amptune.runtime.batch_statistics import FiniteStatistics
 from amptune.runtime.digest import model_digest
 from amptune.runtime.global_flags import keep_autocast_out_of_compiled_backward, set_cudnn_benchmark, set_fp32_math
 from amptune.runtime.guarding import Guard
+from amptune.runtime.half_training import HalfTraining
+from amptune.runtime.half_weights import HalfWeights, require_convertible
 from amptune.runtime.layout import convert_model, convertible
 from amptune.runtime.reading import kind_of, read_policy
-from amptune.runtime.selection import select
+from amptune.runtime.selection import Selected, runnable_in, select
 from amptune.runtime.swapping import obstacle, overlaid, swap, swapped_class, unswap
 from amptune.runtime.tuned import Tuned
 
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 
     from amptune.policy.file import PolicyFile
     from amptune.policy.settings import CompileMode, ModuleRule
-    from amptune.runtime.selection import Selected
     from amptune.runtime.swapping import Precision
 
 __all__ = ["PolicyDriftWarning", "apply"]
@@ -54,6 +55,7 @@ def apply(
 ) -> Tuned:
     """Applies a policy, a policy file or the fitting entry of a profile to the model, until `Tuned.undo`.
 
+    `"apex:O0"` to `"apex:O3"` are the opt levels of NVIDIA's Apex as policies.
     Apply before building the optimizer, `torch.compile`, DistributedDataParallel and `fully_shard`.
     Raises `HardwareMismatchError` for a file that was tuned on another GPU, unless `any_hardware` or the
     environment's AMPTUNE_ANY_HARDWARE=1 says so; `FileFormatError` for a malformed one; `PolicyApplyError`
@@ -70,6 +72,10 @@ def apply(
     _require_swappable(selected)
     if selected or settings.memory_format != "contiguous":
         _require_unsharded(model)
+    if settings.weights == "half":
+        require_convertible(
+            model, _in_fp32(selected), keep_batchnorm=settings.keep_batchnorm_fp32, masters=settings.master_weights
+        )
     for finding in drift:
         warnings.warn(str(finding), PolicyDriftWarning, stacklevel=2)
     findings = (*drift, *_without_effect(settings, model))
@@ -81,6 +87,8 @@ def _selected(settings: Policy, model: nn.Module) -> list[tuple[Selected, Precis
     """The modules that get a precision of their own; what FP32 rules name or hold is theirs."""
     wide = select(model, settings.fp32_modules)
     narrow = select(model, settings.half_modules, "half_modules")
+    if settings.weights == "half":
+        return list(_around_half_weights(model, wide))
     if settings.autocast == "off":
         return []
     inside = {module for one in wide for module in one.module.modules()}
@@ -88,7 +96,22 @@ def _selected(settings: Policy, model: nn.Module) -> list[tuple[Selected, Precis
     return kept + [(one, "half") for one in narrow if one.module not in inside]
 
 
-def _precision_of(rule: ModuleRule) -> Precision:
+def _around_half_weights(model: nn.Module, wide: Sequence[Selected]) -> Iterator[tuple[Selected, Precision]]:
+    """What takes and gives FP32 as a whole, and what is in FP32 within it; of both the outermost modules that run."""
+    tops = list(runnable_in(model))
+    for top in tops:
+        if all(one.module is not top for one in wide):
+            path = next(path for path, module in model.named_modules() if module is top)
+            yield Selected(path=path, module=top), "half-weights"
+    for one in wide:
+        yield one, "fp32-weights" if one.module not in tops else "fp32"
+
+
+def _in_fp32(selected: Sequence[tuple[Selected, Precision]]) -> list[nn.Module]:
+    return [one.module for one, precision in selected if precision in ("fp32", "fp32-weights")]
+
+
+def _precision_of(rule: ModuleRule | None) -> Precision:
     return "fp32-cast" if isinstance(rule, Fp32Rule) and rule.cast_output else "fp32"
 
 
@@ -135,7 +158,7 @@ def _gpu_of(model: nn.Module) -> str | None:
 def _require_swappable(selected: Sequence[tuple[Selected, Precision]]) -> None:
     found = [(one, precision, obstacle(one.module, precision)) for one, precision in selected]
     reasons = [f"\n  {one} {reason}" for one, _, reason in found if reason is not None]
-    half = any(precision == "half" for _, precision, reason in found if reason is not None)
+    half = any(precision.startswith("half") for _, precision, reason in found if reason is not None)
     if reasons:
         where = "run in half" if half else "kept in FP32"
         raise PolicyApplyError(f"not every module can be {where}:{''.join(reasons)}")
@@ -151,11 +174,16 @@ def _require_unsharded(model: nn.Module) -> None:
 
 def _without_effect(settings: Policy, model: nn.Module) -> Iterator[Finding]:
     for setting in ("fp32_modules", "half_modules"):
-        if settings.autocast == "off" and getattr(settings, setting):
+        if settings.precision == "off" and getattr(settings, setting):
             yield Finding(
                 code=f"{setting.replace('_', '-')}-without-effect",
                 message=f"autocast is off, so everything runs in FP32 and {setting} changes nothing",
             )
+    if settings.weights == "half" and settings.half_modules:
+        yield Finding(
+            code="half-modules-without-effect",
+            message="weights are half, so everything runs in half already and half_modules changes nothing",
+        )
     if settings.memory_format == "contiguous":
         return
     lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
@@ -192,6 +220,9 @@ def _apply(
         for one, precision in selected:
             swap(one.module, precision)
             steps.callback(unswap, one.module)
+        half_training = _half_training(settings, model, selected)
+        if half_training is not None:
+            steps.callback(half_training.undo)
         compiled = model if settings.compile == "off" else _compiled(settings.compile, model, steps)
         guard = Guard(settings, model, compiled) if guarded else None
         way_back = steps.pop_all()
@@ -200,8 +231,28 @@ def _apply(
         _require_unswappable(selected)
         way_back.close()
 
-    statistics = FiniteStatistics(model) if protect_batch_norm and settings.autocast == "fp16" else None
-    return Tuned(settings, model, model=compiled, findings=findings, undo=undo, guard=guard, statistics=statistics)
+    statistics = FiniteStatistics(model) if protect_batch_norm and settings.scales_loss else None
+    return Tuned(
+        settings,
+        model,
+        model=compiled,
+        findings=findings,
+        undo=undo,
+        guard=guard,
+        statistics=statistics,
+        half_training=half_training,
+    )
+
+
+def _half_training(
+    settings: Policy, model: nn.Module, selected: Sequence[tuple[Selected, Precision]]
+) -> HalfTraining | None:
+    if settings.weights != "half":
+        return None
+    held = HalfWeights.of(
+        model, _in_fp32(selected), keep_batchnorm=settings.keep_batchnorm_fp32, masters=settings.master_weights
+    )
+    return HalfTraining(held)
 
 
 def _compiled(mode: CompileMode, model: nn.Module, steps: ExitStack) -> nn.Module:

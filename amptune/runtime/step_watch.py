@@ -48,7 +48,7 @@ class StepWatch:
         self.most_steps = 0
         self.autocast_was_used = False
         self._scale_was_used = False
-        self._scales = policy.autocast == "fp16"
+        self._scales = policy.scales_loss
         self._model = weakref.ref(model)  # whose hooks lead here
         self._misuse = misuse
         self._after_gradient = after_gradient

@@ -1,0 +1,284 @@
+"""The weights and buffers of a model held in half, as `model.half()` would, and the FP32 values they stand for.
+
+Parameters keep their identity, so optimizers that hold them go on holding them. Where the policy wants master weights
+an FP32 master stands beside every half weight that is trained, made of what the weight was; optimizers update it
+(amptune.runtime.master_weights), checkpoints save and load it, and `undo` puts it back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from amptune.errors import PolicyApplyError
+from amptune.runtime.gradient_dtype import CAN_DIFFER, take_gradients_in
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+
+    from torch.utils.hooks import RemovableHandle
+
+__all__ = ["HALF", "HalfWeights", "require_convertible"]
+
+HALF = torch.float16
+
+
+@dataclass(slots=True, eq=False)
+class _Weight:
+    """A parameter in half. `master` is its FP32 value, as of the parameter's version `seen`; None where it has none."""
+
+    half: nn.Parameter
+    master: nn.Parameter | None = None
+    seen: int = -1
+
+
+@dataclass(slots=True, eq=False)
+class _Buffer:
+    """A buffer in half, by name, since moving a model to a device replaces buffers; and what it was."""
+
+    module: nn.Module
+    name: str
+    fp32: torch.Tensor
+
+    @property
+    def half(self) -> torch.Tensor | None:
+        now = self.module._buffers.get(self.name)
+        return now if now is not None and now.dtype is HALF else None
+
+
+class HalfWeights:
+    """What of a model is in half, from its making until `undo`; made by `HalfWeights.of`.
+
+    A weight's FP32 value is its master, wherever the master still rounds to the weight; where somebody has written to
+    the weight since, it is what was written.
+    """
+
+    def __init__(self, *, masters: bool) -> None:
+        self.has_masters = masters
+        self._weights: dict[nn.Parameter, _Weight] = {}
+        self._buffers: list[_Buffer] = []
+        self._recurrent: list[nn.RNNBase] = []
+        self._hooks: list[RemovableHandle] = []
+
+    @staticmethod
+    def of(model: nn.Module, fp32: Collection[nn.Module], *, keep_batchnorm: bool, masters: bool) -> HalfWeights:
+        """Converts the model, save what belongs to the modules in `fp32`, and to BatchNorm that is to be kept."""
+        held = HalfWeights(masters=masters)
+        kept = _kept(model, fp32, keep_batchnorm=keep_batchnorm)
+        try:
+            for module in model.modules():
+                if module not in kept:
+                    held._convert(module)
+        except BaseException:  # out of memory, most likely: half a model converted is of no use
+            held.undo()
+            raise
+        held._flatten()
+        held._hooks = [
+            model.register_state_dict_post_hook(_Saves(held)),  # type: ignore[no-untyped-call]
+            model.register_load_state_dict_pre_hook(_Loads(held)),  # type: ignore[no-untyped-call]
+        ]
+        return held
+
+    def _convert(self, module: nn.Module) -> None:
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.dtype is torch.float32:
+                self._take(parameter)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.dtype is torch.float32:
+                self._buffers.append(_Buffer(module, name, buffer.detach()))
+                module._buffers[name] = buffer.to(HALF)
+        if isinstance(module, nn.RNNBase):
+            self._recurrent.append(module)
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        weight = self._weights[parameter] = _Weight(parameter)
+        gradient, parameter.grad = parameter.grad, None
+        if self.has_masters and parameter.requires_grad and not nn.parameter.is_lazy(parameter):
+            weight.master = nn.Parameter(parameter.data)
+        parameter.data = parameter.data.to(HALF)
+        weight.seen = parameter._version
+        take_gradients_in(torch.float32 if self.has_masters else HALF, parameter)
+        if gradient is not None:
+            parameter.grad = gradient if self.has_masters else gradient.to(HALF)
+
+    def undo(self) -> None:
+        """Everything in FP32 again: masters and buffers as they are known to be, what has none widened."""
+        for hook in self._hooks:
+            hook.remove()
+        for weight in self._weights.values():
+            gradient, weight.half.grad = weight.half.grad, None
+            weight.half.data = _plain(weight.half) if weight.master is None else self._fresh(weight).data
+            take_gradients_in(torch.float32, weight.half)
+            weight.half.grad = None if gradient is None else gradient.float()
+        for buffer in self._buffers:
+            if buffer.half is not None:
+                buffer.module._buffers[buffer.name] = _value(buffer.half, buffer.fp32)
+        self._weights, self._buffers = {}, []
+        self._flatten()
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self._weights
+
+    def masters_of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """For each parameter in half its master, up to date and on its device; any other parameter itself."""
+        return [self._master_of(parameter) for parameter in parameters]
+
+    def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        weight = self._weights.get(parameter)
+        if weight is None:
+            return parameter
+        master = weight.master
+        if master is not None and weight.seen == parameter._version and master.device == parameter.device:
+            return master
+        return self._fresh(weight)
+
+    @torch.no_grad()
+    def _fresh(self, weight: _Weight) -> nn.Parameter:
+        """The master, having taken up what was written to the weight. One that was frozen, or lazy, gets one now."""
+        value = _value(weight.half, weight.master)
+        if weight.master is None or weight.master.device != value.device:
+            weight.master = nn.Parameter(value, requires_grad=weight.half.requires_grad)
+        else:
+            weight.master.copy_(value)
+        weight.seen = weight.half._version
+        return weight.master
+
+    @torch.no_grad()
+    def round_masters(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The weights become what their masters are, rounded, in a few kernels for all of them."""
+        weights = [weight for parameter in parameters if (weight := self._weights.get(parameter)) is not None]
+        pairs = [(weight.half, weight.master) for weight in weights if weight.master is not None]
+        if pairs:
+            torch._foreach_copy_([half for half, _ in pairs], [master for _, master in pairs])
+        for weight in weights:
+            weight.seen = weight.half._version
+
+    @torch.no_grad()
+    def write(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Gives a tensor of the model an FP32 value, and its master, if it has one, that very value."""
+        tensor.copy_(value)
+        weight = self._weights.get(tensor)  # type: ignore[call-overload]  # a buffer is none
+        if weight is not None and weight.master is not None:
+            self._fresh(weight).copy_(value)
+
+    def widen_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Those that came in half, as they do under DistributedDataParallel, become FP32, where there are masters."""
+        if not self.has_masters:
+            return
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None and gradient.dtype is HALF and parameter in self._weights:
+                parameter.grad = gradient.float()
+
+    def fp32_values(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """(name as state_dict() has it, tensor, its FP32 value) of everything in half, under each of its names."""
+        buffers = {id(buffer.half): buffer for buffer in self._buffers}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            weight = self._weights.get(parameter)
+            if weight is not None and not nn.parameter.is_lazy(parameter):
+                yield name, parameter, _plain(parameter) if weight.master is None else self._fresh(weight).detach()
+        for name, tensor in model.named_buffers(remove_duplicate=False):
+            buffer = buffers.get(id(tensor))
+            if buffer is not None:
+                yield name, tensor, _value(tensor, buffer.fp32)
+
+    def take_masters(self, model: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
+        """Masters and buffers are what a checkpoint has; loading it rounds that, and so does not count as written."""
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            weight, value = self._weights.get(parameter), state.get(prefix + name)
+            if weight is not None and weight.master is not None and _fits(value, parameter):
+                with torch.no_grad():
+                    self._fresh(weight).copy_(value)
+        buffers = {id(buffer.half): buffer for buffer in self._buffers}
+        for name, tensor in model.named_buffers(remove_duplicate=False):
+            buffer, value = buffers.get(id(tensor)), state.get(prefix + name)
+            if buffer is not None and _fits(value, tensor):
+                buffer.fp32 = value.detach().to(tensor.device, torch.float32, copy=True)
+
+    def _flatten(self) -> None:
+        """CuDNN wants the weights of a recurrent module in one piece."""
+        for module in self._recurrent:
+            module.flatten_parameters()
+
+
+@dataclass(slots=True)
+class _Saves:
+    """Has state_dict() give FP32. A class, since a copy of the model needs one with the copy's weights."""
+
+    held: HalfWeights
+    _from_public_api: bool = False  # set by PyTorch
+
+    def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name, tensor, value in self.held.fp32_values(model):
+            if state.get(prefix + name, tensor) is not tensor:  # keep_vars asks for the tensors themselves
+                state[prefix + name] = value
+
+
+@dataclass(slots=True)
+class _Loads:
+    """Has load_state_dict() tell what it loads before it rounds it."""
+
+    held: HalfWeights
+
+    def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise PolicyApplyError(
+                "load_state_dict(assign=True) would replace the half weights of this policy: load without assign, or "
+                "before the policy is applied"
+            )
+        self.held.take_masters(model, state, prefix)
+
+
+def require_convertible(model: nn.Module, fp32: Collection[nn.Module], *, keep_batchnorm: bool, masters: bool) -> None:
+    """Raises `PolicyApplyError` where the weights cannot be held in half as wished."""
+    if masters and not CAN_DIFFER:
+        raise PolicyApplyError(
+            f"master_weights need gradients in FP32 for weights in half, which PyTorch has since 2.10; this is "
+            f"{torch.__version__}: use a newer one, or autocast fp16, which needs no master weights"
+        )
+    kept = _kept(model, fp32, keep_batchnorm=keep_batchnorm)
+    owners: dict[nn.Parameter, str] = {}
+    for path, module in model.named_modules():
+        if module in kept:
+            owners |= {p: path for p in module._parameters.values() if p is not None}
+    found = 0
+    for path, module in model.named_modules():
+        for parameter in () if module in kept else module._parameters.values():
+            if parameter is None or parameter.dtype is not torch.float32:
+                continue
+            found += 1
+            if parameter in owners:
+                raise PolicyApplyError(
+                    f"{owners[parameter]} stays in FP32 and shares a weight with {path or 'the model itself'}, whose "
+                    "weights are to be in half: keep both in FP32 (fp32_modules), or untie them"
+                )
+    if not found:
+        raise PolicyApplyError("weights: half finds no FP32 weight in this model that is not to stay in FP32")
+
+
+def _kept(model: nn.Module, fp32: Collection[nn.Module], *, keep_batchnorm: bool) -> set[nn.Module]:
+    kept = {inner for module in fp32 for inner in module.modules()}
+    if keep_batchnorm:  # as Apex did: without weights of its own there is nothing to keep
+        kept |= {module for module in model.modules() if isinstance(module, _BatchNorm) and module.affine}
+    return kept
+
+
+def _value(half: torch.Tensor, fp32: torch.Tensor | None) -> torch.Tensor:
+    """What a tensor in half stands for: `fp32`, wherever that rounds to it."""
+    wide = half.detach().float()
+    if fp32 is None or fp32.shape != half.shape:
+        return wide
+    fp32 = fp32.detach().to(half.device)
+    return torch.where(fp32.to(HALF) == half.detach(), fp32, wide)
+
+
+def _plain(half: nn.Parameter) -> torch.Tensor:
+    return half.data.float()
+
+
+def _fits(value: Any, tensor: torch.Tensor) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.shape == tensor.shape
