@@ -18,22 +18,28 @@ from amptune.errors import PolicyApplyError
 from amptune.runtime.gradient_dtype import CAN_DIFFER, take_gradients_in
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["HALF", "HalfWeights", "require_convertible"]
+__all__ = ["HALF", "HalfWeights", "HeldWeight", "require_convertible"]
 
 HALF = torch.float16
 
 
 @dataclass(slots=True, eq=False)
-class _Weight:
+class HeldWeight:
     """A parameter in half. `master` is its FP32 value, as of the parameter's version `seen`; None where it has none."""
 
     half: nn.Parameter
     master: nn.Parameter | None = None
     seen: int = -1
+
+    @property
+    def fp32(self) -> nn.Parameter:
+        """The master of one that has one."""
+        assert self.master is not None  # noqa: S101  # `with_master` has seen to that
+        return self.master
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +65,7 @@ class HalfWeights:
 
     def __init__(self, *, masters: bool) -> None:
         self.has_masters = masters
-        self._weights: dict[nn.Parameter, _Weight] = {}
+        self._weights: dict[nn.Parameter, HeldWeight] = {}
         self._buffers: list[_Buffer] = []
         self._recurrent: list[nn.RNNBase] = []
         self._hooks: list[RemovableHandle] = []
@@ -95,7 +101,7 @@ class HalfWeights:
             self._recurrent.append(module)
 
     def _take(self, parameter: nn.Parameter) -> None:
-        weight = self._weights[parameter] = _Weight(parameter)
+        weight = self._weights[parameter] = HeldWeight(parameter)
         gradient, parameter.grad = parameter.grad, None
         if self.has_masters and parameter.requires_grad and not nn.parameter.is_lazy(parameter):
             weight.master = nn.Parameter(parameter.data)
@@ -123,37 +129,37 @@ class HalfWeights:
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._weights
 
-    def masters_of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """For each parameter in half its master, up to date and on its device; any other parameter itself."""
-        return [self._master_of(parameter) for parameter in parameters]
-
-    def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
+    def with_master(self, parameter: nn.Parameter) -> HeldWeight | None:
+        """A parameter in half with its master, made now if it was frozen, or lazy; None for any other parameter."""
         weight = self._weights.get(parameter)
-        if weight is None:
-            return parameter
-        master = weight.master
-        if master is not None and weight.seen == parameter._version and master.device == parameter.device:
-            return master
-        return self._fresh(weight)
+        if weight is not None and weight.master is None:
+            self._fresh(weight)
+        return weight
+
+    def refresh(self, weights: Sequence[HeldWeight]) -> None:
+        """Has masters take up what was written to their weights, and follow them to their device."""
+        for weight in weights:
+            half, master = weight.half, weight.master
+            if master is None or weight.seen != half._version or master.device != half.device:
+                self._fresh(weight)
 
     @torch.no_grad()
-    def _fresh(self, weight: _Weight) -> nn.Parameter:
-        """The master, having taken up what was written to the weight. One that was frozen, or lazy, gets one now."""
+    def _fresh(self, weight: HeldWeight) -> nn.Parameter:
         value = _value(weight.half, weight.master)
-        if weight.master is None or weight.master.device != value.device:
+        if weight.master is None:
             weight.master = nn.Parameter(value, requires_grad=weight.half.requires_grad)
-        else:
+        elif weight.master.shape == value.shape and weight.master.device == value.device:
             weight.master.copy_(value)
+        else:
+            weight.master.data = value
         weight.seen = weight.half._version
         return weight.master
 
     @torch.no_grad()
-    def round_masters(self, parameters: Iterable[nn.Parameter]) -> None:
+    def round(self, weights: Sequence[HeldWeight]) -> None:
         """The weights become what their masters are, rounded, in a few kernels for all of them."""
-        weights = [weight for parameter in parameters if (weight := self._weights.get(parameter)) is not None]
-        pairs = [(weight.half, weight.master) for weight in weights if weight.master is not None]
-        if pairs:
-            torch._foreach_copy_([half for half, _ in pairs], [master for _, master in pairs])
+        if weights:
+            torch._foreach_copy_([weight.half for weight in weights], [weight.fp32 for weight in weights])
         for weight in weights:
             weight.seen = weight.half._version
 

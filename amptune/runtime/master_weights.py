@@ -7,6 +7,8 @@ parameters' own, in FP32 (amptune.runtime.gradient_dtype), and so is the state: 
 
 from __future__ import annotations
 
+import operator
+from collections import defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +23,12 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-    from amptune.runtime.half_weights import HalfWeights
+    from amptune.runtime.half_weights import HalfWeights, HeldWeight
 
 __all__ = ["MasterWeights", "parameters_of", "widen_state"]
+
+# An optimizer's: by parameter, and made when first asked for.
+State = defaultdict[Any, Any]
 
 
 class MasterWeights:
@@ -36,7 +41,12 @@ class MasterWeights:
                 "policy without master_weights"
             )
         self._held = held
-        self._own: list[list[nn.Parameter]] | None = None
+        self._is_lent = False
+        self._own: list[list[nn.Parameter]] = []
+        self._lent: list[list[nn.Parameter]] = []
+        self._weights: list[HeldWeight] = []
+        self._own_state: State = defaultdict(dict)
+        self._lent_state: State = defaultdict(dict)
         self._handles: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -78,7 +88,7 @@ class MasterWeights:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._take_back(optimizer)
-        self._held.round_masters(parameters_of(optimizer))
+        self._held.round(self._weights)
 
     def _before_loading(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         saved = [len(group["params"]) for group in state.get("param_groups", ())]
@@ -87,28 +97,61 @@ class MasterWeights:
 
     def _lend(self, optimizer: torch.optim.Optimizer) -> None:
         self._take_back(optimizer)  # a step that raised has not
-        own = [group["params"] for group in optimizer.param_groups]
-        lent = [self._held.masters_of(parameters) for parameters in own]
-        for group, masters in zip(optimizer.param_groups, lent, strict=True):
+        if not _are_the_same(self._own, [group["params"] for group in optimizer.param_groups]):
+            self._learn(optimizer)
+        self._held.refresh(self._weights)
+        for weight in self._weights:
+            gradient = weight.half.grad
+            if gradient is not None and gradient.dtype is HALF:
+                gradient = gradient.float()
+            weight.fp32.grad = gradient
+        self._is_lent = True
+        for group, masters in zip(optimizer.param_groups, self._lent, strict=True):
             group["params"] = masters
-        self._own = own
-        pairs = _pairs(own, lent)
-        for parameter, master in pairs:
-            gradient = parameter.grad
-            master.grad = gradient.float() if gradient is not None and gradient.dtype is HALF else gradient
-        _rekey(optimizer, {id(parameter): master for parameter, master in pairs})
+        self._own_state = optimizer.state
+        if not _share_values(self._own_state, self._lent_state):
+            self._lent_state = self._rekeyed(self._own_state, to_masters=True)
+        optimizer.state = self._lent_state
 
-    def _take_back(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._own is None:
+    def _take_back(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._is_lent:
             return
-        lent = [group["params"] for group in optimizer.param_groups[: len(self._own)]]
-        for group, parameters in zip(optimizer.param_groups, self._own, strict=False):
-            group["params"] = parameters
-        pairs = _pairs(self._own, lent)
-        for _, master in pairs:
-            master.grad = None
-        _rekey(optimizer, {id(master): parameter for parameter, master in pairs})
-        self._own = None
+        self._is_lent = False
+        for group, parameters in zip(optimizer.param_groups, self._own, strict=True):
+            group["params"] = list(parameters)
+        for weight in self._weights:
+            weight.fp32.grad = None
+        self._lent_state = optimizer.state
+        if not _share_values(self._own_state, self._lent_state):
+            self._own_state = self._rekeyed(self._lent_state, to_masters=False)
+        optimizer.state = self._own_state
+
+    def _learn(self, optimizer: torch.optim.Optimizer) -> None:
+        """Which parameters there are, and which masters stand for them: anew where a group was added."""
+        self._own = [list(group["params"]) for group in optimizer.param_groups]
+        found = (self._held.with_master(parameter) for group in self._own for parameter in group)
+        self._weights = [weight for weight in found if weight is not None]
+        masters = {id(weight.half): weight.fp32 for weight in self._weights}
+        self._lent = [[masters.get(id(parameter), parameter) for parameter in group] for group in self._own]
+        self._lent_state = defaultdict(dict)
+
+    def _rekeyed(self, state: State, *, to_masters: bool) -> State:
+        """The same state, by masters instead of parameters, or the other way round."""
+        pairs = [(weight.half, weight.fp32) for weight in self._weights]
+        becomes = {id(half): master for half, master in pairs} if to_masters else {id(m): half for half, m in pairs}
+        return defaultdict(dict, {becomes.get(id(key), key): value for key, value in state.items()})
+
+
+def _are_the_same(some: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> bool:
+    """Whether these are the very parameters, in the same groups."""
+    return list(map(len, some)) == list(map(len, others)) and all(
+        one is other for left, right in zip(some, others, strict=True) for one, other in zip(left, right, strict=True)
+    )
+
+
+def _share_values(state: State, other: State) -> bool:
+    """Whether the state of each parameter is the same dict in both, so that the one is up to date with the other."""
+    return len(state) == len(other) and all(map(operator.is_, state.values(), other.values()))
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -123,19 +166,3 @@ def widen_state(optimizer: torch.optim.Optimizer, held: HalfWeights) -> None:
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dtype is HALF:
                     state[name] = value.float()
-
-
-def _pairs(
-    own: Sequence[Sequence[nn.Parameter]], lent: Sequence[Sequence[nn.Parameter]]
-) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Each parameter that has a master, and that."""
-    both = (zip(parameters, masters, strict=True) for parameters, masters in zip(own, lent, strict=True))
-    return [(parameter, master) for group in both for parameter, master in group if parameter is not master]
-
-
-def _rekey(optimizer: torch.optim.Optimizer, becomes: Mapping[int, nn.Parameter]) -> None:
-    """The state of what has an id here becomes the state of what that stands for."""
-    state = optimizer.state
-    moved = [(becomes.get(id(key), key), value) for key, value in state.items()]
-    state.clear()
-    state.update(moved)
