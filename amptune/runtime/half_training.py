@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 
     from amptune.runtime.half_weights import HalfWeights
 
-__all__ = ["HalfTraining"]
+__all__ = ["NOT_FOR_FSDP2", "HalfTraining"]
+
+NOT_FOR_FSDP2 = (
+    "weights: half holds whole weights in half, and FSDP2 shards FP32 weights and gathers them in half by itself, "
+    "which is the same: use fully_shard(…, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)) and a policy "
+    "whose weights are fp32"
+)
 
 
 class HalfTraining:
@@ -62,9 +68,6 @@ class HalfTraining:
 
 
 def _require_unsharded(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `PolicyApplyError` for an optimizer of what PyTorch's own fully_shard made of the weights."""
     if any(type(parameter.data).__name__ == "DTensor" for parameter in parameters_of(optimizer)):
-        raise PolicyApplyError(
-            "weights: half holds whole weights in half, and this optimizer's are sharded; FSDP2 shards FP32 weights "
-            "and gathers them in half by itself: fully_shard(…, mp_policy=MixedPrecisionPolicy(param_dtype="
-            "torch.float16)), with a policy of autocast or none"
-        )
+        raise PolicyApplyError(NOT_FOR_FSDP2)
