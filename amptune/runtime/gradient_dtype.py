@@ -1,8 +1,8 @@
 """The dtype of a half weight's gradient: PyTorch 2.10 and later let it differ from the weight's own.
 
 Autograd then casts what it adds to the gradient (https://github.com/pytorch/pytorch/pull/162815), so that it is summed,
-unscaled and clipped in FP32, and a plain `torch.amp.GradScaler` takes it. torch.compile knows nothing of it yet: what it
-compiles while such gradients are there (a new shape, between micro-batches) it leaves to run as it is.
+unscaled and clipped in FP32, and a plain `torch.amp.GradScaler` takes it. torch.compile does not know that yet: what it
+meets anew while such gradients are there (another shape between two micro-batches) it runs without compiling.
 """
 
 from __future__ import annotations
