@@ -190,6 +190,16 @@ class Policy:
         return "half" if self.weights == "half" else self.autocast
 
     @property
+    def recipe(self) -> Policy:
+        """Its precision as it is tried first: with all modules in it, and nothing else."""
+        return Policy(
+            autocast=self.autocast,
+            weights=self.weights,
+            master_weights=self.master_weights,
+            keep_batchnorm_fp32=self.keep_batchnorm_fp32,
+        )
+
+    @property
     def scales_loss(self) -> bool:
         """Whether small gradients would be lost without it: those of fp16, where something of them is kept in FP32."""
         return self.autocast == "fp16" or (

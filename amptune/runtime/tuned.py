@@ -113,6 +113,14 @@ class Tuned:
         if finding is not None:
             self._findings.append(finding)
 
+    def write(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Gives a parameter or buffer of the model a value in FP32; where it is held in half, its master keeps that."""
+        if self._half_training is None or not self._active:
+            with torch.no_grad():
+                tensor.copy_(value)
+        else:
+            self._half_training.held.write(tensor, value)
+
     def batch(self, batch: Any) -> Any:
         """The batch in the policy's memory format: tensors at any depth of tuples, dicts and dataclasses."""
         return convert_batch(batch, self.policy.memory_format) if self._active else batch

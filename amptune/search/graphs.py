@@ -43,7 +43,7 @@ def to_compile(study: Study, count: int = DTYPES_COMPILED) -> list[Policy]:
     best: dict[tuple[str, ...], Policy] = {}
     for policy in sorted(filter(scores.get, scores), key=scores.__getitem__, reverse=True):
         layout = (policy.memory_format,) if count > DTYPES_COMPILED else ()
-        best.setdefault((policy.autocast, *layout), policy)
+        best.setdefault((policy.precision, *layout), policy)
     for mode in COMPILE_FIRST:
         compiled = (replace(policy, compile=mode) for policy in best.values())
         known = [policy for policy in compiled if policy in study]
