@@ -130,8 +130,8 @@ class LossScale:
             raise ValueError("\n".join(wrong))
 
     def __str__(self) -> str:
-        most = "" if self.max is None else f", at most {self.max:g}"
-        return f"{'static ' if self.static else ''}{self.init:g}{most}"
+        most = "" if self.max is None else f", at most {self.max:.10g}"
+        return f"{'static ' if self.static else ''}{self.init:.10g}{most}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,7 +135,7 @@ def _settings(policy: Policy) -> Iterator[str]:
         yield "fused_optimizer true: one kernel updates all parameters."
     if policy.loss_scale is not None:
         scale = policy.loss_scale
-        most = "" if scale.max is None else f", up to {scale.max:g}"
+        most = "" if scale.max is None else f", up to {scale.max:.10g}"
         yield (
             f"loss_scale: stays at {scale.init:g}."
             if scale.static

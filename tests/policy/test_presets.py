@@ -38,6 +38,12 @@ def test_o2_reads_as_a_person_would_write_it() -> None:
     assert "loss_scale:\n  init: 65536.0\n  growth_interval: 2000\n  max: 16777216.0\n" in dumps(load("apex:O2"))
 
 
+def test_o2_in_words() -> None:
+    assert str(load("apex:O2").policy) == (
+        "half weights, master weights, BatchNorm in FP32, loss scale 65536, at most 16777216"
+    )
+
+
 def test_an_unknown_level_is_answered_with_the_four() -> None:
     with pytest.raises(FileFormatError) as caught:
         load("apex:O4")
