@@ -37,6 +37,7 @@ class HalfTraining:
         if not self.held.has_masters:
             self._plain.add(optimizer)
         elif optimizer not in self._masters:
+            widen_state(optimizer, self.held)  # Adagrad makes its own when it is built, like the parameters
             self._masters[optimizer] = MasterWeights(self.held, optimizer)
 
     def lent_to(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:

@@ -246,6 +246,49 @@ def test_the_optimizer_holds_the_models_own_parameters_between_steps(applied: tu
     assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.float32}
 
 
+@pytest.mark.parametrize(
+    "name",
+    "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split(),  # noqa: SIM905
+)
+def test_every_optimizer_of_pytorch_keeps_its_state_in_fp32_and_trains_as_by_hand(name: str) -> None:
+    def optimize(parameters: Any) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, lr=1e-2)
+        return optimizer
+
+    model, data = net(), batches(8)
+    expected, _ = by_hand(net(), optimize, data, 1024.0)
+    with apply(replace(O2, loss_scale=LossScale(init=1024)), model) as tuned:
+        optimizer = tuned.optimizer(optimize(model.parameters()))
+        assert train(tuned, optimizer, data) == expected
+        dtypes = {v.dtype for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)}
+        assert dtypes <= {torch.float32}
+
+
+def test_sparse_gradients_reach_the_masters_too() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 3)
+
+        def forward(self, words: torch.Tensor) -> Any:
+            return self.head(self.words(words).mean(1))
+
+    torch.manual_seed(0)
+    model = Reader()
+    with apply(O2, model) as tuned:
+        optimizer = tuned.optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        words, labels = torch.randint(20, (16, 5)), torch.randint(3, (16,))
+        losses = []
+        for _ in range(20):
+            loss = loss_of(model, (words, labels))
+            tuned.scaler.scale(loss).backward()
+            tuned.scaler.step(optimizer)
+            tuned.scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+
+
 def test_a_closure_runs_with_the_models_own_parameters() -> None:
     def losses_of(*, in_closure: bool) -> list[float]:
         model = net()
