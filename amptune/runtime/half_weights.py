@@ -44,7 +44,7 @@ class HeldWeight:
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
-    """A buffer in half, by name, since moving a model to a device replaces buffers; and what it was."""
+    """A buffer in half, and what it was. By name: moving a model to a device replaces its buffers."""
 
     module: nn.Module
     name: str
@@ -83,20 +83,25 @@ class HalfWeights:
             held.undo()
             raise
         held._flatten()
-        held._hooks = [
-            model.register_state_dict_post_hook(_Saves(held)),  # type: ignore[no-untyped-call]
-            model.register_load_state_dict_pre_hook(_Loads(held)),  # type: ignore[no-untyped-call]
-        ]
+        for module in model.modules():  # so that a part of the model saves and loads as it did, too
+            if module not in kept and (module._parameters or module._buffers):
+                held._hooks += [
+                    module.register_state_dict_post_hook(_Saves(held)),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_pre_hook(_Loads(held)),  # type: ignore[no-untyped-call]
+                ]
         return held
 
     def _convert(self, module: nn.Module) -> None:
         for parameter in module._parameters.values():
             if parameter is not None and parameter.dtype is torch.float32:
                 self._take(parameter)
+        shared = {id(known.half): known.fp32 for known in self._buffers}
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.dtype is torch.float32:
                 self._buffers.append(_Buffer(module, name, buffer.detach()))
-                module._buffers[name] = buffer.to(HALF)
+                buffer.data = buffer.data.to(HALF)
+            elif id(buffer) in shared:
+                self._buffers.append(_Buffer(module, name, shared[id(buffer)]))
         if isinstance(module, nn.RNNBase):
             self._recurrent.append(module)
 
@@ -122,7 +127,7 @@ class HalfWeights:
             weight.half.grad = None if gradient is None else gradient.float()
         for buffer in self._buffers:
             if buffer.half is not None:
-                buffer.module._buffers[buffer.name] = _value(buffer.half, buffer.fp32)
+                buffer.half.data = _value(buffer.half, buffer.fp32)
         self._weights, self._buffers = {}, []
         self._flatten()
 
@@ -180,30 +185,31 @@ class HalfWeights:
             if gradient is not None and gradient.dtype is HALF and parameter in self._weights:
                 parameter.grad = gradient.float()
 
-    def fp32_values(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """(name as state_dict() has it, tensor, its FP32 value) of everything in half, under each of its names."""
-        buffers = {id(buffer.half): buffer for buffer in self._buffers}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            weight = self._weights.get(parameter)
-            if weight is not None and not nn.parameter.is_lazy(parameter):
-                yield name, parameter, _plain(parameter) if weight.master is None else self._fresh(weight).detach()
-        for name, tensor in model.named_buffers(remove_duplicate=False):
-            buffer = buffers.get(id(tensor))
-            if buffer is not None:
-                yield name, tensor, _value(tensor, buffer.fp32)
+    def fp32_values(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """(name, tensor, its FP32 value) of what the module itself has in half."""
+        for name, parameter in module._parameters.items():
+            weight = None if parameter is None else self._weights.get(parameter)
+            if weight is not None and not nn.parameter.is_lazy(weight.half):
+                value = _plain(weight.half) if weight.master is None else self._fresh(weight).detach()
+                yield name, weight.half, value
+        for buffer in self._buffers_of(module):
+            if buffer.half is not None:
+                yield buffer.name, buffer.half, _value(buffer.half, buffer.fp32)
 
-    def take_masters(self, model: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
+    @torch.no_grad()
+    def take_masters(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
         """Masters and buffers are what a checkpoint has; loading it rounds that, and so does not count as written."""
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            weight, value = self._weights.get(parameter), state.get(prefix + name)
-            if weight is not None and weight.master is not None and _fits(value, parameter):
-                with torch.no_grad():
-                    self._fresh(weight).copy_(value)
-        buffers = {id(buffer.half): buffer for buffer in self._buffers}
-        for name, tensor in model.named_buffers(remove_duplicate=False):
-            buffer, value = buffers.get(id(tensor)), state.get(prefix + name)
-            if buffer is not None and _fits(value, tensor):
-                buffer.fp32 = value.detach().to(tensor.device, torch.float32, copy=True)
+        for name, parameter in module._parameters.items():
+            weight, value = None if parameter is None else self._weights.get(parameter), state.get(prefix + name)
+            if weight is not None and weight.master is not None and _fits(value, weight.half):
+                self._fresh(weight).copy_(value)
+        for buffer in self._buffers_of(module):
+            value = state.get(prefix + buffer.name)
+            if buffer.half is not None and _fits(value, buffer.half):
+                buffer.fp32 = value.detach().to(buffer.half.device, torch.float32, copy=True)
+
+    def _buffers_of(self, module: nn.Module) -> Iterator[_Buffer]:
+        return (buffer for buffer in self._buffers if buffer.module is module)
 
     def _flatten(self) -> None:
         """CuDNN wants the weights of a recurrent module in one piece."""
@@ -218,8 +224,8 @@ class _Saves:
     held: HalfWeights
     _from_public_api: bool = False  # set by PyTorch
 
-    def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        for name, tensor, value in self.held.fp32_values(model):
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name, tensor, value in self.held.fp32_values(module):
             if state.get(prefix + name, tensor) is not tensor:  # keep_vars asks for the tensors themselves
                 state[prefix + name] = value
 
@@ -230,13 +236,15 @@ class _Loads:
 
     held: HalfWeights
 
-    def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    def __call__(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+    ) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise PolicyApplyError(
                 "load_state_dict(assign=True) would replace the half weights of this policy: load without assign, or "
                 "before the policy is applied"
             )
-        self.held.take_masters(model, state, prefix)
+        self.held.take_masters(module, state, prefix)
 
 
 def require_convertible(model: nn.Module, fp32: Collection[nn.Module], *, keep_batchnorm: bool, masters: bool) -> None:

@@ -466,6 +466,15 @@ def test_a_checkpoint_of_what_wraps_the_model_is_in_fp32_too(applied: tuple[nn.S
     assert torch.equal(model.get_parameter("4.weight"), plain.get_submodule("net.4").get_parameter("weight").half())
 
 
+def test_a_part_of_the_model_saves_and_loads_in_fp32_too(applied: tuple[nn.Sequential, Tuned]) -> None:
+    model, tuned = applied
+    train(tuned, tuned.optimizer(adamw(model.parameters())), batches(3))
+    assert same(state(model[4]), {"weight": state(model)["4.weight"], "bias": state(model)["4.bias"]})
+    other = net(seed=1)
+    model[4].load_state_dict(other[4].state_dict())
+    assert same(state(model[4]), state(other[4]))
+
+
 def test_a_checkpoint_cannot_replace_the_weights(applied: tuple[nn.Sequential, Tuned]) -> None:
     model, _ = applied
     with pytest.raises(PolicyApplyError, match=r"^load_state_dict\(assign=True\) would replace the half weights"):
@@ -500,8 +509,7 @@ def test_undo_leaves_no_trace() -> None:
     assert [id(p) for p in model.parameters()] == identities
     assert [set(vars(m)) for m in model.modules()] == attributes
     assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
-    assert not model._state_dict_hooks
-    assert not model._load_state_dict_pre_hooks
+    assert not any(module._state_dict_hooks or module._load_state_dict_pre_hooks for module in model.modules())
     assert {p.grad_dtype for p in model.parameters()} == {torch.float32}
 
 
@@ -535,6 +543,21 @@ def test_buffers_are_what_they_were_unless_they_were_written_to() -> None:
         model.get_buffer("seen").fill_(0.5)
     assert torch.equal(model.get_buffer("table"), table)
     assert model.get_buffer("seen").tolist() == [0.5, 0.5]
+
+
+def test_a_buffer_that_two_modules_share_stays_shared() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    table = torch.rand(3)
+    for module in model:
+        module.register_buffer("table", table)
+    before = table.clone()
+    with apply(O2, model):
+        assert model.get_buffer("0.table") is model.get_buffer("1.table") is table
+        assert table.dtype is torch.float16
+        assert torch.equal(model.state_dict()["0.table"], before)
+        assert torch.equal(model.state_dict()["1.table"], before)
+    assert model.get_buffer("0.table") is model.get_buffer("1.table") is table
+    assert torch.equal(table, before)
 
 
 # --- models ------------------------------------------------------------------------------------------------------
