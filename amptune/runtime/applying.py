@@ -236,12 +236,20 @@ def _apply(
         settings,
         model,
         model=compiled,
-        findings=findings,
+        findings=[*findings, *_without_half_weights(half_training)],
         undo=undo,
         guard=guard,
         statistics=statistics,
         half_training=half_training,
     )
+
+
+def _without_half_weights(half_training: HalfTraining | None) -> Iterator[Finding]:
+    if half_training is not None and half_training.held.is_empty:
+        yield Finding(
+            code="half-weights-without-effect",
+            message="the model has no FP32 weights that are not to stay in FP32, so weights: half changes none",
+        )
 
 
 def _half_training(

@@ -131,6 +131,11 @@ class HalfWeights:
         self._weights, self._buffers = {}, []
         self._flatten()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the model has nothing to hold in half, or all of it is to stay in FP32."""
+        return not self._weights
+
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._weights
 
@@ -259,19 +264,13 @@ def require_convertible(model: nn.Module, fp32: Collection[nn.Module], *, keep_b
     for path, module in model.named_modules():
         if module in kept:
             owners |= {p: path for p in module._parameters.values() if p is not None}
-    found = 0
     for path, module in model.named_modules():
-        for parameter in () if module in kept else module._parameters.values():
-            if parameter is None or parameter.dtype is not torch.float32:
-                continue
-            found += 1
-            if parameter in owners:
-                raise PolicyApplyError(
-                    f"{owners[parameter]} stays in FP32 and shares a weight with {path or 'the model itself'}, whose "
-                    "weights are to be in half: keep both in FP32 (fp32_modules), or untie them"
-                )
-    if not found:
-        raise PolicyApplyError("weights: half finds no FP32 weight in this model that is not to stay in FP32")
+        tied = [] if module in kept else [p for p in module._parameters.values() if p is not None and p in owners]
+        if tied:
+            raise PolicyApplyError(
+                f"{owners[tied[0]]} stays in FP32 and shares a weight with {path or 'the model itself'}, whose "
+                "weights are to be in half: keep both in FP32 (fp32_modules), or untie them"
+            )
 
 
 def _kept(model: nn.Module, fp32: Collection[nn.Module], *, keep_batchnorm: bool) -> set[nn.Module]:

@@ -647,10 +647,14 @@ def test_lbfgs_is_refused(applied: tuple[nn.Sequential, Tuned]) -> None:
         tuned.optimizer(torch.optim.LBFGS(model.parameters()))
 
 
-def test_a_model_with_nothing_to_put_in_half_is_refused() -> None:
+def test_a_model_with_nothing_to_put_in_half_is_told_so() -> None:
     for model, rules in ((nn.Sequential(nn.BatchNorm1d(3)), ()), (net(), (Fp32Rule(path="*"),))):
-        with pytest.raises(PolicyApplyError, match=r"^weights: half finds no FP32 weight in this model that is not to"):
-            apply(replace(O2, fp32_modules=rules), model)
+        with apply(replace(O2, fp32_modules=rules), model) as tuned:
+            (finding,) = tuned.findings
+            assert str(finding) == (
+                "the model has no FP32 weights that are not to stay in FP32, so weights: half changes none"
+            )
+            assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_a_model_in_half_already_is_refused() -> None:
