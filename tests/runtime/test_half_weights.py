@@ -18,6 +18,7 @@ from amptune.errors import PolicyApplyError
 from amptune.policy.settings import Fp32Rule, HalfRule, LossScale, Policy
 from amptune.runtime import half_weights
 from amptune.runtime.applying import apply
+from amptune.runtime.misuse import PolicyMisuseWarning
 from amptune.runtime.tuned import Tuned
 
 O2 = Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True, loss_scale=LossScale(max=2.0**24))
@@ -412,6 +413,20 @@ def test_the_guard_has_nothing_to_say_of_a_correct_loop() -> None:
         train(tuned, tuned.optimizer(adamw(model.parameters())), batches(22))
         tuned.scaler.state_dict()
         assert tuned.findings == ()
+
+
+def test_the_guard_tells_of_a_loop_without_the_scaler() -> None:
+    model = net()
+
+    def loop(tuned: Tuned) -> None:
+        optimizer = tuned.optimizer(adamw(model.parameters()))
+        for batch in batches(3):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with apply(O2, model, guard=True) as tuned, pytest.warns(PolicyMisuseWarning, match="with half weights without a"):
+        loop(tuned)
 
 
 # --- checkpoints -------------------------------------------------------------------------------------------------

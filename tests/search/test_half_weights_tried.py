@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,14 +13,18 @@ from torch import nn
 
 from amptune import Workload
 from amptune.errors import SpaceError
-from amptune.measure.outcome import Measurement
+from amptune.measure.numerics import Parity
+from amptune.measure.outcome import Failure, Measurement
+from amptune.measure.trace import ModuleTrace, Reach
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, Reason, amp_recipe
 from amptune.search.ablation import variants_of
 from amptune.search.candidates import Candidates, Wanted, candidates_for
 from amptune.search.decision import departure_count
 from amptune.search.events import Event, PolicyJudged, TrialEnded
+from amptune.search.gate import judged
 from amptune.search.judging import fp32_of, graphs_like, is_exempt
 from amptune.search.memory_model import arm_of
+from amptune.search.numeric_findings import findings_of
 from amptune.search.space import points
 from amptune.search.space_file import load_space, space_names
 from amptune.search.tuning import tune
@@ -125,6 +131,26 @@ def test_half_weights_take_another_part_of_memory() -> None:
     assert len({arm_of(policy) for policy in (STOCK, amp_recipe("fp16"), Policy(weights="half"), O2)}) == 4
 
 
+def test_what_is_found_of_their_numerics_names_them() -> None:
+    parity = Parity(failure=Failure(kind="nonfinite", message="the loss is nan"))
+    judgement = judged(O2, parity)
+    reach = Reach(largest=1.0, largest_fp32=1e6, error=0.0)
+    trace = ModuleTrace(
+        path="head",
+        type="Linear",
+        inputs=reach,
+        outputs=replace(reach, largest=math.inf),
+        gradients_in=None,
+        gradients_out=None,
+        weights=None,
+    )
+    where, unsound = findings_of(judgement, None, [trace])
+    assert str(where).startswith("head: with half weights its inputs are finite (largest 1), its output is not")
+    assert str(where).endswith("in FP32 it reaches 1e+06, and fp16 holds 6.55e+04 at most")
+    assert where.figures["weights"] == "half"
+    assert str(unsound).startswith("training with half weights is not as good as FP32 (nonfinite: the loss is nan); no")
+
+
 def test_half_weights_are_tuned_on_a_cpu(tmp_path: Path) -> None:
     """By real workers: trials, the gate, the finals."""
     events: list[Event] = []
@@ -149,6 +175,6 @@ def test_half_weights_are_tuned_on_a_cpu(tmp_path: Path) -> None:
     half = [outcome for policy, outcome in trials.items() if policy.weights == "half"]
     assert half
     assert all(isinstance(outcome, Measurement) for outcome in half), half
-    judged = {event.judgement.policy.recipe: event.judgement for event in events if isinstance(event, PolicyJudged)}
-    assert judged[O2].passes, judged[O2]
+    said = {event.judgement.policy.recipe: event.judgement for event in events if isinstance(event, PolicyJudged)}
+    assert said[O2].passes, said[O2]
     assert decision.policy.weights == "half" or decision.policy.autocast == "off"
