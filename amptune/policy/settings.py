@@ -19,7 +19,6 @@ __all__ = [
     "MemoryFormat",
     "ModuleRule",
     "Policy",
-    "Precision",
     "Reason",
     "Weights",
     "amp_recipe",
@@ -27,7 +26,6 @@ __all__ = [
 
 Autocast = Literal["off", "bf16", "fp16"]
 Weights = Literal["fp32", "half"]
-Precision = Literal["off", "bf16", "fp16", "half"]
 Fp32Math = Literal["stock", "ieee", "tf32"]
 MemoryFormat = Literal["contiguous", "channels_last", "channels_last_3d"]
 CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
@@ -185,7 +183,7 @@ class Policy:
             yield f"keep_batchnorm_fp32: BatchNorm is in FP32 already where weights is {self.weights}"
 
     @property
-    def precision(self) -> Precision:
+    def precision(self) -> Autocast | Literal["half"]:
         """What matrix products are computed in by default, and how they come by it."""
         return "half" if self.weights == "half" else self.autocast
 

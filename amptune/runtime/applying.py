@@ -13,16 +13,17 @@ from torch import nn
 
 from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
-from amptune.policy.settings import Fp32Rule, Policy
+from amptune.policy.settings import Policy
 from amptune.runtime.batch_statistics import FiniteStatistics
 from amptune.runtime.digest import model_digest
 from amptune.runtime.global_flags import keep_autocast_out_of_compiled_backward, set_cudnn_benchmark, set_fp32_math
 from amptune.runtime.guarding import Guard
 from amptune.runtime.half_training import HalfTraining
-from amptune.runtime.half_weights import HalfWeights, require_convertible
+from amptune.runtime.half_weights import HalfWeights
+from amptune.runtime.kept_in_fp32 import require_convertible
 from amptune.runtime.layout import convert_model, convertible
+from amptune.runtime.precisions import kept_by, precisions_of
 from amptune.runtime.reading import kind_of, read_policy
-from amptune.runtime.selection import Selected, runnable_in, select
 from amptune.runtime.swapping import obstacle, overlaid, swap, swapped_class, unswap
 from amptune.runtime.tuned import Tuned
 
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from amptune.policy.file import PolicyFile
-    from amptune.policy.settings import CompileMode, ModuleRule
+    from amptune.policy.settings import CompileMode
+    from amptune.runtime.selection import Selected
     from amptune.runtime.swapping import Precision
 
 __all__ = ["PolicyDriftWarning", "apply"]
@@ -68,51 +70,17 @@ def apply(
     """
     _require_plain(model)
     settings, drift = _read(policy, model, any_hardware=any_hardware)
-    selected = _selected(settings, model)
+    selected = precisions_of(settings, model)
     _require_swappable(selected)
     if selected or settings.memory_format != "contiguous":
         _require_unsharded(model)
     if settings.weights == "half":
-        require_convertible(
-            model, _in_fp32(selected), keep_batchnorm=settings.keep_batchnorm_fp32, masters=settings.master_weights
-        )
+        require_convertible(model, kept_by(settings, model, selected), masters=settings.master_weights)
     for finding in drift:
         warnings.warn(str(finding), PolicyDriftWarning, stacklevel=2)
     findings = (*drift, *_without_effect(settings, model))
     guarded = os.environ.get(_GUARD, "") not in ("", "0") if guard is None else guard
     return _apply(settings, model, selected, findings, guarded=guarded, protect_batch_norm=protect_batch_norm)
-
-
-def _selected(settings: Policy, model: nn.Module) -> list[tuple[Selected, Precision]]:
-    """The modules that get a precision of their own; what FP32 rules name or hold is theirs."""
-    wide = select(model, settings.fp32_modules)
-    narrow = select(model, settings.half_modules, "half_modules")
-    if settings.weights == "half":
-        return list(_around_half_weights(model, wide))
-    if settings.autocast == "off":
-        return []
-    inside = {module for one in wide for module in one.module.modules()}
-    kept: list[tuple[Selected, Precision]] = [(one, _precision_of(one.rule)) for one in wide]
-    return kept + [(one, "half") for one in narrow if one.module not in inside]
-
-
-def _around_half_weights(model: nn.Module, wide: Sequence[Selected]) -> Iterator[tuple[Selected, Precision]]:
-    """What takes and gives FP32 as a whole, and what is in FP32 within it; of both the outermost modules that run."""
-    tops = list(runnable_in(model))
-    for top in tops:
-        if all(one.module is not top for one in wide):
-            path = next(path for path, module in model.named_modules() if module is top)
-            yield Selected(path=path, module=top), "half-weights"
-    for one in wide:
-        yield one, "fp32-weights" if one.module not in tops else "fp32"
-
-
-def _in_fp32(selected: Sequence[tuple[Selected, Precision]]) -> list[nn.Module]:
-    return [one.module for one, precision in selected if precision in ("fp32", "fp32-weights")]
-
-
-def _precision_of(rule: ModuleRule | None) -> Precision:
-    return "fp32-cast" if isinstance(rule, Fp32Rule) and rule.cast_output else "fp32"
 
 
 def _require_plain(model: nn.Module) -> None:
@@ -257,10 +225,8 @@ def _half_training(
 ) -> HalfTraining | None:
     if settings.weights != "half":
         return None
-    held = HalfWeights.of(
-        model, _in_fp32(selected), keep_batchnorm=settings.keep_batchnorm_fp32, masters=settings.master_weights
-    )
-    return HalfTraining(held)
+    kept = kept_by(settings, model, selected)
+    return HalfTraining(HalfWeights.of(model, kept, masters=settings.master_weights))
 
 
 def _compiled(mode: CompileMode, model: nn.Module, steps: ExitStack) -> nn.Module:

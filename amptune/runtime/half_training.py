@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from amptune.errors import PolicyApplyError
+from amptune.runtime.half_checkpoints import checkpoint_in_fp32
 from amptune.runtime.master_weights import MasterWeights, parameters_of, widen_state
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class HalfTraining:
 
     def __init__(self, held: HalfWeights) -> None:
         self.held = held
+        self._checkpoints = checkpoint_in_fp32(held)
         self._masters: weakref.WeakKeyDictionary[torch.optim.Optimizer, MasterWeights] = weakref.WeakKeyDictionary()
         self._plain: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -65,6 +67,8 @@ class HalfTraining:
         for optimizer in self._plain:
             widen_state(optimizer, self.held)
         self._masters.clear()
+        for handle in self._checkpoints:
+            handle.remove()
         self.held.undo()
 
 

@@ -12,17 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from amptune.errors import PolicyApplyError
-from amptune.runtime.gradient_dtype import CAN_DIFFER, take_gradients_in
+from amptune.runtime.gradient_dtype import take_gradients_in
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from torch.utils.hooks import RemovableHandle
-
-__all__ = ["HALF", "HalfWeights", "HeldWeight", "require_convertible"]
+__all__ = ["HALF", "HalfWeights", "HeldWeight"]
 
 HALF = torch.float16
 
@@ -67,28 +63,20 @@ class HalfWeights:
         self.has_masters = masters
         self._weights: dict[nn.Parameter, HeldWeight] = {}
         self._buffers: list[_Buffer] = []
-        self._recurrent: list[nn.RNNBase] = []
-        self._hooks: list[RemovableHandle] = []
+        self.modules: list[nn.Module] = []
 
     @staticmethod
-    def of(model: nn.Module, fp32: Collection[nn.Module], *, keep_batchnorm: bool, masters: bool) -> HalfWeights:
-        """Converts the model, save what belongs to the modules in `fp32`, and to BatchNorm that is to be kept."""
+    def of(model: nn.Module, kept: Collection[nn.Module], *, masters: bool) -> HalfWeights:
+        """Converts what belongs to the modules of the model itself, save those that are `kept` in FP32."""
         held = HalfWeights(masters=masters)
-        kept = _kept(model, fp32, keep_batchnorm=keep_batchnorm)
+        held.modules = [module for module in model.modules() if module not in kept]
         try:
-            for module in model.modules():
-                if module not in kept:
-                    held._convert(module)
+            for module in held.modules:
+                held._convert(module)
         except BaseException:  # out of memory, most likely: half a model converted is of no use
             held.undo()
             raise
         held._flatten()
-        for module in model.modules():  # so that a part of the model saves and loads as it did, too
-            if module not in kept and (module._parameters or module._buffers):
-                held._hooks += [
-                    module.register_state_dict_post_hook(_Saves(held)),  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_pre_hook(_Loads(held)),  # type: ignore[no-untyped-call]
-                ]
         return held
 
     def _convert(self, module: nn.Module) -> None:
@@ -102,8 +90,6 @@ class HalfWeights:
                 buffer.data = buffer.data.to(HALF)
             elif id(buffer) in shared:
                 self._buffers.append(_Buffer(module, name, shared[id(buffer)]))
-        if isinstance(module, nn.RNNBase):
-            self._recurrent.append(module)
 
     def _take(self, parameter: nn.Parameter) -> None:
         weight = self._weights[parameter] = HeldWeight(parameter)
@@ -118,8 +104,6 @@ class HalfWeights:
 
     def undo(self) -> None:
         """Everything in FP32 again: masters and buffers as they are known to be, what has none widened."""
-        for hook in self._hooks:
-            hook.remove()
         for weight in self._weights.values():
             gradient, weight.half.grad = weight.half.grad, None
             weight.half.data = _plain(weight.half) if weight.master is None else self._fresh(weight).data
@@ -218,66 +202,9 @@ class HalfWeights:
 
     def _flatten(self) -> None:
         """CuDNN wants the weights of a recurrent module in one piece."""
-        for module in self._recurrent:
-            module.flatten_parameters()
-
-
-@dataclass(slots=True)
-class _Saves:
-    """Has state_dict() give FP32. A class, since a copy of the model needs one with the copy's weights."""
-
-    held: HalfWeights
-    _from_public_api: bool = False  # set by PyTorch
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        for name, tensor, value in self.held.fp32_values(module):
-            if state.get(prefix + name, tensor) is not tensor:  # keep_vars asks for the tensors themselves
-                state[prefix + name] = value
-
-
-@dataclass(slots=True)
-class _Loads:
-    """Has load_state_dict() tell what it loads before it rounds it."""
-
-    held: HalfWeights
-
-    def __call__(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
-    ) -> None:
-        if metadata.get("assign_to_params_buffers"):
-            raise PolicyApplyError(
-                "load_state_dict(assign=True) would replace the half weights of this policy: load without assign, or "
-                "before the policy is applied"
-            )
-        self.held.take_masters(module, state, prefix)
-
-
-def require_convertible(model: nn.Module, fp32: Collection[nn.Module], *, keep_batchnorm: bool, masters: bool) -> None:
-    """Raises `PolicyApplyError` where the weights cannot be held in half as wished."""
-    if masters and not CAN_DIFFER:
-        raise PolicyApplyError(
-            f"master_weights need gradients in FP32 for weights in half, which PyTorch has since 2.10; this is "
-            f"{torch.__version__}: use a newer one, or autocast fp16, which needs no master weights"
-        )
-    kept = _kept(model, fp32, keep_batchnorm=keep_batchnorm)
-    owners: dict[nn.Parameter, str] = {}
-    for path, module in model.named_modules():
-        if module in kept:
-            owners |= {p: path for p in module._parameters.values() if p is not None}
-    for path, module in model.named_modules():
-        tied = [] if module in kept else [p for p in module._parameters.values() if p is not None and p in owners]
-        if tied:
-            raise PolicyApplyError(
-                f"{owners[tied[0]]} stays in FP32 and shares a weight with {path or 'the model itself'}, whose "
-                "weights are to be in half: keep both in FP32 (fp32_modules), or untie them"
-            )
-
-
-def _kept(model: nn.Module, fp32: Collection[nn.Module], *, keep_batchnorm: bool) -> set[nn.Module]:
-    kept = {inner for module in fp32 for inner in module.modules()}
-    if keep_batchnorm:  # as Apex did: without weights of its own there is nothing to keep
-        kept |= {module for module in model.modules() if isinstance(module, _BatchNorm) and module.affine}
-    return kept
+        for module in self.modules:
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()
 
 
 def _value(half: torch.Tensor, fp32: torch.Tensor | None) -> torch.Tensor:

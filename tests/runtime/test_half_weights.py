@@ -16,7 +16,7 @@ from torch import nn
 import amptune
 from amptune.errors import PolicyApplyError
 from amptune.policy.settings import Fp32Rule, HalfRule, LossScale, Policy
-from amptune.runtime import half_weights
+from amptune.runtime import kept_in_fp32
 from amptune.runtime.applying import apply
 from amptune.runtime.misuse import PolicyMisuseWarning
 from amptune.runtime.tuned import Tuned
@@ -680,7 +680,7 @@ def test_a_model_in_half_already_is_refused() -> None:
 
 
 def test_a_torch_without_fp32_gradients_of_half_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(half_weights, "CAN_DIFFER", False)
+    monkeypatch.setattr(kept_in_fp32, "CAN_DIFFER", False)
     with pytest.raises(PolicyApplyError, match=r"which PyTorch has since 2\.10; this is"):
         apply(O2, net())
     apply(O3, net()).undo()
