@@ -106,25 +106,26 @@ class WorkerEvaluator:
         return answer
 
     def launch(self, policies: Sequence[Policy]) -> None:
-        self._launch(policies, START_LIMIT_S)
+        self._room = max(2, workers_that_fit())
+        self.close()
+        self._start(policies, self._room, START_LIMIT_S)
 
     @property
     def graphs_at_once(self) -> int:
         return max(1, cores() // CORES_PER_GRAPH)
 
     def compile(self, policies: Sequence[Policy], limit_s: float) -> Mapping[Policy, float]:
-        started = self._launch(policies, limit_s)
+        stop_all([self._workers.pop(policy) for policy in policies if policy in self._workers])
+        started = self._start(policies, max(1, workers_that_fit()), limit_s)
         return {policy: outcome.startup_s for policy, outcome in started.items() if isinstance(outcome, Measurement)}
 
-    def _launch(self, policies: Sequence[Policy], limit_s: float) -> dict[Policy, Outcome | None]:
-        """What became of the first steps of those that compile; None for the others.
+    def _start(self, policies: Sequence[Policy], at_most: int, limit_s: float) -> dict[Policy, Outcome | None]:
+        """A fresh worker for each; what became of the first steps of those that compile, and None for the others.
 
         What went wrong is told by the first measurement.
         """
-        self._room = max(2, workers_that_fit())
-        self.close()
-        self._workers = {policy: self._new() for policy in policies}
-        first = list(dict.fromkeys(policies))[: self._room]
+        self._workers |= {policy: self._new() for policy in policies}
+        first = list(dict.fromkeys(policies))[:at_most]
         ready = [self._workers[policy].begin(limit_s, worker.get_ready, policy, len(first)) for policy in first]
         return {policy: answer() for policy, answer in zip(first, ready, strict=True)}
 

@@ -11,14 +11,23 @@ from amptune.policy.findings import Finding
 from amptune.policy.settings import AUTOTUNED_MODES, Policy
 from amptune.search.trial import Trial
 
-__all__ = ["AUTOTUNE_S", "COMPILE_S", "cold_s", "compile_findings", "compiled_s"]
+__all__ = ["AUTOTUNE_S", "COMPILE_S", "cold_s", "compile_findings", "compiled_s", "expected_compile_s"]
 
 # What a graph takes to compile before one was compiled here, and to time its kernels too. For ResNet-50 on an H200 25
 # to 40 s (reports/h200/oracle); the second did not end in the 280 s that were left of that command.
 COMPILE_S, AUTOTUNE_S = 30.0, 300.0
 
+# By the leaf modules of a model: one convolution 12 s, VGG16 17, BERT-base 20, ResNet-50 25 to 35, SE-ResNeXt50 40
+# (on an H200; reports/h200/oracle, and what pytorch-autotune says there in reports/h200/rivals).
+FIXED_S, LEAF_S = 12.0, 0.12
+
 # What starts so soon was not compiled, but lay in the compiler's cache: what it costs is not known.
 FROM_CACHE_S = 0.5
+
+
+def expected_compile_s(leaves: int) -> float:
+    """What the graph of a model of so many leaf modules is expected to take to compile."""
+    return FIXED_S + LEAF_S * leaves
 
 
 def cold_s(policy: Policy, tried: Mapping[Policy, Outcome]) -> float:

@@ -1,68 +1,107 @@
-"""Which policies to compile first, how many beside one another, and when to give compiling up."""
+"""Which policies to compile, how many beside one another, and when to give compiling up."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import accumulate
+import math
+from dataclasses import dataclass, replace
+from itertools import product
 
 from amptune.measure.outcome import Failure, Measurement
-from amptune.policy.settings import CompileMode, Policy
-from amptune.search.compile_costs import COMPILE_S
+from amptune.policy.settings import CompileMode, Fp32Math, MemoryFormat, Policy
+from amptune.search.compile_costs import expected_compile_s
 from amptune.search.study import Study
 
 __all__ = [
-    "DTYPES_COMPILED",
-    "MEASURED_S",
-    "beside_one_another_s",
+    "GraphsAtOnce",
+    "best_of_dtypes",
     "cannot_compile",
     "instead_of",
-    "that_fit",
-    "to_compile",
+    "one_of_each_kind",
 ]
 
-# The best policies of so many dtypes are compiled; or of more kinds, each a dtype and a memory format, where
-# several graphs can be compiled beside one another: which of them is fastest compiled, the eager times of a model that
-# waits for the host do not tell. The mode to begin with, where the space has it: CUDA graphs save launches, whatever
-# the kernels are.
+# Where graphs are compiled one after another: the best policies of so many dtypes.
 DTYPES_COMPILED = 2
+# The mode to begin with, where the space has it: CUDA graphs save launches, whatever the kernels are.
 COMPILE_FIRST: tuple[CompileMode, ...] = ("reduce-overhead", "default")
+# What of a kind is compiled before anything was measured: a fused optimizer, which no graph holds, saves launches too.
+FUSED: tuple[bool, ...] = (True, False)
+MATHS: tuple[Fp32Math, ...] = ("tf32", "stock", "ieee")
+RECIPES = (
+    Policy(autocast="bf16"),
+    Policy(autocast="fp16"),
+    Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True),
+    Policy(),
+)
+LAYOUTS: tuple[MemoryFormat, ...] = ("channels_last_3d", "channels_last", "contiguous")
 # A graph takes longer by this share for each other one compiled beside it (VGG16, eight graphs on sixteen cores), and
 # then a moment to be measured.
 BESIDE_ANOTHER, MEASURED_S = 0.15, 2.0
-# What a process that compiles is reckoned to need of the device's memory, over that of the eager policy: CUDA graphs
+# What a process that compiles is reckoned to need of the device's memory, over that of the eager baseline: CUDA graphs
 # have a pool of their own, and its context comes on top.
 OVER_EAGER = 1.5
 # Compiling is given up when so many compiled policies failed, none having run.
 COMPILE_ATTEMPTS = 2
 
 
-def to_compile(study: Study, count: int = DTYPES_COMPILED) -> list[Policy]:
-    """The best policies so far of two dtypes, compiled; or of more kinds: what is fastest then often was not before."""
-    scores = {trial.policy: study.yardstick.score(trial.outcome) or 0.0 for trial in study.trials}
-    best: dict[tuple[str, ...], Policy] = {}
-    for policy in sorted(filter(scores.get, scores), key=scores.__getitem__, reverse=True):
-        layout = (policy.memory_format,) if count > DTYPES_COMPILED else ()
-        best.setdefault((policy.precision, *layout), policy)
+def one_of_each_kind(study: Study, baseline: Policy) -> list[Policy]:
+    """One policy of each precision and memory format, compiled, which was not measured yet; half precision first.
+
+    Which kind is fastest compiled, the eager steps of a model that waits for the host do not tell.
+    """
+    plain = [replace(one, batch_size=baseline.batch_size, accumulate=baseline.accumulate) for one in RECIPES]
     for mode in COMPILE_FIRST:
-        compiled = (replace(policy, compile=mode) for policy in best.values())
-        known = [policy for policy in compiled if policy in study]
-        if known:
-            return known[:count]
+        found: dict[tuple[str, str], Policy] = {}
+        for layout, recipe, fused, fp32_math in product(LAYOUTS, plain, FUSED, MATHS):
+            policy = replace(recipe, memory_format=layout, fused_optimizer=fused, compile=mode)
+            policy = replace(policy, fp32_math=fp32_math) if recipe.precision == "off" else policy
+            if policy in study:
+                found.setdefault(_kind(policy), policy)
+        if found:
+            return [policy for policy in found.values() if study.trial_of(policy) is None]
     return []
 
 
-def beside_one_another_s(count: int) -> float:
-    """What it is expected to take to compile and to measure so many."""
-    return COMPILE_S * (1 + BESIDE_ANOTHER * (count - 1)) + count * MEASURED_S
+def best_of_dtypes(study: Study) -> list[Policy]:
+    """The best policies so far of two dtypes, compiled, where no graph of their kind was measured yet."""
+    scores = {trial.policy: study.yardstick.score(trial.outcome) or 0.0 for trial in study.trials}
+    compiled = {_kind(policy) for policy in scores if policy.compile != "off"}
+    best: dict[str, Policy] = {}
+    for policy in sorted(filter(scores.get, scores), key=scores.__getitem__, reverse=True):
+        best.setdefault(policy.precision, policy)
+    for mode in COMPILE_FIRST:
+        graphs = [replace(policy, compile=mode) for policy in best.values() if _kind(policy) not in compiled]
+        known = [policy for policy in graphs if policy in study]
+        if known:
+            return known[:DTYPES_COMPILED]
+    return []
 
 
-def that_fit(study: Study, policies: Sequence[Policy], memory_mib: float) -> list[Policy]:
-    """The first ones whose first steps, taken while they are compiled, fit into the device's memory together."""
-    trials = (study.trial_of(replace(policy, compile="off")) for policy in policies)
-    peaks = (trial.outcome.peak_reserved_mib for trial in trials if trial and isinstance(trial.outcome, Measurement))
-    together = accumulate(OVER_EAGER * peak for peak in peaks)
-    return list(policies[: sum(1 for mib in together if mib <= memory_mib)])
+def _kind(policy: Policy) -> tuple[str, str]:
+    return policy.precision, policy.memory_format
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphsAtOnce:
+    """How many graphs of a model of so many leaf modules can be compiled beside one another.
+
+    `most` is what the cores are enough for, `memory_mib` the device's memory.
+    """
+
+    most: int = 1
+    leaves: int = 0
+    memory_mib: float = math.inf
+
+    def within(self, seconds: float, baseline: Measurement) -> int:
+        """So many that they are compiled and measured in the seconds, and fit into memory together while they are."""
+        in_memory = self.memory_mib / (OVER_EAGER * max(1.0, baseline.peak_reserved_mib))
+        count = int(min(self.most, in_memory))
+        while count > 0 and self._seconds(count) > seconds:
+            count -= 1
+        return count
+
+    def _seconds(self, count: int) -> float:
+        compiled_s = expected_compile_s(self.leaves) * (1 + BESIDE_ANOTHER * (count - 1))
+        return compiled_s + count * MEASURED_S
 
 
 def instead_of(policy: Policy, failure: Failure, study: Study) -> list[Policy]:

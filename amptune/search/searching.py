@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,13 +14,11 @@ from amptune.policy.settings import AUTOTUNED_MODES, Policy
 from amptune.search.budget import Budget
 from amptune.search.events import Compiling, Observer, SearchEnded, TrialEnded, TrialStarted
 from amptune.search.graphs import (
-    DTYPES_COMPILED,
-    MEASURED_S,
-    beside_one_another_s,
+    GraphsAtOnce,
+    best_of_dtypes,
     cannot_compile,
     instead_of,
-    that_fit,
-    to_compile,
+    one_of_each_kind,
 )
 from amptune.search.study import Study, Suggestion
 from amptune.search.trial import Trial
@@ -41,9 +39,11 @@ CHEAP = {"cudnn_benchmark": False, "compile": "off"}
 CHEAP_SHARE, CHEAP_S, CHEAP_SHARE_WITH_SIZES = 0.35, 40.0, 0.5
 # What a trial takes at the least, where none like it was seen.
 SHORTEST_DEAR_S, SHORTEST_COMPILED_S, SHORTEST_AUTOTUNED_S = 5.0, 25.0, 150.0
-# Of the time kept for comparisons, for the first policies that are compiled; several beside one another, once they are
-# begun, may take this share of all the time that is left.
+# Of the time kept for comparisons, for the first policies that are compiled and the known-good ones; several graphs
+# beside one another may take this share of all the time that is left.
 BORROWED, GRAPHS_SHARE = 0.4, 0.6
+# Of the trials that are allowed, those that are compiled before all others.
+GRAPHS_OF_TRIALS = 0.25
 OUT_OF_TIME = "the budget for searching is spent"
 THE_REST_IS_LEFT_OUT = "what is left of the space does not fit, takes too much time, or cannot be compiled here"
 # Less than this is not enough for a trial in a worker that already runs.
@@ -60,15 +60,15 @@ def search(
     baseline: Policy,
     reserve_s: Callable[[], float],
     observer: Observer,
-    memory_mib: float | None = None,
+    known_good: Collection[Policy] = (),
+    graphs_at_once: GraphsAtOnce | None = None,
 ) -> None:
     """Measures what the study suggests, one policy after another, and leaves `reserve_s()` of the budget unspent.
 
-    The baseline comes first. Every outcome is in the study when this returns. `memory_mib` is the device's, if known.
+    The baseline comes first; then, where several graphs can be compiled beside one another, one of each kind. For those
+    and for the `known_good` some of what is kept may be spent. Every outcome is in the study when this returns.
     """
-    run = _Search(
-        study, evaluator, budget, baseline, reserve_s, observer, math.inf if memory_mib is None else memory_mib
-    )
+    run = _Search(study, evaluator, budget, baseline, reserve_s, observer, known_good, graphs_at_once or GraphsAtOnce())
     try:
         because = run.until_done()
     except StudyError as error:  # a storage that fails ends the search; what is in memory still decides
@@ -85,7 +85,9 @@ def best_of(study: Study) -> Trial | None:
 
 @dataclass
 class _Search:
-    """One search: cheap trials first, then dear ones on the best of those, then whatever promises most for its time."""
+    """One search: the baseline, and a graph of each kind where several can be compiled at once; then cheap trials, then
+    dear ones on the best of those, then whatever promises most for its time.
+    """
 
     study: Study
     evaluator: Evaluator
@@ -93,7 +95,8 @@ class _Search:
     baseline: Policy
     reserve_s: Callable[[], float]
     observer: Observer
-    memory_mib: float
+    known_good: Collection[Policy]
+    graphs_at_once: GraphsAtOnce
 
     def __post_init__(self) -> None:
         self._known = len(self.study.trials)
@@ -103,6 +106,7 @@ class _Search:
         self._cheap_share, self._cheap_s = (CHEAP_SHARE_WITH_SIZES, math.inf) if sizes else (CHEAP_SHARE, CHEAP_S)
         self._began_s = self.budget.spent_s
         # What was compiled ahead of its trial, and the seconds that took.
+        self._looked_ahead = False
         self._compiled: dict[Policy, float] = {}
 
     @property
@@ -113,13 +117,17 @@ class _Search:
     def until_done(self) -> str:
         """Searches until there is a reason to stop, and returns it in words."""
         while self.budget.trials is None or self.measured < self.budget.trials:
-            if self.study.trial_of(self.baseline) is not None and self._is_out_of_time():
+            first = self.study.trial_of(self.baseline)
+            if first is not None and not self._looked_ahead:
+                self._looked_ahead = True
+                self._compile_ahead(first.outcome)
+            if first is not None and self._is_out_of_time():
                 return OUT_OF_TIME
             suggestion = self.study.suggest(self._fixed)
             if self._fixed and self._cheap_stage_is_over(suggestion):
                 self._forget(suggestion)
                 self._fixed = {}
-                self.study.measure_first(self._compiled_ahead())
+                self.study.measure_first(best_of_dtypes(self.study))
             elif suggestion is None:
                 return THE_REST_IS_LEFT_OUT if self.study.has_left_out else "every policy of the space is measured"
             elif _is_hopeless(suggestion, self.study):
@@ -139,31 +147,40 @@ class _Search:
 
     def _is_out_of_time(self) -> bool:
         """What was compiled is measured all the same: that takes little, and would be lost."""
-        return not self._compiled and self._left_s < SHORTEST_TRIAL_S
+        needs_more = any(self.study.trial_of(policy) is None for policy in self.known_good)
+        left_s = self._left_s + (self._borrowed_s if needs_more else 0.0)
+        return not self._compiled and left_s < SHORTEST_TRIAL_S
 
     def _left_for(self, policy: Policy) -> float:
-        """The first graphs may make more of a difference than a few launches more to compare."""
-        is_first = policy.compile != "off" and all(trial.policy.compile == "off" for trial in self.study.trials)
-        borrows = is_first or policy in self._compiled
-        return self._left_s + (BORROWED * self.reserve_s() if borrows else 0.0)
+        """The first graphs may make more of a difference than a few launches more to compare.
 
-    def _compiled_ahead(self) -> list[Policy]:
-        """What to compile first: of several kinds beside one another, where there are the cores and the time for it."""
-        few = to_compile(self.study)
-        if not few:
-            return []
-        left_s = self._left_for(few[0])
-        trials_left = math.inf if self.budget.trials is None else self.budget.trials - self.measured
-        count = int(min(self.evaluator.graphs_at_once, trials_left))
-        while count > DTYPES_COMPILED and beside_one_another_s(count) > left_s:
-            count -= 1
-        policies = that_fit(self.study, to_compile(self.study, count), self.memory_mib)
-        if len(policies) <= DTYPES_COMPILED:
-            return few
-        self.observer(Compiling(policies=tuple(policies)))
-        limit_s = max(left_s - len(policies) * MEASURED_S, GRAPHS_SHARE * self.budget.left_s)
-        self._compiled = dict(self.evaluator.compile(policies, limit_s))
-        return policies
+        The known-good policies are to be compared in them.
+        """
+        is_first = policy.compile != "off" and all(trial.policy.compile == "off" for trial in self.study.trials)
+        borrows = is_first or policy in self._compiled or policy in self.known_good
+        return self._left_s + (self._borrowed_s if borrows else 0.0)
+
+    @property
+    def _borrowed_s(self) -> float:
+        return BORROWED * self.reserve_s()
+
+    def _compile_ahead(self, baseline: Outcome) -> None:
+        """Compiles one policy of each kind beside one another, to be measured next: where two or more can be.
+
+        Not where memory is to be saved, which CUDA graphs need more of.
+        """
+        if not isinstance(baseline, Measurement) or self.study.yardstick.objective.name == "memory":
+            return
+        kinds = one_of_each_kind(self.study, self.baseline)
+        limit_s = GRAPHS_SHARE * self.budget.left_s
+        enough_s = min(limit_s, self._left_for(kinds[0])) if kinds else 0.0
+        trials = math.inf if self.budget.trials is None else GRAPHS_OF_TRIALS * self.budget.trials
+        policies = kinds[: int(min(trials, self.graphs_at_once.within(enough_s, baseline)))]
+        if len(policies) > 1:
+            self.observer(Compiling(policies=tuple(policies)))
+            self._compiled = dict(self.evaluator.compile(policies, limit_s))
+            self._began_s = self.budget.spent_s  # the cheap trials have their time still
+            self.study.measure_next([policy for policy in policies if policy in self._compiled])
 
     def _cheap_stage_is_over(self, suggestion: Suggestion | None) -> bool:
         """What is kept for the comparisons is known better with each trial, and so is the time there is."""

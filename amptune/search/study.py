@@ -169,6 +169,10 @@ class Study:
         """Has these suggested before anything else, those outside the space too."""
         self._first.extend(policies)
 
+    def measure_next(self, policies: Sequence[Policy]) -> None:
+        """Has these suggested before those that `measure_first` named."""
+        self._first.extendleft(reversed(policies))
+
     def suggest(self, fixed: Mapping[str, Any] | None = None) -> Suggestion | None:
         """The next unmeasured policy, with some knobs fixed; None when every such policy of the space is measured."""
         while self._first:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,6 +22,7 @@ from amptune.search.end_to_end import checked_in_a_loop, loop_s
 from amptune.search.events import Observer, SearchStarted
 from amptune.search.failed_baseline import error_of_baseline
 from amptune.search.finals import ROUNDS_PER_LAUNCH
+from amptune.search.graphs import GraphsAtOnce
 from amptune.search.headroom import kept_s, larger_batch
 from amptune.search.judging import Judge
 from amptune.search.objective import THROUGHPUT, ObjectiveName, objective_of
@@ -164,7 +166,12 @@ def _search_and_prove(evaluator: Evaluator, run: TuningRun, prepare_s: float, ob
         evaluator,
         request.budget,
         baseline=candidates.baseline,
-        memory_mib=run.prepared.memory_mib,
+        known_good=candidates.known_good,
+        graphs_at_once=GraphsAtOnce(
+            most=evaluator.graphs_at_once,
+            leaves=len(run.prepared.subject.leaves),
+            memory_mib=run.prepared.memory_mib or math.inf,
+        ),
         reserve_s=lambda: _proof_s(study, request.budget, prepare_s, run.prepared.start_s),
         observer=observer,
     )

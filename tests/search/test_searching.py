@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,10 +16,11 @@ from recorded import RecordedEvaluator, recorded_ms
 from test_tuning import request_in
 
 from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
-from amptune.policy.settings import Policy
+from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.budget import Budget
 from amptune.search.deciding import Decision
 from amptune.search.events import Event, SearchEnded, TrialEnded
+from amptune.search.objective import objective_of
 from amptune.search.searching import _least_s, _of_two
 from amptune.search.study import Study
 from amptune.search.trial import Trial
@@ -196,22 +198,59 @@ def searched_beside(folder: Path, budget_s: float = 180, **wanted: Any) -> tuple
     evaluator = CompilingBesideOneAnother("resnet50", noise=0.002, graphs_at_once=5, peak_mib=peak_mib)
     evaluator.true_ms = waiting_for_the_host
     clock = evaluator.clock = SimulatedClock()
+    objective = objective_of(wanted.pop("objective", "throughput"))
     request = request_in(folder, trials=wanted.pop("trials", None), **wanted)
-    request = replace(request, budget=Budget(seconds=budget_s, trials=request.budget.trials, started=0.0, clock=clock))
+    budget = Budget(seconds=budget_s, trials=request.budget.trials, started=0.0, clock=clock)
     events: list[Event] = []
-    return evaluator, tune_with(evaluator, request, events.append), events
+    return evaluator, tune_with(evaluator, replace(request, budget=budget, objective=objective), events.append), events
 
 
-def test_where_there_are_the_cores_several_kinds_are_compiled_beside_one_another(tmp_path: Path) -> None:
+def test_where_there_are_the_cores_a_graph_of_each_kind_is_compiled_behind_the_baseline(tmp_path: Path) -> None:
     evaluator, decision, events = searched_beside(tmp_path)
     (together,) = evaluator.compiled
-    assert len(together) == len({(policy.autocast, policy.memory_format) for policy in together}) == 5
-    assert {policy.compile for policy in together} == {"reduce-overhead"}
-    policies = tried(events)
-    first = policies.index(together[0])
-    assert tuple(policies[first : first + 5]) == together
+    kinds = [(policy.autocast, policy.memory_format) for policy in together]
+    layers = [(dtype, "channels_last") for dtype in ("bf16", "fp16", "off")]
+    assert kinds == [*layers, ("bf16", "contiguous"), ("fp16", "contiguous")]
+    assert {(policy.compile, policy.fused_optimizer) for policy in together} == {("reduce-overhead", True)}
+    assert tried(events)[:6] == [STOCK, *together]
     winner = decision.policy
     assert (winner.autocast, winner.memory_format, winner.compile) == ("bf16", "contiguous", "reduce-overhead")
+
+
+def test_what_was_compiled_ahead_is_not_compiled_once_more_for_being_the_best_of_its_kind(tmp_path: Path) -> None:
+    evaluator, _, events = searched_beside(tmp_path, budget_s=100)
+    compiled = [policy for policy in tried(events) if policy.compile != "off"]
+    assert {(p.autocast, p.memory_format) for p in compiled[5:]} <= {("off", "contiguous")}
+    assert len(evaluator.compiled) == 1
+
+
+def test_the_known_good_policies_are_measured_and_compared_though_graphs_took_the_time(tmp_path: Path) -> None:
+    evaluator, decision, events = searched_beside(tmp_path, budget_s=105)
+    assert len(evaluator.compiled) == 1
+    recipes = {
+        amp_recipe(dtype, memory_format=f) for dtype in ("bf16", "fp16") for f in ("contiguous", "channels_last")
+    }
+    assert recipes <= set(tried(events))
+    assert recipes <= {standing.policy for standing in decision.finalists}
+
+
+def test_cheap_trials_have_their_time_still(tmp_path: Path) -> None:
+    """Nine are asked for; if the graphs had used up the time of cheap trials, no others would come before dear ones."""
+    _, _, events = searched_beside(tmp_path, budget_s=300)
+    policies = tried(events)
+    eager = list(takewhile(lambda policy: policy.compile == "off", policies[6:]))
+    assert len(eager) > 12
+
+
+def test_a_study_that_is_resumed_compiles_only_what_it_has_not_measured(tmp_path: Path) -> None:
+    searched_beside(tmp_path)
+    evaluator, _, _ = searched_beside(tmp_path)
+    assert [policy for together in evaluator.compiled for policy in together if policy.autocast != "off"] == []
+
+
+def test_where_memory_is_to_be_saved_no_graphs_are_compiled_ahead(tmp_path: Path) -> None:
+    evaluator, _, _ = searched_beside(tmp_path, objective="memory")
+    assert evaluator.compiled == []
 
 
 def test_what_was_compiled_ahead_is_charged_with_it(tmp_path: Path) -> None:
@@ -223,7 +262,7 @@ def test_what_was_compiled_ahead_is_charged_with_it(tmp_path: Path) -> None:
     assert next(f for f in decision.findings if f.code == "compile-pays").figures["compile_s"] == 40.0
 
 
-@pytest.mark.parametrize(("budget_s", "wanted"), [(75, {}), (180, {"trials": 4})])
+@pytest.mark.parametrize(("budget_s", "wanted"), [(30, {}), (180, {"trials": 4})])
 def test_without_the_time_or_the_trials_for_several_graphs_one_is_compiled(
     tmp_path: Path, budget_s: float, wanted: dict[str, Any]
 ) -> None:
