@@ -122,10 +122,7 @@ def of_workload(name: str, device: torch.device) -> Cost:
         inputs = data
         if convolutions:
             own = own.to(memory_format=torch.channels_last)
-            inputs = tuple(
-                one.to(memory_format=torch.channels_last) if one.dim() == 4 else one  # noqa: PLR2004
-                for one in data
-            )
+            inputs = tuple(one.to(memory_format=torch.channels_last) if one.dim() == 4 else one for one in data)
         optimizer = bundled.optimizer(own)
 
         def step() -> None:

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 import amptune
 from amptune.errors import FileFormatError
-from amptune.policy.loading import dumps, load, load_any
+from amptune.policy.loading import dumps, load, load_any, parse_policy
 from amptune.policy.settings import LossScale, Policy
+from amptune.policy.yaml_text import parse
 
 DYNAMIC = LossScale(init=65536, growth_interval=2000, max=16777216)
 
@@ -54,3 +56,26 @@ def test_a_file_of_such_a_name_is_read_by_its_path(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     amptune.save(Policy(autocast="bf16"), tmp_path / "apex:O2")
     assert load("./apex:O2").policy == Policy(autocast="bf16")
+
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_the_guide_writes_out_what_the_levels_are(level: str) -> None:
+    (row,) = re.findall(rf"^\| `apex:{level}` \| (.*) \|$", README, re.MULTILINE)
+    text = "\n".join(["schema: amptune.policy/1", *re.findall(r"`([^`]*)`", row)])
+    found = parse_policy(parse(text, "policy.yaml"))
+    assert isinstance(found, amptune.PolicyFile)
+    assert found.policy == load(f"apex:{level}").policy
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("{}", LossScale()), ("{init: 128, static: true}", LossScale(init=128, static=True))],
+)
+def test_the_loss_scales_of_the_guide_are_read(written: str, meant: LossScale) -> None:
+    assert f"`loss_scale: {written}`" in README
+    found = parse_policy(parse(f"schema: amptune.policy/1\nautocast: fp16\nloss_scale: {written}\n", "policy.yaml"))
+    assert isinstance(found, amptune.PolicyFile)
+    assert found.policy.loss_scale == meant
