@@ -165,7 +165,7 @@ def by_hand(model: nn.Module, x: torch.Tensor, dtype: str) -> Step:
         with torch.autocast(device, dtype=AUTOCAST_DTYPES[dtype]):
             loss = own(x).square().mean()
         if scaler is None:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
         else:
             scaler.scale(loss).backward()

@@ -77,6 +77,7 @@ class Bench:
         self._sampler = Sampler(self._clock, Instruments(nvml, self._memory))
         self._batches: dict[tuple[int, int | None], list[Any]] = {}
         self._compilations = Compilations()
+        self._tuned: Tuned | None = None
         self._build()
 
     def _build(self) -> None:
@@ -116,7 +117,11 @@ class Bench:
         _seed_everything(self._seed)
         # without the guard, whatever the environment says: it would be in the figures
         with apply(policy, self.model, any_hardware=True, guard=False) as tuned:
-            yield tuned, Stepper(self.workload, tuned, batches)
+            self._tuned = tuned
+            try:
+                yield tuned, Stepper(self.workload, tuned, batches)
+            finally:
+                self._tuned = None
 
     def _measure(self, tuned: Tuned, stepper: Stepper, effort: Effort) -> Measurement:
         started_s = self._clock.now_s()
@@ -236,7 +241,7 @@ class Bench:
     def _put_back(self) -> None:
         for tensor, initial in zip(self._state(), self._initial, strict=True):
             if 0 not in tensor.stride():  # an expanded buffer: no step can have written to it, nor can this
-                tensor.copy_(initial)
+                tensor.copy_(initial) if self._tuned is None else self._tuned.write(tensor, initial)
             tensor.grad = None
         for module, training in self._modes.items():
             module.training = training

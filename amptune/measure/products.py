@@ -60,7 +60,7 @@ def _grouped(profile: StepProfile, policy: Policy) -> Iterator[Finding]:
     slowest = max(profile.grouped, key=lambda convolution: convolution.plain_ms)
     ways = ["channels_last"] if policy.memory_format == "contiguous" else []
     ways += [] if policy.cudnn_benchmark else ["cudnn_benchmark"]
-    ways += [] if policy.autocast == "off" else ["keeping them in FP32 (fp32_modules)"]
+    ways += [] if policy.precision == "off" else ["keeping them in FP32 (fp32_modules)"]
     message = (
         f"grouped convolutions take {ms:.3g} ms of the step's {profile.step_ms:.3g} in kernels without tensor cores, "
         f"{where(times, profile)}; the slowest has {_grouping(slowest)}; try {', '.join([*ways, 'wider groups'])}"
@@ -110,15 +110,15 @@ def _towards_tensor_cores(plain: list[ProductTime], gpu: Gpu, policy: Policy) ->
         return f"{has_none}, so half precision saves memory and traffic, and little arithmetic"
     if _allowed(plain[0], gpu, policy):
         shapes = "few channels" if plain[0].kind == "convolution" else "very few rows, or odd sizes"
-        unused = "" if policy.autocast == "off" else "; half precision gains little there, so try fp32_modules"
+        unused = "" if policy.precision == "off" else "; half precision gains little there, so try fp32_modules"
         return f"the precision allows them, but the library chose no such kernel, as it does for {shapes}{unused}"
-    if policy.autocast != "off":
+    if policy.precision != "off":
         return "modules kept in FP32 use them with fp32_math: tf32" if gpu.tf32 else "they are kept in FP32"
     return f"FP32 does not use them as it is set; try {'fp32_math: tf32, or ' if gpu.tf32 else ''}autocast"
 
 
 def _allowed(product: ProductTime, gpu: Gpu, policy: Policy) -> bool:
     """Whether the policy lets the product run on tensor cores; stock PyTorch does for convolutions alone."""
-    if policy.autocast != "off" and not policy.fp32_modules:
+    if policy.precision != "off" and not policy.fp32_modules:
         return True
     return gpu.tf32 and (policy.fp32_math == "tf32" or (policy.fp32_math == "stock" and product.kind == "convolution"))

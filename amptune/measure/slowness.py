@@ -87,7 +87,7 @@ def _launch_bound(profile: StepProfile, policy: Policy) -> Iterator[Finding]:
 
 
 def _waiting(profile: StepProfile, policy: Policy) -> str:
-    own = profile.synchronizations - (FP16_SYNCHRONIZATIONS if policy.autocast == "fp16" else 0)
+    own = profile.synchronizations - (FP16_SYNCHRONIZATIONS if policy.scales_loss else 0)
     if own < 1:
         return ""
     times = "once" if own < 2 else f"{own:.0f} times"
@@ -120,6 +120,8 @@ def _casts(profile: StepProfile, policy: Policy) -> Iterator[Finding]:
 
 
 def _fewer_casts(times: Times, policy: Policy) -> str:
+    if policy.precision == "half":
+        return "look there for .float() and .to(dtype), and keep together what fp32_modules keeps in FP32"
     if policy.autocast == "off":
         return "they are the code's own, since autocast is off: look for .float(), .half() and .to(dtype)"
     if summed(times)[0][0] is None:
@@ -147,7 +149,7 @@ def _layouts(profile: StepProfile, policy: Policy) -> Iterator[Finding]:
 
 def _fewer_layouts(profile: StepProfile, policy: Policy) -> str:
     padded_ms = sum(layout.ms for layout in profile.layouts if layout.channels and layout.channels % 8)
-    if padded_ms >= MOST * profile.layout_ms and policy.autocast != "off":
+    if padded_ms >= MOST * profile.layout_ms and policy.precision != "off":
         return (
             "tensor cores want input channels in multiples of 8 in half precision, and the copies arrange that; in "
             "FP32 (fp32_modules) such a convolution is faster if it is not large"
@@ -166,7 +168,7 @@ def _slow_operation(profile: StepProfile, policy: Policy) -> Iterator[Finding]:
     times: Times = [(one.module, one.ms) for one in profile.operations if one.operation == operation]
     ways = ["memory_format: channels_last"] if policy.memory_format == "contiguous" else []
     # Many modules in FP32 would cost more in casts than they gain: ResNet-50's BatchNorm does.
-    ways += ["FP32 for it (fp32_modules)"] if policy.autocast != "off" and summed(times)[0][1] >= MOST * ms else []
+    ways += ["FP32 for it (fp32_modules)"] if policy.precision != "off" and summed(times)[0][1] >= MOST * ms else []
     ways += ["torch.compile, which fuses it with its neighbours"] if policy.compile == "off" else []
     message = (
         f"{operation} takes {ms:.3g} ms of the step's {profile.step_ms:.3g}, forward and backward, "

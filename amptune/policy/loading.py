@@ -10,6 +10,7 @@ from typing import Any
 
 from amptune.errors import FileFormatError, OutputError
 from amptune.policy.file import PolicyFile
+from amptune.policy.presets import is_preset, preset
 from amptune.policy.profile import Entry, Profile, resolve
 from amptune.policy.settings import Policy
 from amptune.policy.wire import (
@@ -27,7 +28,7 @@ __all__ = ["dumps", "load", "load_any", "parse_policy", "require_writable", "sav
 
 
 def load(path: str | os.PathLike[str]) -> PolicyFile:
-    """A policy file, or the entry of a profile that matches this machine.
+    """A policy file, or the entry of a profile that matches this machine; `apex:O0` to `apex:O3` go by their name.
 
     Raises `FileFormatError` with every problem in the file, `HardwareMismatchError` if no entry matches.
     """
@@ -40,8 +41,9 @@ def load(path: str | os.PathLike[str]) -> PolicyFile:
 
 
 def load_any(path: str | os.PathLike[str]) -> PolicyFile | Profile:
-    """What the file holds. Raises `FileFormatError`."""
-    return parse_policy(read(path))
+    """What the file holds, or the preset of that name. Raises `FileFormatError`."""
+    name = os.fspath(path)
+    return preset(name) if is_preset(name) else parse_policy(read(path))
 
 
 def parse_policy(document: Document) -> PolicyFile | Profile:

@@ -20,10 +20,12 @@ __all__ = [
     "ModuleRule",
     "Policy",
     "Reason",
+    "Weights",
     "amp_recipe",
 ]
 
 Autocast = Literal["off", "bf16", "fp16"]
+Weights = Literal["fp32", "half"]
 Fp32Math = Literal["stock", "ieee", "tf32"]
 MemoryFormat = Literal["contiguous", "channels_last", "channels_last_3d"]
 CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
@@ -82,10 +84,10 @@ class ModuleRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp32Rule(ModuleRule):
-    """Modules kept out of autocast.
+    """Modules kept out of autocast, or out of half weights.
 
     `cast_output` casts the output back to the autocast dtype, so an FP32 output does not promote the stream
-    behind it.
+    behind it. Beside half weights every output is cast back: what follows could not take it otherwise.
     """
 
     cast_output: bool = False
@@ -98,18 +100,36 @@ class HalfRule(ModuleRule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
-    """Dynamic loss scaling of fp16; the defaults are those of `torch.amp.GradScaler`."""
+    """Loss scaling of fp16; the defaults are those of `torch.amp.GradScaler`.
+
+    The scale starts at `init`, doubles after `growth_interval` clean steps, up to `max` (None: without end), and halves
+    with each step that overflows, which is skipped. One that is `static` stays at `init`.
+    """
 
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
     init: float = 65536.0
     growth_interval: int = 2000
+    max: float | None = None
+    static: bool = False
 
     def __post_init__(self) -> None:
+        """Raises `ValueError` with every problem, one a line, each after the name of its field."""
+        wrong = []
         if not self.init > 0:
-            raise ValueError(f"init: {self.init} is not above 0")
+            wrong.append(f"init: {self.init} is not above 0")
         if self.growth_interval < 1:
-            raise ValueError(f"growth_interval: {self.growth_interval} is not at least 1")
+            wrong.append(f"growth_interval: {self.growth_interval} is not at least 1")
+        if self.max is not None and self.static:
+            wrong.append("max: a static loss scale does not grow")
+        elif self.max is not None and not self.max >= self.init:
+            wrong.append(f"max: {self.max:g} is below init, {self.init:g}")
+        if wrong:
+            raise ValueError("\n".join(wrong))
+
+    def __str__(self) -> str:
+        most = "" if self.max is None else f", at most {self.max:.10g}"
+        return f"{'static ' if self.static else ''}{self.init:.10g}{most}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,13 +137,19 @@ class Policy:
     """How to run a training step. `Policy()` is stock PyTorch; every field departs from it when set.
 
     `batch_size` is per device and None leaves it to the user; `accumulate` counts micro-batches per optimizer
-    step. A module that both kinds of rules name stays in FP32. `loss_scale` belongs to fp16 alone; None means
-    `torch.amp.GradScaler`'s defaults there.
+    step. A module that both kinds of rules name stays in FP32.
+
+    `weights: half` holds weights and buffers in fp16, which replaces autocast: `master_weights` lets the optimizer
+    update them in FP32, and `keep_batchnorm_fp32` leaves BatchNorm's out. `loss_scale` belongs to fp16 alone; None
+    means `torch.amp.GradScaler`'s defaults there, and no scaling for half weights without master weights.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
     autocast: Autocast = "off"
+    weights: Weights = "fp32"
+    master_weights: bool = False
+    keep_batchnorm_fp32: bool = False
     fp32_math: Fp32Math = "stock"
     fp32_modules: tuple[Fp32Rule, ...] = ()
     half_modules: tuple[HalfRule, ...] = ()
@@ -142,15 +168,46 @@ class Policy:
             wrong.append(f"batch_size: {self.batch_size} is not at least 1")
         if self.accumulate < 1:
             wrong.append(f"accumulate: {self.accumulate} is not at least 1")
-        if self.loss_scale is not None and self.autocast != "fp16":
+        wrong += self._of_half_weights()
+        if self.loss_scale is not None and self.autocast != "fp16" and self.weights != "half":
             wrong.append(f"loss_scale: only autocast fp16 scales the loss, and autocast is {self.autocast}")
         if wrong:
             raise ValueError("\n".join(wrong))
 
+    def _of_half_weights(self) -> Iterator[str]:
+        if self.weights == "half" and self.autocast != "off":
+            yield f"weights: half weights compute in half without autocast, and autocast is {self.autocast}"
+        if self.master_weights and self.weights != "half":
+            yield f"master_weights: only half weights have FP32 masters, and weights is {self.weights}"
+        if self.keep_batchnorm_fp32 and self.weights != "half":
+            yield f"keep_batchnorm_fp32: BatchNorm is in FP32 already where weights is {self.weights}"
+
+    @property
+    def precision(self) -> Autocast | Literal["half"]:
+        """What matrix products are computed in by default, and how they come by it."""
+        return "half" if self.weights == "half" else self.autocast
+
+    @property
+    def recipe(self) -> Policy:
+        """Its precision as it is tried first: with all modules in it, and nothing else."""
+        return Policy(
+            autocast=self.autocast,
+            weights=self.weights,
+            master_weights=self.master_weights,
+            keep_batchnorm_fp32=self.keep_batchnorm_fp32,
+        )
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether small gradients would be lost without it: those of fp16, where something of them is kept in FP32."""
+        return self.autocast == "fp16" or (
+            self.weights == "half" and (self.master_weights or self.loss_scale is not None)
+        )
+
     @property
     def uses_fp32_math(self) -> bool:
-        """Whether any product is left to compute in FP32: under autocast those of the excluded modules alone."""
-        return self.autocast == "off" or bool(self.fp32_modules)
+        """Whether any product is left to compute in FP32: beside half precision those of the excluded modules alone."""
+        return self.precision == "off" or bool(self.fp32_modules)
 
     def departures(self) -> Iterator[tuple[str, Any]]:
         """Each setting that differs from stock PyTorch, as (name, value), in the order of the file."""
@@ -182,9 +239,11 @@ def _in_words(name: str, value: Any) -> str:
             return "FP32: " + " + ".join(map(str, value))
         case "half_modules":
             return "half: " + " + ".join(map(str, value))
-        case "cudnn_benchmark" | "fused_optimizer":
+        case "weights":
+            return f"{value} weights"
+        case "keep_batchnorm_fp32":
+            return "BatchNorm in FP32"
+        case "cudnn_benchmark" | "fused_optimizer" | "master_weights":
             return name.replace("_", " ")
-        case "loss_scale":
-            return f"loss scale {value.init:g}"
         case _:
             return f"{name.replace('_', ' ')} {value}"

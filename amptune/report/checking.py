@@ -9,8 +9,11 @@ __all__ = ["check_file"]
 
 def check_file(path: str) -> tuple[str, tuple[Finding, ...]]:
     """(kind of file, notes). Raises `FileFormatError` if malformed, `HardwareMismatchError` if not valid here."""
+    from amptune.policy.presets import is_preset
     from amptune.policy.yaml_text import read
 
+    if is_preset(path):
+        return _check_policy_or_profile(path)
     data = read(path).data
     schema = data.get("schema") if isinstance(data, dict) else None
     if isinstance(schema, str) and schema.startswith("amptune.space/"):

@@ -116,7 +116,7 @@ def _same(measured: Policy, written: Policy) -> bool:
 
 
 def _settings(policy: Policy) -> Iterator[str]:
-    yield _AUTOCAST[policy.autocast]
+    yield from _half_weights(policy) if policy.weights == "half" else [_AUTOCAST[policy.autocast]]
     yield _FP32_MATH[policy.fp32_math]
     yield from map(_rule, policy.fp32_modules)
     yield from (
@@ -135,7 +135,27 @@ def _settings(policy: Policy) -> Iterator[str]:
         yield "fused_optimizer true: one kernel updates all parameters."
     if policy.loss_scale is not None:
         scale = policy.loss_scale
-        yield f"loss_scale: starts at {scale.init:g}, doubles every {scale.growth_interval} clean steps."
+        most = "" if scale.max is None else f", up to {scale.max:.10g}"
+        yield (
+            f"loss_scale: stays at {scale.init:g}."
+            if scale.static
+            else f"loss_scale: starts at {scale.init:g}, doubles every {scale.growth_interval} clean steps{most}."
+        )
+
+
+def _half_weights(policy: Policy) -> Iterator[str]:
+    yield (
+        "weights half: weights are held in float16 and everything computes in it, without autocast's casts; it has 11 "
+        "bits of precision and a small range."
+    )
+    yield (
+        "master_weights true: the optimizer updates FP32 copies of the weights, so that small updates are not lost; "
+        "the loss is scaled, and a step whose gradients overflow is skipped."
+        if policy.master_weights
+        else "master_weights false: weights are updated in float16, which loses updates below a 2000th of a weight."
+    )
+    if policy.keep_batchnorm_fp32:
+        yield "keep_batchnorm_fp32 true: BatchNorm's weights and statistics stay in FP32."
 
 
 def _rule(rule: Fp32Rule) -> str:

@@ -13,14 +13,17 @@ from torch import nn
 
 from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
-from amptune.policy.settings import Fp32Rule, Policy
+from amptune.policy.settings import Policy
 from amptune.runtime.batch_statistics import FiniteStatistics
 from amptune.runtime.digest import model_digest
 from amptune.runtime.global_flags import keep_autocast_out_of_compiled_backward, set_cudnn_benchmark, set_fp32_math
 from amptune.runtime.guarding import Guard
+from amptune.runtime.half_training import HalfTraining
+from amptune.runtime.half_weights import HalfWeights
+from amptune.runtime.kept_in_fp32 import require_convertible
 from amptune.runtime.layout import convert_model, convertible
+from amptune.runtime.precisions import kept_by, precisions_of
 from amptune.runtime.reading import kind_of, read_policy
-from amptune.runtime.selection import select
 from amptune.runtime.swapping import obstacle, overlaid, swap, swapped_class, unswap
 from amptune.runtime.tuned import Tuned
 
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from amptune.policy.file import PolicyFile
-    from amptune.policy.settings import CompileMode, ModuleRule
+    from amptune.policy.settings import CompileMode
     from amptune.runtime.selection import Selected
     from amptune.runtime.swapping import Precision
 
@@ -54,6 +57,7 @@ def apply(
 ) -> Tuned:
     """Applies a policy, a policy file or the fitting entry of a profile to the model, until `Tuned.undo`.
 
+    `"apex:O0"` to `"apex:O3"` are the opt levels of NVIDIA's Apex as policies.
     Apply before building the optimizer, `torch.compile`, DistributedDataParallel and `fully_shard`.
     Raises `HardwareMismatchError` for a file that was tuned on another GPU, unless `any_hardware` or the
     environment's AMPTUNE_ANY_HARDWARE=1 says so; `FileFormatError` for a malformed one; `PolicyApplyError`
@@ -66,30 +70,17 @@ def apply(
     """
     _require_plain(model)
     settings, drift = _read(policy, model, any_hardware=any_hardware)
-    selected = _selected(settings, model)
+    selected = precisions_of(settings, model)
     _require_swappable(selected)
     if selected or settings.memory_format != "contiguous":
         _require_unsharded(model)
+    if settings.weights == "half":
+        require_convertible(model, kept_by(settings, model, selected), masters=settings.master_weights)
     for finding in drift:
         warnings.warn(str(finding), PolicyDriftWarning, stacklevel=2)
     findings = (*drift, *_without_effect(settings, model))
     guarded = os.environ.get(_GUARD, "") not in ("", "0") if guard is None else guard
     return _apply(settings, model, selected, findings, guarded=guarded, protect_batch_norm=protect_batch_norm)
-
-
-def _selected(settings: Policy, model: nn.Module) -> list[tuple[Selected, Precision]]:
-    """The modules that get a precision of their own; what FP32 rules name or hold is theirs."""
-    wide = select(model, settings.fp32_modules)
-    narrow = select(model, settings.half_modules, "half_modules")
-    if settings.autocast == "off":
-        return []
-    inside = {module for one in wide for module in one.module.modules()}
-    kept: list[tuple[Selected, Precision]] = [(one, _precision_of(one.rule)) for one in wide]
-    return kept + [(one, "half") for one in narrow if one.module not in inside]
-
-
-def _precision_of(rule: ModuleRule) -> Precision:
-    return "fp32-cast" if isinstance(rule, Fp32Rule) and rule.cast_output else "fp32"
 
 
 def _require_plain(model: nn.Module) -> None:
@@ -135,7 +126,7 @@ def _gpu_of(model: nn.Module) -> str | None:
 def _require_swappable(selected: Sequence[tuple[Selected, Precision]]) -> None:
     found = [(one, precision, obstacle(one.module, precision)) for one, precision in selected]
     reasons = [f"\n  {one} {reason}" for one, _, reason in found if reason is not None]
-    half = any(precision == "half" for _, precision, reason in found if reason is not None)
+    half = any(precision.startswith("half") for _, precision, reason in found if reason is not None)
     if reasons:
         where = "run in half" if half else "kept in FP32"
         raise PolicyApplyError(f"not every module can be {where}:{''.join(reasons)}")
@@ -151,11 +142,16 @@ def _require_unsharded(model: nn.Module) -> None:
 
 def _without_effect(settings: Policy, model: nn.Module) -> Iterator[Finding]:
     for setting in ("fp32_modules", "half_modules"):
-        if settings.autocast == "off" and getattr(settings, setting):
+        if settings.precision == "off" and getattr(settings, setting):
             yield Finding(
                 code=f"{setting.replace('_', '-')}-without-effect",
                 message=f"autocast is off, so everything runs in FP32 and {setting} changes nothing",
             )
+    if settings.weights == "half" and settings.half_modules:
+        yield Finding(
+            code="half-modules-without-effect",
+            message="weights are half, so everything runs in half already and half_modules changes nothing",
+        )
     if settings.memory_format == "contiguous":
         return
     lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
@@ -192,6 +188,9 @@ def _apply(
         for one, precision in selected:
             swap(one.module, precision)
             steps.callback(unswap, one.module)
+        half_training = _half_training(settings, model, selected)
+        if half_training is not None:
+            steps.callback(half_training.undo)
         compiled = model if settings.compile == "off" else _compiled(settings.compile, model, steps)
         guard = Guard(settings, model, compiled) if guarded else None
         way_back = steps.pop_all()
@@ -200,8 +199,34 @@ def _apply(
         _require_unswappable(selected)
         way_back.close()
 
-    statistics = FiniteStatistics(model) if protect_batch_norm and settings.autocast == "fp16" else None
-    return Tuned(settings, model, model=compiled, findings=findings, undo=undo, guard=guard, statistics=statistics)
+    statistics = FiniteStatistics(model) if protect_batch_norm and settings.scales_loss else None
+    return Tuned(
+        settings,
+        model,
+        model=compiled,
+        findings=[*findings, *_without_half_weights(half_training)],
+        undo=undo,
+        guard=guard,
+        statistics=statistics,
+        half_training=half_training,
+    )
+
+
+def _without_half_weights(half_training: HalfTraining | None) -> Iterator[Finding]:
+    if half_training is not None and half_training.held.is_empty:
+        yield Finding(
+            code="half-weights-without-effect",
+            message="the model has no FP32 weights that are not to stay in FP32, so weights: half changes none",
+        )
+
+
+def _half_training(
+    settings: Policy, model: nn.Module, selected: Sequence[tuple[Selected, Precision]]
+) -> HalfTraining | None:
+    if settings.weights != "half":
+        return None
+    kept = kept_by(settings, model, selected)
+    return HalfTraining(HalfWeights.of(model, kept, masters=settings.master_weights))
 
 
 def _compiled(mode: CompileMode, model: nn.Module, steps: ExitStack) -> nn.Module:

@@ -70,7 +70,7 @@ class Guard:
         self._batches.batch_size = None
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._policy.autocast == "fp16" and self._is_on:
+        if self._policy.scales_loss and self._is_on:
             self.checkpoints.follow(optimizer)
 
     # What the loss scaler does.

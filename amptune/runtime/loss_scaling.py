@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amptune.policy.settings import LossScale
+
 if TYPE_CHECKING:
     from amptune.policy.settings import Policy
     from amptune.runtime.batch_statistics import FiniteStatistics
+    from amptune.runtime.half_training import HalfTraining
 
 __all__ = ["PolicyScaler", "scaler_for"]
 
@@ -21,30 +24,57 @@ class PolicyScaler(torch.amp.GradScaler):
 
     Such a run saves an empty state, which an enabled GradScaler refuses to load. The other way round needs
     nothing: a disabled one ignores what it is given. `statistics` are kept finite at each update, where there are any.
+    Its scale has a maximum where the policy gives it one, and one that is static stays as it is, whatever it loads; a
+    step that overflows is skipped all the same. Gradients in half are taken where the weights are, in
+    `half_training`.
     """
 
     statistics: FiniteStatistics | None = None
+    half_training: HalfTraining | None = None
+    policy_scale: LossScale = LossScale()
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        if self.half_training is not None:
+            self.half_training.require_served(optimizer)
+        return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         super().update(new_scale)
-        if self.statistics is not None and self.is_enabled():
+        if not self.is_enabled():
+            return
+        if self.policy_scale.max is not None and self._scale is not None:
+            self._scale.clamp_(max=self.policy_scale.max)
+        if self.statistics is not None:
             self.statistics.restore()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.is_enabled() and not state_dict:
             _log.info("the checkpoint's loss scaler was off: loss scaling starts anew at %g", self.get_scale())
             return
-        super().load_state_dict(state_dict)
+        if not self.policy_scale.static:
+            super().load_state_dict(state_dict)
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        if self.half_training is not None:
+            self.half_training.widen_gradients(optimizer)
+        allow_fp16 = allow_fp16 or self.half_training is not None
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "statistics": None}  # which are one model's, and not a copy's
+        # which are one model's, and not a copy's
+        return {**super().__getstate__(), "statistics": None, "half_training": None}
 
 
 def scaler_for(policy: Policy, device_type: str, kind: type[PolicyScaler] = PolicyScaler) -> PolicyScaler:
     """Enabled for fp16 alone: bf16 has the range of FP32."""
-    if policy.autocast != "fp16":
+    scale = policy.loss_scale or LossScale()
+    if not policy.scales_loss or (scale.static and scale.init == 1):
         return kind(device_type, enabled=False)
-    if policy.loss_scale is None:
-        return kind(device_type)
-    scale = policy.loss_scale
-    return kind(device_type, init_scale=scale.init, growth_interval=scale.growth_interval)
+    scaler = kind(device_type, init_scale=scale.init, growth_interval=scale.growth_interval)
+    scaler.policy_scale = scale
+    if scale.static:  # which its __init__ does not take
+        scaler.set_growth_factor(1.0)
+        scaler.set_backoff_factor(1.0)
+    return scaler

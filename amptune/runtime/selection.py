@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from amptune.policy.settings import ModuleRule
 
-__all__ = ["Selected", "has_forward", "matcher_of", "select"]
+__all__ = ["Selected", "has_forward", "matcher_of", "runnable_in", "select"]
 
 # What wrapping puts before every path: torch.compile, and DistributedDataParallel or DataParallel.
 _WRAPPER_NAMES = ("_orig_mod", "module")
@@ -25,11 +25,14 @@ _WRAPPER_NAMES = ("_orig_mod", "module")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
-    """A module that gets a precision of its own, under the first of its paths; the root's path is empty."""
+    """A module that gets a precision of its own, under the first of its paths; the root's path is empty.
+
+    The `rule` that names it is None where the policy means it without naming it.
+    """
 
     path: str
     module: nn.Module
-    rule: ModuleRule
+    rule: ModuleRule | None = None
 
     def __str__(self) -> str:
         return self.path or "the model itself"
@@ -50,7 +53,7 @@ def select(model: nn.Module, rules: Sequence[ModuleRule], setting: str = "fp32_m
     for rule in rules:
         matches = _matches(rule)
         matched = [module for module in paths if any(matches(path, module) for path in paths[module])]
-        runnable = [module for top in matched for module in _runnable(top)]
+        runnable = [module for top in matched for module in runnable_in(top)]
         for module in runnable:
             rule_of.setdefault(module, rule)
         if not runnable:
@@ -92,13 +95,13 @@ def _name_pattern(name: str) -> str:
     return inside + r"\."
 
 
-def _runnable(module: nn.Module) -> Iterator[nn.Module]:
+def runnable_in(module: nn.Module) -> Iterator[nn.Module]:
     """The module, or where it has no forward (a ModuleList, a ModuleDict) the modules it holds."""
     if has_forward(module):
         yield module
     else:
         for child in module.children():
-            yield from _runnable(child)
+            yield from runnable_in(child)
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -48,7 +48,8 @@ class StepWatch:
         self.most_steps = 0
         self.autocast_was_used = False
         self._scale_was_used = False
-        self._scales = policy.autocast == "fp16"
+        self._scales = policy.scales_loss
+        self._in_half = "with half weights" if policy.weights == "half" else "under autocast fp16"
         self._model = weakref.ref(model)  # whose hooks lead here
         self._misuse = misuse
         self._after_gradient = after_gradient
@@ -143,16 +144,20 @@ class StepWatch:
                 "optimizer.step() at {here} applies gradients that are still multiplied by the loss scale, overflowed "
                 "ones too: call tuned.scaler.step(optimizer) instead",
             )
-        elif gradient.origin == "plain loss" and self.autocast_was_used and not self._scale_was_used:
+        elif gradient.origin == "plain loss" and self._computes_in_half and not self._scale_was_used:
             # Twice, as another loss of the same iteration may be the one that is scaled, and this one needs no scale.
             steps.without_scaler += 1
             if steps.without_scaler == 2:
                 self._misuse.say(
                     "stepped-without-scaler",
-                    "optimizer.step() at {here} trains under autocast fp16 without a loss scaler, so small gradients "
+                    f"optimizer.step() at {{here}} trains {self._in_half} without a loss scaler, so small gradients "
                     "become zero: write tuned.scaler.scale(loss).backward(); tuned.scaler.step(optimizer); "
                     "tuned.scaler.update()",
                 )
+
+    @property
+    def _computes_in_half(self) -> bool:
+        return self.autocast_was_used or self._in_half == "with half weights"
 
     def _look_at_autocast(self, device: torch.device) -> None:
         if _is_inside_autocast(device) and torch.is_autocast_cache_enabled():

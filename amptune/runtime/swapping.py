@@ -1,4 +1,4 @@
-"""One module in a precision of its own inside autocast, by swapping its class for a subclass with another forward.
+"""One module in a precision of its own, by swapping its class for a subclass with another forward.
 
 A class swap (as `torch.nn.utils.parametrize` and FSDP2 do it) leaves the module the same object: state_dict
 keys, `isinstance`, hooks, copies and pickles hold, and torch.compile sees no break in the graph. Replacing
@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from amptune.errors import PolicyApplyError
+from amptune.runtime.gradient_dtype import take_gradients_as_they_come
 from amptune.runtime.nested import map_tensors
 
 if TYPE_CHECKING:
@@ -23,8 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Precision", "obstacle", "overlaid", "precision_of", "swap", "swapped_class", "unswap"]
 
-# "fp32" gives its FP32 output on, "fp32-cast" casts it back to autocast's dtype; "half" is autocast's dtype.
-Precision = Literal["fp32", "fp32-cast", "half"]
+# Inside autocast: "fp32" gives its FP32 output on, "fp32-cast" casts it back to autocast's dtype; "half" is autocast's
+# dtype. With half weights: "half-weights" is the model that has them, FP32 going in and out; "fp32-weights" a module
+# within it that has FP32 weights, half going in and out.
+Precision = Literal["fp32", "fp32-cast", "half", "half-weights", "fp32-weights"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -61,9 +65,9 @@ def obstacle(module: nn.Module, precision: Precision = "fp32") -> str | None:
 
 
 def swap(module: nn.Module, precision: Precision = "fp32") -> None:
-    """Gives the module this precision from now on, whenever it runs inside autocast; outside it changes nothing.
+    """Gives the module this precision from now on; the three that are about autocast change nothing outside it.
 
-    In FP32 half inputs are cast, at any depth of the arguments; in half FP32 inputs are, and the weights.
+    In FP32 half inputs are cast, at any depth of the arguments; in half FP32 inputs are, and autocast's weights.
     Raises `PolicyApplyError` where there is an `obstacle`.
     """
     reason = obstacle(module, precision)
@@ -111,7 +115,7 @@ def _class_in(precision: Precision, cls: type[nn.Module]) -> type[nn.Module]:
         "__qualname__": cls.__qualname__,
         "__reduce_ex__": _reduction_of(cls, precision),
         "_amptune_precision": precision,
-        "forward": _half_forward_of(cls) if precision == "half" else _fp32_forward_of(cls, precision),
+        "forward": _forward_in(precision, cls),
     }
     becomes = getattr(cls, "cls_to_become", None)
     if becomes is not None:  # a lazy module takes this class once it has seen its first input
@@ -119,6 +123,42 @@ def _class_in(precision: Precision, cls: type[nn.Module]) -> type[nn.Module]:
     made: type[nn.Module] = types.new_class(cls.__name__, (cls,), exec_body=lambda space: space.update(body))
     _classes[cls, precision] = made
     return made
+
+
+def _forward_in(precision: Precision, cls: type[nn.Module]) -> Callable[..., Any]:
+    match precision:
+        case "half":
+            return _half_forward_of(cls)
+        case "half-weights":
+            return _half_weights_forward_of(cls)
+        case "fp32-weights":
+            return _fp32_weights_forward_of(cls)
+        case _:
+            return _fp32_forward_of(cls, precision)
+
+
+def _half_weights_forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
+    @functools.wraps(cls.forward, updated=())
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and DistributedDataParallel._active_ddp_module is not None:
+            take_gradients_as_they_come(self)  # its buckets are in half, as the weights are, and hold nothing else
+        args, kwargs = map_tensors(_floats_to_half, (args, kwargs))
+        return map_tensors(_to_fp32, cls.forward(self, *args, **kwargs))
+
+    return forward
+
+
+def _fp32_weights_forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
+    @functools.wraps(cls.forward, updated=())
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = map_tensors(_to_fp32, (args, kwargs))
+        return map_tensors(_floats_to_half, cls.forward(self, *args, **kwargs))
+
+    return forward
+
+
+def _floats_to_half(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.half() if tensor.is_floating_point() else tensor
 
 
 def _fp32_forward_of(cls: type[nn.Module], precision: Precision) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from amptune.policy.settings import Policy
     from amptune.runtime.batch_statistics import FiniteStatistics
     from amptune.runtime.guarding import Guard
+    from amptune.runtime.half_training import HalfTraining
 
 __all__ = ["AUTOCAST_DTYPES", "Tuned"]
 
@@ -47,6 +49,7 @@ class Tuned:
         undo: Callable[[], None],
         guard: Guard | None = None,
         statistics: FiniteStatistics | None = None,
+        half_training: HalfTraining | None = None,
     ) -> None:
         self.policy = policy
         self.model = model
@@ -55,6 +58,7 @@ class Tuned:
         self._undo = undo
         self._guard = guard
         self._statistics = statistics
+        self._half_training = half_training
         self._scalers: dict[str, PolicyScaler] = {}
         self._active = True
 
@@ -75,25 +79,47 @@ class Tuned:
 
     @property
     def scaler(self) -> PolicyScaler:
-        """The loss scaler for the device the model is on now, the same one at each call; enabled for fp16 alone."""
+        """The loss scaler for the device the model is on now, the same one at each call; enabled for fp16 alone.
+
+        With half weights too, where the policy has master weights or a loss scale of its own.
+        """
         device_type = self._device_type()
         if device_type not in self._scalers:
             self._scalers[device_type] = self._new_scaler(device_type)
         return self._scalers[device_type]
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The same optimizer, fused in place where the policy says so; one that cannot be is a finding."""
+        """The same optimizer, fused in place where the policy says so; one that cannot be is a finding.
+
+        Where the policy has master weights, its steps update those, and the model's weights become what they round to;
+        raises `PolicyApplyError` for LBFGS, and for sharded weights.
+        """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise PolicyApplyError(
                 f"tuned.optimizer() takes a built torch.optim.Optimizer, not {type(optimizer).__name__}: "
                 "tuned.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))"
             )
-        finding = fuse(optimizer) if self.policy.fused_optimizer else None
-        if finding is not None:
-            self._findings.append(finding)
+        if self._half_training is not None and self._active:
+            self._half_training.serve(optimizer)
+        if self.policy.fused_optimizer:
+            self._fuse(optimizer)
         if self._guard is not None:
             self._guard.follow(optimizer)
         return optimizer
+
+    def _fuse(self, optimizer: torch.optim.Optimizer) -> None:
+        with nullcontext() if self._half_training is None else self._half_training.lent_to(optimizer):
+            finding = fuse(optimizer)
+        if finding is not None:
+            self._findings.append(finding)
+
+    def write(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Gives a parameter or buffer of the model a value in FP32; where it is held in half, its master keeps that."""
+        if self._half_training is None or not self._active:
+            with torch.no_grad():
+                tensor.copy_(value)
+        else:
+            self._half_training.held.write(tensor, value)
 
     def batch(self, batch: Any) -> Any:
         """The batch in the policy's memory format: tensors at any depth of tuples, dicts and dataclasses."""
@@ -119,14 +145,16 @@ class Tuned:
     def undo(self) -> None:
         """Restores the model, its layout and the process's flags; a second call does nothing.
 
-        An optimizer stays fused. Raises `PolicyApplyError`, with nothing undone, while something that was put
-        over the policy is in the way.
+        Weights in half become FP32 again: what their masters are, where they have any, otherwise what they were rounded
+        to; buffers what they were, unless they were written to. An optimizer stays fused, and keeps its state.
+
+        Raises `PolicyApplyError`, with nothing undone, while something that was put over the policy is in the way.
         """
         if self._active:
             self._undo()
             self._active = False
             for scaler in self._scalers.values():
-                scaler.statistics = None
+                scaler.statistics = scaler.half_training = None
             self.model = self._plain_model
             if self._guard is not None:
                 self._guard.undo()
@@ -141,7 +169,8 @@ class Tuned:
 
     def _new_scaler(self, device_type: str) -> PolicyScaler:
         scaler = scaler_for(self.policy, device_type, PolicyScaler if self._guard is None else WatchedScaler)
-        scaler.statistics = self._statistics if self._active else None
+        if self._active:
+            scaler.statistics, scaler.half_training = self._statistics, self._half_training
         if isinstance(scaler, WatchedScaler):
             scaler.guard = self._guard
         return scaler

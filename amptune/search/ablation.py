@@ -17,6 +17,9 @@ __all__ = ["Ablated", "Variant", "ablated", "dropped", "variants_of"]
 MOST_RULES = 3
 # Settings that say something under autocast alone begin so.
 OF_AUTOCAST = ("fp32_modules", "half_modules", "loss_scale")
+# Reverted with half weights alone: the numerics need them, and no measurement of a moment says whether they do.
+OF_WEIGHTS = ("master_weights", "keep_batchnorm_fp32")
+_IN_FP32: Any = {name: getattr(STOCK, name) for name in ("autocast", "weights", *OF_WEIGHTS)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +47,8 @@ class Ablated:
 def variants_of(policy: Policy) -> tuple[Variant, ...]:
     """One variant for each departure from stock PyTorch; batch size and accumulation are the optimisation's.
 
-    Reverting autocast takes along what has no meaning without it: FP32 rules and the loss scale. Rules that the
-    numerics need are no setting to revert.
+    Reverting autocast, or half weights, takes along what has no meaning without it: FP32 rules and the loss scale.
+    Rules that the numerics need are no setting to revert, nor are master weights.
     """
     return tuple(variant for variant in _variants(policy) if variant.policy != policy)
 
@@ -66,7 +69,7 @@ def dropped(found: Sequence[Ablated], chosen: Policy, objective: Objective = THR
     """
     kept = {variant.setting for variant in variants_of(chosen)}
     kept |= set() if chosen.uses_fp32_math else {"fp32_math"}
-    if chosen.autocast == "off":
+    if chosen.precision == "off":
         kept |= {one.variant.setting for one in found if one.variant.setting.startswith(OF_AUTOCAST)}
     return tuple(
         Finding(
@@ -92,8 +95,8 @@ def _bought(one: Ablated, objective: Objective) -> str:
 def _variants(policy: Policy) -> Iterator[Variant]:
     for name, value in policy.departures():
         stock = getattr(STOCK, name)
-        if name == "autocast":
-            reverted = replace(policy, autocast=stock, fp32_modules=(), half_modules=(), loss_scale=None)
+        if name in ("autocast", "weights"):
+            reverted = replace(policy, fp32_modules=(), half_modules=(), loss_scale=None, **_IN_FP32)
             yield Variant(setting=name, value=value, reverted_to=stock, policy=reverted)
         elif name == "fp32_modules":
             yield from _without_rules(policy)
@@ -105,7 +108,7 @@ def _variants(policy: Policy) -> Iterator[Variant]:
                 reverted_to=[],
                 policy=replace(policy, half_modules=()),
             )
-        elif name not in ("batch_size", "accumulate"):
+        elif name not in ("batch_size", "accumulate", *OF_WEIGHTS):
             yield Variant(setting=name, value=value, reverted_to=stock, policy=replace(policy, **{name: stock}))
 
 

@@ -16,8 +16,12 @@ from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
 from amptune.search.exclusions import Ladder, ladder_by_intensity
 from amptune.search.space import (
     BATCH_SIZE,
+    BATCHNORM,
     EXCLUSIONS,
     HALF,
+    MASTERS,
+    OF_WEIGHTS,
+    WEIGHTS,
     Point,
     Space,
     digest,
@@ -125,30 +129,35 @@ class Candidates:
     safeguards: Mapping[str, tuple[Fp32Rule, ...]] = field(default_factory=dict)
 
     def policy_of(self, point: Point) -> Policy:
-        """The settings a point of the space stands for; the FP32 math that nothing uses is stock PyTorch's."""
+        """The settings a point of the space stands for; what nothing in it uses is stock PyTorch's."""
         settings: dict[str, Any] = {"batch_size": self.batch_size, **point}
         settings["accumulate"] = _accumulate(settings["batch_size"], self.global_batch)
         depth = settings.pop("fp32_exclusions", 0)
         autocast = settings.get("autocast", "off")
         half = self.ladder.half if settings.pop(HALF, False) and autocast != "off" else ()
+        if autocast != "off" or settings.get(WEIGHTS) != "half":
+            settings |= {name: stock_value(name) for name in OF_WEIGHTS}
         layout = settings.get("memory_format", "contiguous")
         faster = self.ladder.rules(depth, autocast, layout) if autocast != "off" else ()
-        wide = dict.fromkeys([*self.safeguards.get(autocast, ()), *faster])
-        policy = Policy(**settings, fp32_modules=tuple(wide), half_modules=half)
+        policy = Policy(**settings, half_modules=half)
+        needed = self.safeguards.get(policy.precision, ())
+        policy = replace(policy, fp32_modules=tuple(dict.fromkeys([*needed, *faster])))
         return policy if policy.uses_fp32_math else replace(policy, fp32_math=STOCK.fp32_math)
 
     def guarded(self, safeguards: Mapping[str, tuple[Fp32Rule, ...] | None]) -> Candidates:
-        """The same, with rules that the numerics of an autocast dtype need; one that has None is not tried at all."""
-        kept = {dtype: rules for dtype, rules in safeguards.items() if rules is not None}
-        sound = tuple(
-            choice for choice in self.space.choices("autocast") if safeguards.get(str(choice), ()) is not None
-        )
-        space = restrict(self.space, "autocast", sound) if sound else self.space
+        """The same, with rules that the numerics of a precision need; one that has None is not tried at all."""
+        kept = {precision: rules for precision, rules in safeguards.items() if rules is not None}
+        space = self.space
+        for name in ("autocast", WEIGHTS):
+            sound = tuple(one for one in space.choices(name) if safeguards.get(str(one), ()) is not None)
+            space = restrict(space, name, sound) if sound else space
         return replace(self, space=space, safeguards=kept)
 
     def allows(self, policy: Policy) -> bool:
         """Whether each setting has a value that the space allows, the user's pins included, tried or not."""
         settings = {knob.name: knob.choices for knob in self.space.knobs if knob.name not in (EXCLUSIONS, HALF)}
+        if policy.weights == "fp32":  # then the others have no meaning
+            settings = {name: choices for name, choices in settings.items() if name not in (MASTERS, BATCHNORM)}
         faster = [rule for rule in policy.fp32_modules if not rule.is_needed]
         point: dict[str, Any] = {name: getattr(policy, name) for name in settings}
         point |= {EXCLUSIONS: len(faster), HALF: bool(policy.half_modules)}
@@ -161,10 +170,14 @@ class Candidates:
         return few_enough and as_wished and all(is_in(point[name], choices) for name, choices in settings.items())
 
     @property
-    def autocast_alone(self) -> tuple[Policy, ...]:
-        """Autocast in every dtype that is tried, and nothing else."""
+    def halves_alone(self) -> tuple[Policy, ...]:
+        """Every precision below FP32 that is tried, and nothing else: autocast in each dtype, then half weights."""
         dtypes: list[Any] = [dtype for dtype in self.space.choices("autocast") if dtype != "off"]
-        return tuple(amp_recipe(dtype) for dtype in dtypes)
+        recipes = [amp_recipe(dtype) for dtype in dtypes]
+        if "half" in self.space.choices(WEIGHTS):
+            safest: Any = {name: is_in(True, self.space.choices(name)) for name in (MASTERS, BATCHNORM)}
+            recipes.append(Policy(weights="half", **safest))
+        return tuple(recipes)
 
     @property
     def first(self) -> tuple[Policy, ...]:
@@ -222,6 +235,7 @@ def candidates_for(
     space = _compiling(space, wanted)
     for name, value in wanted.pins.items():
         space = pin(space, name, value)
+    space = _with_half_weights(space, wanted)
     own_size = subject.batch_size if wanted.batch_size in (None, "auto") else int(wanted.batch_size)
     batch_size = None if wanted.batch_size is None and wanted.global_batch is None else own_size
     if wanted.batch_size == "auto":
@@ -272,6 +286,24 @@ def _compiling(space: Space, wanted: Wanted) -> Space:
     if wanted.compile and not [mode for mode in modes if mode != "off"]:
         raise SpaceError(f"the search space of {space.architecture} has no torch.compile to try")
     return space
+
+
+def _with_half_weights(space: Space, wanted: Wanted) -> Space:
+    """Pinned half weights leave no room for autocast; they come with master weights and BatchNorm in FP32."""
+    asked = [name for name in (MASTERS, BATCHNORM) if wanted.pins.get(name, "").lower() in ("true", "on")]
+    if asked and "half" not in space.choices(WEIGHTS):
+        raise SpaceError(f"--set {asked[0]}=true means nothing for FP32 weights; add --set weights=half")
+    if space.choices(WEIGHTS) != ("half",):
+        return space
+    autocast = wanted.pins.get("autocast", "off")
+    if autocast != "off":
+        raise SpaceError(
+            f"--set weights=half and --set autocast={autocast} contradict each other; leave one of them out"
+        )
+    for name in (MASTERS, BATCHNORM):
+        if not space.choices(name):
+            space = with_knob(space, name, (True,), stock=True)
+    return restrict(space, "autocast", ("off",))
 
 
 def _narrowed(space: Space, subject: Subject, rungs: int) -> Space:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from amptune.measure.outcome import Failure, Measurement
-from amptune.policy.settings import Autocast, CompileMode, Fp32Math, MemoryFormat, Policy
+from amptune.policy.settings import CompileMode, Fp32Math, MemoryFormat, Policy
 from amptune.search.compile_costs import expected_compile_s
 from amptune.search.study import Study
 
@@ -26,7 +26,12 @@ COMPILE_FIRST: tuple[CompileMode, ...] = ("reduce-overhead", "default")
 # What of a kind is compiled before anything was measured: a fused optimizer, which no graph holds, saves launches too.
 FUSED: tuple[bool, ...] = (True, False)
 MATHS: tuple[Fp32Math, ...] = ("tf32", "stock", "ieee")
-DTYPES: tuple[Autocast, ...] = ("bf16", "fp16", "off")
+RECIPES = (
+    Policy(autocast="bf16"),
+    Policy(autocast="fp16"),
+    Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True),
+    Policy(),
+)
 LAYOUTS: tuple[MemoryFormat, ...] = ("channels_last_3d", "channels_last", "contiguous")
 # A graph takes longer by this share for each other one compiled beside it (VGG16, eight graphs on sixteen cores), and
 # then a moment to be measured.
@@ -39,16 +44,16 @@ COMPILE_ATTEMPTS = 2
 
 
 def one_of_each_kind(study: Study, baseline: Policy) -> list[Policy]:
-    """One policy of each dtype and memory format, compiled, which was not measured yet; half precision first.
+    """One policy of each precision and memory format, compiled, which was not measured yet; half precision first.
 
     Which kind is fastest compiled, the eager steps of a model that waits for the host do not tell.
     """
-    plain = Policy(batch_size=baseline.batch_size, accumulate=baseline.accumulate)
+    plain = [replace(one, batch_size=baseline.batch_size, accumulate=baseline.accumulate) for one in RECIPES]
     for mode in COMPILE_FIRST:
         found: dict[tuple[str, str], Policy] = {}
-        for layout, dtype, fused, precision in product(LAYOUTS, DTYPES, FUSED, MATHS):
-            policy = replace(plain, memory_format=layout, autocast=dtype, fused_optimizer=fused, compile=mode)
-            policy = replace(policy, fp32_math=precision) if dtype == "off" else policy
+        for layout, recipe, fused, fp32_math in product(LAYOUTS, plain, FUSED, MATHS):
+            policy = replace(recipe, memory_format=layout, fused_optimizer=fused, compile=mode)
+            policy = replace(policy, fp32_math=fp32_math) if recipe.precision == "off" else policy
             if policy in study:
                 found.setdefault(_kind(policy), policy)
         if found:
@@ -62,7 +67,7 @@ def best_of_dtypes(study: Study) -> list[Policy]:
     compiled = {_kind(policy) for policy in scores if policy.compile != "off"}
     best: dict[str, Policy] = {}
     for policy in sorted(filter(scores.get, scores), key=scores.__getitem__, reverse=True):
-        best.setdefault(policy.autocast, policy)
+        best.setdefault(policy.precision, policy)
     for mode in COMPILE_FIRST:
         graphs = [replace(policy, compile=mode) for policy in best.values() if _kind(policy) not in compiled]
         known = [policy for policy in graphs if policy in study]
@@ -72,7 +77,7 @@ def best_of_dtypes(study: Study) -> list[Policy]:
 
 
 def _kind(policy: Policy) -> tuple[str, str]:
-    return policy.autocast, policy.memory_format
+    return policy.precision, policy.memory_format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

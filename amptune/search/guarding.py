@@ -1,4 +1,4 @@
-"""Before the search: does autocast in each dtype train as well as FP32, and if not, with which modules in FP32?"""
+"""Before the search: does each precision train as well as FP32, and if not, with which modules in FP32?"""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["Guard", "examined", "guard_against"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """What was found of each dtype that fails by itself: the rules it needs, None where no rules help."""
+    """What was found of each precision that fails by itself: the rules it needs, None where no rules help."""
 
     safeguards: Mapping[str, tuple[Fp32Rule, ...] | None]
     findings: tuple[Finding, ...] = ()
 
 
 def guard_against(judge: Judge, recipes: Sequence[Policy], subject: Subject) -> Guard:
-    """Judges the AMP recipe in each dtype, while there is time; where it fails, looks for the modules that cure it."""
+    """Judges the recipe of each precision, while there is time; where it fails, looks for the modules that cure it."""
     safeguards: dict[str, tuple[Fp32Rule, ...] | None] = {}
     findings: list[Finding] = []
     for recipe in recipes:
@@ -35,7 +35,7 @@ def guard_against(judge: Judge, recipes: Sequence[Policy], subject: Subject) -> 
             return Guard(safeguards=safeguards, findings=(*findings, Finding(code="not-judged", message=message)))
         if judgement is not None and not judgement.passes:
             cure, found = examined(judge, judgement, subject)
-            safeguards[recipe.autocast] = None if cure is None else cure.rules
+            safeguards[recipe.precision] = None if cure is None else cure.rules
             findings += found
     return Guard(safeguards=safeguards, findings=tuple(findings))
 

@@ -34,15 +34,15 @@ class OutOfTimeError(Exception):
 
 
 def fp32_of(baseline: Policy) -> Policy:
-    """The user's own FP32, which everything is held against; stock PyTorch's where the baseline uses autocast."""
-    return Policy(fp32_math=baseline.fp32_math if baseline.autocast == "off" else "stock")
+    """The user's own FP32, which everything is held against; stock PyTorch's where the baseline trains in half."""
+    return Policy(fp32_math=baseline.fp32_math if baseline.precision == "off" else "stock")
 
 
 def is_exempt(policy: Policy, baseline: Policy) -> bool:
     """Whether a policy is as good as FP32 by itself: as precise as the user's own, or what training uses today."""
     precision = _BY_PRECISION.index
     as_precise = precision(policy.fp32_math) <= precision(fp32_of(baseline).fp32_math)
-    plain = policy.autocast == "off" and policy.compile == "off" and as_precise
+    plain = policy.precision == "off" and policy.compile == "off" and as_precise
     return plain or numerics_of_policy(policy) == numerics_of_policy(baseline)
 
 
@@ -198,7 +198,7 @@ def graphs_like(policy: Policy, judged: Iterable[J]) -> Iterator[J]:
     graphs = [one for one in judged if "off" not in (policy.compile, one.policy.compile)]
     own = numerics_of_policy(policy)
     yield from (one for one in graphs if numerics_of_policy(one.policy) == own)
-    yield from (one for one in graphs if one.policy.autocast == policy.autocast)
+    yield from (one for one in graphs if one.policy.precision == policy.precision)
 
 
 def numerics_of_policy(policy: Policy) -> Policy:

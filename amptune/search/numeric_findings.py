@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from amptune.measure.trace import ModuleTrace, Reach, suspects
 from amptune.policy.findings import Finding
+from amptune.policy.settings import Policy
 from amptune.search.gate import Judgement
 from amptune.search.repairing import Cure
 
@@ -18,8 +20,8 @@ LARGEST = {"fp16": 65504.0, "bf16": 3.3895e38}
 
 
 def sound_finding(judgement: Judgement) -> Finding:
-    autocast = judgement.policy.autocast
-    return Finding(code="sound", message=f"autocast {autocast} is {judgement}", figures={"autocast": autocast})
+    policy = judgement.policy
+    return Finding(code="sound", message=f"{_named(policy)} is {judgement}", figures=_figures(policy))
 
 
 def findings_of(
@@ -27,7 +29,7 @@ def findings_of(
 ) -> Iterator[Finding]:
     """The modules in which it begins, the most suspicious first, and what cures it."""
     for culprit in _culprits(cure, traces):
-        yield _where(culprit, judgement.policy.autocast)
+        yield _where(culprit, judgement.policy)
     yield _unsound(judgement, out_of_time=out_of_time) if cure is None else _cure(judgement, cure)
 
 
@@ -41,30 +43,38 @@ def _culprits(cure: Cure | None, traces: Sequence[ModuleTrace]) -> list[ModuleTr
 
 
 def _cure(judgement: Judgement, cure: Cure) -> Finding:
-    autocast, rules = judgement.policy.autocast, [str(rule) for rule in cure.rules]
+    policy, rules = judgement.policy, [str(rule) for rule in cure.rules]
     named = " + ".join(rules)
     left = ", and no module of these can be left out" if len(cure.modules) > 1 else ""
     left = left if cure.minimal else " (perhaps fewer would do: there was no time to find out)"
     return Finding(
         code="cure",
-        message=f"autocast {autocast} is not as good as FP32 ({judgement}); with {named} in FP32 it is{left}",
-        figures={"autocast": autocast, "modules": list(cure.modules), "rules": rules, "judgements": cure.judgements},
+        message=f"{_named(policy)} is not as good as FP32 ({judgement}); with {named} in FP32 it is{left}",
+        figures={**_figures(policy), "modules": list(cure.modules), "rules": rules, "judgements": cure.judgements},
     )
 
 
 def _unsound(judgement: Judgement, *, out_of_time: bool) -> Finding:
-    autocast = judgement.policy.autocast
+    policy = judgement.policy
     why = (
         "there was no time to find the modules behind it; give more with --budget"
         if out_of_time
         else "no modules in FP32 cure that, so it begins outside of them: in the loss function, or in the model's own "
         "forward; compute that part under torch.autocast(device_type, enabled=False), its inputs cast with .float()"
     )
-    message = f"autocast {autocast} is not as good as FP32 ({judgement}); {why}"
-    return Finding(code="unsound", message=message, figures={"autocast": autocast})
+    message = f"{_named(policy)} is not as good as FP32 ({judgement}); {why}"
+    return Finding(code="unsound", message=message, figures=_figures(policy))
 
 
-def _where(trace: ModuleTrace, autocast: str) -> Finding:
+def _named(policy: Policy) -> str:
+    return "training with half weights" if policy.weights == "half" else f"autocast {policy.autocast}"
+
+
+def _figures(policy: Policy) -> dict[str, Any]:
+    return {"autocast": policy.autocast} | ({"weights": "half"} if policy.weights == "half" else {})
+
+
+def _where(trace: ModuleTrace, policy: Policy) -> Finding:
     reached = trace.outputs
     if trace.breaks_forward:
         code, message = "first-nonfinite", f"its inputs are finite{_size(trace.inputs)}, its output is not"
@@ -84,13 +94,13 @@ def _where(trace: ModuleTrace, autocast: str) -> Finding:
         code, message = "first-inaccurate", f"it makes the relative error of what passes through it {times}"
         reached = None
     if reached is not None:
-        message += _overflow(reached.largest_fp32, autocast)
+        message += _overflow(reached.largest_fp32, "bf16" if policy.autocast == "bf16" else "fp16")
     return Finding(
         code=code,
-        message=f"under autocast {autocast} {message}",
+        message=f"{'with half weights' if policy.weights == 'half' else f'under {_named(policy)}'} {message}",
         module=trace.path,
         figures={
-            "autocast": autocast,
+            **_figures(policy),
             "type": trace.type,
             "inputs_largest": trace.inputs and trace.inputs.largest,
             "outputs_largest": trace.outputs and trace.outputs.largest,
@@ -101,10 +111,10 @@ def _where(trace: ModuleTrace, autocast: str) -> Finding:
     )
 
 
-def _overflow(largest_fp32: float, autocast: str) -> str:
+def _overflow(largest_fp32: float, dtype: str) -> str:
     """What FP32 makes of it says whether what comes out is too large, or something on the way."""
-    holds = f"{autocast} holds {LARGEST[autocast]:.4g} at most"
-    if largest_fp32 > LARGEST[autocast]:
+    holds = f"{dtype} holds {LARGEST[dtype]:.4g} at most"
+    if largest_fp32 > LARGEST[dtype]:
         return f"; in FP32 it reaches {largest_fp32:.3g}, and {holds}"
     return f"; in FP32 it reaches {largest_fp32:.3g}, so it is something computed inside that overflows ({holds})"
 

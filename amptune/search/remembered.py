@@ -115,7 +115,7 @@ class StudyRecord:
         if not is_exempt(policy, baseline):
             found.append(next(graphs_like(policy, reversed(self.judged)), None))
         if found and not any(found) and not any(rule.is_needed for rule in policy.fp32_modules):
-            found = [self._judged_as(Policy(autocast=policy.autocast))]
+            found = [self._judged_as(policy.recipe)]
         return any(judged is not None and not judged.passes for judged in found)
 
     def has_passed(self, policy: Policy) -> bool:

@@ -36,6 +36,9 @@ Value = str | int | bool
 # How far down the ladder modules stay in FP32, and whether what autocast keeps in FP32 is run in half; every other
 # knob is a setting of the policy.
 EXCLUSIONS, HALF = "fp32_exclusions", "half_modules"
+# What a space may leave out and a user pin all the same: few machines gain by weights in half.
+WEIGHTS, MASTERS, BATCHNORM = "weights", "master_weights", "keep_batchnorm_fp32"
+OF_WEIGHTS = (WEIGHTS, MASTERS, BATCHNORM)
 # The choices of this one depend on what fits into memory.
 BATCH_SIZE = "batch_size"
 
@@ -125,6 +128,8 @@ def pin(space: Space, name: str, text: str) -> Space:
     for an unknown knob, or a value no policy can have.
     """
     names = [knob.name for knob in space.knobs]
+    if name in OF_WEIGHTS and name not in names:
+        return pin(with_knob(space, name, (stock_value(name),), stock=stock_value(name)), name, text)
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]}? " if close else "use --batch-size; " if name == "batch_size" else ""
@@ -182,7 +187,7 @@ _POLICY_HINTS: dict[str, Any] = {
     for name, hint in get_type_hints(Policy, vars(settings)).items()
     if name in {f.name for f in fields(Policy)} - {"fp32_modules", "half_modules", "loss_scale"}
 }
-KNOBS = (*_POLICY_HINTS, EXCLUSIONS, HALF)
+KNOBS = (*(name for name in _POLICY_HINTS if name not in OF_WEIGHTS), EXCLUSIONS, HALF, *OF_WEIGHTS)
 
 
 def _value_of(name: str, text: str) -> Value:

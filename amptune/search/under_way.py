@@ -100,10 +100,10 @@ class TuningRun:
         request, prepared = self.request, self.prepared
         ladder = timed_ladder(evaluator, prepared, self.candidates.space, request.budget, request.folder)
         candidates = candidates_for(prepared, request.wanted, ladder)
-        guard = guard_against(self.judge, candidates.autocast_alone, prepared.subject)
+        guard = guard_against(self.judge, candidates.halves_alone, prepared.subject)
         self.candidates, self.findings = candidates.guarded(guard.safeguards), guard.findings
         if request.wanted.batch_size == "auto":
-            arms = (*self.candidates.autocast_alone, candidates.baseline)[:1]
+            arms = (*self.candidates.halves_alone, candidates.baseline)[:1]
             self.sizes = batch_sizes_for(evaluator, arms, prepared, request.budget, request.wanted.global_batch)
             candidates = candidates_for(prepared, request.wanted, ladder, self.sizes.sizes)
             self.candidates = candidates.guarded(guard.safeguards)

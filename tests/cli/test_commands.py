@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from amptune.cli.tune import _baseline
+from amptune.errors import FileFormatError
+from amptune.policy.loading import load
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 WORKLOADS = """
@@ -382,3 +386,9 @@ def test_verifying_a_baseline_that_raises_names_the_users_line(folder: Path) -> 
     done = run("verify", "policy.yaml", "train.py:raises", "--budget", "20s", folder=folder)
     assert done.returncode in (1, 3)
     assert "labels out of range" in done.stderr
+
+
+def test_the_baseline_may_be_an_opt_level_of_apex() -> None:
+    assert _baseline("apex:O2") == load("apex:O2").policy
+    with pytest.raises(FileFormatError, match="is no opt level of Apex"):
+        _baseline("apex:O7")

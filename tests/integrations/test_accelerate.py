@@ -119,3 +119,15 @@ def test_undo_of_a_whole_model_in_fp32_waits_for_what_prepare_has_set() -> None:
     del model.forward
     tuned.undo()
     assert type(model) is Net
+
+
+def test_half_weights_and_static_scales_are_refused_as_its_scaler_knows_neither() -> None:
+    half = "^Accelerate scales the loss beside its own autocast alone, not for half weights: train them in a loop of"
+    with pytest.raises(PolicyApplyError, match=half):
+        accelerator_kwargs("apex:O2")
+    with pytest.raises(PolicyApplyError, match=half):
+        apply_before_prepare("apex:O3", net(), Accelerator(cpu=True))
+    static = Policy(autocast="fp16", loss_scale=LossScale(init=128, static=True))
+    with pytest.raises(PolicyApplyError, match=r"^Accelerate makes its own loss scaler, whose scale cannot be static"):
+        accelerator_kwargs(static)
+    assert accelerator_kwargs("apex:O1")["mixed_precision"] == "fp16"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from amptune.runtime.tuned import Tuned
 
 FP16 = replace(POLICY, autocast="fp16")
 RULES = replace(POLICY, fp32_modules=(Fp32Rule(path="body.0"), *POLICY.fp32_modules))
+O2 = Policy(weights="half", master_weights=True, fp32_modules=POLICY.fp32_modules)
 CHANNELS_LAST = Policy(memory_format="channels_last")
 
 Tensors = dict[str, torch.Tensor]
@@ -63,11 +65,13 @@ def _work(rank: int, folder: str, backend: str) -> None:
         seen = {
             "ddp": _ddp(POLICY, mine, device),
             "ddp, fp16": _ddp(FP16, mine, device),
+            "ddp, O2": _ddp(O2, mine, device),
             "fsdp2": _fsdp2(POLICY, mine, device),
             "fsdp2, fp16": _fsdp2(FP16, mine, device),
             "fsdp2, rules": _fsdp2(RULES, mine, device),
             "fsdp2, off": _fsdp2(Policy(), mine, device),
         }
+        torch.save(_trained_with_o2(mine, device), f"{folder}/trained{rank}.pt")
         if rank == 0:
             torch.save(seen, f"{folder}/seen.pt")
     finally:
@@ -78,6 +82,27 @@ def _ddp(policy: Policy, batch: Any, device: torch.device) -> Seen:
     model = net().to(device)
     tuned = apply(policy, model)
     return _seen(tuned, model, DistributedDataParallel(tuned.model), batch, _in_one_process(policy, device))
+
+
+def _trained_with_o2(batch: Any, device: torch.device) -> tuple[list[float], Tensors]:
+    """The losses, and what a checkpoint holds: of training that reduces gradients every second micro-batch."""
+    model = net().to(device)
+    tuned = apply(O2, model)
+    parallel: Any = DistributedDataParallel(tuned.model)
+    optimizer = tuned.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    losses = []
+    for i in range(20):
+        with nullcontext() if i % 2 else parallel.no_sync():
+            loss = nn.functional.cross_entropy(parallel(batch[0]), batch[1])
+            tuned.scaler.scale(loss / 2).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+        if i % 2:
+            tuned.scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            tuned.scaler.step(optimizer)
+            tuned.scaler.update()
+            optimizer.zero_grad()
+    return losses, {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
 
 def _fsdp2(policy: Policy, batch: Any, device: torch.device) -> Seen:
@@ -127,11 +152,17 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 
 
 @pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=[pytest.mark.gpu, two_gpus])])
-def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+def all_seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("two_processes")
     mp.spawn(_work, args=(str(folder), request.param), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
-    found: dict[str, Seen] = torch.load(folder / "seen.pt", weights_only=False)
+    found: dict[str, Any] = torch.load(folder / "seen.pt", weights_only=False)
+    found["trained"] = [torch.load(folder / f"trained{rank}.pt") for rank in range(2)]
     return found
+
+
+@pytest.fixture(scope="module")
+def seen(all_seen: dict[str, Any]) -> dict[str, Seen]:
+    return {way: seen for way, seen in all_seen.items() if isinstance(seen, Seen)}
 
 
 WAYS = ["ddp", "ddp, fp16", "fsdp2", "fsdp2, fp16", "fsdp2, rules", "fsdp2, off"]
@@ -142,6 +173,27 @@ def test_gradients_are_those_of_one_process(seen: dict[str, Seen], way: str) -> 
     assert seen[way].gradients.keys() == seen[way].expected.keys()
     for name, gradient in seen[way].expected.items():
         torch.testing.assert_close(seen[way].gradients[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_ddp_reduces_the_gradients_of_half_weights_in_half(seen: dict[str, Seen]) -> None:
+    found = seen["ddp, O2"]
+    assert found.weight_dtypes == {"body.0": torch.float16, "head": torch.float32}
+    assert {gradient.dtype for gradient in found.gradients.values()} == {torch.float32}
+    for name, gradient in found.expected.items():
+        torch.testing.assert_close(found.gradients[name], gradient, rtol=2e-3, atol=1e-5, msg=name)
+
+
+def test_half_weights_train_under_ddp_and_stay_the_same_in_both_processes(all_seen: dict[str, Any]) -> None:
+    (losses, one), (_, other) = all_seen["trained"]
+    assert losses[-1] < 0.9 * losses[0]
+    assert {tensor.dtype for tensor in one.values()} == {torch.float32}
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_half_weights_are_not_for_fsdp2() -> None:
+    with apply(O2, net()) as tuned, pytest.raises(PolicyApplyError, match="holds whole weights in half") as caught:
+        fully_shard(tuned.model, tuned)
+    assert "param_dtype=torch.float16" in str(caught.value)
 
 
 def test_without_the_rule_gradients_would_differ_by_more_than_that() -> None:

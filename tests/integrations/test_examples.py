@@ -33,6 +33,7 @@ def output_of(script: str, *launcher: str) -> str:
     [
         "plain_loop.py",
         "gan.py",
+        "coming_from_apex.py",
         "compiled.py",
         "activation_checkpointing.py",
         pytest.param("cuda_graphs.py", marks=[pytest.mark.gpu, on_gpu]),

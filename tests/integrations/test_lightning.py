@@ -67,6 +67,17 @@ def test_it_trains_as_the_plain_loop_does(policy: Policy) -> None:
     assert type(model.net.head) is nn.Linear  # undone
 
 
+@pytest.mark.parametrize("init", [256, 1])
+def test_half_weights_train_as_in_the_plain_loop(init: float) -> None:
+    """A static scale of 1 needs no scaler; Lightning then gives the optimizer a closure."""
+    model, twin = Lit(), net()
+    policy = Policy(weights="half", master_weights=True, loss_scale=LossScale(init=init, static=init == 1))
+    trainer(PolicyPrecision(policy, submodule="net")).fit(model, loader())
+    assert [loss.item() for loss in model.losses] == train_plainly(policy, twin, batches())
+    assert same_weights(model.net, twin)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
 def test_clipping_and_accumulation_are_lightnings_own() -> None:
     precision = PolicyPrecision(replace(FP16, accumulate=2), submodule="net")
     model = Lit()

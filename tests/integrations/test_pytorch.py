@@ -21,8 +21,18 @@ from amptune.runtime.tuned import Tuned
 
 FP16 = replace(POLICY, autocast="fp16", loss_scale=LossScale(init=256))
 FUSED = replace(POLICY, fused_optimizer=True)
+O2 = Policy(weights="half", master_weights=True, fp32_modules=POLICY.fp32_modules, loss_scale=LossScale(init=256))
+O3 = Policy(weights="half")
 
 (X, Y), *_ = batches(1)
+
+
+class Quiet(Net):
+    """Notes nothing: what a forward changes has the model compiled anew."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.body(x))
+        return out
 
 
 def gradients(tuned: Tuned, forward: Any) -> dict[str, torch.Tensor]:
@@ -68,6 +78,47 @@ def test_without_its_policy_the_backward_of_a_compiled_region_would_be_in_half()
         traced = gradients(tuned, compiled)
     assert not torch.equal(eager["head.weight"], traced["head.weight"])
     tuned.undo()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("policy", [O2, O3], ids=["O2", "O3"])
+def test_half_weights_compile_in_one_graph_before_and_after_they_are_made(policy: Policy, when: str) -> None:
+    torch.compiler.reset()
+    model = Quiet()
+    if when == "before":
+        compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+        compiled(X)
+    with apply(policy, model) as tuned:
+        if when == "after":
+            compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        traced, eager = gradients(tuned, compiled), gradients(tuned, model)
+        assert all(torch.equal(eager[name], traced[name]) for name in eager)
+        assert compiled(X).dtype is torch.float32
+    model.zero_grad()
+    assert torch.equal(compiled(X), model(X))
+
+
+@pytest.mark.parametrize("policy", [O2, O3], ids=["O2", "O3"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_has_half_weights_too(policy: Policy, strict: bool) -> None:
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    with apply(replace(policy, fp32_modules=(Fp32Rule(path="1"),)), model):
+        exported: Any = torch.export.export(model, (X,), strict=strict).module()
+        assert exported.state_dict()["0.weight"].dtype is torch.float16
+        assert exported.state_dict()["1.weight"].dtype is torch.float32
+        assert torch.equal(exported(X), model(X))
+
+
+def test_half_weights_keep_the_layout_of_the_policy() -> None:
+    model, plain = nn.Sequential(nn.Conv2d(3, 4, 3)), nn.Sequential(nn.Conv2d(3, 4, 3))
+    with apply(replace(O2, fp32_modules=(), memory_format="channels_last"), model) as tuned:
+        tuned.optimizer(torch.optim.SGD(model.parameters()))
+        model.load_state_dict(plain.state_dict())
+        assert model.get_parameter("0.weight").is_contiguous(memory_format=torch.channels_last)
+        assert same_weights(model, plain)
+    assert model.get_parameter("0.weight").is_contiguous()
+    assert same_weights(model, plain)
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -172,7 +223,7 @@ def resumed(policy: Policy, state: dict[str, Any] | None, data: list[Batch]) -> 
     return model, torch.load(file)
 
 
-@pytest.mark.parametrize("policy", [POLICY, FP16, FUSED, Policy()], ids=str)
+@pytest.mark.parametrize("policy", [POLICY, FP16, FUSED, O2, replace(O2, fused_optimizer=True), Policy()], ids=str)
 def test_a_run_resumed_from_a_checkpoint_ends_bit_for_bit_where_an_uninterrupted_one_does(policy: Policy) -> None:
     data = batches(6)
     uninterrupted, end = resumed(policy, None, data)
@@ -182,15 +233,15 @@ def test_a_run_resumed_from_a_checkpoint_ends_bit_for_bit_where_an_uninterrupted
     assert other_end["scaler"] == end["scaler"]
 
 
-@pytest.mark.parametrize("there", [POLICY, FP16, FUSED, Policy()], ids=str)
-@pytest.mark.parametrize("here", [POLICY, FP16, FUSED, Policy()], ids=str)
+@pytest.mark.parametrize("there", [POLICY, FP16, FUSED, O2, Policy()], ids=str)
+@pytest.mark.parametrize("here", [POLICY, FP16, FUSED, O2, O3, Policy()], ids=str)
 def test_a_checkpoint_moves_between_nodes_whose_policies_differ(there: Policy, here: Policy) -> None:
     model, state = resumed(there, None, batches(2))
     plain = net()
     plain.load_state_dict(state["model"])
     assert same_weights(plain, model)
     _, state = resumed(here, state, batches(2))
-    assert state["scaler"].get("scale") == (256 if here is FP16 else None)
+    assert state["scaler"].get("scale") == (256 if here in (FP16, O2) else None)
 
 
 def test_weights_loaded_into_an_applied_model_keep_its_layout() -> None:

@@ -150,3 +150,13 @@ def test_loss_scaling_begins_as_the_policy_says_and_a_resumed_one_goes_on(step: 
     optimizer = SimpleNamespace(optimizer=torch.optim.SGD(model.parameters()), scaler=scaler)
     callback.on_train_begin(args, state, control, model=model, optimizer=optimizer)
     assert scaler.get_scale() == scale
+
+
+def test_half_weights_are_refused_as_its_scaler_does_not_know_them() -> None:
+    half = "^The Trainer scales the loss beside its own autocast alone, not for half weights"
+    with pytest.raises(PolicyApplyError, match=half):
+        training_arguments("apex:O2")
+    args: Any = SimpleNamespace(fp16=False, bf16=False, torch_compile=False, torch_compile_mode=None)
+    state: Any = None
+    with pytest.raises(PolicyApplyError, match=half):
+        PolicyCallback("apex:O2").on_init_end(args, state, state, model=net())

@@ -55,6 +55,33 @@ def test_weights_buffers_and_random_state_are_restored() -> None:
     assert all(torch.equal(tensor, initial[name]) for name, tensor in bench.model.state_dict().items())
 
 
+@pytest.mark.parametrize("masters", [False, True])
+def test_half_weights_are_restored_to_what_they_were_in_fp32(masters: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    bench = Bench(workload_of(model), CPU)
+    initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    policy = Policy(weights="half", master_weights=masters, keep_batchnorm_fp32=True)
+    first, stock, second = measured(bench, policy), measured(bench), measured(bench, policy)
+    assert first.losses == second.losses != stock.losses
+    bench._restore()
+    assert all(torch.equal(tensor, initial[name]) for name, tensor in bench.model.state_dict().items())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_training_begun_anew_under_half_weights_begins_with_the_same_masters() -> None:
+    bench = Bench(workload_of(nn.Linear(8, 8)), CPU)
+    policy = Policy(weights="half", master_weights=True)
+    initial = {name: tensor.clone() for name, tensor in bench.model.state_dict().items()}
+    with bench.on_device(policy) as (_, stepper):
+        losses = []
+        for _ in range(2):
+            bench.restart()
+            assert all(torch.equal(tensor, initial[name]) for name, tensor in bench.model.state_dict().items())
+            losses.append([float(stepper()) for _ in range(3)])
+            assert not torch.equal(bench.model.state_dict()["weight"], initial["weight"])
+    assert losses[0] == losses[1]
+
+
 def test_the_guard_is_never_in_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AMPTUNE_GUARD", "1")
     with Bench(workload_of(nn.Linear(8, 8)), CPU).on_device(STOCK) as (tuned, _):

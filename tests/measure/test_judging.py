@@ -19,7 +19,7 @@ from amptune.measure.failing import NonFiniteError, TooSlowError
 from amptune.measure.judging import judge, make_reference
 from amptune.measure.numerics import Parity, Reference
 from amptune.measure.training import Training
-from amptune.policy.settings import STOCK, LossScale, amp_recipe
+from amptune.policy.settings import STOCK, Fp32Rule, LossScale, amp_recipe
 from amptune.runtime.tuned import Tuned
 
 CPU = torch.device("cpu")
@@ -746,3 +746,46 @@ def test_device_memory_is_given_back(fails: bool) -> None:
     assert (judged.parity.failure is not None) == fails
     assert not fails or (judged.parity.failure is not None and judged.parity.failure.kind == "oom")
     assert torch.cuda.memory_reserved() < 2**20 * 16
+
+
+O2 = Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True)
+
+
+@pytest.mark.parametrize(
+    "policy", [O2, replace(O2, fp32_modules=(Fp32Rule(type="LayerNorm"),)), Policy(weights="half")]
+)
+def test_a_healthy_model_trains_with_half_weights_as_in_fp32(policy: Policy) -> None:
+    parity = sound(workload_of(perceptron), policy)
+    assert is_close(parity)
+    assert not is_fp32_itself(parity)
+
+
+def test_half_weights_that_overflow_are_not_finite() -> None:
+    class Large(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * 1e5) / 1e5
+
+    found = looked_at(workload_of(lambda: nn.Sequential(nn.Linear(16, 4), Large(), nn.Linear(4, 4))), O2)
+    assert found.parity.failure is not None
+    assert found.parity.failure.kind == "nonfinite"
+
+
+def test_an_update_that_half_weights_lose_shows_in_the_loss() -> None:
+    """Steps of a 2500th of a weight: in FP32 and with master weights it learns, in half it stands still."""
+    workload = workload_of(
+        lambda: Constant(),
+        loss=lambda model, batch: (model(batch) - 2).square().mean(),
+        shape=(1,),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=2e-4),
+    )
+    with_masters, without = (sound(workload, policy, seconds=ENOUGH_S) for policy in (O2, Policy(weights="half")))
+    assert abs(with_masters.drift_share) < 1e-3 < without.drift_share
+
+
+class Constant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight + 0 * x

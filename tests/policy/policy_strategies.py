@@ -29,14 +29,23 @@ rules = st.one_of(
     st.builds(Fp32Rule, type=words, cast_output=st.booleans(), reason=st.none() | reasons),
 )
 half_rules = st.builds(HalfRule, path=words, reason=st.none() | reasons) | st.builds(HalfRule, type=words)
-loss_scales = st.builds(LossScale, init=positive, growth_interval=st.integers(1, 10**6))
+intervals = st.integers(1, 10**6)
+loss_scales = st.one_of(
+    st.builds(LossScale, init=positive, growth_interval=intervals),
+    st.builds(LossScale, init=positive, growth_interval=intervals, max=st.just(1e30)),
+    st.builds(LossScale, init=positive, static=st.just(True)),
+)
 
 
 @st.composite
 def policies(draw: st.DrawFn) -> Policy:
     autocast: Autocast = draw(st.sampled_from(["off", "bf16", "fp16"]))
+    half = autocast == "off" and draw(st.booleans())
     return Policy(
         autocast=autocast,
+        weights="half" if half else "fp32",
+        master_weights=half and draw(st.booleans()),
+        keep_batchnorm_fp32=half and draw(st.booleans()),
         fp32_math=draw(st.sampled_from(["stock", "ieee", "tf32"])),
         fp32_modules=tuple(draw(st.lists(rules, max_size=3))),
         half_modules=tuple(draw(st.lists(half_rules, max_size=2))),
@@ -46,7 +55,7 @@ def policies(draw: st.DrawFn) -> Policy:
         accumulate=draw(st.integers(1, 1000)),
         compile=draw(st.sampled_from(["off", "default", "reduce-overhead", "max-autotune"])),
         fused_optimizer=draw(st.booleans()),
-        loss_scale=draw(st.none() | loss_scales) if autocast == "fp16" else None,
+        loss_scale=draw(st.none() | loss_scales) if half or autocast == "fp16" else None,
     )
 
 

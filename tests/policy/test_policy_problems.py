@@ -99,3 +99,34 @@ def test_a_file_without_a_schema_is_told_which_there_are() -> None:
 def test_a_mistake_inside_a_profile_has_its_line_too() -> None:
     (line,) = problems("schema: amptune.profile/1\nentries:\n  - match: {a: b}\n    policy:\n      autocast: bf61\n")
     assert line.startswith("policy.yaml:5:17: entries.0.policy.autocast: 'bf61' is not one of off, bf16, fp16")
+
+
+def test_half_weights_beside_autocast_are_reported_at_the_weights() -> None:
+    lines = problems(HEAD + "autocast: fp16\nweights: half\nmaster_weights: true\n")
+    assert lines == ["policy.yaml:3:10: weights: half weights compute in half without autocast, and autocast is fp16"]
+
+
+def test_what_belongs_to_half_weights_is_reported_without_them() -> None:
+    lines = problems(HEAD + "master_weights: true\nkeep_batchnorm_fp32: true\n")
+    assert lines == [
+        "policy.yaml:2:17: master_weights: only half weights have FP32 masters, and weights is fp32",
+        "policy.yaml:3:22: keep_batchnorm_fp32: BatchNorm is in FP32 already where weights is fp32",
+    ]
+
+
+def test_a_misspelt_word_for_the_weights_is_reported_alone() -> None:
+    lines = problems(HEAD + "weights: fp16\nmaster_weights: true\nkeep_batchnorm_fp32: true\n")
+    assert lines == ["policy.yaml:2:10: weights: 'fp16' is not one of fp32, half"]
+
+
+def test_every_mistake_in_a_loss_scale_is_reported_at_its_place() -> None:
+    lines = problems(HEAD + "autocast: fp16\nloss_scale:\n  init: 1024\n  growth_interval: 0\n  max: 8\n")
+    assert lines == [
+        "policy.yaml:5:20: loss_scale.growth_interval: 0 is not at least 1",
+        "policy.yaml:6:8: loss_scale.max: 8 is below init, 1024",
+    ]
+
+
+def test_a_static_loss_scale_has_no_maximum() -> None:
+    (line,) = problems(HEAD + "autocast: fp16\nloss_scale: {init: 128, max: 1024, static: true}\n")
+    assert line == "policy.yaml:3:30: loss_scale.max: a static loss scale does not grow"

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from amptune.errors import ClaimError
+from amptune.errors import ClaimError, FileFormatError
 from amptune.hardware.probing import probe
 from amptune.measure.outcome import Failure, Measurement
 from amptune.policy.file import PolicyFile
+from amptune.policy.loading import load
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, Reason, amp_recipe
+from amptune.report.checking import check_file
 from amptune.report.explaining import explain, explain_for
 from amptune.report.progress import describe, progress_for
 from amptune.report.terminal import _parity_in_words, print_hardware
@@ -95,6 +97,21 @@ def test_every_setting_of_a_policy_is_explained() -> None:
         "written by hand",
     ):
         assert words in text
+
+
+def test_the_opt_levels_of_apex_are_explained() -> None:
+    o2, o3 = ("\n".join(explain(load(f"apex:{level}"))) for level in ("O2", "O3"))
+    for words in (
+        "weights half: weights are held in float16",
+        "master_weights true: the optimizer updates FP32 copies",
+        "keep_batchnorm_fp32 true",
+        "starts at 65536, doubles every 2000 clean steps, up to 16777216.",
+    ):
+        assert words in o2
+    assert "autocast" not in o2.replace("without autocast's casts", "")
+    assert "master_weights false: weights are updated in float16, which loses updates" in o3
+    static = Policy(autocast="fp16", loss_scale=LossScale(init=128, static=True))
+    assert "loss_scale: stays at 128." in explain(PolicyFile(policy=static))
 
 
 def test_evidence_is_told_with_its_interval() -> None:
@@ -221,3 +238,9 @@ def test_parity_is_told_by_what_is_known_of_it() -> None:
     both = _parity_in_words({"loss_deviation": 0.01, "share_of_allowed": 0.24})
     assert both.startswith("losses of the first steps within 0.01")
     assert both.endswith("24% is used")
+
+
+def test_an_opt_level_of_apex_is_a_policy_that_is_valid_everywhere() -> None:
+    assert check_file("apex:O2") == ("policy", ())
+    with pytest.raises(FileFormatError, match="is no opt level of Apex"):
+        check_file("apex:O5")

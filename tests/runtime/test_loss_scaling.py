@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 from amptune.policy.settings import LossScale, Policy
+from amptune.runtime.applying import apply
 from amptune.runtime.loss_scaling import scaler_for
 
 
@@ -61,3 +64,71 @@ def test_a_full_state_is_loaded() -> None:
     scaler = scaler_for(Policy(autocast="fp16"), "cpu")
     scaler.load_state_dict(saved)
     assert scaler.state_dict() == saved
+
+
+O2 = Policy(weights="half", master_weights=True)
+O3 = Policy(weights="half")
+
+
+@pytest.mark.parametrize(
+    ("policy", "enabled"),
+    [
+        (O2, True),
+        (O3, False),
+        (replace(O3, loss_scale=LossScale(init=128, static=True)), True),
+        (replace(O2, loss_scale=LossScale(init=1, static=True)), False),
+    ],
+    ids=str,
+)
+def test_half_weights_scale_the_loss_where_something_of_it_is_kept(policy: Policy, enabled: bool) -> None:
+    assert scaler_for(policy, "cpu").is_enabled() is enabled
+
+
+def updated(scaler: Any, *, overflows: bool = False) -> float:
+    """The scale after one more step."""
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    scaler.scale(parameter * (torch.inf if overflows else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return float(scaler.get_scale())
+
+
+def test_a_scale_grows_to_its_maximum_and_no_further() -> None:
+    policy = Policy(autocast="fp16", loss_scale=LossScale(init=64, growth_interval=1, max=200))
+    scaler = scaler_for(policy, "cpu")
+    assert [updated(scaler) for _ in range(3)] == [128, 200, 200]
+    assert updated(scaler, overflows=True) == 100
+    state = scaler.state_dict()
+    plain = torch.amp.GradScaler("cpu")
+    plain.load_state_dict(state)
+    assert plain.state_dict() == state
+    other = scaler_for(policy, "cpu")
+    other.load_state_dict(plain.state_dict())
+    assert other.state_dict() == state
+
+
+def test_a_static_scale_stays_whatever_overflows_or_is_loaded() -> None:
+    scaler = scaler_for(Policy(autocast="fp16", loss_scale=LossScale(init=128, static=True)), "cpu")
+    assert [updated(scaler, overflows=overflows) for overflows in (False, True, False)] == [128, 128, 128]
+    scaler.load_state_dict(used_scaler(Policy(autocast="fp16")).state_dict())
+    assert [updated(scaler), updated(scaler, overflows=True)] == [128, 128]
+    plain = torch.amp.GradScaler("cpu")
+    plain.load_state_dict(scaler.state_dict())
+    assert plain.get_scale() == 128
+
+
+def test_gradients_in_half_are_unscaled_where_the_weights_are() -> None:
+    model = nn.Linear(2, 1)
+    with apply(replace(O3, loss_scale=LossScale(init=128, static=True)), model) as tuned:
+        optimizer = tuned.optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        tuned.scaler.scale(tuned.model(torch.ones(1, 2)).sum()).backward()
+        tuned.scaler.unscale_(optimizer)
+        assert model.weight.grad is not None
+        assert model.weight.grad.dtype is torch.float16
+        assert model.weight.grad.tolist() == [[1.0, 1.0]]
+
+
+def test_a_copy_of_the_scaler_has_the_same_maximum() -> None:
+    scaler = scaler_for(Policy(autocast="fp16", loss_scale=LossScale(init=64, growth_interval=1, max=100)), "cpu")
+    assert updated(copy.deepcopy(scaler)) == 100

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import GradScalerKwargs, TorchDynamoPlugin
 
 from amptune.errors import PolicyApplyError
-from amptune.runtime.integrations.agreeing import Told, apply_uncompiled, require_agreement
+from amptune.runtime.integrations.agreeing import Told, apply_uncompiled, require_agreement, require_own_scaler
 from amptune.runtime.reading import read_policy, settings_of
 
 if TYPE_CHECKING:
@@ -27,8 +27,12 @@ _REMEDY = 'Build it as Accelerator(**accelerator_kwargs("policy.yaml"), …).'
 
 
 def accelerator_kwargs(policy: str | PathLike[str] | Policy | PolicyFile) -> dict[str, Any]:
-    """What the policy decides of `Accelerator(**accelerator_kwargs("policy.yaml"))`."""
+    """What the policy decides of `Accelerator(**accelerator_kwargs("policy.yaml"))`.
+
+    Its scaler takes no maximum. Raises `PolicyApplyError` for half weights, and for a static loss scale.
+    """
     settings = settings_of(read_policy(policy))
+    require_own_scaler(settings, "Accelerate")
     kwargs: dict[str, Any] = {
         "mixed_precision": "no" if settings.autocast == "off" else settings.autocast,
         "gradient_accumulation_steps": settings.accumulate,
@@ -58,6 +62,7 @@ def apply_before_prepare(
             f"this {type(model).__name__} went through accelerator.prepare() already: apply the policy before that"
         )
     source = read_policy(policy)
+    require_own_scaler(settings_of(source), "Accelerate")
     require_agreement(settings_of(source), _told(accelerator), remedy=_REMEDY)
     return apply_uncompiled(source, model, any_hardware=any_hardware)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from amptune.policy.file import PolicyFile
     from amptune.runtime.tuned import Tuned
 
-__all__ = ["Told", "apply_uncompiled", "require_agreement"]
+__all__ = ["Told", "apply_uncompiled", "require_agreement", "require_own_scaler"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,20 @@ def require_agreement(policy: Policy, told: Told, *, remedy: str) -> None:
     ]
     if differing:
         raise PolicyApplyError(f"the framework was told otherwise than the policy says:{''.join(differing)}\n{remedy}")
+
+
+def require_own_scaler(policy: Policy, framework: str) -> None:
+    """Raises `PolicyApplyError` for a policy that needs `tuned.scaler`, in a framework that has a scaler of its own."""
+    if policy.weights == "half":
+        raise PolicyApplyError(
+            f"{framework} scales the loss beside its own autocast alone, not for half weights: train them in a loop of "
+            "your own or with Lightning's PolicyPrecision, or use a policy of autocast fp16 (apex:O1)"
+        )
+    if policy.loss_scale is not None and policy.loss_scale.static:
+        raise PolicyApplyError(
+            f"{framework} makes its own loss scaler, whose scale cannot be static: leave loss_scale out, or train in a "
+            "loop of your own"
+        )
 
 
 def apply_uncompiled(policy: Policy | PolicyFile, model: nn.Module, *, any_hardware: bool) -> Tuned:

@@ -8,6 +8,7 @@ import torch
 from torch.distributed import fsdp
 
 from amptune.errors import PolicyApplyError
+from amptune.runtime.half_training import NOT_FOR_FSDP2
 from amptune.runtime.swapping import precision_of
 from amptune.runtime.tuned import AUTOCAST_DTYPES
 
@@ -31,8 +32,10 @@ def fully_shard(module: nn.Module, tuned: Tuned, **options: Any) -> nn.Module:
     as it is, `tuned.autocast()` included: it casts inputs operation by operation, so units do not cast theirs.
 
     Raises `PolicyApplyError` for what FSDP2 cannot do: sharding weights that are not contiguous, or those that a module
-    in FP32 shares with others.
+    in FP32 shares with others; and where the policy holds weights in half, which FSDP2 does by itself.
     """
+    if tuned.policy.weights == "half":
+        raise PolicyApplyError(NOT_FOR_FSDP2)
     _require_shardable(module, options)
     excluded = {inner for inner in tuned.model.modules() if precision_of(inner) in ("fp32", "fp32-cast")}
     for inner in reversed(list(module.modules())):  # what is inside comes first

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PolicyPrecision"]
 
-_PRECISION = {"off": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}  # as `Trainer(precision=…)` has it
+# As `Trainer(precision=…)` has it.
+_PRECISION = {"off": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "half": "16-true"}
 
 
 class PolicyPrecision(MixedPrecision):
@@ -54,7 +55,7 @@ class PolicyPrecision(MixedPrecision):
         self._submodule = submodule
         self._any_hardware = any_hardware
         self.policy = settings_of(self._source)
-        self.precision: Any = _PRECISION[self.policy.autocast]
+        self.precision: Any = _PRECISION[self.policy.precision]
         self.scaler: torch.amp.GradScaler | None = None
         self.tuned: Tuned | None = None
 

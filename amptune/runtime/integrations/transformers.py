@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from amptune.errors import PolicyApplyError
-from amptune.runtime.integrations.agreeing import Told, apply_uncompiled, require_agreement
+from amptune.runtime.integrations.agreeing import Told, apply_uncompiled, require_agreement, require_own_scaler
 from amptune.runtime.reading import read_policy, settings_of
 
 if TYPE_CHECKING:
@@ -28,9 +28,11 @@ _REMEDY = 'Build them as TrainingArguments(**training_arguments("policy.yaml"), 
 def training_arguments(policy: str | PathLike[str] | Policy | PolicyFile) -> dict[str, Any]:
     """What the policy decides of `TrainingArguments(**training_arguments("policy.yaml"), output_dir=…)`.
 
-    `tf32` is not among it: the callback sets the FP32 math, on machines without TF32 too.
+    `tf32` is not among it: the callback sets the FP32 math, on machines without TF32 too. Raises `PolicyApplyError` for
+    half weights, and for a static loss scale; the Trainer's scaler takes no maximum.
     """
     settings = settings_of(read_policy(policy))
+    require_own_scaler(settings, "The Trainer")
     arguments: dict[str, Any] = {
         "bf16": settings.autocast == "bf16",
         "fp16": settings.autocast == "fp16",
@@ -70,6 +72,7 @@ class PolicyCallback(TrainerCallback):
         model: nn.Module,
         **_: Any,
     ) -> None:
+        require_own_scaler(self.policy, "The Trainer")
         require_agreement(self.policy, _told(args), remedy=_REMEDY)
         self.tuned = apply_uncompiled(self._source, model, any_hardware=self._any_hardware)
         self._model = model

@@ -1,0 +1,78 @@
+"""Training with weights in half: the weights, the optimizers that update them, what the loss scaler asks of both."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+from amptune.errors import PolicyApplyError
+from amptune.runtime.half_checkpoints import checkpoint_in_fp32
+from amptune.runtime.master_weights import MasterWeights, parameters_of, widen_state
+
+if TYPE_CHECKING:
+    import torch
+
+    from amptune.runtime.half_weights import HalfWeights
+
+__all__ = ["NOT_FOR_FSDP2", "HalfTraining"]
+
+NOT_FOR_FSDP2 = (
+    "weights: half holds whole weights in half, and FSDP2 shards FP32 weights and gathers them in half by itself, "
+    "which is the same: use fully_shard(…, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)) and a policy "
+    "whose weights are fp32"
+)
+
+
+class HalfTraining:
+    """Serves the optimizers of one model with what half weights need, until `undo`."""
+
+    def __init__(self, held: HalfWeights) -> None:
+        self.held = held
+        self._checkpoints = checkpoint_in_fp32(held)
+        self._masters: weakref.WeakKeyDictionary[torch.optim.Optimizer, MasterWeights] = weakref.WeakKeyDictionary()
+        self._plain: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def serve(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives it master weights, where the policy wants them. Raises `PolicyApplyError` where it cannot have any."""
+        _require_unsharded(optimizer)
+        if not self.held.has_masters:
+            self._plain.add(optimizer)
+        elif optimizer not in self._masters:
+            widen_state(optimizer, self.held)  # Adagrad makes its own when it is built, like the parameters
+            self._masters[optimizer] = MasterWeights(self.held, optimizer)
+
+    def lent_to(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Within it the optimizer holds the parameters that it is going to update."""
+        masters = self._masters.get(optimizer)
+        return nullcontext() if masters is None else masters.lent(optimizer)
+
+    def require_served(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises `PolicyApplyError` for an optimizer that would update half weights in place of their masters."""
+        if not self.held.has_masters or optimizer in self._masters:
+            return
+        if any(parameter in self.held for parameter in parameters_of(optimizer)):
+            raise PolicyApplyError(
+                "the policy trains FP32 master weights, which this optimizer does not have: "
+                "optimizer = tuned.optimizer(optimizer) gives it them"
+            )
+
+    def widen_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        self.held.widen_gradients(parameters_of(optimizer))
+
+    def undo(self) -> None:
+        """Weights in FP32, and optimizers that go on with them."""
+        for optimizer, masters in self._masters.items():
+            masters.remove(optimizer)
+        for optimizer in self._plain:
+            widen_state(optimizer, self.held)
+        self._masters.clear()
+        for handle in self._checkpoints:
+            handle.remove()
+        self.held.undo()
+
+
+def _require_unsharded(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `PolicyApplyError` for an optimizer of what PyTorch's own fully_shard made of the weights."""
+    if any(type(parameter.data).__name__ == "DTensor" for parameter in parameters_of(optimizer)):
+        raise PolicyApplyError(NOT_FOR_FSDP2)

@@ -1,0 +1,224 @@
+"""The weights and buffers of a model held in half, as `model.half()` would, and the FP32 values they stand for.
+
+Parameters keep their identity, so optimizers that hold them go on holding them. Where the policy wants master weights
+an FP32 master stands beside every half weight that is trained, made of what the weight was; optimizers update it
+(amptune.runtime.master_weights), checkpoints save and load it, and `undo` puts it back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import nn
+
+from amptune.runtime.gradient_dtype import take_gradients_in
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+__all__ = ["HALF", "HalfWeights", "HeldWeight"]
+
+HALF = torch.float16
+
+
+@dataclass(slots=True, eq=False)
+class HeldWeight:
+    """A parameter in half. `master` is its FP32 value, as of the parameter's version `seen`; None where it has none."""
+
+    half: nn.Parameter
+    master: nn.Parameter | None = None
+    seen: int = -1
+
+    @property
+    def fp32(self) -> nn.Parameter:
+        """The master of one that has one."""
+        assert self.master is not None  # noqa: S101  # `with_master` has seen to that
+        return self.master
+
+
+@dataclass(slots=True, eq=False)
+class _Buffer:
+    """A buffer in half, and what it was. By name: moving a model to a device replaces its buffers."""
+
+    module: nn.Module
+    name: str
+    fp32: torch.Tensor
+
+    @property
+    def half(self) -> torch.Tensor | None:
+        now = self.module._buffers.get(self.name)
+        return now if now is not None and now.dtype is HALF else None
+
+
+class HalfWeights:
+    """What of a model is in half, from its making until `undo`; made by `HalfWeights.of`.
+
+    A weight's FP32 value is its master, wherever the master still rounds to the weight; where somebody has written to
+    the weight since, it is what was written.
+    """
+
+    def __init__(self, *, masters: bool) -> None:
+        self.has_masters = masters
+        self._weights: dict[nn.Parameter, HeldWeight] = {}
+        self._buffers: list[_Buffer] = []
+        self.modules: list[nn.Module] = []
+
+    @staticmethod
+    def of(model: nn.Module, kept: Collection[nn.Module], *, masters: bool) -> HalfWeights:
+        """Converts what belongs to the modules of the model itself, save those that are `kept` in FP32."""
+        held = HalfWeights(masters=masters)
+        held.modules = [module for module in model.modules() if module not in kept]
+        try:
+            for module in held.modules:
+                held._convert(module)
+        except BaseException:  # out of memory, most likely: half a model converted is of no use
+            held.undo()
+            raise
+        held._flatten()
+        return held
+
+    def _convert(self, module: nn.Module) -> None:
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.dtype is torch.float32:
+                self._take(parameter)
+        shared = {id(known.half): known.fp32 for known in self._buffers}
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.dtype is torch.float32:
+                self._buffers.append(_Buffer(module, name, buffer.detach()))
+                buffer.data = buffer.data.to(HALF)
+            elif id(buffer) in shared:
+                self._buffers.append(_Buffer(module, name, shared[id(buffer)]))
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        weight = self._weights[parameter] = HeldWeight(parameter)
+        gradient, parameter.grad = parameter.grad, None
+        if self.has_masters and parameter.requires_grad and not nn.parameter.is_lazy(parameter):
+            weight.master = nn.Parameter(parameter.data)
+        parameter.data = parameter.data.to(HALF)
+        weight.seen = parameter._version
+        take_gradients_in(torch.float32 if self.has_masters else HALF, parameter)
+        if gradient is not None:
+            parameter.grad = gradient if self.has_masters else gradient.to(HALF)
+
+    def undo(self) -> None:
+        """Everything in FP32 again: masters and buffers as they are known to be, what has none widened."""
+        for weight in self._weights.values():
+            gradient, weight.half.grad = weight.half.grad, None
+            weight.half.data = _plain(weight.half) if weight.master is None else self._fresh(weight).data
+            take_gradients_in(torch.float32, weight.half)
+            weight.half.grad = None if gradient is None else gradient.float()
+        for buffer in self._buffers:
+            if buffer.half is not None:
+                buffer.half.data = _value(buffer.half, buffer.fp32)
+        self._weights, self._buffers = {}, []
+        self._flatten()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the model has nothing to hold in half, or all of it is to stay in FP32."""
+        return not self._weights
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self._weights
+
+    def with_master(self, parameter: nn.Parameter) -> HeldWeight | None:
+        """A parameter in half with its master, made now if it was frozen, or lazy; None for any other parameter."""
+        weight = self._weights.get(parameter)
+        if weight is not None and weight.master is None:
+            self._fresh(weight)
+        return weight
+
+    def refresh(self, weights: Sequence[HeldWeight]) -> None:
+        """Has masters take up what was written to their weights, and follow them to their device."""
+        for weight in weights:
+            half, master = weight.half, weight.master
+            if master is None or weight.seen != half._version or master.device != half.device:
+                self._fresh(weight)
+
+    @torch.no_grad()
+    def _fresh(self, weight: HeldWeight) -> nn.Parameter:
+        value = _value(weight.half, weight.master)
+        if weight.master is None:
+            weight.master = nn.Parameter(value, requires_grad=weight.half.requires_grad)
+        elif weight.master.shape == value.shape and weight.master.device == value.device:
+            weight.master.copy_(value)
+        else:
+            weight.master.data = value
+        weight.seen = weight.half._version
+        return weight.master
+
+    @torch.no_grad()
+    def round(self, weights: Sequence[HeldWeight]) -> None:
+        """The weights become what their masters are, rounded, in a few kernels for all of them."""
+        if weights:
+            torch._foreach_copy_([weight.half for weight in weights], [weight.fp32 for weight in weights])
+        for weight in weights:
+            weight.seen = weight.half._version
+
+    @torch.no_grad()
+    def write(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Gives a tensor of the model an FP32 value, and its master, if it has one, that very value."""
+        tensor.copy_(value)
+        weight = self._weights.get(tensor)  # type: ignore[call-overload]  # a buffer is none
+        if weight is not None and weight.master is not None:
+            self._fresh(weight).copy_(value)
+
+    def widen_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Those that came in half, as they do under DistributedDataParallel, become FP32, where there are masters."""
+        if not self.has_masters:
+            return
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None and gradient.dtype is HALF and parameter in self._weights:
+                parameter.grad = gradient.float()
+
+    def fp32_values(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """(name, tensor, its FP32 value) of what the module itself has in half."""
+        for name, parameter in module._parameters.items():
+            weight = None if parameter is None else self._weights.get(parameter)
+            if weight is not None and not nn.parameter.is_lazy(weight.half):
+                value = _plain(weight.half) if weight.master is None else self._fresh(weight).detach()
+                yield name, weight.half, value
+        for buffer in self._buffers_of(module):
+            if buffer.half is not None:
+                yield buffer.name, buffer.half, _value(buffer.half, buffer.fp32)
+
+    @torch.no_grad()
+    def take_masters(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
+        """Masters and buffers are what a checkpoint has; loading it rounds that, and so does not count as written."""
+        for name, parameter in module._parameters.items():
+            weight, value = None if parameter is None else self._weights.get(parameter), state.get(prefix + name)
+            if weight is not None and weight.master is not None and _fits(value, weight.half):
+                self._fresh(weight).copy_(value)
+        for buffer in self._buffers_of(module):
+            value = state.get(prefix + buffer.name)
+            if buffer.half is not None and _fits(value, buffer.half):
+                buffer.fp32 = value.detach().to(buffer.half.device, torch.float32, copy=True)
+
+    def _buffers_of(self, module: nn.Module) -> Iterator[_Buffer]:
+        return (buffer for buffer in self._buffers if buffer.module is module)
+
+    def _flatten(self) -> None:
+        """CuDNN wants the weights of a recurrent module in one piece."""
+        for module in self.modules:
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()
+
+
+def _value(half: torch.Tensor, fp32: torch.Tensor | None) -> torch.Tensor:
+    """What a tensor in half stands for: `fp32`, wherever that rounds to it."""
+    wide = half.detach().float()
+    if fp32 is None or fp32.shape != half.shape:
+        return wide
+    fp32 = fp32.detach().to(half.device)
+    return torch.where(fp32.to(HALF) == half.detach(), fp32, wide)
+
+
+def _plain(half: nn.Parameter) -> torch.Tensor:
+    return half.data.float()
+
+
+def _fits(value: Any, tensor: torch.Tensor) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.shape == tensor.shape

@@ -1,0 +1,168 @@
+"""An optimizer of half weights that updates FP32 masters in their place.
+
+For the time of a step, and while a state is loaded, the masters stand in the optimizer's groups; otherwise the model's
+own parameters do, so that clipping, zero_grad(), schedulers and loss scalers meet what they know. Gradients are the
+parameters' own, in FP32 (amptune.runtime.gradient_dtype), and so is the state: it is made for masters.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amptune.errors import PolicyApplyError
+from amptune.runtime.half_weights import HALF
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from amptune.runtime.half_weights import HalfWeights, HeldWeight
+
+__all__ = ["MasterWeights", "parameters_of", "widen_state"]
+
+# An optimizer's: by parameter, and made when first asked for.
+State = defaultdict[Any, Any]
+
+
+class MasterWeights:
+    """The masters of one optimizer, until `remove`. Raises `PolicyApplyError` for one that cannot have any."""
+
+    def __init__(self, held: HalfWeights, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise PolicyApplyError(
+                "LBFGS runs the model within its step, and so cannot have master weights: use another optimizer, or a "
+                "policy without master_weights"
+            )
+        self._held = held
+        self._is_lent = False
+        self._own: list[list[nn.Parameter]] = []
+        self._lent: list[list[nn.Parameter]] = []
+        self._weights: list[HeldWeight] = []
+        self._own_state: State = defaultdict(dict)
+        self._lent_state: State = defaultdict(dict)
+        self._handles: list[RemovableHandle] = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_load_state_dict_pre_hook(self._before_loading),
+            optimizer.register_load_state_dict_post_hook(self._take_back),
+        ]
+
+    @contextmanager
+    def lent(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Within it the optimizer holds the masters."""
+        self._lend(optimizer)
+        try:
+            yield
+        finally:
+            self._take_back(optimizer)
+
+    def remove(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer goes on with the model's own parameters and the state it has."""
+        self._take_back(optimizer)
+        for handle in self._handles:
+            handle.remove()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        self._lend(optimizer)
+        if closure is None:
+            return None
+        rest = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (args[0], self._with_own_parameters(optimizer, closure)), rest
+
+    def _with_own_parameters(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            self._take_back(optimizer)
+            loss = closure()
+            self._lend(optimizer)
+            return loss
+
+        return run
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._take_back(optimizer)
+        self._held.round(self._weights)
+
+    def _before_loading(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        saved = [len(group["params"]) for group in state.get("param_groups", ())]
+        if saved == [len(group["params"]) for group in optimizer.param_groups]:  # else PyTorch refuses to load it
+            self._lend(optimizer)
+
+    def _lend(self, optimizer: torch.optim.Optimizer) -> None:
+        self._take_back(optimizer)  # a step that raised has not
+        if not _are_the_same(self._own, [group["params"] for group in optimizer.param_groups]):
+            self._learn(optimizer)
+        self._held.refresh(self._weights)
+        for weight in self._weights:
+            gradient = weight.half.grad
+            if gradient is not None and gradient.dtype is HALF:
+                gradient = gradient.float()
+            weight.fp32.grad = gradient
+        self._is_lent = True
+        for group, masters in zip(optimizer.param_groups, self._lent, strict=True):
+            group["params"] = masters
+        self._own_state = optimizer.state
+        if not _share_values(self._own_state, self._lent_state):
+            self._lent_state = self._rekeyed(self._own_state, to_masters=True)
+        optimizer.state = self._lent_state
+
+    def _take_back(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._is_lent:
+            return
+        self._is_lent = False
+        for group, parameters in zip(optimizer.param_groups, self._own, strict=True):
+            group["params"] = list(parameters)
+        for weight in self._weights:
+            weight.fp32.grad = None
+        self._lent_state = optimizer.state
+        if not _share_values(self._own_state, self._lent_state):
+            self._own_state = self._rekeyed(self._lent_state, to_masters=False)
+        optimizer.state = self._own_state
+
+    def _learn(self, optimizer: torch.optim.Optimizer) -> None:
+        """Which parameters there are, and which masters stand for them: anew where a group was added."""
+        self._own = [list(group["params"]) for group in optimizer.param_groups]
+        found = (self._held.with_master(parameter) for group in self._own for parameter in group)
+        self._weights = [weight for weight in found if weight is not None]
+        masters = {id(weight.half): weight.fp32 for weight in self._weights}
+        self._lent = [[masters.get(id(parameter), parameter) for parameter in group] for group in self._own]
+        self._lent_state = defaultdict(dict)
+
+    def _rekeyed(self, state: State, *, to_masters: bool) -> State:
+        """The same state, by masters instead of parameters, or the other way round."""
+        pairs = [(weight.half, weight.fp32) for weight in self._weights]
+        becomes = {id(half): master for half, master in pairs} if to_masters else {id(m): half for half, m in pairs}
+        return defaultdict(dict, {becomes.get(id(key), key): value for key, value in state.items()})
+
+
+def _are_the_same(some: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> bool:
+    """Whether these are the very parameters, in the same groups."""
+    return list(map(len, some)) == list(map(len, others)) and all(
+        one is other for left, right in zip(some, others, strict=True) for one, other in zip(left, right, strict=True)
+    )
+
+
+def _share_values(state: State, other: State) -> bool:
+    """Whether the state of each parameter is the same dict in both, so that the one is up to date with the other."""
+    return len(state) == len(other) and all(map(operator.is_, state.values(), other.values()))
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Those of all its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def widen_state(optimizer: torch.optim.Optimizer, held: HalfWeights) -> None:
+    """The state that was made for half weights, momentum say, in FP32, for weights that are FP32 again."""
+    for parameter, state in optimizer.state.items():
+        if parameter in held:
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dtype is HALF:
+                    state[name] = value.float()

@@ -1,0 +1,710 @@
+"""Training with weights in half, as Apex's O2 and O3 did, held against the same written by hand."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import timeit
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+import amptune
+from amptune.errors import PolicyApplyError
+from amptune.policy.settings import Fp32Rule, HalfRule, LossScale, Policy
+from amptune.runtime import kept_in_fp32
+from amptune.runtime.applying import apply
+from amptune.runtime.misuse import PolicyMisuseWarning
+from amptune.runtime.tuned import Tuned
+
+O2 = Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True, loss_scale=LossScale(max=2.0**24))
+O3 = Policy(weights="half")
+
+Optimize = Callable[[Any], torch.optim.Optimizer]
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64, 16),
+        nn.LayerNorm(16),
+        nn.Linear(16, 3),
+    )
+
+
+def batches(count: int = 20) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(8, 3, 6, 6, generator=generator), torch.randint(3, (8,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def train(tuned: Tuned, optimizer: torch.optim.Optimizer, data: Sequence[Batch], scaler: Any = None) -> list[float]:
+    """The losses of PyTorch's own recipe, as the README has it."""
+    scaler = scaler or tuned.scaler
+    losses = []
+    for x, y in data:
+        with tuned.autocast():
+            loss = loss_of(tuned.model, (tuned.batch(x), y))
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(tuned.model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def by_hand(model: nn.Module, optimize: Optimize, data: Sequence[Batch], scale: float) -> tuple[list[float], int]:
+    """The same with master weights written out; (losses, steps skipped)."""
+    masters = [p.detach().clone() for p in model.parameters()]
+    for module in model.modules():
+        if not isinstance(module, nn.BatchNorm2d) and not any(module.children()):
+            module.half()
+    optimizer, losses, skipped = optimize(masters), [], 0
+    for x, y in data:
+        loss: Any = nn.functional.cross_entropy(model(x.half()).float(), y)
+        (loss * scale).backward()
+        for master, p in zip(masters, model.parameters(), strict=True):
+            assert p.grad is not None
+            master.grad, p.grad = p.grad.float() / scale, None
+        finite = all(bool(master.grad.isfinite().all()) for master in masters if master.grad is not None)
+        nn.utils.clip_grad_norm_(masters, 1.0)
+        if finite:
+            optimizer.step()
+        scale, skipped = (scale, skipped) if finite else (scale / 2, skipped + 1)
+        with torch.no_grad():
+            for master, p in zip(masters, model.parameters(), strict=True):
+                p.copy_(master)
+        losses.append(loss.item())
+    return losses, skipped
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Any:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+    )
+
+
+@pytest.fixture
+def applied() -> Iterator[tuple[nn.Sequential, Tuned]]:
+    model = net()
+    with apply(O2, model) as tuned:
+        yield model, tuned
+
+
+# --- the arithmetic ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimize", [adamw, momentum])
+@pytest.mark.parametrize("init", [1024.0, 2.0**30])
+def test_o2_trains_as_master_weights_written_by_hand_do(optimize: Optimize, init: float) -> None:
+    model, data = net(), batches()
+    expected, skipped = by_hand(net(), optimize, data, init)
+    with apply(replace(O2, loss_scale=LossScale(init=init)), model) as tuned:
+        losses = train(tuned, tuned.optimizer(optimize(model.parameters())), data)
+        assert tuned.scaler.get_scale() == init / 2**skipped
+    assert losses == expected
+    assert (skipped > 0) == (init > 1024)
+
+
+def adamw_for_half(parameters: Any) -> torch.optim.Optimizer:
+    """Its usual eps is 0 in half."""
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
+
+
+@pytest.mark.parametrize("optimize", [adamw_for_half, momentum])
+def test_o3_trains_as_a_model_in_half_does(optimize: Optimize) -> None:
+    model, twin, data = net(), net().half(), batches()
+    optimizer, expected = optimize(twin.parameters()), []
+    for x, y in data:
+        loss: Any = nn.functional.cross_entropy(twin(x.half()).float(), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    with apply(O3, model) as tuned:
+        assert train(tuned, tuned.optimizer(optimize(model.parameters())), data) == expected
+        assert all(torch.equal(one, other) for one, other in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_plain_gradscaler_and_an_optimizer_that_was_there_before_train_the_same() -> None:
+    model, twin, data = net(), net(), batches()
+    optimizer = adamw(model.parameters())
+    with apply(O2, model) as tuned, apply(O2, twin) as other:
+        losses = train(tuned, tuned.optimizer(optimizer), data, torch.amp.GradScaler("cpu"))
+        assert losses == train(other, other.optimizer(adamw(twin.parameters())), data)
+
+
+def test_gradients_are_summed_in_fp32_over_micro_batches(applied: tuple[nn.Sequential, Tuned]) -> None:
+    model, tuned = applied
+    one_by_one = []
+    for x, y in batches(3):
+        loss_of(tuned.model, (x, y)).backward()
+        one_by_one.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+    for x, y in batches(3):
+        loss_of(tuned.model, (x, y)).backward()
+    for parameter, parts in zip(model.parameters(), zip(*one_by_one, strict=True), strict=True):
+        assert parameter.grad is not None
+        assert parameter.grad.dtype is torch.float32
+        assert torch.equal(parameter.grad, (parts[0] + parts[1]) + parts[2])
+
+
+def test_an_update_too_small_for_half_is_not_lost(applied: tuple[nn.Sequential, Tuned]) -> None:
+    model, tuned = applied
+    optimizer = tuned.optimizer(torch.optim.SGD(model.parameters(), lr=1e-6))
+    before = state(model)
+    train(tuned, optimizer, batches(3))
+    assert not torch.equal(model.state_dict()["6.weight"], before["6.weight"])
+    assert (model.state_dict()["6.weight"] - before["6.weight"]).abs().max() < 1e-5
+
+
+def test_the_model_takes_and_gives_fp32(applied: tuple[nn.Sequential, Tuned]) -> None:
+    model, _ = applied
+    ((x, _),) = batches(1)
+    assert model(x).dtype is torch.float32
+    assert model(x.half()).dtype is torch.float32
+    assert torch.equal(model(x), model(x.half()))
+
+
+def test_o2_keeps_batchnorm_and_o3_does_not() -> None:
+    def in_half(policy: Policy) -> set[str]:
+        with apply(policy, net()) as tuned:
+            named = [*tuned.model.named_parameters(), *tuned.model.named_buffers()]
+            return {name for name, tensor in named if tensor.dtype is torch.float16}
+
+    weights = {f"{layer}.{name}" for layer in (0, 4, 5, 6) for name in ("weight", "bias")}
+    assert in_half(O2) == weights
+    assert in_half(O3) == weights | {f"1.{name}" for name in ("weight", "bias", "running_mean", "running_var")}
+
+
+def test_modules_that_stay_in_fp32_give_half_to_those_behind_them() -> None:
+    model = net()
+    seen = []
+    with apply(replace(O2, fp32_modules=(Fp32Rule(path="4"), Fp32Rule(type="LayerNorm"))), model) as tuned:
+        assert {p.dtype for layer in (4, 5) for p in model[layer].parameters()} == {torch.float32}
+        for layer in (4, 5, 6):
+            model[layer].register_forward_hook(lambda _, args, out: seen.append((args[0].dtype, out.dtype)))
+        losses = train(tuned, tuned.optimizer(adamw(model.parameters())), batches(1) * 20)
+        assert seen[:3] == [(torch.float16, torch.float16)] * 3
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_half_modules_are_said_to_change_nothing() -> None:
+    with apply(replace(O2, half_modules=(HalfRule(type="LayerNorm"),)), net()) as tuned:
+        (finding,) = tuned.findings
+        assert str(finding) == "weights are half, so everything runs in half already and half_modules changes nothing"
+
+
+# --- the loop ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "optimizer, to zero", "model"])
+def test_gradients_are_cleared_by_optimizer_and_model_alike(clear: str, applied: tuple[nn.Sequential, Tuned]) -> None:
+    model, tuned = applied
+    optimizer = tuned.optimizer(adamw(model.parameters()))
+    train(tuned, optimizer, batches(2))
+    loss_of(model, batches(1)[0]).backward()
+    model.zero_grad() if clear == "model" else optimizer.zero_grad(set_to_none=clear == "optimizer")
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_the_optimizer_holds_the_models_own_parameters_between_steps(applied: tuple[nn.Sequential, Tuned]) -> None:
+    model, tuned = applied
+    optimizer = tuned.optimizer(adamw(model.parameters()))
+    train(tuned, optimizer, batches(2))
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    assert {id(p) for p in optimizer.state} == {id(p) for p in model.parameters()}
+    assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "name",
+    "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split(),  # noqa: SIM905
+)
+def test_every_optimizer_of_pytorch_keeps_its_state_in_fp32_and_trains_as_by_hand(name: str) -> None:
+    def optimize(parameters: Any) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, lr=1e-2)
+        return optimizer
+
+    model, data = net(), batches(8)
+    expected, _ = by_hand(net(), optimize, data, 1024.0)
+    with apply(replace(O2, loss_scale=LossScale(init=1024)), model) as tuned:
+        optimizer = tuned.optimizer(optimize(model.parameters()))
+        assert train(tuned, optimizer, data) == expected
+        dtypes = {v.dtype for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)}
+        assert dtypes <= {torch.float32}
+
+
+def test_sparse_gradients_reach_the_masters_too() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 3)
+
+        def forward(self, words: torch.Tensor) -> Any:
+            return self.head(self.words(words).mean(1))
+
+    torch.manual_seed(0)
+    model = Reader()
+    with apply(O2, model) as tuned:
+        optimizer = tuned.optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        words, labels = torch.randint(20, (16, 5)), torch.randint(3, (16,))
+        losses = []
+        for _ in range(20):
+            loss = loss_of(model, (words, labels))
+            tuned.scaler.scale(loss).backward()
+            tuned.scaler.step(optimizer)
+            tuned.scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_a_closure_runs_with_the_models_own_parameters() -> None:
+    def losses_of(*, in_closure: bool) -> list[float]:
+        model = net()
+        with apply(O2, model) as tuned:
+            optimizer = tuned.optimizer(momentum(model.parameters()))
+            losses: list[float] = []
+
+            def closure() -> Any:
+                optimizer.zero_grad()
+                loss = loss_of(model, left.pop())
+                loss.backward()
+                losses.append(loss.item())
+                return loss
+
+            left = batches(6)
+            while left:
+                if in_closure:
+                    optimizer.step(closure)
+                else:
+                    closure()
+                    optimizer.step()
+            return losses
+
+    assert losses_of(in_closure=True) == losses_of(in_closure=False)
+
+
+def test_a_group_that_is_added_later_gets_masters_too() -> None:
+    model = net()
+    model[4].requires_grad_(False)
+    with apply(O2, model) as tuned:
+        optimizer = tuned.optimizer(adamw([p for p in model.parameters() if p.requires_grad]))
+        train(tuned, optimizer, batches(3))
+        model[4].requires_grad_(True)
+        optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 1e-7})
+        before = state(model)
+        train(tuned, optimizer, batches(3))
+        assert not torch.equal(model.state_dict()["4.weight"], before["4.weight"])
+        assert optimizer.state[model.get_parameter("4.weight")]["exp_avg"].dtype is torch.float32
+
+
+def test_what_is_written_to_a_weight_counts(applied: tuple[nn.Sequential, Tuned]) -> None:
+    """As critics clip their weights."""
+    model, tuned = applied
+    optimizer = tuned.optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    train(tuned, optimizer, batches(1))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.01, 0.01)
+    train(tuned, optimizer, batches(1))
+    assert all(tensor.abs().max() <= 0.01001 for name, tensor in model.state_dict().items() if "weight" in name)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_raises_leaves_an_optimizer_that_works(fused: bool) -> None:
+    model = net()
+    with apply(replace(O2, fused_optimizer=fused), model) as tuned:
+        optimizer = tuned.optimizer(adamw(model.parameters()))
+        train(tuned, optimizer, batches(2))
+        handle = optimizer.register_step_pre_hook(_raise)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+        handle.remove()
+        assert all(loss > 0 for loss in train(tuned, optimizer, batches(2)))
+        assert {id(p) for p in optimizer.state} == {id(p) for p in model.parameters()}
+
+
+def _raise(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_fused_optimizer_updates_masters_and_skips_what_overflows() -> None:
+    losses = {}
+    for fused in (False, True):
+        model = net()
+        policy = replace(O2, fused_optimizer=fused, loss_scale=LossScale(init=2.0**30))
+        with apply(policy, model) as tuned:
+            optimizer = tuned.optimizer(adamw(model.parameters()))
+            assert optimizer.param_groups[0]["fused"] is (fused or None)
+            losses[fused] = train(tuned, optimizer, batches())
+            assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.float32}
+    assert losses[True] == pytest.approx(losses[False], rel=1e-3)
+
+
+def test_masters_cost_a_step_a_few_microseconds_a_weight() -> None:
+    weights = 200
+    seconds = {}
+    for policy in (Policy(), O2):
+        model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(weights)])
+        with apply(policy, model) as tuned:
+            optimizer = tuned.optimizer(torch.optim.SGD(model.parameters(), lr=0.0, foreach=True))
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros(4, 4)
+            optimizer.step()
+            seconds[policy] = min(timeit.repeat(optimizer.step, number=1, repeat=30))  # other work only ever adds
+    assert 1e6 * (seconds[O2] - seconds[Policy()]) < 5 * weights  # 1 each on an idle machine
+
+
+def test_activation_checkpointing_changes_nothing() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self, *, on: bool) -> None:
+            super().__init__()
+            self.net, self.on = net(), on
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return checkpoint(self.net, x, use_reentrant=False) if self.on else self.net(x)
+
+    losses = []
+    for on in (False, True):
+        model = Checkpointed(on=on)
+        cast("nn.BatchNorm2d", model.net[1]).momentum = 0.0  # its forward runs twice, and would count twice
+        with apply(O2, model) as tuned:
+            losses.append(train(tuned, tuned.optimizer(adamw(model.parameters())), batches(6)))
+    assert losses[0] == losses[1]
+
+
+def test_the_guard_has_nothing_to_say_of_a_correct_loop() -> None:
+    model = net()
+    with apply(O2, model, guard=True) as tuned:
+        train(tuned, tuned.optimizer(adamw(model.parameters())), batches(22))
+        tuned.scaler.state_dict()
+        assert tuned.findings == ()
+
+
+def test_the_guard_tells_of_a_loop_without_the_scaler() -> None:
+    model = net()
+
+    def loop(tuned: Tuned) -> None:
+        optimizer = tuned.optimizer(adamw(model.parameters()))
+        for batch in batches(3):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with apply(O2, model, guard=True) as tuned, pytest.warns(PolicyMisuseWarning, match="with half weights without a"):
+        loop(tuned)
+
+
+# --- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_has_the_names_and_dtypes_of_a_plain_model_and_the_masters_values() -> None:
+    model, plain = net(), net()
+    with apply(O2, model) as tuned:
+        assert same(state(model), state(plain))  # before training: what they were, and not what they were rounded to
+        optimizer = tuned.optimizer(adamw(model.parameters()))
+        train(tuned, optimizer, batches(5))
+        saved, saved_optimizer = state(model), copy.deepcopy(optimizer.state_dict())
+        assert {tensor.dtype for tensor in saved.values()} == {torch.float32, torch.int64}
+        assert not torch.equal(saved["4.weight"], saved["4.weight"].half().float())
+        assert torch.equal(saved["4.weight"].half(), model.get_parameter("4.weight"))
+    plain.load_state_dict(saved)
+    other = adamw(plain.parameters())
+    other.load_state_dict(saved_optimizer)
+    assert same(state(plain), saved)
+    assert same(other.state_dict()["state"][0], saved_optimizer["state"][0])
+
+
+def test_a_plain_checkpoint_trains_on_exactly_as_if_there_had_been_no_break() -> None:
+    model, again = net(), net(seed=1)
+    with apply(O2, model) as tuned, apply(O2, again) as other:
+        optimizer, second = tuned.optimizer(adamw(model.parameters())), other.optimizer(adamw(again.parameters()))
+        train(tuned, optimizer, batches(5))
+        train(other, second, batches(2))
+        again.load_state_dict(state(model))
+        second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        other.scaler.load_state_dict(tuned.scaler.state_dict())
+        assert same(state(again), state(model))
+        assert train(other, second, batches(5)) == train(tuned, optimizer, batches(5))
+        assert same(state(again), state(model))
+
+
+def test_without_masters_a_checkpoint_has_the_rounded_weights_in_fp32() -> None:
+    model, before = net(), state(net())
+    with apply(O3, model):
+        saved = state(model)
+        assert same(saved, {n: t.half().float() if t.is_floating_point() else t for n, t in before.items()})
+        model.load_state_dict(before)
+        assert same(state(model), saved)
+    net().load_state_dict(saved)
+
+
+def test_a_checkpoint_of_what_wraps_the_model_is_in_fp32_too(applied: tuple[nn.Sequential, Tuned]) -> None:
+    model, _ = applied
+    wrapper, plain = nn.ModuleDict({"net": model}), nn.ModuleDict({"net": net(seed=1)})
+    wrapper.load_state_dict(plain.state_dict())
+    assert same(state(wrapper), state(plain))
+    assert torch.equal(model.get_parameter("4.weight"), plain.get_submodule("net.4").get_parameter("weight").half())
+
+
+def test_a_part_of_the_model_saves_and_loads_in_fp32_too(applied: tuple[nn.Sequential, Tuned]) -> None:
+    model, tuned = applied
+    train(tuned, tuned.optimizer(adamw(model.parameters())), batches(3))
+    assert same(state(model[4]), {"weight": state(model)["4.weight"], "bias": state(model)["4.bias"]})
+    other = net(seed=1)
+    model[4].load_state_dict(other[4].state_dict())
+    assert same(state(model[4]), state(other[4]))
+
+
+def test_a_checkpoint_cannot_replace_the_weights(applied: tuple[nn.Sequential, Tuned]) -> None:
+    model, _ = applied
+    with pytest.raises(PolicyApplyError, match=r"^load_state_dict\(assign=True\) would replace the half weights"):
+        model.load_state_dict(net().state_dict(), assign=True)
+
+
+@pytest.mark.parametrize("policy", [O2, O3], ids=["O2", "O3"])
+def test_copies_and_pickles_compute_and_save_the_same(policy: Policy) -> None:
+    model = net()
+    ((x, _),) = batches(1)
+    with apply(policy, model) as tuned:
+        train(tuned, tuned.optimizer(momentum(model.parameters())), batches(3))
+        model.eval()
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert isinstance(twin, nn.Sequential)
+            assert torch.equal(twin(x), model(x))
+            assert same(state(twin), state(model))
+            before = state(model)
+            twin.load_state_dict(net(seed=1).state_dict())
+            assert same(state(twin), state(net(seed=1))) == (policy is O2)
+            assert same(state(model), before)
+
+
+# --- undo --------------------------------------------------------------------------------------------------------
+
+
+def test_undo_leaves_no_trace() -> None:
+    model, plain = net(), net()
+    identities, attributes = [id(p) for p in model.parameters()], [set(vars(m)) for m in model.modules()]
+    apply(O2, model).undo()
+    assert same(state(model), state(plain))
+    assert [id(p) for p in model.parameters()] == identities
+    assert [set(vars(m)) for m in model.modules()] == attributes
+    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+    assert not any(module._state_dict_hooks or module._load_state_dict_pre_hooks for module in model.modules())
+    assert {p.grad_dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("policy", [O2, O3], ids=["O2", "O3"])
+def test_training_goes_on_in_fp32_after_undo(policy: Policy) -> None:
+    model, plain = net(), net()
+    tuned = apply(policy, model)
+    optimizer = tuned.optimizer(momentum(model.parameters()))
+    train(tuned, optimizer, batches(4))
+    loss_of(model, batches(1)[0]).backward()
+    saved, saved_optimizer = state(model), copy.deepcopy(optimizer.state_dict())
+    tuned.undo()
+    assert same(state(model), saved)
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    optimizer.zero_grad()
+    plain.load_state_dict(saved)
+    other = momentum(plain.parameters())
+    other.load_state_dict(saved_optimizer)
+    with apply(Policy(), plain) as second:
+        assert train(tuned, optimizer, batches(4)) == train(second, other, batches(4))
+
+
+def test_buffers_are_what_they_were_unless_they_were_written_to() -> None:
+    model = net()
+    model.register_buffer("table", torch.rand(5))
+    model.register_buffer("seen", torch.rand(2))
+    table = model.get_buffer("table").clone()
+    with apply(O2, model):
+        assert model.get_buffer("table").dtype is torch.float16
+        assert torch.equal(model.state_dict()["table"], table)
+        model.get_buffer("seen").fill_(0.5)
+    assert torch.equal(model.get_buffer("table"), table)
+    assert model.get_buffer("seen").tolist() == [0.5, 0.5]
+
+
+def test_a_buffer_that_two_modules_share_stays_shared() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    table = torch.rand(3)
+    for module in model:
+        module.register_buffer("table", table)
+    before = table.clone()
+    with apply(O2, model):
+        assert model.get_buffer("0.table") is model.get_buffer("1.table") is table
+        assert table.dtype is torch.float16
+        assert torch.equal(model.state_dict()["0.table"], before)
+        assert torch.equal(model.state_dict()["1.table"], before)
+    assert model.get_buffer("0.table") is model.get_buffer("1.table") is table
+    assert torch.equal(table, before)
+
+
+# --- models ------------------------------------------------------------------------------------------------------
+
+
+def test_tied_weights_stay_tied() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    with apply(O2, model) as tuned:
+        assert model[1].weight is model[0].weight
+        optimizer = tuned.optimizer(adamw(model.parameters()))
+        cast("Any", model(torch.ones(2, 4)).sum()).backward()
+        optimizer.step()
+        saved = model.state_dict()
+        assert torch.equal(saved["0.weight"], saved["1.weight"])
+    assert model[1].weight is model[0].weight
+
+
+def test_a_weight_shared_with_what_stays_in_fp32_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    with pytest.raises(PolicyApplyError) as caught:
+        apply(replace(O2, fp32_modules=(Fp32Rule(path="1"),)), model)
+    assert str(caught.value) == (
+        "1 stays in FP32 and shares a weight with 0, whose weights are to be in half: keep both in FP32 "
+        "(fp32_modules), or untie them"
+    )
+    assert model[0].weight.dtype is torch.float32
+
+
+def test_lazy_modules_are_built_in_half() -> None:
+    model = nn.Sequential(nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.Linear(16, 3))
+    with apply(O2, model) as tuned:
+        optimizer = tuned.optimizer(adamw(model.parameters()))
+        x, y = torch.randn(8, 5), torch.randint(3, (8,))
+        losses = train(tuned, optimizer, [(x, y)] * 20)
+        assert {p.dtype for layer in (0, 2) for p in model[layer].parameters()} == {torch.float16}
+        assert {p.dtype for p in model[1].parameters()} == {torch.float32}
+        assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.float32}
+        assert losses[-1] < losses[0]
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_recurrent_modules_train() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.head(self.lstm(x)[0][:, -1])
+
+    model = Reader()
+    with apply(O2, model) as tuned:
+        data = [(torch.randn(8, 5, 4), torch.randint(3, (8,)))] * 30
+        losses = train(tuned, tuned.optimizer(adamw(model.parameters())), data)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_a_container_without_a_forward_of_its_own_is_taken_by_its_parts() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    with apply(replace(O2, fp32_modules=(Fp32Rule(path="b"),)), model):
+        assert model["a"](torch.ones(1, 4)).dtype is torch.float32
+        assert model["b"](torch.ones(1, 4)).dtype is torch.float32
+        assert {name: p.dtype for name, p in model.named_parameters() if "weight" in name} == {
+            "a.weight": torch.float16,
+            "b.weight": torch.float32,
+        }
+
+
+# --- what cannot be ----------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_without_masters_is_refused_by_the_scaler(applied: tuple[nn.Sequential, Tuned]) -> None:
+    model, tuned = applied
+    with pytest.raises(PolicyApplyError) as caught:
+        train(tuned, adamw(model.parameters()), batches(1))
+    assert str(caught.value) == (
+        "the policy trains FP32 master weights, which this optimizer does not have: optimizer = "
+        "tuned.optimizer(optimizer) gives it them"
+    )
+
+
+def test_lbfgs_is_refused(applied: tuple[nn.Sequential, Tuned]) -> None:
+    model, tuned = applied
+    with pytest.raises(PolicyApplyError, match=r"^LBFGS runs the model within its step, and so cannot have master"):
+        tuned.optimizer(torch.optim.LBFGS(model.parameters()))
+
+
+def test_a_model_with_nothing_to_put_in_half_is_told_so() -> None:
+    for model, rules in ((nn.Sequential(nn.BatchNorm1d(3)), ()), (net(), (Fp32Rule(path="*"),))):
+        with apply(replace(O2, fp32_modules=rules), model) as tuned:
+            (finding,) = tuned.findings
+            assert str(finding) == (
+                "the model has no FP32 weights that are not to stay in FP32, so weights: half changes none"
+            )
+            assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_model_in_half_already_is_refused() -> None:
+    with pytest.raises(
+        PolicyApplyError, match=r"^not every module can be run in half:\n  the model itself has weights"
+    ):
+        apply(O2, net().half())
+
+
+def test_a_torch_without_fp32_gradients_of_half_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_in_fp32, "CAN_DIFFER", False)
+    with pytest.raises(PolicyApplyError, match=r"which PyTorch has since 2\.10; this is"):
+        apply(O2, net())
+    apply(O3, net()).undo()
+
+
+# --- by name -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("level", "weight", "norm", "enabled"),
+    [
+        ("O0", torch.float32, torch.float32, False),
+        ("O1", torch.float32, torch.float32, True),
+        ("O2", torch.float16, torch.float32, True),
+        ("O3", torch.float16, torch.float16, False),
+    ],
+)
+def test_apex_levels_are_applied_by_their_names(
+    level: str, weight: torch.dtype, norm: torch.dtype, enabled: bool
+) -> None:
+    model = net()
+    with amptune.apply(f"apex:{level}", model) as tuned:
+        assert (model[0].weight.dtype, model[1].weight.dtype) == (weight, norm)
+        assert tuned.scaler.is_enabled() is enabled
+        losses = train(tuned, tuned.optimizer(momentum(model.parameters())), batches(1) * 15)
+        assert losses[-1] < 0.8 * losses[0]
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
