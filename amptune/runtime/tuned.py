@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +12,7 @@ from amptune.runtime.fused_optimizer import fuse
 from amptune.runtime.layout import convert_batch
 from amptune.runtime.loss_scaling import PolicyScaler, scaler_for
 from amptune.runtime.watched_scaler import WatchedScaler
+from amptune.runtime.whereabouts import Whereabouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,6 +54,7 @@ class Tuned:
         self.policy = policy
         self.model = model
         self._plain_model = plain_model
+        self._whereabouts = Whereabouts(plain_model)
         self._findings = list(findings)
         self._undo = undo
         self._guard = guard
@@ -71,11 +72,13 @@ class Tuned:
 
         `cache_enabled` is PyTorch's: CUDA graphs that are captured by hand need it to be False.
         """
-        if not torch.compiler.is_compiling() and self._guard is not None:
+        if self._guard is not None and not torch.compiler.is_compiling():
             self._guard.autocast_used()
         dtype = AUTOCAST_DTYPES.get(self.policy.autocast) if self._active else None
         enabled = dtype is not None
-        return torch.amp.autocast(self._device_type(), dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+        return torch.amp.autocast(
+            self._whereabouts.device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled
+        )
 
     @property
     def scaler(self) -> PolicyScaler:
@@ -83,7 +86,7 @@ class Tuned:
 
         With half weights too, where the policy has master weights or a loss scale of its own.
         """
-        device_type = self._device_type()
+        device_type = self._whereabouts.device_type
         if device_type not in self._scalers:
             self._scalers[device_type] = self._new_scaler(device_type)
         return self._scalers[device_type]
@@ -174,7 +177,3 @@ class Tuned:
         if isinstance(scaler, WatchedScaler):
             scaler.guard = self._guard
         return scaler
-
-    def _device_type(self) -> str:
-        first = next(chain(self._plain_model.parameters(), self._plain_model.buffers()), None)
-        return "cpu" if first is None else first.device.type

@@ -1,0 +1,56 @@
+"""On which type of device a model is, asked several times in every step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import nn
+
+__all__ = ["Whereabouts"]
+
+
+class Whereabouts:
+    """Where a model is now, by its first parameter, or else its first buffer.
+
+    That one is looked up where it was found before: walking through a model takes longer than all else that a policy
+    does in a step. Where a module on the way to it was replaced, or the tensor itself removed, it is found anew.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._way: tuple[tuple[Mapping[str, Any], str, nn.Module], ...] = ()
+        self._holder: Mapping[str, Any] = {}
+        self._name = ""
+
+    @property
+    def device_type(self) -> str:
+        """`cpu` for a model that holds nothing."""
+        tensor = self._holder.get(self._name)
+        for children, name, child in self._way:
+            if children.get(name) is not child:
+                tensor = None
+        if tensor is None:
+            tensor = next(self._tensors(), None)
+        return "cpu" if tensor is None else str(tensor.device.type)
+
+    def _tensors(self) -> Iterator[Any]:
+        """Parameters, then buffers, the way to each noted."""
+        for kind in ("_parameters", "_buffers"):
+            for path, module in self._model.named_modules():
+                self._holder = getattr(module, kind)
+                self._way = tuple(self._steps(path))
+                for name, tensor in self._holder.items():
+                    if tensor is not None:
+                        self._name = name
+                        yield tensor
+
+    def _steps(self, path: str) -> Iterator[tuple[Mapping[str, Any], str, nn.Module]]:
+        module = self._model
+        for name in path.split(".") if path else ():
+            child = module._modules[name]
+            assert child is not None  # noqa: S101  # named_modules() has just been there
+            yield module._modules, name, child
+            module = child
