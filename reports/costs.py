@@ -1,7 +1,7 @@
 """What a policy costs in training: the host's time of a step, of an excluded module and of the guard, and the start.
 
-    python reports/costs.py --out reports/h200/costs.json --workload resnet50
-    python reports/costs.py --out reports/cpu_costs.json
+    python reports/costs.py --out reports/costs/h200.json --workload resnet50
+    python reports/costs.py --out reports/costs/cpu.json
 
 Each pair runs interleaved in one process, block after block in random order, on twins of one model: the recipe as one
 would write it by hand, and the README's loop under the policy. A figure is the median over blocks of the difference
