@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +97,15 @@ def main() -> int:
 
 def of_small_models(device: torch.device) -> list[Cost]:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 8)).to(device)
+    twin = partial(copy.deepcopy, model)
     x = torch.randn(16, 64, device=device)
     dtypes = ("bf16", "fp16") if device.type == "cuda" else ("bf16",)
     costs = []
     for dtype in dtypes:
         policy = amptune.Policy(autocast=dtype)  # type: ignore[arg-type]  # a loop forgets the literals
-        steps = [by_hand(model, x, dtype), under(policy, model, x)]
+        steps = [by_hand(twin(), x, dtype), under(policy, twin(), x)]
         costs.append(difference(f"a policy, {dtype}", "step", *steps))
-        steps = [under(policy, model, x), under(policy, model, x, guard=True)]
+        steps = [under(policy, twin(), x), under(policy, twin(), x, guard=True)]
         costs.append(difference(f"its guard after {WARM_UP_STEPS} steps, {dtype}", "step", *steps))
     chain = nn.Sequential(*(nn.ReLU() for _ in range(EXCLUDED))).to(device)
     policy = amptune.Policy(autocast="bf16")
@@ -159,13 +161,13 @@ def of_workload(name: str, device: torch.device) -> Cost:
 
 def by_hand(model: nn.Module, x: torch.Tensor, dtype: str) -> Step:
     """PyTorch's own AMP recipe; with a scaler for fp16 alone."""
-    own, device = copy.deepcopy(model), x.device.type
-    optimizer = torch.optim.SGD(own.parameters(), lr=1e-3)
+    device = x.device.type
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler(device) if dtype == "fp16" else None
 
     def step() -> None:
         with torch.autocast(device, dtype=AUTOCAST_DTYPES[dtype]):
-            loss = own(x).square().mean()
+            loss = model(x).square().mean()
         if scaler is None:
             loss.backward()
             optimizer.step()
@@ -180,8 +182,8 @@ def by_hand(model: nn.Module, x: torch.Tensor, dtype: str) -> Step:
 
 def under(policy: amptune.Policy, model: nn.Module, x: torch.Tensor, *, guard: bool = False) -> Step:
     """The README's loop."""
-    tuned = amptune.apply(policy, copy.deepcopy(model), guard=guard)
-    optimizer = tuned.optimizer(torch.optim.SGD(tuned.model.parameters(), lr=1e-3))
+    tuned = amptune.apply(policy, model, guard=guard)
+    optimizer = tuned.optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
 
     def step() -> None:
         with tuned.autocast():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
 import sys
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,9 +18,11 @@ import pytest
 sys.path.append(str(Path(__file__).parent.parent / "reports"))  # programs, no package
 
 import batch_sizes
+import costs
 import oracle
 import rivals
 import samplers
+import torch
 from measurements import took
 
 from amptune.errors import AmptuneError
@@ -401,3 +405,28 @@ def test_a_try_that_says_nothing_ends_the_looking() -> None:
     data = {"finders": {"amptune": {"tries": [{"batch_size": 8, "ran": True}]}}}
     truth = batch_sizes.the_truth(data, lambda sizes: [{"tries": []} for _ in sizes], lambda: 1.0, 4)
     assert (truth["largest"], truth["within_1_percent"]) == (8, False)
+
+
+def test_what_a_step_costs_more_is_told_with_an_interval_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "BLOCKS", 20)
+
+    def wait(seconds: float) -> None:
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            pass
+
+    cost = costs.difference("waiting", "step", lambda: wait(1e-4), lambda: wait(3e-4), steps=2, times=2)
+    assert cost.difference_us == pytest.approx(100, rel=0.5)
+    assert cost.low_us <= cost.difference_us <= cost.high_us
+
+
+def test_the_recipe_by_hand_trains_as_the_policy_does() -> None:
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(4, 2), torch.randn(8, 4)
+    twins = copy.deepcopy(model), copy.deepcopy(model)
+    steps = costs.by_hand(twins[0], x, "bf16"), costs.under(Policy(autocast="bf16"), twins[1], x)
+    for step in steps:
+        step()
+        step()
+    assert torch.equal(twins[0].weight, twins[1].weight)
+    assert not torch.equal(twins[0].weight, model.weight)
