@@ -47,11 +47,15 @@ class MasterWeights:
         self._weights: list[HeldWeight] = []
         self._own_state: State = defaultdict(dict)
         self._lent_state: State = defaultdict(dict)
+        after_step = optimizer.register_step_post_hook(self._after_step)
+        # An optimizer of several models has masters of each: what was lent last is taken back first.
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(after_step.id, last=False)
         self._handles: list[RemovableHandle] = [
+            after_step,
             optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
             optimizer.register_load_state_dict_pre_hook(self._before_loading),
-            optimizer.register_load_state_dict_post_hook(self._take_back),
+            optimizer.register_load_state_dict_post_hook(self._take_back, prepend=True),
         ]
 
     @contextmanager

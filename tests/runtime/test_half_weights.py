@@ -330,6 +330,29 @@ def test_a_group_that_is_added_later_gets_masters_too() -> None:
         assert optimizer.state[model.get_parameter("4.weight")]["exp_avg"].dtype is torch.float32
 
 
+def test_one_optimizer_trains_several_models() -> None:
+    def losses_of(optimizers: int) -> list[float]:
+        models = [net(), net(seed=1)]
+        with apply(O2, models[0]) as tuned, apply(O2, models[1]) as other:
+            both = [p for model in models for p in model.parameters()]
+            held = [both] if optimizers == 1 else [list(model.parameters()) for model in models]
+            served = [other.optimizer(tuned.optimizer(adamw(parameters))) for parameters in held]
+            losses = []
+            for x, y in batches(6):
+                loss = loss_of(models[0], (x, y)) + loss_of(models[1], (x, y))
+                loss.backward()
+                for optimizer in served:
+                    optimizer.step()
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                    optimizer.zero_grad()
+                losses.append(loss.item())
+            assert [id(p) for o in served for p in o.param_groups[0]["params"]] == [id(p) for p in both]
+            assert {id(p) for o in served for p in o.state} == {id(p) for p in both}
+        return losses
+
+    assert losses_of(optimizers=1) == losses_of(optimizers=2)
+
+
 def test_what_is_written_to_a_weight_counts(applied: tuple[nn.Sequential, Tuned]) -> None:
     """As critics clip their weights."""
     model, tuned = applied
