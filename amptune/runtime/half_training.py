@@ -6,13 +6,14 @@ import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+import torch
+
 from amptune.errors import PolicyApplyError
 from amptune.runtime.half_checkpoints import checkpoint_in_fp32
-from amptune.runtime.master_weights import MasterWeights, parameters_of, widen_state
+from amptune.runtime.half_weights import HALF
+from amptune.runtime.master_weights import MasterWeights, parameters_of, require_unrounded_state, state_in
 
 if TYPE_CHECKING:
-    import torch
-
     from amptune.runtime.half_weights import HalfWeights
 
 __all__ = ["NOT_FOR_FSDP2", "HalfTraining"]
@@ -34,12 +35,17 @@ class HalfTraining:
         self._plain: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def serve(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gives it master weights, where the policy wants them. Raises `PolicyApplyError` where it cannot have any."""
+        """Gives it master weights, where the policy wants them, and its state their dtype.
+
+        Raises `PolicyApplyError` where it cannot have any.
+        """
         _require_unsharded(optimizer)
         if not self.held.has_masters:
+            state_in(HALF, optimizer, self.held)  # it may have trained the model in FP32 until now
             self._plain.add(optimizer)
         elif optimizer not in self._masters:
-            widen_state(optimizer, self.held)  # Adagrad makes its own when it is built, like the parameters
+            require_unrounded_state(optimizer, self.held)
+            state_in(torch.float32, optimizer, self.held)  # Adagrad makes its own when it is built, like the parameters
             self._masters[optimizer] = MasterWeights(self.held, optimizer)
 
     def lent_to(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
@@ -65,7 +71,7 @@ class HalfTraining:
         for optimizer, masters in self._masters.items():
             masters.remove(optimizer)
         for optimizer in self._plain:
-            widen_state(optimizer, self.held)
+            state_in(torch.float32, optimizer, self.held)
         self._masters.clear()
         for handle in self._checkpoints:
             handle.remove()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from amptune.runtime.half_weights import HalfWeights, HeldWeight
 
-__all__ = ["MasterWeights", "parameters_of", "widen_state"]
+__all__ = ["MasterWeights", "parameters_of", "require_unrounded_state", "state_in"]
 
 # An optimizer's: by parameter, and made when first asked for.
 State = defaultdict[Any, Any]
@@ -163,10 +163,28 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def widen_state(optimizer: torch.optim.Optimizer, held: HalfWeights) -> None:
-    """The state that was made for half weights, momentum say, in FP32, for weights that are FP32 again."""
+def require_unrounded_state(optimizer: torch.optim.Optimizer, held: HalfWeights) -> None:
+    """Raises `PolicyApplyError` for an optimizer with a state that was made for half weights, other than at its start.
+
+    Widening it would not bring back what rounding took: AdamW's squares of gradients are 0 in half, mostly.
+    """
+    for parameter, state in optimizer.state.items():
+        values = state.values() if parameter in held else ()
+        if any(isinstance(value, torch.Tensor) and value.dtype is HALF and _varies(value) for value in values):
+            raise PolicyApplyError(
+                "the optimizer's state was loaded, or made by steps, before it had master weights, and so was rounded "
+                "to half: optimizer = tuned.optimizer(optimizer) first, then optimizer.load_state_dict(…)"
+            )
+
+
+def _varies(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and bool((tensor != tensor.flatten()[0]).any())
+
+
+def state_in(dtype: torch.dtype, optimizer: torch.optim.Optimizer, held: HalfWeights) -> None:
+    """Has the state of half weights, momentum say, in this one of FP32 and half: all but the count of steps."""
     for parameter, state in optimizer.state.items():
         if parameter in held:
             for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.dtype is HALF:
-                    state[name] = value.float()
+                if isinstance(value, torch.Tensor) and value.dtype in (HALF, torch.float32) and name != "step":
+                    state[name] = value.to(dtype)

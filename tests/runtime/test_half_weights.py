@@ -536,6 +536,21 @@ def test_copies_and_pickles_compute_and_save_the_same(policy: Policy) -> None:
             assert same(state(model), before)
 
 
+def test_a_state_that_was_loaded_too_early_is_refused(applied: tuple[nn.Sequential, Tuned]) -> None:
+    """PyTorch casts what it loads to the dtype of the parameters."""
+    model, tuned = applied
+    optimizer = tuned.optimizer(adamw(model.parameters()))
+    train(tuned, optimizer, batches(2))
+    early = adamw(model.parameters())
+    early.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with pytest.raises(PolicyApplyError) as caught:
+        tuned.optimizer(early)
+    assert str(caught.value) == (
+        "the optimizer's state was loaded, or made by steps, before it had master weights, and so was rounded to half: "
+        "optimizer = tuned.optimizer(optimizer) first, then optimizer.load_state_dict(…)"
+    )
+
+
 # --- undo --------------------------------------------------------------------------------------------------------
 
 
@@ -568,6 +583,17 @@ def test_training_goes_on_in_fp32_after_undo(policy: Policy) -> None:
     other.load_state_dict(saved_optimizer)
     with apply(Policy(), plain) as second:
         assert train(tuned, optimizer, batches(4)) == train(second, other, batches(4))
+
+
+def test_an_optimizer_goes_from_one_policy_to_the_next() -> None:
+    model = net()
+    optimizer = adamw_for_half(model.parameters())
+    for policy in (Policy(), O3, O2, Policy(autocast="bf16"), O3):
+        with apply(policy, model) as tuned:
+            losses = train(tuned, tuned.optimizer(optimizer), batches(1) * 5)
+            assert losses[-1] < losses[0]
+        assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.float32}
+    assert {int(s["step"]) for s in optimizer.state.values()} == {25}
 
 
 def test_buffers_are_what_they_were_unless_they_were_written_to() -> None:
