@@ -365,6 +365,24 @@ def test_what_is_written_to_a_weight_counts(applied: tuple[nn.Sequential, Tuned]
     assert all(tensor.abs().max() <= 0.01001 for name, tensor in model.state_dict().items() if "weight" in name)
 
 
+def test_what_is_written_to_a_state_dict_counts(applied: tuple[nn.Sequential, Tuned]) -> None:
+    """As averages of weights are often kept: in a copy of the model, by its state_dict()."""
+    model, tuned = applied
+    optimizer = tuned.optimizer(momentum(model.parameters()))
+    average = copy.deepcopy(model)
+    expected = state(model)
+    for batch in batches(20):
+        train(tuned, optimizer, [batch])
+        now = state(model)
+        for name, value in average.state_dict().items():
+            if value.is_floating_point():
+                value.lerp_(now[name], 0.01)
+                expected[name].lerp_(now[name], 0.01)
+    for name, parameter in average.named_parameters():
+        assert torch.equal(average.state_dict()[name], expected[name])
+        assert torch.equal(parameter, expected[name].to(parameter.dtype))
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_raises_leaves_an_optimizer_that_works(fused: bool) -> None:
     model = net()
