@@ -83,12 +83,20 @@ class MasterWeights:
 
     def _with_own_parameters(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
+            self._held.refresh(self._weights)  # which may have changed before the step asks, as SAM's do
+            self._clear_with_masters()
             self._take_back(optimizer)
             loss = closure()
             self._lend(optimizer)
             return loss
 
         return run
+
+    def _clear_with_masters(self) -> None:
+        """Clears the gradients that a step has cleared."""
+        for weight in self._weights:
+            if weight.fp32.grad is None:
+                weight.half.grad = None
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._take_back(optimizer)

@@ -316,6 +316,47 @@ def test_a_closure_runs_with_the_models_own_parameters() -> None:
     assert losses_of(in_closure=True) == losses_of(in_closure=False)
 
 
+class Sam(torch.optim.Optimizer):
+    """Steps by the gradients at the worst point nearby, as far as the closure tells (arXiv:2010.01412)."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        weights = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        before = [p.clone() for p in weights]
+        for p in weights:
+            p.add_(p.grad, alpha=0.5)
+        self.zero_grad()
+        with torch.enable_grad():
+            loss = closure()
+        for p, old in zip(weights, before, strict=True):
+            p.copy_(old).sub_(p.grad, alpha=0.1)
+        return loss
+
+
+def test_a_step_that_asks_for_the_loss_elsewhere_gets_it_from_there() -> None:
+    def losses_of(policy: Policy) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(108, 16), nn.LayerNorm(16), nn.Linear(16, 3))
+        with apply(policy, model) as tuned:
+            optimizer: Any = tuned.optimizer(Sam(model.parameters()))
+            losses: list[float] = []
+            for batch in batches(4):
+
+                def closure(batch: Batch = batch) -> Any:
+                    loss = loss_of(model, batch)
+                    loss.backward()
+                    return loss
+
+                losses += [closure().item(), optimizer.step(closure).item()]
+                optimizer.zero_grad()
+        return losses
+
+    assert losses_of(O2) == pytest.approx(losses_of(Policy()), rel=1e-2)
+
+
 def test_a_group_that_is_added_later_gets_masters_too() -> None:
     model = net()
     model[4].requires_grad_(False)
