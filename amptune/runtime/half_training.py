@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +14,8 @@ from amptune.runtime.half_weights import HALF
 from amptune.runtime.master_weights import MasterWeights, parameters_of, require_unrounded_state, state_in
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from amptune.runtime.half_weights import HalfWeights
 
 __all__ = ["NOT_FOR_FSDP2", "HalfTraining"]
@@ -53,11 +55,23 @@ class HalfTraining:
         masters = self._masters.get(optimizer)
         return nullcontext() if masters is None else masters.lent(optimizer)
 
-    def require_served(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises `PolicyApplyError` for an optimizer that would update half weights in place of their masters."""
-        if not self.held.has_masters or optimizer in self._masters:
-            return
-        if any(parameter in self.held for parameter in parameters_of(optimizer)):
+    @contextmanager
+    def stepping(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Around a step: the optimizer holds the model's own parameters after it, even if it was interrupted.
+
+        Raises `PolicyApplyError` for an optimizer that would update half weights in place of their masters.
+        """
+        masters = self._masters.get(optimizer)
+        if masters is None:
+            self._require_no_masters(optimizer)
+        try:
+            yield
+        finally:
+            if masters is not None:
+                masters.take_back(optimizer)
+
+    def _require_no_masters(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.held.has_masters and any(parameter in self.held for parameter in parameters_of(optimizer)):
             raise PolicyApplyError(
                 "the policy trains FP32 master weights, which this optimizer does not have: "
                 "optimizer = tuned.optimizer(optimizer) gives it them"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,9 +37,8 @@ class PolicyScaler(torch.amp.GradScaler):
     policy_scale: LossScale = LossScale()
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        if self.half_training is not None:
-            self.half_training.require_served(optimizer)
-        return super().step(optimizer, *args, **kwargs)
+        with nullcontext() if self.half_training is None else self.half_training.stepping(optimizer):
+            return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         super().update(new_scale)

@@ -55,7 +55,7 @@ class MasterWeights:
             after_step,
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_load_state_dict_pre_hook(self._before_loading),
-            optimizer.register_load_state_dict_post_hook(self._take_back, prepend=True),
+            optimizer.register_load_state_dict_post_hook(self.take_back, prepend=True),
         ]
 
     @contextmanager
@@ -65,11 +65,11 @@ class MasterWeights:
         try:
             yield
         finally:
-            self._take_back(optimizer)
+            self.take_back(optimizer)
 
     def remove(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer goes on with the model's own parameters and the state it has."""
-        self._take_back(optimizer)
+        self.take_back(optimizer)
         for handle in self._handles:
             handle.remove()
 
@@ -85,7 +85,7 @@ class MasterWeights:
         def run() -> Any:
             self._held.refresh(self._weights)  # which may have changed before the step asks, as SAM's do
             self._clear_with_masters()
-            self._take_back(optimizer)
+            self.take_back(optimizer)
             loss = closure()
             self._lend(optimizer)
             return loss
@@ -99,7 +99,7 @@ class MasterWeights:
                 weight.half.grad = None
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._take_back(optimizer)
+        self.take_back(optimizer)
         self._held.round(self._weights)
 
     def _before_loading(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -108,7 +108,7 @@ class MasterWeights:
             self._lend(optimizer)
 
     def _lend(self, optimizer: torch.optim.Optimizer) -> None:
-        self._take_back(optimizer)  # a step that raised has not
+        self.take_back(optimizer)  # a step that raised has not
         if not _are_the_same(self._own, [group["params"] for group in optimizer.param_groups]):
             self._learn(optimizer)
         self._held.refresh(self._weights)
@@ -125,7 +125,8 @@ class MasterWeights:
             self._lent_state = self._rekeyed(self._own_state, to_masters=True)
         optimizer.state = self._lent_state
 
-    def _take_back(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def take_back(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Has the optimizer hold the model's own parameters again, where it holds masters."""
         if not self._is_lent:
             return
         self._is_lent = False

@@ -438,6 +438,19 @@ def test_a_step_that_raises_leaves_an_optimizer_that_works(fused: bool) -> None:
         assert {id(p) for p in optimizer.state} == {id(p) for p in model.parameters()}
 
 
+def test_a_step_that_is_interrupted_leaves_an_optimizer_that_clears_the_models_gradients(
+    applied: tuple[nn.Sequential, Tuned],
+) -> None:
+    model, tuned = applied
+    optimizer = tuned.optimizer(adamw(model.parameters()))
+    optimizer.register_step_pre_hook(_raise)
+    with pytest.raises(ZeroDivisionError):
+        train(tuned, optimizer, batches(1))
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
 def _raise(*_: Any) -> None:
     raise ZeroDivisionError
 
