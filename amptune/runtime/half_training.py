@@ -47,7 +47,6 @@ class HalfTraining:
             self._plain.add(optimizer)
         elif optimizer not in self._masters:
             require_unrounded_state(optimizer, self.held)
-            state_in(torch.float32, optimizer, self.held)  # Adagrad makes its own when it is built, like the parameters
             self._masters[optimizer] = MasterWeights(self.held, optimizer)
 
     def lent_to(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:

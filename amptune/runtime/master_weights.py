@@ -147,6 +147,7 @@ class MasterWeights:
         masters = {id(weight.half): weight.fp32 for weight in self._weights}
         self._lent = [[masters.get(id(parameter), parameter) for parameter in group] for group in self._own]
         self._lent_state = defaultdict(dict)
+        state_in(torch.float32, optimizer, self._held)  # what was made like half weights: Adagrad's, when it is built
 
     def _rekeyed(self, state: State, *, to_masters: bool) -> State:
         """The same state, by masters instead of parameters, or the other way round."""

@@ -394,6 +394,18 @@ def test_one_optimizer_trains_several_models() -> None:
     assert losses_of(optimizers=1) == losses_of(optimizers=2)
 
 
+def test_one_fused_optimizer_trains_several_models() -> None:
+    models = [nn.Linear(4, 2), nn.Linear(4, 2)]
+    policy = replace(O2, fused_optimizer=True)
+    with apply(policy, models[0]) as tuned, apply(policy, models[1]) as other:
+        optimizer = other.optimizer(tuned.optimizer(momentum([p for model in models for p in model.parameters()])))
+        for _ in range(3):
+            (models[0](torch.ones(2, 4)) - models[1](torch.ones(2, 4))).sum().backward()
+            optimizer.step()
+        assert {s["momentum_buffer"].dtype for s in optimizer.state.values()} == {torch.float32}
+        assert {id(p) for p in optimizer.state} == {id(p) for model in models for p in model.parameters()}
+
+
 def test_what_is_written_to_a_weight_counts(applied: tuple[nn.Sequential, Tuned]) -> None:
     """As critics clip their weights."""
     model, tuned = applied
