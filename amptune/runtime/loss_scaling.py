@@ -62,7 +62,7 @@ class PolicyScaler(torch.amp.GradScaler):
         if _FROM_APEX in state:
             learned = state[_FROM_APEX]
             state = {**own, "scale": learned["loss_scale"], "_growth_tracker": learned["unskipped"]}
-        if state["backoff_factor"] == 1.0:  # of a static scale
+        if state.get("backoff_factor") == 1.0:  # of a static scale
             state = {**state, **{factor: own[factor] for factor in ("growth_factor", "backoff_factor")}}
         most = self.policy_scale.max
         return state if most is None else {**state, "scale": min(state["scale"], most)}
