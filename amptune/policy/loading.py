@@ -42,8 +42,7 @@ def load(path: str | os.PathLike[str]) -> PolicyFile:
 
 def load_any(path: str | os.PathLike[str]) -> PolicyFile | Profile:
     """What the file holds, or the preset of that name. Raises `FileFormatError`."""
-    name = os.fspath(path)
-    return preset(name) if is_preset(name) else parse_policy(read(path))
+    return preset(path) if is_preset(path) else parse_policy(read(path))
 
 
 def parse_policy(document: Document) -> PolicyFile | Profile:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 from amptune.errors import FileFormatError, Problem
 from amptune.policy.file import PolicyFile
 from amptune.policy.settings import LossScale, Policy
@@ -23,8 +25,8 @@ APEX_LEVELS = {
 }
 
 
-def is_preset(name: object) -> bool:
-    """Whether it is meant as a preset; a file of such a name is `./apex:…`."""
+def is_preset(name: object) -> TypeGuard[str]:
+    """Whether it is meant as a preset; a file of such a name is `./apex:…`, or a `pathlib.Path`."""
     return isinstance(name, str) and name.startswith(_PREFIX)
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
+
+import torch
 
 from amptune.errors import PolicyApplyError
 from amptune.runtime.half_checkpoints import checkpoint_in_fp32
-from amptune.runtime.master_weights import MasterWeights, parameters_of, widen_state
+from amptune.runtime.half_weights import HALF
+from amptune.runtime.master_weights import MasterWeights, parameters_of, require_unrounded_state, state_in
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Iterator
 
     from amptune.runtime.half_weights import HalfWeights
 
@@ -34,12 +37,16 @@ class HalfTraining:
         self._plain: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def serve(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gives it master weights, where the policy wants them. Raises `PolicyApplyError` where it cannot have any."""
+        """Gives it master weights, where the policy wants them, and its state their dtype.
+
+        Raises `PolicyApplyError` where it cannot have any.
+        """
         _require_unsharded(optimizer)
         if not self.held.has_masters:
+            state_in(HALF, optimizer, self.held)  # it may have trained the model in FP32 until now
             self._plain.add(optimizer)
         elif optimizer not in self._masters:
-            widen_state(optimizer, self.held)  # Adagrad makes its own when it is built, like the parameters
+            require_unrounded_state(optimizer, self.held)
             self._masters[optimizer] = MasterWeights(self.held, optimizer)
 
     def lent_to(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
@@ -47,11 +54,23 @@ class HalfTraining:
         masters = self._masters.get(optimizer)
         return nullcontext() if masters is None else masters.lent(optimizer)
 
-    def require_served(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises `PolicyApplyError` for an optimizer that would update half weights in place of their masters."""
-        if not self.held.has_masters or optimizer in self._masters:
-            return
-        if any(parameter in self.held for parameter in parameters_of(optimizer)):
+    @contextmanager
+    def stepping(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Around a step: the optimizer holds the model's own parameters after it, even if it was interrupted.
+
+        Raises `PolicyApplyError` for an optimizer that would update half weights in place of their masters.
+        """
+        masters = self._masters.get(optimizer)
+        if masters is None:
+            self._require_no_masters(optimizer)
+        try:
+            yield
+        finally:
+            if masters is not None:
+                masters.take_back(optimizer)
+
+    def _require_no_masters(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.held.has_masters and any(parameter in self.held for parameter in parameters_of(optimizer)):
             raise PolicyApplyError(
                 "the policy trains FP32 master weights, which this optimizer does not have: "
                 "optimizer = tuned.optimizer(optimizer) gives it them"
@@ -65,7 +84,7 @@ class HalfTraining:
         for optimizer, masters in self._masters.items():
             masters.remove(optimizer)
         for optimizer in self._plain:
-            widen_state(optimizer, self.held)
+            state_in(torch.float32, optimizer, self.held)
         self._masters.clear()
         for handle in self._checkpoints:
             handle.remove()

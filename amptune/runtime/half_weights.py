@@ -25,17 +25,21 @@ HALF = torch.float16
 
 @dataclass(slots=True, eq=False)
 class HeldWeight:
-    """A parameter in half. `master` is its FP32 value, as of the parameter's version `seen`; None where it has none."""
+    """A parameter in half. `master` is its FP32 value, or None; `seen` are the versions in which the two agreed."""
 
     half: nn.Parameter
     master: nn.Parameter | None = None
-    seen: int = -1
+    seen: tuple[int, int] = (-1, -1)
 
     @property
     def fp32(self) -> nn.Parameter:
         """The master of one that has one."""
         assert self.master is not None  # noqa: S101  # `with_master` has seen to that
         return self.master
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        return self.half._version, self.fp32._version
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +60,8 @@ class HalfWeights:
     """What of a model is in half, from its making until `undo`; made by `HalfWeights.of`.
 
     A weight's FP32 value is its master, wherever the master still rounds to the weight; where somebody has written to
-    the weight since, it is what was written.
+    the weight since, it is what was written. Where they have written to the master alone, which state_dict() gives out,
+    the weight becomes that, rounded.
     """
 
     def __init__(self, *, masters: bool) -> None:
@@ -97,7 +102,8 @@ class HalfWeights:
         if self.has_masters and parameter.requires_grad and not nn.parameter.is_lazy(parameter):
             weight.master = nn.Parameter(parameter.data)
         parameter.data = parameter.data.to(HALF)
-        weight.seen = parameter._version
+        if weight.master is not None:
+            weight.seen = weight.versions
         take_gradients_in(torch.float32 if self.has_masters else HALF, parameter)
         if gradient is not None:
             parameter.grad = gradient if self.has_masters else gradient.to(HALF)
@@ -131,14 +137,16 @@ class HalfWeights:
         return weight
 
     def refresh(self, weights: Sequence[HeldWeight]) -> None:
-        """Has masters take up what was written to their weights, and follow them to their device."""
+        """Has masters and weights take up what was written to the other, and masters follow to another device."""
         for weight in weights:
             half, master = weight.half, weight.master
-            if master is None or weight.seen != half._version or master.device != half.device:
+            if master is None or weight.seen != weight.versions or master.device != half.device:
                 self._fresh(weight)
 
     @torch.no_grad()
     def _fresh(self, weight: HeldWeight) -> nn.Parameter:
+        if weight.master is not None and weight.seen[0] == weight.half._version and weight.seen != weight.versions:
+            weight.half.copy_(weight.master)
         value = _value(weight.half, weight.master)
         if weight.master is None:
             weight.master = nn.Parameter(value, requires_grad=weight.half.requires_grad)
@@ -146,7 +154,7 @@ class HalfWeights:
             weight.master.copy_(value)
         else:
             weight.master.data = value
-        weight.seen = weight.half._version
+        weight.seen = weight.versions
         return weight.master
 
     @torch.no_grad()
@@ -155,7 +163,7 @@ class HalfWeights:
         if weights:
             torch._foreach_copy_([weight.half for weight in weights], [weight.fp32 for weight in weights])
         for weight in weights:
-            weight.seen = weight.half._version
+            weight.seen = weight.versions
 
     @torch.no_grad()
     def write(self, tensor: torch.Tensor, value: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PolicyScaler", "scaler_for"]
 
+_FROM_APEX = "loss_scaler0"  # its state of the first loss's scaler (apex/amp/frontend.py)
+
 _log = logging.getLogger("amptune")
 
 
@@ -24,9 +27,9 @@ class PolicyScaler(torch.amp.GradScaler):
 
     Such a run saves an empty state, which an enabled GradScaler refuses to load. The other way round needs
     nothing: a disabled one ignores what it is given. `statistics` are kept finite at each update, where there are any.
-    Its scale has a maximum where the policy gives it one, and one that is static stays as it is, whatever it loads; a
-    step that overflows is skipped all the same. Gradients in half are taken where the weights are, in
-    `half_training`.
+    Its scale has a maximum where the policy gives it one, and whether it moves is the policy's to say, whatever it
+    loads; a step that overflows is skipped all the same. What `apex.amp.state_dict()` gave it takes too. Gradients in
+    half are taken where the weights are, in `half_training`.
     """
 
     statistics: FiniteStatistics | None = None
@@ -34,9 +37,8 @@ class PolicyScaler(torch.amp.GradScaler):
     policy_scale: LossScale = LossScale()
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        if self.half_training is not None:
-            self.half_training.require_served(optimizer)
-        return super().step(optimizer, *args, **kwargs)
+        with nullcontext() if self.half_training is None else self.half_training.stepping(optimizer):
+            return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         super().update(new_scale)
@@ -51,8 +53,19 @@ class PolicyScaler(torch.amp.GradScaler):
         if self.is_enabled() and not state_dict:
             _log.info("the checkpoint's loss scaler was off: loss scaling starts anew at %g", self.get_scale())
             return
-        if not self.policy_scale.static:
-            super().load_state_dict(state_dict)
+        if self.is_enabled() and not self.policy_scale.static:
+            super().load_state_dict(self._as_own(state_dict))
+
+    def _as_own(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What another run's scaler learned: with factors that move the scale, and no scale above this one's most."""
+        own = super().state_dict()
+        if _FROM_APEX in state:
+            learned = state[_FROM_APEX]
+            state = {**own, "scale": learned["loss_scale"], "_growth_tracker": learned["unskipped"]}
+        if state.get("backoff_factor") == 1.0:  # of a static scale
+            state = {**state, **{factor: own[factor] for factor in ("growth_factor", "backoff_factor")}}
+        most = self.policy_scale.max
+        return state if most is None else {**state, "scale": min(state["scale"], most)}
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool

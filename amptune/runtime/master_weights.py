@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from amptune.runtime.half_weights import HalfWeights, HeldWeight
 
-__all__ = ["MasterWeights", "parameters_of", "widen_state"]
+__all__ = ["MasterWeights", "parameters_of", "require_unrounded_state", "state_in"]
 
 # An optimizer's: by parameter, and made when first asked for.
 State = defaultdict[Any, Any]
@@ -47,11 +47,15 @@ class MasterWeights:
         self._weights: list[HeldWeight] = []
         self._own_state: State = defaultdict(dict)
         self._lent_state: State = defaultdict(dict)
+        after_step = optimizer.register_step_post_hook(self._after_step)
+        # An optimizer of several models has masters of each: what was lent last is taken back first.
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(after_step.id, last=False)
         self._handles: list[RemovableHandle] = [
+            after_step,
             optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
             optimizer.register_load_state_dict_pre_hook(self._before_loading),
-            optimizer.register_load_state_dict_post_hook(self._take_back),
+            optimizer.register_load_state_dict_post_hook(self.take_back, prepend=True),
         ]
 
     @contextmanager
@@ -61,11 +65,11 @@ class MasterWeights:
         try:
             yield
         finally:
-            self._take_back(optimizer)
+            self.take_back(optimizer)
 
     def remove(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer goes on with the model's own parameters and the state it has."""
-        self._take_back(optimizer)
+        self.take_back(optimizer)
         for handle in self._handles:
             handle.remove()
 
@@ -79,15 +83,23 @@ class MasterWeights:
 
     def _with_own_parameters(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
-            self._take_back(optimizer)
+            self._held.refresh(self._weights)  # which may have changed before the step asks, as SAM's do
+            self._clear_with_masters()
+            self.take_back(optimizer)
             loss = closure()
             self._lend(optimizer)
             return loss
 
         return run
 
+    def _clear_with_masters(self) -> None:
+        """Clears the gradients that a step has cleared."""
+        for weight in self._weights:
+            if weight.fp32.grad is None:
+                weight.half.grad = None
+
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._take_back(optimizer)
+        self.take_back(optimizer)
         self._held.round(self._weights)
 
     def _before_loading(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -96,7 +108,7 @@ class MasterWeights:
             self._lend(optimizer)
 
     def _lend(self, optimizer: torch.optim.Optimizer) -> None:
-        self._take_back(optimizer)  # a step that raised has not
+        self.take_back(optimizer)  # a step that raised has not
         if not _are_the_same(self._own, [group["params"] for group in optimizer.param_groups]):
             self._learn(optimizer)
         self._held.refresh(self._weights)
@@ -113,7 +125,8 @@ class MasterWeights:
             self._lent_state = self._rekeyed(self._own_state, to_masters=True)
         optimizer.state = self._lent_state
 
-    def _take_back(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def take_back(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Has the optimizer hold the model's own parameters again, where it holds masters."""
         if not self._is_lent:
             return
         self._is_lent = False
@@ -134,6 +147,7 @@ class MasterWeights:
         masters = {id(weight.half): weight.fp32 for weight in self._weights}
         self._lent = [[masters.get(id(parameter), parameter) for parameter in group] for group in self._own]
         self._lent_state = defaultdict(dict)
+        state_in(torch.float32, optimizer, self._held)  # what was made like half weights: Adagrad's, when it is built
 
     def _rekeyed(self, state: State, *, to_masters: bool) -> State:
         """The same state, by masters instead of parameters, or the other way round."""
@@ -159,10 +173,28 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def widen_state(optimizer: torch.optim.Optimizer, held: HalfWeights) -> None:
-    """The state that was made for half weights, momentum say, in FP32, for weights that are FP32 again."""
+def require_unrounded_state(optimizer: torch.optim.Optimizer, held: HalfWeights) -> None:
+    """Raises `PolicyApplyError` for an optimizer with a state that was made for half weights, other than at its start.
+
+    Widening it would not bring back what rounding took: AdamW's squares of gradients are 0 in half, mostly.
+    """
+    for parameter, state in optimizer.state.items():
+        values = state.values() if parameter in held else ()
+        if any(isinstance(value, torch.Tensor) and value.dtype is HALF and _varies(value) for value in values):
+            raise PolicyApplyError(
+                "the optimizer's state was loaded, or made by steps, before it had master weights, and so was rounded "
+                "to half: optimizer = tuned.optimizer(optimizer) first, then optimizer.load_state_dict(…)"
+            )
+
+
+def _varies(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and bool((tensor != tensor.flatten()[0]).any())
+
+
+def state_in(dtype: torch.dtype, optimizer: torch.optim.Optimizer, held: HalfWeights) -> None:
+    """Has the state of half weights, momentum say, in this one of FP32 and half: all but the count of steps."""
     for parameter, state in optimizer.state.items():
         if parameter in held:
             for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.dtype is HALF:
-                    state[name] = value.float()
+                if isinstance(value, torch.Tensor) and value.dtype in (HALF, torch.float32) and name != "step":
+                    state[name] = value.to(dtype)

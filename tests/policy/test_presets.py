@@ -79,3 +79,13 @@ def test_the_loss_scales_of_the_guide_are_read(written: str, meant: LossScale) -
     found = parse_policy(parse(f"schema: amptune.policy/1\nautocast: fp16\nloss_scale: {written}\n", "policy.yaml"))
     assert isinstance(found, amptune.PolicyFile)
     assert found.policy.loss_scale == meant
+
+
+def test_a_file_that_is_called_like_a_preset_is_read_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    amptune.save(Policy(autocast="bf16"), "apex:O2")
+    for path in ("./apex:O2", Path("./apex:O2")):
+        assert amptune.load(path).policy == Policy(autocast="bf16")
+    assert amptune.load("apex:O2").policy == load("apex:O2").policy

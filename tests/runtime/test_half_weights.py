@@ -316,6 +316,47 @@ def test_a_closure_runs_with_the_models_own_parameters() -> None:
     assert losses_of(in_closure=True) == losses_of(in_closure=False)
 
 
+class Sam(torch.optim.Optimizer):
+    """Steps by the gradients at the worst point nearby, as far as the closure tells (arXiv:2010.01412)."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        weights = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        before = [p.clone() for p in weights]
+        for p in weights:
+            p.add_(p.grad, alpha=0.5)
+        self.zero_grad()
+        with torch.enable_grad():
+            loss = closure()
+        for p, old in zip(weights, before, strict=True):
+            p.copy_(old).sub_(p.grad, alpha=0.1)
+        return loss
+
+
+def test_a_step_that_asks_for_the_loss_elsewhere_gets_it_from_there() -> None:
+    def losses_of(policy: Policy) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(108, 16), nn.LayerNorm(16), nn.Linear(16, 3))
+        with apply(policy, model) as tuned:
+            optimizer: Any = tuned.optimizer(Sam(model.parameters()))
+            losses: list[float] = []
+            for batch in batches(4):
+
+                def closure(batch: Batch = batch) -> Any:
+                    loss = loss_of(model, batch)
+                    loss.backward()
+                    return loss
+
+                losses += [closure().item(), optimizer.step(closure).item()]
+                optimizer.zero_grad()
+        return losses
+
+    assert losses_of(O2) == pytest.approx(losses_of(Policy()), rel=1e-2)
+
+
 def test_a_group_that_is_added_later_gets_masters_too() -> None:
     model = net()
     model[4].requires_grad_(False)
@@ -330,6 +371,41 @@ def test_a_group_that_is_added_later_gets_masters_too() -> None:
         assert optimizer.state[model.get_parameter("4.weight")]["exp_avg"].dtype is torch.float32
 
 
+def test_one_optimizer_trains_several_models() -> None:
+    def losses_of(optimizers: int) -> list[float]:
+        models = [net(), net(seed=1)]
+        with apply(O2, models[0]) as tuned, apply(O2, models[1]) as other:
+            both = [p for model in models for p in model.parameters()]
+            held = [both] if optimizers == 1 else [list(model.parameters()) for model in models]
+            served = [other.optimizer(tuned.optimizer(adamw(parameters))) for parameters in held]
+            losses = []
+            for x, y in batches(6):
+                loss = loss_of(models[0], (x, y)) + loss_of(models[1], (x, y))
+                loss.backward()
+                for optimizer in served:
+                    optimizer.step()
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                    optimizer.zero_grad()
+                losses.append(loss.item())
+            assert [id(p) for o in served for p in o.param_groups[0]["params"]] == [id(p) for p in both]
+            assert {id(p) for o in served for p in o.state} == {id(p) for p in both}
+        return losses
+
+    assert losses_of(optimizers=1) == losses_of(optimizers=2)
+
+
+def test_one_fused_optimizer_trains_several_models() -> None:
+    models = [nn.Linear(4, 2), nn.Linear(4, 2)]
+    policy = replace(O2, fused_optimizer=True)
+    with apply(policy, models[0]) as tuned, apply(policy, models[1]) as other:
+        optimizer = other.optimizer(tuned.optimizer(momentum([p for model in models for p in model.parameters()])))
+        for _ in range(3):
+            (models[0](torch.ones(2, 4)) - models[1](torch.ones(2, 4))).sum().backward()
+            optimizer.step()
+        assert {s["momentum_buffer"].dtype for s in optimizer.state.values()} == {torch.float32}
+        assert {id(p) for p in optimizer.state} == {id(p) for model in models for p in model.parameters()}
+
+
 def test_what_is_written_to_a_weight_counts(applied: tuple[nn.Sequential, Tuned]) -> None:
     """As critics clip their weights."""
     model, tuned = applied
@@ -340,6 +416,24 @@ def test_what_is_written_to_a_weight_counts(applied: tuple[nn.Sequential, Tuned]
             parameter.clamp_(-0.01, 0.01)
     train(tuned, optimizer, batches(1))
     assert all(tensor.abs().max() <= 0.01001 for name, tensor in model.state_dict().items() if "weight" in name)
+
+
+def test_what_is_written_to_a_state_dict_counts(applied: tuple[nn.Sequential, Tuned]) -> None:
+    """As averages of weights are often kept: in a copy of the model, by its state_dict()."""
+    model, tuned = applied
+    optimizer = tuned.optimizer(momentum(model.parameters()))
+    average = copy.deepcopy(model)
+    expected = state(model)
+    for batch in batches(20):
+        train(tuned, optimizer, [batch])
+        now = state(model)
+        for name, value in average.state_dict().items():
+            if value.is_floating_point():
+                value.lerp_(now[name], 0.01)
+                expected[name].lerp_(now[name], 0.01)
+    for name, parameter in average.named_parameters():
+        assert torch.equal(average.state_dict()[name], expected[name])
+        assert torch.equal(parameter, expected[name].to(parameter.dtype))
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -354,6 +448,19 @@ def test_a_step_that_raises_leaves_an_optimizer_that_works(fused: bool) -> None:
         handle.remove()
         assert all(loss > 0 for loss in train(tuned, optimizer, batches(2)))
         assert {id(p) for p in optimizer.state} == {id(p) for p in model.parameters()}
+
+
+def test_a_step_that_is_interrupted_leaves_an_optimizer_that_clears_the_models_gradients(
+    applied: tuple[nn.Sequential, Tuned],
+) -> None:
+    model, tuned = applied
+    optimizer = tuned.optimizer(adamw(model.parameters()))
+    optimizer.register_step_pre_hook(_raise)
+    with pytest.raises(ZeroDivisionError):
+        train(tuned, optimizer, batches(1))
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
 
 
 def _raise(*_: Any) -> None:
@@ -513,6 +620,21 @@ def test_copies_and_pickles_compute_and_save_the_same(policy: Policy) -> None:
             assert same(state(model), before)
 
 
+def test_a_state_that_was_loaded_too_early_is_refused(applied: tuple[nn.Sequential, Tuned]) -> None:
+    """PyTorch casts what it loads to the dtype of the parameters."""
+    model, tuned = applied
+    optimizer = tuned.optimizer(adamw(model.parameters()))
+    train(tuned, optimizer, batches(2))
+    early = adamw(model.parameters())
+    early.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with pytest.raises(PolicyApplyError) as caught:
+        tuned.optimizer(early)
+    assert str(caught.value) == (
+        "the optimizer's state was loaded, or made by steps, before it had master weights, and so was rounded to half: "
+        "optimizer = tuned.optimizer(optimizer) first, then optimizer.load_state_dict(…)"
+    )
+
+
 # --- undo --------------------------------------------------------------------------------------------------------
 
 
@@ -545,6 +667,17 @@ def test_training_goes_on_in_fp32_after_undo(policy: Policy) -> None:
     other.load_state_dict(saved_optimizer)
     with apply(Policy(), plain) as second:
         assert train(tuned, optimizer, batches(4)) == train(second, other, batches(4))
+
+
+def test_an_optimizer_goes_from_one_policy_to_the_next() -> None:
+    model = net()
+    optimizer = adamw_for_half(model.parameters())
+    for policy in (Policy(), O3, O2, Policy(autocast="bf16"), O3):
+        with apply(policy, model) as tuned:
+            losses = train(tuned, tuned.optimizer(optimizer), batches(1) * 5)
+            assert losses[-1] < losses[0]
+        assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.float32}
+    assert {int(s["step"]) for s in optimizer.state.values()} == {25}
 
 
 def test_buffers_are_what_they_were_unless_they_were_written_to() -> None:

@@ -118,6 +118,29 @@ def test_a_static_scale_stays_whatever_overflows_or_is_loaded() -> None:
     assert plain.get_scale() == 128
 
 
+def test_the_state_of_a_static_scale_does_not_stop_one_that_moves() -> None:
+    static = scaler_for(Policy(autocast="fp16", loss_scale=LossScale(init=128, static=True)), "cpu")
+    updated(static)
+    scaler = scaler_for(Policy(autocast="fp16", loss_scale=LossScale(growth_interval=1)), "cpu")
+    scaler.load_state_dict({**static.state_dict(), "growth_interval": 1})
+    assert [updated(scaler, overflows=overflows) for overflows in (True, False)] == [64, 128]
+
+
+def test_a_scale_above_the_maximum_is_not_loaded() -> None:
+    scaler = scaler_for(Policy(autocast="fp16", loss_scale=LossScale(init=64, max=100)), "cpu")
+    scaler.load_state_dict(used_scaler(Policy(autocast="fp16")).state_dict())
+    assert scaler.get_scale() == 100
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_scaler_takes_what_apex_saved(used: bool) -> None:
+    policy = Policy(autocast="fp16")
+    scaler = used_scaler(policy) if used else scaler_for(policy, "cpu")
+    scaler.load_state_dict({"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 12}})
+    fresh = scaler_for(policy, "cpu").state_dict()
+    assert scaler.state_dict() == {**fresh, "scale": 1024.0, "_growth_tracker": 12}
+
+
 def test_gradients_in_half_are_unscaled_where_the_weights_are() -> None:
     model = nn.Linear(2, 1)
     with apply(replace(O3, loss_scale=LossScale(init=128, static=True)), model) as tuned:
