@@ -69,7 +69,11 @@ class Guard:
     def batch_size_asked(self) -> None:
         self._batches.batch_size = None
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+    def handed_out(self, optimizer: torch.optim.Optimizer) -> None:
+        self.step_watch.handed_out(optimizer)
+        self._follow(optimizer)
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         if self._policy.scales_loss and self._is_on:
             self.checkpoints.follow(optimizer)
 
@@ -84,7 +88,7 @@ class Guard:
             self.step_watch.after_unscale(optimizer)
 
     def before_scaler_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        self.follow(optimizer)
+        self._follow(optimizer)
         if self._is_watching:
             self.step_watch.before_scaler_step(optimizer, has_closure=has_closure)
 

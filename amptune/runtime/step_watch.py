@@ -49,6 +49,8 @@ class StepWatch:
         self.autocast_was_used = False
         self._scale_was_used = False
         self._scales = policy.scales_loss
+        self._needs_masters = policy.master_weights
+        self._handed_out: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._in_half = "with half weights" if policy.weights == "half" else "under autocast fp16"
         self._model = weakref.ref(model)  # whose hooks lead here
         self._misuse = misuse
@@ -61,6 +63,10 @@ class StepWatch:
         """Not to be called from within the hook of a step: PyTorch is iterating over those then."""
         self._gradients.remove()
         unwatch(self)
+
+    def handed_out(self, optimizer: torch.optim.Optimizer) -> None:
+        """It went through `tuned.optimizer`."""
+        self._handed_out.add(optimizer)
 
     def after_scale(self, scaled: Any) -> None:
         self._scale_was_used = True
@@ -117,6 +123,7 @@ class StepWatch:
         steps.count += 1
         self.most_steps = max(self.most_steps, steps.count)
         self._look_at_autocast(parameters[0].device)
+        self._look_at_masters(optimizer, parameters)
         newest = self._gradients.newest(parameters)
         if has_closure or newest is None:  # a closure's gradients are yet to come
             return
@@ -165,6 +172,15 @@ class StepWatch:
                 "stepped-inside-autocast",
                 "the optimizer steps at {here} inside autocast, which keeps its casts of the old weights for what "
                 "follows in the block: leave the `with tuned.autocast():` block before it",
+            )
+
+    def _look_at_masters(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+        in_half = any(parameter.dtype is torch.float16 for parameter in parameters)
+        if self._needs_masters and in_half and optimizer not in self._handed_out:
+            self._misuse.say(
+                "stepped-without-masters",
+                "optimizer.step() at {here} updates weights in half, and small updates are lost, as this optimizer has "
+                "no master weights: write optimizer = tuned.optimizer(optimizer) before",
             )
 
     def _look_at_stranger(self, parameters: Sequence[torch.Tensor], model: nn.Module) -> None:

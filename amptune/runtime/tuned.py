@@ -107,7 +107,7 @@ class Tuned:
         if self.policy.fused_optimizer:
             self._fuse(optimizer)
         if self._guard is not None:
-            self._guard.follow(optimizer)
+            self._guard.handed_out(optimizer)
         return optimizer
 
     def _fuse(self, optimizer: torch.optim.Optimizer) -> None:

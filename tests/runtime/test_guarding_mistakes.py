@@ -169,6 +169,15 @@ def another_models_parameters(tuned: Tuned, model: nn.Module) -> None:
         optimizer.zero_grad()
 
 
+def step_without_masters(tuned: Tuned, model: nn.Module) -> None:
+    optimizer, own_scaler = sgd(model), torch.amp.GradScaler("cpu")
+    for _ in range(3):
+        own_scaler.scale(loss_of(tuned)).backward()
+        own_scaler.step(optimizer)  # the mistake
+        own_scaler.update()
+        optimizer.zero_grad()
+
+
 @dataclass(frozen=True)
 class Mistake:
     loop: Loop
@@ -177,6 +186,7 @@ class Mistake:
     policy: Policy = FP16
 
 
+O2 = Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True)
 MISTAKES = [
     Mistake(step_again, "stepped-twice", "every update is taken twice"),
     Mistake(step_again, "stepped-twice", "leave the other out", Policy(autocast="bf16")),
@@ -198,6 +208,7 @@ MISTAKES = [
     Mistake(other_format_than_pytorch_s_own, "batch-not-in-memory-format", "contiguous", Policy()),
     Mistake(other_batch_size, "batch-size-differs", "have 4 rows", Policy(batch_size=8)),
     Mistake(a_shape_each, "shapes-keep-changing", "8 different shapes", Policy(cudnn_benchmark=True)),
+    Mistake(step_without_masters, "stepped-without-masters", "optimizer = tuned.optimizer(optimizer)", O2),
     Mistake(another_models_parameters, "optimizer-of-other-parameters", "tuned.model.parameters()"),
 ]
 
