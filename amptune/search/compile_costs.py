@@ -17,8 +17,8 @@ __all__ = ["AUTOTUNE_S", "COMPILE_S", "cold_s", "compile_findings", "compiled_s"
 # to 40 s (reports/h200/oracle); the second did not end in the 280 s that were left of that command.
 COMPILE_S, AUTOTUNE_S = 30.0, 300.0
 
-# By the leaf modules of a model: one convolution 12 s, VGG16 17, BERT-base 20, ResNet-50 25 to 35, SE-ResNeXt50 40
-# (on an H200; reports/h200/oracle, and what pytorch-autotune says there in reports/h200/rivals).
+# By the leaf modules of a model: VGG16 (53) took 17 s, BERT-base (105) 15 to 20, ResNet-50 (155) 25 to 35, SE-ResNeXt50
+# (235) 40, each alone (on an H200; its own trials and pytorch-autotune's log in reports/h200/rivals).
 FIXED_S, LEAF_S = 12.0, 0.12
 
 # What starts so soon was not compiled, but lay in the compiler's cache: what it costs is not known.

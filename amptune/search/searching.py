@@ -105,8 +105,8 @@ class _Search:
         sizes = self.study.has_knob("batch_size")
         self._cheap_share, self._cheap_s = (CHEAP_SHARE_WITH_SIZES, math.inf) if sizes else (CHEAP_SHARE, CHEAP_S)
         self._began_s = self.budget.spent_s
-        # What was compiled ahead of its trial, and the seconds that took.
         self._looked_ahead = False
+        # What was compiled ahead of its trial, and the seconds that took.
         self._compiled: dict[Policy, float] = {}
 
     @property
