@@ -104,8 +104,8 @@ class Journal:
         if largest is not None and batch_size > largest:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than was pretended to be there.")
 
-    def ran(self, batch_size: int) -> None:
-        self._write(ran=batch_size)
+    def ran(self, batch_size: int, **more: Any) -> None:
+        self._write(ran=batch_size, **more)
 
     def failed(self, failure: Failure) -> None:
         self._write(failed=failure.kind)
@@ -155,7 +155,12 @@ def with_amptune(task: Task, journal: Journal) -> None:
                 replace(task.policy, batch_size=batch_size), replace(GLANCE, time_limit_s=left_s)
             )
             if isinstance(outcome, Measurement):
-                journal.ran(batch_size)
+                journal.ran(
+                    batch_size,
+                    allocated_mib=outcome.peak_allocated_mib,
+                    reserved_mib=outcome.peak_reserved_mib,
+                    alloc_retries=outcome.alloc_retries,
+                )
             else:
                 journal.failed(outcome)
             return as_pretended(outcome, batch_size, limit_mib, task.pretend_largest)
@@ -319,6 +324,7 @@ def main() -> int:
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"by default {', '.join(WORKLOADS)}")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--settings", nargs="+", choices=tuple(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--finders", nargs="+", choices=FINDERS, default=list(FINDERS))
     parser.add_argument("--memory", type=float, metavar="GIB", help="for each finder, all of them at the same time")
     parser.add_argument("--limit", type=float, default=70.0, help="seconds for each workload and setting")
     parser.add_argument("--pretend-largest", type=int, metavar="N", help="try the program out without a GPU")
@@ -365,7 +371,7 @@ def report(name: str, setting: str, arguments: argparse.Namespace) -> None:
                 keep()
                 print(f"{name} {setting} {finder}: {words_for(data['finders'][finder])}", flush=True)
 
-        list(pool.map(look, [finder for finder in FINDERS if finder not in data["finders"]]))
+        list(pool.map(look, [finder for finder in arguments.finders if finder not in data["finders"]]))
         data["truth"] = the_truth(
             data,
             lambda sizes: list(pool.map(lambda size: run("try", 60.0, size), sizes)),
@@ -434,7 +440,7 @@ def summary(rows: list[dict[str, Any]], failure: str) -> dict[str, Any]:
         if "begins" in row:
             tries.append({"batch_size": row["begins"], "ran": False})
         if "ran" in row:
-            tries[-1]["ran"] = True
+            tries[-1] |= {**row, "ran": True}  # with the peaks, where they are known
         if row.get("failed", "oom") != "oom":
             tries[-1]["ran"] = None  # for another reason
     if failure and "out of memory" not in failure.lower() and tries and not tries[-1]["ran"]:

@@ -14,14 +14,14 @@ from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.ablation import Ablated, ablated, dropped
 from amptune.search.compile_costs import compile_findings
-from amptune.search.decision import Standing, Verdict, standings_of
+from amptune.search.decision import NEGLIGIBLE, Standing, Verdict, standings_of
 from amptune.search.evidence import evidence_of, in_order, labels_of
-from amptune.search.gains import FOUND, goal_of
+from amptune.search.gains import FOUND, gain_in_words, goal_of
 from amptune.search.judging import Judge, numerics_of_policy, without_graph
 from amptune.search.objective import Objective
 from amptune.search.pareto import points_of
 from amptune.search.proof import Proof
-from amptune.search.ratios import Ratio, Round, ratio_between
+from amptune.search.ratios import ENOUGH_LAUNCHES, Ratio, Round, launches_of, ratio_between
 from amptune.search.trial import TRIAL_NOISE, Trial, noise_of
 
 __all__ = ["Decision", "decide"]
@@ -105,7 +105,8 @@ def decide(
     `noticed_before` are findings from before the search.
     """
     compared = proof.verdict()
-    verdict = compared or _verdict_of_trials(trials, proof)
+    shown = None if compared is None else _verdict_of_looks(compared, trials, proof) or compared
+    verdict = shown or _verdict_of_trials(trials, proof)
     if verdict is None:
         return None
     finalists = _finalists(proof, compared, verdict)
@@ -131,7 +132,7 @@ def decide(
         hardware=prepared.hardware,
         subject=prepared.subject,
         seconds=seconds,
-        provisional=provisional or compared is None,
+        provisional=provisional or verdict is not compared,
         memory_mib=prepared.memory_mib,
     )
     points = points_of(trials, proof.is_out, judge.has_passed)
@@ -219,8 +220,38 @@ def _not_judged(judge: Judge, policy: Policy) -> Iterator[Finding]:
         yield Finding(code="graph-not-judged", message=message)
 
 
+def _verdict_of_looks(compared: Verdict, trials: Sequence[Trial], proof: Proof) -> Verdict | None:
+    """Provisionally the best that was better in every look, its trial included, where too few of them prove nothing.
+
+    By more than what a single trial does not tell, as where trials alone decide: with more known, no less is dared.
+    """
+    few = launches_of(proof.finals) < ENOUGH_LAUNCHES
+    if not (compared.keeps_the_baseline and few and proof.confirmed is None):
+        return None
+    contest, is_out = proof.contest, proof.is_out
+    outcomes = {trial.policy: trial.outcome for trial in trials}
+    looks = [Round(launch=0, outcomes=outcomes, objective=contest.objective), *proof.finals]
+    least = 1 + noise_of(contest.objective)
+
+    def is_better(standing: Standing) -> bool:
+        gains = [ratio_between([look], standing.policy, contest.baseline).value for look in looks]
+        return all(gain > least for gain in gains)
+
+    alive = (s for s in compared.standings if s.failure is None and not s.too_slow)
+    may_win = (s for s in alive if contest.eligible(s.policy) and not is_out(s.policy))
+    winner = next(filter(is_better, may_win), None)
+    if winner is None:
+        return None
+    message = (
+        f"{winner.policy}: {gain_in_words(contest.objective, winner.gain, winner.vs_baseline)}, which is not proven; "
+        f"in each of {len(looks)} looks, its trial included, it gained more than {least - 1:.0%}; more --budget tells"
+    )
+    kept = tuple(finding for finding in compared.findings if finding.code != "keep")
+    return replace(compared, winner=winner, findings=(Finding(code="provisional", message=message), *kept))
+
+
 def _verdict_of_trials(trials: Sequence[Trial], proof: Proof) -> Verdict | None:
-    """The best trial wins, without an interval: what can be said before the final comparison."""
+    """The best trial wins, of equals the fastest, without an interval: what can be said before the comparison."""
     baseline, eligible = proof.contest.baseline, proof.contest.eligible
     failed = {policy: failure for policy, failure in proof.failed.items() if policy != baseline}
     by_policy = {trial.policy: trial.outcome for trial in trials} | failed
@@ -231,9 +262,10 @@ def _verdict_of_trials(trials: Sequence[Trial], proof: Proof) -> Verdict | None:
         return None
     is_out = proof.is_out
     alive = (s for s in standings if s.failure is None and not s.too_slow)
-    better = (s for s in alive if eligible(s.policy) and not is_out(s.policy) and s.merit > 1 + noise_of(objective))
+    better = [s for s in alive if eligible(s.policy) and not is_out(s.policy) and s.merit > 1 + noise_of(objective)]
+    level = [s for s in better if better[0].merit <= (1 + NEGLIGIBLE) * s.merit]
     return Verdict(
-        winner=next(better, of[baseline]),
+        winner=max(level, key=lambda standing: standing.speedup, default=of[baseline]),
         baseline=of[baseline],
         standings=standings,
         findings=(_without_finals(trials, objective),),

@@ -22,10 +22,12 @@ from amptune.search.ratios import (
     launches_of,
     ratio_between,
     ratio_of,
+    spread_of_times,
 )
 
 __all__ = [
     "NARROW",
+    "NEGLIGIBLE",
     "Standing",
     "Verdict",
     "departure_count",
@@ -259,7 +261,7 @@ def _step_ms(rounds: Sequence[Round], policy: Policy) -> tuple[float, tuple[floa
     for one in rounds:
         if isinstance(outcome := one.outcomes.get(policy), Measurement):
             blocks[one.launch].append(outcome.median_ms)
-    found = ratio_of(list(blocks.values()))
+    found = ratio_of(list(blocks.values()), spread_of_times(rounds))
     return found.value, None if math.isinf(found.high) else (found.low, found.high)
 
 

@@ -12,6 +12,7 @@ from amptune.measure.evaluator import Evaluator
 from amptune.measure.outcome import ENERGY_S, Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import AUTOTUNED_MODES, Policy
 from amptune.search.budget import Budget
+from amptune.search.compile_costs import expected_compile_s
 from amptune.search.events import Compiling, Observer, SearchEnded, TrialEnded, TrialStarted
 from amptune.search.graphs import (
     GraphsAtOnce,
@@ -37,8 +38,8 @@ TRIAL_LIMIT_S, COMPILED_LIMIT_S = 120.0, 600.0
 # are searched, for a larger one (reports/samplers.json).
 CHEAP = {"cudnn_benchmark": False, "compile": "off"}
 CHEAP_SHARE, CHEAP_S, CHEAP_SHARE_WITH_SIZES = 0.35, 40.0, 0.5
-# What a trial takes at the least, where none like it was seen.
-SHORTEST_DEAR_S, SHORTEST_COMPILED_S, SHORTEST_AUTOTUNED_S = 5.0, 25.0, 150.0
+# What a trial takes at the least, where none like it was seen; one that is compiled, by the size of the model.
+SHORTEST_DEAR_S, SHORTEST_AUTOTUNED_S = 5.0, 150.0
 # Of the time kept for comparisons, for the first policies that are compiled and the known-good ones; several graphs
 # beside one another may take this share of all the time that is left.
 BORROWED, GRAPHS_SHARE = 0.4, 0.6
@@ -245,7 +246,8 @@ class _Search:
         return Trial(number=len(self.study.trials), policy=policy, outcome=outcome, seconds=seconds)
 
     def _least_s(self, policy: Policy) -> float:
-        return 0.0 if policy in self._compiled else _least_s(self.study, policy)
+        compile_s = expected_compile_s(self.graphs_at_once.leaves)
+        return 0.0 if policy in self._compiled else _least_s(self.study, policy, compile_s)
 
     def _forget(self, suggestion: Suggestion | None) -> None:
         if suggestion is not None:
@@ -275,14 +277,17 @@ def _of_two(first: Measurement, second: Outcome) -> Outcome:
     return replace(faster, startup_s=max(first.startup_s, second.startup_s), graph_breaks=first.graph_breaks)
 
 
-def _least_s(study: Study, policy: Policy) -> float:
-    """What a trial like this one takes at the least: a time limit that it cannot keep would be time lost."""
+def _least_s(study: Study, policy: Policy, compile_s: float) -> float:
+    """What a trial like this one takes at the least: a time limit that it cannot keep would be time lost.
+
+    DenseNet-161 was given 42 s to compile on an H200 where it takes 90, and they were lost (reports/h200/rivals/first).
+    """
     dear = (policy.cudnn_benchmark, policy.compile)
     alike = [t.seconds for t in study.trials if (t.policy.cudnn_benchmark, t.policy.compile) == dear]
     if len(alike) > 1:
         return min(alike)
     if policy.compile != "off":
-        unknown_s = SHORTEST_AUTOTUNED_S if policy.compile in AUTOTUNED_MODES else SHORTEST_COMPILED_S
+        unknown_s = max(SHORTEST_AUTOTUNED_S, compile_s) if policy.compile in AUTOTUNED_MODES else compile_s
     else:
         unknown_s = SHORTEST_DEAR_S if policy.cudnn_benchmark else SHORTEST_TRIAL_S
     return min([unknown_s, *alike])  # the first one pays for its worker's start: the next may take less, and no more

@@ -29,6 +29,12 @@ class Trial:
         """0 where it failed: worse than any policy that runs."""
         return self.outcome.samples_per_s if isinstance(self.outcome, Measurement) else 0.0
 
+    @property
+    def again_s(self) -> float:
+        """What it would cost once more, its graphs lying in a cache by then."""
+        startup_s = self.outcome.startup_s if isinstance(self.outcome, Measurement) else 0.0
+        return max(0.0, self.seconds - startup_s)
+
 
 def noise_of(objective: Objective) -> float:
     """What one short trial beside another does not tell: a gain of this share or less may be none."""

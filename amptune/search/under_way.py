@@ -27,8 +27,9 @@ from amptune.search.study import Study, open_study
 
 __all__ = ["FINALISTS", "TuningRun"]
 
-# The fastest trials stand in the finals: as many as there is time for enough launches of, within these bounds.
-FINALISTS, MOST_FINALISTS = 4, 8
+# The fastest trials stand in the finals: as many as there is time for enough launches of, within these bounds. With
+# seven contenders 70 s were enough for one round, which tells nothing (SE-ResNeXt50 on a slow host of an H200).
+FEWEST_FINALISTS, FINALISTS, MOST_FINALISTS = 3, 4, 8
 # The numerics of so many of them are judged ahead: an unsound one that is fast would make sound ones look beaten.
 JUDGED_AHEAD = 2
 # For its batches the gate compiles a graph anew, with dropout twice: in so many times the seconds of training's
@@ -190,13 +191,19 @@ class TuningRun:
 
 
 def _finalists(study: Study, candidates: Candidates, start_s: float, time_s: float) -> tuple[Policy, ...]:
-    """The baseline, the known-good policies and the fastest trials, each once: those that `time_s` is enough for."""
-    known = [policy for policy in candidates.known_good if study.trial_of(policy) is not None]
-    finalists = dict.fromkeys([candidates.baseline, *known])
-    fastest = [policy for policy in study.ranked() if policy in study]
-    trial_s = {trial.policy: trial.seconds for trial in study.trials}
-    for place, policy in enumerate(fastest[:MOST_FINALISTS]):
-        launch_s = start_s + ROUNDS_PER_LAUNCH * sum(trial_s[one] for one in {*finalists, policy})
-        if place < FINALISTS or ENOUGH_LAUNCHES * launch_s < time_s:
-            finalists[policy] = None
-    return tuple(finalists)
+    """Who is compared, each once: as many as `time_s` is enough for, the fastest trials before the known-good policies.
+
+    In any case the baseline, stock PyTorch, the best of the AMP recipes and the few fastest; what failed costs nothing.
+    """
+    ranked = [policy for policy in study.ranked() if policy in study]
+    trials = {trial.policy: trial for trial in study.trials}
+    costs_s = {policy: trials[policy].again_s for policy in ranked}
+    known = [policy for policy in candidates.known_good if policy in trials]
+    stock = [policy for policy in known if policy == candidates.known_good[0]]
+    recipes = [policy for policy in ranked if policy in candidates.amp_recipes]
+    found = dict.fromkeys([candidates.baseline, *stock, *recipes[:1], *ranked[:FEWEST_FINALISTS]])
+    for policy in (*ranked[:FINALISTS], *known, *ranked[:MOST_FINALISTS]):
+        launch_s = start_s + ROUNDS_PER_LAUNCH * sum(costs_s.get(one, 0.0) for one in {*found, policy})
+        if policy not in costs_s or ENOUGH_LAUNCHES * launch_s < time_s:
+            found[policy] = None
+    return tuple(found)

@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
+from dataclasses import replace
 
 import pytest
+from measurements import took
 
-from amptune.search.ratios import ENOUGH_LAUNCHES, Ratio, ratio_of
+from amptune.policy.settings import STOCK
+from amptune.search.ratios import ENOUGH_LAUNCHES, Ratio, Round, ratio_between, ratio_of
 
 
 def launches(rng: random.Random, truth: float, *, count: int, between: float, within: float) -> list[list[float]]:
@@ -26,6 +30,43 @@ def test_an_interval_over_blocks_of_few_launches_would_not() -> None:
     rng = random.Random(1)
     found = [ratio_of(launches(rng, 1.1, count=1, between=0.02, within=0.005)) for _ in range(1000)]
     assert sum(ratio.low <= 1.1 <= ratio.high for ratio in found) / 1000 < 0.8
+
+
+@pytest.mark.parametrize("noisier", [1.0, 4.0])
+@pytest.mark.parametrize(("policies", "looks"), [(3, 2), (6, 2), (6, 3)])
+def test_rounds_of_one_launch_hold_the_truth_by_the_spread_of_all_policies(
+    policies: int, looks: int, noisier: float
+) -> None:
+    """Two pairs say nothing of their spread; all policies do, one of which may be noisier than the others."""
+    rng = random.Random(1)
+    ratios = [
+        ratio_between(rounds_of_one_launch(rng, policies, looks, noisier), POLICIES[1], STOCK) for _ in range(1000)
+    ]
+    assert sum(ratio.low <= 1.0 <= ratio.high for ratio in ratios) / 1000 >= 0.95
+    own = [ratio_of([[rng.lognormvariate(0, 0.03 * math.sqrt(2)) for _ in range(looks)]]) for _ in range(1000)]
+    if policies > 3 and looks == 2 and noisier == 1.0:
+        assert statistics.median(r.half_width for r in ratios) < 0.5 * statistics.median(r.half_width for r in own)
+
+
+POLICIES = [STOCK, *(replace(STOCK, batch_size=n) for n in range(1, 6))]
+
+
+def rounds_of_one_launch(rng: random.Random, policies: int, looks: int, noisier: float) -> list[Round]:
+    """Policies that are equally fast, in rounds that drift; the second may be noisier than the others."""
+    rounds = []
+    for _ in range(looks):
+        drift = rng.gauss(0, 0.05)
+        sd = [0.03 * (noisier if i == 1 else 1.0) for i in range(policies)]
+        times = [10 * math.exp(drift + rng.gauss(0, one)) for one in sd]
+        outcomes = {policy: took(ms, 100.0) for policy, ms in zip(POLICIES, times, strict=False)}
+        rounds.append(Round(launch=0, outcomes=outcomes))
+    return rounds
+
+
+def test_a_policy_beside_itself_is_as_fast() -> None:
+    rounds = rounds_of_one_launch(random.Random(1), 4, 2, 1.0)
+    ratio = ratio_between(rounds, STOCK, STOCK)
+    assert (ratio.value, ratio.low, ratio.high) == (1.0, 1.0, 1.0)
 
 
 def test_an_outlier_in_a_launch_does_not_move_the_ratio() -> None:

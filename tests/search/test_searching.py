@@ -127,7 +127,7 @@ def test_a_small_model_that_compiles_soon_is_not_thought_dear(seconds: tuple[flo
     trials = [Trial(number=i, policy=compiled, outcome=failed, seconds=each) for i, each in enumerate(seconds)]
     eager = Trial(number=9, policy=Policy(), outcome=failed, seconds=1.0)
     study = SimpleNamespace(trials=[eager, *trials])
-    assert _least_s(cast("Study", study), replace(compiled, autocast="bf16")) == least_s
+    assert _least_s(cast("Study", study), replace(compiled, autocast="bf16"), 25.0) == least_s
 
 
 def test_a_compiled_policy_that_is_measured_twice_keeps_what_compiling_it_took() -> None:
@@ -231,7 +231,17 @@ def test_the_known_good_policies_are_measured_and_compared_though_graphs_took_th
         amp_recipe(dtype, memory_format=f) for dtype in ("bf16", "fp16") for f in ("contiguous", "channels_last")
     }
     assert recipes <= set(tried(events))
-    assert recipes <= {standing.policy for standing in decision.finalists}
+    assert decision.amp_recipe is not None
+    assert {STOCK, decision.amp_recipe.policy} < {standing.policy for standing in decision.finalists}
+
+
+def test_with_little_time_fewer_are_compared_that_there_are_rounds_of_them(tmp_path: Path) -> None:
+    (_, short, _), (_, long, _) = (searched_beside(tmp_path / str(s), budget_s=s) for s in (105, 1500))
+    recipes = {amp_recipe(dtype, memory_format="contiguous") for dtype in ("bf16", "fp16")}
+    compared = [{standing.policy for standing in decision.finalists} for decision in (short, long)]
+    assert len(compared[0] & recipes) == 1
+    assert recipes < compared[1]
+    assert short.baseline.rounds > 1
 
 
 def test_cheap_trials_have_their_time_still(tmp_path: Path) -> None:
