@@ -307,7 +307,10 @@ def _with_half_weights(space: Space, wanted: Wanted) -> Space:
 
 
 def _narrowed(space: Space, subject: Subject, rungs: int) -> Space:
-    """Drops what cannot matter: layouts and plans of convolutions a model does not have, rungs of no ladder."""
+    """Drops what cannot matter: layouts and plans of convolutions a model does not have, rungs of no ladder.
+
+    A starting point is worth trying without a fused optimizer too.
+    """
     formats = {"contiguous"}
     formats |= {"channels_last"} if 2 in subject.convolution_dims else set()
     formats |= {"channels_last_3d"} if 3 in subject.convolution_dims else set()
@@ -317,6 +320,9 @@ def _narrowed(space: Space, subject: Subject, rungs: int) -> Space:
         "fp32_exclusions": lambda value: value <= rungs,
         "fused_optimizer": lambda value: subject.fusable or not value,
     }
+    if not subject.fusable and space.choices("fused_optimizer"):
+        unfused = dict.fromkeys(Point({**point, "fused_optimizer": False}) for point in space.try_first)
+        space = replace(space, try_first=tuple(unfused))
     for knob in space.knobs:
         if knob.name in allowed:
             choices = tuple(filter(allowed[knob.name], knob.choices))

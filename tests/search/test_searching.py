@@ -18,6 +18,7 @@ from test_tuning import request_in
 from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.budget import Budget
+from amptune.search.candidates import Wanted, candidates_for
 from amptune.search.deciding import Decision
 from amptune.search.events import Event, SearchEnded, TrialEnded
 from amptune.search.objective import objective_of
@@ -295,3 +296,13 @@ def test_what_was_not_done_in_time_is_compiled_in_its_trial(tmp_path: Path, monk
     _, decision, events = searched_beside(tmp_path)
     assert [policy for policy in tried(events) if policy.compile != "off"]
     assert decision.policy.compile == "reduce-overhead"
+
+
+@pytest.mark.parametrize("fusable", [True, False])
+def test_what_is_tried_first_has_the_fused_optimizer_where_there_is_one(*, fusable: bool) -> None:
+    prepared = RecordedEvaluator("resnet50").prepare(1.0)
+    prepared = replace(prepared, subject=replace(prepared.subject, fusable=fusable))
+    first = candidates_for(prepared, Wanted(baseline=STOCK)).first
+    tried = [policy for policy in first if policy.fp32_math == "tf32" and policy.autocast == "off"]
+    assert {policy.memory_format for policy in tried} == {"contiguous", "channels_last"}
+    assert {policy.fused_optimizer for policy in tried} == {fusable}
