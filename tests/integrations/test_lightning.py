@@ -25,6 +25,7 @@ from amptune.runtime.integrations.lightning import PolicyPrecision
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # what Lightning itself still uses of PyTorch's
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:GPU available but not used"),
 ]
 
 FP16 = replace(POLICY, autocast="fp16", loss_scale=LossScale(init=256))
@@ -65,6 +66,17 @@ def test_it_trains_as_the_plain_loop_does(policy: Policy) -> None:
     assert same_weights(model.net, twin)
     assert model.net.head_dtypes == {torch.float32}
     assert type(model.net.head) is nn.Linear  # undone
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("policy", [POLICY, FP16, Policy(fused_optimizer=True)], ids=str)
+def test_it_does_so_on_a_gpu(policy: Policy) -> None:
+    model, twin = Lit(), net().cuda()
+    trainer(PolicyPrecision(policy, submodule="net"), accelerator="gpu", devices=1).fit(model, loader())
+    data = [(x.cuda(), y.cuda()) for x, y in batches()]
+    assert [loss.item() for loss in model.losses] == train_plainly(policy, twin, data)
+    assert same_weights(model.net.cpu(), twin.cpu())
 
 
 @pytest.mark.parametrize("init", [256, 1])

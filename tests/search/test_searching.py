@@ -302,7 +302,7 @@ def test_what_was_not_done_in_time_is_compiled_in_its_trial(tmp_path: Path, monk
 def test_what_is_tried_first_has_the_fused_optimizer_where_there_is_one(*, fusable: bool) -> None:
     prepared = RecordedEvaluator("resnet50").prepare(1.0)
     prepared = replace(prepared, subject=replace(prepared.subject, fusable=fusable))
-    first = candidates_for(prepared, Wanted(baseline=STOCK)).first
+    first = candidates_for(prepared, Wanted(baseline=STOCK, pins={})).first
     tried = [policy for policy in first if policy.fp32_math == "tf32" and policy.autocast == "off"]
     assert {policy.memory_format for policy in tried} == {"contiguous", "channels_last"}
     assert {policy.fused_optimizer for policy in tried} == {fusable}
