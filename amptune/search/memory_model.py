@@ -38,6 +38,10 @@ BORROWED = 0.15
 SWOLLEN = 1.05
 # A peak that grows by less than this while the batch doubles does not come from the samples.
 FLAT = 0.02
+# What is reserved beyond what is in use is flushed where memory is short, but for what fragmentation has lost: none
+# of it to two thirds on an H200, told from the largest batch that ran (tests/search/test_sizing.py). With a quarter
+# the steps of the search do best on the devices simulated there, and are good on all that were measured.
+LOST = 0.25
 # Only what is so far above the limit is called an out-of-memory before it happened.
 CLEARLY = 1.05
 
@@ -148,12 +152,12 @@ class Line:
 class Fit:
     """Peak memory of one arm against its batch size, for one limit.
 
-    The line goes through `anchor`, the largest run within the limit that memory did not press on, with a slope
-    between `least_slope` and `most_slope`, in MiB a sample. `gives_mib` of what the anchor holds may give way where
-    memory is short; `floor` is what another arm does with, which needs the same tensors; `may_give_more` is set
-    where such an arm would be needed to tell. `largest_run` is the largest batch that ran within the limit (0 if
-    none did), `smallest_failed` the smallest above it that did not; the fit `was_contradicted` if that one was to
-    run by all else that is known.
+    The line goes through `anchor`, the largest run within the limit, of those that memory did not press on if there
+    are any, with a slope between `least_slope` and `most_slope`, in MiB a sample. `gives_mib` of what the anchor
+    holds may give way where memory is short; `floor` is what another arm does with, which needs the same tensors;
+    `may_give_more` is set where such an arm would be needed to tell. `largest_run` is the largest batch that ran
+    within the limit (0 if none did), `smallest_failed` the smallest above it that did not; the fit
+    `was_contradicted` if that one was to run by all else that is known.
     """
 
     anchor: Observation
@@ -207,7 +211,12 @@ class Fit:
         highest = REACH * self.anchor.batch_size
         if self.smallest_failed is not None:
             highest = min(highest, self.smallest_failed - 1)
-        return self._largest(self._given_way_mib, highest)
+        return self._largest(self._likely_mib, highest)
+
+    @property
+    def has_workspaces(self) -> bool:
+        """Whether the anchor holds workspaces that may give way."""
+        return self.gives_mib > 0 or self.floor is not None
 
     @property
     def knows_its_slope(self) -> bool:
@@ -219,9 +228,15 @@ class Fit:
         """Whether a batch ran although even what it needs at the least was thought too much."""
         return self.least_mib(self.largest_run) > self.limit_mib
 
-    def _given_way_mib(self, n: int, slope: float | None = None) -> float:
-        """What `n` samples need once all has given way that may; by the middle slope if none is given."""
-        slope = (self.least_slope + self.most_slope) / 2 if slope is None else slope
+    def _likely_mib(self, n: int) -> float:
+        """What `n` samples need once workspaces have given way and the allocator has flushed what it can."""
+        is_flushed = self.anchor.alloc_retries > 0
+        beyond_mib = 0.0 if is_flushed else self.anchor.reserved_mib - self.anchor.allocated_mib
+        lost_mib = LOST * beyond_mib * n / self.anchor.batch_size
+        return self._given_way_mib(n, (self.least_slope + self.most_slope) / 2) + lost_mib
+
+    def _given_way_mib(self, n: int, slope: float) -> float:
+        """What `n` samples need in use once all has given way that may."""
         line = self.anchor.allocated_mib - self.gives_mib + slope * (n - self.anchor.batch_size)
         return line if self.floor is None else min(line, self.floor.at(n))
 
@@ -251,14 +266,18 @@ def fit_of(
     runs = sorted((one for one in seen if one.ran), key=lambda one: one.batch_size)
     if not runs:
         return None
-    free = [one for one in runs if not one.alloc_retries] or runs[:1]
-    anchor = next((one for one in reversed(free) if one.fits(limit_mib)), free[0])
-    others = [one for one in free if one.batch_size != anchor.batch_size]
-    least, most = _slopes(anchor, others, fixed) if others else _slopes_of_one(anchor, fixed, like)
+    free = [one for one in runs if not one.alloc_retries]
+    telling = free or runs
+    anchor = next((one for one in reversed(telling) if one.fits(limit_mib)), telling[0])
+    others = [one for one in telling if one.batch_size != anchor.batch_size]
+    bounds = _slopes_of_one(anchor, fixed, like)
+    least, most = _slopes(anchor, others, fixed) if others else bounds
+    if not free:  # where workspaces gave way all peaks are about the limit, and samples seem to take nothing
+        least, most = (min(max(slope, bounds[0]), bounds[1]) for slope in (least, most))
     largest_run = max((one.batch_size for one in runs if one.fits(limit_mib)), default=0)
     failed = [one.batch_size for one in seen if not one.fits(limit_mib) and one.batch_size > largest_run]
     steeper = _slope_to_failure(anchor, min(failed, default=math.inf), limit_mib)
-    swollen = floor is not None and anchor.allocated_mib > SWOLLEN * floor.at(anchor.batch_size)
+    swollen = floor is not None and any(one.allocated_mib > SWOLLEN * floor.at(one.batch_size) for one in telling)
     explained_mib = fixed.most_mib + max(most, steeper) * anchor.batch_size
     return Fit(
         anchor=anchor,

@@ -24,16 +24,17 @@ MOST_OOMS = 2
 MOST_TIMES_OWN = 4096
 # An answer this close to the largest that could run is good enough: what is left costs more than it brings.
 GOOD_ENOUGH = 0.975
+# The goal: an answer is good if it is at least so much of the largest that runs.
+GOOD = 0.97
 # Where an out-of-memory has been paid for already, another is risked only for more than this.
 WORTH_AN_OOM = 0.8
-# A careful step that gains less is not worth a run.
+# A careful step that gains less is not worth a run, even where nothing but careful steps is left.
 WORTH_A_PROBE = 1.01
 # Where not even the own batch runs, the next look is at this part of it.
 FAR_DOWN = 32
 # Workspaces may give way: that is tried where it brings this much, once the anchor is so near to what runs without.
 WORTH_HOPING = 1.1
 NEAR = 0.4
-NEARLY = 0.97
 # Above all that was thought possible the search feels its way by this factor.
 GALLOP = 1.5
 # A grain may cost this much of the answer.
@@ -174,8 +175,7 @@ class Outlook:
             return self._last_size(self.fit, ok) or self._why_nothing_larger(self.fit, ok, top)
         if hoped := self._hoped_for(self.fit, ok):
             return hoped
-        careful = self.sizes.at_most(_careful(self.fit))
-        if self.ooms < MOST_OOMS and careful > ok and careful >= WORTH_A_PROBE * ok:
+        if careful := self._careful_size(self.fit, ok, top):
             return careful
         if self.ooms >= MOST_OOMS or (self.ooms and ok >= WORTH_AN_OOM * top):
             failed = self.fit.smallest_failed or "another size"
@@ -203,21 +203,33 @@ class Outlook:
 
     def _hoped_for(self, fit: Fit, ok: int) -> int:
         """A size that runs if workspaces give way, where they may and that would bring much; else 0."""
-        if self.ooms or self.left < 2 or not fit.knows_its_slope or fit.anchor.batch_size < NEAR * fit.surely:
+        is_near = fit.knows_its_slope and fit.anchor.batch_size >= NEAR * fit.surely
+        if self.ooms or self.left < 2 or not (fit.has_workspaces and is_near):
             return 0
-        hoped = self.sizes.at_most(int(NEARLY * fit.likely))
+        hoped = self.sizes.at_most(int(GOOD * fit.likely))
         return hoped if hoped > WORTH_HOPING * max(fit.surely, ok) else 0
 
+    def _careful_size(self, fit: Fit, ok: int, top: int) -> int:
+        """A size that should run, where a bold one whose failure is forgiven would not bring as much; else 0."""
+        careful = self.sizes.at_most(_careful(fit))
+        may_be_last = self.ooms or careful >= GOOD_ENOUGH * top
+        worth = WORTH_A_PROBE * ok if may_be_last else _forgiven(ok)
+        return careful if self.ooms < MOST_OOMS and careful > ok and careful >= worth else 0
+
     def _bold_size(self, fit: Fit, ok: int, top: int) -> int:
-        """A size that may not fit, so near that the answer is good if it does not; farther where much is missing."""
+        """A size that may not fit, so near that the answer is good if it does not; farther where runs are few.
+
+        Such steps should end at what is likely. If they do not reach so far, what they lack is taken at once and
+        first, where failing is least likely and all that is learned helps the steps that follow.
+        """
         if fit.smallest_failed is not None:
-            factor = math.sqrt(top / max(1, ok))
+            wanted = math.isqrt(max(1, ok) * top)
         elif fit.was_surprised:
-            factor = GALLOP
+            wanted = int(GALLOP * ok)
         else:
-            factor = max(1 / GOOD_ENOUGH, (min(top, fit.likely) / max(1, ok)) ** (1 / self.left))
-        up = self.sizes.at_least(max(ok + 1, math.ceil(ok * factor)))
-        return up if 0 < up <= top else self.sizes.at_most(top)
+            wanted = int(min(top, fit.likely) * GOOD ** (self.left - 1))
+        size = self.sizes.at_most(min(top, max(_forgiven(ok), wanted)))
+        return size if size > ok else self.sizes.at_least(ok + 1)
 
     def _last_size(self, fit: Fit, ok: int) -> int:
         """One more above the answer, where nobody knows how much of the memory workspaces take; else 0."""
@@ -233,6 +245,11 @@ class Outlook:
         if fit.smallest_failed is not None and fit.smallest_failed <= max(larger, top + 1):
             return f"{fit.smallest_failed} did not fit"
         return f"more than {max(ok, top)} would not fit"
+
+
+def _forgiven(ok: int) -> int:
+    """The largest size that may fail and leave `ok` a good answer: it is GOOD of the one below."""
+    return math.floor(ok / GOOD) + 1
 
 
 def _careful(fit: Fit) -> int:
@@ -269,7 +286,7 @@ class Sizer:
 
     `run` measures a policy briefly at the batch size that it has, and may be given `left_s()` seconds; a limit on it
     is the caller's affair. Sizes are those of `Sizes.around`, so an answer among `allowed` ones may fall short of
-    another that is less than 2.5 % larger.
+    another that is up to 3 % larger.
     """
 
     run: Callable[[Policy], Outcome]

@@ -213,10 +213,40 @@ def test_a_run_under_pressure_counts_as_one_that_ran_but_its_peak_does_not() -> 
     assert not calm.was_surprised
 
 
+def test_runs_under_pressure_tell_where_there_are_no_others() -> None:
+    """ResNet-50 on an H200, limited to 7 GiB: its own batch pressed already, and 158 ran."""
+    peaks = {128: (5949.9, 7100.0), 133: (6155.9, 6862.0), 143: (6595.3, 7116.0)}
+    outcomes = ((STOCK, n, measured(*peak, retries=2)) for n, peak in peaks.items())
+    fit = MemoryModel(limit_mib=7168.0, fixed=WEIGHTS).with_outcomes(outcomes).fit(STOCK)
+    assert fit is not None
+    assert fit.anchor.batch_size == fit.largest_run == 143
+    assert fit.least_slope <= (6595.3 - 5949.9) / 15 <= fit.most_slope
+    assert 154 <= fit.likely <= 158
+
+
+def test_peaks_that_workspaces_made_room_for_say_nothing_of_what_a_sample_takes() -> None:
+    """They are all about the limit, so the weights bound the slope, as they do for one run."""
+    squeezed = [(n, measured(138_000, LIMIT_MIB, retries=3)) for n in (100, 200, 300)]
+    fit = fit_to(*squeezed)
+    assert fit.least_slope == pytest.approx((138_000 - WEIGHTS.most_mib) / 300)
+
+
+def test_a_part_of_what_is_reserved_and_not_in_use_is_likely_to_be_lost() -> None:
+    """BERT-base on an H200, limited to 20 GiB: 57 would fit by what is in use, 46 ran in what was free; 50 is right."""
+    peaks = {16: (6766.8, 7484.0), 42: (15281.0, 18332.0), 46: (16589.1, 20020.0)}
+    outcomes = ((STOCK, n, measured(*peak)) for n, peak in peaks.items())
+    fixed = FixedPart.of_weights(110_000_000)
+    fit = MemoryModel(limit_mib=20_480.0, fixed=fixed).with_outcomes(outcomes).fit(STOCK)
+    assert fit is not None
+    assert not fit.has_workspaces
+    assert 46 <= fit.surely <= 50 <= fit.likely < fit.at_most(100)
+
+
 def test_what_the_weights_do_not_explain_may_give_way() -> None:
     """A constant workspace of 60 GB, as cudnn.benchmark has: a third more samples fit without it."""
     fit = fit_to(*on_a_line(32, 200, 500, fixed_mib=60_300, each_mib=100))
     assert fit.gives_mib == pytest.approx(60_300 - WEIGHTS.most_mib, rel=0.03)
+    assert fit.has_workspaces
     assert fit.surely < 797 < 1300 < fit.at_most(10**6)
     assert fit_to(*on_a_line(32, 200, 500), fixed=FixedPart()).gives_mib == 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from measurements import took
@@ -33,7 +33,8 @@ class Device:
     """A GPU with one workload on it.
 
     `takes(n)` is what `n` samples take beside the weights; `gives(n)` how much of that they can do without;
-    `fragments(share)` what is lost to fragmentation where that share of the memory is in use.
+    `fragments(share)` what is lost to fragmentation where that share of the memory is in use; `caches` what the
+    allocator keeps beyond all that, as a share of it, and flushes under pressure.
     """
 
     fixed_mib: float
@@ -42,6 +43,7 @@ class Device:
     weights_mib: float = 100.0
     gives: Callable[[int], float] = lambda _: 0.0
     fragments: Callable[[float], float] = lambda _: 0.0
+    caches: float = 0.0
     limit_mib: float = LIMIT_MIB
     swells: bool = False
     siblings: tuple[int, ...] = ()
@@ -61,7 +63,7 @@ class Device:
             return OOM
         self.ran.add(n)
         wanted = self.fixed_mib + self.takes(n)
-        reserved = 2 * math.ceil(self._lost(wanted) * 1.002 / 2) + 20
+        reserved = 2 * math.ceil((1 + self.caches) * self._lost(wanted) * 1.002 / 2) + 20
         if reserved <= self.limit_mib:
             return measurement(wanted, reserved)
         allocated = min(wanted, self.limit_mib / (1 + self.fragments(1.0)))
@@ -186,6 +188,24 @@ def swelling_alone(rng: random.Random) -> Device:
     return device
 
 
+def caching(rng: random.Random) -> Device:
+    """Reserved well above allocated, as on an H200: some of that is lost, the rest is flushed under pressure."""
+    device = linear(rng)
+    most = rng.uniform(0, 0.15)
+    device.fragments, device.caches = lambda share: most * share, rng.uniform(0, 0.15)
+    return device
+
+
+def pressed(rng: random.Random) -> Device:
+    """The own batch presses already or soon, as ResNet-50's on an H200; once flushed, far more runs."""
+    device = huge(rng)
+    workspace = LIMIT_MIB * rng.uniform(0, 0.02)
+    device.gives, device.caches = lambda _: workspace, rng.uniform(0.1, 0.25)
+    most = rng.uniform(0, 0.05)
+    device.fragments = lambda share: most * share
+    return device
+
+
 def all_at_once(rng: random.Random) -> Device:
     """Jumps, noise, fragmentation, and a small workspace that gives way."""
     device, noise, frayed = jumping(rng), random.Random(rng.random()).random(), fragmenting(rng)
@@ -206,8 +226,11 @@ CHARACTERS: dict[Callable[[random.Random], Device], tuple[int, int]] = {
     jumping: (95, 95),
     fragmenting: (95, 95),
     elastic: (95, 95),
+    caching: (95, 90),
     # Harder than a GPU should be: reported, and held where they are.
-    all_at_once: (90, 85),
+    all_at_once: (90, 90),
+    # Where a third more samples run, steps that may fail must be longer than a failure is forgiven.
+    pressed: (70, 60),
     stepping: (90, 85),
     swelling: (85, 85),
     swelling_alone: (0, 0),
@@ -246,6 +269,105 @@ def test_few_runs_find_the_largest_batch_with_one_out_of_memory_at_most(
     least = CHARACTERS[character][0 if known else 1] / 100
     assert sum(count <= 1 for count in ooms) >= (0.95 if least else 0.9) * DRAWS
     assert sum(good) >= least * len(good)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Real:
+    """A course on an H200 in bf16, limited by the allocator: what was allocated is on a line within 1 %.
+
+    How much of what was reserved beyond is lost, `fragments` near the limit, follows from the `largest` that ran.
+    """
+
+    own: int
+    largest: int
+    limit_gib: int
+    parameters: int
+    fixed_mib: float
+    each_mib: float
+    fragments: float
+    caches: float
+    gives_mib: float = 0.0
+
+    @property
+    def device(self) -> Device:
+        return Device(
+            fixed_mib=self.fixed_mib,
+            takes=lambda n: self.each_mib * n,
+            own=self.own,
+            weights_mib=4 * self.parameters / 2**20,
+            gives=lambda _: self.gives_mib,
+            fragments=lambda share: self.fragments * share,
+            caches=self.caches,
+            limit_mib=1024.0 * self.limit_gib,
+        )
+
+
+DEEPLAB = Real(
+    own=4,
+    largest=27,
+    limit_gib=24,
+    parameters=26_700_000,
+    fixed_mib=620,
+    each_mib=824,
+    fragments=0.043,
+    caches=0.023,
+)
+REAL = {
+    "bert_base": Real(
+        own=16,
+        largest=50,
+        limit_gib=20,
+        parameters=110_000_000,
+        fixed_mib=1527,
+        each_mib=327.5,
+        fragments=0.15,
+        caches=0.075,
+    ),
+    "densenet161": Real(
+        own=256,
+        largest=1879,
+        limit_gib=5,
+        parameters=26_500_000,
+        fixed_mib=335,
+        each_mib=2.44,
+        fragments=0.042,
+        caches=0.065,
+    ),
+    "resnet50": Real(
+        own=128,
+        largest=158,
+        limit_gib=7,
+        parameters=25_600_000,
+        fixed_mib=395,
+        each_mib=43.4,
+        fragments=0.0,
+        caches=0.2,
+        gives_mib=105,
+    ),
+    "deeplabv3plus": DEEPLAB,
+    "deeplabv3plus with more memory": replace(DEEPLAB, limit_gib=31, largest=36),
+}
+
+
+@pytest.mark.parametrize("real", REAL.values(), ids=REAL)
+def test_on_real_courses_the_answer_is_within_3_percent(real: Real) -> None:
+    found = found_on(real.device)
+    assert real.device.largest == real.largest
+    assert found.batch_size is not None
+    assert found.batch_size >= 0.97 * real.largest
+    assert len(found.probes) <= 6
+    assert found.ooms <= 1
+
+
+@pytest.mark.parametrize("most_probes", [2, 6])
+def test_a_step_that_may_fail_is_longer_than_forgiven_only_where_too_few_runs_are_left(most_probes: int) -> None:
+    device = REAL["bert_base"].device
+    model = MemoryModel(limit_mib=device.limit_mib, fixed=device.fixed_part)
+    model = model.with_outcomes((STOCK, n, device(n)) for n in (16, 41, 46))
+    sizer = Sizer(lambda policy: device(policy.batch_size or 0), model, device.own, most_probes=most_probes)
+    failed = min(probe.batch_size for probe in sizer.largest(STOCK).probes if probe.is_oom)
+    below = max(n for n in device.ran if n < failed)
+    assert (below >= 0.97 * (failed - 1)) == (most_probes == 6)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.3, 0.4, 0.7])
