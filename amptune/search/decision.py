@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 from amptune.measure.outcome import Failure, Measurement
@@ -17,11 +17,13 @@ from amptune.search.ratios import (
     ENOUGH_LAUNCHES,
     Ratio,
     Round,
+    Spread,
     best_among,
     is_fast_enough,
     launches_of,
     ratio_between,
     ratio_of,
+    spread_of_ratios,
     spread_of_times,
 )
 
@@ -44,6 +46,8 @@ ENOUGH_TO_STOP = 5
 # Two policies no further apart than this are the same to a user, and the simpler is preferred, where they are known not
 # to be `CLOSE` apart either.
 NEGLIGIBLE, CLOSE = 0.005, 0.01
+# Where a ratio differs by more than this from round to round, that is said.
+NOISY = 0.05
 # The code of the finding that a policy is better, and what several are that are so.
 _BETTER = {"throughput": "faster", "memory": "less-memory", "energy": "less-energy"}
 _BEST = {"throughput": "fastest", "memory": "that use least memory", "energy": "that use least energy"}
@@ -148,7 +152,8 @@ def verdict_of(
     level = level_with_the_best(rounds, shown)
     winner = min(level, key=lambda s: (departure_count(s.policy), -s.merit), default=of[baseline])
     verdict = Verdict(winner=winner, baseline=of[baseline], standings=standings, findings=(), objective=objective)
-    reasons = _reasons(verdict, max(alive, key=lambda s: s.merit), len(level), launches_of(rounds))
+    best = max(alive, key=lambda s: s.merit)
+    reasons = _reasons(verdict, best, len(level), launches_of(rounds), spread_of_ratios(rounds))
     if not is_fast_enough(rounds, winner.policy, baseline, surely=True):
         reasons.append(_speed_not_shown(winner, objective))
     return replace(verdict, findings=tuple(reasons))
@@ -265,13 +270,13 @@ def _step_ms(rounds: Sequence[Round], policy: Policy) -> tuple[float, tuple[floa
     return found.value, None if math.isinf(found.high) else (found.low, found.high)
 
 
-def _reasons(verdict: Verdict, best: Standing, equals: int, launches: int) -> list[Finding]:
+def _reasons(verdict: Verdict, best: Standing, equals: int, launches: int, spread: Spread | None) -> list[Finding]:
     found = [_few_launches(launches)] if launches < ENOUGH_LAUNCHES else []
     winner, objective = verdict.winner, verdict.objective
     if verdict.keeps_the_baseline:
         rival = "" if best is verdict.baseline else f"; the best rival: {best.policy}, {_rivalry(best, objective)}"
         message = f"keep what you have: no policy was shown {goal_of(objective)}{rival}"
-        return [Finding(code="keep", message=message), *found]
+        return [Finding(code="keep", message=message), *found, *_noise(spread)]
     message = f"{winner.policy}: {gain_in_words(objective, winner.gain, winner.vs_baseline)}"
     better = Finding(code=_BETTER[objective.name], message=message)
     if equals > 1:
@@ -280,6 +285,17 @@ def _reasons(verdict: Verdict, best: Standing, equals: int, launches: int) -> li
         )
         found.insert(0, Finding(code="simplest", message=message, figures={"equals": equals}))
     return [better, *found]
+
+
+def _noise(spread: Spread | None) -> Iterator[Finding]:
+    if spread is not None and spread.deviation > NOISY:
+        yield Finding(
+            code="noisy",
+            message=f"one policy beside another differs by {spread.deviation:.0%} from round to round (standard "
+            "deviation), so that less than that cannot be told: as a rule a host that is busy, or too slow for the "
+            "device; CUDA graphs, which --compile tries, and larger batches ask less of it",
+            figures={"deviation": spread.deviation},
+        )
 
 
 def _rivalry(rival: Standing, objective: Objective) -> str:

@@ -23,6 +23,7 @@ __all__ = [
     "places_in",
     "ratio_between",
     "ratio_of",
+    "spread_of_ratios",
     "spread_of_times",
     "spread_within_launches",
 ]
@@ -100,10 +101,10 @@ def ratio_between(rounds: Iterable[Round], a: Policy, b: Policy, *, by: Objectiv
     memory or the energy a sample of `b` over that of `a`.
     """
     rounds = list(rounds)
-    return ratio_of(_pairs(rounds, a, b, by), None if a == b else _spread_of_ratios(rounds, by))
+    return ratio_of(_pairs(rounds, a, b, by), None if a == b else spread_of_ratios(rounds, by))
 
 
-def _spread_of_ratios(rounds: Sequence[Round], by: Objective | None) -> Spread | None:
+def spread_of_ratios(rounds: Sequence[Round], by: Objective | None = None) -> Spread | None:
     """How much the ratio of any two policies differs from round to round, by all those that stand in every round.
 
     What is left of each score once its policy and its round are taken out of it: the residual of a two-way layout

@@ -32,6 +32,9 @@ ENOUGH_TRIALS = 20
 # A step this many times slower than the best, per sample, is not looked at for long.
 HOPELESS = 2.0
 TRIAL_LIMIT_S, COMPILED_LIMIT_S = 120.0, 600.0
+# Of the budget, for the warm-up of one trial at the most: where the host is busy no step time ever is steady. Of 108 s,
+# three trials of DeepLabV3+ on such a host of an H200 took 14 s to wait for that in vain.
+WARMUP_SHARE = 1 / 60
 # cudnn.benchmark times every algorithm for every shape: 10 to 25 s for each dtype and layout of a convolution network,
 # where a trial takes 1.2 s without (ResNet-50 on an H200, torch 2.11, reports/h200/oracle); torch.compile takes 25 to
 # 40 s. So the search does without them at first: for this share of its time, and no longer than this; where batch sizes
@@ -228,7 +231,7 @@ class _Search:
         longest_s = TRIAL_LIMIT_S if policy.compile == "off" else COMPILED_LIMIT_S
         limit_s = min(longest_s, max(SHORTEST_TRIAL_S, left_s))
         before_s = self.budget.spent_s
-        effort = _effort(self.study, policy, limit_s)
+        effort = _effort(self.study, policy, limit_s, WARMUP_SHARE * self.budget.seconds)
         outcome = self.evaluator.measure(policy, effort)
         if policy == self.baseline and isinstance(outcome, Failure) and outcome.kind == "crash":
             outcome = self.evaluator.measure(policy, effort)  # it may have been an accident, and all rests on this one
@@ -293,13 +296,14 @@ def _least_s(study: Study, policy: Policy, compile_s: float) -> float:
     return min([unknown_s, *alike])  # the first one pays for its worker's start: the next may take less, and no more
 
 
-def _effort(study: Study, policy: Policy, limit_s: float) -> Effort:
+def _effort(study: Study, policy: Policy, limit_s: float, warmup_s: float) -> Effort:
     """How long to look at a policy; not for long at one that is hopelessly slow, if its speed is what decides.
 
     What uses little energy may be slow, and is known by a longer look alone.
     """
     yardstick = study.yardstick
-    effort = yardstick.objective.effort(Effort(time_limit_s=limit_s, energy_s=ENERGY_S))
+    longest = Effort(time_limit_s=limit_s, energy_s=ENERGY_S)
+    effort = yardstick.objective.effort(replace(longest, warmup_s=min(longest.warmup_s, warmup_s)))
     best = best_of(study)
     if best is None or not isinstance(best.outcome, Measurement) or yardstick.objective.name == "energy":
         return effort

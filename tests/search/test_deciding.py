@@ -60,7 +60,7 @@ def test_what_was_much_better_in_every_look_is_taken_though_two_rounds_prove_not
     verdict = by_looks(proof_of(ROUNDS))
     assert verdict is not None
     assert verdict.winner.policy == BF16_LAST
-    assert [finding.code for finding in verdict.findings] == ["provisional", "few-launches"]
+    assert [finding.code for finding in verdict.findings] == ["provisional", "few-launches", "noisy"]
     assert "the speed of the baseline, which is not proven; in each of 3 looks, its trial included" in str(
         verdict.findings[0]
     )

@@ -71,6 +71,13 @@ def test_two_rounds_under_heavy_interference_claim_nothing() -> None:
     assert decided((STOCK, [86.0, 88.0]), (AMP, [0.33, 54.0]), rounds_per_launch=2).keeps_the_baseline
 
 
+@pytest.mark.parametrize(("times", "noisy"), [([9.0, 11.0, 8.5], True), ([9.99, 10.01, 9.98], False)])
+def test_where_nothing_is_shown_it_is_said_how_far_rounds_differ(times: list[float], *, noisy: bool) -> None:
+    verdict = decided((STOCK, [10.0, 10.0, 10.0]), (AMP, times))
+    assert verdict.keeps_the_baseline
+    assert ("noisy" in [finding.code for finding in verdict.findings]) is noisy
+
+
 def test_a_gain_that_one_launch_of_three_does_not_show_claims_nothing() -> None:
     """Nine rounds seem to show it; but the launches differ, and they are what counts."""
     times = [9.0] * 3 + [9.1] * 3 + [10.1] * 3
