@@ -511,7 +511,7 @@ def words_for(found: dict[str, Any] | None, largest: int | None = None) -> str:
     took = f"{len(found['tries'])} runs, {found['ooms']} OOM, {found['seconds']:.0f} s"
     answer = found["answer"]
     if answer is None:
-        return f"none ({found['because']}; {took})"
+        return f"none ({found['because'].partition('. ')[0]}; {took})"
     share = f" ({answer / largest:.3f})" if largest else ""
     ran = any(one["batch_size"] == answer and one["ran"] for one in found["tries"])
     return f"{answer}{share}{'' if ran else ', never run'}; {took}"
