@@ -11,7 +11,7 @@ same time (what is found is a size and not a speed). Then sizes between the larg
 above it that did not are tried in fresh processes, until the two are within 1 %. A try is three training steps, with
 the workload's own model, loss and optimizer. Every try counts, and so does every one that went out of memory: each is
 written down before it begins. --limit is in seconds, for each workload and setting; a finder that is stopped by it is
-shown with what it had. Seconds are those of the whole process, its start included.
+shown with what it had. --finders names those that are to run. Seconds are those of the whole process, with its start.
 
 Data is made the same cheap way for all, or drawing it would take longest: 16 samples, repeated. For amptune this is
 done on the host, as its worker copies batches from there, three of them; for the others on the device, one.
@@ -27,6 +27,7 @@ import importlib
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -384,6 +385,8 @@ def report(name: str, setting: str, arguments: argparse.Namespace) -> None:
 def heading(name: str, setting: str, arguments: argparse.Namespace) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     memory = f"--memory {arguments.memory:g} " if arguments.memory else ""
+    if arguments.finders != list(FINDERS):
+        memory += f"--finders {shlex.join(arguments.finders)} "
     more = f"{memory}--limit {arguments.limit:g} --settings {setting} --out OUT {name}"
     return {
         "schema": "amptune.batch_sizes/1",

@@ -111,7 +111,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """`first` are measured before the sampler proposes anything; `known_good` stand in the final comparison too.
+    """`first` are measured before the sampler proposes anything, the best of the `known_good` stand in the finals too.
 
     `stored` is the space that a study is kept under; what fails the numerics gate is cut from `space` alone. Without
     a `batch_size` it is the workload's own.
@@ -309,7 +309,7 @@ def _with_half_weights(space: Space, wanted: Wanted) -> Space:
 def _narrowed(space: Space, subject: Subject, rungs: int) -> Space:
     """Drops what cannot matter: layouts and plans of convolutions a model does not have, rungs of no ladder.
 
-    A starting point is worth trying without a fused optimizer too.
+    Where the optimizer cannot be fused, starting points are tried without that.
     """
     formats = {"contiguous"}
     formats |= {"channels_last"} if 2 in subject.convolution_dims else set()

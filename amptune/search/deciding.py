@@ -14,14 +14,22 @@ from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.ablation import Ablated, ablated, dropped
 from amptune.search.compile_costs import compile_findings
-from amptune.search.decision import NEGLIGIBLE, Standing, Verdict, standings_of
+from amptune.search.decision import NEGLIGIBLE, Standing, Verdict, speed_not_shown, standings_of
 from amptune.search.evidence import evidence_of, in_order, labels_of
 from amptune.search.gains import FOUND, gain_in_words, goal_of
 from amptune.search.judging import Judge, numerics_of_policy, without_graph
 from amptune.search.objective import Objective
 from amptune.search.pareto import points_of
 from amptune.search.proof import Proof
-from amptune.search.ratios import ENOUGH_LAUNCHES, Ratio, Round, launches_of, ratio_between
+from amptune.search.ratios import (
+    ENOUGH_LAUNCHES,
+    FEW_LAUNCHES_DOUBT,
+    Ratio,
+    Round,
+    is_fast_enough,
+    launches_of,
+    ratio_between,
+)
 from amptune.search.trial import TRIAL_NOISE, Trial, noise_of
 
 __all__ = ["Decision", "decide"]
@@ -32,8 +40,8 @@ class Decision:
     """What tuning found. `provisional` means the final comparison is missing or was cut short.
 
     `verdict` is what the claim rests on; `finalists` are all that were compared before it, `ablation` what each
-    setting of the winner buys. `amp_recipe` is the better of the AMP recipes that ran, or the failure of the last.
-    `memory_mib` is what the device had to give.
+    setting of the winner buys. `amp_recipe` is the better of the AMP recipes that were compared, or the failure of the
+    last. `memory_mib` is what the device had to give.
     """
 
     policy_file: PolicyFile
@@ -105,15 +113,17 @@ def decide(
     `noticed_before` are findings from before the search.
     """
     compared = proof.verdict()
-    shown = None if compared is None else _verdict_of_looks(compared, trials, proof) or compared
-    verdict = shown or _verdict_of_trials(trials, proof)
+    if compared is None:
+        verdict = _verdict_of_trials(trials, proof)
+    else:
+        verdict = _verdict_of_looks(compared, trials, proof) or compared
     if verdict is None:
         return None
     finalists = _finalists(proof, compared, verdict)
     amp_recipe = next((standing for standing in finalists if standing.policy in amp_recipes), None)
     confirmed = proof.confirmed
     bought = ablated(confirmed.rounds, confirmed.candidate) if confirmed else ()
-    own = (*verdict.findings, *(_findings(proof, verdict) if compared else ()), *noticed_before)
+    own = (*verdict.findings, *(_findings(proof, verdict) if verdict is compared else ()), *noticed_before)
     policy = verdict.winner.policy
     of_compiling = compile_findings(trials, policy)
     findings = (*own, *of_compiling, *_of_numerics(judge, verdict, finalists), *_of_machine(trials, proof))
@@ -223,19 +233,20 @@ def _not_judged(judge: Judge, policy: Policy) -> Iterator[Finding]:
 def _verdict_of_looks(compared: Verdict, trials: Sequence[Trial], proof: Proof) -> Verdict | None:
     """Provisionally the best that was better in every look, its trial included, where too few of them prove nothing.
 
-    By more than what a single trial does not tell, as where trials alone decide: with more known, no less is dared.
+    By more than what a single trial does not tell, as where trials alone decide, and by more than the spread of all
+    contenders from round to round makes likely. What was begun of an ablation is looked at too.
     """
     few = launches_of(proof.finals) < ENOUGH_LAUNCHES
     if not (compared.keeps_the_baseline and few and proof.confirmed is None):
         return None
     contest, is_out = proof.contest, proof.is_out
     outcomes = {trial.policy: trial.outcome for trial in trials}
-    looks = [Round(launch=0, outcomes=outcomes, objective=contest.objective), *proof.finals]
-    least = 1 + noise_of(contest.objective)
+    in_trials = Round(launch=0, outcomes=outcomes, objective=contest.objective)
 
     def is_better(standing: Standing) -> bool:
-        gains = [ratio_between([look], standing.policy, contest.baseline).value for look in looks]
-        return all(gain > least for gain in gains)
+        stood = standing.policy in proof.finals[-1].outcomes
+        likely = standing.gain is not None and standing.gain.shows_more_than(1.0, doubt=1 / FEW_LAUNCHES_DOUBT)
+        return stood and likely and _gained_in([in_trials, *_rounds_with(standing, proof)], standing, proof)
 
     alive = (s for s in compared.standings if s.failure is None and not s.too_slow)
     may_win = (s for s in alive if contest.eligible(s.policy) and not is_out(s.policy))
@@ -244,14 +255,36 @@ def _verdict_of_looks(compared: Verdict, trials: Sequence[Trial], proof: Proof) 
         return None
     message = (
         f"{winner.policy}: {gain_in_words(contest.objective, winner.gain, winner.vs_baseline)}, which is not proven; "
-        f"in each of {len(looks)} looks, its trial included, it gained more than {least - 1:.0%}; more --budget tells"
+        f"in each look, its trial included, it gained more than {noise_of(contest.objective):.0%}; more --budget tells"
     )
-    kept = tuple(finding for finding in compared.findings if finding.code != "keep")
-    return replace(compared, winner=winner, findings=(Finding(code="provisional", message=message), *kept))
+    findings = [Finding(code="provisional", message=message)]
+    findings += [finding for finding in compared.findings if finding.code != "keep"]
+    if not is_fast_enough(proof.finals, winner.policy, contest.baseline, surely=True):
+        findings.append(speed_not_shown(winner, contest.objective))
+    return replace(compared, winner=winner, findings=tuple(findings))
+
+
+def _gained_in(looks: Sequence[Round], standing: Standing, proof: Proof) -> bool:
+    """Whether in every look it gained more than a single one leaves in doubt, and was fast enough."""
+    policy, baseline = standing.policy, proof.contest.baseline
+    least = 1 + noise_of(proof.contest.objective)
+    return all(
+        ratio_between([look], policy, baseline).value > least and is_fast_enough([look], policy, baseline)
+        for look in looks
+    )
+
+
+def _rounds_with(standing: Standing, proof: Proof) -> list[Round]:
+    """Those of all comparisons that have the policy beside the baseline."""
+    both = {standing.policy, proof.contest.baseline}
+    return [one for one in proof.rounds if both <= one.outcomes.keys()]
 
 
 def _verdict_of_trials(trials: Sequence[Trial], proof: Proof) -> Verdict | None:
-    """The best trial wins, of equals the fastest, without an interval: what can be said before the comparison."""
+    """The best trial wins, of equals the fastest, without an interval: what can be said before the comparison.
+
+    Unless a round that there was speaks against it.
+    """
     baseline, eligible = proof.contest.baseline, proof.contest.eligible
     failed = {policy: failure for policy, failure in proof.failed.items() if policy != baseline}
     by_policy = {trial.policy: trial.outcome for trial in trials} | failed
@@ -262,7 +295,8 @@ def _verdict_of_trials(trials: Sequence[Trial], proof: Proof) -> Verdict | None:
         return None
     is_out = proof.is_out
     alive = (s for s in standings if s.failure is None and not s.too_slow)
-    better = [s for s in alive if eligible(s.policy) and not is_out(s.policy) and s.merit > 1 + noise_of(objective)]
+    allowed = (s for s in alive if eligible(s.policy) and not is_out(s.policy) and s.merit > 1 + noise_of(objective))
+    better = [s for s in allowed if _gained_in(_rounds_with(s, proof), s, proof)]
     level = [s for s in better if better[0].merit <= (1 + NEGLIGIBLE) * s.merit]
     return Verdict(
         winner=max(level, key=lambda standing: standing.speedup, default=of[baseline]),
@@ -279,7 +313,7 @@ def _without_finals(trials: Sequence[Trial], objective: Objective) -> Finding:
         return Finding(code="budget-too-small", message=message)
     which = {
         "throughput": f"the fastest is taken where it is {TRIAL_NOISE:.0%} faster than the baseline",
-        "memory": "the one that uses least memory is taken, of those that seem fast enough",
+        "memory": "the fastest of those that use least memory is taken, where it seems fast enough",
         "energy": f"the one that uses least energy is taken where it is {TRIAL_NOISE:.0%} less than the baseline's",
     }
     message = f"the final comparison was not finished: single trials decide, of which {which[objective.name]}"

@@ -36,6 +36,7 @@ __all__ = [
     "is_worth_a_change",
     "level_with_the_best",
     "settled",
+    "speed_not_shown",
     "standings_of",
     "verdict_of",
 ]
@@ -155,11 +156,12 @@ def verdict_of(
     best = max(alive, key=lambda s: s.merit)
     reasons = _reasons(verdict, best, len(level), launches_of(rounds), spread_of_ratios(rounds))
     if not is_fast_enough(rounds, winner.policy, baseline, surely=True):
-        reasons.append(_speed_not_shown(winner, objective))
+        reasons.append(speed_not_shown(winner, objective))
     return replace(verdict, findings=tuple(reasons))
 
 
-def _speed_not_shown(winner: Standing, objective: Objective) -> Finding:
+def speed_not_shown(winner: Standing, objective: Objective) -> Finding:
+    """That a policy that wins may be too slow for the objective."""
     return Finding(
         code="speed-not-shown",
         message=f"its speed, {winner.vs_baseline} that of the baseline, is not shown to be the "
@@ -276,7 +278,8 @@ def _reasons(verdict: Verdict, best: Standing, equals: int, launches: int, sprea
     if verdict.keeps_the_baseline:
         rival = "" if best is verdict.baseline else f"; the best rival: {best.policy}, {_rivalry(best, objective)}"
         message = f"keep what you have: no policy was shown {goal_of(objective)}{rival}"
-        return [Finding(code="keep", message=message), *found, *_noise(spread)]
+        noise = () if objective.name == "memory" else _noise(spread)
+        return [Finding(code="keep", message=message), *found, *noise]
     message = f"{winner.policy}: {gain_in_words(objective, winner.gain, winner.vs_baseline)}"
     better = Finding(code=_BETTER[objective.name], message=message)
     if equals > 1:
@@ -291,9 +294,9 @@ def _noise(spread: Spread | None) -> Iterator[Finding]:
     if spread is not None and spread.deviation > NOISY:
         yield Finding(
             code="noisy",
-            message=f"one policy beside another differs by {spread.deviation:.0%} from round to round (standard "
-            "deviation), so that less than that cannot be told: as a rule a host that is busy, or too slow for the "
-            "device; CUDA graphs, which --compile tries, and larger batches ask less of it",
+            message=f"the ratio of two policies differs by {spread.deviation:.0%} from round to round (standard "
+            "deviation over all that were compared), so that small differences take many rounds to tell: as a rule the "
+            "host is busy, or too slow for its device",
             figures={"deviation": spread.deviation},
         )
 

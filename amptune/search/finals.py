@@ -17,6 +17,7 @@ from amptune.search.events import ComparisonStarted, ContenderMeasured, Observer
 from amptune.search.objective import THROUGHPUT, Objective, Yardstick
 from amptune.search.ratios import (
     ENOUGH_LAUNCHES,
+    LAUNCHES_DIFFER,
     Round,
     best_among,
     is_fast_enough,
@@ -31,9 +32,6 @@ __all__ = ["MAX_LAUNCHES", "ROUNDS_PER_LAUNCH", "Comparison", "Enough"]
 ROUNDS_PER_LAUNCH = 3
 MOST_ROUNDS_PER_LAUNCH = 12
 MAX_LAUNCHES = 30
-# The standard deviation of a ratio between process launches that is reckoned with when rounds are shared out among
-# launches; 0.1 to 0.6 % were measured on an H200 where the GPU is the limit (reports/h200/trust).
-LAUNCHES_DIFFER = 0.005
 # Worse than this share of the best in all of this many looks, and it is not measured any more.
 FAR_BEHIND = 0.75
 FAR_BEHIND_LOOKS = 2

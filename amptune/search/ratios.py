@@ -14,6 +14,8 @@ from amptune.search.objective import SPEED_SLACK, THROUGHPUT, Objective
 
 __all__ = [
     "ENOUGH_LAUNCHES",
+    "FEW_LAUNCHES_DOUBT",
+    "LAUNCHES_DIFFER",
     "Ratio",
     "Round",
     "Spread",
@@ -30,10 +32,12 @@ __all__ = [
 
 # With this many process launches the spread between them can be told; with fewer, only that within them.
 ENOUGH_LAUNCHES = 3
-# The rounds of fewer launches do not tell what differs between launches: their interval is made so many times as wide.
-# With the spread that all contenders share it then holds the truth in 96 to 99 % of simulated comparisons of three or
-# six policies, one of them four times as noisy as the others included (tests/search/test_ratios.py).
+# The rounds of fewer launches do not tell what differs between launches: their interval is made so many times as wide,
+# and wider by what a ratio is known to differ by between launches: a standard deviation of 0.1 to 0.6 % was measured on
+# an H200 where the GPU is the limit (reports/h200/trust). With the spread that all contenders share it then holds the
+# truth in 96 to 100 % of simulated comparisons of three or six policies (tests/search/test_ratios.py).
 FEW_LAUNCHES_DOUBT = 2.0
+LAUNCHES_DIFFER = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +105,12 @@ def ratio_between(rounds: Iterable[Round], a: Policy, b: Policy, *, by: Objectiv
     memory or the energy a sample of `b` over that of `a`.
     """
     rounds = list(rounds)
-    return ratio_of(_pairs(rounds, a, b, by), None if a == b else spread_of_ratios(rounds, by))
+    pairs = _pairs(rounds, a, b, by)
+    if a == b or len(pairs) >= ENOUGH_LAUNCHES:
+        return ratio_of(pairs)
+    objective = by or (rounds[-1].objective if rounds else THROUGHPUT)
+    differ = 0.0 if objective.name == "memory" else LAUNCHES_DIFFER  # peaks do not
+    return ratio_of(pairs, spread_of_ratios(rounds, by), launches_differ=differ)
 
 
 def spread_of_ratios(rounds: Sequence[Round], by: Objective | None = None) -> Spread | None:
@@ -138,7 +147,8 @@ def _scores_in_all(rounds: Sequence[Round], by: Objective | None) -> list[list[f
     """The logarithms of the scores of each policy that has one in every round, a list a policy."""
     policies = dict.fromkeys(policy for one in rounds for policy in one.outcomes)
     table = ([_score(one.outcomes.get(policy), by or one.objective) for one in rounds] for policy in policies)
-    return [[math.log(score) for score in row if score is not None] for row in table if None not in row]
+    logs = ([math.log(score) for score in row if score is not None] for row in table)
+    return [row for row in logs if len(row) == len(rounds)]
 
 
 def _pairs(rounds: Iterable[Round], a: Policy, b: Policy, by: Objective | None = None) -> list[list[float]]:
@@ -155,13 +165,16 @@ def _score(outcome: Outcome | None, objective: Objective) -> float | None:
     return objective.score(outcome) if isinstance(outcome, Measurement) else None
 
 
-def ratio_of(launches: Sequence[Sequence[float]], common: Spread | None = None) -> Ratio:
+def ratio_of(
+    launches: Sequence[Sequence[float]], common: Spread | None = None, *, launches_differ: float = 0.0
+) -> Ratio:
     """The ratio behind pairs measured side by side, one list of pairs' ratios a launch, with a 95 % interval.
 
     A pair's two measurements are neighbours in time, so drift cancels; a launch is worth its median pair, so an
     outlier does too; and since launches differ by more than the pairs within one, the interval is Student's t
     over launches, on logarithms. Over the pairs of few launches it is by the `common` spread of all that were measured
-    in them, or by their own if that is larger: two pairs know next to nothing of their spread.
+    in them, or by their own if that is larger: two pairs know next to nothing of their spread. `launches_differ` is the
+    standard deviation between launches that they cannot show.
     """
     if not any(launches):
         return NO_RATIO
@@ -173,7 +186,7 @@ def ratio_of(launches: Sequence[Sequence[float]], common: Spread | None = None) 
         low, high = middle - half, middle + half
     else:
         middle, half = _mean_and_half_width([log for launch in logs for log in launch], common)
-        half *= FEW_LAUNCHES_DOUBT
+        half = math.hypot(FEW_LAUNCHES_DOUBT * half, 2 * launches_differ / math.sqrt(len(centres)))
         low, high = min(middle - half, *centres), max(middle + half, *centres)  # those that were seen are held
     return Ratio(value=math.exp(middle), low=_exp(low), high=_exp(high), launches=len(centres))
 

@@ -12,7 +12,7 @@ from amptune.measure.evaluator import Evaluator
 from amptune.measure.outcome import ENERGY_S, Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import AUTOTUNED_MODES, Policy
 from amptune.search.budget import Budget
-from amptune.search.compile_costs import expected_compile_s
+from amptune.search.compile_costs import cold_s, expected_compile_s
 from amptune.search.events import Compiling, Observer, SearchEnded, TrialEnded, TrialStarted
 from amptune.search.graphs import (
     GraphsAtOnce,
@@ -32,9 +32,11 @@ ENOUGH_TRIALS = 20
 # A step this many times slower than the best, per sample, is not looked at for long.
 HOPELESS = 2.0
 TRIAL_LIMIT_S, COMPILED_LIMIT_S = 120.0, 600.0
-# Of the budget, for the warm-up of one trial at the most: where the host is busy no step time ever is steady. Of 108 s,
-# three trials of DeepLabV3+ on such a host of an H200 took 14 s to wait for that in vain.
+# Of the budget, for the warm-up of one trial at the most: where the host is busy no step time ever is steady. Of 108 s
+# three trials of DeepLabV3+ on such a host of an H200 took 14 s to wait for that in vain. But no less than it takes to
+# see it: three stretches of 0.1 s or a step each, and one to spare.
 WARMUP_SHARE = 1 / 60
+STRETCHES, STRETCH_S = 4, 0.1
 # cudnn.benchmark times every algorithm for every shape: 10 to 25 s for each dtype and layout of a convolution network,
 # where a trial takes 1.2 s without (ResNet-50 on an H200, torch 2.11, reports/h200/oracle); torch.compile takes 25 to
 # 40 s. So the search does without them at first: for this share of its time, and no longer than this; where batch sizes
@@ -158,7 +160,7 @@ class _Search:
     def _left_for(self, policy: Policy) -> float:
         """The first graphs may make more of a difference than a few launches more to compare.
 
-        The known-good policies are to be compared in them.
+        Of the known-good policies the best are to be compared in them.
         """
         is_first = policy.compile != "off" and all(trial.policy.compile == "off" for trial in self.study.trials)
         borrows = is_first or policy in self._compiled or policy in self.known_good
@@ -231,7 +233,7 @@ class _Search:
         longest_s = TRIAL_LIMIT_S if policy.compile == "off" else COMPILED_LIMIT_S
         limit_s = min(longest_s, max(SHORTEST_TRIAL_S, left_s))
         before_s = self.budget.spent_s
-        effort = _effort(self.study, policy, limit_s, WARMUP_SHARE * self.budget.seconds)
+        effort = _effort(self.study, policy, limit_s, self.budget.seconds)
         outcome = self.evaluator.measure(policy, effort)
         if policy == self.baseline and isinstance(outcome, Failure) and outcome.kind == "crash":
             outcome = self.evaluator.measure(policy, effort)  # it may have been an accident, and all rests on this one
@@ -249,8 +251,12 @@ class _Search:
         return Trial(number=len(self.study.trials), policy=policy, outcome=outcome, seconds=seconds)
 
     def _least_s(self, policy: Policy) -> float:
-        compile_s = expected_compile_s(self.graphs_at_once.leaves)
-        return 0.0 if policy in self._compiled else _least_s(self.study, policy, compile_s)
+        if policy in self._compiled:
+            return 0.0
+        outcomes = {trial.policy: trial.outcome for trial in self.study.trials}
+        if policy.compile != "off" and not cold_s(policy, outcomes):
+            return SHORTEST_DEAR_S  # its graph lies in a cache
+        return _least_s(self.study, policy, expected_compile_s(self.graphs_at_once.leaves))
 
     def _forget(self, suggestion: Suggestion | None) -> None:
         if suggestion is not None:
@@ -296,16 +302,19 @@ def _least_s(study: Study, policy: Policy, compile_s: float) -> float:
     return min([unknown_s, *alike])  # the first one pays for its worker's start: the next may take less, and no more
 
 
-def _effort(study: Study, policy: Policy, limit_s: float, warmup_s: float) -> Effort:
+def _effort(study: Study, policy: Policy, limit_s: float, budget_s: float) -> Effort:
     """How long to look at a policy; not for long at one that is hopelessly slow, if its speed is what decides.
 
     What uses little energy may be slow, and is known by a longer look alone.
     """
     yardstick = study.yardstick
-    longest = Effort(time_limit_s=limit_s, energy_s=ENERGY_S)
-    effort = yardstick.objective.effort(replace(longest, warmup_s=min(longest.warmup_s, warmup_s)))
+    effort = yardstick.objective.effort(Effort(time_limit_s=limit_s, energy_s=ENERGY_S))
     best = best_of(study)
-    if best is None or not isinstance(best.outcome, Measurement) or yardstick.objective.name == "energy":
+    if best is None or not isinstance(best.outcome, Measurement):
+        return effort
+    steady_s = STRETCHES * max(STRETCH_S, best.outcome.median_ms / 1000)
+    effort = replace(effort, warmup_s=min(effort.warmup_s, max(WARMUP_SHARE * budget_s, steady_s)))
+    if yardstick.objective.name == "energy":
         return effort
     same = policy.batch_size == best.policy.batch_size and policy.accumulate == best.policy.accumulate
     if not same and policy.batch_size is None:

@@ -111,7 +111,7 @@ class TuningRun:
             self.findings += tuple(self.sizes.findings)
 
     def enter_proof(self) -> Proof:
-        """Who is compared behind the search: the baseline, stock PyTorch, the AMP recipes and the fastest trials."""
+        """Who is compared behind the search: the baseline, stock PyTorch, AMP recipes and the fastest trials."""
         time_s = FINALS_SHARE * self.request.budget.left_s
         self.proof = self._proof_of(_finalists(self.study, self.candidates, self.prepared.start_s, time_s))
         return self.proof
@@ -195,13 +195,13 @@ def _finalists(study: Study, candidates: Candidates, start_s: float, time_s: flo
 
     In any case the baseline, stock PyTorch, the best of the AMP recipes and the few fastest; what failed costs nothing.
     """
-    ranked = [policy for policy in study.ranked() if policy in study]
+    measured = study.ranked()
+    ranked = [policy for policy in measured if policy in study]
     trials = {trial.policy: trial for trial in study.trials}
-    costs_s = {policy: trials[policy].again_s for policy in ranked}
+    costs_s = {policy: trials[policy].again_s for policy in measured}
     known = [policy for policy in candidates.known_good if policy in trials]
-    stock = [policy for policy in known if policy == candidates.known_good[0]]
-    recipes = [policy for policy in ranked if policy in candidates.amp_recipes]
-    found = dict.fromkeys([candidates.baseline, *stock, *recipes[:1], *ranked[:FEWEST_FINALISTS]])
+    recipes = [policy for policy in measured if policy in candidates.amp_recipes]
+    found = dict.fromkeys([candidates.baseline, *known[:1], *recipes[:1], *ranked[:FEWEST_FINALISTS]])
     for policy in (*ranked[:FINALISTS], *known, *ranked[:MOST_FINALISTS]):
         launch_s = start_s + ROUNDS_PER_LAUNCH * sum(costs_s.get(one, 0.0) for one in {*found, policy})
         if policy not in costs_s or ENOUGH_LAUNCHES * launch_s < time_s:

@@ -180,7 +180,7 @@ def test_a_winner_that_fails_in_its_refinement_is_not_measured_any_more(tmp_path
             stage["now"] = event.stage
             ablated.extend(event.policies if event.stage == "ablation" else ())
 
-    decision = tune_with(evaluator, request_in(tmp_path, trials=8), watch)
+    decision = tune_with(evaluator, request_in(tmp_path, trials=8, pins={"fused_optimizer": "false"}), watch)
     assert BEST not in ablated
     assert decision.policy.autocast == "bf16"
     assert decision.speedup.value > 1.9

@@ -21,8 +21,8 @@ from amptune.search.budget import Budget
 from amptune.search.candidates import Wanted, candidates_for
 from amptune.search.deciding import Decision
 from amptune.search.events import Event, SearchEnded, TrialEnded
-from amptune.search.objective import objective_of
-from amptune.search.searching import _least_s, _of_two
+from amptune.search.objective import THROUGHPUT, Yardstick, objective_of
+from amptune.search.searching import _effort, _least_s, _of_two
 from amptune.search.study import Study
 from amptune.search.trial import Trial
 from amptune.search.tuning import tune_with
@@ -296,6 +296,21 @@ def test_what_was_not_done_in_time_is_compiled_in_its_trial(tmp_path: Path, monk
     _, decision, events = searched_beside(tmp_path)
     assert [policy for policy in tried(events) if policy.compile != "off"]
     assert decision.policy.compile == "reduce-overhead"
+
+
+@pytest.mark.parametrize("pins", [{"fused_optimizer": "true"}, {"autocast": "bf16"}])
+def test_policies_outside_a_pinned_space_take_time_too(tmp_path: Path, pins: dict[str, str]) -> None:
+    _, decision, _ = searched_beside(tmp_path, budget_s=105, pins=pins)
+    assert len(decision.finalists) <= 5
+    assert decision.amp_recipe is not None
+
+
+@pytest.mark.parametrize(("step_ms", "warmup_s"), [(10.0, 1.0), (600.0, 2.4), (3000.0, 5.0)])
+def test_a_short_budget_still_warms_up_for_some_steps(step_ms: float, warmup_s: float) -> None:
+    """Of 60 s a sixtieth, or four steps: a step time is steady where three agree."""
+    trial = Trial(number=0, policy=STOCK, outcome=took(step_ms), seconds=2.0)
+    study = cast("Study", SimpleNamespace(trials=[trial], yardstick=Yardstick(THROUGHPUT, took(step_ms))))
+    assert _effort(study, amp_recipe("bf16"), 60.0, 60.0).warmup_s == pytest.approx(warmup_s)
 
 
 @pytest.mark.parametrize("fusable", [True, False])
