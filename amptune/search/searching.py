@@ -43,8 +43,8 @@ STRETCHES, STRETCH_S = 4, 0.1
 # are searched, for a larger one (reports/samplers.json).
 CHEAP = {"cudnn_benchmark": False, "compile": "off"}
 CHEAP_SHARE, CHEAP_S, CHEAP_SHARE_WITH_SIZES = 0.35, 40.0, 0.5
-# What a trial takes at the least, where none like it was seen; one that is compiled, by the size of the model.
-SHORTEST_DEAR_S, SHORTEST_AUTOTUNED_S = 5.0, 150.0
+# What a trial takes at the least, where none like it was seen; one that is compiled more, where the model is large.
+SHORTEST_DEAR_S, SHORTEST_COMPILED_S, SHORTEST_AUTOTUNED_S = 5.0, 25.0, 150.0
 # Of the time kept for comparisons, for the first policies that are compiled and the known-good ones; several graphs
 # beside one another may take this share of all the time that is left.
 BORROWED, GRAPHS_SHARE = 0.4, 0.6
@@ -256,7 +256,8 @@ class _Search:
         outcomes = {trial.policy: trial.outcome for trial in self.study.trials}
         if policy.compile != "off" and not cold_s(policy, outcomes):
             return SHORTEST_DEAR_S  # its graph lies in a cache
-        return _least_s(self.study, policy, expected_compile_s(self.graphs_at_once.leaves))
+        compile_s = max(SHORTEST_COMPILED_S, expected_compile_s(self.graphs_at_once.leaves))
+        return _least_s(self.study, policy, compile_s)
 
     def _forget(self, suggestion: Suggestion | None) -> None:
         if suggestion is not None:
