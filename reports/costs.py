@@ -7,8 +7,9 @@ Each pair runs interleaved in one process, block after block in random order, on
 would write it by hand, and the README's loop under the policy. A figure is the median over blocks of the difference
 between the two, with the 95 % interval of a bootstrap. A small model shows the host's time, on a GPU too, which waits
 for it; `--workload` adds a bundled model that keeps the GPU busy. The start is timed in fresh processes that have
-imported torch and built a model, and collected the garbage that importing torch leaves to be looked through, which
-takes 0.1 s or more at the next best occasion, whoever gives it.
+imported torch and put a model on the device, and collected the garbage that importing torch leaves to be looked
+through, which takes 0.1 s or more at the next best occasion, whoever gives it: with a policy of settings alone, and
+with one as tuning writes it, which is held against the machine and the model.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ STARTS = 7
 START = """
 import gc, sys, time
 from torch import nn
-model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 4))
+model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 4)).to(sys.argv[2])
 gc.collect()
 before = time.perf_counter()
 import amptune
-amptune.apply(amptune.load(sys.argv[1]), model, any_hardware=True)
+amptune.apply(amptune.load(sys.argv[1]), model)
 print(time.perf_counter() - before)
 """
 
@@ -84,10 +85,11 @@ def main() -> int:
     costs = [*of_small_models(device)]
     if arguments.workload:
         costs.append(of_workload(arguments.workload, device))
-    start_s = [started() for _ in range(STARTS)]
+    start_s = {kind: [started(device, tuned=kind == "tuned") for _ in range(STARTS)] for kind in ("settings", "tuned")}
     for cost in costs:
         print(cost)
-    print(f"import, load and apply: {statistics.median(start_s):.3f} s ({min(start_s):.3f} to {max(start_s):.3f})")
+    for kind, took in start_s.items():
+        print(f"import, load and apply, {kind}: {statistics.median(took):.3f} s ({min(took):.3f} to {max(took):.3f})")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     found = {"device": name, "torch": torch.__version__, "start_s": start_s, "costs": list(map(asdict, costs))}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -250,14 +252,15 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return medians[int(0.025 * RESAMPLED)], medians[int(0.975 * RESAMPLED)]
 
 
-def started() -> float:
+def started(device: torch.device, *, tuned: bool) -> float:
     """Seconds to import amptune, load a policy and apply it, in a process that has torch and a model."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "policy.yaml"
         rules = (amptune.Fp32Rule(type="BatchNorm2d"),)
         policy: Any = amptune.Policy(autocast="bf16", memory_format="channels_last", fp32_modules=rules)
-        amptune.save(amptune.PolicyFile(policy=policy, name="costs"), path)
-        command = [sys.executable, "-c", START, str(path)]
+        labels = dict(amptune.probe(str(device)).labels) if tuned else {}
+        amptune.save(amptune.PolicyFile(policy=policy, name="costs", valid_for=labels), path)
+        command = [sys.executable, "-c", START, str(path), str(device)]
         return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)  # noqa: S603
 
 

@@ -430,3 +430,8 @@ def test_the_recipe_by_hand_trains_as_the_policy_does() -> None:
         step()
     assert torch.equal(twins[0].weight, twins[1].weight)
     assert not torch.equal(twins[0].weight, model.weight)
+
+
+def test_the_start_is_timed_with_a_policy_that_fits_this_machine() -> None:
+    for tuned in (False, True):
+        assert 0 < costs.started(torch.device("cpu"), tuned=tuned) < 20

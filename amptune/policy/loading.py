@@ -18,7 +18,6 @@ from amptune.policy.wire import (
     PROFILE_SCHEMA,
     PolicyDocument,
     ProfileDocument,
-    adapter_for,
     policy_file_from,
     policy_file_to_dict,
 )
@@ -52,9 +51,9 @@ def parse_policy(document: Document) -> PolicyFile | Profile:
     schema = document.data.get("schema")
     data = _with_labels_as_written(document)
     if schema == POLICY_SCHEMA:
-        return policy_file_from(validate(document, adapter_for(PolicyDocument), data))
+        return policy_file_from(validate(document, PolicyDocument, data))
     if schema == PROFILE_SCHEMA:
-        return _profile_from(validate(document, adapter_for(ProfileDocument), data))
+        return _profile_from(validate(document, ProfileDocument, data))
     allowed = f"amptune reads {POLICY_SCHEMA} and {PROFILE_SCHEMA}"
     said = "schema: this key is missing" if schema is None else f"schema: {schema!r} is not known"
     raise FileFormatError([document.problem(("schema",), f"{said}; {allowed}")])

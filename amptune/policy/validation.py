@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from amptune.errors import FileFormatError, Problem
 from amptune.policy.allowed import allowed_keys
+from amptune.policy.plain import as_it_stands
+from amptune.policy.wire import adapter_for
 
 if TYPE_CHECKING:
-    import pydantic
     from pydantic_core import ErrorDetails
 
     from amptune.policy.yaml_text import Document
@@ -40,15 +41,22 @@ _WORDS = {
 }
 
 
-def validate(document: Document, adapter: pydantic.TypeAdapter[T], data: Any = None) -> T:
-    """The document as the adapter's type. Raises `FileFormatError` with every problem, in the file's order.
+def validate(document: Document, kind: type[T], data: Any = None) -> T:
+    """The document as the class it spells. Raises `FileFormatError` with every problem, in the file's order.
 
     Rules between settings are checked only once each setting is right; so what is wrong is noted, taken
     out, and the rest is looked at again. A rule that names something taken out is not reported.
     """
+    data = document.data if data is None else data
+    value = None if document.problems else as_it_stands(kind, data)
+    return _as_meant(document, kind, data) if value is None else value
+
+
+def _as_meant(document: Document, kind: type[Any], data: Any) -> Any:
+    """By pydantic, which knows more than one way to write a value, and all that is wrong."""
     import pydantic
 
-    data = document.data if data is None else data
+    adapter = adapter_for(kind)  # type: ignore[arg-type]  # mypy knows no metaclass hash
     problems = {str(problem): problem for problem in document.problems}
     gone: set[Path] = set()
     while True:

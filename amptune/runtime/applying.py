@@ -17,9 +17,6 @@ from amptune.policy.settings import Policy
 from amptune.runtime.batch_statistics import FiniteStatistics
 from amptune.runtime.digest import model_digest
 from amptune.runtime.global_flags import keep_autocast_out_of_compiled_backward, set_cudnn_benchmark, set_fp32_math
-from amptune.runtime.guarding import Guard
-from amptune.runtime.half_training import HalfTraining
-from amptune.runtime.half_weights import HalfWeights
 from amptune.runtime.kept_in_fp32 import require_convertible
 from amptune.runtime.layout import convert_model, convertible
 from amptune.runtime.precisions import kept_by, precisions_of
@@ -33,6 +30,8 @@ if TYPE_CHECKING:
 
     from amptune.policy.file import PolicyFile
     from amptune.policy.settings import CompileMode
+    from amptune.runtime.guarding import Guard
+    from amptune.runtime.half_training import HalfTraining
     from amptune.runtime.selection import Selected
     from amptune.runtime.swapping import Precision
 
@@ -192,7 +191,7 @@ def _apply(
         if half_training is not None:
             steps.callback(half_training.undo)
         compiled = model if settings.compile == "off" else _compiled(settings.compile, model, steps)
-        guard = Guard(settings, model, compiled) if guarded else None
+        guard = _guard(settings, model, compiled) if guarded else None
         way_back = steps.pop_all()
 
     def undo() -> None:
@@ -225,8 +224,17 @@ def _half_training(
 ) -> HalfTraining | None:
     if settings.weights != "half":
         return None
+    from amptune.runtime.half_training import HalfTraining  # few policies need it, and every start would pay for it
+    from amptune.runtime.half_weights import HalfWeights
+
     kept = kept_by(settings, model, selected)
     return HalfTraining(HalfWeights.of(model, kept, masters=settings.master_weights))
+
+
+def _guard(settings: Policy, model: nn.Module, called: nn.Module) -> Guard:
+    from amptune.runtime.guarding import Guard  # few trainings have one, and every start would pay for it
+
+    return Guard(settings, model, called)
 
 
 def _compiled(mode: CompileMode, model: nn.Module, steps: ExitStack) -> nn.Module:

@@ -91,7 +91,7 @@ def parse_space(document: Document) -> Space:
     if isinstance(data, dict) and data.get("schema") != SPACE_SCHEMA:
         said = "this key is missing" if "schema" not in data else f"{data['schema']!r} is not known"
         raise FileFormatError([document.problem(("schema",), f"schema: {said}; amptune reads {SPACE_SCHEMA}")])
-    body: _SpaceDocument = validate(document, adapter_for(_SpaceDocument))
+    body = validate(document, _SpaceDocument)
     problems = list(_knob_problems(document, body)) or list(_point_problems(document, body))
     if problems:
         raise FileFormatError(problems)
