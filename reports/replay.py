@@ -98,11 +98,12 @@ def main() -> int:
 
 def trouble_of(words: Iterable[str]) -> Trouble:
     """The ordinary day, but for what is named. Raises `SystemExit` for a name that is no number of `Trouble`."""
-    known = {field.name for field in fields(Trouble) if isinstance(getattr(Trouble(), field.name), float)}
+    usual = {field.name: getattr(Trouble(), field.name) for field in fields(Trouble)}
+    known = {name: type(value) for name, value in usual.items() if isinstance(value, int | float)}
     pairs = dict(word.split("=", 1) for word in words)
-    if wrong := sorted(set(pairs) - known):
+    if wrong := sorted(set(pairs) - set(known)):
         sys.exit(f"--trouble: {', '.join(wrong)} is none of {', '.join(sorted(known))}")
-    changes: dict[str, Any] = {name: float(value) for name, value in pairs.items()}
+    changes: dict[str, Any] = {name: known[name](value) for name, value in pairs.items()}
     return replace(Trouble(), **changes)
 
 

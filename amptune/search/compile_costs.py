@@ -17,9 +17,10 @@ __all__ = ["AUTOTUNE_S", "COMPILE_S", "cold_s", "compile_findings", "compiled_s"
 # to 40 s (reports/h200/oracle); the second did not end in the 280 s that were left of that command.
 COMPILE_S, AUTOTUNE_S = 30.0, 300.0
 
-# By the leaf modules of a model: VGG16 (53) took 17 s, BERT-base (105) 15 to 20, ResNet-50 (155) 25 to 35, SE-ResNeXt50
-# (235) 40, each alone (on an H200; its own trials and pytorch-autotune's log in reports/h200/rivals).
-FIXED_S, LEAF_S = 12.0, 0.12
+# By the leaf modules of a model: VGG16 (53) took 10 to 17 s, BERT-base (105) 15 to 20, ResNet-50 (155) 25 to 35,
+# SE-ResNeXt50 (235) 40, DeepLabV3+ (334) 54 to 70, DenseNet-161 (489) 91 to 115, each alone (on H200s of several hosts;
+# amptune's trials and pytorch-autotune's logs in reports/h200/rivals). A graph twice as large takes more than twice.
+FIXED_S, LEAF_S, PAIR_OF_LEAVES_S = 10.0, 0.1, 0.0002
 
 # What starts so soon was not compiled, but lay in the compiler's cache: what it costs is not known.
 FROM_CACHE_S = 0.5
@@ -27,7 +28,7 @@ FROM_CACHE_S = 0.5
 
 def expected_compile_s(leaves: int) -> float:
     """What the graph of a model of so many leaf modules is expected to take to compile."""
-    return FIXED_S + LEAF_S * leaves
+    return FIXED_S + LEAF_S * leaves + PAIR_OF_LEAVES_S * leaves**2
 
 
 def cold_s(policy: Policy, tried: Mapping[Policy, Outcome]) -> float:

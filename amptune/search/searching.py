@@ -71,8 +71,9 @@ def search(
 ) -> None:
     """Measures what the study suggests, one policy after another, and leaves `reserve_s()` of the budget unspent.
 
-    The baseline comes first; then, where several graphs can be compiled beside one another, one of each kind. For those
-    and for the `known_good` some of what is kept may be spent. Every outcome is in the study when this returns.
+    The baseline comes first, and what else the study was asked for that takes little; then, where several graphs can be
+    compiled beside one another, one of each kind. For those and for the `known_good` some of what is kept may be spent.
+    Every outcome is in the study when this returns.
     """
     run = _Search(study, evaluator, budget, baseline, reserve_s, observer, known_good, graphs_at_once or GraphsAtOnce())
     try:
@@ -91,8 +92,8 @@ def best_of(study: Study) -> Trial | None:
 
 @dataclass
 class _Search:
-    """One search: the baseline, and a graph of each kind where several can be compiled at once; then cheap trials, then
-    dear ones on the best of those, then whatever promises most for its time.
+    """One search: the baseline and what else to start with; a graph of each kind where several can be compiled at once;
+    then cheap trials, then dear ones on the best of those, then whatever promises most for its time.
     """
 
     study: Study
@@ -112,8 +113,9 @@ class _Search:
         self._cheap_share, self._cheap_s = (CHEAP_SHARE_WITH_SIZES, math.inf) if sizes else (CHEAP_SHARE, CHEAP_S)
         self._began_s = self.budget.spent_s
         self._looked_ahead = False
-        # What was compiled ahead of its trial, and the seconds that took.
+        # What was compiled ahead of its trial, and the seconds that took; what was lost where none was ready in time.
         self._compiled: dict[Policy, float] = {}
+        self._lost_s = 0.0
 
     @property
     def measured(self) -> int:
@@ -124,13 +126,15 @@ class _Search:
         """Searches until there is a reason to stop, and returns it in words."""
         while self.budget.trials is None or self.measured < self.budget.trials:
             first = self.study.trial_of(self.baseline)
-            if first is not None and not self._looked_ahead:
+            out_of_time = first is not None and self._is_out_of_time()
+            if out_of_time and self._looked_ahead:
+                return OUT_OF_TIME
+            suggestion = None if out_of_time else self.study.suggest(self._fixed)
+            if first is not None and self._is_to_look_ahead(suggestion):
+                self._forget(suggestion)
                 self._looked_ahead = True
                 self._compile_ahead(first.outcome)
-            if first is not None and self._is_out_of_time():
-                return OUT_OF_TIME
-            suggestion = self.study.suggest(self._fixed)
-            if self._fixed and self._cheap_stage_is_over(suggestion):
+            elif self._fixed and self._cheap_stage_is_over(suggestion):
                 self._forget(suggestion)
                 self._fixed = {}
                 self.study.measure_first(best_of_dtypes(self.study))
@@ -149,7 +153,12 @@ class _Search:
     @property
     def _left_s(self) -> float:
         """With the baseline alone there is nothing to compare yet, and so nothing to keep time for."""
-        return self.budget.left_s - (self.reserve_s() if len(self.study.trials) > 1 else 0.0)
+        return self.budget.left_s - (self._reserve_s if len(self.study.trials) > 1 else 0.0)
+
+    @property
+    def _reserve_s(self) -> float:
+        """What is lost, is lost to the search and to the comparisons alike."""
+        return self.reserve_s() * (1 - self._lost_s / self.budget.seconds)
 
     def _is_out_of_time(self) -> bool:
         """What was compiled is measured all the same: that takes little, and would be lost."""
@@ -168,7 +177,18 @@ class _Search:
 
     @property
     def _borrowed_s(self) -> float:
-        return BORROWED * self.reserve_s()
+        return BORROWED * self._reserve_s
+
+    def _is_to_look_ahead(self, suggestion: Suggestion | None) -> bool:
+        """Behind the policies to start with that take little: on a slow host graphs may not be ready in their time.
+
+        DenseNet-161 lost 95 s so, and had one policy to compare with stock PyTorch (an H200, a budget of 215 s).
+        """
+        if self._looked_ahead or suggestion is None:
+            return not self._looked_ahead
+        policy = suggestion.policy
+        cheap = not policy.cudnn_benchmark and policy.compile == "off" and policy.batch_size == self.baseline.batch_size
+        return not (cheap and suggestion.asked_for)
 
     def _compile_ahead(self, baseline: Outcome) -> None:
         """Compiles one policy of each kind beside one another, to be measured next: where two or more can be.
@@ -179,13 +199,14 @@ class _Search:
             return
         kinds = one_of_each_kind(self.study, self.baseline)
         limit_s = GRAPHS_SHARE * self.budget.left_s
-        enough_s = min(limit_s, self._left_for(kinds[0])) if kinds else 0.0
         trials = math.inf if self.budget.trials is None else GRAPHS_OF_TRIALS * self.budget.trials
-        policies = kinds[: int(min(trials, self.graphs_at_once.within(enough_s, baseline)))]
+        policies = kinds[: int(min(trials, self.graphs_at_once.within(limit_s, baseline)))]
         if len(policies) > 1:
             self.observer(Compiling(policies=tuple(policies)))
+            before_s = self.budget.spent_s
             self._compiled = dict(self.evaluator.compile(policies, limit_s))
             self._began_s = self.budget.spent_s  # the cheap trials have their time still
+            self._lost_s = 0.0 if self._compiled else self._began_s - before_s
             self.study.measure_next([policy for policy in policies if policy in self._compiled])
 
     def _cheap_stage_is_over(self, suggestion: Suggestion | None) -> bool:

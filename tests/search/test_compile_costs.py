@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import pytest
 from measurements import took
 
 from amptune.measure.outcome import Failure, Outcome
 from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.compile_costs import cold_s, compile_findings
+from amptune.search.compile_costs import cold_s, compile_findings, expected_compile_s
 from amptune.search.trial import Trial
 
 EAGER = amp_recipe("fp16")
@@ -30,6 +31,15 @@ def test_what_compiling_will_take_goes_by_what_was_compiled() -> None:
     assert cold_s(fp32, tried) == 44
     assert cold_s(fp32, {}) == 30
     assert cold_s(replace(COMPILED, compile="max-autotune"), tried) == 300
+
+
+@pytest.mark.parametrize(
+    ("leaves", "least_s", "most_s"),
+    [(5, 2, 12), (53, 10, 18), (105, 15, 23), (155, 25, 35), (235, 40, 49), (334, 54, 70), (489, 91, 115)],
+)
+def test_what_compiling_took_on_an_h200_is_what_is_expected(leaves: int, least_s: float, most_s: float) -> None:
+    """From three Linear layers to DenseNet-161, on several hosts (reports/h200/rivals)."""
+    assert least_s <= expected_compile_s(leaves) <= most_s
 
 
 def test_compiling_pays_after_as_many_steps_as_it_takes_to_win_its_time_back() -> None:

@@ -174,13 +174,18 @@ def test_the_search_ends_when_nothing_that_is_left_is_worth_its_time(tmp_path: P
     assert ended.trials < 120
 
 
+RECIPES = [amp_recipe(dtype, memory_format=f) for dtype in ("bf16", "fp16") for f in ("contiguous", "channels_last")]
+
+
 class CompilingBesideOneAnother(Compiling):
     """Five graphs at once take 45 s. Eager steps wait for the host, so that they tell nothing of the graphs."""
 
+    graphs_s = 45.0
+
     def compile(self, policies: Sequence[Policy], limit_s: float) -> Mapping[Policy, float]:
         self.compiled.append(tuple(policies))
-        self.clock.advance(min(45.0, limit_s))
-        if limit_s < 45.0:
+        self.clock.advance(min(self.graphs_s, limit_s))
+        if limit_s < self.graphs_s:
             return {}
         self.measured += policies  # their graphs are known from now on
         return dict.fromkeys(policies, 40.0)
@@ -197,6 +202,7 @@ def waiting_for_the_host(policy: Policy) -> float:
 def searched_beside(folder: Path, budget_s: float = 180, **wanted: Any) -> tuple[Any, Decision, list[Event]]:
     peak_mib = wanted.pop("peak_mib", lambda _: 5000.0)
     evaluator = CompilingBesideOneAnother("resnet50", noise=0.002, graphs_at_once=5, peak_mib=peak_mib)
+    evaluator.graphs_s = wanted.pop("graphs_s", 45.0)
     evaluator.true_ms = waiting_for_the_host
     clock = evaluator.clock = SimulatedClock()
     objective = objective_of(wanted.pop("objective", "throughput"))
@@ -206,16 +212,38 @@ def searched_beside(folder: Path, budget_s: float = 180, **wanted: Any) -> tuple
     return evaluator, tune_with(evaluator, replace(request, budget=budget, objective=objective), events.append), events
 
 
-def test_where_there_are_the_cores_a_graph_of_each_kind_is_compiled_behind_the_baseline(tmp_path: Path) -> None:
+def test_where_there_are_the_cores_a_graph_of_each_kind_is_compiled_behind_the_first_policies(tmp_path: Path) -> None:
     evaluator, decision, events = searched_beside(tmp_path)
     (together,) = evaluator.compiled
     kinds = [(policy.autocast, policy.memory_format) for policy in together]
     layers = [(dtype, "channels_last") for dtype in ("bf16", "fp16", "off")]
     assert kinds == [*layers, ("bf16", "contiguous"), ("fp16", "contiguous")]
     assert {(policy.compile, policy.fused_optimizer) for policy in together} == {("reduce-overhead", True)}
-    assert tried(events)[:6] == [STOCK, *together]
+    first, graphs, _ = around_the_graphs(events)
+    assert graphs == list(together)
+    assert first[0] == STOCK
+    assert set(RECIPES) < set(first)
+    assert any(policy.fused_optimizer for policy in first), "the space's own policies to start with"
+    assert not any(policy.cudnn_benchmark for policy in first)
     winner = decision.policy
     assert (winner.autocast, winner.memory_format, winner.compile) == ("bf16", "contiguous", "reduce-overhead")
+
+
+def around_the_graphs(events: list[Event]) -> tuple[list[Policy], list[Policy], list[Policy]]:
+    """What was tried before the first graphs, those, and what was tried behind them."""
+    policies = tried(events)
+    first = list(takewhile(lambda policy: policy.compile == "off", policies))
+    graphs = list(takewhile(lambda policy: policy.compile != "off", policies[len(first) :]))
+    return first, graphs, policies[len(first) + len(graphs) :]
+
+
+def test_graphs_that_are_not_ready_in_their_time_leave_policies_to_compare(tmp_path: Path) -> None:
+    """As on a host so slow that DenseNet-161 lost 95 of 215 s, and had one policy besides stock PyTorch."""
+    evaluator, decision, events = searched_beside(tmp_path, budget_s=150, graphs_s=1000.0)
+    assert len(evaluator.compiled) == 1
+    assert decision.baseline.rounds >= 2
+    assert decision.speedup.value > 1.1, decision.policy
+    assert len(tried(events)) > 15, "11 are asked for; what was lost is lost to the comparisons too"
 
 
 def test_what_was_compiled_ahead_is_not_compiled_once_more_for_being_the_best_of_its_kind(tmp_path: Path) -> None:
@@ -228,10 +256,7 @@ def test_what_was_compiled_ahead_is_not_compiled_once_more_for_being_the_best_of
 def test_the_known_good_policies_are_measured_and_compared_though_graphs_took_the_time(tmp_path: Path) -> None:
     evaluator, decision, events = searched_beside(tmp_path, budget_s=105)
     assert len(evaluator.compiled) == 1
-    recipes = {
-        amp_recipe(dtype, memory_format=f) for dtype in ("bf16", "fp16") for f in ("contiguous", "channels_last")
-    }
-    assert recipes <= set(tried(events))
+    assert set(RECIPES) <= set(tried(events))
     assert decision.amp_recipe is not None
     assert {STOCK, decision.amp_recipe.policy} < {standing.policy for standing in decision.finalists}
 
@@ -246,11 +271,11 @@ def test_with_little_time_fewer_are_compared_that_there_are_rounds_of_them(tmp_p
 
 
 def test_cheap_trials_have_their_time_still(tmp_path: Path) -> None:
-    """Nine are asked for; if the graphs had used up the time of cheap trials, no others would come before dear ones."""
+    """If the graphs had used up the time of cheap trials, none would come before dear ones."""
     _, _, events = searched_beside(tmp_path, budget_s=300)
-    policies = tried(events)
-    eager = list(takewhile(lambda policy: policy.compile == "off", policies[6:]))
-    assert len(eager) > 12
+    _, _, behind = around_the_graphs(events)
+    eager = list(takewhile(lambda policy: policy.compile == "off", behind))
+    assert len(eager) > 3
 
 
 def test_a_study_that_is_resumed_compiles_only_what_it_has_not_measured(tmp_path: Path) -> None:
