@@ -71,9 +71,8 @@ def search(
 ) -> None:
     """Measures what the study suggests, one policy after another, and leaves `reserve_s()` of the budget unspent.
 
-    The baseline comes first, and what else the study was asked for that takes little; then, where several graphs can be
-    compiled beside one another, one of each kind. For those and for the `known_good` some of what is kept may be spent.
-    Every outcome is in the study when this returns.
+    The baseline comes first, then the `known_good`; then, where several graphs can be compiled beside one another, one
+    of each kind. For both some of what is kept may be spent. Every outcome is in the study when this returns.
     """
     run = _Search(study, evaluator, budget, baseline, reserve_s, observer, known_good, graphs_at_once or GraphsAtOnce())
     try:
@@ -92,7 +91,7 @@ def best_of(study: Study) -> Trial | None:
 
 @dataclass
 class _Search:
-    """One search: the baseline and what else to start with; a graph of each kind where several can be compiled at once;
+    """One search: the baseline and what is known to be good; a graph of each kind where several can be compiled at once;
     then cheap trials, then dear ones on the best of those, then whatever promises most for its time.
     """
 
@@ -113,9 +112,9 @@ class _Search:
         self._cheap_share, self._cheap_s = (CHEAP_SHARE_WITH_SIZES, math.inf) if sizes else (CHEAP_SHARE, CHEAP_S)
         self._began_s = self.budget.spent_s
         self._looked_ahead = False
-        # What was compiled ahead of its trial, and the seconds that took; what was lost where none was ready in time.
+        # What was compiled ahead of its trial, and the seconds that took; what is left of the budget where none was.
         self._compiled: dict[Policy, float] = {}
-        self._lost_s = 0.0
+        self._share_left = 1.0
 
     @property
     def measured(self) -> int:
@@ -157,8 +156,8 @@ class _Search:
 
     @property
     def _reserve_s(self) -> float:
-        """What is lost, is lost to the search and to the comparisons alike."""
-        return self.reserve_s() * (1 - self._lost_s / self.budget.seconds)
+        """Where time was lost, what is left is shared as the whole was: there has to be something to compare."""
+        return self.reserve_s() * self._share_left
 
     def _is_out_of_time(self) -> bool:
         """What was compiled is measured all the same: that takes little, and would be lost."""
@@ -180,15 +179,11 @@ class _Search:
         return BORROWED * self._reserve_s
 
     def _is_to_look_ahead(self, suggestion: Suggestion | None) -> bool:
-        """Behind the policies to start with that take little: on a slow host graphs may not be ready in their time.
+        """Behind the known-good policies, which take little: on a slow host graphs may not be ready in their time.
 
         DenseNet-161 lost 95 s so, and had one policy to compare with stock PyTorch (an H200, a budget of 215 s).
         """
-        if self._looked_ahead or suggestion is None:
-            return not self._looked_ahead
-        policy = suggestion.policy
-        cheap = not policy.cudnn_benchmark and policy.compile == "off" and policy.batch_size == self.baseline.batch_size
-        return not (cheap and suggestion.asked_for)
+        return not self._looked_ahead and (suggestion is None or suggestion.policy not in self.known_good)
 
     def _compile_ahead(self, baseline: Outcome) -> None:
         """Compiles one policy of each kind beside one another, to be measured next: where two or more can be.
@@ -203,10 +198,10 @@ class _Search:
         policies = kinds[: int(min(trials, self.graphs_at_once.within(limit_s, baseline)))]
         if len(policies) > 1:
             self.observer(Compiling(policies=tuple(policies)))
-            before_s = self.budget.spent_s
             self._compiled = dict(self.evaluator.compile(policies, limit_s))
             self._began_s = self.budget.spent_s  # the cheap trials have their time still
-            self._lost_s = 0.0 if self._compiled else self._began_s - before_s
+            if not self._compiled:
+                self._share_left = max(0.0, self.budget.left_s / self.budget.seconds)
             self.study.measure_next([policy for policy in policies if policy in self._compiled])
 
     def _cheap_stage_is_over(self, suggestion: Suggestion | None) -> bool:

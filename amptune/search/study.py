@@ -42,7 +42,7 @@ ToPolicy = Callable[[Point], Policy]
 class Suggestion:
     """A policy to measure next; `handle` is the store's trial behind it.
 
-    `gain` is the improvement expected of it, on the logarithm of the score; infinite for one that was `asked_for`.
+    `gain` is the improvement expected of it, on the logarithm of the score; infinite for one that was asked for.
     A score of less than `least` would be a surprise. `cost` is what the trial takes, in times of a plain one.
     """
 
@@ -51,7 +51,6 @@ class Suggestion:
     gain: float = math.inf
     least: float = 0.0
     cost: float = 1.0
-    asked_for: bool = False
 
 
 class Study:
@@ -178,7 +177,7 @@ class Study:
         """The next unmeasured policy, with some knobs fixed; None when every such policy of the space is measured."""
         while self._first:
             if self._first[0] not in self._outcomes:
-                return replace(self._ask_for(self._first[0]), asked_for=True)
+                return self._ask_for(self._first[0])
             self._first.popleft()
         seen = self._seen()
         proposal = self._proposer.next(seen, fixed or {}, self._left_out)

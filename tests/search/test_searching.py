@@ -212,7 +212,7 @@ def searched_beside(folder: Path, budget_s: float = 180, **wanted: Any) -> tuple
     return evaluator, tune_with(evaluator, replace(request, budget=budget, objective=objective), events.append), events
 
 
-def test_where_there_are_the_cores_a_graph_of_each_kind_is_compiled_behind_the_first_policies(tmp_path: Path) -> None:
+def test_where_there_are_the_cores_a_graph_of_each_kind_is_compiled_behind_the_recipes(tmp_path: Path) -> None:
     evaluator, decision, events = searched_beside(tmp_path)
     (together,) = evaluator.compiled
     kinds = [(policy.autocast, policy.memory_format) for policy in together]
@@ -222,9 +222,7 @@ def test_where_there_are_the_cores_a_graph_of_each_kind_is_compiled_behind_the_f
     first, graphs, _ = around_the_graphs(events)
     assert graphs == list(together)
     assert first[0] == STOCK
-    assert set(RECIPES) < set(first)
-    assert any(policy.fused_optimizer for policy in first), "the space's own policies to start with"
-    assert not any(policy.cudnn_benchmark for policy in first)
+    assert set(first[1:]) == set(RECIPES)
     winner = decision.policy
     assert (winner.autocast, winner.memory_format, winner.compile) == ("bf16", "contiguous", "reduce-overhead")
 
@@ -239,11 +237,11 @@ def around_the_graphs(events: list[Event]) -> tuple[list[Policy], list[Policy], 
 
 def test_graphs_that_are_not_ready_in_their_time_leave_policies_to_compare(tmp_path: Path) -> None:
     """As on a host so slow that DenseNet-161 lost 95 of 215 s, and had one policy besides stock PyTorch."""
-    evaluator, decision, events = searched_beside(tmp_path, budget_s=150, graphs_s=1000.0)
+    evaluator, decision, events = searched_beside(tmp_path, budget_s=200, graphs_s=1000.0)
     assert len(evaluator.compiled) == 1
     assert decision.baseline.rounds >= 2
     assert decision.speedup.value > 1.1, decision.policy
-    assert len(tried(events)) > 15, "11 are asked for; what was lost is lost to the comparisons too"
+    assert len(tried(events)) > 12, "what was lost is lost to the comparisons too"
 
 
 def test_what_was_compiled_ahead_is_not_compiled_once_more_for_being_the_best_of_its_kind(tmp_path: Path) -> None:
@@ -275,7 +273,7 @@ def test_cheap_trials_have_their_time_still(tmp_path: Path) -> None:
     _, _, events = searched_beside(tmp_path, budget_s=300)
     _, _, behind = around_the_graphs(events)
     eager = list(takewhile(lambda policy: policy.compile == "off", behind))
-    assert len(eager) > 3
+    assert len(eager) > 7
 
 
 def test_a_study_that_is_resumed_compiles_only_what_it_has_not_measured(tmp_path: Path) -> None:
