@@ -91,7 +91,7 @@ def best_of(study: Study) -> Trial | None:
 
 @dataclass
 class _Search:
-    """One search: the baseline and what is known to be good; a graph of each kind where several can be compiled at once;
+    """One search: the baseline and the known-good policies; a graph of each kind, where several can be compiled at once;
     then cheap trials, then dear ones on the best of those, then whatever promises most for its time.
     """
 
