@@ -91,8 +91,8 @@ def best_of(study: Study) -> Trial | None:
 
 @dataclass
 class _Search:
-    """One search: the baseline and the known-good policies; a graph of each kind, where several can be compiled at once;
-    then cheap trials, then dear ones on the best of those, then whatever promises most for its time.
+    """One search: the baseline and the known-good policies; a graph of each kind, where several compile at once; then
+    cheap trials, then dear ones on the best of those, then whatever promises most for its time.
     """
 
     study: Study
