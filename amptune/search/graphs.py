@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -33,9 +34,8 @@ RECIPES = (
     Policy(),
 )
 LAYOUTS: tuple[MemoryFormat, ...] = ("channels_last_3d", "channels_last", "contiguous")
-# A graph takes longer by this share for each other one compiled beside it (VGG16, eight graphs on sixteen cores), and
-# then a moment to be measured.
-BESIDE_ANOTHER, MEASURED_S = 0.15, 2.0
+# A graph takes longer by this share for each other one compiled beside it (VGG16, eight graphs on sixteen cores).
+BESIDE_ANOTHER = 0.15
 # What a process that compiles is reckoned to need of the device's memory, over that of the eager baseline: CUDA graphs
 # have a pool of their own, and its context comes on top.
 OVER_EAGER = 1.5
@@ -91,17 +91,16 @@ class GraphsAtOnce:
     leaves: int = 0
     memory_mib: float = math.inf
 
-    def within(self, seconds: float, baseline: Measurement) -> int:
-        """So many that they are compiled and measured in the seconds, and fit into memory together while they are."""
+    def within(self, limit_s: Callable[[int], float], baseline: Measurement) -> int:
+        """So many that they are compiled in the seconds there are for so many, and fit into memory together."""
         in_memory = self.memory_mib / (OVER_EAGER * max(1.0, baseline.peak_reserved_mib))
         count = int(min(self.most, in_memory))
-        while count > 0 and self._seconds(count) > seconds:
+        while count > 0 and self._compiled_s(count) > limit_s(count):
             count -= 1
         return count
 
-    def _seconds(self, count: int) -> float:
-        compiled_s = expected_compile_s(self.leaves) * (1 + BESIDE_ANOTHER * (count - 1))
-        return compiled_s + count * MEASURED_S
+    def _compiled_s(self, count: int) -> float:
+        return expected_compile_s(self.leaves) * (1 + BESIDE_ANOTHER * (count - 1))
 
 
 def instead_of(policy: Policy, failure: Failure, study: Study) -> list[Policy]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 
 from amptune.errors import StudyError
 from amptune.measure.evaluator import Evaluator
@@ -45,9 +46,11 @@ CHEAP = {"cudnn_benchmark": False, "compile": "off"}
 CHEAP_SHARE, CHEAP_S, CHEAP_SHARE_WITH_SIZES = 0.35, 40.0, 0.5
 # What a trial takes at the least, where none like it was seen; one that is compiled more, where the model is large.
 SHORTEST_DEAR_S, SHORTEST_COMPILED_S, SHORTEST_AUTOTUNED_S = 5.0, 25.0, 150.0
-# Of the time kept for comparisons, for the first policies that are compiled and the known-good ones; several graphs
-# beside one another may take this share of all the time that is left.
-BORROWED, GRAPHS_SHARE = 0.4, 0.6
+# Of the time kept for comparisons, for the first policy that is compiled and the known-good ones; and for measuring what
+# was compiled ahead. Of all the time left, for compiling several graphs beside one another; and for measuring them too.
+BORROWED, BORROWED_FOR_COMPILED, GRAPHS_SHARE, MEASURED_SHARE = 0.4, 0.7, 0.6, 0.8
+# The known-good policies come before the graphs, where they take no more than this share of what is left.
+KNOWN_GOOD_SHARE = 0.15
 # Of the trials that are allowed, those that are compiled before all others.
 GRAPHS_OF_TRIALS = 0.25
 OUT_OF_TIME = "the budget for searching is spent"
@@ -112,7 +115,7 @@ class _Search:
         self._cheap_share, self._cheap_s = (CHEAP_SHARE_WITH_SIZES, math.inf) if sizes else (CHEAP_SHARE, CHEAP_S)
         self._began_s = self.budget.spent_s
         self._looked_ahead = False
-        # What was compiled ahead of its trial, and the seconds that took; what is left of the budget where none was.
+        # What was compiled ahead of its trial, and the seconds that took; what is left of the time where none was.
         self._compiled: dict[Policy, float] = {}
         self._share_left = 1.0
 
@@ -133,7 +136,7 @@ class _Search:
                 self._forget(suggestion)
                 self._looked_ahead = True
                 self._compile_ahead(first.outcome)
-            elif self._fixed and self._cheap_stage_is_over(suggestion):
+            elif self._fixed and self._looked_ahead and self._cheap_stage_is_over(suggestion):
                 self._forget(suggestion)
                 self._fixed = {}
                 self.study.measure_first(best_of_dtypes(self.study))
@@ -156,13 +159,13 @@ class _Search:
 
     @property
     def _reserve_s(self) -> float:
-        """Where time was lost, what is left is shared as the whole was: there has to be something to compare."""
+        """What was lost of the time that was left is lost to the comparisons alike: they need something to compare."""
         return self.reserve_s() * self._share_left
 
     def _is_out_of_time(self) -> bool:
-        """What was compiled is measured all the same: that takes little, and would be lost."""
+        """Not while there is something that was compiled, or known-good policies can still borrow."""
         needs_more = any(self.study.trial_of(policy) is None for policy in self.known_good)
-        left_s = self._left_s + (self._borrowed_s if needs_more else 0.0)
+        left_s = self._left_s + (BORROWED * self._reserve_s if needs_more else 0.0)
         return not self._compiled and left_s < SHORTEST_TRIAL_S
 
     def _left_for(self, policy: Policy) -> float:
@@ -170,20 +173,28 @@ class _Search:
 
         Of the known-good policies the best are to be compared in them.
         """
-        is_first = policy.compile != "off" and all(trial.policy.compile == "off" for trial in self.study.trials)
-        borrows = is_first or policy in self._compiled or policy in self.known_good
-        return self._left_s + (self._borrowed_s if borrows else 0.0)
+        is_first = policy.compile != "off" and not self._has_graphs
+        share = BORROWED if is_first or policy in self.known_good else 0.0
+        return self._left_s + self._reserve_s * (BORROWED_FOR_COMPILED if policy in self._compiled else share)
 
     @property
-    def _borrowed_s(self) -> float:
-        return BORROWED * self._reserve_s
+    def _has_graphs(self) -> bool:
+        return any(trial.policy.compile != "off" for trial in self.study.trials)
+
+    @property
+    def _trial_s(self) -> float:
+        """What a trial takes as a rule."""
+        return median(trial.seconds for trial in self.study.trials)
 
     def _is_to_look_ahead(self, suggestion: Suggestion | None) -> bool:
-        """Behind the known-good policies, which take little: on a slow host graphs may not be ready in their time.
+        """Behind the known-good policies, if they take little: on a slow host graphs may not be ready in their time.
 
         DenseNet-161 lost 95 s so, and had one policy to compare with stock PyTorch (an H200, a budget of 215 s).
         """
-        return not self._looked_ahead and (suggestion is None or suggestion.policy not in self.known_good)
+        if self._looked_ahead or suggestion is None or suggestion.policy not in self.known_good:
+            return not self._looked_ahead
+        count = sum(self.study.trial_of(policy) is None for policy in self.known_good)
+        return count * self._trial_s > KNOWN_GOOD_SHARE * self.budget.left_s
 
     def _compile_ahead(self, baseline: Outcome) -> None:
         """Compiles one policy of each kind beside one another, to be measured next: where two or more can be.
@@ -193,16 +204,21 @@ class _Search:
         if not isinstance(baseline, Measurement) or self.study.yardstick.objective.name == "memory":
             return
         kinds = one_of_each_kind(self.study, self.baseline)
-        limit_s = GRAPHS_SHARE * self.budget.left_s
         trials = math.inf if self.budget.trials is None else GRAPHS_OF_TRIALS * self.budget.trials
-        policies = kinds[: int(min(trials, self.graphs_at_once.within(limit_s, baseline)))]
+        policies = kinds[: int(min(trials, self.graphs_at_once.within(self._enough_s, baseline)))]
         if len(policies) > 1:
+            before_s = self.budget.left_s
             self.observer(Compiling(policies=tuple(policies)))
-            self._compiled = dict(self.evaluator.compile(policies, limit_s))
+            self._compiled = dict(self.evaluator.compile(policies, GRAPHS_SHARE * before_s))
             self._began_s = self.budget.spent_s  # the cheap trials have their time still
             if not self._compiled:
-                self._share_left = max(0.0, self.budget.left_s / self.budget.seconds)
+                self._share_left = max(0.0, self.budget.left_s / before_s)
             self.study.measure_next([policy for policy in policies if policy in self._compiled])
+
+    def _enough_s(self, graphs: int) -> float:
+        """The time to compile so many in, such that each can be measured, and the best be compared with others."""
+        left_s = self.budget.left_s
+        return min(GRAPHS_SHARE * left_s, MEASURED_SHARE * left_s - graphs * self._trial_s)
 
     def _cheap_stage_is_over(self, suggestion: Suggestion | None) -> bool:
         """What is kept for the comparisons is known better with each trial, and so is the time there is."""
@@ -213,10 +229,14 @@ class _Search:
         return suggestion is None or over or _is_hopeless(suggestion, self.study)
 
     def _is_too_dear(self, policy: Policy) -> bool:
-        """Whether there is no time for such a trial, but for others there may be; or nothing can be compiled here."""
+        """Whether there is no time for such a trial, but for others there may be; or nothing can be compiled here.
+
+        Of what was compiled one is measured in any case.
+        """
         if policy == self.baseline or not (policy.cudnn_benchmark or policy.compile != "off"):
             return False
-        too_little = self._left_for(policy) < self._least_s(policy)
+        waited_for = policy in self._compiled and not self._has_graphs
+        too_little = not waited_for and self._left_for(policy) < self._least_s(policy)
         return too_little or (policy.compile != "off" and cannot_compile(self.study))
 
     def _measure(self, suggestion: Suggestion) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -181,11 +182,17 @@ class CompilingBesideOneAnother(Compiling):
     """Five graphs at once take 45 s. Eager steps wait for the host, so that they tell nothing of the graphs."""
 
     graphs_s = 45.0
+    fails_after_s = math.inf
+    trial_s = 1.5
+
+    def measure(self, policy: Policy, effort: Effort) -> Outcome:
+        self.clock.advance(self.trial_s - 1.5)
+        return super().measure(policy, effort)
 
     def compile(self, policies: Sequence[Policy], limit_s: float) -> Mapping[Policy, float]:
         self.compiled.append(tuple(policies))
-        self.clock.advance(min(self.graphs_s, limit_s))
-        if limit_s < self.graphs_s:
+        self.clock.advance(min(self.graphs_s, self.fails_after_s, limit_s))
+        if min(limit_s, self.fails_after_s) < self.graphs_s:
             return {}
         self.measured += policies  # their graphs are known from now on
         return dict.fromkeys(policies, 40.0)
@@ -202,7 +209,8 @@ def waiting_for_the_host(policy: Policy) -> float:
 def searched_beside(folder: Path, budget_s: float = 180, **wanted: Any) -> tuple[Any, Decision, list[Event]]:
     peak_mib = wanted.pop("peak_mib", lambda _: 5000.0)
     evaluator = CompilingBesideOneAnother("resnet50", noise=0.002, graphs_at_once=5, peak_mib=peak_mib)
-    evaluator.graphs_s = wanted.pop("graphs_s", 45.0)
+    evaluator.graphs_s, evaluator.trial_s = wanted.pop("graphs_s", 45.0), wanted.pop("trial_s", 1.5)
+    evaluator.fails_after_s = wanted.pop("fails_after_s", math.inf)
     evaluator.true_ms = waiting_for_the_host
     clock = evaluator.clock = SimulatedClock()
     objective = objective_of(wanted.pop("objective", "throughput"))
@@ -242,6 +250,31 @@ def test_graphs_that_are_not_ready_in_their_time_leave_policies_to_compare(tmp_p
     assert decision.baseline.rounds >= 2
     assert decision.speedup.value > 1.1, decision.policy
     assert len(tried(events)) > 12, "what was lost is lost to the comparisons too"
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "graphs_s", "trial_s"),
+    [(120, 60, 4), (120, 62, 3), (120, 45, 6), (240, 80, 15), (215, 60, 20)],
+)
+def test_all_that_was_compiled_is_measured_though_it_took_longer_than_expected(
+    tmp_path: Path, budget_s: float, graphs_s: float, trial_s: float
+) -> None:
+    evaluator, decision, events = searched_beside(tmp_path, budget_s, graphs_s=graphs_s, trial_s=trial_s)
+    (together,) = evaluator.compiled
+    assert set(together) <= set(tried(events))
+    assert (decision.policy.autocast, decision.policy.compile) == ("bf16", "reduce-overhead")
+
+
+def test_where_trials_take_long_the_graphs_come_right_behind_the_baseline(tmp_path: Path) -> None:
+    evaluator, _, events = searched_beside(tmp_path, 215, graphs_s=60, trial_s=20)
+    assert tried(events)[:6] == [STOCK, *evaluator.compiled[0]]
+
+
+def test_graphs_that_fail_at_once_cost_the_comparisons_nothing(tmp_path: Path) -> None:
+    """Only what was lost of the time is lost to them."""
+    failing = searched_beside(tmp_path / "failing", 120, graphs_s=math.inf, fails_after_s=2.0)[1]
+    late = searched_beside(tmp_path / "late", 120, graphs_s=math.inf)[1]
+    assert failing.baseline.rounds > late.baseline.rounds
 
 
 def test_what_was_compiled_ahead_is_not_compiled_once_more_for_being_the_best_of_its_kind(tmp_path: Path) -> None:
@@ -296,7 +329,7 @@ def test_what_was_compiled_ahead_is_charged_with_it(tmp_path: Path) -> None:
     assert next(f for f in decision.findings if f.code == "compile-pays").figures["compile_s"] == 40.0
 
 
-@pytest.mark.parametrize(("budget_s", "wanted"), [(30, {}), (180, {"trials": 4})])
+@pytest.mark.parametrize(("budget_s", "wanted"), [(20, {}), (180, {"trials": 4})])
 def test_without_the_time_or_the_trials_for_several_graphs_one_is_compiled(
     tmp_path: Path, budget_s: float, wanted: dict[str, Any]
 ) -> None:
