@@ -46,8 +46,9 @@ CHEAP = {"cudnn_benchmark": False, "compile": "off"}
 CHEAP_SHARE, CHEAP_S, CHEAP_SHARE_WITH_SIZES = 0.35, 40.0, 0.5
 # What a trial takes at the least, where none like it was seen; one that is compiled more, where the model is large.
 SHORTEST_DEAR_S, SHORTEST_COMPILED_S, SHORTEST_AUTOTUNED_S = 5.0, 25.0, 150.0
-# Of the time kept for comparisons, for the first policy that is compiled and the known-good ones; and for measuring what
-# was compiled ahead. Of all the time left, for compiling several graphs beside one another; and for measuring them too.
+# Of the time kept for comparisons, for the first policy that is compiled and the known-good ones; and for measuring
+# what was compiled ahead. Of all the time left, for compiling several graphs beside one another; and for measuring
+# them besides.
 BORROWED, BORROWED_FOR_COMPILED, GRAPHS_SHARE, MEASURED_SHARE = 0.4, 0.7, 0.6, 0.8
 # The known-good policies come before the graphs, where they take no more than this share of what is left.
 KNOWN_GOOD_SHARE = 0.15
@@ -115,9 +116,9 @@ class _Search:
         self._cheap_share, self._cheap_s = (CHEAP_SHARE_WITH_SIZES, math.inf) if sizes else (CHEAP_SHARE, CHEAP_S)
         self._began_s = self.budget.spent_s
         self._looked_ahead = False
-        # What was compiled ahead of its trial, and the seconds that took; what is left of the time where none was.
+        # What was compiled ahead of its trial, and the seconds that took; what is kept at most, where none was ready.
         self._compiled: dict[Policy, float] = {}
-        self._share_left = 1.0
+        self._most_kept_s = math.inf
 
     @property
     def measured(self) -> int:
@@ -159,8 +160,8 @@ class _Search:
 
     @property
     def _reserve_s(self) -> float:
-        """What was lost of the time that was left is lost to the comparisons alike: they need something to compare."""
-        return self.reserve_s() * self._share_left
+        """Where graphs took their time for nothing, no more than half of what is left: something is to be compared."""
+        return min(self.reserve_s(), self._most_kept_s)
 
     def _is_out_of_time(self) -> bool:
         """Not while there is something that was compiled, or known-good policies can still borrow."""
@@ -207,12 +208,11 @@ class _Search:
         trials = math.inf if self.budget.trials is None else GRAPHS_OF_TRIALS * self.budget.trials
         policies = kinds[: int(min(trials, self.graphs_at_once.within(self._enough_s, baseline)))]
         if len(policies) > 1:
-            before_s = self.budget.left_s
             self.observer(Compiling(policies=tuple(policies)))
-            self._compiled = dict(self.evaluator.compile(policies, GRAPHS_SHARE * before_s))
+            self._compiled = dict(self.evaluator.compile(policies, GRAPHS_SHARE * self.budget.left_s))
             self._began_s = self.budget.spent_s  # the cheap trials have their time still
             if not self._compiled:
-                self._share_left = max(0.0, self.budget.left_s / before_s)
+                self._most_kept_s = max(0.0, self.budget.left_s / 2)
             self.study.measure_next([policy for policy in policies if policy in self._compiled])
 
     def _enough_s(self, graphs: int) -> float:
