@@ -75,8 +75,9 @@ def search(
 ) -> None:
     """Measures what the study suggests, one policy after another, and leaves `reserve_s()` of the budget unspent.
 
-    The baseline comes first, then the `known_good`; then, where several graphs can be compiled beside one another, one
-    of each kind. For both some of what is kept may be spent. Every outcome is in the study when this returns.
+    The baseline comes first, then the `known_good` and, where several graphs can be compiled beside one another, one of
+    each kind; these before those where trials take long. For both some of what is kept may be spent. Every outcome is
+    in the study when this returns.
     """
     run = _Search(study, evaluator, budget, baseline, reserve_s, observer, known_good, graphs_at_once or GraphsAtOnce())
     try:
