@@ -49,7 +49,8 @@ from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.worker import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.runtime.nested import map_tensors
-from amptune.search.memory_model import FixedPart, MemoryModel
+from amptune.search.memory_model import MemoryModel
+from amptune.search.memory_runs import FixedPart
 from amptune.search.sizing import find_largest
 from amptune.workload.protocol import Workload
 from amptune.workload.zoo import workload as bundled

@@ -12,7 +12,8 @@ from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.budget import Budget
 from amptune.search.candidates import GlobalBatch
-from amptune.search.memory_model import Arm, FixedPart, MemoryModel, arm_of
+from amptune.search.memory_model import Arm, MemoryModel, arm_of
+from amptune.search.memory_runs import FixedPart
 from amptune.search.sizing import LargestBatch, Sizer
 
 __all__ = ["NO_SIZES", "BatchSizes", "Runner", "batch_sizes_for", "sizer_for"]

@@ -12,8 +12,10 @@ from measurements import took
 
 from amptune.measure.outcome import Failure, FailureKind, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.memory_model import FixedPart, MemoryModel
-from amptune.search.sizing import MOST_TIMES_OWN, LargestBatch, Sizer, Sizes, find_largest
+from amptune.search.memory_model import MemoryModel
+from amptune.search.memory_runs import FixedPart
+from amptune.search.size_steps import MOST_TIMES_OWN, Sizes
+from amptune.search.sizing import LargestBatch, Sizer, find_largest
 from amptune.search.trial import Trial
 
 LIMIT_MIB = 140_000.0
