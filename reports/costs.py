@@ -9,7 +9,7 @@ between the two, with the 95 % interval of a bootstrap. A small model shows the 
 for it; `--workload` adds a bundled model that keeps the GPU busy. The start is timed in fresh processes that have
 imported torch and put a model on the device, and collected the garbage that importing torch leaves to be looked
 through, which takes 0.1 s or more at the next best occasion, whoever gives it: with a policy of settings alone, and
-with one as tuning writes it, which is held against the machine and the model.
+with one as tuning writes it, with the evidence of TUNED, which is held against the machine and the model.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 import amptune
+from amptune.runtime.digest import model_digest
 from amptune.runtime.tuned import AUTOCAST_DTYPES
 from amptune.workload.zoo import NAMES, workload
 
@@ -44,10 +44,12 @@ BLOCKS, RESAMPLED = 60, 2000
 WARM_UP_STEPS = 30
 EXCLUDED = 64
 STARTS = 7
+# Whose evidence the tuned file has.
+TUNED = Path(__file__).parent / "h200" / "search" / "seresnext50.policy.yaml"
 START = """
 import gc, sys, time
 from torch import nn
-model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 4)).to(sys.argv[2])
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 8)).to(sys.argv[2])
 gc.collect()
 before = time.perf_counter()
 import amptune
@@ -98,7 +100,7 @@ def main() -> int:
 
 
 def of_small_models(device: torch.device) -> list[Cost]:
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 8)).to(device)
+    model = small_model().to(device)
     twin = partial(copy.deepcopy, model)
     x = torch.randn(16, 64, device=device)
     dtypes = ("bf16", "fp16") if device.type == "cuda" else ("bf16",)
@@ -114,6 +116,11 @@ def of_small_models(device: torch.device) -> list[Cost]:
     rules = (amptune.Fp32Rule(type="ReLU"),)
     calls = [forward(one, chain, x) for one in (policy, replace(policy, fp32_modules=rules))]
     return [*costs, difference("an excluded module", "call", *calls, times=EXCLUDED)]
+
+
+def small_model() -> nn.Module:
+    """Also the one of START."""
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 8))
 
 
 def of_workload(name: str, device: torch.device) -> Cost:
@@ -254,14 +261,19 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 def started(device: torch.device, *, tuned: bool) -> float:
     """Seconds to import amptune, load a policy and apply it, in a process that has torch and a model."""
+    rules = (amptune.Fp32Rule(type="LayerNorm"),)
+    policy_file = amptune.PolicyFile(policy=amptune.Policy(autocast="bf16", fp32_modules=rules), name="costs")
+    if tuned:
+        labels = {**dict(amptune.probe(str(device)).labels), "model": model_digest(small_model())}
+        policy_file = replace(policy_file, valid_for=labels, evidence=amptune.load(TUNED).evidence)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "policy.yaml"
-        rules = (amptune.Fp32Rule(type="BatchNorm2d"),)
-        policy: Any = amptune.Policy(autocast="bf16", memory_format="channels_last", fp32_modules=rules)
-        labels = dict(amptune.probe(str(device)).labels) if tuned else {}
-        amptune.save(amptune.PolicyFile(policy=policy, name="costs", valid_for=labels), path)
+        amptune.save(policy_file, path)
         command = [sys.executable, "-c", START, str(path), str(device)]
-        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)  # noqa: S603
+        done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
+    if "PolicyDriftWarning" in done.stderr:
+        raise SystemExit(f"the policy that is timed does not fit: {done.stderr}")
+    return float(done.stdout)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def _read(declared: Any, value: Any) -> Any:
 
 
 def _mapping(kind: Any, value: Any) -> Any:
-    """A dataclass, or a mapping whose keys are declared and none of them required."""
+    """A dataclass, or a mapping with declared keys."""
     declared, required = _keys(kind)
     _exactly(isinstance(value, Mapping) and required <= value.keys() <= declared.keys())
     return kind(**{key: _read(one, value[key]) for key, one in declared.items() if key in value})

@@ -130,10 +130,9 @@ class _Search:
         """Searches until there is a reason to stop, and returns it in words."""
         while self.budget.trials is None or self.measured < self.budget.trials:
             first = self.study.trial_of(self.baseline)
-            out_of_time = first is not None and self._is_out_of_time()
-            if out_of_time and self._looked_ahead:
+            if first is not None and self._is_out_of_time():
                 return OUT_OF_TIME
-            suggestion = None if out_of_time else self.study.suggest(self._fixed)
+            suggestion = self.study.suggest(self._fixed)
             if first is not None and self._is_to_look_ahead(suggestion):
                 self._forget(suggestion)
                 self._looked_ahead = True
@@ -175,13 +174,9 @@ class _Search:
 
         Of the known-good policies the best are to be compared in them.
         """
-        is_first = policy.compile != "off" and not self._has_graphs
+        is_first = policy.compile != "off" and all(trial.policy.compile == "off" for trial in self.study.trials)
         share = BORROWED if is_first or policy in self.known_good else 0.0
         return self._left_s + self._reserve_s * (BORROWED_FOR_COMPILED if policy in self._compiled else share)
-
-    @property
-    def _has_graphs(self) -> bool:
-        return any(trial.policy.compile != "off" for trial in self.study.trials)
 
     @property
     def _trial_s(self) -> float:
@@ -230,14 +225,10 @@ class _Search:
         return suggestion is None or over or _is_hopeless(suggestion, self.study)
 
     def _is_too_dear(self, policy: Policy) -> bool:
-        """Whether there is no time for such a trial, but for others there may be; or nothing can be compiled here.
-
-        Of what was compiled one is measured in any case.
-        """
+        """Whether there is no time for such a trial, but for others there may be; or nothing can be compiled here."""
         if policy == self.baseline or not (policy.cudnn_benchmark or policy.compile != "off"):
             return False
-        waited_for = policy in self._compiled and not self._has_graphs
-        too_little = not waited_for and self._left_for(policy) < self._least_s(policy)
+        too_little = self._left_for(policy) < self._least_s(policy)
         return too_little or (policy.compile != "off" and cannot_compile(self.study))
 
     def _measure(self, suggestion: Suggestion) -> str | None:

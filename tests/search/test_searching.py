@@ -270,6 +270,19 @@ def test_where_trials_take_long_the_graphs_come_right_behind_the_baseline(tmp_pa
     assert tried(events)[:6] == [STOCK, *evaluator.compiled[0]]
 
 
+def test_no_graphs_are_chosen_before_the_cheap_trials_though_the_recipes_took_as_long(tmp_path: Path) -> None:
+    """Those trials find that a fused optimizer is no slower."""
+    _, _, events = searched_beside(tmp_path, 1200, trial_s=14)
+    _, _, behind = around_the_graphs(events)
+    assert next(policy for policy in behind if policy.compile != "off").fused_optimizer
+
+
+@pytest.mark.parametrize(("trial_s", "graphs"), [(1.5, 5), (20, 2)])
+def test_no_more_are_compiled_than_can_be_measured(tmp_path: Path, trial_s: float, graphs: int) -> None:
+    evaluator, _, _ = searched_beside(tmp_path, 100, trial_s=trial_s)
+    assert [len(together) for together in evaluator.compiled] == [graphs]
+
+
 def test_graphs_that_fail_at_once_cost_the_comparisons_nothing(tmp_path: Path) -> None:
     """Only what was lost of the time is lost to them."""
     failing = searched_beside(tmp_path / "failing", 120, graphs_s=math.inf, fails_after_s=2.0)[1]
