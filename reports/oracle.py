@@ -4,10 +4,11 @@
     python reports/oracle.py --out reports/h200/oracle --table
 
 For each workload every eager policy: autocast × FP32 math (where autocast is off) × memory format and cudnn.benchmark
-(where there are convolutions) × fused optimizer; and every mode of torch.compile on the fastest of each dtype and
-memory format, of the four fastest kinds without cudnn.benchmark. One that is far behind the best is timed over two
-steps only. What tells most is measured first: eager policies without cudnn.benchmark, then the modes of torch.compile
-that do not tune kernels, compiled in processes beside one another, then cudnn.benchmark, then max-autotune.
+(where there are convolutions) × fused optimizer; and CUDA graphs, by themselves and by every mode of torch.compile, on
+the fastest of each dtype and memory format, of the four fastest kinds without cudnn.benchmark. One that is far behind
+the best is timed over two steps only. What tells most is measured first: eager policies without cudnn.benchmark, CUDA
+graphs, then the modes of torch.compile that do not tune kernels, compiled in processes beside one another, then
+cudnn.benchmark, then max-autotune.
 
 Appends a line to OUT/WORKLOAD.jsonl as each policy is measured: its outcome with every step's time, and the seconds
 it cost, compiling included. What stands there already is not measured again, so that a command that was cut short,
@@ -106,7 +107,7 @@ class Oracle:
     def fastest(self, count: int | None = None, *, eager: bool = False) -> list[Row]:
         """The fastest rows that ran; of the eager ones alone, if so wished."""
         alive = [row for row in self.rows if isinstance(row.outcome, Measurement)]
-        alive = [row for row in alive if row.policy.compile == "off" or not eager]
+        alive = [row for row in alive if _is_eager(row.policy) or not eager]
         return sorted(alive, key=lambda row: row.ms)[:count]
 
     def row_of(self, policy: Policy) -> Row | None:
@@ -127,10 +128,16 @@ class Oracle:
         plain = [policy for policy in eager if not policy.cudnn_benchmark]
         if plain:
             return eager
-        compiled = [replace(point, compile=mode) for mode in COMPILE_MODES for point in self._to_compile()]
-        left = [policy for policy in compiled if policy not in measured]
+        points = self._to_compile()
+        recorded = [replace(point, cuda_graphs=True) for point in points]
+        compiled = [replace(point, compile=mode) for mode in COMPILE_MODES for point in points]
+        left = [policy for policy in (*recorded, *compiled) if policy not in measured]
         soon = [policy for policy in left if policy.compile not in AUTOTUNED_MODES]
         return [*soon, *eager, *(policy for policy in left if policy not in soon)]
+
+
+def _is_eager(policy: Policy) -> bool:
+    return policy.compile == "off" and not policy.cuda_graphs
 
 
 def main() -> int:

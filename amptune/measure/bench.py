@@ -26,6 +26,7 @@ from amptune.measure.sampling import Sampler, WarmUp
 from amptune.measure.stepping import Stepper
 from amptune.policy.settings import Policy
 from amptune.runtime.applying import apply
+from amptune.runtime.graphed_model import GraphedModel
 from amptune.runtime.nested import map_tensors, tensors_in
 from amptune.runtime.tuned import Tuned
 from amptune.workload.protocol import Workload
@@ -127,6 +128,8 @@ class Bench:
         started_s = self._clock.now_s()
         least = LEAST_FIRST_STEPS if tuned.policy.compile == "off" else LEAST_FIRST_STEPS_COMPILED
         losses, norm, last_ms = self._first_steps(stepper, least)
+        if isinstance(tuned.model, GraphedModel):
+            tuned.model.require_recorded()
         warm_s = self._clock.now_s()
         compiled = self._compilations.graphs
         slow = effort.abandon_above_ms is not None and last_ms > effort.abandon_above_ms

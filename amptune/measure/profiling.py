@@ -40,7 +40,7 @@ def profile_step(bench: Bench, policy: Policy, *, steps: int = 3) -> StepProfile
     than one step's events are in memory at a time as PyTorch has them. Modules of a compiled model cannot be
     watched, since hooks would be compiled with them.
     """
-    attributed = policy.compile == "off"
+    attributed = policy.compile == "off" and not policy.cuda_graphs
     try:
         with bench.on_device(policy) as (_, stepper):
             step_ms, host_ms = _timed(stepper, bench.device)

@@ -96,7 +96,9 @@ def _waiting(profile: StepProfile, policy: Policy) -> str:
 
 def _fewer_launches(profile: StepProfile, policy: Policy) -> str:
     ways = ["torch.compile"] if policy.compile == "off" else []
-    if policy.compile in ("off", "default"):
+    if policy.compile == "off" and not policy.cuda_graphs:
+        ways.append("CUDA graphs (cuda_graphs: true)")
+    elif policy.compile == "default":
         ways.append("CUDA graphs (compile: reduce-overhead)")
     if not policy.fused_optimizer and profile.optimizer_kernels >= LAUNCHES_SHARE * profile.kernels:
         ways.append(f"a fused optimizer ({profile.optimizer_kernels:.0f} of the kernels are the optimizer's)")

@@ -207,5 +207,8 @@ class Training:
 
 
 def _bare(policy: Policy) -> Policy:
-    """The policy over the workload's own batch, whatever it makes of that: precision alone is looked at."""
-    return replace(policy, batch_size=None, accumulate=1)
+    """The policy over the workload's own batch, whatever it makes of that: precision alone is looked at.
+
+    A CUDA graph has the same kernels, and what looks at modules and gradients could not look into it.
+    """
+    return replace(policy, batch_size=None, accumulate=1, cuda_graphs=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
 __all__ = [
@@ -142,6 +142,9 @@ class Policy:
     `weights: half` holds weights and buffers in fp16, which replaces autocast: `master_weights` lets the optimizer
     update them in FP32, and `keep_batchnorm_fp32` leaves BatchNorm's out. `loss_scale` belongs to fp16 alone; None
     means `torch.amp.GradScaler`'s defaults there, and no scaling for half weights without master weights.
+
+    `cuda_graphs` records the model's training passes and replays them, kernel for kernel, with nothing compiled; modes
+    of `compile` have CUDA graphs of their own.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
@@ -158,6 +161,7 @@ class Policy:
     batch_size: int | None = None
     accumulate: int = 1
     compile: CompileMode = "off"
+    cuda_graphs: bool = False
     fused_optimizer: bool = False
     loss_scale: LossScale | None = None
 
@@ -169,6 +173,11 @@ class Policy:
         if self.accumulate < 1:
             wrong.append(f"accumulate: {self.accumulate} is not at least 1")
         wrong += self._of_half_weights()
+        if self.cuda_graphs and self.compile != "off":
+            wrong.append(
+                f"cuda_graphs: what torch.compile makes has CUDA graphs by its mode (reduce-overhead), and compile is "
+                f"{self.compile}"
+            )
         if self.loss_scale is not None and self.autocast != "fp16" and self.weights != "half":
             wrong.append(f"loss_scale: only autocast fp16 scales the loss, and autocast is {self.autocast}")
         if wrong:
@@ -209,6 +218,10 @@ class Policy:
         """Whether any product is left to compute in FP32: beside half precision those of the excluded modules alone."""
         return self.precision == "off" or bool(self.fp32_modules)
 
+    def compiled(self, mode: CompileMode) -> Policy:
+        """The same in a mode of torch.compile, which says whether there are CUDA graphs."""
+        return replace(self, compile=mode, cuda_graphs=False)
+
     def departures(self) -> Iterator[tuple[str, Any]]:
         """Each setting that differs from stock PyTorch, as (name, value), in the order of the file."""
         for f in fields(self):
@@ -243,6 +256,8 @@ def _in_words(name: str, value: Any) -> str:
             return f"{value} weights"
         case "keep_batchnorm_fp32":
             return "BatchNorm in FP32"
+        case "cuda_graphs":
+            return "CUDA graphs"
         case "cudnn_benchmark" | "fused_optimizer" | "master_weights":
             return name.replace("_", " ")
         case _:

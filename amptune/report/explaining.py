@@ -131,6 +131,8 @@ def _settings(policy: Policy) -> Iterator[str]:
         yield f"batch_size {policy.batch_size} per device{total}."
     if policy.compile != "off":
         yield f"compile {policy.compile}: torch.compile runs the model in this mode."
+    if policy.cuda_graphs:
+        yield "cuda_graphs true: a training pass is recorded at its first batch and replayed; keep shapes constant."
     if policy.fused_optimizer:
         yield "fused_optimizer true: one kernel updates all parameters."
     if policy.loss_scale is not None:

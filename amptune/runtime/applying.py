@@ -17,6 +17,7 @@ from amptune.policy.settings import Policy
 from amptune.runtime.batch_statistics import FiniteStatistics
 from amptune.runtime.digest import model_digest
 from amptune.runtime.global_flags import keep_autocast_out_of_compiled_backward, set_cudnn_benchmark, set_fp32_math
+from amptune.runtime.graphed_model import GraphedModel
 from amptune.runtime.kept_in_fp32 import require_convertible
 from amptune.runtime.layout import convert_model, convertible
 from amptune.runtime.precisions import kept_by, precisions_of
@@ -71,7 +72,7 @@ def apply(
     settings, drift = _read(policy, model, any_hardware=any_hardware)
     selected = precisions_of(settings, model)
     _require_swappable(selected)
-    if selected or settings.memory_format != "contiguous":
+    if selected or settings.memory_format != "contiguous" or settings.cuda_graphs:
         _require_unsharded(model)
     if settings.weights == "half":
         require_convertible(model, kept_by(settings, model, selected), masters=settings.master_weights)
@@ -132,7 +133,7 @@ def _require_swappable(selected: Sequence[tuple[Selected, Precision]]) -> None:
 
 
 def _require_unsharded(model: nn.Module) -> None:
-    """Excluded modules would compute in FP32 with what was gathered in half."""
+    """Excluded modules would compute in FP32 with what was gathered in half; a graph with what lay there before."""
     for path, module in model.named_modules():
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):  # not imported for its name alone
             where = path or "the model itself"
@@ -150,6 +151,11 @@ def _without_effect(settings: Policy, model: nn.Module) -> Iterator[Finding]:
         yield Finding(
             code="half-modules-without-effect",
             message="weights are half, so everything runs in half already and half_modules changes nothing",
+        )
+    if settings.cuda_graphs and not torch.cuda.is_available():
+        yield Finding(
+            code="cuda-graphs-without-effect",
+            message="CUDA graphs are a GPU's, and this PyTorch has none: the model runs as without cuda_graphs",
         )
     if settings.memory_format == "contiguous":
         return
@@ -190,8 +196,8 @@ def _apply(
         half_training = _half_training(settings, model, selected)
         if half_training is not None:
             steps.callback(half_training.undo)
-        compiled = model if settings.compile == "off" else _compiled(settings.compile, model, steps)
-        guard = _guard(settings, model, compiled) if guarded else None
+        called = _called(settings, model, steps)
+        guard = _guard(settings, model, called) if guarded else None
         way_back = steps.pop_all()
 
     def undo() -> None:
@@ -202,7 +208,7 @@ def _apply(
     return Tuned(
         settings,
         model,
-        model=compiled,
+        model=called,
         findings=[*findings, *_without_half_weights(half_training)],
         undo=undo,
         guard=guard,
@@ -235,6 +241,17 @@ def _guard(settings: Policy, model: nn.Module, called: nn.Module) -> Guard:
     from amptune.runtime.guarding import Guard  # few trainings have one, and every start would pay for it
 
     return Guard(settings, model, called)
+
+
+def _called(settings: Policy, model: nn.Module, steps: ExitStack) -> nn.Module:
+    """What the loop is to call: the model, or what stands for it."""
+    if settings.compile != "off":
+        return _compiled(settings.compile, model, steps)
+    if not settings.cuda_graphs:
+        return model
+    graphed = GraphedModel(model, lambda finding: warnings.warn(str(finding), PolicyDriftWarning, stacklevel=2))
+    steps.callback(graphed.forget)
+    return graphed
 
 
 def _compiled(mode: CompileMode, model: nn.Module, steps: ExitStack) -> nn.Module:

@@ -88,12 +88,13 @@ class BatchWatch:
             )
 
     def _look_at_shapes(self, tensors: Sequence[torch.Tensor]) -> None:
-        graphs = self._policy.compile in CUDA_GRAPH_MODES
+        graphs = self._policy.cuda_graphs or self._policy.compile in CUDA_GRAPH_MODES
         if not (graphs or self._policy.cudnn_benchmark):
             return
         self._shapes.add(tuple(tensor.shape for tensor in tensors))
         if self._forwards >= _BATCHES_FOR_SHAPES and len(self._shapes) > self._forwards / 2:
-            setting = f"compile: {self._policy.compile}" if graphs else "cudnn_benchmark"
+            compiled = self._policy.compile != "off"
+            setting = f"compile: {self._policy.compile}" if compiled else "cuda_graphs" if graphs else "cudnn_benchmark"
             work = "a CUDA graph is recorded" if graphs else "cuDNN times its algorithms"
             self._misuse.say(
                 "shapes-keep-changing",

@@ -9,6 +9,7 @@ import torch
 
 from amptune.errors import PolicyApplyError
 from amptune.runtime.fused_optimizer import fuse
+from amptune.runtime.graphed_model import GraphedModel
 from amptune.runtime.layout import convert_batch
 from amptune.runtime.loss_scaling import PolicyScaler, scaler_for
 from amptune.runtime.watched_scaler import WatchedScaler
@@ -35,7 +36,7 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Tuned:
     """A policy applied to a model. As a context manager it undoes itself at the end.
 
-    `model` is the model that was given, or its compiled form where the policy compiles; `findings` are what
+    `model` is the model that was given, or what the policy's compile or cuda_graphs put around it; `findings` are what
     was noticed, and grow while the loop is set up, and while a guard watches it run.
     """
 
@@ -65,7 +66,12 @@ class Tuned:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        return (*self._findings, *(self._guard.findings if self._guard is not None else ()))
+        not_recorded = self.model.why_not if isinstance(self.model, GraphedModel) else None
+        return (
+            *self._findings,
+            *(() if not_recorded is None else (not_recorded,)),
+            *(() if self._guard is None else self._guard.findings),
+        )
 
     def autocast(self, *, cache_enabled: bool | None = None) -> torch.amp.autocast:
         """Autocast for the device the model is on now; disabled where the policy has it off, or was undone.

@@ -137,6 +137,8 @@ class Candidates:
         half = self.ladder.half if settings.pop(HALF, False) and autocast != "off" else ()
         if autocast != "off" or settings.get(WEIGHTS) != "half":
             settings |= {name: stock_value(name) for name in OF_WEIGHTS}
+        if settings.get("compile", "off") != "off":
+            settings.pop("cuda_graphs", None)
         layout = settings.get("memory_format", "contiguous")
         faster = self.ladder.rules(depth, autocast, layout) if autocast != "off" else ()
         policy = Policy(**settings, half_modules=half)
@@ -180,9 +182,18 @@ class Candidates:
         return tuple(recipes)
 
     @property
+    def soon(self) -> tuple[Policy, ...]:
+        """What is measured before anything that takes long: the known-good policies, and CUDA graphs to start with.
+
+        These are recorded in a second, and four times as fast as eager ones where a step waits for the host.
+        """
+        recorded = [policy for policy in map(self.policy_of, self.space.try_first) if policy.cuda_graphs]
+        return tuple(dict.fromkeys([self.known_good[0], *self.amp_recipes, *recorded, *self.known_good]))
+
+    @property
     def first(self) -> tuple[Policy, ...]:
         tried = (self.policy_of(point) for point in self.space.try_first)
-        return tuple(dict.fromkeys([self.baseline, *self.known_good, *self._plain, *tried, *self._in_larger_batches]))
+        return tuple(dict.fromkeys([self.baseline, *self.soon, *self._plain, *tried, *self._in_larger_batches]))
 
     @property
     def _plain(self) -> Iterator[Policy]:

@@ -69,7 +69,7 @@ def best_of_dtypes(study: Study) -> list[Policy]:
     for policy in sorted(filter(scores.get, scores), key=scores.__getitem__, reverse=True):
         best.setdefault(policy.precision, policy)
     for mode in COMPILE_FIRST:
-        graphs = [replace(policy, compile=mode) for policy in best.values() if _kind(policy) not in compiled]
+        graphs = [policy.compiled(mode) for policy in best.values() if _kind(policy) not in compiled]
         known = [policy for policy in graphs if policy in study]
         if known:
             return known[:DTYPES_COMPILED]
@@ -108,7 +108,7 @@ def instead_of(policy: Policy, failure: Failure, study: Study) -> list[Policy]:
     if failure.kind == "oom":
         smaller = study.next_smaller(policy)
         return [] if smaller is None else [smaller]
-    other = replace(policy, compile=COMPILE_FIRST[-1])
+    other = policy.compiled(COMPILE_FIRST[-1])
     return [other] if other != policy and other in study else []
 
 

@@ -203,4 +203,4 @@ def graphs_like(policy: Policy, judged: Iterable[J]) -> Iterator[J]:
 
 def numerics_of_policy(policy: Policy) -> Policy:
     """What of a policy its numerics depend on."""
-    return replace(policy, batch_size=None, accumulate=1, fused_optimizer=False)
+    return replace(policy, batch_size=None, accumulate=1, cuda_graphs=False, fused_optimizer=False)

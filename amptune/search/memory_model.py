@@ -38,6 +38,7 @@ class Arm:
     memory_format: MemoryFormat = "contiguous"
     cudnn_benchmark: bool = False
     compile: CompileMode = "off"
+    cuda_graphs: bool = False
 
     @property
     def likes_workspaces(self) -> bool:
@@ -46,7 +47,8 @@ class Arm:
 
     def keeps_the_same(self, other: Arm) -> bool:
         """Whether both keep the same tensors for the backward pass, and so differ in workspaces alone."""
-        return (self.half, self.weights, self.compile) == (other.half, other.weights, other.compile)
+        mine, others = ((arm.half, arm.weights, arm.compile, arm.cuda_graphs) for arm in (self, other))
+        return mine == others
 
 
 def arm_of(policy: Policy) -> Arm:
@@ -59,6 +61,7 @@ def arm_of(policy: Policy) -> Arm:
         memory_format=policy.memory_format,
         cudnn_benchmark=policy.cudnn_benchmark,
         compile=policy.compile,
+        cuda_graphs=policy.cuda_graphs,
     )
 
 

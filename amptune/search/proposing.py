@@ -24,7 +24,7 @@ Strings = NDArray[np.str_]
 Codes = NDArray[np.int64]
 
 # What torch.compile's modes are made of, to a surrogate: whether there is a compiled graph, whether CUDA graphs launch
-# its kernels, whether those were timed against others.
+# the kernels, whether those were timed against others.
 COMPILED, CUDA_GRAPHS, AUTOTUNED = "compile", "cuda_graphs", "autotuned"
 # These make a trial dear: plans to be timed, graphs to be compiled, kernels to be timed. So many seconds more are
 # reckoned with before one like it was measured; cuDNN's plans of ResNet-50 took 10 to 25 s on an H200.
@@ -146,13 +146,13 @@ def _codes(columns: Sequence[Strings], count: int) -> Codes:
 
 
 def features_of(point: Point) -> Point:
-    """The point as a surrogate sees it: modes of torch.compile by what they are made of."""
+    """The point as a surrogate sees it: modes of torch.compile by what they are made of, as `cuda_graphs` is one."""
     if COMPILED not in point:
         return point
     mode = str(point[COMPILED])
     made_of = {
         COMPILED: "off" if mode == "off" else "on",
-        CUDA_GRAPHS: mode in CUDA_GRAPH_MODES,
+        CUDA_GRAPHS: mode in CUDA_GRAPH_MODES or bool(point.get(CUDA_GRAPHS)),
         AUTOTUNED: mode in AUTOTUNED_MODES,
     }
     return Point({**point, **made_of})
@@ -165,8 +165,9 @@ def with_features(knobs: Sequence[Knob]) -> list[Knob]:
         Knob(name=CUDA_GRAPHS, choices=(False, True)),
         Knob(name=AUTOTUNED, choices=(False, True)),
     ]
-    others = [knob for knob in knobs if knob.name != COMPILED]
-    return others if len(others) == len(knobs) else [*others, *made_of]
+    if all(knob.name != COMPILED for knob in knobs):
+        return list(knobs)
+    return [*(knob for knob in knobs if knob.name not in (COMPILED, CUDA_GRAPHS)), *made_of]
 
 
 def _reckoned(kind: tuple[bool, ...], means: Mapping[tuple[bool, ...], float]) -> float | None:

@@ -46,12 +46,12 @@ CHEAP = {"cudnn_benchmark": False, "compile": "off"}
 CHEAP_SHARE, CHEAP_S, CHEAP_SHARE_WITH_SIZES = 0.35, 40.0, 0.5
 # What a trial takes at the least, where none like it was seen; one that is compiled more, where the model is large.
 SHORTEST_DEAR_S, SHORTEST_COMPILED_S, SHORTEST_AUTOTUNED_S = 5.0, 25.0, 150.0
-# Of the time kept for comparisons, for the first policy that is compiled and the known-good ones; and for measuring
+# Of the time kept for comparisons, for the first policy that is compiled and those that come soon; and for measuring
 # what was compiled ahead. Of all the time left, for compiling several graphs beside one another; and for measuring
 # them besides.
 BORROWED, BORROWED_FOR_COMPILED, GRAPHS_SHARE, MEASURED_SHARE = 0.4, 0.7, 0.6, 0.8
-# The known-good policies come before the graphs, where they take no more than this share of what is left.
-KNOWN_GOOD_SHARE = 0.15
+# What comes soon comes before what is compiled, where it takes no more than this share of what is left.
+SOON_SHARE = 0.15
 # Of the trials that are allowed, those that are compiled before all others.
 GRAPHS_OF_TRIALS = 0.25
 OUT_OF_TIME = "the budget for searching is spent"
@@ -70,16 +70,16 @@ def search(
     baseline: Policy,
     reserve_s: Callable[[], float],
     observer: Observer,
-    known_good: Collection[Policy] = (),
+    soon: Collection[Policy] = (),
     graphs_at_once: GraphsAtOnce | None = None,
 ) -> None:
     """Measures what the study suggests, one policy after another, and leaves `reserve_s()` of the budget unspent.
 
-    The baseline comes first, then the `known_good` and, where several graphs can be compiled beside one another, one of
-    each kind; these before those where trials take long. For both some of what is kept may be spent. Every outcome is
-    in the study when this returns.
+    The baseline comes first, then what is to come `soon` and, where several graphs can be compiled beside one another,
+    one of each kind; these before those where trials take long. For both some of what is kept may be spent. Every
+    outcome is in the study when this returns.
     """
-    run = _Search(study, evaluator, budget, baseline, reserve_s, observer, known_good, graphs_at_once or GraphsAtOnce())
+    run = _Search(study, evaluator, budget, baseline, reserve_s, observer, soon, graphs_at_once or GraphsAtOnce())
     try:
         because = run.until_done()
     except StudyError as error:  # a storage that fails ends the search; what is in memory still decides
@@ -96,8 +96,9 @@ def best_of(study: Study) -> Trial | None:
 
 @dataclass
 class _Search:
-    """One search: the baseline and the known-good policies; a graph of each kind, where several compile at once; then
-    cheap trials, then dear ones on the best of those, then whatever promises most for its time.
+    """One search: the baseline, the known-good policies and the first CUDA graphs; a compiled graph of each kind, where
+    several compile at once; then cheap trials, then dear ones on the best of those, then whatever promises most for its
+    time.
     """
 
     study: Study
@@ -106,7 +107,7 @@ class _Search:
     baseline: Policy
     reserve_s: Callable[[], float]
     observer: Observer
-    known_good: Collection[Policy]
+    soon: Collection[Policy]
     graphs_at_once: GraphsAtOnce
 
     def __post_init__(self) -> None:
@@ -164,18 +165,18 @@ class _Search:
         return min(self.reserve_s(), self._most_kept_s)
 
     def _is_out_of_time(self) -> bool:
-        """Not while there is something that was compiled, or known-good policies can still borrow."""
-        needs_more = any(self.study.trial_of(policy) is None for policy in self.known_good)
+        """Not while there is something that was compiled, or what comes soon can still borrow."""
+        needs_more = any(self.study.trial_of(policy) is None for policy in self.soon)
         left_s = self._left_s + (BORROWED * self._reserve_s if needs_more else 0.0)
         return not self._compiled and left_s < SHORTEST_TRIAL_S
 
     def _left_for(self, policy: Policy) -> float:
         """The first graphs may make more of a difference than a few launches more to compare.
 
-        Of the known-good policies the best are to be compared in them.
+        Of what comes soon the best is to be compared in them.
         """
         is_first = policy.compile != "off" and all(trial.policy.compile == "off" for trial in self.study.trials)
-        share = BORROWED if is_first or policy in self.known_good else 0.0
+        share = BORROWED if is_first or policy in self.soon else 0.0
         return self._left_s + self._reserve_s * (BORROWED_FOR_COMPILED if policy in self._compiled else share)
 
     @property
@@ -184,14 +185,14 @@ class _Search:
         return median(trial.seconds for trial in self.study.trials)
 
     def _is_to_look_ahead(self, suggestion: Suggestion | None) -> bool:
-        """Behind the known-good policies, if they take little: on a slow host graphs may not be ready in their time.
+        """Behind what comes soon, if that takes little: on a slow host graphs may not be ready in their time.
 
         DenseNet-161 lost 95 s so, and had one policy to compare with stock PyTorch (an H200, a budget of 215 s).
         """
-        if self._looked_ahead or suggestion is None or suggestion.policy not in self.known_good:
+        if self._looked_ahead or suggestion is None or suggestion.policy not in self.soon:
             return not self._looked_ahead
-        count = sum(self.study.trial_of(policy) is None for policy in self.known_good)
-        return count * self._trial_s > KNOWN_GOOD_SHARE * self.budget.left_s
+        count = sum(self.study.trial_of(policy) is None for policy in self.soon)
+        return count * self._trial_s > SOON_SHARE * self.budget.left_s
 
     def _compile_ahead(self, baseline: Outcome) -> None:
         """Compiles one policy of each kind beside one another, to be measured next: where two or more can be.

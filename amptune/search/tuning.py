@@ -166,7 +166,7 @@ def _search_and_prove(evaluator: Evaluator, run: TuningRun, prepare_s: float, ob
         evaluator,
         request.budget,
         baseline=candidates.baseline,
-        known_good=candidates.known_good,
+        soon=candidates.soon,
         graphs_at_once=GraphsAtOnce(
             most=evaluator.graphs_at_once,
             leaves=len(run.prepared.subject.leaves),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from amptune.policy.file import Evidence, PolicyFile
 from amptune.policy.profile import Entry, Profile
-from amptune.policy.settings import Autocast, Fp32Rule, HalfRule, LossScale, Policy, Reason
+from amptune.policy.settings import Autocast, CompileMode, Fp32Rule, HalfRule, LossScale, Policy, Reason
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 positive = st.floats(min_value=1e-30, max_value=1e30)
@@ -41,6 +41,7 @@ loss_scales = st.one_of(
 def policies(draw: st.DrawFn) -> Policy:
     autocast: Autocast = draw(st.sampled_from(["off", "bf16", "fp16"]))
     half = autocast == "off" and draw(st.booleans())
+    compiled: CompileMode = draw(st.sampled_from(["off", "default", "reduce-overhead", "max-autotune"]))
     return Policy(
         autocast=autocast,
         weights="half" if half else "fp32",
@@ -53,7 +54,8 @@ def policies(draw: st.DrawFn) -> Policy:
         cudnn_benchmark=draw(st.booleans()),
         batch_size=draw(st.none() | st.integers(1, 10**6)),
         accumulate=draw(st.integers(1, 1000)),
-        compile=draw(st.sampled_from(["off", "default", "reduce-overhead", "max-autotune"])),
+        compile=compiled,
+        cuda_graphs=compiled == "off" and draw(st.booleans()),
         fused_optimizer=draw(st.booleans()),
         loss_scale=draw(st.none() | loss_scales) if half or autocast == "fp16" else None,
     )

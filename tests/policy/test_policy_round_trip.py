@@ -31,9 +31,13 @@ EVERYTHING = Policy(
     fused_optimizer=True,
     loss_scale=LossScale(init=1024.0, growth_interval=7, max=65536.0),
 )
-# What does not go together with autocast.
+# What does not go together with autocast, and with torch.compile.
 HALF_WEIGHTS = Policy(
-    weights="half", master_weights=True, keep_batchnorm_fp32=True, loss_scale=LossScale(init=128.0, static=True)
+    cuda_graphs=True,
+    weights="half",
+    master_weights=True,
+    keep_batchnorm_fp32=True,
+    loss_scale=LossScale(init=128.0, static=True),
 )
 
 

@@ -230,7 +230,13 @@ def test_where_there_are_the_cores_a_graph_of_each_kind_is_compiled_behind_the_r
     first, graphs, _ = around_the_graphs(events)
     assert graphs == list(together)
     assert first[0] == STOCK
-    assert set(first[1:]) == set(RECIPES)
+    assert {policy for policy in first[1:] if not policy.cuda_graphs} == set(RECIPES)
+    assert {(policy.autocast, policy.memory_format) for policy in first if policy.cuda_graphs} == {
+        ("bf16", "channels_last"),
+        ("fp16", "channels_last"),
+        ("bf16", "contiguous"),
+        ("off", "contiguous"),
+    }
     winner = decision.policy
     assert (winner.autocast, winner.memory_format, winner.compile) == ("bf16", "contiguous", "reduce-overhead")
 

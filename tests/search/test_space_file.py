@@ -114,6 +114,7 @@ def test_a_model_is_compiled_only_where_triton_runs(name: str) -> None:
     space = load_space(name)
     compiles = len(space.choices("compile")) > 1
     assert compiles == all(number >= (7, 0) for number in numbers_of(space))
+    assert space.choices("cuda_graphs") == ((False, True) if space.compute_capability else ())
     if not space.compute_capability:  # a CPU has no CUDA graphs
         assert not {"reduce-overhead", "max-autotune"} & set(space.choices("compile"))
 
@@ -128,9 +129,10 @@ def numbers_of(space: Space) -> list[tuple[int, int]]:
 )
 def test_a_space_is_small_enough_to_be_searched(name: str, at_most: int) -> None:
     space = load_space(name)
-    plain = [point for point in points(space) if point["compile"] == "off" and not point["fused_optimizer"]]
+    eager = [point for point in points(space) if point["compile"] == "off" and not point["fused_optimizer"]]
+    plain = [point for point in eager if not point.get("cuda_graphs")]
     assert 5 < len(plain) <= at_most
-    ways = len(space.choices("compile")) * len(space.choices("fused_optimizer"))
+    ways = (len(space.choices("compile")) + (len(eager) > len(plain))) * len(space.choices("fused_optimizer"))
     assert len(list(points(space))) <= ways * at_most
 
 

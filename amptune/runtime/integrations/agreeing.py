@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from amptune.errors import PolicyApplyError
 from amptune.policy.settings import Policy
-from amptune.runtime.applying import apply
+from amptune.runtime.applying import PolicyDriftWarning, apply
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,8 +53,15 @@ def require_own_scaler(policy: Policy, framework: str) -> None:
 
 
 def apply_uncompiled(policy: Policy | PolicyFile, model: nn.Module, *, any_hardware: bool) -> Tuned:
-    """`amptune.apply`, save that compiling is left to the framework."""
+    """`amptune.apply`, save that compiling is left to the framework; CUDA graphs, which none has, are left out."""
+    settings = policy if isinstance(policy, Policy) else policy.policy
+    if settings.cuda_graphs:
+        warnings.warn(
+            "this framework calls the model itself, so nothing is recorded as a CUDA graph and cuda_graphs is left out",
+            PolicyDriftWarning,
+            stacklevel=3,
+        )
+    eager = replace(settings, compile="off", cuda_graphs=False)
     if isinstance(policy, Policy):
-        return apply(replace(policy, compile="off"), model)
-    eager = replace(policy, policy=replace(policy.policy, compile="off"))
-    return apply(eager, model, any_hardware=any_hardware)
+        return apply(eager, model)
+    return apply(replace(policy, policy=eager), model, any_hardware=any_hardware)

@@ -32,10 +32,16 @@ def fully_shard(module: nn.Module, tuned: Tuned, **options: Any) -> nn.Module:
     as it is, `tuned.autocast()` included: it casts inputs operation by operation, so units do not cast theirs.
 
     Raises `PolicyApplyError` for what FSDP2 cannot do: sharding weights that are not contiguous, or those that a module
-    in FP32 shares with others; and where the policy holds weights in half, which FSDP2 does by itself.
+    in FP32 shares with others; and where the policy records CUDA graphs, or holds weights in half, which FSDP2 does by
+    itself.
     """
     if tuned.policy.weights == "half":
         raise PolicyApplyError(NOT_FOR_FSDP2)
+    if tuned.policy.cuda_graphs:
+        raise PolicyApplyError(
+            "a CUDA graph holds whole weights where they lie, and FSDP2 gathers them anew for each pass: use a policy "
+            "without cuda_graphs"
+        )
     _require_shardable(module, options)
     excluded = {inner for inner in tuned.model.modules() if precision_of(inner) in ("fp32", "fp32-cast")}
     for inner in reversed(list(module.modules())):  # what is inside comes first
