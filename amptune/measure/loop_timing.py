@@ -180,8 +180,8 @@ def _copy_bound(timing: LoopTiming) -> str:
 def _host_bound(timing: LoopTiming) -> str:
     return (
         f"the device has nothing to do for {_percent(timing.host_share)} of the loop's time although its batch is "
-        f"there: the host needs {timing.host_ms:.3g} ms to give it a step's work; try a larger batch, torch.compile, "
-        "or CUDA graphs"
+        f"there: the host needs {timing.host_ms:.3g} ms to give it a step's work; try a larger batch, or where the "
+        "policy has none, CUDA graphs (cuda_graphs: true)"
     )
 
 

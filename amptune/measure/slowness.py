@@ -95,9 +95,9 @@ def _waiting(profile: StepProfile, policy: Policy) -> str:
 
 
 def _fewer_launches(profile: StepProfile, policy: Policy) -> str:
-    ways = ["torch.compile"] if policy.compile == "off" else []
-    if policy.compile == "off" and not policy.cuda_graphs:
-        ways.append("CUDA graphs (cuda_graphs: true)")
+    ways = []
+    if policy.compile == "off":
+        ways += ["torch.compile"] if policy.cuda_graphs else ["CUDA graphs (cuda_graphs: true)", "torch.compile"]
     elif policy.compile == "default":
         ways.append("CUDA graphs (compile: reduce-overhead)")
     if not policy.fused_optimizer and profile.optimizer_kernels >= LAUNCHES_SHARE * profile.kernels:

@@ -17,7 +17,6 @@ from amptune.policy.settings import Policy
 from amptune.runtime.batch_statistics import FiniteStatistics
 from amptune.runtime.digest import model_digest
 from amptune.runtime.global_flags import keep_autocast_out_of_compiled_backward, set_cudnn_benchmark, set_fp32_math
-from amptune.runtime.graphed_model import GraphedModel
 from amptune.runtime.kept_in_fp32 import require_convertible
 from amptune.runtime.layout import convert_model, convertible
 from amptune.runtime.precisions import kept_by, precisions_of
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
     from amptune.policy.file import PolicyFile
     from amptune.policy.settings import CompileMode
+    from amptune.runtime.graphed_model import GraphedModel
     from amptune.runtime.guarding import Guard
     from amptune.runtime.half_training import HalfTraining
     from amptune.runtime.selection import Selected
@@ -196,7 +196,8 @@ def _apply(
         half_training = _half_training(settings, model, selected)
         if half_training is not None:
             steps.callback(half_training.undo)
-        called = _called(settings, model, steps)
+        graphed = _graphed(model, steps) if settings.cuda_graphs else None
+        called = graphed or (model if settings.compile == "off" else _compiled(settings.compile, model, steps))
         guard = _guard(settings, model, called) if guarded else None
         way_back = steps.pop_all()
 
@@ -214,6 +215,7 @@ def _apply(
         guard=guard,
         statistics=statistics,
         half_training=half_training,
+        graphed=graphed,
     )
 
 
@@ -243,12 +245,9 @@ def _guard(settings: Policy, model: nn.Module, called: nn.Module) -> Guard:
     return Guard(settings, model, called)
 
 
-def _called(settings: Policy, model: nn.Module, steps: ExitStack) -> nn.Module:
-    """What the loop is to call: the model, or what stands for it."""
-    if settings.compile != "off":
-        return _compiled(settings.compile, model, steps)
-    if not settings.cuda_graphs:
-        return model
+def _graphed(model: nn.Module, steps: ExitStack) -> GraphedModel:
+    from amptune.runtime.graphed_model import GraphedModel  # few trainings have one, and every start would pay for it
+
     graphed = GraphedModel(model, lambda finding: warnings.warn(str(finding), PolicyDriftWarning, stacklevel=2))
     steps.callback(graphed.forget)
     return graphed

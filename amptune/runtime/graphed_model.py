@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
 from amptune.runtime.host_effects import HostEffects, hooked, put_back
+from amptune.runtime.model_state import ModelState
 from amptune.runtime.recording import CONSTANTS, CudaRecorder, NotRecordableError, Recording
 
 if TYPE_CHECKING:
@@ -29,18 +30,18 @@ NOT_RECORDED = "cuda-graphs-not-recorded"
 
 # Each recording keeps the memory of its activations, so no more than these: a batch, the last of an epoch, and a few.
 MOST_RECORDINGS = 4
-# Where weights are moved or modules replaced all is recorded anew, so often at the most: it takes a second.
-MOST_RECORDED = 16
+# Where the model was changed all is recorded anew, which takes a second: so often for fewer replays than are worth it.
+MOST_WASTED, WORTH_IT = 8, 20
 
 
 class GraphedModel(nn.Module):
     """Runs `model`: training passes as recorded, all others by the model itself.
 
     A pass is recorded when its inputs' shapes come for the first time, and replayed as long as the model has the same
-    weights in the same places, modules in the same mode, and autocast is as it was. Everything else runs as without: in
-    evaluation, without gradients, while a backward pass is still to come that needs what the last forward pass kept.
-    What cannot be recorded is said once, by `say`, and runs by itself from then on. As `torch.compile`'s, its
-    state_dict has another prefix: save the model's own.
+    modules and attributes, its weights lie in the same places, modules are in the same mode, and autocast is as it was.
+    Everything else runs as without: in evaluation, without gradients, while a backward pass is still to come that needs
+    what the last forward pass kept. What cannot be recorded is said once, by `say`, and runs by itself from then on.
+    As `torch.compile`'s, its state_dict has another prefix: save the model's own.
     """
 
     def __init__(
@@ -58,8 +59,8 @@ class GraphedModel(nn.Module):
         self._device_type = device_type
         self._recorded: list[tuple[_Conditions, Recording]] = []
         self._seen: list[_Call] = []
-        self._held: _Held | None = None
-        self._count = 0
+        self._state: ModelState | None = None
+        self._replays = self._wasted = 0
         self._said: Finding | None = None
         self._out_of_memory: torch.OutOfMemoryError | None = None
 
@@ -88,25 +89,34 @@ class GraphedModel(nn.Module):
         """Drops what was recorded, and its memory."""
         self._recorded.clear()
         self._seen.clear()
-        self._held = None
+        self._state = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         model = self._orig_mod
-        if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
+        if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()) or self._is_elsewhere:
             return model(*args, **kwargs)
         call = _Call.of(args, kwargs, self._device_type)
         recording = None if call is None else self._recording_for(call)
         if call is None or recording is None or recording.is_busy:
             return model(*args, **kwargs)
+        self._replays += 1
         return recording(call.tensors)
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether this is a replica that DataParallel made for one pass, or the loop records graphs of its own."""
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+        return capturing or getattr(self, "_is_replica", False)
 
     def _recording_for(self, call: _Call) -> Recording | None:
         """One that was made, or is made now; None where the model is to run by itself."""
-        if self._held is None or not self._held.holds():
+        if self._state is not None and not self._state.holds():
+            self._wasted = self._wasted + 1 if self._recorded and self._replays < WORTH_IT else 0
             self.forget()
-            self._held = _Held(self._orig_mod)
-        now = _Conditions(call=call, autocast=_autocast(self._device_type), state=self._held.state())
-        known = next((recording for conditions, recording in self._recorded if conditions == now), None)
+        if self._state is None:
+            self._state = ModelState(self._orig_mod)
+        conditions = self._conditions(call, self._state)
+        known = next((recording for under, recording in self._recorded if under == conditions), None)
         if known is not None or self._said is not None or not self._is_due(call):
             return known
         try:
@@ -114,16 +124,20 @@ class GraphedModel(nn.Module):
         except Exception as error:  # noqa: BLE001  # the user's code may raise anything: it will in its own forward too
             self._give_up(error)
             return None
-        self._count += 1
-        self._recorded.append((replace(now, call=call.without_tensors()), recording))
+        if not self._recorded:  # the first passes may have set up what stays
+            self._state, self._replays = ModelState(self._orig_mod), 0
+        self._recorded.append((self._conditions(call.without_tensors(), self._state), recording))
         return recording
+
+    def _conditions(self, call: _Call, state: ModelState) -> _Conditions:
+        return _Conditions(call=call, autocast=_autocast(self._device_type), modes=state.modes())
 
     def _is_due(self, call: _Call) -> bool:
         """Not at first sight, save for the first batch: shapes may never come again."""
         if len(self._recorded) >= MOST_RECORDINGS:
             return False
-        if self._count >= MOST_RECORDED:
-            self._refuse(f"{type(self._orig_mod).__name__} was recorded {self._count} times, as it goes on changing")
+        if self._wasted >= MOST_WASTED:
+            self._refuse(f"{type(self._orig_mod).__name__} goes on changing: it was recorded {self._wasted} times anew")
             return False
         if not self._recorded or call in self._seen:
             return True
@@ -149,7 +163,8 @@ class GraphedModel(nn.Module):
         return recording
 
     def _give_up(self, error: Exception) -> None:
-        self._out_of_memory = error if isinstance(error, torch.OutOfMemoryError) else None
+        if isinstance(error, torch.OutOfMemoryError):
+            self._out_of_memory = torch.OutOfMemoryError(str(error))  # without what its traceback keeps in memory
         first = str(error).strip().partition("\n")[0]
         reason = first if isinstance(error, NotRecordableError) else f"raises {type(error).__name__} ({first})"
         self._refuse(f"the forward pass of {type(self._orig_mod).__name__} {reason}")
@@ -248,35 +263,8 @@ class _Conditions:
 
     call: _Call
     autocast: tuple[bool, torch.dtype]
-    state: tuple[tuple[bool, ...], tuple[bool, ...]]
+    modes: tuple[tuple[bool, ...], tuple[bool, ...]]
 
 
 def _autocast(device_type: str) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-
-
-class _Held:
-    """What a model consisted of: which modules and tensors, and where in memory these lie."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = list(model.modules())
-        self._parameters = list(model.parameters())
-        tables: list[dict[str, Any]] = [
-            table for m in self._modules for table in (m._modules, m._parameters, m._buffers) if table
-        ]
-        self._entries = [(table, len(table), name, held) for table in tables for name, held in table.items()]
-        tensors = (held for _, _, _, held in self._entries if isinstance(held, torch.Tensor))
-        self._places = [(tensor, tensor.data_ptr()) for tensor in tensors]
-
-    def holds(self) -> bool:
-        """Whether all of it is there still, and nothing else."""
-        return all(
-            table.get(name) is held and len(table) == count for table, count, name, held in self._entries
-        ) and all(tensor.data_ptr() == place for tensor, place in self._places)
-
-    def state(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """(which modules train, which parameters do)."""
-        return (
-            tuple([module.training for module in self._modules]),
-            tuple([parameter.requires_grad for parameter in self._parameters]),
-        )

@@ -11,16 +11,15 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from amptune.runtime.model_state import HOOKS, OF_EVERY_MODULE
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["HostEffects", "hooked", "put_back"]
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in _HOOKS)
+_GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in HOOKS)
 _TENSORS = ("_parameters", "_buffers")
-# What every module has, and PyTorch itself writes to; save for the children.
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_modules"}
 _CONTAINERS = (list, dict, set)
 
 
@@ -29,7 +28,7 @@ def hooked(model: nn.Module) -> str | None:
     if any(getattr(torch_module, kind, None) for kind in _GLOBAL_HOOKS):
         return "has hooks that are registered for all modules"
     for path, module in model.named_modules():
-        if any(getattr(module, kind, None) for kind in _HOOKS):
+        if any(getattr(module, kind, None) for kind in HOOKS):
             return f"has a hook on {path or 'itself'}"
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks:
@@ -87,7 +86,7 @@ def _random_state() -> dict[str, Any]:
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:
     """Its own, and its weights and buffers by name; of a container also how much it holds."""
-    found = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    found = {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE}
     for kind in _TENSORS:
         found.update(getattr(module, kind))
     return {name: (value, len(value) if isinstance(value, _CONTAINERS) else None) for name, value in found.items()}

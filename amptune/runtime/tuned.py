@@ -9,7 +9,6 @@ import torch
 
 from amptune.errors import PolicyApplyError
 from amptune.runtime.fused_optimizer import fuse
-from amptune.runtime.graphed_model import GraphedModel
 from amptune.runtime.layout import convert_batch
 from amptune.runtime.loss_scaling import PolicyScaler, scaler_for
 from amptune.runtime.watched_scaler import WatchedScaler
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from amptune.policy.findings import Finding
     from amptune.policy.settings import Policy
     from amptune.runtime.batch_statistics import FiniteStatistics
+    from amptune.runtime.graphed_model import GraphedModel
     from amptune.runtime.guarding import Guard
     from amptune.runtime.half_training import HalfTraining
 
@@ -51,6 +51,7 @@ class Tuned:
         guard: Guard | None = None,
         statistics: FiniteStatistics | None = None,
         half_training: HalfTraining | None = None,
+        graphed: GraphedModel | None = None,
     ) -> None:
         self.policy = policy
         self.model = model
@@ -61,12 +62,13 @@ class Tuned:
         self._guard = guard
         self._statistics = statistics
         self._half_training = half_training
+        self._graphed = graphed
         self._scalers: dict[str, PolicyScaler] = {}
         self._active = True
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        not_recorded = self.model.why_not if isinstance(self.model, GraphedModel) else None
+        not_recorded = None if self._graphed is None else self._graphed.why_not
         return (
             *self._findings,
             *(() if not_recorded is None else (not_recorded,)),

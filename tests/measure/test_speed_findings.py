@@ -66,7 +66,7 @@ def test_a_gpu_that_waits_for_its_launches_is_said_with_the_ways_out() -> None:
     finding = found(gpu_busy_ms=3.9, host_ms=9.9, kernels=812)["launch-bound"]
     assert finding.message == (
         "the GPU waits for 61% of the step: its 812 kernels of 4.8 µs on average are launched from Python slower than "
-        "they run; try torch.compile, CUDA graphs (compile: reduce-overhead) or a larger batch"
+        "they run; try CUDA graphs (cuda_graphs: true), torch.compile or a larger batch"
     )
     assert finding.figures["idle_share"] == pytest.approx(0.61)
     assert finding.figures["gain_ms"] == pytest.approx(6.1)

@@ -15,7 +15,7 @@ from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.runtime.applying import PolicyDriftWarning, apply
-from amptune.runtime.graphed_model import MOST_RECORDED, MOST_RECORDINGS, NOT_RECORDED, GraphedModel
+from amptune.runtime.graphed_model import MOST_RECORDINGS, MOST_WASTED, NOT_RECORDED, WORTH_IT, GraphedModel
 
 Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], Any]
 
@@ -217,9 +217,27 @@ def _more_modules(model: Any) -> None:
     model.body.append(nn.Tanh())
 
 
-@pytest.mark.parametrize(
-    "change", [_replaced_head, _moved_weight, _moved_buffer, _frozen_statistics, _frozen_weights, _more_modules]
-)
+def _another_momentum(model: Any) -> None:
+    model.body[1].momentum = 0.5
+
+
+def _hooked_head(model: Any) -> None:
+    model.head.register_forward_hook(lambda _module, _args, out: out * 2)
+
+
+CHANGES = [
+    _replaced_head,
+    _moved_weight,
+    _moved_buffer,
+    _frozen_statistics,
+    _frozen_weights,
+    _more_modules,
+    _another_momentum,
+    _hooked_head,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_was_changed_trains_as_it_is_now(change: Callable[[Any], None]) -> None:
     results = []
     for wrap in (graphed, lambda model: model):
@@ -237,7 +255,11 @@ def test_a_model_that_was_changed_trains_as_it_is_now(change: Callable[[Any], No
 def test_a_model_that_goes_on_changing_is_not_recorded_for_ever() -> None:
     model = built()
     called = graphed(model)
-    for _ in range(MOST_RECORDED + 3):
+    for _ in range(MOST_WASTED + 2):
+        _moved_weight(model)
+        trained(model, called, plain_step, [4] * WORTH_IT)
+    assert not said
+    for _ in range(MOST_WASTED + 2):
         _moved_weight(model)
         trained(model, called, plain_step, [4])
     assert [finding.code for finding in said] == [NOT_RECORDED]
