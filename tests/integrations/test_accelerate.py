@@ -14,6 +14,7 @@ import amptune
 from amptune.errors import HardwareMismatchError, PolicyApplyError
 from amptune.policy.file import PolicyFile
 from amptune.policy.settings import Fp32Rule, LossScale, Policy
+from amptune.runtime.applying import PolicyDriftWarning
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
@@ -60,6 +61,13 @@ def test_it_trains_as_the_plain_loop_does(policy: Policy) -> None:
     assert same_weights(model, twin)
     assert model.head_dtypes == {torch.float32}
     assert type(model.head) is nn.Linear
+
+
+def test_cuda_graphs_are_left_out_and_that_is_said() -> None:
+    model, twin = net(), net()
+    with pytest.warns(PolicyDriftWarning, match="this framework calls the model itself"):
+        losses = train(replace(POLICY, cuda_graphs=True), model)
+    assert losses == train_plainly(POLICY, twin, batches())
 
 
 def test_an_accelerator_is_built_as_the_policy_says() -> None:

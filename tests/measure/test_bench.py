@@ -13,7 +13,7 @@ from amptune import Policy, Workload
 from amptune.errors import TargetError
 from amptune.measure.bench import Bench
 from amptune.measure.inspecting import inspect_model
-from amptune.measure.outcome import Effort, Measurement
+from amptune.measure.outcome import Effort, Failure, Measurement
 from amptune.policy.settings import STOCK, amp_recipe
 from amptune.runtime.loss_scaling import PolicyScaler
 
@@ -124,6 +124,14 @@ def test_lazy_modules_get_their_shapes() -> None:
 def test_lazy_modules_with_a_step_of_their_own_are_a_clear_error() -> None:
     with pytest.raises(TargetError, match=r"run one forward pass in model\(\)"):
         Bench(workload_of(nn.LazyLinear(3), loss=None, step=lambda *_: None), CPU)
+
+
+def test_a_trial_in_which_nothing_is_recorded_says_nothing_of_cuda_graphs() -> None:
+    bench = Bench(workload_of(nn.Linear(8, 8)), CPU)
+    outcome = bench.measure(Policy(cuda_graphs=True), QUICK)
+    assert isinstance(outcome, Failure)
+    assert outcome.kind == "unsupported"
+    assert "nothing is recorded as a CUDA graph" in outcome.message
 
 
 def test_batches_may_be_dataclasses_and_constant() -> None:

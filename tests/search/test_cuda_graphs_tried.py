@@ -1,0 +1,83 @@
+"""CUDA graphs in the search: when they are measured, and what the rest of it takes them for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from recorded import RecordedEvaluator
+
+from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.search.ablation import variants_of
+from amptune.search.candidates import Candidates, Wanted, candidates_for
+from amptune.search.judging import is_exempt, numerics_of_policy
+from amptune.search.memory_model import arm_of
+from amptune.search.proposing import features_of, with_features
+from amptune.search.space import Knob, Point, points
+from amptune.search.space_file import load_space, space_names
+
+GRAPHS = Policy(autocast="bf16", memory_format="channels_last", cuda_graphs=True, fused_optimizer=True)
+
+
+def candidates(space: str, **pins: str) -> Candidates:
+    prepared = RecordedEvaluator("resnet50").prepare(1.0)
+    return candidates_for(prepared, Wanted(baseline=STOCK, space=space, pins=pins))
+
+
+@pytest.mark.parametrize("space", sorted(set(space_names()) - {"cpu"}))
+def test_some_are_measured_right_behind_the_recipes_on_every_gpu(space: str) -> None:
+    tried = candidates(space)
+    recipes = [STOCK, *tried.amp_recipes]
+    assert list(tried.soon[: len(recipes)]) == recipes
+    recorded = [policy for policy in tried.soon if policy.cuda_graphs]
+    assert recorded
+    assert list(tried.soon[len(recipes) :][: len(recorded)]) == recorded
+    assert set(tried.soon) <= set(tried.first)
+    assert set(tried.known_good) <= set(tried.soon)
+
+
+@pytest.mark.parametrize("space", sorted(space_names()))
+def test_they_are_never_tried_on_what_is_compiled(space: str) -> None:
+    tried = candidates(space)
+    for point in points(load_space(space)):
+        assert not point.get("cuda_graphs") or point["compile"] == "off"
+    allowed_by_mistake = Point({"autocast": "bf16", "compile": "default", "cuda_graphs": True})
+    assert tried.policy_of(allowed_by_mistake) == Policy(autocast="bf16", compile="default")
+
+
+def test_they_can_be_pinned() -> None:
+    pinned = candidates("hopper", cuda_graphs="on")
+    assert {pinned.policy_of(point).cuda_graphs for point in pinned.space.try_first} == {True}
+
+
+def test_their_numerics_are_those_of_the_kernels_they_launch() -> None:
+    assert numerics_of_policy(GRAPHS) == replace(GRAPHS, cuda_graphs=False, fused_optimizer=False)
+    assert is_exempt(Policy(cuda_graphs=True), STOCK) == is_exempt(STOCK, STOCK)
+
+
+def test_their_memory_is_an_arm_of_its_own() -> None:
+    assert arm_of(GRAPHS) != arm_of(replace(GRAPHS, cuda_graphs=False))
+    assert not arm_of(GRAPHS).keeps_the_same(arm_of(replace(GRAPHS, cuda_graphs=False)))
+
+
+def test_what_they_buy_is_measured_by_leaving_them_out() -> None:
+    assert replace(GRAPHS, cuda_graphs=False) in {variant.policy for variant in variants_of(GRAPHS)}
+
+
+def test_a_surrogate_sees_them_in_the_modes_of_the_compiler_that_have_them() -> None:
+    knobs = [
+        Knob(name="compile", choices=("off", "default", "reduce-overhead")),
+        Knob(name="cuda_graphs", choices=(False, True)),
+    ]
+    assert sorted(knob.name for knob in with_features(knobs)) == ["autotuned", "compile", "cuda_graphs"]
+    recorded = features_of(Point({"compile": "off", "cuda_graphs": True}))
+    compiled = features_of(Point({"compile": "reduce-overhead", "cuda_graphs": False}))
+    plain = features_of(Point({"compile": "default", "cuda_graphs": False}))
+    assert (recorded["cuda_graphs"], recorded["compile"]) == (True, "off")
+    assert (compiled["cuda_graphs"], compiled["compile"]) == (True, "on")
+    assert (plain["cuda_graphs"], plain["compile"]) == (False, "on")
+
+
+def test_compiled_a_policy_has_those_of_its_mode() -> None:
+    assert GRAPHS.compiled("reduce-overhead") == replace(GRAPHS, cuda_graphs=False, compile="reduce-overhead")
+    assert str(amp_recipe("bf16", cuda_graphs=True)) == "bf16, CUDA graphs"
