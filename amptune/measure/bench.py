@@ -42,7 +42,7 @@ LARGE_BYTES = 256 * 2**20
 # Batches of other sizes are kept on the CPU as long as they are smaller than this together.
 KEPT_BYTES = 2**30
 # The first steps' losses are kept to compare policies; fewer where a step is slow. CUDA graphs are recorded in the
-# second, so a compiled step shows its time in a later one.
+# second, so such a step shows its time in a later one.
 FIRST_STEPS = 8
 LEAST_FIRST_STEPS, LEAST_FIRST_STEPS_COMPILED = 3, 5
 FIRST_STEPS_S = 2.0
@@ -126,10 +126,11 @@ class Bench:
 
     def _measure(self, tuned: Tuned, stepper: Stepper, effort: Effort) -> Measurement:
         started_s = self._clock.now_s()
-        least = LEAST_FIRST_STEPS if tuned.policy.compile == "off" else LEAST_FIRST_STEPS_COMPILED
+        eager = tuned.policy.compile == "off" and not tuned.policy.cuda_graphs
+        least = LEAST_FIRST_STEPS if eager else LEAST_FIRST_STEPS_COMPILED
         losses, norm, last_ms = self._first_steps(stepper, least)
         if isinstance(tuned.model, GraphedModel):
-            tuned.model.require_recorded()
+            tuned.model.recordings.require_some()
         warm_s = self._clock.now_s()
         compiled = self._compilations.graphs
         slow = effort.abandon_above_ms is not None and last_ms > effort.abandon_above_ms

@@ -132,7 +132,7 @@ def _settings(policy: Policy) -> Iterator[str]:
     if policy.compile != "off":
         yield f"compile {policy.compile}: torch.compile runs the model in this mode."
     if policy.cuda_graphs:
-        yield "cuda_graphs true: a training pass is recorded at its first batch and replayed; keep shapes constant."
+        yield "cuda_graphs true: training passes are recorded once for each shape and replayed; keep shapes constant."
     if policy.fused_optimizer:
         yield "fused_optimizer true: one kernel updates all parameters."
     if policy.loss_scale is not None:

@@ -4,97 +4,178 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.nn.parallel import DistributedDataParallel
 
-from amptune.runtime.model_state import HOOKS, OF_EVERY_MODULE
+from amptune.errors import AmptuneError
+from amptune.runtime.model_state import HOOKS, OF_EVERY_MODULE, PLAIN, table_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["HostEffects", "hooked", "put_back"]
+__all__ = ["NotRecordableError", "obstacle_in", "without_effects"]
 
 _GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in HOOKS)
-_TENSORS = ("_parameters", "_buffers")
-_CONTAINERS = (list, dict, set)
+_TABLES = ("_parameters", "_buffers", "_modules")
+# How deep lists and dictionaries are looked into.
+_DEPTH = 3
 
 
-def hooked(model: nn.Module) -> str | None:
-    """Which of the model's modules or weights has a hook, in words; None if none has."""
+class NotRecordableError(AmptuneError):
+    """Why a forward pass cannot be recorded, in words that follow its model's name."""
+
+
+def obstacle_in(model: nn.Module) -> str | None:
+    """Why nothing of the model can be recorded, to be seen before any pass, in words after its name; or None."""
     if any(getattr(torch_module, kind, None) for kind in _GLOBAL_HOOKS):
         return "has hooks that are registered for all modules"
     for path, module in model.named_modules():
         if any(getattr(module, kind, None) for kind in HOOKS):
             return f"has a hook on {path or 'itself'}"
+        if isinstance(module, DistributedDataParallel):
+            return "holds DistributedDataParallel, which is to be put around what is recorded"
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks:
             return f"has a hook on the gradient of {name}"
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) or tensor.layout is not torch.strided:
+            return f"holds {name}, which is no plain tensor"
     return None
 
 
-class HostEffects:
-    """What forward passes changed on the host since this was made: random numbers drawn there, attributes set."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._random = _random_state()
-        self._attributes = {path: _attributes_of(module) for path, module in model.named_modules()}
-
-    def found(self) -> str | None:
-        """In words, after the model's name; None where nothing changed."""
-        drawn = [whose for whose, state in _random_state().items() if state != self._random.get(whose, state)]
-        if drawn:
-            return f"draws random numbers on the host ({drawn[0]})"
-        for path, module in self._model.named_modules():
-            before = self._attributes.get(path, {})
-            for name, value in _attributes_of(module).items():
-                if name not in before or not _is_same(value, before[name]):
-                    return f"sets {f'{path}.{name}' if path else name} in each forward pass"
-        return None
-
-
 @contextmanager
-def put_back(model: nn.Module) -> Iterator[None]:
-    """What passes do to the model's buffers and to random generators is taken back at the end."""
-    tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+def without_effects(model: nn.Module) -> Iterator[None]:
+    """Raises `NotRecordableError` if what runs within changes anything on the host; puts back what it can of that.
+
+    Buffers and random generators are put back too, those of the model's devices as well.
+    """
+    host = _Host(model)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = {tensor.device.index for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda}
-    drawn = random.getstate()
     with torch.random.fork_rng(devices=sorted(devices)):
         try:
             yield
+            host.require_unchanged()
         finally:
-            random.setstate(drawn)
-            for table, before in tables:
-                table.update(before)
+            host.put_back()
             for buffer, value in buffers:
                 buffer.data.copy_(value)  # not to a backward pass that is still to come: it would take it for changed
 
 
-def _random_state() -> dict[str, Any]:
+class _Host:
+    """Random generators, and the attributes of modules, with what is in them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._generators = _generators()
+        self._attributes = {path: (module, _attributes_of(module)) for path, module in model.named_modules()}
+
+    def require_unchanged(self) -> None:
+        drawn = [whose for whose, state in _generators().items() if state != self._generators.get(whose, state)]
+        if drawn:
+            raise NotRecordableError(f"draws random numbers on the host ({drawn[0]})")
+        for path, (module, before) in self._attributes.items():
+            now = _attributes_of(module)
+            changed = [name for name in (*before, *now) if not _is_same(now.get(name), before.get(name))]
+            if changed:
+                raise NotRecordableError(
+                    f"changes {f'{path}.{changed[0]}' if path else changed[0]} in each forward pass"
+                )
+
+    def put_back(self) -> None:
+        random.setstate(self._generators["random"])
+        if "numpy" in self._generators:
+            sys.modules["numpy"].random.set_state(self._generators["numpy"])
+        for module, before in self._attributes.values():
+            own = vars(module)
+            for name in [name for name in own if name not in OF_EVERY_MODULE and name not in before]:
+                del own[name]
+            for name, (value, content) in before.items():
+                own[name] = value
+                _refill(value, content)
+
+
+def _generators() -> dict[str, Any]:
     states: dict[str, Any] = {"random": random.getstate(), "torch": torch.get_rng_state().numpy().tobytes()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, *others = numpy.random.get_state()
-        states["numpy"] = (kind, keys.tobytes(), *others)
+        states["numpy"] = (kind, tuple(keys.tolist()), *others)
     return states
 
 
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Its own, and its weights and buffers by name; of a container also how much it holds."""
-    found = {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE}
-    for kind in _TENSORS:
-        found.update(getattr(module, kind))
-    return {name: (value, len(value) if isinstance(value, _CONTAINERS) else None) for name, value in found.items()}
+def _attributes_of(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Each with what is in it: its own, and its weights, buffers and modules."""
+    own = {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE or name in _TABLES}
+    return {name: (value, _content(value, _DEPTH)) for name, value in own.items()}
 
 
-def _is_same(one: tuple[Any, int | None], before: tuple[Any, int | None]) -> bool:
-    """The same object with as much in it, or plain values that are equal."""
-    (value, length), (value_before, length_before) = one, before
-    if value is value_before:
-        return length == length_before
-    return isinstance(value, (bool, int, float, str)) and value == value_before
+def _content(value: Any, depth: int) -> Any:
+    """What may change while the object stays: items with their own content, or a generator's state."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if hasattr(value, "bit_generator"):  # NumPy's
+        return value.bit_generator.state
+    items = _items(value) if depth else None
+    return None if items is None else [(key, item, _content(item, depth - 1)) for key, item in items]
+
+
+def _items(value: Any) -> list[tuple[Any, Any]] | None:
+    if isinstance(value, (list, deque)):
+        return list(enumerate(value))
+    if isinstance(value, set):
+        return [(item, item) for item in value]
+    table = table_in(value)
+    return None if table is None else list(table.items())
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    """(value, content) of before and after: the same object with the same in it, or plain values that are equal."""
+    if now is None or before is None:
+        return False
+    (value, content), (value_before, content_before) = now, before
+    same = value is value_before or (type(value) in PLAIN and type(value_before) in PLAIN and value == value_before)
+    if not isinstance(content, list) or not isinstance(content_before, list):
+        return same and repr(content) == repr(content_before)  # NumPy's holds arrays
+    return (
+        same
+        and len(content) == len(content_before)
+        and all(
+            key is key_before or key == key_before
+            for (key, *_), (key_before, *_) in zip(content, content_before, strict=True)
+        )
+        and all(_is_same(one[1:], other[1:]) for one, other in zip(content, content_before, strict=True))
+    )
+
+
+def _refill(value: Any, content: Any) -> None:
+    """Puts back what was in a container, and a generator's state."""
+    if isinstance(value, random.Random):
+        value.setstate(content)
+    elif isinstance(value, torch.Generator):
+        value.set_state(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    elif hasattr(value, "bit_generator"):
+        value.bit_generator.state = content
+    if not isinstance(content, list):
+        return
+    if isinstance(value, (list, deque)):
+        value.clear()
+        value.extend(item for _, item, _ in content)
+    elif isinstance(value, set):
+        value.clear()
+        value.update(item for _, item, _ in content)
+    else:
+        table = table_in(value)
+        if table is not None:
+            table.clear()
+            table.update((key, item) for key, item, _ in content)
+    for _, item, inner in content:
+        _refill(item, inner)

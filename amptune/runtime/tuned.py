@@ -68,7 +68,7 @@ class Tuned:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        not_recorded = None if self._graphed is None else self._graphed.why_not
+        not_recorded = None if self._graphed is None else self._graphed.recordings.why_not
         return (
             *self._findings,
             *(() if not_recorded is None else (not_recorded,)),

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from taped import TapeRecorder
@@ -15,7 +16,10 @@ from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.runtime.applying import PolicyDriftWarning, apply
-from amptune.runtime.graphed_model import MOST_RECORDINGS, MOST_WASTED, NOT_RECORDED, WORTH_IT, GraphedModel
+from amptune.runtime.graphed_model import GraphedModel
+from amptune.runtime.host_effects import NotRecordableError, obstacle_in
+from amptune.runtime.recordings import MOST_RECORDINGS, MOST_WASTED, NOT_RECORDED, WORTH_IT
+from amptune.runtime.tensor_watch import TensorWatch
 
 Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], Any]
 
@@ -131,10 +135,12 @@ def test_the_forward_is_run_to_record_it_and_never_again() -> None:
     model = built()
     called = graphed(model)
     trained(model, called, plain_step, [4])
+    assert len(forwards) == 1
+    trained(model, called, plain_step, [4])
     once = len(forwards)
     trained(model, called, plain_step, [4] * 10)
-    assert len(forwards) == once
-    called.require_recorded()
+    assert len(forwards) == once > 2
+    called.recordings.require_some()
 
 
 def test_another_shape_is_recorded_when_it_comes_again_and_only_so_many_are() -> None:
@@ -147,7 +153,7 @@ def test_another_shape_is_recorded_when_it_comes_again_and_only_so_many_are() ->
     trained(model, called, plain_step, [1, 1, 1])
     assert forwards.count((1, 3, 8, 8)) == many > 2
     trained(model, called, plain_step, [2, 2, 3, 3, 5, 5, 6, 6, 7, 7])
-    assert len(called._recorded) == MOST_RECORDINGS
+    assert len(called.recordings) == MOST_RECORDINGS
     forwards.clear()
     trained(model, called, plain_step, [7, 8])
     assert forwards == [(7, 3, 8, 8)]
@@ -173,24 +179,61 @@ def test_evaluation_and_passes_without_gradients_run_by_themselves() -> None:
 def test_what_was_given_out_stays_as_it_was() -> None:
     model = built()
     called = graphed(model)
+    trained(model, called, plain_step, [4, 4])
     first = called(batch(0))
     kept = first.detach().clone()
     first.sum().backward()
+    gradient = model.head.weight.grad
+    values = gradient.clone()
+    model.zero_grad()
     called(batch(1)).sum().backward()
     assert torch.equal(first.detach(), kept)
+    assert torch.equal(gradient, values)
 
 
-def test_a_second_backward_pass_is_refused_where_another_forward_took_its_memory() -> None:
+def _twice(out: torch.Tensor, _: nn.Module) -> None:
+    for _time in range(2):
+        out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
+
+
+def _retaining(out: torch.Tensor, _: nn.Module) -> None:
+    out.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+
+
+def _penalty(out: torch.Tensor, model: nn.Module) -> None:
+    gradients = torch.autograd.grad(out.sum(), list(model.parameters())[:2], create_graph=True)
+    (out.sum() + sum(one.square().sum() for one in gradients)).backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("backward", [_twice, _retaining, _penalty])
+def test_a_backward_pass_that_was_not_recorded_is_an_error(backward: Callable[[torch.Tensor, nn.Module], None]) -> None:
     model = built()
     called = graphed(model)
-    first = called(batch(0)).sum()
-    first.backward(retain_graph=True)
-    first.backward(retain_graph=True)
-    doubled = model.head.bias.grad.clone()
-    assert torch.equal(doubled, torch.full((4,), 8.0))
-    called(batch(1)).sum().backward()
-    with pytest.raises(RuntimeError, match="leave cuda_graphs out"):
-        first.backward()
+    trained(model, called, plain_step, [4, 4])
+    with pytest.raises(RuntimeError, match="leave cuda_graphs out of the policy"):
+        backward(called(batch(0)), model)
+
+
+class TwoHeads(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.body(x).flatten(1)
+        return self.head(h), self.other(h), (h - h).sqrt()
+
+
+def test_weights_of_an_output_that_no_loss_uses_get_no_gradient() -> None:
+    model, plain = built(TwoHeads), built(TwoHeads)
+    called = graphed(model)
+    results = [trained(one, other, first_of, [4, 4, 4, 4]) for one, other in ((model, called), (plain, plain))]
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(results[0][1][name], tensor) for name, tensor in results[1][1].items())
+    assert len(called.recordings) == 1
+    assert model.other.weight.grad is None
+    with pytest.raises(RuntimeError, match="other outputs of the model are used in this loss"):
+        called(batch(0))[1].sum().backward()
 
 
 def _replaced_head(model: Any) -> None:
@@ -217,12 +260,41 @@ def _more_modules(model: Any) -> None:
     model.body.append(nn.Tanh())
 
 
+def _another_setting(model: Any) -> None:
+    model.config.scale = 3.0
+
+
+def _another_entry(model: Any) -> None:
+    model.options["scale"] = 3.0
+
+
+def _transposed(model: Any) -> None:
+    model.square.data = model.square.data.t()
+
+
 def _another_momentum(model: Any) -> None:
     model.body[1].momentum = 0.5
 
 
 def _hooked_head(model: Any) -> None:
     model.head.register_forward_hook(lambda _module, _args, out: out * 2)
+
+
+class Config:
+    scale = 1.0
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+
+class Configured(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.options = Config(), {"scale": 2.0}
+        self.square = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) @ self.square * 0.01 * (self.config.scale * self.options["scale"])
 
 
 CHANGES = [
@@ -233,6 +305,9 @@ CHANGES = [
     _frozen_weights,
     _more_modules,
     _another_momentum,
+    _another_setting,
+    _another_entry,
+    _transposed,
     _hooked_head,
 ]
 
@@ -241,9 +316,9 @@ CHANGES = [
 def test_a_model_that_was_changed_trains_as_it_is_now(change: Callable[[Any], None]) -> None:
     results = []
     for wrap in (graphed, lambda model: model):
-        model = built()
+        model = built(Configured)
         called = wrap(model)
-        trained(model, called, plain_step, [4, 4])
+        trained(model, called, plain_step, [4, 4, 4])
         torch.manual_seed(1)
         change(model)
         results.append(trained(model, called, plain_step, [4, 4, 4]))
@@ -257,13 +332,13 @@ def test_a_model_that_goes_on_changing_is_not_recorded_for_ever() -> None:
     called = graphed(model)
     for _ in range(MOST_WASTED + 2):
         _moved_weight(model)
-        trained(model, called, plain_step, [4] * WORTH_IT)
+        trained(model, called, plain_step, [4] * (WORTH_IT + 2))
     assert not said
     for _ in range(MOST_WASTED + 2):
         _moved_weight(model)
-        trained(model, called, plain_step, [4])
+        trained(model, called, plain_step, [4, 4])
     assert [finding.code for finding in said] == [NOT_RECORDED]
-    assert "goes on changing" in said[0].message
+    assert "meets a changed model again and again (weight" in said[0].message
 
 
 class Randomly(Net):
@@ -313,6 +388,81 @@ class Wrapping(Net):
         return out, Strange(out)
 
 
+class Momentum(Net):
+    """Writes to weights, as a momentum encoder does."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.no_grad():
+            self.unused.weight.mul_(0.9).add_(1)
+        return super().forward(x) * self.unused.weight.mean()
+
+
+class Remembering(Net):
+    """What it keeps is neither a weight nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = super().forward(x)
+        self.mean.mul_(0.9).add_(out.detach().mean(0))
+        return out + self.mean
+
+
+class Hiding(Net):
+    """Its list holds a weight that it does not tell of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [nn.Parameter(torch.full((4,), 2.0))]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) * self.hidden[0]
+
+
+class Tallying(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tally = {"n": 0}
+        self.losses: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.tally["n"] += 1
+        self.losses.clear()
+        self.losses.append(x.mean())
+        return super().forward(x) / self.tally["n"]
+
+
+class Drawing(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = random.Random(0)
+        self.numpy = np.random.default_rng(0)
+        self.torch = torch.Generator().manual_seed(0)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        drawn = self.random.random() + float(self.numpy.random()) + float(torch.rand((), generator=self.torch))
+        return super().forward(x) * drawn
+
+
+class InPlace(Net):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x.mul_(2))
+
+
+class Aliasing(Net):
+    def forward(self, x: torch.Tensor) -> Any:
+        out = super().forward(x)
+        return out, out[0], x
+
+
+class Sparse(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("adjacent", torch.eye(4).to_sparse())
+
+
 class Hooked(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -342,10 +492,18 @@ def first_of(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor
     ("make", "reason"),
     [
         (Randomly, "draws random numbers on the host (random)"),
-        (Counting, "sets seen in each forward pass"),
-        (Logging, "sets log in each forward pass"),
-        (Rebinding, "sets mean in each forward pass"),
+        (Counting, "meets a changed model again and again (seen"),
+        (Logging, "changes log in each forward pass"),
+        (Rebinding, "meets a changed model again and again (mean"),
         (Wrapping, "returns a Strange, whose contents are not known"),
+        (Momentum, "writes to its weights or inputs"),
+        (Remembering, "uses a tensor that is none of its inputs, weights and buffers"),
+        (Hiding, "uses a tensor that is none of its inputs, weights and buffers"),
+        (Tallying, "meets a changed model again and again (n"),
+        (Drawing, "changes random in each forward pass"),
+        (InPlace, "writes to its weights or inputs"),
+        (Aliasing, "shares memory with another output"),
+        (Sparse, "holds adjacent, which is no plain tensor"),
         (Hooked, "has a hook on head"),
         (OnGradients, "has a hook on the gradient of head.weight"),
         (dropping, "draws random numbers on the host (torch)"),
@@ -353,16 +511,16 @@ def first_of(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
 def test_what_python_does_in_a_forward_pass_is_not_lost(make: Callable[[], nn.Module], reason: str) -> None:
-    step = first_of if make is Wrapping else plain_step
+    step = first_of if make in (Wrapping, Aliasing) else plain_step
     results = []
     for wrap in (graphed, lambda model: model):
         random.seed(0)
         model = built(make)
         called = wrap(model)
-        results.append(trained(model, called, step, [4, 4, 4]))
+        results.append(trained(model, called, step, [4] * 6))
         if wrap is graphed:
             with pytest.raises(PolicyApplyError) as error:
-                called.require_recorded()
+                called.recordings.require_some()
             assert reason in str(error.value)
     assert results[0][0] == results[1][0]
     assert [finding.code for finding in said] == [NOT_RECORDED]
@@ -383,6 +541,7 @@ class Broken(nn.Module):
 
 def test_an_error_of_the_model_is_raised_by_the_model() -> None:
     called = graphed(Broken())
+    called(-torch.ones(2, 3)).sum().backward()
     with pytest.raises(ValueError, match="not this batch"):
         called(torch.ones(2, 3))
     assert "raises ValueError (not this batch)" in said[0].message
@@ -401,7 +560,7 @@ class Keyed(nn.Module):
             "out": (out, out.argmax(1)),
             "loss": out.mean(),
             "note": note,
-            "mask": batch.get("mask"),
+            "mask": ~batch["mask"],
             "none": None,
         }
 
@@ -415,7 +574,7 @@ def test_structures_go_in_and_come_out() -> None:
         assert one.keys() == other.keys()
         assert one["note"] == "kept"
         assert one["none"] is None
-        assert torch.equal(one["mask"], x > 0)
+        assert torch.equal(one["mask"], x <= 0)
         assert torch.equal(one["out"][1], other["out"][1])
         assert not one["out"][1].requires_grad
         one["loss"].backward()
@@ -427,9 +586,10 @@ def test_structures_go_in_and_come_out() -> None:
 def test_arguments_that_are_not_known_run_by_themselves() -> None:
     model = built(Keyed)
     called = graphed(model)
-    called(batch={"x": torch.ones(1, 3), "other": object()})
+    for _ in range(3):
+        called(batch={"x": torch.ones(1, 3), "mask": torch.ones(1) > 0, "other": object()})["loss"].backward()
     with pytest.raises(PolicyApplyError, match="never calls the model with tensors on the GPU"):
-        called.require_recorded()
+        called.recordings.require_some()
 
 
 def test_it_stands_for_the_model() -> None:
@@ -456,9 +616,11 @@ def test_recording_changes_no_buffer_and_draws_no_random_number() -> None:
     expected = torch.rand(3)
     torch.manual_seed(3)
     called = graphed(model)
+    called(batch(0)).sum().backward()
     called(batch(0))
+    assert len(called.recordings) == 1
     assert torch.equal(torch.rand(3), expected)
-    assert int(model.body[1].num_batches_tracked) == 1
+    assert int(model.body[1].num_batches_tracked) == 2
 
 
 def test_a_policy_wraps_the_model_until_it_is_undone() -> None:
@@ -478,7 +640,7 @@ def test_a_policy_wraps_the_model_until_it_is_undone() -> None:
 def test_what_is_not_recorded_is_a_warning_and_a_finding() -> None:
     tuned = apply(Policy(cuda_graphs=True), built(Hooked))
     called: Any = tuned.model
-    called._recorder, called._device_type = TapeRecorder, "cpu"
+    called.recordings.recorder, called.recordings.device_type = TapeRecorder, "cpu"
     with pytest.warns(PolicyDriftWarning, match="has a hook on head"):
         tuned.model(batch(0))
     assert tuned.findings[-1].code == NOT_RECORDED
@@ -495,7 +657,127 @@ def test_out_of_memory_is_told_apart() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     called = GraphedModel(built(), said.append, recorder=Full, device_type="cpu")
+    called(batch(0)).sum().backward()
     assert called(batch(0)).shape == (4, 4)
     with pytest.raises(PolicyApplyError) as error:
-        called.require_recorded()
+        called.recordings.require_some()
     assert isinstance(error.value.__cause__, torch.OutOfMemoryError)
+
+
+class Shared(nn.Module):
+    """Both weights have one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 192))
+        self.delta = nn.Parameter(torch.zeros(4, 192))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return nn.functional.linear(x.flatten(1), self.weight + self.delta)
+
+
+def test_each_weight_has_a_gradient_of_its_own() -> None:
+    states = []
+    for wrap in (graphed, lambda model: model):
+        model = built(Shared)
+        called = wrap(model)
+        for seed in range(4):
+            model.zero_grad()
+            called(batch(seed)).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False)
+        states.append([model.weight.grad.clone(), model.delta.grad.clone()])
+    assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
+
+
+class Tied(nn.Module):
+    """Autocast casts its weight once for three uses, and so sums up its gradient in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(192, 192)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.linear(self.linear(self.linear(x.flatten(1))))
+
+
+def test_casts_are_shared_as_autocast_shares_them() -> None:
+    model, plain = built(Tied), built(Tied)
+    assert trained(model, graphed(model), in_bf16, [4] * 5)[0] == trained(plain, plain, in_bf16, [4] * 5)[0]
+
+
+def test_what_is_set_on_it_is_set_on_the_model() -> None:
+    model = built()
+    called = graphed(model)
+    called.scale = 3.0
+    called.head = nn.Linear(8, 2)
+    called.register_buffer("extra", torch.ones(2))
+    assert (model.scale, model.head.out_features, model.extra.tolist()) == (3.0, 2, [1.0, 1.0])
+    del called.scale
+    assert not hasattr(model, "scale")
+    model.eval()
+    assert not called.training
+    called.train(called.training)
+    assert not model.training
+
+
+def test_it_runs_by_itself_where_something_looks_on() -> None:
+    model = built()
+    called = graphed(model)
+    trained(model, called, plain_step, [4, 4, 4])
+    packed: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+        called(batch(0)).sum().backward()
+    assert packed
+    assert torch.vmap(called.head)(torch.ones(2, 3, 8)).shape == (2, 3, 4)
+    assert not said
+
+
+def test_plain_arguments_of_another_type_are_another_pass() -> None:
+    model, plain = built(Keyed), built(Keyed)
+    called = graphed(model)
+    for scale in (1.0, 1.0, 1.0, True, True, True):
+        x = torch.ones(2, 3)
+        results = [m(batch={"x": x, "mask": x > 0}, scale=scale) for m in (called, plain)]
+        assert torch.equal(results[0]["loss"], results[1]["loss"])
+        results[0]["loss"].backward()
+    assert len(called.recordings) == 2
+
+
+class Popping(Keyed):
+    def forward(self, *, batch: dict[str, Any], scale: float = 1.0, note: str = "") -> dict[str, Any]:
+        return {"loss": self.linear(batch.pop("x")).mean() * scale, "note": note}
+
+
+def test_what_it_is_given_is_changed_as_the_model_changes_it() -> None:
+    called = graphed(built(Popping))
+    for _ in range(4):
+        given = {"x": torch.ones(2, 3)}
+        called(batch=given)["loss"].backward()
+        assert not given
+    assert "changes the lists or dictionaries that it is given" in said[0].message
+
+
+def test_an_exchange_with_other_processes_is_refused_before_it_begins() -> None:
+    x = torch.ones(3)
+    with TensorWatch([x], []), pytest.raises(NotRecordableError, match="exchanges tensors with other processes"):
+        torch.ops._c10d_functional.all_reduce(x, "sum", "0")
+
+
+def test_parallel_training_is_put_around_it() -> None:
+    reason = obstacle_in(nn.Sequential(DistributedDataParallelOf.__new__(DistributedDataParallelOf)))
+    assert reason is not None
+    assert "DistributedDataParallel, which is to be put around" in reason
+
+
+class DistributedDataParallelOf(nn.parallel.DistributedDataParallel):
+    """Without a process group."""
+
+    def __new__(cls) -> Any:
+        made = object.__new__(cls)
+        nn.Module.__init__(made)
+        return made

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from amptune.policy.settings import Policy
 from amptune.runtime.applying import PolicyDriftWarning, apply
-from amptune.runtime.graphed_model import NOT_RECORDED
+from amptune.runtime.recordings import NOT_RECORDED
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,8 +96,14 @@ def test_dropout_is_another_in_each_replay() -> None:
     model = nn.Sequential(nn.Dropout(), nn.Linear(4096, 1, bias=False)).cuda()
     x = torch.ones(1, 4096, device="cuda")
     with apply(Policy(cuda_graphs=True), model) as tuned:
-        seen = {float(tuned.model(x).detach()) for _ in range(8)}
-    assert len(seen) == 8
+        seen = set()
+        for _ in range(9):
+            out = tuned.model(x)
+            out.backward()
+            seen.add(float(out.detach()))
+        called: Any = tuned.model
+        called.recordings.require_some()
+    assert len(seen) == 9
 
 
 def test_batches_are_pinned_by_another_thread_meanwhile() -> None:
@@ -108,7 +114,7 @@ def test_batches_are_pinned_by_another_thread_meanwhile() -> None:
             tuned.model(x.cuda(non_blocking=True)).sum().backward()
         assert not tuned.findings
         called: Any = tuned.model
-        called.require_recorded()
+        called.recordings.require_some()
 
 
 class Waiting(nn.Module):
@@ -137,8 +143,12 @@ def test_what_cannot_be_recorded_trains_all_the_same(make: Callable[[], Waiting]
     model = make().cuda()
     x = torch.randn(8, 4, device="cuda")
     with apply(Policy(cuda_graphs=True), model) as tuned:
+        tuned.model(x).sum().backward()
+        model.zero_grad()
+        stream = torch.cuda.current_stream()
         with pytest.warns(PolicyDriftWarning, match="it is not recorded as a CUDA graph"):
             tuned.model(x).sum().backward()
+        assert torch.cuda.current_stream() == stream
         first = model.linear.weight.grad
         assert first is not None
         expected = first.clone()
@@ -157,16 +167,20 @@ def test_what_cannot_be_recorded_trains_all_the_same(make: Callable[[], Waiting]
     torch.cuda.manual_seed(5)
     assert torch.cuda.get_rng_state().numel()
     with apply(Policy(cuda_graphs=True), net()) as tuned:
-        tuned.model(torch.randn(8, 3, 16, 16, device="cuda")).sum().backward()
+        for _ in range(3):
+            tuned.model(torch.randn(8, 3, 16, 16, device="cuda")).sum().backward()
         assert not tuned.findings
+        called: Any = tuned.model
+        called.recordings.require_some()
 
 
 def test_its_memory_is_given_back() -> None:
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).cuda()
     before = reserved()
     tuned = apply(Policy(cuda_graphs=True), model)
-    tuned.model(torch.randn(32768, 1024, device="cuda")).sum().backward()
-    model.zero_grad()
+    for _ in range(2):
+        tuned.model(torch.randn(32768, 1024, device="cuda")).sum().backward()
+        model.zero_grad()
     held = reserved()
     tuned.undo()
     assert held > before + 2**29
@@ -182,7 +196,7 @@ def test_a_model_moved_to_the_gpu_later_is_recorded_there() -> None:
         for _ in range(2):
             tuned.model(torch.randn(4, 8, device="cuda")).sum().backward()
         called: Any = tuned.model
-        called.require_recorded()
+        called.recordings.require_some()
 
 
 def test_parallel_training_reduces_what_is_replayed() -> None:

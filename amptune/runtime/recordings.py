@@ -1,0 +1,278 @@
+"""Which training passes of a model are recorded, and when a recorded one does what the model would."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from amptune.errors import PolicyApplyError
+from amptune.policy.findings import Finding
+from amptune.runtime.host_effects import NotRecordableError, obstacle_in, without_effects
+from amptune.runtime.model_state import ModelState
+from amptune.runtime.recording import CONSTANTS, Recording
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.utils._pytree import TreeSpec
+
+    from amptune.runtime.cuda_recorder import Recorder
+
+__all__ = ["NOT_RECORDED", "Recordings"]
+
+NOT_RECORDED = "cuda-graphs-not-recorded"
+
+# Each recording keeps the memory of its activations, so no more than these: a batch, the last of an epoch, and a few.
+MOST_RECORDINGS = 4
+# So many kinds of passes are remembered as having come once.
+MOST_SEEN = 8
+# Where the model was changed all is recorded anew, which takes a second: so often for fewer replays than are worth it.
+MOST_WASTED, WORTH_IT = 8, 20
+# And so often before anything was recorded.
+MOST_UNSETTLED = 3
+
+_all: weakref.WeakSet[Recordings] = weakref.WeakSet()
+
+
+class Recordings:
+    """The recorded passes of one model.
+
+    A kind of pass is recorded when it comes for the second time: the first is the model's own, which may set up what
+    stays, and tells which outputs the loss uses. `say` is told once what cannot be recorded; it runs by itself.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        say: Callable[[Finding], None],
+        recorder: Callable[[torch.device], Recorder],
+        device_type: str,
+    ) -> None:
+        self.model = model
+        self.say = say
+        self.recorder = recorder
+        self.device_type = device_type
+        self.why_not: Finding | None = None
+        self._recorded: list[tuple[_Kind, Recording]] = []
+        self._seen: list[_Seen] = []
+        self._state: ModelState | None = None
+        self._replays = self._wasted = self._unsettled = 0
+        self._out_of_memory: torch.OutOfMemoryError | None = None
+        _all.add(self)
+
+    def forget(self) -> None:
+        """Drops what was recorded, and its memory."""
+        self._recorded.clear()
+        self._seen.clear()
+        self._state = None
+
+    def __len__(self) -> int:
+        return len(self._recorded)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model returns: from a recording, where there is one that does the same."""
+        given_up = self.why_not is not None and not self._recorded
+        if given_up or not (self.model.training and torch.is_grad_enabled()) or _is_observed():
+            return self.model(*args, **kwargs)
+        call = _Call.of(args, kwargs, self.device_type)
+        recording, seen = (None, None) if call is None else self._recording_for(call)
+        if recording is not None and call is not None and not recording.is_busy:
+            self._replays += 1
+            return recording(call.tensors)
+        outputs = self.model(*args, **kwargs)
+        return outputs if seen is None else seen.watched(outputs)
+
+    def _recording_for(self, call: _Call) -> tuple[Recording | None, _Seen | None]:
+        """A recording that was made, or is made now; or what is to be noted of a pass that may come again."""
+        try:
+            kind = self._kind_of(call)
+            known = next((recording for one, recording in self._recorded if one == kind), None)
+            if known is not None or self.why_not is not None or len(self._recorded) >= MOST_RECORDINGS:
+                return known, None
+            if self._wasted >= MOST_WASTED:
+                raise NotRecordableError(
+                    f"goes on changing: it was recorded {self._wasted} times for a few passes each"
+                )
+            seen = next((one for one in self._seen if one.kind == kind), None)
+            if seen is None or not seen.used:
+                seen = _Seen(kind.without_tensors())
+                self._seen = [seen, *(one for one in self._seen if one.kind != kind)][:MOST_SEEN]
+                return None, seen
+            recording = self._record(call, frozenset(seen.used))
+        except Exception as error:  # noqa: BLE001  # the user's code may raise anything: it will in its own forward too
+            self._give_up(error)
+            return None, None
+        self._unsettled = 0
+        self._recorded.append((seen.kind, recording))
+        return recording, None
+
+    def _kind_of(self, call: _Call) -> _Kind:
+        if self._state is not None and not self._state.holds():
+            self._begin_anew(self._state.changed())
+        if self._state is None:
+            reason = obstacle_in(self.model)
+            if reason is not None:
+                raise NotRecordableError(reason)
+            self._state = ModelState(self.model)
+        autocast = (
+            torch.is_autocast_enabled(self.device_type),
+            torch.get_autocast_dtype(self.device_type),
+            torch.is_autocast_cache_enabled(),
+        )
+        return _Kind(call=call, autocast=autocast, modes=self._state.modes())
+
+    def _begin_anew(self, changed: str) -> None:
+        """Raises `NotRecordableError` where the model was changed too often, before it was recorded or soon after."""
+        if self._recorded:
+            self._wasted = self._wasted + 1 if self._replays < WORTH_IT else 0
+            self._replays = 0
+        else:
+            self._unsettled += 1
+        self.forget()
+        if self._wasted >= MOST_WASTED or self._unsettled >= MOST_UNSETTLED:
+            raise NotRecordableError(f"meets a changed model again and again ({changed})")
+
+    def _record(self, call: _Call, used: frozenset[int]) -> Recording:
+        device = call.tensors[0].device
+        with without_effects(self.model):
+            return Recording(partial(call.on, self.model), self.model, call.tensors, used, self.recorder(device))
+
+    def _give_up(self, error: Exception) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            self._out_of_memory = torch.OutOfMemoryError(str(error))  # without what its traceback keeps in memory
+        if isinstance(error, torch.AcceleratorError):  # the generator is another one than the graphs draw from
+            for recordings in list(_all):
+                recordings.forget()
+        told = error.__cause__ or error
+        first = str(told).strip().partition("\n")[0]
+        reason = first if isinstance(told, NotRecordableError) else f"raises {type(told).__name__} ({first})"
+        whose = f"the forward pass of {type(self.model).__name__}"
+        what = "with batches like these it" if self._recorded else "it"
+        self.why_not = Finding(
+            code=NOT_RECORDED,
+            message=f"{whose} {reason}; {what} is not recorded as a CUDA graph, and runs as without cuda_graphs",
+        )
+        self.say(self.why_not)
+
+    def require_some(self) -> None:
+        """Raises `PolicyApplyError` with the reason if nothing was recorded of a training that is under way."""
+        if self._recorded:
+            return
+        never = "its training never calls the model with tensors on the GPU, and so nothing is recorded as a CUDA graph"
+        raise PolicyApplyError(never if self.why_not is None else self.why_not.message) from self._out_of_memory
+
+
+def _is_observed() -> bool:
+    """Whether something looks on that a replay would leave out, or would disturb."""
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+        or parametrize._cache_enabled > 0
+        or (hooks is not None and hooks(False) is not None)
+        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Meta:
+    """What of a tensor a recording depends on."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    device: torch.device
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """Arguments: their structure, and in it tensors and plain values. Equal to others that a recording serves too."""
+
+    structure: TreeSpec
+    leaves: tuple[Any, ...]
+    tensors: Sequence[torch.Tensor]
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> _Call | None:
+        """None for arguments that no recording can serve."""
+        found, structure = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+        plain = all(type(leaf) in (torch.Tensor, nn.Parameter, *CONSTANTS) for leaf in found)
+        fitting = plain and all(
+            one.device.type == device_type and not one.requires_grad and one.layout is torch.strided for one in tensors
+        )
+        if not (tensors and fitting):
+            return None
+        leaves = tuple(_meta(leaf) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf) for leaf in found)
+        return _Call(structure, leaves, tensors)
+
+    def on(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> Any:
+        """Calls the model with other tensors in the places of these."""
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, _Meta) else leaf[1] for leaf in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        outputs = model(*args, **kwargs)
+        after, structure = tree_flatten((args, kwargs))
+        if structure != self.structure or any(one is not other for one, other in zip(leaves, after, strict=True)):
+            raise NotRecordableError("changes the lists or dictionaries that it is given")
+        return outputs
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Call) and (self.leaves, self.structure) == (other.leaves, other.structure)
+
+
+def _meta(tensor: torch.Tensor) -> _Meta:
+    return _Meta(tensor.shape, tensor.dtype, tensor.stride(), tensor.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """What has to be as it was, for a recording to do what the model would."""
+
+    call: _Call
+    autocast: tuple[bool, torch.dtype, bool]
+    modes: tuple[bool, ...]
+
+    def without_tensors(self) -> _Kind:
+        return replace(self, call=replace(self.call, tensors=()))
+
+
+@dataclass
+class _Seen:
+    """A kind of pass that came once, and which of its outputs a backward pass has started from since."""
+
+    kind: _Kind
+    used: set[int] = field(default_factory=set)
+
+    def watched(self, outputs: Any) -> Any:
+        """The same, and it is noted which of them a backward pass comes in by: one may have led to another."""
+        leaves, structure = tree_flatten(outputs)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if places:
+            marked = _Marks.apply(self.used, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
+            for place, output in zip(places, marked, strict=True):
+                leaves[place] = output
+        return tree_unflatten(leaves, structure)
+
+
+class _Marks(torch.autograd.Function):
+    """Gives tensors on as they are, and notes by number which of them have a gradient in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, used: set[int], *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.used = used
+        ctx.set_materialize_grads(False)
+        return tuple(output.clone() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.used.update(number for number, gradient in enumerate(gradients) if gradient is not None)
+        return None, *gradients

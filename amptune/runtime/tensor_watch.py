@@ -1,0 +1,68 @@
+"""Which tensors a forward pass reads and writes: a recorded one can read and write its inputs, weights and buffers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from amptune.runtime.host_effects import NotRecordableError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["TensorWatch"]
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
+class TensorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has not typed it
+    """Within it, an operation raises `NotRecordableError` before it does what a replay would not, or not rightly.
+
+    Such as: reading a tensor that is neither `fixed` (inputs and weights) nor a buffer nor made within it, since it may
+    be another one in the next pass; writing to what is fixed; bringing data from the host; talking to other processes.
+    """
+
+    def __init__(self, fixed: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fixed = set(map(_place, fixed))
+        self._known = {*self._fixed, *map(_place, buffers)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if func.namespace in _COLLECTIVES:
+            raise NotRecordableError("exchanges tensors with other processes")
+        if func.namespace == "aten" and func._opname == "lift_fresh":  # torch.tensor(1.0) within the pass
+            self._known.update(map(_place, given))
+        if any(_place(tensor) not in self._known for tensor in given):
+            raise NotRecordableError("uses a tensor that is none of its inputs, weights and buffers")
+        if any(_place(tensor) in self._fixed for tensor in _written(func, args, kwargs)):
+            raise NotRecordableError("writes to its weights or inputs")
+        result = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if any(one.is_cuda for one in made) and any(_is_data_of_the_host(tensor) for tensor in given):
+            raise NotRecordableError("brings tensors from the host to the device")
+        self._known.update(map(_place, made))
+        return result
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Which memory it is a view of, as long as that lives."""
+    if tensor.layout is not torch.strided:
+        raise NotRecordableError("has tensors that are sparse")
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _is_data_of_the_host(tensor: torch.Tensor) -> bool:
+    """A number that was made within the pass is none: it goes along with the kernel."""
+    return not tensor.is_cuda and tensor.dim() > 0
