@@ -249,7 +249,7 @@ def _graphed(model: nn.Module, steps: ExitStack) -> GraphedModel:
     from amptune.runtime.graphed_model import GraphedModel  # few trainings have one, and every start would pay for it
 
     graphed = GraphedModel(model, lambda finding: warnings.warn(str(finding), PolicyDriftWarning, stacklevel=2))
-    steps.callback(graphed.recordings.forget)
+    steps.callback(graphed.recordings.end)
     return graphed
 
 

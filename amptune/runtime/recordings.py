@@ -65,6 +65,7 @@ class Recordings:
         self._state: ModelState | None = None
         self._replays = self._wasted = self._unsettled = 0
         self._out_of_memory: torch.OutOfMemoryError | None = None
+        self._has_ended = False
         _all.add(self)
 
     def forget(self) -> None:
@@ -73,12 +74,17 @@ class Recordings:
         self._seen.clear()
         self._state = None
 
+    def end(self) -> None:
+        """Drops them for good: the model runs by itself."""
+        self.forget()
+        self._has_ended = True
+
     def __len__(self) -> int:
         return len(self._recorded)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns: from a recording, where there is one that does the same."""
-        given_up = self.why_not is not None and not self._recorded
+        given_up = self._has_ended or (self.why_not is not None and not self._recorded)
         if given_up or not (self.model.training and torch.is_grad_enabled()) or _is_observed():
             return self.model(*args, **kwargs)
         call = _Call.of(args, kwargs, self.device_type)
@@ -96,10 +102,6 @@ class Recordings:
             known = next((recording for one, recording in self._recorded if one == kind), None)
             if known is not None or self.why_not is not None or len(self._recorded) >= MOST_RECORDINGS:
                 return known, None
-            if self._wasted >= MOST_WASTED:
-                raise NotRecordableError(
-                    f"goes on changing: it was recorded {self._wasted} times for a few passes each"
-                )
             seen = next((one for one in self._seen if one.kind == kind), None)
             if seen is None or not seen.used:
                 seen = _Seen(kind.without_tensors())

@@ -637,6 +637,16 @@ def test_a_policy_wraps_the_model_until_it_is_undone() -> None:
     assert losses == trained(plain, plain, plain_step, [4, 4])[0]
 
 
+def test_nothing_is_recorded_any_more_once_the_policy_is_undone() -> None:
+    model = built()
+    called = graphed(model)
+    trained(model, called, plain_step, [4, 4, 4])
+    called.recordings.end()
+    forwards.clear()
+    trained(model, called, plain_step, [4, 4, 4])
+    assert len(forwards) == 3
+
+
 def test_what_is_not_recorded_is_a_warning_and_a_finding() -> None:
     tuned = apply(Policy(cuda_graphs=True), built(Hooked))
     called: Any = tuned.model
