@@ -69,7 +69,7 @@ def test_something_faster_one_step_from_the_winner_is_found_though_the_search_ne
         base = 20.0 if policy.autocast == "fp16" and policy.memory_format == "channels_last" else 40.0
         return base * (0.9 if policy.cudnn_benchmark else 1.0)
 
-    decision, events, _ = tuned_where(true_ms, tmp_path, trials=6)
+    decision, events, _ = tuned_where(true_ms, tmp_path, trials=6, pins={"cuda_graphs": "false"})
     assert not any(trial.policy.cudnn_benchmark for trial in decision.trials)
     assert replace(decision.policy, batch_size=None) == replace(BEST, cudnn_benchmark=True)
     assert decision.speedup.value == pytest.approx(40 / 18, rel=0.01)
@@ -180,7 +180,8 @@ def test_a_winner_that_fails_in_its_refinement_is_not_measured_any_more(tmp_path
             stage["now"] = event.stage
             ablated.extend(event.policies if event.stage == "ablation" else ())
 
-    decision = tune_with(evaluator, request_in(tmp_path, trials=8, pins={"fused_optimizer": "false"}), watch)
+    pins = {"fused_optimizer": "false", "cuda_graphs": "false"}
+    decision = tune_with(evaluator, request_in(tmp_path, trials=8, pins=pins), watch)
     assert BEST not in ablated
     assert decision.policy.autocast == "bf16"
     assert decision.speedup.value > 1.9

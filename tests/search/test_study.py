@@ -118,7 +118,7 @@ def test_a_surprisingly_slow_trial_is_measured_again_and_the_faster_measurement_
         if isinstance(event, SearchEnded):
             searched.extend(evaluator.measured)
 
-    tune_with(evaluator, request_in(tmp_path), watch)
+    tune_with(evaluator, request_in(tmp_path, pins={"cuda_graphs": "false"}), watch)
     trials = [event.trial for event in events if isinstance(event, TrialEnded)]
     again = {policy for policy in searched if searched.count(policy) == 2}
     assert again
