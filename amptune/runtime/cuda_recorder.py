@@ -75,8 +75,9 @@ class CudaRecorder:
 
     @contextmanager
     def _put_right(self) -> Iterator[None]:
-        """Ends a recording that cannot be ended: PyTorch 2.11 leaves its stream current, no random number could be
-        drawn, and memory that another stream had used would never be free again.
+        """Ends a recording that cannot be ended, after which PyTorch (2.11 to 2.13) leaves its stream current.
+
+        No random number could be drawn either, and memory that another stream had used would never be free again.
         """
         stream = torch.cuda.current_stream()
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -107,7 +108,7 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _no_garbage_collected() -> Iterator[None]:
-    """Another recording that went with it would give its memory back, which ends this one."""
+    """Another recording may go with it, and give its memory back, which is not allowed while one is made."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -54,9 +54,8 @@ class GraphedModel(nn.Module):
         return self._orig_mod.training
 
     @training.setter
-    def training(self, mode: bool) -> None:
-        if "_orig_mod" in vars(self).get("_modules", {}):
-            self._orig_mod.training = mode
+    def training(self, _: bool) -> None:
+        """For PyTorch, which sets it as it makes a module; later `__setattr__` sets the model's."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         is_replica = vars(self).get("_is_replica", False)  # which DataParallel makes for one pass
@@ -89,11 +88,6 @@ class GraphedModel(nn.Module):
 
     def __delattr__(self, name: str) -> None:
         delattr(self._orig_mod, name)
-
-    def train(self, mode: bool = True) -> GraphedModel:
-        """Sets the mode of the model."""
-        self._orig_mod.train(mode)
-        return self
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         """Registers it on the model."""

@@ -72,7 +72,6 @@ class _Host:
     """Random generators, and the attributes of modules, with what is in them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
         self._generators = _generators()
         self._attributes = {path: (module, _attributes_of(module)) for path, module in model.named_modules()}
 
@@ -84,9 +83,8 @@ class _Host:
             now = _attributes_of(module)
             changed = [name for name in (*before, *now) if not _is_same(now.get(name), before.get(name))]
             if changed:
-                raise NotRecordableError(
-                    f"changes {f'{path}.{changed[0]}' if path else changed[0]} in each forward pass"
-                )
+                what = ".".join(filter(None, (path, changed[0])))
+                raise NotRecordableError(f"changes {what} in each forward pass")
 
     def put_back(self) -> None:
         random.setstate(self._generators["random"])

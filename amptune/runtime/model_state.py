@@ -65,8 +65,8 @@ class ModelState:
             and sum(map(len, self._hooks)) == self._hooked
         )
 
-    def modes(self) -> tuple[bool, ...]:
-        """Which parameters train."""
+    def trained(self) -> tuple[bool, ...]:
+        """Which parameters have a gradient."""
         return tuple([parameter.requires_grad for parameter in self._parameters])
 
     def changed(self) -> str:

@@ -128,7 +128,7 @@ class Recordings:
             torch.get_autocast_dtype(self.device_type),
             torch.is_autocast_cache_enabled(),
         )
-        return _Kind(call=call, autocast=autocast, modes=self._state.modes())
+        return _Kind(call=call, autocast=autocast, trained=self._state.trained())
 
     def _begin_anew(self, changed: str) -> None:
         """Raises `NotRecordableError` where the model was changed too often, before it was recorded or soon after."""
@@ -241,7 +241,7 @@ class _Kind:
 
     call: _Call
     autocast: tuple[bool, torch.dtype, bool]
-    modes: tuple[bool, ...]
+    trained: tuple[bool, ...]
 
     def without_tensors(self) -> _Kind:
         return replace(self, call=replace(self.call, tensors=()))

@@ -185,7 +185,7 @@ class Candidates:
     def soon(self) -> tuple[Policy, ...]:
         """What is measured before anything that takes long: the known-good policies, and CUDA graphs to start with.
 
-        These are recorded in a second, and four times as fast as eager ones where a step waits for the host.
+        Those are recorded in a second, and several times as fast as eager steps where these wait for the host.
         """
         recorded = [policy for policy in map(self.policy_of, self.space.try_first) if policy.cuda_graphs]
         return tuple(dict.fromkeys([self.known_good[0], *self.amp_recipes, *recorded, *self.known_good]))

@@ -47,8 +47,8 @@ class Arm:
 
     def keeps_the_same(self, other: Arm) -> bool:
         """Whether both keep the same tensors for the backward pass, and so differ in workspaces alone."""
-        mine, others = ((arm.half, arm.weights, arm.compile, arm.cuda_graphs) for arm in (self, other))
-        return mine == others
+        same_graph = (self.compile, self.cuda_graphs) == (other.compile, other.cuda_graphs)
+        return same_graph and (self.half, self.weights) == (other.half, other.weights)
 
 
 def arm_of(policy: Policy) -> Arm:
