@@ -1,11 +1,11 @@
-"""Ways to CUDA graphs, in plain PyTorch: how long each takes until it is ready, and how fast a step is then.
+"""Ways to CUDA graphs: how long each takes until it is ready, how fast a step is, and whether training is the same.
 
+    python reports/cuda_graphs.py densenet161 amptune
     python reports/cuda_graphs.py densenet161 make_graphed_callables
-    python reports/cuda_graphs.py densenet161 reduce-overhead
 
-Trains a bundled workload under bf16 autocast with channels_last and a fused optimizer, one way in each process. "Ready"
-is when the fifth step is done, what is compiled or recorded included; the step is the median of three stretches of ten,
-after ten more.
+Trains a bundled workload under bf16 autocast with channels_last and a fused optimizer, one way in each process:
+amptune's `cuda_graphs: true`, or PyTorch's own. "Ready" is when the fifth step is done, what is compiled or recorded
+included; the step is the median of three stretches of ten, after ten more. The losses are those of the first five.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from amptune.policy.settings import Policy
+from amptune.runtime.applying import apply
 from amptune.runtime.layout import convert_batch, convert_model
 from amptune.runtime.nested import map_tensors
 from amptune.workload.zoo import NAMES, workload
 
-WAYS = ("eager", "make_graphed_callables", "cudagraphs", "reduce-overhead")
+WAYS = ("eager", "amptune", "make_graphed_callables", "cudagraphs", "reduce-overhead")
 FIRST_STEPS, STEPS, STRETCHES = 5, 10, 3
 SEED = 0
 
@@ -51,20 +53,21 @@ def measured(name: str, way: str) -> str:
     start_s = time.perf_counter()
     called = _called(model, way, batches[0])
 
-    def step(batch: Any) -> None:
+    def step(batch: Any) -> torch.Tensor:
         optimizer.zero_grad()
         with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=way != "make_graphed_callables"):
             assert subject.loss is not None  # noqa: S101  # all bundled workloads have one
             loss = subject.loss(called, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+        return loss.detach()
 
-    def steps(count: int) -> None:
-        for number in range(count):
-            step(batches[number % len(batches)])
+    def steps(count: int) -> list[torch.Tensor]:
+        losses = [step(batches[number % len(batches)]) for number in range(count)]
         torch.cuda.synchronize()
+        return losses
 
-    steps(FIRST_STEPS)
+    losses = steps(FIRST_STEPS)
     ready_s = time.perf_counter() - start_s
     steps(STEPS)
     took_ms = []
@@ -74,10 +77,14 @@ def measured(name: str, way: str) -> str:
         took_ms.append(1000 * (time.perf_counter() - start_s) / STEPS)
     peak, reserved = (most() / 2**20 for most in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved))
     median_ms = sorted(took_ms)[STRETCHES // 2]
-    return f"ready after {ready_s:.1f} s, {median_ms:.2f} ms a step, {peak:.0f} MiB allocated, {reserved:.0f} reserved"
+    times = f"ready after {ready_s:.1f} s, {median_ms:.2f} ms a step ({min(took_ms):.2f} to {max(took_ms):.2f})"
+    memory = f"{peak:.0f} MiB allocated, {reserved:.0f} reserved"
+    return f"{times}, {memory}, losses {', '.join(f'{loss.item():.6f}' for loss in losses)}"
 
 
 def _called(model: nn.Module, way: str, batch: Any) -> Any:
+    if way == "amptune":
+        return apply(Policy(cuda_graphs=True), model).model
     if way == "cudagraphs":
         return torch.compile(model, backend="cudagraphs")
     if way == "reduce-overhead":

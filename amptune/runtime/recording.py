@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from amptune.runtime.host_effects import NotRecordableError
+from amptune.runtime.stand_ins import require_no_others, standing_in
 from amptune.runtime.tensor_watch import TensorWatch
 
 if TYPE_CHECKING:
@@ -62,22 +63,25 @@ class Recording:
         self._record(lambda: _with_casts_of_its_own(call, self._inputs), model, by)
 
     def _record(self, forward: Callable[[], Any], model: nn.Module, by: Recorder) -> None:
-        fixed, buffers = [*self._inputs, *model.parameters()], list(model.buffers())
-        for before, watching in ((by.warming_up(), TensorWatch(fixed, buffers)), (by.rehearsing(), nullcontext())):
-            with before:
-                with watching:
-                    outputs = _tensors_of(forward())
-                self._gradients_of(outputs, [torch.zeros_like(one) for one in outputs])
-        outputs = []  # their memory is free for what is recorded
-        returned, self._forward = by.record(forward)
-        leaves, self._structure = tree_flatten(returned)
-        outputs = _tensors_of(returned)
-        _require_apart(outputs, [*fixed, *buffers])
-        self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-        self._constants = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-        self._has_gradient = [one.requires_grad for one in outputs]
-        self._of_outputs = [torch.zeros_like(one) for one in outputs]
-        found, self._backward = by.record(lambda: self._gradients_of(outputs, self._of_outputs))
+        with standing_in(model) as by_own:
+            weights = [by_own[own] for own in self._parameters]
+            fixed, buffers = [*self._inputs, *model.parameters()], list(model.buffers())
+            for before, watching in ((by.warming_up(), TensorWatch(fixed, buffers)), (by.rehearsing(), nullcontext())):
+                with before:
+                    with watching:
+                        outputs = _tensors_of(forward())
+                    require_no_others(outputs, weights)
+                    self._gradients_of(outputs, weights, [torch.zeros_like(one) for one in outputs])
+            outputs = []  # their memory is free for what is recorded
+            returned, self._forward = by.record(forward)
+            leaves, self._structure = tree_flatten(returned)
+            outputs = _tensors_of(returned)
+            _require_apart(outputs, [*fixed, *buffers])
+            self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+            self._constants = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+            self._has_gradient = [one.requires_grad for one in outputs]
+            self._of_outputs = [torch.zeros_like(one) for one in outputs]
+            found, self._backward = by.record(lambda: self._gradients_of(outputs, weights, self._of_outputs))
         self._outputs = [one.detach() for one in outputs]  # autograd's graph of them belongs to the recording's stream
         pairs = [(own, gradient) for own, gradient in zip(self._parameters, found, strict=True) if gradient is not None]
         self._parameters = [parameter for parameter, _ in pairs]
@@ -86,15 +90,15 @@ class Recording:
             raise NotRecordableError("has gradients that are sparse")
 
     def _gradients_of(
-        self, outputs: Sequence[torch.Tensor], of_outputs: Sequence[torch.Tensor]
+        self, outputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], of_outputs: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor | None]:
-        """Of the parameters; None for those that have no part in the outputs that are used."""
+        """Of the weights; None for those that have no part in the outputs that are used."""
         places = [place for place, one in enumerate(outputs) if one.requires_grad]
         used = [place for number, place in enumerate(places) if number in self._used]
         if not used:
             raise NotRecordableError("gives nothing that has a gradient")
         ends, gradients = [outputs[place] for place in used], [of_outputs[place] for place in used]
-        return torch.autograd.grad(ends, self._parameters, gradients, allow_unused=True)
+        return torch.autograd.grad(ends, weights, gradients, allow_unused=True)
 
     @property
     def is_busy(self) -> bool:

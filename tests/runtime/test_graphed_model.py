@@ -421,6 +421,17 @@ class Hiding(Net):
         return super().forward(x) * self.hidden[0]
 
 
+class Elsewhere(Net):
+    """It has its head's weight from an object, beside its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = Strange(self.head.weight)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) @ self.kept.logits[:, :4]
+
+
 class Tallying(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -499,6 +510,7 @@ def first_of(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor
         (Momentum, "writes to its weights or inputs"),
         (Remembering, "uses a tensor that is none of its inputs, weights and buffers"),
         (Hiding, "uses a tensor that is none of its inputs, weights and buffers"),
+        (Elsewhere, "uses weights that are not in the place where its modules have them"),
         (Tallying, "meets a changed model again and again (n"),
         (Drawing, "changes random in each forward pass"),
         (InPlace, "writes to its weights or inputs"),
@@ -713,6 +725,54 @@ class Tied(nn.Module):
 def test_casts_are_shared_as_autocast_shares_them() -> None:
     model, plain = built(Tied), built(Tied)
     assert trained(model, graphed(model), in_bf16, [4] * 5)[0] == trained(plain, plain, in_bf16, [4] * 5)[0]
+
+
+def test_a_loss_that_is_still_held_is_not_in_the_way() -> None:
+    """Its graph holds nodes of autograd that belong to the stream of its pass."""
+    nodes = []
+
+    class Telling(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            nodes.append(torch.autograd.graph.get_gradient_edge(self.head.weight).node)
+            return super().forward(x)
+
+    model = built(Telling)
+    called = graphed(model)
+    for seed in range(2):
+        loss = called(batch(seed)).square().mean()
+        loss.backward()
+    first, *recorded = nodes
+    assert recorded
+    assert all(node is not first for node in recorded)
+    assert torch.autograd.graph.get_gradient_edge(model.head.weight).node is first
+
+
+class Recurrent(nn.Module):
+    """Its LSTM has lists of its weights, and of weak references to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(64, 8, num_layers=2, bidirectional=True, batch_first=True)
+        self.head = nn.Linear(16, 4)
+        self.scales = {"head": nn.Parameter(torch.ones(4))}
+        self.scale = self.scales["head"]
+        vars(self.scale)["kind"] = "scale"
+
+    def forward(self, x: torch.Tensor) -> Any:
+        scale = self.scales["head"]
+        assert vars(scale)["kind"] == "scale"
+        return self.head(self.lstm(x.flatten(2))[0][:, -1]) * scale
+
+
+def test_weights_that_modules_list_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # a tape cannot do its LSTM again
+    model, plain = built(Recurrent), built(Recurrent)
+    own = list(model.lstm._flat_weights)
+    assert trained(model, graphed(model), plain_step, [4] * 5)[0] == trained(plain, plain, plain_step, [4] * 5)[0]
+    assert not said
+    assert all(one is other for one, other in zip(own, model.lstm._flat_weights, strict=True))
+    for weight, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(weight, expected)
 
 
 def test_what_is_set_on_it_is_set_on_the_model() -> None:

@@ -106,6 +106,32 @@ def test_dropout_is_another_in_each_replay() -> None:
     assert len(seen) == 9
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(256, 32, num_layers=2, batch_first=True)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.lstm(x.flatten(2))[0][:, -1])
+        return out
+
+
+def test_an_lstm_is_recorded() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Recurrent().cuda()
+
+    sizes = [8] * 6
+    policy = Policy(autocast="bf16")
+    expected, weights, _ = trained(policy, sizes, make)
+    losses, state, findings = trained(with_graphs(policy), sizes, make)
+    assert not findings
+    assert losses == pytest.approx(expected, rel=1e-4)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(state[name], tensor, rtol=1e-3, atol=1e-4)
+
+
 def test_batches_are_pinned_by_another_thread_meanwhile() -> None:
     data = TensorDataset(torch.randn(64, 3, 16, 16))
     model = net()
