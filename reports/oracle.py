@@ -189,7 +189,7 @@ def measure_missing(oracle: Oracle, evaluator: WorkerEvaluator, path: Path, budg
     while policies := next_policies(oracle, budget.left_s):
         before_s = budget.spent_s
         if len(policies) > 1:
-            evaluator.launch(policies)
+            evaluator.compile(policies, budget.left_s)
         launch_s = (budget.spent_s - before_s) / len(policies)
         for policy in policies:
             row = measured(policy, oracle, evaluator, budget, launch_s)

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -55,6 +56,11 @@ class Answers:
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
         self.asked: list[Policy] = []
+        self.compile_limits_s: list[float] = []
+
+    def compile(self, policies: Sequence[Policy], limit_s: float) -> dict[Policy, float]:
+        self.compile_limits_s.append(limit_s)
+        return dict.fromkeys(policies, 1.0)
 
     def measure(self, policy: Policy, effort: Effort) -> Outcome:  # noqa: ARG002
         self.asked.append(policy)
@@ -128,6 +134,15 @@ def test_what_the_limit_cut_short_is_no_row(tmp_path: Path) -> None:
     left: Any = oracle.measure_missing(start, evaluator, tmp_path / "w.jsonl", Budget(seconds=20))  # type: ignore[arg-type]
     assert left.rows == ()
     assert len(evaluator.asked) == 1
+
+
+def test_compiling_has_no_more_time_than_the_command(tmp_path: Path) -> None:
+    evaluator = Answers(Failure(kind="timeout", message="no answer"))
+    recorded = tuple(row(policy, 1.0) for policy in all_eager().missing() if policy.cuda_graphs)
+    start = replace(all_eager(), rows=(*all_eager().rows, *recorded))
+    oracle.measure_missing(start, evaluator, tmp_path / "w.jsonl", Budget(seconds=30))  # type: ignore[arg-type]
+    (limit_s,) = evaluator.compile_limits_s
+    assert limit_s <= 30
 
 
 def test_a_timeout_of_its_own_is_a_row() -> None:
