@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["CAN_DIFFER", "take_gradients_as_they_come", "take_gradients_in"]
+__all__ = ["CAN_DIFFER", "take_gradients_as", "take_gradients_as_they_come", "take_gradients_in"]
 
 CAN_DIFFER = hasattr(torch.Tensor, "grad_dtype")
 
@@ -23,6 +23,12 @@ def take_gradients_in(dtype: torch.dtype, parameter: nn.Parameter) -> None:
     """Has autograd cast the parameter's gradients to `dtype`."""
     if CAN_DIFFER and parameter.grad_dtype is not dtype:
         parameter.grad_dtype = dtype
+
+
+def take_gradients_as(one: nn.Parameter, other: nn.Parameter) -> None:
+    """Has autograd cast the gradients of the other parameter as those of the one."""
+    if CAN_DIFFER:
+        other.grad_dtype = one.grad_dtype
 
 
 def take_gradients_as_they_come(module: nn.Module) -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
+from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from amptune.runtime.gradient_edges import gradient_edges
 from amptune.runtime.host_effects import NotRecordableError
-from amptune.runtime.stand_ins import require_no_others, standing_in
+from amptune.runtime.stand_ins import standing_in
 from amptune.runtime.tensor_watch import TensorWatch
 
 if TYPE_CHECKING:
@@ -70,7 +72,6 @@ class Recording:
                 with before:
                     with watching:
                         outputs = _tensors_of(forward())
-                    require_no_others(outputs, weights)
                     self._gradients_of(outputs, weights, [torch.zeros_like(one) for one in outputs])
             outputs = []  # their memory is free for what is recorded
             returned, self._forward = by.record(forward)
@@ -84,21 +85,25 @@ class Recording:
             found, self._backward = by.record(lambda: self._gradients_of(outputs, weights, self._of_outputs))
         self._outputs = [one.detach() for one in outputs]  # autograd's graph of them belongs to the recording's stream
         pairs = [(own, gradient) for own, gradient in zip(self._parameters, found, strict=True) if gradient is not None]
-        self._parameters = [parameter for parameter, _ in pairs]
-        self._gradients = [gradient for _, gradient in pairs]
-        if any(gradient.layout is not torch.strided for gradient in self._gradients):
+        if any(gradient.layout is not torch.strided for _, gradient in pairs):
             raise NotRecordableError("has gradients that are sparse")
+        pairs.sort(key=_dtypes_of)
+        self._parameters = [own for own, _ in pairs]
+        self._gradients = [gradient for _, gradient in pairs]
+        ends = [*accumulate(len(list(alike)) for _, alike in groupby(pairs, _dtypes_of))]
+        self._alike = [slice(start, end) for start, end in pairwise([0, *ends])]
 
     def _gradients_of(
         self, outputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], of_outputs: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor | None]:
-        """Of the weights; None for those that have no part in the outputs that are used."""
+        """Of the weights, of some in half; None for those that have no part in the outputs that are used."""
         places = [place for place, one in enumerate(outputs) if one.requires_grad]
         used = [place for number, place in enumerate(places) if number in self._used]
         if not used:
             raise NotRecordableError("gives nothing that has a gradient")
         ends, gradients = [outputs[place] for place in used], [of_outputs[place] for place in used]
-        return torch.autograd.grad(ends, weights, gradients, allow_unused=True)
+        edges: Sequence[Any] = gradient_edges(ends, weights)
+        return torch.autograd.grad(ends, edges, gradients, allow_unused=True)
 
     @property
     def is_busy(self) -> bool:
@@ -125,7 +130,9 @@ class Recording:
         return begun, outputs, without
 
     def replay_backward(self, begun: _Pass, of_outputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """The parameters' gradients, in memory of their own: a forward pass is replayed into where they lay.
+        """The parameters' gradients, in memory of their own, as a forward pass is replayed into where they lay.
+
+        Those that were taken in half are cast.
 
         Raises `RuntimeError` for what was not recorded.
         """
@@ -135,9 +142,11 @@ class Recording:
                 own.copy_(given, non_blocking=True)
         self._backward()
         begun.over = True
-        gradients = [torch.empty_like(gradient) for gradient in self._gradients]
-        torch._foreach_copy_(gradients, self._gradients)
-        return gradients
+        pairs = zip(self._parameters, self._gradients, strict=True)
+        copies = [torch.empty_like(gradient, dtype=_widest_of(own, gradient)) for own, gradient in pairs]
+        for alike in self._alike:
+            torch._foreach_copy_(copies[alike], self._gradients[alike])
+        return copies
 
     def _require_recorded(self, begun: _Pass, of_outputs: Sequence[torch.Tensor | None]) -> None:
         if torch.is_grad_enabled():
@@ -176,6 +185,16 @@ def _with_casts_of_its_own(call: Callable[[Sequence[torch.Tensor]], Any], inputs
         return call(inputs)
     finally:
         torch.clear_autocast_cache()
+
+
+def _dtypes_of(pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[str, str]:
+    """Tensors of one dtype are copied to others of one dtype in a few kernels, else each in one of its own."""
+    return str(pair[1].dtype), str(_widest_of(*pair))
+
+
+def _widest_of(own: torch.Tensor, gradient: torch.Tensor) -> torch.dtype:
+    """A half weight may have gradients in FP32, and the gradients of others may have been taken in half."""
+    return torch.promote_types(own.dtype, gradient.dtype)
 
 
 def _tensors_of(outputs: Any) -> list[torch.Tensor]:

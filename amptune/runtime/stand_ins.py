@@ -7,16 +7,15 @@ from contextlib import contextmanager
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-from amptune.runtime.host_effects import NotRecordableError
+from amptune.runtime.gradient_dtype import take_gradients_as
 from amptune.runtime.model_state import OF_EVERY_MODULE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
-__all__ = ["require_no_others", "standing_in"]
+__all__ = ["standing_in"]
 
 
 @contextmanager
@@ -42,21 +41,6 @@ def standing_in(model: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
             table[name] = value
 
 
-def require_no_others(outputs: Iterable[torch.Tensor], stand_ins: Iterable[nn.Parameter]) -> None:
-    """Raises `NotRecordableError` where the outputs' gradients come to any other tensor that is to have one."""
-    known = set(map(id, stand_ins))
-    met: set[Any] = set()
-    ahead = [output.grad_fn for output in outputs]
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in met:
-            continue
-        met.add(node)
-        if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in known:  # type: ignore[attr-defined]
-            raise NotRecordableError("uses weights that are not in the place where its modules have them")
-        ahead += [following for following, _ in node.next_functions]
-
-
 def _held_by(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """(in which table, under which name, what): its parameters, and attributes of its class."""
     for table in (module._parameters, vars(module)):
@@ -68,6 +52,7 @@ def _held_by(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
 def _stand_in_for(own: nn.Parameter) -> nn.Parameter:
     other = nn.Parameter(own.detach())
     vars(other).update(vars(own))
+    take_gradients_as(own, other)
     return other
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 from taped import TapeRecorder
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.runtime.applying import PolicyDriftWarning, apply
+from amptune.runtime.gradient_dtype import CAN_DIFFER, take_gradients_in
 from amptune.runtime.graphed_model import GraphedModel
 from amptune.runtime.host_effects import NotRecordableError, obstacle_in
 from amptune.runtime.recordings import MOST_RECORDINGS, MOST_WASTED, NOT_RECORDED, WORTH_IT
@@ -725,6 +728,75 @@ class Tied(nn.Module):
 def test_casts_are_shared_as_autocast_shares_them() -> None:
     model, plain = built(Tied), built(Tied)
     assert trained(model, graphed(model), in_bf16, [4] * 5)[0] == trained(plain, plain, in_bf16, [4] * 5)[0]
+
+
+class TwoUses(nn.Module):
+    """Autocast casts its weight for one use, and not for the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(192, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.linear(x.flatten(1)) + self.linear.weight.square().mean()
+
+
+def without_cache(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+    """Autocast casts a weight anew for each use."""
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        loss = model(x).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+@pytest.mark.parametrize(("make", "step"), [(TwoUses, in_bf16), (Tied, without_cache), (Net, without_cache)])
+def test_gradients_are_summed_in_the_precision_of_the_plain_model(make: Callable[[], nn.Module], step: Step) -> None:
+    model, plain = built(make), built(make)
+    assert trained(model, graphed(model), step, [4] * 5)[0] == trained(plain, plain, step, [4] * 5)[0]
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters(), strict=True))
+    assert not said
+
+
+class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has not typed it
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_in_half_are_cast_all_at_once() -> None:
+    model = built(Tied)
+    called = graphed(model)
+    trained(model, called, in_bf16, [4] * 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = called(batch(0)).square().mean()
+    with Counted() as counted:
+        loss.backward()
+    assert counted.operations["_foreach_copy_"] == 1
+    assert not counted.operations["_to_copy"]
+    assert model.linear.weight.grad.dtype is torch.float32
+
+
+@pytest.mark.skipif(not CAN_DIFFER, reason="needs gradients of another dtype than their weight, which torch 2.10 has")
+def test_half_weights_with_gradients_in_fp32_sum_them_in_fp32() -> None:
+    results = []
+    for wrap in (graphed, lambda model: model):
+        model = built(Tied).half()
+        for parameter in model.parameters():
+            take_gradients_in(torch.float32, parameter)
+        called = wrap(model)
+        for seed in range(4):
+            called(batch(seed).half()).float().square().mean().backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+    assert not said
+    for one, other in zip(*results, strict=True):
+        assert one.dtype is torch.float32
+        assert torch.equal(one, other)
 
 
 def test_a_loss_that_is_still_held_is_not_in_the_way() -> None:

@@ -1,0 +1,57 @@
+"""Where a backward pass that is recorded takes the gradients of weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from amptune.runtime.host_effects import NotRecordableError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+__all__ = ["gradient_edges"]
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def gradient_edges(
+    outputs: Iterable[torch.Tensor], weights: Sequence[torch.Tensor]
+) -> list[torch.Tensor | GradientEdge]:
+    """Where `torch.autograd.grad` is to take the gradient of each weight: in general, the weight itself.
+
+    Of a weight that is cast to half, once, and used in no other way, the gradient is taken in half, before it is cast
+    back: casting is all that is left to do, and can be done for many in one kernel.
+
+    Raises `NotRecordableError` where the outputs' gradients come to any other tensor that is to have one.
+    """
+    known = set(map(id, weights))
+    sources: dict[int, list[Any]] = {}
+    for node, source in _ways_to_leaves(outputs):
+        if id(node.variable) not in known:
+            raise NotRecordableError("uses weights that are not in the place where its modules have them")
+        sources.setdefault(id(node.variable), []).append(source)
+    return [_edge_of(weight, sources.get(id(weight), [])) for weight in weights]
+
+
+def _ways_to_leaves(outputs: Iterable[torch.Tensor]) -> Iterator[tuple[Any, Any]]:
+    """Each node that takes a leaf's gradient, and the node that gives it; as often as one gives it."""
+    met: set[Any] = set()
+    ahead: list[tuple[Any, Any]] = [(None, output.grad_fn) for output in outputs]
+    while ahead:
+        source, node = ahead.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            yield node, source
+        elif node is not None and node not in met:
+            met.add(node)
+            ahead += [(node, following) for following, _ in node.next_functions]
+
+
+def _edge_of(weight: torch.Tensor, sources: Sequence[Any]) -> torch.Tensor | GradientEdge:
+    if len(sources) != 1 or type(sources[0]).__name__ != "ToCopyBackward0":
+        return weight
+    metadata = getattr(sources[0], "_input_metadata", ())
+    is_cast_to_half = [(one.dtype in _HALF, one.device) for one in metadata] == [(True, weight.device)]
+    return GradientEdge(sources[0], 0) if is_cast_to_half and weight.dtype is torch.float32 else weight
