@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge
 from amptune.runtime.host_effects import NotRecordableError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
 __all__ = ["gradient_edges"]
 
@@ -18,22 +18,29 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def gradient_edges(
-    outputs: Iterable[torch.Tensor], weights: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], others: Collection[torch.Tensor]
 ) -> list[torch.Tensor | GradientEdge]:
     """Where `torch.autograd.grad` is to take the gradient of each weight: in general, the weight itself.
 
     Of a weight that is cast to half, once, and used in no other way, the gradient is taken in half, before it is cast
     back: casting is all that is left to do, and can be done for many in one kernel.
 
-    Raises `NotRecordableError` where the outputs' gradients come to any other tensor that is to have one.
+    Raises `NotRecordableError` where the outputs' gradients come to something that lies where the `others` do, which
+    nobody would give to them; those of a tensor that was made in the pass are gone with it.
     """
-    known = set(map(id, weights))
+    known, places = set(map(id, weights)), set(map(_place, others))
     sources: dict[int, list[Any]] = {}
     for node, source in _ways_to_leaves(outputs):
-        if id(node.variable) not in known:
-            raise NotRecordableError("uses weights that are not in the place where its modules have them")
+        if id(node.variable) not in known and _place(node.variable) in places:
+            raise NotRecordableError("has gradients for what is none of the weights that its modules have")
         sources.setdefault(id(node.variable), []).append(source)
+    if any(output.is_leaf and id(output) not in known for output in outputs):
+        raise NotRecordableError("returns a tensor that has a gradient of its own")
     return [_edge_of(weight, sources.get(id(weight), [])) for weight in weights]
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _ways_to_leaves(outputs: Iterable[torch.Tensor]) -> Iterator[tuple[Any, Any]]:

@@ -69,18 +69,19 @@ def without_effects(model: nn.Module) -> Iterator[None]:
 
 
 class _Host:
-    """Random generators, and the attributes of modules, with what is in them."""
+    """Random generators, and the attributes of modules and weights, with what is in them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._generators = _generators()
-        self._attributes = {path: (module, _attributes_of(module)) for path, module in model.named_modules()}
+        owners = (*model.named_modules(), *model.named_parameters())
+        self._attributes = {path: (owner, _attributes_of(owner)) for path, owner in owners}
 
     def require_unchanged(self) -> None:
         drawn = [whose for whose, state in _generators().items() if state != self._generators.get(whose, state)]
         if drawn:
             raise NotRecordableError(f"draws random numbers on the host ({drawn[0]})")
-        for path, (module, before) in self._attributes.items():
-            now = _attributes_of(module)
+        for path, (owner, before) in self._attributes.items():
+            now = _attributes_of(owner)
             changed = [name for name in (*before, *now) if not _is_same(now.get(name), before.get(name))]
             if changed:
                 what = ".".join(filter(None, (path, changed[0])))
@@ -90,8 +91,8 @@ class _Host:
         random.setstate(self._generators["random"])
         if "numpy" in self._generators:
             sys.modules["numpy"].random.set_state(self._generators["numpy"])
-        for module, before in self._attributes.values():
-            own = vars(module)
+        for owner, before in self._attributes.values():
+            own = vars(owner)
             for name in [name for name in own if name not in OF_EVERY_MODULE and name not in before]:
                 del own[name]
             for name, (value, content) in before.items():
@@ -108,9 +109,9 @@ def _generators() -> dict[str, Any]:
     return states
 
 
-def _attributes_of(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Each with what is in it: its own, and its weights, buffers and modules."""
-    own = {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE or name in _TABLES}
+def _attributes_of(owner: nn.Module | nn.Parameter) -> dict[str, tuple[Any, Any]]:
+    """Each with what is in it: its own, and a module's weights, buffers and modules."""
+    own = {name: value for name, value in vars(owner).items() if name not in OF_EVERY_MODULE or name in _TABLES}
     return {name: (value, _content(value, _DEPTH)) for name, value in own.items()}
 
 
@@ -140,7 +141,7 @@ def _is_same(now: Any, before: Any) -> bool:
     if now is None or before is None:
         return False
     (value, content), (value_before, content_before) = now, before
-    same = value is value_before or (type(value) in PLAIN and type(value_before) in PLAIN and value == value_before)
+    same = _are_equal(value, value_before)
     if not isinstance(content, list) or not isinstance(content_before, list):
         return same and repr(content) == repr(content_before)  # NumPy's holds arrays
     return (
@@ -152,6 +153,13 @@ def _is_same(now: Any, before: Any) -> bool:
         )
         and all(_is_same(one[1:], other[1:]) for one, other in zip(content, content_before, strict=True))
     )
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    """The same object, or plain values and tuples that are equal."""
+    if isinstance(value, tuple) and type(value) is type(other):
+        return len(value) == len(other) and all(map(_are_equal, value, other))
+    return value is other or (type(value) in PLAIN and type(other) in PLAIN and bool(value == other))
 
 
 def _refill(value: Any, content: Any) -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import chain
+from operator import is_
+from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
 __all__ = ["HOOKS", "OF_EVERY_MODULE", "PLAIN", "ModelState", "table_in"]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # What every module has, and PyTorch itself writes to.
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+# How deep lists and dictionaries in attributes are looked into, and up to how many items.
+_DEPTH, _MOST_ITEMS = 3, 1000
 # Values that a forward pass may branch on.
 PLAIN = (type(None), bool, int, float, str, tuple)
 
@@ -23,16 +28,17 @@ PLAIN = (type(None), bool, int, float, str, tuple)
 class ModelState:
     """The modules, weights, buffers and attributes of a model when this was made, and where its tensors lie.
 
-    Of dictionaries and plain objects that are attributes (a config) it knows the values. It is asked in every step,
-    so it goes by identity and in C: DenseNet-161 takes about half a millisecond, in which the device has its work
-    already.
+    Of lists, dictionaries and plain objects that are attributes (a config), or attributes of weights, it knows what is
+    in them, a few levels deep, but for large ones. It is asked in every step, so it goes by identity and in C:
+    DenseNet-161 takes about half a millisecond, in which the device has its work already.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.modules())
         self._parameters = list(model.parameters())
-        tables = {id(table): table for table in self._attributes()}  # modules share a config
-        self._tables = [(table, dict(table)) for table in tables.values()]
+        held = {id(one): (name, one) for name, one in self._attributes()}  # modules share a config
+        self._contents = [(name, one, _copy_of(one)) for name, one in held.values() if one]
+        self._empty = [one for _, one in held.values() if not one]
         self._holders: list[dict[str, Any]] = [
             table for module in self._modules for table in (module._modules, module._parameters, module._buffers)
         ]
@@ -42,12 +48,14 @@ class ModelState:
         self._hooks = [getattr(module, kind) for module in self._modules for kind in HOOKS]
         self._hooked = sum(map(len, self._hooks))
 
-    def _attributes(self) -> Iterator[dict[str, Any]]:
-        for module in self._modules:
-            own = vars(module)
-            yield own
-            inner = (table_in(value) for name, value in own.items() if name not in OF_EVERY_MODULE)
-            yield from (table for table in inner if table is not None)
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
+        """Lists, sets and dictionaries, each with a name."""
+        for owner in (*self._modules, *self._parameters):
+            own = vars(owner)
+            yield "", own
+            for name, value in own.items():
+                if name not in OF_EVERY_MODULE:
+                    yield from _containers_in(name, value, _DEPTH)
 
     def _ids(self) -> list[int]:
         return list(map(id, chain.from_iterable(table.values() for table in self._holders)))
@@ -55,7 +63,7 @@ class ModelState:
     def holds(self) -> bool:
         """Whether all of it is there still, in the same mode, and nothing else."""
         try:
-            same = all(now == before for now, before in self._tables)
+            same = not any(self._empty) and all(now == before for _, now, before in self._contents)
         except (RuntimeError, ValueError):  # tensors and arrays, compared because they are others
             return False
         return (
@@ -71,7 +79,8 @@ class ModelState:
 
     def changed(self) -> str:
         """The names of what changed since, for people."""
-        attributes = [name for now, before in self._tables for name in _differing(now, before)]
+        attributes = [changed for name, *contents in self._contents for changed in _differing(name, *contents)]
+        attributes += [str(name) for filled in self._empty for name in filled]
         moved = {id(one) for one, place in zip(self._tensors, self._places, strict=True) if not one.is_set_to(place)}
         gone = set(self._held) - set(self._ids())
         names = [n for table in self._holders for n, held in table.items() if id(held) in moved or id(held) in gone]
@@ -79,18 +88,38 @@ class ModelState:
         return ", ".join(dict.fromkeys([*attributes, *names, *new])) or "hooks"
 
 
-def table_in(value: Any) -> dict[str, Any] | None:
-    """The names and values of a dictionary, or of an object that is there to hold some."""
+def table_in(value: Any) -> dict[Any, Any] | None:
+    """The names and values of a dictionary, or of an object that may be there to hold some."""
     if isinstance(value, dict):
         return value
-    if isinstance(value, (nn.Module, torch.Tensor, type)) or callable(value):
+    if isinstance(value, (nn.Module, torch.Tensor, type, FunctionType, MethodType, ModuleType)):
         return None
     table = getattr(value, "__dict__", None)
     return table if isinstance(table, dict) else None
 
 
-def _differing(now: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[str]:
-    for name in dict.fromkeys([*now, *before]):
-        one, other = now.get(name, now), before.get(name, now)
+def _containers_in(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    is_sequence = isinstance(value, (list, deque, set, tuple))
+    inner = value if is_sequence else table_in(value)
+    if not depth or inner is None or len(inner) > _MOST_ITEMS:
+        return
+    if not isinstance(inner, tuple):
+        yield name, inner
+    for item in inner if is_sequence else inner.values():
+        yield from _containers_in(name, item, depth - 1)
+
+
+def _copy_of(container: Any) -> Any:
+    kind: Any = next(kind for kind in (dict, list, deque, set) if isinstance(container, kind))
+    return kind(container)
+
+
+def _differing(name: str, now: Any, before: Any) -> Iterator[str]:
+    """The names in a dictionary that are bound to something else; of another container its own."""
+    if not isinstance(now, dict):
+        yield from () if len(now) == len(before) and all(map(is_, now, before)) else (name,)
+        return
+    for key in dict.fromkeys([*now, *before]):
+        one, other = now.get(key, now), before.get(key, now)
         if one is not other and not (type(one) is type(other) and type(one) in PLAIN and one == other):
-            yield name
+            yield str(key)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from amptune.runtime.cuda_recorder import Recorder
 
-__all__ = ["CONSTANTS", "Recording"]
+__all__ = ["CONSTANTS", "Recording", "is_kept"]
 
 # What an output may hold besides tensors: the same value comes out of every replay.
 CONSTANTS = (type(None), bool, int, float, str)
@@ -58,7 +59,8 @@ class Recording:
         used: frozenset[int],
         by: Recorder,
     ) -> None:
-        self._inputs = [tensor.detach().clone() for tensor in inputs]
+        own = {id(tensor): _like(tensor) for tensor in inputs}
+        self._inputs = [own[id(tensor)] for tensor in inputs]
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._used = used
         self._last: weakref.ref[_Pass] | None = None
@@ -68,21 +70,22 @@ class Recording:
         with standing_in(model) as by_own:
             weights = [by_own[own] for own in self._parameters]
             fixed, buffers = [*self._inputs, *model.parameters()], list(model.buffers())
+            edges = partial(gradient_edges, weights=weights, others=[*fixed, *buffers])
             for before, watching in ((by.warming_up(), TensorWatch(fixed, buffers)), (by.rehearsing(), nullcontext())):
                 with before:
                     with watching:
                         outputs = _tensors_of(forward())
-                    self._gradients_of(outputs, weights, [torch.zeros_like(one) for one in outputs])
+                    self._gradients_of(outputs, [torch.zeros_like(one) for one in outputs], edges)
             outputs = []  # their memory is free for what is recorded
             returned, self._forward = by.record(forward)
             leaves, self._structure = tree_flatten(returned)
             outputs = _tensors_of(returned)
             _require_apart(outputs, [*fixed, *buffers])
-            self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-            self._constants = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+            number = {id(output): place for place, output in enumerate(outputs)}
+            self._returned = [(number.get(id(leaf)), None if id(leaf) in number else leaf) for leaf in leaves]
             self._has_gradient = [one.requires_grad for one in outputs]
             self._of_outputs = [torch.zeros_like(one) for one in outputs]
-            found, self._backward = by.record(lambda: self._gradients_of(outputs, weights, self._of_outputs))
+            found, self._backward = by.record(lambda: self._gradients_of(outputs, self._of_outputs, edges))
         self._outputs = [one.detach() for one in outputs]  # autograd's graph of them belongs to the recording's stream
         pairs = [(own, gradient) for own, gradient in zip(self._parameters, found, strict=True) if gradient is not None]
         if any(gradient.layout is not torch.strided for _, gradient in pairs):
@@ -94,7 +97,7 @@ class Recording:
         self._alike = [slice(start, end) for start, end in pairwise([0, *ends])]
 
     def _gradients_of(
-        self, outputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], of_outputs: Sequence[torch.Tensor]
+        self, outputs: Sequence[torch.Tensor], of_outputs: Sequence[torch.Tensor], edges: Callable[..., Sequence[Any]]
     ) -> Sequence[torch.Tensor | None]:
         """Of the weights, of some in half; None for those that have no part in the outputs that are used."""
         places = [place for place, one in enumerate(outputs) if one.requires_grad]
@@ -102,8 +105,7 @@ class Recording:
         if not used:
             raise NotRecordableError("gives nothing that has a gradient")
         ends, gradients = [outputs[place] for place in used], [of_outputs[place] for place in used]
-        edges: Sequence[Any] = gradient_edges(ends, weights)
-        return torch.autograd.grad(ends, edges, gradients, allow_unused=True)
+        return torch.autograd.grad(ends, edges(ends), gradients, allow_unused=True)
 
     @property
     def is_busy(self) -> bool:
@@ -114,10 +116,9 @@ class Recording:
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Any:
         """What the call returns for these inputs, in memory of its own; autograd takes it from there."""
         for own, given in zip(self._inputs, inputs, strict=True):
-            own.copy_(given, non_blocking=True)
-        tensors = iter(_Replay.apply(self, *self._parameters))  # type: ignore[no-untyped-call]
-        constants = iter(self._constants)
-        leaves = [next(tensors if is_tensor else constants) for is_tensor in self._is_tensor]
+            _without_repeats(own).copy_(_without_repeats(given), non_blocking=True)
+        outputs = _Replay.apply(self, *self._parameters)  # type: ignore[no-untyped-call]
+        leaves = [constant if number is None else outputs[number] for number, constant in self._returned]
         return tree_unflatten(leaves, self._structure)
 
     def replay_forward(self) -> tuple[_Pass, list[torch.Tensor], list[torch.Tensor]]:
@@ -151,7 +152,7 @@ class Recording:
     def _require_recorded(self, begun: _Pass, of_outputs: Sequence[torch.Tensor | None]) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(f"create_graph=True needs a backward pass that was not recorded{WITHOUT}")
-        if begun.over or _is_kept():
+        if begun.over or is_kept():
             raise RuntimeError(
                 f"what was recorded goes through a backward pass once, and not with retain_graph{WITHOUT}"
             )
@@ -197,24 +198,39 @@ def _widest_of(own: torch.Tensor, gradient: torch.Tensor) -> torch.dtype:
     return torch.promote_types(own.dtype, gradient.dtype)
 
 
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, where an expanded tensor repeats itself too."""
+    plain = _without_repeats(tensor.detach())
+    own = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=plain.device)
+    return own.copy_(plain).expand(tensor.shape)
+
+
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
 def _tensors_of(outputs: Any) -> list[torch.Tensor]:
+    """Each once."""
     leaves = tree_flatten(outputs)[0]
     strange = next((leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *CONSTANTS))), None)
     if strange is not None:
         raise NotRecordableError(f"returns a {type(strange).__name__}, whose contents are not known")
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
 
 
 def _require_apart(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
     """What comes out of a replay is a copy: it must be no part of something else, to which a loop may write."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in others}
-    for place in {id(tensor): tensor.untyped_storage().data_ptr() for tensor in outputs}.values():
+    for place in (tensor.untyped_storage().data_ptr() for tensor in outputs):
         if place in taken and place:
             raise NotRecordableError("returns what shares memory with another output, an input, a weight or a buffer")
         taken.add(place)
 
 
-def _is_kept() -> bool:
+def is_kept() -> bool:
     """Whether the backward pass that runs was asked to keep its graph (retain_graph)."""
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return False if asked is None else bool(asked())

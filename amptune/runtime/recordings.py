@@ -16,7 +16,7 @@ from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
 from amptune.runtime.host_effects import NotRecordableError, obstacle_in, without_effects
 from amptune.runtime.model_state import ModelState
-from amptune.runtime.recording import CONSTANTS, Recording
+from amptune.runtime.recording import CONSTANTS, Recording, is_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -107,6 +107,7 @@ class Recordings:
                 seen = _Seen(kind.without_tensors())
                 self._seen = [seen, *(one for one in self._seen if one.kind != kind)][:MOST_SEEN]
                 return None, seen
+            seen.require_one_pass()
             recording = self._record(call, frozenset(seen.used))
         except Exception as error:  # noqa: BLE001  # the user's code may raise anything: it will in its own forward too
             self._give_up(error)
@@ -186,8 +187,9 @@ def _is_observed() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Meta:
-    """What of a tensor a recording depends on."""
+    """What of a tensor a recording depends on; `first` is the place of the first argument that it is."""
 
+    first: int
     shape: torch.Size
     dtype: torch.dtype
     stride: tuple[int, ...]
@@ -213,7 +215,11 @@ class _Call:
         )
         if not (tensors and fitting):
             return None
-        leaves = tuple(_meta(leaf) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf) for leaf in found)
+        first = {id(tensor): place for place, tensor in reversed([*enumerate(tensors)])}
+        leaves = tuple(
+            _meta(leaf, first[id(leaf)]) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf, str(leaf))
+            for leaf in found
+        )
         return _Call(structure, leaves, tensors)
 
     def on(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> Any:
@@ -231,8 +237,8 @@ class _Call:
         return isinstance(other, _Call) and (self.leaves, self.structure) == (other.leaves, other.structure)
 
 
-def _meta(tensor: torch.Tensor) -> _Meta:
-    return _Meta(tensor.shape, tensor.dtype, tensor.stride(), tensor.device)
+def _meta(tensor: torch.Tensor, first: int) -> _Meta:
+    return _Meta(first, tensor.shape, tensor.dtype, tensor.stride(), tensor.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,28 +259,40 @@ class _Seen:
 
     kind: _Kind
     used: set[int] = field(default_factory=set)
+    _passes: set[int] = field(default_factory=set)
+    _has_more: bool = False
 
     def watched(self, outputs: Any) -> Any:
         """The same, and it is noted which of them a backward pass comes in by: one may have led to another."""
         leaves, structure = tree_flatten(outputs)
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if places:
-            marked = _Marks.apply(self.used, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
-            for place, output in zip(places, marked, strict=True):
-                leaves[place] = output
-        return tree_unflatten(leaves, structure)
+        own = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+        marked = {
+            name: _Mark.apply(self, number, leaf)  # type: ignore[no-untyped-call]
+            for number, (name, leaf) in enumerate(own.items())
+        }
+        return tree_unflatten([marked.get(id(leaf), leaf) for leaf in leaves], structure)
+
+    def note(self, number: int) -> None:
+        """A backward pass, which runs now, starts from this output."""
+        self.used.add(number)
+        self._passes.add(torch._C._current_graph_task_id())
+        self._has_more |= is_kept() or torch.is_grad_enabled()
+
+    def require_one_pass(self) -> None:
+        """Raises `NotRecordableError` where there was more than one, or one that another may follow."""
+        if self._has_more or len(self._passes) > 1:
+            raise NotRecordableError("has several backward passes (one for each loss, retain_graph or create_graph)")
 
 
-class _Marks(torch.autograd.Function):
-    """Gives tensors on as they are, and notes by number which of them have a gradient in the backward pass."""
+class _Mark(torch.autograd.Function):
+    """Gives a tensor on as it is, and notes that it has a gradient in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, used: set[int], *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.used = used
-        ctx.set_materialize_grads(False)
-        return tuple(output.clone() for output in outputs)
+    def forward(ctx: Any, seen: _Seen, number: int, output: torch.Tensor) -> torch.Tensor:
+        ctx.seen, ctx.number = seen, number
+        return output.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.used.update(number for number, gradient in enumerate(gradients) if gradient is not None)
-        return None, *gradients
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
+        ctx.seen.note(ctx.number)
+        return None, None, gradient

@@ -3,72 +3,111 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from contextlib import contextmanager
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from amptune.runtime.gradient_dtype import take_gradients_as
-from amptune.runtime.model_state import OF_EVERY_MODULE
+from amptune.runtime.host_effects import NotRecordableError
+from amptune.runtime.model_state import OF_EVERY_MODULE, table_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 __all__ = ["standing_in"]
+
+# How deep in a module's attributes weights are looked for.
+_DEPTH = 4
 
 
 @contextmanager
 def standing_in(model: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
-    """Within it the model has other trained parameters, in the memory of its own; gives them, each by its own.
+    """Within it other parameters, in the same memory, are in the place of those that train; yields {own: other}.
 
     Autograd sums a parameter's gradients in a node that lives as long as anything leads to it: the loss that a loop
     still holds of its last step, or DistributedDataParallel. That node keeps to the stream on which it was made, and a
     backward pass that comes to it cannot be recorded on another (https://github.com/pytorch/pytorch/pull/180090).
+
+    Raises `NotRecordableError` where they were given gradients within it, which would be the model's.
     """
     by_own = {own: _stand_in_for(own) for own in model.parameters() if own.requires_grad}
-    before: list[tuple[dict[str, Any], str, Any]] = []
+    gradients = {other: other.grad for other in by_own.values()}
     try:
-        for module in model.modules():
-            for table, name, value in [*_held_by(module)]:
-                other = _with_stand_ins(value, by_own)
-                if other is not value:
-                    before.append((table, name, value))
-                    table[name] = other
+        _Exchange(by_own).within(model)
         yield by_own
     finally:
-        for table, name, value in before:
-            table[name] = value
-
-
-def _held_by(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """(in which table, under which name, what): its parameters, and attributes of its class."""
-    for table in (module._parameters, vars(module)):
-        for name, value in table.items():
-            if table is module._parameters or name not in OF_EVERY_MODULE:
-                yield table, name, value
+        _Exchange({other: own for own, other in by_own.items()}).within(model)
+    if any(other.grad is not gradient for other, gradient in gradients.items()):
+        raise NotRecordableError("runs a backward pass of its own")
 
 
 def _stand_in_for(own: nn.Parameter) -> nn.Parameter:
+    """Its gradient, where its own has one, can neither be read, as the pass is watched, nor added to."""
     other = nn.Parameter(own.detach())
-    vars(other).update(vars(own))
+    other.__dict__ = own.__dict__
     take_gradients_as(own, other)
+    if own.grad is not None and own.grad.layout is torch.strided:
+        other.grad = own.grad.new_zeros(()).expand_as(own.grad)
     return other
 
 
-def _with_stand_ins(value: Any, by_own: Mapping[nn.Parameter, nn.Parameter]) -> Any:
-    """The value itself, unless it is, holds or (as an LSTM) weakly refers to parameters that others stand in for."""
-    if isinstance(value, nn.Parameter):
-        return by_own.get(value, value)
-    if isinstance(value, weakref.ref):
-        own = value()
-        other = _with_stand_ins(own, by_own) if isinstance(own, nn.Parameter) else own
-        return value if other is own else weakref.ref(other)
-    if type(value) is dict:
-        items = list(value.values())
-        others = _with_stand_ins(items, by_own)
-        return value if others is items else dict(zip(value, others, strict=True))
-    if type(value) in (list, tuple):
-        others = [_with_stand_ins(item, by_own) for item in value]
-        return value if all(map(is_, value, others)) else type(value)(others)
-    return value
+class _Exchange:
+    """Puts others in the place of parameters, in containers and objects that stay the same."""
+
+    def __init__(self, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        self._others = others
+        self._met: set[int] = set()
+
+    def within(self, model: nn.Module) -> None:
+        """Where modules have them, and in what their attributes hold."""
+        for module in model.modules():
+            own = vars(module)
+            self._at(module._parameters, module._parameters.items(), 0)
+            self._at(own, [item for item in own.items() if item[0] not in OF_EVERY_MODULE], _DEPTH)
+
+    def _at(self, holder: Any, items: Iterable[tuple[Any, Any]], depth: int) -> None:
+        for place, value in items:
+            other = self._of(value, depth)
+            if other is not value:
+                holder[place] = other
+
+    def _of(self, value: Any, depth: int) -> Any:
+        """What is to be in a value's place: another for parameters, tuples of them and weak references (an LSTM has
+        some), else itself.
+        """
+        if isinstance(value, nn.Parameter):
+            return self._others.get(value, value)
+        if isinstance(value, weakref.ref) and value.__callback__ is None:
+            own = value()
+            return weakref.ref(self._others[own]) if self._has(own) else value
+        if depth and isinstance(value, tuple):
+            items = [self._of(item, depth - 1) for item in value]
+            if all(map(is_, items, value)):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if depth and id(value) not in self._met:
+            self._met.add(id(value))
+            self._fill(value, depth - 1)
+        return value
+
+    def _fill(self, value: Any, depth: int) -> None:
+        if isinstance(value, (list, deque)):
+            self._at(value, enumerate(value), depth)
+        elif isinstance(value, set):
+            for own in filter(self._has, list(value)):
+                value.remove(own)
+                value.add(self._others[own])
+        elif (table := table_in(value)) is not None:
+            self._at(table, table.items(), depth)
+            if any(map(self._has, table)):
+                items = [(self._others[key] if self._has(key) else key, item) for key, item in table.items()]
+                table.clear()
+                table.update(items)
+
+    def _has(self, value: Any) -> bool:
+        """A number that hashes as a parameter does must not be compared with it."""
+        return isinstance(value, nn.Parameter) and value in self._others

@@ -10,12 +10,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from recorded_training import (
+    Net,
+    Step,
+    accumulated,
+    batch,
+    built,
+    forward_in_vain,
+    forwards,
+    graphed,
+    in_bf16,
+    plain_step,
+    said,
+    trained,
+    two_views,
+    zeroed_in_place,
+)
 from taped import TapeRecorder
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amptune.errors import PolicyApplyError
-from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.runtime.applying import PolicyDriftWarning, apply
 from amptune.runtime.gradient_dtype import CAN_DIFFER, take_gradients_in
@@ -23,100 +38,6 @@ from amptune.runtime.graphed_model import GraphedModel
 from amptune.runtime.host_effects import NotRecordableError, obstacle_in
 from amptune.runtime.recordings import MOST_RECORDINGS, MOST_WASTED, NOT_RECORDED, WORTH_IT
 from amptune.runtime.tensor_watch import TensorWatch
-
-Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], Any]
-
-
-class Net(nn.Module):
-    """Counts how often its own forward runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
-        self.head = nn.Linear(8, 4)
-        self.unused = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        forwards.append(tuple(x.shape))
-        return self.head(self.body(x).flatten(1))
-
-
-forwards: list[tuple[int, ...]] = []
-said: list[Finding] = []
-
-
-@pytest.fixture(autouse=True)
-def _afresh() -> None:
-    forwards.clear()
-    said.clear()
-
-
-def built(make: Callable[[], nn.Module] = Net) -> Any:
-    torch.manual_seed(0)
-    return make()
-
-
-def graphed(model: nn.Module) -> GraphedModel:
-    return GraphedModel(model, said.append, recorder=TapeRecorder, device_type="cpu")
-
-
-def batch(seed: int, size: int = 4) -> torch.Tensor:
-    return torch.randn(size, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
-
-
-def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-def in_bf16(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = model(x).float().square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-def accumulated(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
-    optimizer.zero_grad()
-    for part in (x, x.flip(0) + 1):
-        loss = model(part).square().mean()
-        loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-def zeroed_in_place(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
-    optimizer.zero_grad(set_to_none=False)
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-def two_views(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
-    """The second forward pass comes before the backward pass of the first."""
-    optimizer.zero_grad()
-    loss = (model(x) - model(x.flip(3) * 2)).square().mean() + model(x).mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-def forward_in_vain(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
-    model(x)
-    return plain_step(model, optimizer, x)
-
-
-def trained(model: nn.Module, called: nn.Module, step: Step, sizes: list[int]) -> tuple[list[float], dict[str, Any]]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = [float(step(called, optimizer, batch(seed, size))) for seed, size in enumerate(sizes)]
-    return losses, {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
 
 STEPS: list[Step] = [plain_step, in_bf16, accumulated, zeroed_in_place, two_views, forward_in_vain]
 
@@ -425,14 +346,15 @@ class Hiding(Net):
 
 
 class Elsewhere(Net):
-    """It has its head's weight from an object, beside its modules."""
+    """It has its head's weight from a function, beside its modules."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept = Strange(self.head.weight)
+        weight = self.head.weight
+        self.kept = lambda: weight
 
     def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x) @ self.kept.logits[:, :4]
+        return super().forward(x) @ self.kept()[:, :4]  # type: ignore[no-untyped-call]
 
 
 class Tallying(Net):
@@ -507,13 +429,13 @@ def first_of(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor
     [
         (Randomly, "draws random numbers on the host (random)"),
         (Counting, "meets a changed model again and again (seen"),
-        (Logging, "changes log in each forward pass"),
+        (Logging, "meets a changed model again and again (log"),
         (Rebinding, "meets a changed model again and again (mean"),
         (Wrapping, "returns a Strange, whose contents are not known"),
         (Momentum, "writes to its weights or inputs"),
         (Remembering, "uses a tensor that is none of its inputs, weights and buffers"),
         (Hiding, "uses a tensor that is none of its inputs, weights and buffers"),
-        (Elsewhere, "uses weights that are not in the place where its modules have them"),
+        (Elsewhere, "has gradients for what is none of the weights that its modules have"),
         (Tallying, "meets a changed model again and again (n"),
         (Drawing, "changes random in each forward pass"),
         (InPlace, "writes to its weights or inputs"),

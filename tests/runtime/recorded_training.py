@@ -1,0 +1,100 @@
+"""Training with and without recorded passes, on a CPU, for tests that compare the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from taped import TapeRecorder
+from torch import nn
+
+from amptune.policy.findings import Finding
+from amptune.runtime.graphed_model import GraphedModel
+
+Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], Any]
+
+
+class Net(nn.Module):
+    """Counts how often its own forward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+        self.head = nn.Linear(8, 4)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        forwards.append(tuple(x.shape))
+        return self.head(self.body(x).flatten(1))
+
+
+forwards: list[tuple[int, ...]] = []
+said: list[Finding] = []
+
+
+def built(make: Callable[[], nn.Module] = Net) -> Any:
+    torch.manual_seed(0)
+    return make()
+
+
+def graphed(model: nn.Module) -> GraphedModel:
+    return GraphedModel(model, said.append, recorder=TapeRecorder, device_type="cpu")
+
+
+def batch(seed: int, size: int = 4) -> torch.Tensor:
+    return torch.randn(size, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def in_bf16(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(x).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def accumulated(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+    optimizer.zero_grad()
+    for part in (x, x.flip(0) + 1):
+        loss = model(part).square().mean()
+        loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def zeroed_in_place(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+    optimizer.zero_grad(set_to_none=False)
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def two_views(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+    """The second forward pass comes before the backward pass of the first."""
+    optimizer.zero_grad()
+    loss = (model(x) - model(x.flip(3) * 2)).square().mean() + model(x).mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def forward_in_vain(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+    model(x)
+    return plain_step(model, optimizer, x)
+
+
+def trained(model: nn.Module, called: nn.Module, step: Step, sizes: list[int]) -> tuple[list[float], dict[str, Any]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = [float(step(called, optimizer, batch(seed, size))) for seed, size in enumerate(sizes)]
+    return losses, {name: tensor.clone() for name, tensor in model.state_dict().items()}
