@@ -217,7 +217,9 @@ def _tensors_of(outputs: Any) -> list[torch.Tensor]:
     leaves = tree_flatten(outputs)[0]
     strange = next((leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *CONSTANTS))), None)
     if strange is not None:
-        raise NotRecordableError(f"returns a {type(strange).__name__}, whose contents are not known")
+        name = type(strange).__name__
+        hint = " (use_cache=False leaves it out)" if name.endswith("Cache") else ""  # in transformers
+        raise NotRecordableError(f"returns a {name}, whose contents are not known{hint}")
     return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
 
 

@@ -97,6 +97,8 @@ class Recordings:
 
     def _recording_for(self, call: _Call) -> tuple[Recording | None, _Seen | None]:
         """A recording that was made, or is made now; or what is to be noted of a pass that may come again."""
+        if self._state is None and any(map(nn.parameter.is_lazy, self.model.parameters())):
+            return None, None
         try:
             kind = self._kind_of(call)
             known = next((recording for one, recording in self._recorded if one == kind), None)

@@ -12,6 +12,8 @@ import torch
 from recorded_training import Net, batch, built, graphed, plain_step, said, trained
 from torch import nn
 
+from amptune.runtime.graphed_model import GraphedModel
+
 
 class Pair(NamedTuple):
     one: nn.Parameter
@@ -356,6 +358,35 @@ def test_inputs_come_in_as_they_are_given() -> None:
     for _ in range(2):
         called(x.t(), y, scale=0.0)
     assert torch.equal(called(x.t(), y, scale=-0.0), plain(x.t(), y, scale=-0.0))
+
+
+def test_a_lazy_model_is_recorded_once_it_is_built() -> None:
+    results = []
+    for wrap in (graphed, lambda model: model):
+        model = built(lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(4)))
+        called = wrap(model)
+        for seed in range(5):
+            called(batch(seed)).square().mean().backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+        if isinstance(called, GraphedModel):
+            called.recordings.require_some()
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+class DynamicCache:
+    """As transformers has one."""
+
+
+class Caching(Net):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), DynamicCache()
+
+
+def test_a_cache_that_is_returned_can_be_left_out() -> None:
+    called = graphed(built(Caching))
+    for seed in range(2):
+        called(batch(seed))[0].sum().backward()
+    assert "returns a DynamicCache, whose contents are not known (use_cache=False leaves it out)" in said[0].message
 
 
 class Nested(Net):
