@@ -179,6 +179,7 @@ def _is_observed() -> bool:
     hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return (
         torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._current_graph_task_id() != -1  # within a backward pass, as checkpoints compute anew
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         or parametrize._cache_enabled > 0
@@ -287,7 +288,7 @@ class _Seen:
 
 
 class _Mark(torch.autograd.Function):
-    """Gives a tensor on as it is, and notes that it has a gradient in the backward pass."""
+    """Gives a copy of a tensor on, and notes that it has a gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, seen: _Seen, number: int, output: torch.Tensor) -> torch.Tensor:

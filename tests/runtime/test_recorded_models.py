@@ -11,6 +11,7 @@ import pytest
 import torch
 from recorded_training import Net, batch, built, graphed, plain_step, said, trained
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from amptune.runtime.graphed_model import GraphedModel
 
@@ -387,6 +388,23 @@ def test_a_cache_that_is_returned_can_be_left_out() -> None:
     for seed in range(2):
         called(batch(seed))[0].sum().backward()
     assert "returns a DynamicCache, whose contents are not known (use_cache=False leaves it out)" in said[0].message
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_pass_that_is_computed_anew_for_its_backward_pass_runs_by_itself(*, use_reentrant: bool) -> None:
+    results = []
+    for wrap in (graphed, lambda model: model):
+        model = built()
+        called = wrap(model)
+        for seed in range(4):
+            x = batch(seed).requires_grad_()
+            out = checkpoint(lambda y, called=called: called(y.detach()), x, use_reentrant=use_reentrant)
+            out.square().mean().backward()
+        assert not isinstance(called, GraphedModel) or len(called.recordings) == 0
+        results.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*results, strict=True):
+        assert one is other is None or torch.equal(one, other)
+    assert not said
 
 
 class Nested(Net):
