@@ -33,6 +33,12 @@ forwards: list[tuple[int, ...]] = []
 said: list[Finding] = []
 
 
+def forget() -> None:
+    """Before each test."""
+    forwards.clear()
+    said.clear()
+
+
 def built(make: Callable[[], nn.Module] = Net) -> Any:
     torch.manual_seed(0)
     return make()

@@ -16,6 +16,7 @@ from recorded_training import (
     accumulated,
     batch,
     built,
+    forget,
     forward_in_vain,
     forwards,
     graphed,
@@ -38,6 +39,12 @@ from amptune.runtime.graphed_model import GraphedModel
 from amptune.runtime.host_effects import NotRecordableError, obstacle_in
 from amptune.runtime.recordings import MOST_RECORDINGS, MOST_WASTED, NOT_RECORDED, WORTH_IT
 from amptune.runtime.tensor_watch import TensorWatch
+
+
+@pytest.fixture(autouse=True)
+def _afresh() -> None:
+    forget()
+
 
 STEPS: list[Step] = [plain_step, in_bf16, accumulated, zeroed_in_place, two_views, forward_in_vain]
 

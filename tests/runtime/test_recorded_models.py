@@ -9,11 +9,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from recorded_training import Net, batch, built, graphed, plain_step, said, trained
+from recorded_training import Net, batch, built, forget, graphed, plain_step, said, trained
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from amptune.runtime.graphed_model import GraphedModel
+
+
+@pytest.fixture(autouse=True)
+def _afresh() -> None:
+    forget()
 
 
 class Pair(NamedTuple):
