@@ -93,6 +93,7 @@ class Recording:
         pairs.sort(key=_dtypes_of)
         self._parameters = [own for own, _ in pairs]
         self._gradients = [gradient for _, gradient in pairs]
+        self._dtypes = [_widest_of(*pair) for pair in pairs]
         ends = [*accumulate(len(list(alike)) for _, alike in groupby(pairs, _dtypes_of))]
         self._alike = [slice(start, end) for start, end in pairwise([0, *ends])]
 
@@ -143,8 +144,7 @@ class Recording:
                 own.copy_(given, non_blocking=True)
         self._backward()
         begun.over = True
-        pairs = zip(self._parameters, self._gradients, strict=True)
-        copies = [torch.empty_like(gradient, dtype=_widest_of(own, gradient)) for own, gradient in pairs]
+        copies = [torch.empty_like(one, dtype=dtype) for one, dtype in zip(self._gradients, self._dtypes, strict=True)]
         for alike in self._alike:
             torch._foreach_copy_(copies[alike], self._gradients[alike])
         return copies
