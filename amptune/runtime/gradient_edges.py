@@ -12,12 +12,12 @@ from amptune.runtime.host_effects import NotRecordableError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-__all__ = ["gradient_edges"]
+__all__ = ["edges_for"]
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def gradient_edges(
+def edges_for(
     outputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], others: Collection[torch.Tensor]
 ) -> list[torch.Tensor | GradientEdge]:
     """Where `torch.autograd.grad` is to take the gradient of each weight: in general, the weight itself.

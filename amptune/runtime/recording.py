@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from amptune.runtime.gradient_edges import gradient_edges
+from amptune.runtime.gradient_edges import edges_for
 from amptune.runtime.host_effects import NotRecordableError
 from amptune.runtime.stand_ins import standing_in
 from amptune.runtime.tensor_watch import TensorWatch
@@ -70,7 +70,7 @@ class Recording:
         with standing_in(model) as by_own:
             weights = [by_own[own] for own in self._parameters]
             fixed, buffers = [*self._inputs, *model.parameters()], list(model.buffers())
-            edges = partial(gradient_edges, weights=weights, others=[*fixed, *buffers])
+            edges = partial(edges_for, weights=weights, others=[*fixed, *buffers])
             for before, watching in ((by.warming_up(), TensorWatch(fixed, buffers)), (by.rehearsing(), nullcontext())):
                 with before:
                     with watching:
