@@ -8,6 +8,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from amptune.runtime.host_effects import NotRecordableError
+from amptune.runtime.tensor_watch import place_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -28,19 +29,15 @@ def edges_for(
     Raises `NotRecordableError` where the outputs' gradients come to something that lies where the `others` do, which
     nobody would give to them; those of a tensor that was made in the pass are gone with it.
     """
-    known, places = set(map(id, weights)), set(map(_place, others))
+    known, places = set(map(id, weights)), set(map(place_of, others))
     sources: dict[int, list[Any]] = {}
     for node, source in _ways_to_leaves(outputs):
-        if id(node.variable) not in known and _place(node.variable) in places:
+        if id(node.variable) not in known and place_of(node.variable) in places:
             raise NotRecordableError("has gradients for what is none of the weights that its modules have")
         sources.setdefault(id(node.variable), []).append(source)
     if any(output.is_leaf and id(output) not in known for output in outputs):
         raise NotRecordableError("returns a tensor that has a gradient of its own")
     return [_edge_of(weight, sources.get(id(weight), [])) for weight in weights]
-
-
-def _place(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _ways_to_leaves(outputs: Iterable[torch.Tensor]) -> Iterator[tuple[Any, Any]]:

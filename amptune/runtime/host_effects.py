@@ -14,7 +14,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
 from amptune.errors import AmptuneError
-from amptune.runtime.model_state import HOOKS, OF_EVERY_MODULE, PLAIN, table_in
+from amptune.runtime.model_state import DEPTH, HOOKS, OF_EVERY_MODULE, PLAIN, table_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,8 +23,6 @@ __all__ = ["NotRecordableError", "obstacle_in", "without_effects"]
 
 _GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in HOOKS)
 _TABLES = ("_parameters", "_buffers", "_modules")
-# How deep lists and dictionaries are looked into.
-_DEPTH = 3
 
 
 class NotRecordableError(AmptuneError):
@@ -112,7 +110,7 @@ def _generators() -> dict[str, Any]:
 def _attributes_of(owner: nn.Module | nn.Parameter) -> dict[str, tuple[Any, Any]]:
     """Each with what is in it: its own, and a module's weights, buffers and modules."""
     own = {name: value for name, value in vars(owner).items() if name not in OF_EVERY_MODULE or name in _TABLES}
-    return {name: (value, _content(value, _DEPTH)) for name, value in own.items()}
+    return {name: (value, _content(value, DEPTH)) for name, value in own.items()}
 
 
 def _content(value: Any, depth: int) -> Any:

@@ -14,13 +14,13 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["HOOKS", "OF_EVERY_MODULE", "PLAIN", "ModelState", "table_in"]
+__all__ = ["DEPTH", "HOOKS", "OF_EVERY_MODULE", "PLAIN", "ModelState", "table_in"]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # What every module has, and PyTorch itself writes to.
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 # How deep lists and dictionaries in attributes are looked into, and up to how many items.
-_DEPTH, _MOST_ITEMS = 3, 1000
+DEPTH, _MOST_ITEMS = 3, 1000
 # Values that a forward pass may branch on.
 PLAIN = (type(None), bool, int, float, str, tuple)
 
@@ -55,7 +55,7 @@ class ModelState:
             yield "", own
             for name, value in own.items():
                 if name not in OF_EVERY_MODULE:
-                    yield from _containers_in(name, value, _DEPTH)
+                    yield from _containers_in(name, value, DEPTH)
 
     def _ids(self) -> list[int]:
         return list(map(id, chain.from_iterable(table.values() for table in self._holders)))

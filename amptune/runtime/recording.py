@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from amptune.runtime.gradient_edges import edges_for
 from amptune.runtime.host_effects import NotRecordableError
 from amptune.runtime.stand_ins import standing_in
-from amptune.runtime.tensor_watch import TensorWatch
+from amptune.runtime.tensor_watch import TensorWatch, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -225,9 +225,9 @@ def _tensors_of(outputs: Any) -> list[torch.Tensor]:
 
 def _require_apart(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
     """What comes out of a replay is a copy: it must be no part of something else, to which a loop may write."""
-    taken = {tensor.untyped_storage().data_ptr() for tensor in others}
-    for place in (tensor.untyped_storage().data_ptr() for tensor in outputs):
-        if place in taken and place:
+    taken = set(map(place_of, others))
+    for place in map(place_of, outputs):
+        if place in taken:
             raise NotRecordableError("returns what shares memory with another output, an input, a weight or a buffer")
         taken.add(place)
 

@@ -13,15 +13,12 @@ from torch import nn
 
 from amptune.runtime.gradient_dtype import take_gradients_as
 from amptune.runtime.host_effects import NotRecordableError
-from amptune.runtime.model_state import OF_EVERY_MODULE, table_in
+from amptune.runtime.model_state import DEPTH, OF_EVERY_MODULE, table_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 __all__ = ["standing_in"]
-
-# How deep in a module's attributes weights are looked for.
-_DEPTH = 4
 
 
 @contextmanager
@@ -67,7 +64,7 @@ class _Exchange:
         for module in model.modules():
             own = vars(module)
             self._at(module._parameters, module._parameters.items(), 0)
-            self._at(own, [item for item in own.items() if item[0] not in OF_EVERY_MODULE], _DEPTH)
+            self._at(own, [item for item in own.items() if item[0] not in OF_EVERY_MODULE], DEPTH)
 
     def _at(self, holder: Any, items: Iterable[tuple[Any, Any]], depth: int) -> None:
         for place, value in items:

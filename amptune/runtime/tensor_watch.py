@@ -13,7 +13,7 @@ from amptune.runtime.host_effects import NotRecordableError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["TensorWatch"]
+__all__ = ["TensorWatch", "place_of"]
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
@@ -27,8 +27,8 @@ class TensorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
 
     def __init__(self, fixed: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._fixed = set(map(_place, fixed))
-        self._known = {*self._fixed, *map(_place, buffers)}
+        self._fixed = set(map(place_of, fixed))
+        self._known = {*self._fixed, *map(place_of, buffers)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -36,20 +36,20 @@ class TensorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         if func.namespace in _COLLECTIVES:
             raise NotRecordableError("exchanges tensors with other processes")
         if func.namespace == "aten" and func._opname == "lift_fresh":  # torch.tensor(1.0) within the pass
-            self._known.update(map(_place, given))
-        if any(_place(tensor) not in self._known for tensor in given):
+            self._known.update(map(place_of, given))
+        if any(place_of(tensor) not in self._known for tensor in given):
             raise NotRecordableError("uses a tensor that is none of its inputs, weights and buffers")
-        if any(_place(tensor) in self._fixed for tensor in _written(func, args, kwargs)):
+        if any(place_of(tensor) in self._fixed for tensor in _written(func, args, kwargs)):
             raise NotRecordableError("writes to its weights or inputs")
         result = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if any(one.is_cuda for one in made) and any(_is_data_of_the_host(tensor) for tensor in given):
             raise NotRecordableError("brings tensors from the host to the device")
-        self._known.update(map(_place, made))
+        self._known.update(map(place_of, made))
         return result
 
 
-def _place(tensor: torch.Tensor) -> int:
+def place_of(tensor: torch.Tensor) -> int:
     """Which memory it is a view of, as long as that lives."""
     if tensor.layout is not torch.strided:
         raise NotRecordableError("has tensors that are sparse")

@@ -104,3 +104,23 @@ def trained(model: nn.Module, called: nn.Module, step: Step, sizes: list[int]) -
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = [float(step(called, optimizer, batch(seed, size))) for seed, size in enumerate(sizes)]
     return losses, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def require_same_gradients(make: Callable[[], nn.Module], backward: Callable[[Any, int], None]) -> Any:
+    """Four backward passes with and without recording, whose gradients are summed; gives what was recorded."""
+    plain = built(make)
+    for seed in range(4):
+        backward(plain, seed)
+    called = graphed(built(make))
+    for seed in range(4):
+        backward(called, seed)
+    for own, other in zip(called.parameters(), plain.parameters(), strict=True):
+        if own.grad is None or other.grad is None:
+            assert own.grad is other.grad
+        else:
+            assert torch.equal(own.grad, other.grad)
+    return called
+
+
+def backward_of_squares(called: Any, seed: int) -> None:
+    called(batch(seed)).float().square().mean().backward()

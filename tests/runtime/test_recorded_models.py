@@ -9,11 +9,20 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from recorded_training import Net, batch, built, forget, graphed, plain_step, said, trained
+from recorded_training import (
+    Net,
+    backward_of_squares,
+    batch,
+    built,
+    forget,
+    graphed,
+    plain_step,
+    require_same_gradients,
+    said,
+    trained,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-from amptune.runtime.graphed_model import GraphedModel
 
 
 @pytest.fixture(autouse=True)
@@ -257,16 +266,8 @@ class Looking(Net):
 
 
 def test_a_gradient_that_is_there_is_no_constant() -> None:
-    results = []
-    for wrap in (graphed, lambda model: model):
-        model = built(Looking)
-        called = wrap(model)
-        for seed in range(5):
-            called(batch(seed)).square().mean().backward()
-        results.append([parameter.grad for parameter in model.parameters()])
+    require_same_gradients(Looking, backward_of_squares)
     assert "uses a tensor that is none of its inputs, weights and buffers" in said[0].message
-    for one, other in zip(*results, strict=True):
-        assert one is other is None or torch.equal(one, other)
 
 
 class Twins(nn.Module):
@@ -280,15 +281,11 @@ class Twins(nn.Module):
 
 
 def test_a_loss_for_each_output_may_go_backward_by_itself() -> None:
-    results = []
-    for wrap in (graphed, lambda model: model):
-        model = built(Twins)
-        called = wrap(model)
-        for seed in range(4):
-            for out in called(batch(seed)):
-                out.square().mean().backward()
-        results.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    def backward(called: Any, seed: int) -> None:
+        for out in called(batch(seed)):
+            out.square().mean().backward()
+
+    require_same_gradients(Twins, backward)
     assert "has several backward passes" in said[0].message
 
 
@@ -326,18 +323,13 @@ class Twice(Net):
 
 
 def test_an_output_that_is_given_twice_stays_one() -> None:
-    results = []
-    for wrap in (graphed, lambda model: model):
-        model = built(Twice)
-        called = wrap(model)
-        for seed in range(4):
-            outputs = called(batch(seed))
-            assert outputs["logits"] is outputs["kept"][0]
-            (outputs["logits"] * outputs["kept"][0]).mean().backward()
-        results.append([parameter.grad for parameter in model.parameters()])
+    def backward(called: Any, seed: int) -> None:
+        outputs = called(batch(seed))
+        assert outputs["logits"] is outputs["kept"][0]
+        (outputs["logits"] * outputs["kept"][0]).mean().backward()
+
+    require_same_gradients(Twice, backward)
     assert not said
-    for one, other in zip(*results, strict=True):
-        assert one is other is None or torch.equal(one, other)
 
 
 class TwoInputs(nn.Module):
@@ -367,16 +359,8 @@ def test_inputs_come_in_as_they_are_given() -> None:
 
 
 def test_a_lazy_model_is_recorded_once_it_is_built() -> None:
-    results = []
-    for wrap in (graphed, lambda model: model):
-        model = built(lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(4)))
-        called = wrap(model)
-        for seed in range(5):
-            called(batch(seed)).square().mean().backward()
-        results.append([parameter.grad for parameter in model.parameters()])
-        if isinstance(called, GraphedModel):
-            called.recordings.require_some()
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    called = require_same_gradients(lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(4)), backward_of_squares)
+    called.recordings.require_some()
 
 
 class DynamicCache:
@@ -397,18 +381,12 @@ def test_a_cache_that_is_returned_can_be_left_out() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_pass_that_is_computed_anew_for_its_backward_pass_runs_by_itself(*, use_reentrant: bool) -> None:
-    results = []
-    for wrap in (graphed, lambda model: model):
-        model = built()
-        called = wrap(model)
-        for seed in range(4):
-            x = batch(seed).requires_grad_()
-            out = checkpoint(lambda y, called=called: called(y.detach()), x, use_reentrant=use_reentrant)
-            out.square().mean().backward()
-        assert not isinstance(called, GraphedModel) or len(called.recordings) == 0
-        results.append([parameter.grad for parameter in model.parameters()])
-    for one, other in zip(*results, strict=True):
-        assert one is other is None or torch.equal(one, other)
+    def backward(called: Any, seed: int) -> None:
+        x = batch(seed).requires_grad_()
+        out = checkpoint(lambda y: called(y.detach()), x, use_reentrant=use_reentrant)
+        out.square().mean().backward()
+
+    assert len(require_same_gradients(Net, backward).recordings) == 0
     assert not said
 
 
