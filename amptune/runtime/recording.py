@@ -72,9 +72,8 @@ class Recording:
             fixed, buffers = [*self._inputs, *model.parameters()], list(model.buffers())
             edges = partial(edges_for, weights=weights, others=[*fixed, *buffers])
             for before, watching in ((by.warming_up(), TensorWatch(fixed, buffers)), (by.rehearsing(), nullcontext())):
-                with before:
-                    with watching:
-                        outputs = _tensors_of(forward())
+                with before, watching:
+                    outputs = _tensors_of(forward())
                     self._gradients_of(outputs, [torch.zeros_like(one) for one in outputs], edges)
             outputs = []  # their memory is free for what is recorded
             returned, self._forward = by.record(forward)

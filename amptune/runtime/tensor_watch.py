@@ -1,4 +1,4 @@
-"""Which tensors a forward pass reads and writes: a recorded one can read and write its inputs, weights and buffers."""
+"""Which tensors passes read and write: those that are recorded can read and write inputs, weights and buffers."""
 
 from __future__ import annotations
 

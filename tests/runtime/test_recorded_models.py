@@ -234,6 +234,26 @@ class Reversible(nn.Module):
         return _Reversible.apply(self.stem(x.flatten(1)), self.block)  # type: ignore[no-untyped-call]
 
 
+PENALTY = torch.full((4,), 0.01)
+
+
+class _Penalized(torch.autograd.Function):
+    """Adds to the gradient what lies elsewhere, and may be another tensor in the next step."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + PENALTY
+
+
+class Penalized(Net):
+    def forward(self, x: torch.Tensor) -> Any:
+        return _Penalized.apply(super().forward(x))  # type: ignore[no-untyped-call]
+
+
 class LeafOut(Net):
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x).mean() + nn.Parameter(x.mean().detach())
@@ -247,6 +267,7 @@ class LeafOut(Net):
         (CountingOnWeight, "meets a changed model again and again (gain"),
         (Calling, "meets a changed model again and again (calls"),
         (Reversible, "runs a backward pass of its own"),
+        (Penalized, "uses a tensor that is none of its inputs, weights and buffers"),
     ],
 )
 def test_what_would_be_lost_is_refused(make: Callable[[], nn.Module], reason: str) -> None:
