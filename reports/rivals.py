@@ -43,7 +43,17 @@ from amptune.policy.wire import policy_from_dict, policy_to_dict
 from amptune.report.progress import progress_for
 from amptune.search.budget import Budget
 from amptune.search.decision import standings_of
-from amptune.search.events import ContenderMeasured, Event, SearchEnded, SearchStarted, TrialEnded
+from amptune.search.events import (
+    Compiling,
+    ContenderMeasured,
+    Event,
+    GroundworkStarted,
+    PolicyJudged,
+    SearchEnded,
+    SearchStarted,
+    TrialEnded,
+    WorkloadBuilt,
+)
 from amptune.search.finals import Comparison
 from amptune.search.ratios import Ratio, Round, ratio_between
 from amptune.search.tuning import tune
@@ -186,8 +196,16 @@ class Timeline:
 
     def __call__(self, event: Event) -> None:
         match event:
+            case WorkloadBuilt():
+                self._note("workload-built")
+            case GroundworkStarted():
+                self._note(event.groundwork)
+            case PolicyJudged():
+                self._note("judged", policy=policy_to_dict(event.judgement.policy))
             case SearchStarted():
                 self._note("search-started", policies=event.size)
+            case Compiling():
+                self._note("compiling", graphs=len(event.policies))
             case SearchEnded():
                 self._note("search-ended", because=event.because)
             case TrialEnded():

@@ -15,12 +15,15 @@ from amptune.search.events import (
     Compiling,
     ContenderMeasured,
     Event,
+    Groundwork,
+    GroundworkStarted,
     Observer,
     PolicyJudged,
     SearchEnded,
     SearchStarted,
     TrialEnded,
     TrialStarted,
+    WorkloadBuilt,
 )
 from amptune.search.objective import Objective
 
@@ -31,6 +34,11 @@ _STAGES = {
     "refinement": "the winner, and what may be faster",
     "ablation": "the winner, and what each of its settings buys",
     "verify": "the claim measured again",
+}
+_GROUNDWORK: dict[Groundwork, str] = {
+    "modules": "timing modules by themselves",
+    "numerics": "judging the numerics of each precision",
+    "batch-size": "looking for the largest batch",
 }
 
 
@@ -46,24 +54,28 @@ def progress_for(stream: TextIO) -> Iterator[Observer]:
 
 
 def describe(event: Event) -> str | None:
-    """The event as one plain line; None for what is only worth showing live."""
+    """The event as one plain line, which begins with the time left; None for what is only worth showing live."""
     match event:
-        case SearchStarted():
-            return _started(event)
-        case TrialEnded():
-            return _trial(event)
+        case WorkloadBuilt():
+            text = _built(event)
         case PolicyJudged():
             judgement = event.judgement
             verdict = judgement if judgement.passes else f"not as good as FP32: {judgement}"
-            return f"numerics of {judgement.policy}: {verdict}"
+            text = f"numerics of {judgement.policy}: {verdict}"
+        case SearchStarted():
+            remembered = f"; {event.remembered} trials remembered from {event.study}" if event.remembered else ""
+            text = f"search space {event.architecture}: {event.size} policies{remembered}"
         case Compiling():
-            return f"compiling {len(event.policies)} graphs beside one another"
+            text = f"compiling {len(event.policies)} graphs beside one another"
+        case TrialEnded():
+            text = _trial(event)
         case SearchEnded():
-            return f"search ended after {event.trials} new trials: {event.because}"
+            text = f"search ended after {event.trials} new trials: {event.because}"
         case ComparisonStarted():
-            return f"{_STAGES[event.stage]}: {len(event.policies)} policies in turn, in fresh processes"
+            text = f"{_STAGES[event.stage]}: {len(event.policies)} policies in turn, in fresh processes"
         case _:
             return None
+    return f"[{max(0.0, event.left_s):4.0f} s left] {text}"
 
 
 def _print_line(console: Console, event: Event) -> None:
@@ -75,6 +87,10 @@ def _print_line(console: Console, event: Event) -> None:
 def _show(console: Console, status: Status, event: Event) -> None:
     _print_line(console, event)
     match event:
+        case GroundworkStarted():
+            status.update(f"{_GROUNDWORK[event.groundwork]} …")
+        case Compiling():
+            status.update(f"compiling: {'; '.join(map(str, event.policies))}")
         case TrialStarted():
             status.update(f"measuring: {event.policy}")
         case ContenderMeasured():
@@ -83,19 +99,14 @@ def _show(console: Console, status: Status, event: Event) -> None:
             pass
 
 
-def _started(event: SearchStarted) -> str:
-    subject = event.prepared.subject
-    remembered = f"; {event.remembered} trials remembered from {event.study}" if event.remembered else ""
-    return (
-        f"{subject.name}: {subject.parameters:,} parameters, batch {subject.batch_size}, "
-        f"on {event.prepared.hardware.name}\n"
-        f"search space {event.architecture}: {event.size} policies; budget {event.budget_s:.0f} s{remembered}"
-    )
+def _built(event: WorkloadBuilt) -> str:
+    subject, hardware = event.prepared.subject, event.prepared.hardware
+    return f"{subject.name}: {subject.parameters:,} parameters, batch {subject.batch_size}, on {hardware.name}"
 
 
 def _trial(event: TrialEnded) -> str:
     trial = event.trial
-    head = f"[{event.left_s:4.0f} s left] {trial.number + 1:3d}"
+    head = f"{trial.number + 1:3d}"
     if isinstance(trial.outcome, Failure):
         return f"{head}  {trial.outcome.kind:>10}        {trial.policy}: {trial.outcome.message}"
     mark = "*" if event.best is trial else " "

@@ -1,4 +1,7 @@
-"""What a tuning run tells while it runs; an observer is a function that takes these."""
+"""What a tuning run tells while it runs; an observer is a function that takes these.
+
+`left_s` are the seconds that are left of its budget.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ __all__ = [
     "Compiling",
     "ContenderMeasured",
     "Event",
+    "Groundwork",
+    "GroundworkStarted",
     "Observer",
     "PolicyJudged",
     "SearchEnded",
@@ -25,6 +30,7 @@ __all__ = [
     "Stage",
     "TrialEnded",
     "TrialStarted",
+    "WorkloadBuilt",
 ]
 
 
@@ -33,16 +39,35 @@ __all__ = [
 Stage = Literal["finals", "refinement", "ablation", "verify"]
 
 
+# What narrows the space before the search: modules timed by themselves, the numerics of each precision judged, the
+# largest batch found.
+Groundwork = Literal["modules", "numerics", "batch-size"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchStarted:
-    """The workload is built and the space known; `remembered` trials come from an earlier run."""
+class WorkloadBuilt:
+    """The workload is built, and has run for a step."""
 
     prepared: Prepared
+    left_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroundworkStarted:
+    """Something is about to be measured before the search, which a while of little else follows."""
+
+    groundwork: Groundwork
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchStarted:
+    """The space is known; `remembered` trials come from an earlier run."""
+
     architecture: str
     size: int
     remembered: int
     study: str
-    budget_s: float
+    left_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +80,7 @@ class Compiling:
     """Graphs are about to be compiled beside one another, which a while of nothing else follows."""
 
     policies: tuple[Policy, ...]
+    left_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +98,7 @@ class SearchEnded:
 
     because: str
     trials: int
+    left_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +107,7 @@ class ComparisonStarted:
 
     stage: Stage
     policies: tuple[Policy, ...]
+    left_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +125,13 @@ class PolicyJudged:
     """The numerics gate has spoken."""
 
     judgement: Judgement
+    left_s: float
 
 
 Event = (
-    PolicyJudged
+    WorkloadBuilt
+    | GroundworkStarted
+    | PolicyJudged
     | SearchStarted
     | TrialStarted
     | Compiling

@@ -99,7 +99,8 @@ class Comparison:
         processes that run already do.
         """
         enough = enough or (lambda rounds: settled(rounds, self.baseline))
-        self.observer(ComparisonStarted(stage=self.stage, policies=tuple(self.policies)))
+        policies, left_s = tuple(self.policies), self.budget.left_s
+        self.observer(ComparisonStarted(stage=self.stage, policies=policies, left_s=left_s))
         for launch in range(MAX_LAUNCHES):
             before_s = self.budget.left_s
             if launch > 0 or before_s > self.start_s:

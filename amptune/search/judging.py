@@ -169,7 +169,7 @@ class Judge:
             self._unjudged[policy] = parity.failure
             return
         self._judgements[policy] = judged(policy, parity, self.tolerance)
-        self.observer(PolicyJudged(judgement=self._judgements[policy]))
+        self.observer(PolicyJudged(judgement=self._judgements[policy], left_s=self.budget.left_s))
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

@@ -84,7 +84,7 @@ def search(
         because = run.until_done()
     except StudyError as error:  # a storage that fails ends the search; what is in memory still decides
         because = str(error)
-    observer(SearchEnded(because=because, trials=run.measured))
+    observer(SearchEnded(because=because, trials=run.measured, left_s=budget.left_s))
 
 
 def best_of(study: Study) -> Trial | None:
@@ -205,7 +205,7 @@ class _Search:
         trials = math.inf if self.budget.trials is None else GRAPHS_OF_TRIALS * self.budget.trials
         policies = kinds[: int(min(trials, self.graphs_at_once.within(self._enough_s, baseline)))]
         if len(policies) > 1:
-            self.observer(Compiling(policies=tuple(policies)))
+            self.observer(Compiling(policies=tuple(policies), left_s=self.budget.left_s))
             self._compiled = dict(self.evaluator.compile(policies, GRAPHS_SHARE * self.budget.left_s))
             self._began_s = self.budget.spent_s  # the cheap trials have their time still
             if not self._compiled:

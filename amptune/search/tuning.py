@@ -19,7 +19,7 @@ from amptune.search.budget import Budget
 from amptune.search.candidates import Candidates, GlobalBatch, Wanted, candidates_for
 from amptune.search.deciding import Decision
 from amptune.search.end_to_end import checked_in_a_loop, loop_s
-from amptune.search.events import Observer, SearchStarted
+from amptune.search.events import Observer, SearchStarted, WorkloadBuilt
 from amptune.search.failed_baseline import error_of_baseline
 from amptune.search.finals import ROUNDS_PER_LAUNCH
 from amptune.search.graphs import GraphsAtOnce
@@ -131,13 +131,14 @@ def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) 
     before_s = request.budget.spent_s
     prepared = evaluator.prepare(request.budget.left_to_prepare_s)
     prepare_s = request.budget.spent_s - before_s
+    observer(WorkloadBuilt(prepared=prepared, left_s=request.budget.left_s))
     if request.objective.name == "energy" and prepared.hardware.gpu is None:
         raise ObjectiveError(f"{NO_ENERGY}: it is read from a GPU, and {prepared.hardware.name} is none")
     candidates = candidates_for(prepared, request.wanted)
     judge = Judge(evaluator, candidates.baseline, request.budget, observer, prepared.subject.tolerance)
     run = TuningRun(request, prepared, candidates, judge)
     try:
-        run.narrow(evaluator)
+        run.narrow(evaluator, observer)
         _search_and_prove(evaluator, run, prepare_s, observer)
         decision = run.sound_decision()
     except KeyboardInterrupt:
@@ -153,12 +154,11 @@ def _search_and_prove(evaluator: Evaluator, run: TuningRun, prepare_s: float, ob
     study.measure_first(candidates.first)
     observer(
         SearchStarted(
-            prepared=run.prepared,
             architecture=candidates.space.architecture,
             size=study.size,
             remembered=len(study.trials),
             study=str(request.study),
-            budget_s=request.budget.seconds,
+            left_s=request.budget.left_s,
         )
     )
     search(

@@ -14,6 +14,7 @@ from amptune.search.batch_sizes import NO_SIZES, BatchSizes, batch_sizes_for
 from amptune.search.candidates import Candidates, candidates_for
 from amptune.search.compile_costs import compiled_s
 from amptune.search.deciding import Decision, decide
+from amptune.search.events import GroundworkStarted, Observer
 from amptune.search.finals import ROUNDS_PER_LAUNCH
 from amptune.search.guarding import guard_against
 from amptune.search.judging import Judge
@@ -93,17 +94,20 @@ class TuningRun:
             options=request.options,
         )
 
-    def narrow(self, evaluator: Evaluator) -> None:
+    def narrow(self, evaluator: Evaluator, observer: Observer) -> None:
         """Which modules there are reasons to keep in FP32, and which batch sizes there are: what has to be measured.
 
         Modules are timed by themselves and each dtype judged; then, where it was asked for, the largest batches found.
         """
         request, prepared = self.request, self.prepared
+        observer(GroundworkStarted(groundwork="modules"))
         ladder = timed_ladder(evaluator, prepared, self.candidates.space, request.budget, request.folder)
         candidates = candidates_for(prepared, request.wanted, ladder)
+        observer(GroundworkStarted(groundwork="numerics"))
         guard = guard_against(self.judge, candidates.halves_alone, prepared.subject)
         self.candidates, self.findings = candidates.guarded(guard.safeguards), guard.findings
         if request.wanted.batch_size == "auto":
+            observer(GroundworkStarted(groundwork="batch-size"))
             arms = (*self.candidates.halves_alone, candidates.baseline)[:1]
             self.sizes = batch_sizes_for(evaluator, arms, prepared, request.budget, request.wanted.global_batch)
             candidates = candidates_for(prepared, request.wanted, ladder, self.sizes.sizes)

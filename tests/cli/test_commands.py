@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -96,6 +97,25 @@ def test_tuning_writes_a_policy_that_trains(folder: Path) -> None:
     explained = run("explain", "policy.yaml", folder=folder)
     assert "autocast" in explained.stdout
     subprocess.run([sys.executable, "-W", "error", "-c", TRAINING], cwd=folder, check=True)
+
+
+def test_progress_says_what_is_done_and_how_much_time_is_left(folder: Path) -> None:
+    done = run("tune", "train.py:small", "--budget", "20s", "--trials", "3", folder=folder)
+    lines = re.findall(r"^\[ *(\d+) s left\] +(.*)", done.stderr, flags=re.MULTILINE)
+    left_s, said = zip(*((int(seconds), words) for seconds, words in lines), strict=True)
+    assert left_s[0] <= 20
+    assert list(left_s) == sorted(left_s, reverse=True)
+    stages = [
+        "small: 18,696 parameters, batch 16",
+        "numerics of bf16",
+        "search space cpu",
+        "1 *",
+        "search ended",
+        "final",
+    ]
+    found = [next(place for place, words in enumerate(said) if words.startswith(stage)) for stage in stages]
+    assert found == sorted(found)
+    assert found[0] == 0
 
 
 def test_json_is_one_versioned_object_on_stdout(folder: Path) -> None:

@@ -61,8 +61,8 @@ def test_off_a_terminal_progress_is_plain_lines() -> None:
     stream = io.StringIO()
     with progress_for(stream) as observer:
         observer(TrialStarted(policy=STOCK))
-        observer(SearchEnded(because="the budget for searching is spent", trials=3))
-    assert stream.getvalue() == "search ended after 3 new trials: the budget for searching is spent\n"
+        observer(SearchEnded(because="the budget for searching is spent", trials=3, left_s=-0.3))
+    assert stream.getvalue() == "[   0 s left] search ended after 3 new trials: the budget for searching is spent\n"
 
 
 def test_every_setting_of_a_policy_is_explained() -> None:
