@@ -90,7 +90,7 @@ def test_tuning_writes_a_policy_that_trains(folder: Path) -> None:
     done = run("tune", "train.py:small", "--budget", "20s", "--trials", "4", folder=folder)
     assert done.returncode == 0, done.stderr
     assert "policy written to policy.yaml" in done.stdout
-    assert "search space cpu" in done.stderr
+    assert_progress_is_told(done.stderr)
     assert "the script prints" not in done.stdout + done.stderr
     assert "the script prints" in next((folder / ".amptune").rglob("workers.log")).read_text()
     assert run("check", "policy.yaml", folder=folder).returncode == 0
@@ -99,20 +99,13 @@ def test_tuning_writes_a_policy_that_trains(folder: Path) -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", TRAINING], cwd=folder, check=True)
 
 
-def test_progress_says_what_is_done_and_how_much_time_is_left(folder: Path) -> None:
-    done = run("tune", "train.py:small", "--budget", "20s", "--trials", "3", folder=folder)
-    lines = re.findall(r"^\[ *(\d+) s left\] +(.*)", done.stderr, flags=re.MULTILINE)
+def assert_progress_is_told(text: str) -> None:
+    """In order, each line with the time that is left."""
+    lines = re.findall(r"^\[ *(\d+) s left\] +(.*)", text, flags=re.MULTILINE)
     left_s, said = zip(*((int(seconds), words) for seconds, words in lines), strict=True)
     assert left_s[0] <= 20
     assert list(left_s) == sorted(left_s, reverse=True)
-    stages = [
-        "small: 18,696 parameters, batch 16",
-        "numerics of bf16",
-        "search space cpu",
-        "1 *",
-        "search ended",
-        "final",
-    ]
+    stages = ["small: 18,696 parameters", "numerics of bf16", "search space cpu", "1 *", "search ended", "final"]
     found = [next(place for place, words in enumerate(said) if words.startswith(stage)) for stage in stages]
     assert found == sorted(found)
     assert found[0] == 0
@@ -215,7 +208,7 @@ def wait_for_trials(process: subprocess.Popen[str], count: int) -> None:
     while count:
         line = process.stderr.readline()
         assert line, "tuning ended before it was interrupted"
-        count -= " s left]" in line
+        count -= re.search(r" s left\] +\d+ ", line) is not None
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
