@@ -103,13 +103,14 @@ def _request(
     from amptune.search.request import TuningRequest, place_of, source_of
 
     folder, storage = place_of(study, target)
+    size = _batch_size(batch_size)
     return TuningRequest(
-        source=source_of(target),
+        source=source_of(target, None if size == "auto" else size),
         wanted=Wanted(
             baseline=_baseline(baseline),
             space=space,
             pins=_pins(pins),
-            batch_size=_batch_size(batch_size),
+            batch_size="auto" if size == "auto" else None,
             global_batch=_global_batch(global_batch, devices),
             compile=compile_,
             memory_mib=max_memory,

@@ -55,10 +55,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where a worker gets the workload from: a target's text, or a `Workload` pickled by value (cloudpickle)."""
+    """Where a worker gets the workload from: a target's text, or a `Workload` pickled by value (cloudpickle).
+
+    With a `batch_size` its batches are of that many samples, instead of its own.
+    """
 
     target: str | None = None
     pickled: bytes | None = None
+    batch_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,6 +303,11 @@ def _bench() -> Bench:
 
 
 def _workload(source: Source) -> Workload:
+    own = _own_workload(source)
+    return own if source.batch_size is None else replace(own, batch_size=source.batch_size)
+
+
+def _own_workload(source: Source) -> Workload:
     if source.target is not None:
         from amptune.workload.targets import load_workload, parse_target
 

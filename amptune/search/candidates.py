@@ -96,14 +96,14 @@ NEAREST = 5
 class Wanted:
     """What the user asked of the search.
 
-    `batch_size` is None (the workload's own), a number, or "auto"; `compile` whether to try torch.compile, None where
-    the space and the budget are to say. No policy may take more than `memory_mib` of the device's memory.
+    `batch_size` is "auto" to search it, else None; `compile` whether to try torch.compile, None where the space and the
+    budget are to say. No policy may take more than `memory_mib` of the device's memory.
     """
 
     baseline: Policy
     space: str | Path | None = None
     pins: Mapping[str, str]
-    batch_size: int | Literal["auto"] | None = None
+    batch_size: Literal["auto"] | None = None
     global_batch: GlobalBatch | None = None
     compile: bool | None = None
     memory_mib: float | None = None
@@ -247,11 +247,11 @@ def candidates_for(
     for name, value in wanted.pins.items():
         space = pin(space, name, value)
     space = _with_half_weights(space, wanted)
-    own_size = subject.batch_size if wanted.batch_size in (None, "auto") else int(wanted.batch_size)
+    own_size = subject.batch_size
     batch_size = None if wanted.batch_size is None and wanted.global_batch is None else own_size
     if wanted.batch_size == "auto":
         space = with_knob(space, BATCH_SIZE, tuple(sorted({*sizes, own_size})), stock=own_size)
-    own = wanted.baseline.batch_size if wanted.baseline.batch_size != subject.batch_size else None
+    own = wanted.baseline.batch_size if wanted.baseline.batch_size != own_size else None
     if wanted.global_batch is not None:
         for size in (own_size, own or own_size):
             _require_shares(wanted.global_batch, size, subject)

@@ -17,4 +17,5 @@ def error_of_baseline(baseline: Policy, failure: Failure) -> Exception:
         place = f" ({failure.where})" if failure.where else ""
         text = f"the training step raised {failure.exception}: {failure.message}{place}"
         return UserCodeError(text, kind=failure.exception or "Exception", where=failure.where)
-    return NothingFeasibleError(f"the baseline ({baseline}) fails, so nothing can be held against it: {failure}")
+    hint = "; name a smaller batch with --batch-size, or another --baseline" if failure.kind == "oom" else ""
+    return NothingFeasibleError(f"the baseline ({baseline}) fails, so nothing can be held against it: {failure}{hint}")

@@ -86,7 +86,7 @@ def tune(
 
     Raises an `AmptuneError` of the fitting kind, and `TuningInterrupted` on Ctrl-C, with the best so far.
     """
-    source = source_of(workload)
+    source = source_of(workload, None if batch_size == "auto" else batch_size)
     name = workload.name or "workload" if isinstance(workload, Workload) else workload
     folder, storage = place_of(study, name)
     request = TuningRequest(
@@ -95,7 +95,7 @@ def tune(
             baseline=baseline,
             space=space,
             pins=pins or {},
-            batch_size=batch_size,
+            batch_size="auto" if batch_size == "auto" else None,
             global_batch=None if global_batch is None else GlobalBatch(samples=global_batch, devices=devices),
             compile=compile,
             memory_mib=max_memory_mib,

@@ -49,6 +49,13 @@ def slow_loss(model, batch):
     return model(batch[0]).mean()
 
 slow = of(loss=slow_loss)
+
+def batch_up_to_64(n):
+    if n > 64:
+        raise torch.OutOfMemoryError("out of memory")
+    return torch.randn(n, 64), torch.randint(8, (n,))
+
+too_large = of(batch=batch_up_to_64, batch_size=512)
 endless = of(batch=lambda n: time.sleep(600))
 """
 

@@ -38,6 +38,20 @@ def test_a_global_batch_is_kept_and_the_policy_says_so(folder: Path) -> None:
     assert "the global batch stays 128: 16 × accumulate 4 × 2 devices" in done.stdout
 
 
+def test_all_is_done_with_the_batch_that_is_named_where_the_workloads_own_does_not_fit(folder: Path) -> None:
+    command = ["tune", "train.py:too_large", "--budget", "20s", "--trials", "3"]
+    done = run(*command, folder=folder)
+    assert done.returncode == 3
+    assert "name a smaller batch with --batch-size" in done.stderr
+    done = run(*command, "--batch-size", "32", "--json", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert "small: 18,696 parameters, batch 32" in done.stderr
+    assert "numerics of bf16: as good as FP32" in done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["policy"]["batch_size"] == 32
+    assert "not-judged" not in {finding["code"] for finding in answer["findings"]}
+
+
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
