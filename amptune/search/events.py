@@ -46,7 +46,7 @@ Groundwork = Literal["modules", "numerics", "batch-size"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadBuilt:
-    """The workload is built, and has run for a step."""
+    """The workload is built, and what it is made of is known."""
 
     prepared: Prepared
     left_s: float
