@@ -25,7 +25,7 @@ class Evidence(TypedDict, total=False):
     energy a sample, over the policy's, and so is what an ablated setting buys, its share of the speed beside it.
     `least_speed` is the share of the baseline's speed that had to be reached. `pareto` are the trials that no other
     beats in samples per second, peak memory and energy at once, at most twelve: `judged` where the numerics gate has
-    passed them, or had nothing to judge.
+    passed them, or had nothing to judge. What they are to be held against is the baseline's own `trial`.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # type: ignore[misc]  # noqa: RUF012  # read by pydantic

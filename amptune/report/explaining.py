@@ -55,7 +55,9 @@ def explain_for(policy_file: PolicyFile, objective: Objective) -> tuple[Point | 
     None where none of them is an answer. Raises `ClaimError` for a file that does not hold what is asked.
     """
     evidence: Any = policy_file.evidence
-    points, baseline = _points(evidence), evidence.get("baseline", {})
+    points = _points(evidence)
+    with _readable("evidence"):
+        baseline = _baseline_of(evidence)
     if not points or "samples_per_s" not in baseline:
         raise ClaimError(
             "this file does not say what else was found: it has no evidence.pareto; `amptune tune` writes one, and "
@@ -70,6 +72,13 @@ def explain_for(policy_file: PolicyFile, objective: Objective) -> tuple[Point | 
         return None, (f"{asked}: none is fast enough.",)
     with _readable("evidence"):
         return chosen, (f"{asked}: {chosen.policy}.", *_costs(chosen, policy_file))
+
+
+def _baseline_of(evidence: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The baseline's figures in its trial, as the points are trials: a comparison may see all of them otherwise."""
+    baseline: Mapping[str, Any] = evidence.get("baseline", {})
+    trial: Mapping[str, Any] = baseline.get("trial", baseline)
+    return trial
 
 
 def _points(evidence: Mapping[str, Any]) -> list[Point]:
@@ -89,8 +98,10 @@ def _readable(what: str) -> Iterator[None]:
 def _costs(chosen: Point, policy_file: PolicyFile) -> Iterator[str]:
     """The figures of a point, beside those of the baseline and of the policy in the file."""
     evidence: Any = policy_file.evidence
+    own_point = next((point for point in _points(evidence) if _same(point.policy, policy_file.policy)), None)
+    of_file = evidence if own_point is None else own_point.figures
     for name, what, unit in _FIGURES:
-        value, before = getattr(chosen, name), evidence["baseline"].get(name)
+        value, before = getattr(chosen, name), _baseline_of(evidence).get(name)
         if value is not None:
             times = f", {value / before:.2f} times the baseline's" if before else ""
             yield f"{what}: {_plain(value)} {unit}{times}."
@@ -98,7 +109,7 @@ def _costs(chosen: Point, policy_file: PolicyFile) -> Iterator[str]:
         yield "That is the policy of this file."
         return
     for name, what, _ in _FIGURES:
-        value, own = getattr(chosen, name), evidence.get(name)
+        value, own = getattr(chosen, name), of_file.get(name)
         if value is not None and own:
             yield f"Its {what.lower()} is {value / own:.2f} times that of the policy in this file."
     gate = "passed the numerics gate" if chosen.judged else "was not judged by the numerics gate"

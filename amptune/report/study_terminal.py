@@ -36,7 +36,8 @@ def _front(answer: Answer) -> Table:
     shown = spread_along(answer.front)
     energy = any(point.energy_j_per_sample is not None for point in shown)
     more = "" if len(shown) == len(answer.front) else f" ({MOST_POINTS} of {len(answer.front)})"
-    table = Table(title=f"\nno policy beats these in everything{more}", title_justify="left", box=None)
+    title = f"\nwhat no policy beats in everything{more}, beside the baseline"
+    table = Table(title=title, title_justify="left", box=None)
     for heading in ("", "samples/s", "peak MiB", *(("J/sample",) if energy else ()), "numerics"):
         table.add_column(heading, justify="right" if heading and heading != "numerics" else "left", no_wrap=True)
     table.add_column("policy")

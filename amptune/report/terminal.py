@@ -158,13 +158,13 @@ def _row(standing: Standing, role: str, *, energy: bool, used: bool) -> tuple[st
     """The cells before the policy's; fewer where it failed."""
     if standing.failure is not None or standing.step_ms is None:
         return (role, str(standing.failure and standing.failure.kind))
-    low, high = standing.step_ms_ci95 or (standing.step_ms, standing.step_ms)
+    interval = standing.step_ms_ci95
     ratio, joules = standing.vs_baseline, standing.energy_j_per_sample
     slow = " too slow" if standing.too_slow else ""
     return (
         role,
         f"{standing.step_ms:.3f}",
-        f"{low:.3f}-{high:.3f}",
+        "" if interval is None else f"{interval[0]:.3f}-{interval[1]:.3f}",
         f"{standing.samples_per_s:,.1f}",
         f"{standing.peak_memory_mib:,.0f}",
         *((("" if joules is None else f"{joules:.4g}"),) if energy else ()),

@@ -302,12 +302,12 @@ def _verdict_of_trials(trials: Sequence[Trial], proof: Proof) -> Verdict | None:
         winner=max(level, key=lambda standing: standing.speedup, default=of[baseline]),
         baseline=of[baseline],
         standings=standings,
-        findings=(_without_finals(trials, objective),),
+        findings=(_without_finals(trials, objective, has_looked=bool(proof.rounds)),),
         objective=objective,
     )
 
 
-def _without_finals(trials: Sequence[Trial], objective: Objective) -> Finding:
+def _without_finals(trials: Sequence[Trial], objective: Objective, *, has_looked: bool) -> Finding:
     if len(trials) == 1:
         message = "only the baseline was measured: the budget (or --trials) was spent before anything else was tried"
         return Finding(code="budget-too-small", message=message)
@@ -317,4 +317,5 @@ def _without_finals(trials: Sequence[Trial], objective: Objective) -> Finding:
         "energy": f"the one that uses least energy is taken where it is {TRIAL_NOISE:.0%} less than the baseline's",
     }
     message = f"the final comparison was not finished: single trials decide, of which {which[objective.name]}"
+    message += ", and where what was seen of the comparison does not speak against it" if has_looked else ""
     return Finding(code="provisional", message=message)

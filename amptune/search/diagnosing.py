@@ -18,7 +18,7 @@ from amptune.measure.subject import Prepared, Subject
 from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.budget import Budget
-from amptune.search.events import Observer
+from amptune.search.events import Event, Observer, PolicyJudged
 from amptune.search.failed_baseline import error_of_baseline
 from amptune.search.gate import Judgement
 from amptune.search.guarding import examined
@@ -105,10 +105,14 @@ class _Examination:
     def _numerics(self, prepared: Prepared) -> Iterator[DtypeDiagnosis]:
         time = replace(self.budget, seconds=NUMERICS_SHARE * self.budget.seconds)
         judge = Judge(
-            self.evaluator, STOCK, time, self.observer, prepared.subject.tolerance, share=1.0, reference_share=0.2
+            self.evaluator, STOCK, time, self._tell, prepared.subject.tolerance, share=1.0, reference_share=0.2
         )
         for recipe in _recipes(prepared.hardware):
             yield _dtype(judge, recipe, prepared.subject)
+
+    def _tell(self, event: Event) -> None:
+        """Of the time that is left numerics have a share, which is not what people gave."""
+        self.observer(replace(event, left_s=self.budget.left_s) if isinstance(event, PolicyJudged) else event)
 
     def _speed(self, prepared: Prepared) -> tuple[tuple[tuple[Policy, StepProfile], ...], tuple[Finding, ...]]:
         """The AMP recipe, which is what most people have, and stock PyTorch."""
@@ -116,7 +120,7 @@ class _Examination:
         findings: list[Finding] = []
         for policy in (*_recipes(prepared.hardware)[:1], STOCK):
             if self.budget.left_s <= 0:
-                message = "there was no time to profile the step; give more with --budget"
+                message = f"there was no time to profile the step under {policy}; give more with --budget"
                 findings.append(Finding(code="not-profiled", message=message, figures={"policy": str(policy)}))
                 continue
             profile = self.evaluator.profile(policy, max(SHORTEST_S, self.budget.left_s))

@@ -70,6 +70,8 @@ def evidence_of(
         evidence["provisional"] = True
     if points:
         evidence["pareto"] = [point.as_dict() for point in spread_along(front_of(points))]
+        trial = next((point for point in points if point.policy == baseline.policy), None)
+        evidence["baseline"] |= {} if trial is None else {"trial": trial.figures}
     evidence.update(_of_objective(decision))
     return in_order(evidence)
 

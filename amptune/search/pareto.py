@@ -43,15 +43,19 @@ class Point:
         mine, theirs = self.costs, other.costs
         return mine != theirs and all(own <= its for own, its in zip(mine, theirs, strict=True))
 
-    def as_dict(self) -> dict[str, Any]:
-        """As `evidence.pareto` has it, to four digits; `from_dict` is the inverse but for those."""
+    @property
+    def figures(self) -> dict[str, float]:
+        """Those that are known, to four digits."""
         figures = {
-            "samples_per_s": float(f"{self.samples_per_s:.4g}"),
-            "peak_memory_mib": float(f"{self.peak_memory_mib:.4g}"),
-            "energy_j_per_sample": self.energy_j_per_sample and float(f"{self.energy_j_per_sample:.4g}"),
+            "samples_per_s": self.samples_per_s,
+            "peak_memory_mib": self.peak_memory_mib,
+            "energy_j_per_sample": self.energy_j_per_sample,
         }
-        known = {name: value for name, value in figures.items() if value is not None}
-        return {"policy": policy_to_dict(self.policy), **known, "judged": self.judged}
+        return {name: float(f"{value:.4g}") for name, value in figures.items() if value is not None}
+
+    def as_dict(self) -> dict[str, Any]:
+        """As `evidence.pareto` has it; `from_dict` is the inverse but for the digits that the figures lose."""
+        return {"policy": policy_to_dict(self.policy), **self.figures, "judged": self.judged}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Point:

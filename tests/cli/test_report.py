@@ -60,7 +60,7 @@ def test_a_study_answers_for_an_objective_without_measuring(folder: Path, object
     lines = done.stdout.splitlines()
     assert lines[0].startswith("small on ")
     assert lines[0].endswith(f", for {objective}")
-    assert "no policy beats these in everything" in done.stdout
+    assert "what no policy beats in everything" in done.stdout
     assert f"--objective {objective} --study" in done.stdout.replace("\n", " ")
 
 

@@ -171,6 +171,15 @@ def test_another_objective_is_answered_from_the_file_with_what_it_costs() -> Non
         "was not judged by the numerics gate, and rests on a single trial",
     ):
         assert words in text
+    _, sentences = explain_for(tuned_for_memory(samples_per_s=70.0), Objective("memory", 0.75))
+    assert "Its throughput is 0.84 times that of the policy in this file." in sentences
+    trial = {"samples_per_s": 125.0, "peak_memory_mib": 1200}
+    baseline = {"samples_per_s": 100.0, "peak_memory_mib": 1000, "trial": trial}
+    chosen, sentences = explain_for(tuned_for_memory(baseline=baseline), Objective("memory", 0.75))
+    assert chosen is not None
+    assert chosen.policy == amp_recipe("bf16")
+    assert "Throughput: 95 samples/s, 0.76 times the baseline's." in sentences
+    assert "Peak memory: 610 MiB, 0.51 times the baseline's." in sentences
     _, sentences = explain_for(tuned_for_memory(), Objective("memory", 0.9))
     assert sentences[-1] == "That is the policy of this file."
     nothing, (answer,) = explain_for(tuned_for_memory(), Objective("memory", 5.0))

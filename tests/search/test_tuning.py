@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +15,13 @@ from amptune.errors import AmptuneError, NothingFeasibleError, StudyError, UserC
 from amptune.measure.outcome import Effort, Failure, Outcome
 from amptune.measure.worker import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.report.explaining import explain_for
+from amptune.report.terminal import print_decision
 from amptune.search.budget import Budget
 from amptune.search.candidates import Wanted
 from amptune.search.deciding import Decision
 from amptune.search.events import Event, SearchEnded, SearchStarted, TrialEnded
+from amptune.search.objective import THROUGHPUT
 from amptune.search.request import TuningRequest
 from amptune.search.tuning import TuningInterrupted, tune, tune_with
 
@@ -49,6 +54,16 @@ def test_the_policy_found_is_within_five_percent_of_the_best_recorded(workload: 
     decision, _ = tuned_on(RecordedEvaluator(workload), tmp_path)
     assert recorded_ms(workload, decision.policy) <= 1.05 * min(grid(workload).values())
     assert recorded_ms(workload, decision.policy) <= recorded_ms(workload, STOCK)
+
+
+def test_what_is_on_record_is_held_against_the_baselines_own_trial(tmp_path: Path) -> None:
+    decision, events = tuned_on(RecordedEvaluator("resnet50"), tmp_path)
+    trial = next(event.trial for event in events if isinstance(event, TrialEnded) and event.trial.policy == STOCK)
+    on_record = decision.policy_file.evidence["baseline"]["trial"]
+    assert on_record["samples_per_s"] == pytest.approx(trial.samples_per_s, rel=1e-3)
+    chosen, sentences = explain_for(decision.policy_file, THROUGHPUT)
+    assert chosen is not None
+    assert f"{chosen.samples_per_s / on_record['samples_per_s']:.2f} times the baseline's." in sentences[1]
 
 
 def test_a_single_convolution_keeps_autocast_off(tmp_path: Path) -> None:
@@ -304,6 +319,11 @@ def test_a_baseline_that_keeps_dying_in_the_finals_leaves_a_provisional_answer(t
     decision, _ = tuned_on(evaluator, tmp_path)
     assert decision.provisional
     assert decision.findings[0].code == "provisional"
+    stream = io.StringIO()
+    print_decision(decision, "policy.yaml", stream)
+    (baseline,) = (line for line in stream.getvalue().splitlines() if line.rstrip().endswith("stock PyTorch"))
+    figures = [word for word in baseline.split() if re.fullmatch(r"[\d.,]+-[\d.,]+", word)]
+    assert not figures, "one trial has no interval"
 
 
 def test_where_single_trials_decide_no_figure_of_the_half_comparison_stands_beside_theirs(tmp_path: Path) -> None:
