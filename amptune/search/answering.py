@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 from amptune.errors import ObjectiveError, StudyError
 from amptune.measure.outcome import Failure, Measurement
@@ -21,25 +20,13 @@ from amptune.search.objective import Objective, Yardstick
 from amptune.search.pareto import Point, front_of, points_of
 from amptune.search.proof import UNCONFIRMED_DOUBT
 from amptune.search.ratios import ENOUGH_LAUNCHES, Ratio, Round
-from amptune.search.remembered import StudyRecord
+from amptune.search.remembered import Basis, Choice, StudyRecord
 from amptune.search.samples import KeptComparison
 from amptune.search.trial import Trial, noise_of
 
-__all__ = ["Answer", "Basis", "Choice", "answer_of", "choice_of", "command_of", "findings_of"]
+__all__ = ["Answer", "answer_of", "choice_of", "command_of", "findings_of"]
 
-# What a choice rests on: a comparison in launches enough, one in fewer, a single trial, or that nothing was better.
-Basis = Literal["comparison", "few-launches", "trial", "nothing-better"]
 ONE = Ratio(value=1.0, low=1.0, high=1.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """A policy, and what it gained over the baseline; without an interval where single trials say it."""
-
-    policy: Policy
-    gain: Ratio
-    speedup: Ratio
-    basis: Basis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +126,8 @@ def command_of(answer: Answer) -> str:
 def answer_of(record: StudyRecord, comparisons: Sequence[KeptComparison], objective: Objective) -> Answer:
     """The best policy for the objective that trials and comparisons know of.
 
-    Comparisons count that have the baseline in them. Raises `StudyError` where that was not measured, and
+    Comparisons count that have the baseline in them. Where they show nothing, the answer for what was tuned for last is
+    what that tuning chose. Raises `StudyError` where that was not measured, and
     `ObjectiveError` where the study lacks the figure that is asked for.
     """
     baseline = _baseline_of(record, objective)
@@ -156,10 +144,15 @@ def answer_of(record: StudyRecord, comparisons: Sequence[KeptComparison], object
     confirmed = {policy for one in comparisons if one.stage == "ablation" for r in one.rounds for policy in r.outcomes}
     shown = [s for s in standings if may_win(s.policy) and _is_shown(s, objective, s.policy in confirmed)]
     compared = _best_compared(rounds, shown)
-    seen = _best_seen(record, Yardstick(objective, _measured(baseline)), standings, may_win)
     last = sum(len(one.rounds) for one in comparisons if one.run == record.last.run)
-    told = objective == record.last.objective and last > 1  # it has compared what seemed best for this
-    choices = [choice for choice in (compared, None if told else seen) if choice is not None]
+    is_last = objective == record.last.objective
+    own = record.decided.get(record.last.run) if is_last else None
+    unproven: Choice | None = None
+    if own is not None:
+        unproven = own if own.basis == "trial" or not last else None
+    elif not (is_last and last > 1):  # it has compared what seemed best for this
+        unproven = _best_seen(record, Yardstick(objective, _measured(baseline)), standings, may_win)
+    choices = [choice for choice in (compared, unproven) if choice is not None and not is_out(choice.policy)]
     nothing = Choice(policy=baseline.policy, gain=ONE, speedup=ONE, basis="nothing-better")
     choice = max(choices, key=lambda one: _assured(one, objective), default=nothing)
     return Answer(

@@ -1,20 +1,22 @@
-"""What a study says of itself: the tuning runs it had, its trials, and what the numerics gate judged. Values."""
+"""What a study says of itself: its tuning runs and what they decided, its trials, what was judged. Values."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from amptune.policy.settings import Policy
 from amptune.policy.wire import policy_from_dict, policy_to_dict
 from amptune.search.gate import Judgement
 from amptune.search.judging import graphs_like, is_exempt, numerics_of_policy, without_graph
 from amptune.search.objective import Objective
+from amptune.search.ratios import Ratio
 from amptune.search.trial import Trial
 
-__all__ = ["Judged", "StudyRecord", "TuningRecord", "without_password"]
+__all__ = ["Basis", "Choice", "Judged", "StudyRecord", "TuningRecord", "without_password"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,43 @@ class TuningRecord:
         )
 
 
+# What a choice rests on: a comparison in launches enough, one in fewer, a single trial, or that nothing was better.
+Basis = Literal["comparison", "few-launches", "trial", "nothing-better"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A policy, and what it gained over the baseline; without an interval where single trials say it."""
+
+    policy: Policy
+    gain: Ratio
+    speedup: Ratio
+    basis: Basis
+
+    def as_dict(self) -> dict[str, Any]:
+        """As the study keeps it; `from_dict` is the inverse."""
+        ratios = {"gain": _ratio_to_dict(self.gain), "speedup": _ratio_to_dict(self.speedup)}
+        return {"policy": policy_to_dict(self.policy), **ratios, "basis": self.basis}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Choice:
+        return Choice(
+            policy=policy_from_dict(data["policy"]),
+            gain=_ratio_from_dict(data["gain"]),
+            speedup=_ratio_from_dict(data["speedup"]),
+            basis=data["basis"],
+        )
+
+
+def _ratio_to_dict(ratio: Ratio) -> dict[str, Any]:
+    """JSON knows no infinity."""
+    return {**asdict(ratio), "high": None if math.isinf(ratio.high) else ratio.high}
+
+
+def _ratio_from_dict(data: Mapping[str, Any]) -> Ratio:
+    return Ratio(**{**data, "high": math.inf if data["high"] is None else data["high"]})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
     """What the numerics gate said of a policy: whether it is as good as FP32, how much of what is allowed it uses."""
@@ -89,8 +128,8 @@ class Judged:
 class StudyRecord:
     """A study read back: its tuning runs, the last one last, and all that was tried in them.
 
-    `where` is its folder or database URL. What stands `outside` the space that was searched, the user's wishes among
-    it, was measured to be compared with, and cannot win.
+    `where` is its folder or database URL; `decided` is what the runs chose, by their names. What stands `outside` the
+    space that was searched, the user's wishes among it, was measured to be compared with, and cannot win.
     """
 
     name: str
@@ -99,6 +138,7 @@ class StudyRecord:
     trials: tuple[Trial, ...]
     judged: tuple[Judged, ...] = ()
     outside: frozenset[Policy] = frozenset()
+    decided: Mapping[str, Choice] = field(default_factory=dict)
 
     @property
     def last(self) -> TuningRecord:

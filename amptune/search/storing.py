@@ -20,7 +20,7 @@ from amptune.errors import StudyError
 from amptune.measure.outcome import Failure, outcome_from_dict, outcome_to_dict
 from amptune.policy.settings import Policy
 from amptune.policy.wire import in_one_line, policy_from_dict, policy_to_dict
-from amptune.search.remembered import Judged, StudyRecord, TuningRecord, without_password
+from amptune.search.remembered import Choice, Judged, StudyRecord, TuningRecord, without_password
 from amptune.search.space import BATCH_SIZE, Knob, Point, Space
 from amptune.search.trial import Trial
 
@@ -29,7 +29,7 @@ __all__ = ["JOURNAL", "Handle", "Store", "open_store", "recall"]
 JOURNAL = "journal.log"
 SQLITE = "sqlite:///"
 # What the attributes of a study begin with.
-TUNING, JUDGED = "tuning", "judged"
+TUNING, JUDGED, DECIDED = "tuning", "judged", "decided"
 # Larger than any batch.
 LARGEST_BATCH = 2**31
 
@@ -75,6 +75,11 @@ class Store:
         with _storage_errors():
             self._study.set_user_attr(f"{TUNING} {tuning.run}", tuning.as_dict())
 
+    def note_decided(self, run: str, choice: Choice) -> None:
+        """Writes down what a tuning run chose."""
+        with _storage_errors():
+            self._study.set_user_attr(f"{DECIDED} {run}", choice.as_dict())
+
     def note_judged(self, judged: Judged) -> None:
         """Writes down what the numerics gate says of a policy."""
         digest = hashlib.sha256(str(judged.policy).encode()).hexdigest()[:12]
@@ -95,7 +100,7 @@ def open_store(where: Path | str, name: str, space: Space) -> Store:
 
 
 def recall(where: Path | str, name: str | None = None, *, run: str | None = None) -> StudyRecord:
-    """Reads back what was tuned there: the study `name`, that of a tuning `run`, or the one that was last tuned.
+    """Reads back what was tuned there: the study `name`, that of a tuning `run`, or the last in which something ran.
 
     Raises `StudyError` if there is none, or the storage cannot be read.
     """
@@ -117,10 +122,15 @@ def _chosen(storage: BaseStorage, where: Path | str, name: str | None, run: str 
     studies = [optuna.load_study(study_name=one, storage=storage) for one in names if name in (None, one)]
     studies = [study for study in studies if run is None or f"{TUNING} {run}" in study.user_attrs]
     tried = [study for study in studies if study.get_trials(deepcopy=False)]
-    last = max(tried, key=_last_tuned, default=None)
+    last = max(list(filter(_ran, tried)) or tried, key=_last_tuned, default=None)
     if last is None:
         raise StudyError(f"there are no trials in {where}: `amptune tune --study {where}` makes some")
     return last
+
+
+def _ran(study: optuna.Study) -> bool:
+    """Whether any trial did not fail."""
+    return any(value > 0 for trial in study.get_trials(deepcopy=False) for value in trial.values or ())
 
 
 def _last_tuned(study: optuna.Study) -> tuple[str, str]:
@@ -132,10 +142,11 @@ def _last_tuned(study: optuna.Study) -> tuple[str, str]:
 
 def _record_of(study: optuna.Study, where: Path | str) -> StudyRecord:
     attributes = study.user_attrs
-    kept: dict[str, list[Any]] = {TUNING: [], JUDGED: []}
+    kept: dict[str, dict[str, Any]] = {TUNING: {}, JUDGED: {}, DECIDED: {}}
     for key, value in attributes.items():
-        kept.get(key.partition(" ")[0], []).append(value)
-    tunings = sorted(map(TuningRecord.from_dict, kept[TUNING]), key=lambda tuning: tuning.began)
+        kind, _, name = key.partition(" ")
+        kept.get(kind, {})[name] = value
+    tunings = sorted(map(TuningRecord.from_dict, kept[TUNING].values()), key=lambda tuning: tuning.began)
     trials = tuple(sorted(_remembered(study), key=lambda trial: trial.number))
     if not trials:
         raise StudyError(f"no trial of the study {study.study_name} in {where} came to an end: nothing was measured")
@@ -149,8 +160,9 @@ def _record_of(study: optuna.Study, where: Path | str) -> StudyRecord:
         where=without_password(str(where)),
         tunings=tuple(tunings),
         trials=trials,
-        judged=tuple(map(Judged.from_dict, kept[JUDGED])),
+        judged=tuple(map(Judged.from_dict, kept[JUDGED].values())),
         outside=_outside(study, trials),
+        decided={run: Choice.from_dict(choice) for run, choice in kept[DECIDED].items()},
     )
 
 

@@ -20,7 +20,7 @@ from amptune.search.gate import Judgement
 from amptune.search.memory_model import arm_of
 from amptune.search.objective import THROUGHPUT, Objective, Yardstick
 from amptune.search.proposing import Proposer, Seen, features_of, with_features
-from amptune.search.remembered import Judged, TuningRecord
+from amptune.search.remembered import Choice, Judged, TuningRecord
 from amptune.search.space import BATCH_SIZE, Knob, Point, Space, points
 from amptune.search.storing import Handle, Store, open_store
 from amptune.search.trial import Trial
@@ -149,6 +149,11 @@ class Study:
     def begin(self, tuning: TuningRecord) -> None:
         """Writes down that a tuning run uses the study from now on."""
         self._store.note_tuning(tuning)
+
+    def conclude(self, run: str, choice: Choice) -> None:
+        """Writes down what a tuning run chose; a storage that fails loses that alone."""
+        with suppress(StudyError):
+            self._store.note_decided(run, choice)
 
     def keeping_judgements(self, observer: Observer) -> Observer:
         """The observer, and what the numerics gate says written down; a storage that fails loses that alone."""

@@ -15,6 +15,7 @@ from amptune.errors import NothingFeasibleError, ObjectiveError, StudyError
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.outcome import Failure
 from amptune.policy.settings import STOCK, Policy
+from amptune.search.answering import choice_of
 from amptune.search.budget import Budget
 from amptune.search.candidates import Candidates, GlobalBatch, Wanted, candidates_for
 from amptune.search.deciding import Decision
@@ -142,10 +143,19 @@ def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) 
         _search_and_prove(evaluator, run, prepare_s, observer)
         decision = run.sound_decision()
     except KeyboardInterrupt:
-        raise TuningInterrupted(run.decision(provisional=True)) from None
+        decision = run.decision(provisional=True)
+        _conclude(run, decision)
+        raise TuningInterrupted(decision) from None
     if decision is None:
         raise _nothing_feasible(run.study, candidates)
+    _conclude(run, decision)
     return decision
+
+
+def _conclude(run: TuningRun, decision: Decision | None) -> None:
+    """Writes down what was decided, so that the study says the same when it is asked."""
+    if decision is not None:
+        run.study.conclude(run.request.run, choice_of(decision))
 
 
 def _search_and_prove(evaluator: Evaluator, run: TuningRun, prepare_s: float, observer: Observer) -> None:

@@ -11,7 +11,7 @@ from recorded import RecordedEvaluator
 from test_objective import BF16, ENERGY, FP16, MEMORY, peak_mib, recording, speed_costs_memory
 from test_tuning import request_in
 
-from amptune.errors import ObjectiveError, StudyError
+from amptune.errors import NothingFeasibleError, ObjectiveError, StudyError
 from amptune.measure.numerics import Parity
 from amptune.measure.outcome import Failure
 from amptune.policy.settings import STOCK, Policy, amp_recipe
@@ -142,6 +142,33 @@ def test_what_a_decision_claims_is_what_its_page_shows(tmp_path: Path) -> None:
     decision = tuned(tmp_path)
     choice = choice_of(decision)
     assert (choice.policy, choice.gain, choice.basis) == (decision.winner, decision.gain, "comparison")
+
+
+def test_a_study_answers_what_its_last_tuning_decided_where_nothing_was_proven(tmp_path: Path) -> None:
+    """Trials and half a comparison can be weighed in more ways than one."""
+    evaluator = recording()
+    gone = Failure(kind="crash", message="gone")
+    evaluator.interfere = lambda policy: gone if len(evaluator.measured) > 32 and policy == STOCK else None
+    decision = tuned(tmp_path, evaluator)
+    assert decision.provisional
+    record = recall(tmp_path)
+    assert record.decided == {record.last.run: choice_of(decision)}
+    assert asked(tmp_path, THROUGHPUT).choice == choice_of(decision)
+    other = replace(choice_of(decision), policy=FP16)
+    changed = replace(record, decided={record.last.run: other})
+    assert answer_of(changed, (), THROUGHPUT).choice == other
+    assert answer_of(changed, (), MEMORY).choice == answer_of(record, (), MEMORY).choice
+    later = replace(record.last, run="later", began="9999")
+    assert answer_of(replace(changed, tunings=(*record.tunings, later)), (), THROUGHPUT).choice.policy != FP16
+
+
+def test_a_tuning_whose_baseline_failed_does_not_hide_the_one_before(tmp_path: Path) -> None:
+    decision = tuned(tmp_path)
+    evaluator = recording()
+    evaluator.interfere = lambda _: Failure(kind="oom", message="above the 100 MiB allowed")
+    with pytest.raises(NothingFeasibleError):
+        tune_with(evaluator, request_in(tmp_path, memory_mib=100.0), lambda _: None)
+    assert asked(tmp_path, THROUGHPUT).choice.policy == decision.winner
 
 
 def test_the_answer_of_an_interrupted_tuning_rests_on_its_trials(tmp_path: Path) -> None:
