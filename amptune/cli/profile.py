@@ -27,6 +27,8 @@ def build_command(policies: tuple[str, ...], output: str, as_json: bool) -> None
     from amptune.policy.loading import load_any, save
     from amptune.policy.profile import Profile, entry_for
 
+    if Path(output).resolve() in {Path(path).resolve() for path in policies}:
+        raise click.BadParameter(f"{output} is one of the policies, and would be overwritten", param_hint="--output")
     entries, problems = [], []
     for path in policies:
         found = load_any(path)
@@ -44,7 +46,7 @@ def build_command(policies: tuple[str, ...], output: str, as_json: bool) -> None
         matches = [dict(entry.match) for entry in entries]
         print_json("amptune.profile-build/1", {"output": output, "entries": matches, "findings": []})
     else:
-        click.echo(f"wrote {output}: {len(entries)} entries")
+        click.echo(f"wrote {output}: {len(entries)} {'entry' if len(entries) == 1 else 'entries'}")
 
 
 @profile_group.command("resolve")

@@ -201,8 +201,22 @@ class Bench:
         """
         if (samples, count) not in self._batches:
             self._make_room()
-            self._batches[samples, count] = self._drawn(samples, count)
+            drawn = self._drawn(samples, count)
+            self._require_another_size(samples, drawn[0])
+            self._batches[samples, count] = drawn
         return self._batches[samples, count]
+
+    def _require_another_size(self, samples: int, batch: Any) -> None:
+        """A batch of as many samples whatever is asked for would make large batches look fast."""
+        own = self.workload.batch_size
+        known = self._batches.get((own, None))
+        if samples == own or known is None:
+            return
+        shapes, own_shapes = ([tensor.shape for tensor in tensors_in(one)] for one in (batch, known[0]))
+        if shapes == own_shapes:
+            raise TargetError(
+                f"batch({samples}) gives tensors of the same shapes as batch({own}): it is to give n samples"
+            )
 
     def _drawn(self, samples: int, count: int | None) -> list[Any]:
         _seed_everything(self._seed)

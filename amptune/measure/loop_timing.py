@@ -26,7 +26,7 @@ class LoopTiming:
     """A training loop, timed for a moment by wall clock. All `_ms` are means per optimizer step.
 
     - `wait_ms`: the host was blocked in `next(loader)`. On a GPU, the device may have been at work meanwhile.
-    - `copy_ms`: the device copied batches to itself; they were all `pinned`, or not.
+    - `copy_ms`: the device copied batches to itself; they were all `pinned`, or not. None on a CPU.
     - `step_ms`: between the arrival of a batch on the device and the end of its work on it, as the device sees it.
     - `idle_ms`: what remains of the wall clock's time: the device had no batch to work on.
     - `host_ms`: the host needed this long to give the device a step's work, the device having none before. A step
@@ -46,7 +46,7 @@ class LoopTiming:
     idle_ms: float
     host_ms: float
     busy_ms: float | None = None
-    pinned: bool = True
+    pinned: bool | None = True
     source: Literal["loader", "batch"] = "loader"
     alone_samples_per_s: float | None = None
 
@@ -161,9 +161,10 @@ def _input_bound(timing: LoopTiming) -> str:
             f"waiting for batch() takes {share} of the loop's time: it was called for every step, since the workload "
             "has no loader; give it the DataLoader you train with, as loader=lambda batch_size: …"
         )
+    pinning = "" if timing.pinned is None else "pin_memory=True, "
     return (
         f"waiting for the loader takes {share} of the loop's time, which no faster step wins back: try more "
-        "DataLoader workers, persistent_workers=True, pin_memory=True, or less work per sample"
+        f"DataLoader workers, persistent_workers=True, {pinning}or less work per sample"
     )
 
 

@@ -75,7 +75,7 @@ class _Loop:
             idle_ms=max(0.0, 1000 * took_s / steps - copy_ms - step_ms),
             host_ms=host_ms,
             busy_ms=busy_ms,
-            pinned=self.feed.pinned,
+            pinned=self.feed.pinned if device.type == "cuda" else None,
             source=self.feed.source,
         )
 

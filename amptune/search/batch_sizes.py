@@ -14,6 +14,7 @@ from amptune.search.budget import Budget
 from amptune.search.candidates import GlobalBatch
 from amptune.search.memory_model import Arm, MemoryModel, arm_of
 from amptune.search.memory_runs import FixedPart
+from amptune.search.size_steps import MOST_TIMES_OWN_ON_CPU
 from amptune.search.sizing import LargestBatch, Sizer
 
 __all__ = ["NO_SIZES", "BatchSizes", "Runner", "batch_sizes_for", "sizer_for"]
@@ -26,8 +27,6 @@ PROBE = Effort(warmup_s=0.0, measure_s=0.0, min_steps=1, max_steps=1)
 # Besides the largest ones, the workload's own size times powers of two, from this part of it on; and beyond so many
 # times the own, of four: there the speed hardly depends on the size.
 LEAST_PART, FINE_UP_TO = 2, 8
-# A CPU is kept busy by batches far below what fits into its memory.
-MOST_TIMES_OWN_ON_CPU = 16
 # With a global batch, of the sizes that divide it no more than these, evenly spread.
 MOST_SIZES = 12
 

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from amptune.search.memory_fit import Fit
 from amptune.search.memory_runs import Observation
 
-__all__ = ["MOST_PROBES", "MOST_TIMES_OWN", "Allowed", "Outlook", "Sizes"]
+__all__ = ["MOST_PROBES", "MOST_TIMES_OWN", "MOST_TIMES_OWN_ON_CPU", "Allowed", "Outlook", "Sizes"]
 
 MOST_PROBES = 6
 MOST_OOMS = 2
 # Nobody looks at the data set, so this is the end for a model that takes next to nothing.
 MOST_TIMES_OWN = 4096
+# A CPU is kept busy by batches far below what fits into its memory.
+MOST_TIMES_OWN_ON_CPU = 16
 # An answer this close to the largest that could run is good enough: what is left costs more than it brings.
 GOOD_ENOUGH = 0.975
 # The goal: an answer is good if it is at least so much of the largest that runs.
@@ -175,9 +177,9 @@ class Outlook:
     def _why_nothing_larger(self, fit: Fit, ok: int, top: int) -> str:
         larger = self.sizes.at_least(ok + 1)
         if not larger:
-            return (
-                "no larger one is to be tried" if self.sizes.allowed else f"it is {MOST_TIMES_OWN} times the own batch"
-            )
+            on_cpu = f"on a CPU up to {MOST_TIMES_OWN_ON_CPU} times the own batch"
+            few = f"none that is larger is tried: {on_cpu}, with --global-batch what divides it"
+            return few if self.sizes.allowed else f"it is {MOST_TIMES_OWN} times the own batch"
         if fit.smallest_failed is not None and fit.smallest_failed <= max(larger, top + 1):
             return f"{fit.smallest_failed} did not fit"
         return f"more than {max(ok, top)} would not fit"

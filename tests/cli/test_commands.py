@@ -293,6 +293,9 @@ def test_profiles_are_built_and_resolved(folder: Path) -> None:
             f"schema: amptune.policy/1\nname: {product}\nvalid_for: {{nvidia.com/gpu.product: {product}}}\n"
         )
     assert run("profile", "build", "A.yaml", "B.yaml", "-o", "cluster.yaml", folder=folder).returncode == 0
+    onto_itself = run("profile", "build", "A.yaml", "B.yaml", "-o", "./A.yaml", folder=folder)
+    assert onto_itself.returncode == 2
+    assert "A.yaml is one of the policies, and would be overwritten" in onto_itself.stderr
     label = "nvidia.com/gpu.product=B"
     done = run("profile", "resolve", "cluster.yaml", "--label", label, "--json", folder=folder)
     answer = json.loads(done.stdout)

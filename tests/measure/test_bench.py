@@ -144,6 +144,14 @@ def test_batches_may_be_dataclasses_and_constant() -> None:
     assert measured(Bench(workload, CPU)).losses[0] > 0
 
 
+def test_a_batch_that_does_not_grow_with_what_is_asked_for_is_the_users_mistake() -> None:
+    bench = Bench(workload_of(nn.Linear(8, 3), batch=lambda _: torch.randn(4, 8)), CPU)
+    measured(bench)
+    outcome = bench.measure(Policy(batch_size=64), QUICK)
+    assert isinstance(outcome, Failure)
+    assert "batch(64) gives tensors of the same shapes as batch(4)" in outcome.message
+
+
 def test_a_step_of_the_users_own_takes_one_batch_whatever_is_accumulated() -> None:
     def step(_tuned: object, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = model(batch).square().mean()

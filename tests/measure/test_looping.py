@@ -311,7 +311,9 @@ def test_waiting_that_the_device_must_share_is_input_bound() -> None:
     code, words = reason_of(wait_ms=4.5, idle_ms=3.8, step_ms=6.2)
     assert code == "input-bound"
     assert "waiting for the loader takes 38% of the loop's time, which no faster step wins back" in words
-    assert "DataLoader workers" in words
+    assert "DataLoader workers, persistent_workers=True, pin_memory=True, or" in words
+    _, words = reason_of(wait_ms=4.5, idle_ms=3.8, step_ms=6.2, pinned=None)
+    assert "DataLoader workers, persistent_workers=True, or" in words
 
 
 def test_waiting_for_batch_asks_for_a_loader() -> None:
