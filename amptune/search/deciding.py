@@ -275,9 +275,9 @@ def _gained_in(looks: Sequence[Round], standing: Standing, proof: Proof) -> bool
 
 
 def _rounds_with(standing: Standing, proof: Proof) -> list[Round]:
-    """Those of all comparisons that have the policy beside the baseline."""
+    """Those of all comparisons, of former runs too, that have the policy beside the baseline."""
     both = {standing.policy, proof.contest.baseline}
-    return [one for one in proof.rounds if both <= one.outcomes.keys()]
+    return [one for one in (*proof.contest.earlier, *proof.rounds) if both <= one.outcomes.keys()]
 
 
 def _verdict_of_trials(trials: Sequence[Trial], proof: Proof) -> Verdict | None:
@@ -302,7 +302,7 @@ def _verdict_of_trials(trials: Sequence[Trial], proof: Proof) -> Verdict | None:
         winner=max(level, key=lambda standing: standing.speedup, default=of[baseline]),
         baseline=of[baseline],
         standings=standings,
-        findings=(_without_finals(trials, objective, has_looked=bool(proof.rounds)),),
+        findings=(_without_finals(trials, objective, has_looked=bool(proof.rounds or proof.contest.earlier)),),
         objective=objective,
     )
 
@@ -317,5 +317,5 @@ def _without_finals(trials: Sequence[Trial], objective: Objective, *, has_looked
         "energy": f"the one that uses least energy is taken where it is {TRIAL_NOISE:.0%} less than the baseline's",
     }
     message = f"the final comparison was not finished: single trials decide, of which {which[objective.name]}"
-    message += ", and where what was seen of the comparison does not speak against it" if has_looked else ""
+    message += ", and where no round of a comparison speaks against it" if has_looked else ""
     return Finding(code="provisional", message=message)

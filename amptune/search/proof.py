@@ -38,7 +38,7 @@ class Contest:
 
     `eligible` says it of the policies of the space, `variant_eligible` of a policy with one setting less. `neighbours`
     gives the policies one step from another, the most promising first, allowed or not. `rejected` tells which ones
-    did not pass the numerics gate so far: they are measured, and do not win.
+    did not pass the numerics gate so far: they are measured, and do not win. `earlier` are rounds of former runs.
     """
 
     baseline: Policy
@@ -50,6 +50,7 @@ class Contest:
     rejected: Eligible = lambda _: False
     objective: Objective = THROUGHPUT
     seed: int = 0
+    earlier: Sequence[Round] = ()
 
     def may_win(self, policy: Policy) -> bool:
         """Whether the wishes and the numerics gate let a policy of the space win."""

@@ -70,6 +70,11 @@ class Store:
         with _storage_errors():
             self._study.tell(handle, state=TrialState.FAIL)
 
+    def runs(self) -> list[str]:
+        """The tuning runs that were noted."""
+        with _storage_errors():
+            return [key.removeprefix(f"{TUNING} ") for key in self._study.user_attrs if key.startswith(f"{TUNING} ")]
+
     def note_tuning(self, tuning: TuningRecord) -> None:
         """Writes down that a tuning run uses the study."""
         with _storage_errors():

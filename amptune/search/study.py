@@ -150,6 +150,12 @@ class Study:
         """Writes down that a tuning run uses the study from now on."""
         self._store.note_tuning(tuning)
 
+    def runs(self) -> list[str]:
+        """The tuning runs that have used it; none where the storage fails."""
+        with suppress(StudyError):
+            return self._store.runs()
+        return []
+
     def conclude(self, run: str, choice: Choice) -> None:
         """Writes down what a tuning run chose; a storage that fails loses that alone."""
         with suppress(StudyError):

@@ -20,9 +20,10 @@ from amptune.search.guarding import guard_against
 from amptune.search.judging import Judge
 from amptune.search.proof import Contest, Proof
 from amptune.search.proving import FINALS_SHARE
-from amptune.search.ratios import ENOUGH_LAUNCHES
+from amptune.search.ratios import ENOUGH_LAUNCHES, Round
 from amptune.search.remembered import TuningRecord
 from amptune.search.request import TuningRequest
+from amptune.search.samples import read_comparisons
 from amptune.search.sensing import timed_ladder
 from amptune.search.study import Study, open_study
 
@@ -93,6 +94,13 @@ class TuningRun:
             objective=request.objective,
             options=request.options,
         )
+
+    @cached_property
+    def _earlier(self) -> tuple[Round, ...]:
+        """What former runs of the study have compared, as far as the samples are kept."""
+        former = [run for run in self.study.runs() if run != self.request.run]
+        kept = read_comparisons(self.request.folder, former) if former else ()
+        return tuple(one for comparison in kept for one in comparison.by(self.request.objective).rounds)
 
     def narrow(self, evaluator: Evaluator, observer: Observer) -> None:
         """Which modules there are reasons to keep in FP32, and which batch sizes there are: what has to be measured.
@@ -190,6 +198,7 @@ class TuningRun:
                 rejected=self.judge.has_rejected,
                 objective=self.request.objective,
                 seed=self.request.seed,
+                earlier=self._earlier,
             )
         )
 

@@ -15,6 +15,7 @@ from amptune.errors import NothingFeasibleError, ObjectiveError, StudyError
 from amptune.measure.numerics import Parity
 from amptune.measure.outcome import Failure
 from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.policy.wire import policy_to_dict
 from amptune.search.answering import Answer, answer_of, choice_of, command_of, findings_of
 from amptune.search.budget import Budget
 from amptune.search.candidates import GlobalBatch
@@ -160,6 +161,27 @@ def test_a_study_answers_what_its_last_tuning_decided_where_nothing_was_proven(t
     assert answer_of(changed, (), MEMORY).choice == answer_of(record, (), MEMORY).choice
     later = replace(record.last, run="later", began="9999")
     assert answer_of(replace(changed, tunings=(*record.tunings, later)), (), THROUGHPUT).choice.policy != FP16
+
+
+def test_a_comparison_of_an_earlier_tuning_speaks_against_what_single_trials_say(tmp_path: Path) -> None:
+    """The last tunings have no comparison, as the baseline dies in it."""
+    first, own = tuned(tmp_path), policy_to_dict(STOCK)
+    evaluator = recording()
+    evaluator.interfere = lambda policy: Failure(kind="crash", message="gone") if policy == STOCK else None
+    samples = tmp_path / FILE_NAME
+    lines = [json.loads(line) for line in samples.read_text().splitlines()]
+    samples.write_text("")
+    by_trials = tuned(tmp_path, evaluator, trials=1).winner
+    both = [line for line in lines if line["policy"] in (own, policy_to_dict(first.winner))]
+    as_slow = next(line["outcome"] for line in both if line["policy"] == own)
+    for line in both:
+        policy = own if line["policy"] == own else policy_to_dict(by_trials)
+        line |= {"policy": policy, "outcome": as_slow}
+    samples.write_text("\n".join(map(json.dumps, both)) + "\n")
+    again = tuned(tmp_path, evaluator, trials=1)
+    assert again.provisional
+    assert again.winner != by_trials
+    assert "no round of a comparison speaks against it" in again.findings[0].message
 
 
 def test_a_tuning_whose_baseline_failed_does_not_hide_the_one_before(tmp_path: Path) -> None:
