@@ -87,6 +87,7 @@ def _unsteady(measured: Sequence[Measurement]) -> Finding | None:
         return None
     return Finding(
         code="unsteady",
-        message=f"in {count} of {len(measured)} trials the step time was not steady when its warm-up ran out of time",
+        message=f"in {count} of {len(measured)} measurements the step time was not steady when its warm-up ran out of "
+        "time",
         figures={"discarded": 0, "kept": count, "of": len(measured)},
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from amptune.errors import NothingFeasibleError
 from amptune.hardware.machine import Hardware
 from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.loop_timing import limits_of
@@ -23,7 +24,7 @@ from amptune.search.failed_baseline import error_of_baseline
 from amptune.search.gate import Judgement
 from amptune.search.guarding import examined
 from amptune.search.judging import Judge
-from amptune.search.numeric_findings import sound_finding
+from amptune.search.numeric_findings import sound_finding, where_fp32_breaks
 from amptune.search.repairing import Cure
 from amptune.search.request import source_of
 from amptune.workload.protocol import Workload
@@ -90,7 +91,7 @@ class _Examination:
         prepared = self.evaluator.prepare(self.budget.left_to_prepare_s)
         outcome = self.evaluator.measure(STOCK, replace(GLANCE, time_limit_s=max(SHORTEST_S, self.budget.left_s)))
         if isinstance(outcome, Failure):
-            raise error_of_baseline(STOCK, outcome)
+            raise self._error_of(outcome)
         numerics = tuple(self._numerics(prepared))
         profiles, slow = self._speed(prepared)
         return Diagnosis(
@@ -101,6 +102,15 @@ class _Examination:
             findings=(*_in_order(numerics), *slow, *self._input(numerics)),
             seconds=self.budget.spent_s,
         )
+
+    def _error_of(self, failure: Failure) -> Exception:
+        """Why stock PyTorch does not run, and where its numbers break where they do."""
+        error = error_of_baseline(STOCK, failure)
+        if failure.kind != "nonfinite":
+            return error
+        traces = self.evaluator.trace(STOCK, STOCK, max(SHORTEST_S, self.budget.left_s))
+        where = "" if isinstance(traces, Failure) else f"; {where_fp32_breaks(traces)}"
+        return NothingFeasibleError(f"{error}{where}")
 
     def _numerics(self, prepared: Prepared) -> Iterator[DtypeDiagnosis]:
         time = replace(self.budget, seconds=NUMERICS_SHARE * self.budget.seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from amptune.policy.settings import Policy
 from amptune.search.gate import Judgement
 from amptune.search.repairing import Cure
 
-__all__ = ["findings_of", "sound_finding"]
+__all__ = ["findings_of", "sound_finding", "where_fp32_breaks"]
 
 # A module that makes an error less than so many times as large is not where it begins.
 LEAST_TO_BLAME = 2.0
@@ -22,6 +23,16 @@ LARGEST = {"fp16": 65504.0, "bf16": 3.3895e38}
 def sound_finding(judgement: Judgement) -> Finding:
     policy = judgement.policy
     return Finding(code="sound", message=f"{_named(policy)} is {judgement}", figures=_figures(policy))
+
+
+def where_fp32_breaks(traces: Sequence[ModuleTrace]) -> str:
+    """Of a step in FP32 that gives no numbers: the module in which that begins, inner ones first."""
+    for trace in traces:
+        comes_finite = trace.inputs is None or math.isfinite(trace.inputs.largest)
+        if trace.outputs is not None and not math.isfinite(trace.outputs.largest) and comes_finite:
+            name = trace.path or "the model itself"
+            return f"in {name} ({trace.type}) what comes in is finite{_size(trace.inputs)}, and what goes out is not"
+    return "what every module gives in the first step is finite: look at the loss function, and at the steps behind"
 
 
 def findings_of(

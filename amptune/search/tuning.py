@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Literal
 
 from filelock import FileLock, Timeout
 
-from amptune.errors import NothingFeasibleError, ObjectiveError, StudyError
+from amptune.errors import DeviceError, NothingFeasibleError, ObjectiveError, SpaceError, StudyError, TargetError
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.outcome import Failure
 from amptune.policy.settings import STOCK, Policy
@@ -236,7 +237,11 @@ def _keeping(request: TuningRequest, observer: Observer) -> Observer:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keeps a second tuner out of the study's folder. Raises `StudyError` if there is one, or no folder can be made."""
+    """Keeps a second tuner out of the study's folder. Raises `StudyError` if there is one, or no folder can be made.
+
+    A folder that was made for nothing, as what was asked for is not there, goes again.
+    """
+    is_new, is_for_nothing = not folder.exists(), False
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".lock")
@@ -249,5 +254,10 @@ def _locked(folder: Path) -> Iterator[None]:
         raise StudyError(f"the study's folder {folder} cannot be used: {error}") from error
     try:
         yield
+    except (DeviceError, SpaceError, TargetError):
+        is_for_nothing = is_new
+        raise
     finally:
         lock.release()
+        if is_for_nothing:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -166,6 +166,7 @@ def test_mistakes_have_clear_errors_and_codes(folder: Path, arguments: list[str]
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
     assert not (folder / "policy.yaml").exists()
+    assert code != 2 or not list(folder.glob(".amptune/*"))
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,12 @@ behind = of(loss=large_loss)
 raises = of(loss=raising)
 not_a_number = of(loss=lambda model, batch: model(batch[0]).mean() * float("nan"))
 starved = of(batch=slow_batch)
+
+class Divides(nn.Module):
+    def forward(self, x):
+        return x / (x - x)
+
+divides = of(Divides)
 """
 
 
@@ -121,7 +127,8 @@ def test_a_loop_that_waits_for_its_data_is_told(folder: Path) -> None:
     ("target", "code", "words"),
     [
         ("raises", 1, "labels out of range"),
-        ("not_a_number", 3, "the loss is nan"),
+        ("not_a_number", 3, "is finite: look at the loss function"),
+        ("divides", 3, "in 2 (Divides) what comes in is finite (largest "),
         ("nothing", 2, "nothing"),
     ],
 )

@@ -246,7 +246,7 @@ def test_causes_of_two_kinds_are_two_findings() -> None:
 def test_trials_that_never_became_steady_are_counted() -> None:
     finding = only([measurement(steady=False), measurement(), measurement()])
     assert finding.code == "unsteady"
-    assert finding.message == "in 1 of 3 trials the step time was not steady when its warm-up ran out of time"
+    assert finding.message == "in 1 of 3 measurements the step time was not steady when its warm-up ran out of time"
     assert finding.figures == {"discarded": 0, "kept": 1, "of": 3}
 
 
