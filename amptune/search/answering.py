@@ -127,8 +127,8 @@ def answer_of(record: StudyRecord, comparisons: Sequence[KeptComparison], object
     """The best policy for the objective that trials and comparisons know of.
 
     Comparisons count that have the baseline in them. Where they show nothing, the answer for what was tuned for last is
-    what that tuning chose. Raises `StudyError` where that was not measured, and
-    `ObjectiveError` where the study lacks the figure that is asked for.
+    what that tuning chose. Raises `StudyError` where the baseline was not measured, and `ObjectiveError` where the
+    study lacks the figure that is asked for.
     """
     baseline = _baseline_of(record, objective)
     rounds = list(_beside(baseline.policy, comparisons, objective))
