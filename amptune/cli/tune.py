@@ -103,14 +103,13 @@ def _request(
     from amptune.search.request import TuningRequest, place_of, source_of
 
     folder, storage = place_of(study, target)
-    size = _batch_size(batch_size)
     return TuningRequest(
-        source=source_of(target, None if size == "auto" else size),
+        source=source_of(target),
         wanted=Wanted(
             baseline=_baseline(baseline),
             space=space,
             pins=_pins(pins),
-            batch_size="auto" if size == "auto" else None,
+            batch_size=_batch_size(batch_size),
             global_batch=_global_batch(global_batch, devices),
             compile=compile_,
             memory_mib=max_memory,

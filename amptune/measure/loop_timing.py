@@ -26,7 +26,8 @@ class LoopTiming:
     """A training loop, timed for a moment by wall clock. All `_ms` are means per optimizer step.
 
     - `wait_ms`: the host was blocked in `next(loader)`. On a GPU, the device may have been at work meanwhile.
-    - `copy_ms`: the device copied batches to itself; they were all `pinned`, or not. None on a CPU.
+    - `copy_ms`: the device copied batches to itself; they were all `pinned`, or not (None on a CPU, which has no use
+      for that).
     - `step_ms`: between the arrival of a batch on the device and the end of its work on it, as the device sees it.
     - `idle_ms`: what remains of the wall clock's time: the device had no batch to work on.
     - `host_ms`: the host needed this long to give the device a step's work, the device having none before. A step

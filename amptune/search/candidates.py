@@ -96,14 +96,15 @@ NEAREST = 5
 class Wanted:
     """What the user asked of the search.
 
-    `batch_size` is "auto" to search it, else None; `compile` whether to try torch.compile, None where the space and the
-    budget are to say. No policy may take more than `memory_mib` of the device's memory.
+    `batch_size` is None (the workload's own), a number that the workload is then run with instead, or "auto" to search
+    it; `compile` whether to try torch.compile, None where the space and the budget are to say. No policy may take more
+    than `memory_mib` of the device's memory.
     """
 
     baseline: Policy
     space: str | Path | None = None
     pins: Mapping[str, str]
-    batch_size: Literal["auto"] | None = None
+    batch_size: int | Literal["auto"] | None = None
     global_batch: GlobalBatch | None = None
     compile: bool | None = None
     memory_mib: float | None = None
@@ -248,7 +249,7 @@ def candidates_for(
         space = pin(space, name, value)
     space = _with_half_weights(space, wanted)
     own_size = subject.batch_size
-    batch_size = None if wanted.batch_size is None and wanted.global_batch is None else own_size
+    batch_size = own_size if wanted.batch_size == "auto" or wanted.global_batch is not None else None
     if wanted.batch_size == "auto":
         space = with_knob(space, BATCH_SIZE, tuple(sorted({*sizes, own_size})), stock=own_size)
     own = wanted.baseline.batch_size if wanted.baseline.batch_size != own_size else None

@@ -32,6 +32,8 @@ def where_fp32_breaks(traces: Sequence[ModuleTrace]) -> str:
         if trace.outputs is not None and not math.isfinite(trace.outputs.largest) and comes_finite:
             name = trace.path or "the model itself"
             return f"in {name} ({trace.type}) what comes in is finite{_size(trace.inputs)}, and what goes out is not"
+    if any(trace.inputs is not None and not math.isfinite(trace.inputs.largest) for trace in traces):
+        return "what the model is given is not finite: look at the batches"
     return "what every module gives in the first step is finite: look at the loss function, and at the steps behind"
 
 

@@ -48,7 +48,7 @@ class TuningRequest:
         valued = {
             "--baseline": _name_of(wanted.baseline),
             "--space": wanted.space,
-            "--batch-size": self.source.batch_size or wanted.batch_size,
+            "--batch-size": wanted.batch_size,
             "--global-batch": whole and whole.samples,
             "--devices": whole.devices if whole is not None and whole.devices > 1 else None,
             "--max-memory": None if wanted.memory_mib is None else f"{wanted.memory_mib:.10g}MiB",
@@ -65,19 +65,16 @@ def _name_of(baseline: Policy) -> str | None:
     return named.get(baseline, "FILE")
 
 
-def source_of(workload: Workload | str, batch_size: int | None = None) -> Source:
-    """Where workers get the workload from, with batches of another size if one is named.
-
-    Raises `TargetError` for a target of the wrong form or a missing file.
-    """
+def source_of(workload: Workload | str) -> Source:
+    """Where workers get the workload from. Raises `TargetError` for a target of the wrong form or a missing file."""
     if isinstance(workload, str):
-        return Source(target=parse_target(workload).absolute(), batch_size=batch_size)
+        return Source(target=parse_target(workload).absolute())
     if not isinstance(workload, Workload):
         raise TargetError(
             f"tune() takes a Workload or a target such as 'train.py:workload', not {type(workload).__name__}"
         )
     try:
-        return Source(pickled=cloudpickle.dumps(workload), batch_size=batch_size)
+        return Source(pickled=cloudpickle.dumps(workload))
     except Exception as error:
         raise TargetError(
             f"the workload cannot be sent to the worker processes: {type(error).__name__}: {error}; build what "

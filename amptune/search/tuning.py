@@ -88,7 +88,7 @@ def tune(
 
     Raises an `AmptuneError` of the fitting kind, and `TuningInterrupted` on Ctrl-C, with the best so far.
     """
-    source = source_of(workload, None if batch_size == "auto" else batch_size)
+    source = source_of(workload)
     name = workload.name or "workload" if isinstance(workload, Workload) else workload
     folder, storage = place_of(study, name)
     request = TuningRequest(
@@ -97,7 +97,7 @@ def tune(
             baseline=baseline,
             space=space,
             pins=pins or {},
-            batch_size="auto" if batch_size == "auto" else None,
+            batch_size=batch_size,
             global_batch=None if global_batch is None else GlobalBatch(samples=global_batch, devices=devices),
             compile=compile,
             memory_mib=max_memory_mib,
@@ -115,8 +115,10 @@ def tune(
 def run_tuning(request: TuningRequest, observer: Observer) -> Decision:
     """Tunes on this machine. Raises an `AmptuneError`, or `TuningInterrupted` with what was found by then."""
     with _locked(request.folder):
-        memory_mib = request.wanted.memory_mib
-        evaluator = WorkerEvaluator(request.source, request.device, request.folder / "workers.log", memory_mib)
+        size = request.wanted.batch_size
+        source = request.source if size is None or size == "auto" else replace(request.source, batch_size=size)
+        log, memory_mib = request.folder / "workers.log", request.wanted.memory_mib
+        evaluator = WorkerEvaluator(source, request.device, log, memory_mib)
         try:
             decision = tune_with(evaluator, _with_time_for_the_rest(request), _keeping(request, observer))
             try:

@@ -61,6 +61,7 @@ class Divides(nn.Module):
         return x / (x - x)
 
 divides = of(Divides)
+spoiled = of(batch=lambda n: (torch.full((n, 32), float("inf")), torch.randint(4, (n,))))
 """
 
 
@@ -128,6 +129,7 @@ def test_a_loop_that_waits_for_its_data_is_told(folder: Path) -> None:
     [
         ("raises", 1, "labels out of range"),
         ("not_a_number", 3, "is finite: look at the loss function"),
+        ("spoiled", 3, "what the model is given is not finite: look at the batches"),
         ("divides", 3, "in 2 (Divides) what comes in is finite (largest "),
         ("nothing", 2, "nothing"),
     ],
