@@ -3,7 +3,7 @@
     python reports/replay.py --tunings 1000 --out reports/replay
     python reports/replay.py --tunings 0 --null 200 --aa 1000 --out reports/replay
 
-Each tuning is the whole of `amptune tune` on the landscape of `tests/search/landscape.py` (over 10,000 policies a
+Each tuning is the whole of `amptune tune` on the landscape of `tests/simulated/landscape.py` (over 10,000 policies a
 workload, calibrated on an H200; noise, drift, outliers and launches that differ), in simulated time. `--null` tunes
 landscapes on which no policy is faster than stock; `--aa` compares one policy with itself. Writes OUT/replay.json,
 one row a tuning or comparison, and prints tables.
@@ -28,9 +28,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 # The landscape is made for the tests and lives among them; it is no part of the package.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "search"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from landscape import WORKLOADS, Replay, Trouble, replay, same_twice  # found by the line above
+from simulated.landscape import WORKLOADS, Replay, Trouble, replay, same_twice  # found by the line above
 
 from amptune.search.ratios import Ratio
 
@@ -63,7 +63,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--seed", type=int, default=0, help="of the first tuning; the others count on from it")
     parser.add_argument(
-        "--trouble", nargs="*", default=[], metavar="NAME=VALUE", help="of the fields of tests/search/landscape.Trouble"
+        "--trouble",
+        nargs="*",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of the fields of tests/simulated/landscape.Trouble",
     )
     arguments = parser.parse_args()
     trouble = trouble_of(arguments.trouble)

@@ -5,9 +5,9 @@
     python reports/samplers.py --out reports/samplers.json --table
 
 A trial takes as long as it was recorded to, in simulated time; a suggestion takes as long as it really does, on this
-machine. Tables: the grid of tests/search/h200_grid.json; every oracle (`oracle.py`) in the folder `--tables`, in which
-what was not compiled is taken to gain by compiling what the nearest compiled policy gained; and the synthetic
-landscapes of tests/search/landscape.py, without and with a search for the batch size ("batches"). Measurements are
+machine. Tables: the grid of tests/simulated/h200_grid.json; every oracle (`oracle.py`) in the folder `--tables`, in
+which what was not compiled is taken to gain by compiling what the nearest compiled policy gained; and the synthetic
+landscapes of tests/simulated/landscape.py, without and with a search for the batch size ("batches"). Measurements are
 noisy, and some are outliers.
 
 All samplers measure the same known-good policies first, are told of a repeat without measuring it again, and are told
@@ -32,15 +32,21 @@ from pathlib import Path
 from typing import Any
 
 # The landscape and the grid are made for the tests and live among them; they are no part of the package.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "search"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import optuna
-from landscape import SimulatedClock, SyntheticEvaluator, Trouble, landscape_of, wanted  # found by the line above
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.samplers import BaseSampler, GPSampler, PartialFixedSampler, TPESampler
 from optuna.storages import InMemoryStorage
 from oracle import Oracle, read  # beside this program
-from recorded import RecordedEvaluator, recorded_ms
+from simulated.landscape import (  # found by the line above
+    SimulatedClock,
+    SyntheticEvaluator,
+    Trouble,
+    landscape_of,
+    wanted,
+)
+from simulated.recorded import RecordedEvaluator, recorded_ms
 
 from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
@@ -52,7 +58,7 @@ from amptune.search.study import Study, open_study
 from amptune.search.trial import Trial
 
 SCHEMA = "amptune.samplers/1"
-GRID = Path(__file__).resolve().parent.parent / "tests" / "search" / "h200_grid.json"
+GRID = Path(__file__).resolve().parent.parent / "tests" / "simulated" / "h200_grid.json"
 LIMIT_S = 160.0
 LOOKS_S = (10.0, 20.0, 40.0, 80.0, 160.0)
 NEAR = (0.03, 0.01)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from recorded import RecordedEvaluator
+from simulated.recorded import RecordedEvaluator
 from test_objective import BF16, ENERGY, FP16, MEMORY, peak_mib, recording, speed_costs_memory
 from test_tuning import request_in
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from landscape import SimulatedClock
 from measurements import took
-from recorded import FIXED_MIB, MEMORY_MIB, SAMPLE_MIB, RecordedEvaluator, recorded_ms
+from simulated.landscape import SimulatedClock
+from simulated.recorded import FIXED_MIB, MEMORY_MIB, SAMPLE_MIB, RecordedEvaluator, recorded_ms
 from test_tuning import request_in
 
 from amptune.errors import SpaceError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from recorded import RecordedEvaluator
+from simulated.recorded import RecordedEvaluator
 
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.ablation import variants_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from recorded import RecordedEvaluator
+from simulated.recorded import RecordedEvaluator
 from test_tuning import tuned_on
 
 from amptune.measure.loop_timing import LoopTiming

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recorded import BODY, HEAD, NORM, STEM, RecordedEvaluator
+from simulated.recorded import BODY, HEAD, NORM, STEM, RecordedEvaluator
 
 from amptune.measure.subject import Leaf, Subject
 from amptune.policy.settings import Fp32Rule

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from landscape import NO_TROUBLE, SimulatedClock, SyntheticEvaluator, landscape_of
-from recorded import RecordedEvaluator
+from simulated.landscape import NO_TROUBLE, SimulatedClock, SyntheticEvaluator, landscape_of
+from simulated.recorded import RecordedEvaluator
 
 from amptune.measure.outcome import Failure, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe

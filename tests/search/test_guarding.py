@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from landscape import SimulatedClock
-from recorded import RecordedEvaluator, recorded_ms
+from simulated.landscape import SimulatedClock
+from simulated.recorded import RecordedEvaluator, recorded_ms
 from test_tuning import request_in, tuned_on
 
 from amptune.measure.numerics import ModuleParity, Parity

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recorded import RecordedEvaluator
+from simulated.recorded import RecordedEvaluator
 from torch import nn
 
 from amptune import Workload

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from landscape import (
+from simulated.landscape import (
     HW_THERMAL_SLOWDOWN,
     NO_TROUBLE,
     WORKLOADS,

@@ -23,7 +23,7 @@ from amptune.search.memory_runs import FixedPart, Observation, observation_of
 LIMIT_MIB = 140_000.0
 WEIGHTS = FixedPart.of_weights(25_000_000)
 OOM = Failure(kind="oom", message="CUDA out of memory")
-RECORDED = json.loads((Path(__file__).parent / "h200_grid.json").read_text())["rows"]
+RECORDED = json.loads((Path(__file__).parents[1] / "simulated" / "h200_grid.json").read_text())["rows"]
 
 
 def measured(allocated_mib: float, reserved_mib: float | None = None, *, retries: int = 0) -> Measurement:

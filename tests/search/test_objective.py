@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from measurements import took
-from recorded import RecordedEvaluator
+from simulated.recorded import RecordedEvaluator
 from test_tuning import request_in
 
 from amptune.errors import ObjectiveError

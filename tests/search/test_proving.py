@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from recorded import RecordedEvaluator, recorded_ms
+from simulated.recorded import RecordedEvaluator, recorded_ms
 from test_tuning import request_in
 
 from amptune.measure.outcome import Failure

@@ -13,7 +13,7 @@ from statistics import median
 from typing import TypeVar
 
 import pytest
-from landscape import NO_TROUBLE, WORKLOADS, Replay, Trouble, replay, same_twice
+from simulated.landscape import NO_TROUBLE, WORKLOADS, Replay, Trouble, replay, same_twice
 
 from amptune.search.ratios import Ratio
 

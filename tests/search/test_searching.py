@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from landscape import SimulatedClock
 from measurements import took
-from recorded import RecordedEvaluator, recorded_ms
+from simulated.landscape import SimulatedClock
+from simulated.recorded import RecordedEvaluator, recorded_ms
 from test_tuning import request_in
 
 from amptune.measure.outcome import Effort, Failure, Measurement, Outcome

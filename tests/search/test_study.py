@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from measurements import took
 from optuna.storages import InMemoryStorage
-from recorded import RecordedEvaluator, recorded_ms
+from simulated.recorded import RecordedEvaluator, recorded_ms
 from test_tuning import OOM, request_in
 
 from amptune.measure.outcome import Effort, Failure, Outcome

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from recorded import RecordedEvaluator
+from simulated.recorded import RecordedEvaluator
 from test_guarding import Faulty
 from test_pricing import recorded
 from test_tuning import request_in, tuned_on

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from landscape import SimulatedClock
-from recorded import Interference, RecordedEvaluator, grid, recorded_ms
+from simulated.landscape import SimulatedClock
+from simulated.recorded import Interference, RecordedEvaluator, grid, recorded_ms
 
 from amptune.errors import AmptuneError, NothingFeasibleError, StudyError, UserCodeError
 from amptune.measure.outcome import Effort, Failure, Outcome

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded import H200, RecordedEvaluator, recorded_ms
+from simulated.recorded import H200, RecordedEvaluator, recorded_ms
 
 from amptune.errors import ClaimError, HardwareMismatchError, NothingFeasibleError
 from amptune.measure.outcome import Failure

@@ -9,13 +9,24 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from amptune.hardware.machine import Cpu, Gpu, Hardware, Software
-from amptune.measure.numerics import Parity
-from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
-from amptune.measure.sensitivity import Half, Sensitivity
-from amptune.measure.subject import Leaf, Prepared, Subject
-from amptune.measure.trace import ModuleTrace
-from amptune.policy.settings import Policy
+from frozen.adapter import (
+    Cpu,
+    Effort,
+    Failure,
+    Gpu,
+    Half,
+    Hardware,
+    Leaf,
+    Measurement,
+    ModuleTrace,
+    Outcome,
+    Parity,
+    Policy,
+    Prepared,
+    Sensitivity,
+    Software,
+    Subject,
+)
 
 H200 = Hardware(
     device="cuda",

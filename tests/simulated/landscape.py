@@ -17,26 +17,40 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from frozen.adapter import (
+    STOCK,
+    Budget,
+    Candidates,
+    Comparison,
+    ComparisonStarted,
+    Decision,
+    Effort,
+    Event,
+    Failure,
+    Fp32Rule,
+    Half,
+    Leaf,
+    Measurement,
+    ModuleTrace,
+    Outcome,
+    Parity,
+    Policy,
+    Prepared,
+    Ratio,
+    Sensitivity,
+    Source,
+    Subject,
+    TuningRequest,
+    Wanted,
+    candidates_for,
+    groups_by_intensity,
+    points,
+    ratio_between,
+    tune_with,
+)
 from optuna.storages import InMemoryStorage
-from recorded import H200
 
-from amptune.measure.numerics import Parity
-from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
-from amptune.measure.sensitivity import Half, Sensitivity
-from amptune.measure.subject import Leaf, Prepared, Subject
-from amptune.measure.trace import ModuleTrace
-from amptune.measure.worker import Source
-from amptune.policy.settings import STOCK, Fp32Rule, Policy
-from amptune.search.budget import Budget
-from amptune.search.candidates import Candidates, Wanted, candidates_for
-from amptune.search.deciding import Decision
-from amptune.search.events import ComparisonStarted, Event
-from amptune.search.exclusions import groups_by_intensity
-from amptune.search.finals import Comparison
-from amptune.search.ratios import Ratio, ratio_between
-from amptune.search.request import TuningRequest
-from amptune.search.space import points
-from amptune.search.tuning import tune_with
+from simulated.recorded import H200
 
 HERE = Path(__file__).parent
 SPACE = HERE / "big_space.yaml"
