@@ -4,20 +4,34 @@ Whoever moves a module mends its line here, and nothing else of the harness chan
 the harness on another checkout with the adapter of that checkout.
 """
 
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+from unittest import mock
+
+from amptune.cli.entry import main
+from amptune.errors import AmptuneError
 from amptune.hardware.machine import Cpu, Gpu, Hardware, Software
+from amptune.measure.loop_timing import LoopTiming
 from amptune.measure.numerics import Parity
 from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.sensitivity import Half, Sensitivity
-from amptune.measure.subject import Leaf, Prepared, Subject
-from amptune.measure.trace import ModuleTrace
+from amptune.measure.speed_profile import StepProfile
+from amptune.measure.subject import Leaf, Module, Prepared, Subject
+from amptune.measure.trace import ModuleTrace, Reach
 from amptune.measure.worker import Source
-from amptune.policy.settings import STOCK, Fp32Rule, Policy
+from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
 from amptune.search.budget import Budget
-from amptune.search.candidates import Candidates, Wanted, candidates_for
+from amptune.search.candidates import Candidates, GlobalBatch, Wanted, candidates_for
 from amptune.search.deciding import Decision
 from amptune.search.events import ComparisonStarted, Event
 from amptune.search.exclusions import groups_by_intensity
 from amptune.search.finals import Comparison
+from amptune.search.objective import objective_of
 from amptune.search.ratios import Ratio, ratio_between
 from amptune.search.request import TuningRequest
 from amptune.search.space import points
@@ -25,6 +39,7 @@ from amptune.search.tuning import tune_with
 
 __all__ = [
     "STOCK",
+    "AmptuneError",
     "Budget",
     "Candidates",
     "Comparison",
@@ -35,26 +50,74 @@ __all__ = [
     "Event",
     "Failure",
     "Fp32Rule",
+    "GlobalBatch",
     "Gpu",
     "Half",
     "Hardware",
     "Leaf",
+    "LoopTiming",
     "Measurement",
+    "Module",
     "ModuleTrace",
     "Outcome",
     "Parity",
     "Policy",
     "Prepared",
+    "Ran",
     "Ratio",
+    "Reach",
     "Sensitivity",
     "Software",
     "Source",
+    "StepProfile",
     "Subject",
     "TuningRequest",
     "Wanted",
+    "amp_recipe",
     "candidates_for",
+    "command",
     "groups_by_intensity",
+    "objective_of",
     "points",
     "ratio_between",
     "tune_with",
 ]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command line gave."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+def command(*arguments: str, evaluator: Any = None, clock: Callable[[], float] | None = None) -> Ran:
+    """Runs `amptune` with these arguments in this process; an `evaluator` stands for the machine, by its own clock."""
+    stdout, stderr = StringIO(), StringIO()
+    with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(stdout))
+        stack.enter_context(redirect_stderr(stderr))
+        stack.enter_context(mock.patch.object(sys, "argv", ["amptune", *arguments]))
+        stack.enter_context(mock.patch.object(sys.modules["__main__"], "__package__", None))  # click names it
+        stack.enter_context(mock.patch.dict(os.environ))
+        stack.enter_context(mock.patch("amptune.measure.processes.start_importing"))
+        stack.enter_context(mock.patch("signal.signal"))
+        if evaluator is not None:
+            for user in ("tuning", "verifying", "diagnosing"):
+                stack.enter_context(mock.patch(f"amptune.search.{user}.WorkerEvaluator", return_value=evaluator))
+        if clock is not None:
+            by_clock = _budget_by(clock)
+            stack.enter_context(mock.patch("amptune.search.budget.Budget", by_clock))
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code
+    return Ran(code if isinstance(code, int) else 0, stdout.getvalue(), stderr.getvalue())
+
+
+def _budget_by(clock: Callable[[], float]) -> Callable[..., Budget]:
+    """Makes budgets that begin now, by this clock."""
+    started = clock()
+    return lambda **wanted: Budget(**{**wanted, "clock": clock, "started": started})
