@@ -1,5 +1,7 @@
-# make tune    sets up, tunes a bundled workload on this machine, writes policy.yaml
-# make test    sets up, runs linters, types and tests
+# make tune       sets up, tunes a bundled workload on this machine, writes policy.yaml
+# make test       sets up, runs linters, types and tests: some minutes on two cores
+# make test-all   the same with all that takes long, and `make frozen`: under an hour
+# make frozen     holds what amptune does against what it did at the starting commit (tests/frozen)
 #
 # Override on the command line:
 #   make tune WORKLOAD=bert_base BUDGET=300s      (names: amptune/workload/zoo)
@@ -10,40 +12,57 @@ TORCH    ?= torch==2.13.0
 VENV     ?= .venv
 WORKLOAD ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo resnet50 || echo digits)
 BUDGET   ?= 300s
+# Tests run beside each other in so many processes.
+BESIDE   ?= 2
 
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest -n $(BESIDE) --dist worksteal
 
-.PHONY: tune test lint setup clean
+.PHONY: tune test test-all frozen checked lint frameworks setup clean
 
 tune: $(VENV)/tune.stamp
 	$(BIN)/amptune probe
 	$(BIN)/amptune tune amptune.workload.zoo:$(WORKLOAD) --budget $(BUDGET) -o policy.yaml
 
-test: lint
-	$(BIN)/python -m pytest
+test: checked
+	$(PYTEST) -m "not slow"
+
+test-all: checked frozen
+	HYPOTHESIS_PROFILE=new $(PYTEST)
+
+frozen: $(VENV)/test.stamp
+	PYTHONPATH=tests $(BIN)/python -m frozen check
+
+# The frameworks install while the linters run: neither needs the other.
+checked: $(VENV)/test.stamp
+	$(MAKE) --no-print-directory --jobs 2 lint $(VENV)/frameworks.stamp
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-setup: $(VENV)/test.stamp
+setup: $(VENV)/test.stamp $(VENV)/frameworks.stamp
 
-# torch first and by itself: a version given exactly can come from a local wheel.
+# torch first and by itself: a version given exactly can come from a local wheel. Bytecode is made when it is needed.
 $(VENV)/torch.stamp:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(PIP) --no-compile '$(TORCH)'
 	@touch $@
 
 $(VENV)/tune.stamp: $(VENV)/torch.stamp pyproject.toml
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[digits]'
+	$(PIP) --no-compile -e '.[digits]'
 	@touch $@
 
-# Without the frameworks that amptune plugs into their tests skip.
 $(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test]'
-	-$(BIN)/pip install --quiet --disable-pip-version-check -e '.[integrations]'
+	$(PIP) --no-compile -e '.[test]'
 	@touch $@ $(VENV)/tune.stamp
 
+# Without the frameworks that amptune plugs into their tests skip.
+$(VENV)/frameworks.stamp: $(VENV)/test.stamp
+	-$(PIP) --no-compile -e '.[integrations]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .amptune policy.yaml .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .amptune .frozen policy.yaml .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,36 @@
+"""What holds for every test: how many threads compute, how long examples may take, and what is put back behind it."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+# Tests run beside each other: one thread each, or they wait for one another. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+# A slow machine is no bug. In `make test` the examples are the same in every run; HYPOTHESIS_PROFILE=new draws others.
+SLOW_IS_FINE = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=SLOW_IS_FINE)
+hypothesis.settings.register_profile("new", deadline=None, suppress_health_check=SLOW_IS_FINE)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+@pytest.fixture(autouse=True)
+def _collecting_garbage_is_quick() -> Iterator[None]:
+    """The bench does so after every look, and the libraries' own objects are many."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _the_generator_is_put_back() -> Iterator[None]:
+    state = torch.get_rng_state()
+    yield
+    torch.set_rng_state(state)
