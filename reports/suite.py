@@ -59,7 +59,7 @@ def run(target: str, *, is_busy: bool) -> dict[str, Any]:
         line = ["make", target]
         done = subprocess.run(line, cwd=REPOSITORY, env=environment, capture_output=True, check=False)
         seconds = time.monotonic() - started
-        cases = list(ElementTree.parse(report).getroot().iter("testcase")) if report.exists() else []  # noqa: S314
+        cases = list(ElementTree.parse(report).getroot().iter("testcase")) if report.exists() else []
     by_file: dict[str, float] = defaultdict(float)
     for case in cases:
         by_file[str(case.get("classname"))] += float(case.get("time", 0))

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-# Tests run beside each other: one thread each, or they wait for one another. Before torch is imported.
+# Tests run beside each other: one thread each, or they wait for one another. Before torch and numpy are imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import torch
 

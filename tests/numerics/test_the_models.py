@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import mean
@@ -50,13 +50,6 @@ each_healthy_half = pytest.mark.parametrize(
     [(f.name, half) for f in FAULTS for half in HALVES if half not in f.breaks]
     + [(name, half) for name in HEALTHY for half in HALVES],
 )
-
-
-@pytest.fixture(autouse=True)
-def _the_generator_is_put_back() -> Iterator[None]:
-    state = torch.get_rng_state()
-    yield
-    torch.set_rng_state(state)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from simulated.landscape import NO_TROUBLE, WORKLOADS, Replay, Trouble, replay, 
 from amptune.search.ratios import Ratio
 
 TUNINGS = 100
-BUDGET_S = 1800.0
+BUDGET_S, SHORT_S = 1800.0, 150.0
 PROCESSES = 2
 
 T = TypeVar("T")
@@ -52,35 +52,46 @@ def all_of(work: Callable[[Job], T], jobs: Iterable[Job]) -> list[T]:
         return list(pool.map(work, jobs, chunksize=2))
 
 
-@pytest.fixture(scope="module")
-def tunings() -> list[Replay]:
-    return all_of(tuned, [Job(seed) for seed in range(TUNINGS)])
+def test_a_few_tunings_are_fast_claim_nothing_false_and_keep_their_budget() -> None:
+    found = [tuned(Job(seed, budget_s=SHORT_S)) for seed in range(len(WORKLOADS))]
+    regrets = sorted(one.regret for one in found)
+    assert median(regrets) <= 0.3
+    assert regrets[-1] <= 0.7
+    assert not any(one.claims_falsely for one in found)
+    # Near its end a short budget is overrun by a comparison that began in time (tests/frozen/recorded/decisions).
+    assert max(one.simulated_s for one in found) <= 1.2 * SHORT_S
 
 
-def test_the_answer_is_near_the_true_best_of_ten_thousand(tunings: list[Replay]) -> None:
+def test_of_a_few_tunings_where_nothing_is_faster_hardly_one_claims_anything() -> None:
+    found = [tuned(Job(seed, flat=(0.0, 0.05)[seed % 2], budget_s=SHORT_S)) for seed in range(len(WORKLOADS))]
+    assert sum(one.claim is not None for one in found) <= 1
+
+
+def test_a_policy_is_about_as_fast_as_itself() -> None:
+    ratios = [compared_with_itself(Job(seed)) for seed in range(20)]
+    assert sum(not ratio.shows_a_difference for ratio in ratios) >= 0.8 * len(ratios)
+
+
+@pytest.mark.slow
+def test_the_answer_is_near_the_true_best_of_ten_thousand_and_the_claim_is_true() -> None:
+    """One test, for a hundred tunings are dear: regrets, claimed intervals, false claims and budgets."""
+    tunings = all_of(tuned, [Job(seed) for seed in range(TUNINGS)])
     regrets = sorted(one.regret for one in tunings)
     assert median(regrets) <= 0.02
     assert regrets[int(0.9 * TUNINGS)] <= 0.08
     assert regrets[-1] <= 0.25
-
-
-def test_a_claimed_interval_holds_the_truth(tunings: list[Replay]) -> None:
     assert sum(one.claim_holds for one in tunings) / TUNINGS >= 0.87
-
-
-def test_nothing_slower_is_claimed_to_be_faster(tunings: list[Replay]) -> None:
     assert not any(one.claims_falsely for one in tunings)
-
-
-def test_the_budget_is_kept(tunings: list[Replay]) -> None:
     assert max(one.simulated_s for one in tunings) <= 1.05 * BUDGET_S
 
 
+@pytest.mark.slow
 def test_where_nothing_is_faster_next_to_nothing_is_claimed() -> None:
     found = all_of(tuned, [Job(seed, flat=(0.0, 0.05)[seed % 2], budget_s=300.0) for seed in range(40)])
     assert sum(one.claim is not None for one in found) <= 4
 
 
+@pytest.mark.slow
 def test_a_policy_is_as_fast_as_itself() -> None:
     ratios = all_of(compared_with_itself, [Job(seed) for seed in range(300)])
     assert 0.90 <= sum(not ratio.shows_a_difference for ratio in ratios) / 300 <= 0.99
@@ -89,7 +100,8 @@ def test_a_policy_is_as_fast_as_itself() -> None:
 @pytest.mark.parametrize(
     "trouble", [NO_TROUBLE, Trouble(throttlings=3.0), Trouble(oom=0.3)], ids=["none", "throttling", "oom"]
 )
-def test_each_trouble_by_itself_is_survived(trouble: Trouble) -> None:
-    found = all_of(tuned, [Job(seed, trouble) for seed in (1, 2, 3)])
-    assert all(one.true_speedup > 1 for one in found)
-    assert max(one.regret for one in found) <= 0.25
+@pytest.mark.parametrize("seed", [pytest.param(1), *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
+def test_each_trouble_by_itself_is_survived(trouble: Trouble, seed: int) -> None:
+    found = tuned(Job(seed, trouble))
+    assert found.true_speedup > 1
+    assert found.regret <= 0.25
