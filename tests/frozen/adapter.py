@@ -5,9 +5,11 @@ the harness on another checkout with the adapter of that checkout.
 """
 
 from amptune.hardware.machine import Cpu, Gpu, Hardware, Software
+from amptune.measure.loop_timing import LoopTiming
 from amptune.measure.numerics import Parity
 from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.sensitivity import Half, Sensitivity
+from amptune.measure.speed_profile import StepProfile
 from amptune.measure.subject import Leaf, Prepared, Subject
 from amptune.measure.trace import ModuleTrace
 from amptune.measure.worker import Source
@@ -39,6 +41,7 @@ __all__ = [
     "Half",
     "Hardware",
     "Leaf",
+    "LoopTiming",
     "Measurement",
     "ModuleTrace",
     "Outcome",
@@ -49,6 +52,7 @@ __all__ = [
     "Sensitivity",
     "Software",
     "Source",
+    "StepProfile",
     "Subject",
     "TuningRequest",
     "Wanted",

@@ -461,6 +461,12 @@ class SyntheticEvaluator:
     def sense(self, policy: Policy, dtypes: tuple[Half, ...], limit_s: float) -> Sensitivity | Failure:  # noqa: ARG002
         return Failure(kind="unsupported", message="no module was timed by itself")
 
+    def profile(self, policy: Policy, limit_s: float) -> Failure:  # noqa: ARG002
+        return Failure(kind="unsupported", message="no step was profiled")
+
+    def train(self, policy: Policy, seconds: float, limit_s: float) -> Failure:  # noqa: ARG002
+        return Failure(kind="unsupported", message="no training loop was recorded")
+
     def close(self) -> None:
         self._processes.clear()
 
