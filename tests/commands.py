@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -133,16 +133,22 @@ def process(*arguments: str, folder: Path, **environment: str) -> Done:
     return Done(returncode=running.returncode, stdout=stdout, stderr=stderr)
 
 
-def start(*arguments: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
-    """A command in a process of its own, under way."""
-    return subprocess.Popen(
+@contextlib.contextmanager
+def start(*arguments: str, folder: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A command in a process of its own, under way; it does not outlive the block."""
+    with subprocess.Popen(
         [sys.executable, "-m", "amptune", *arguments],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, **environment},
-    )
+    ) as running:
+        try:
+            yield running
+        finally:
+            if running.poll() is None:
+                running.kill()
 
 
 def wait_for_trials(running: subprocess.Popen[str], count: int) -> None:

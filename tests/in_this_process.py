@@ -100,14 +100,17 @@ class InThisProcess:
 
 @contextmanager
 def measuring_here(target: str, memory_mib: float | None = None) -> Iterator[InThisProcess]:
-    """An evaluator of a target in this process, which is left as it was: modules, paths, random numbers, garbage."""
+    """An evaluator of a target, on one thread of this process, whose modules, paths and random numbers are put back."""
     modules, paths, state = set(sys.modules), list(sys.path), torch.get_rng_state()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tests may run beside one another, and small models gain nothing from more
     gc.freeze()  # a measurement collects garbage, and the libraries' own objects are many
     try:
         yield InThisProcess(Source(target=target), memory_mib)
     finally:
         gc.unfreeze()
         torch.set_rng_state(state)
+        torch.set_num_threads(threads)
         sys.path[:] = paths
         script = Path(target.rpartition(":")[0]).stem
         for name in set(sys.modules) - modules:

@@ -236,7 +236,7 @@ def test_all_mistakes_in_a_file_are_told_at_once(folder: Path) -> None:
 def test_the_starter_workload_runs_as_it_stands(folder: Path) -> None:
     assert run("init", "mine.py", folder=folder).returncode == 0
     with measuring_here(f"{folder}/mine.py:workload") as here:
-        done = run("tune", "mine.py:workload", "--budget", "20s", "--trials", "2", folder=folder, evaluator=here)
+        done = run("tune", "mine.py:workload", "--budget", "12s", "--trials", "2", folder=folder, evaluator=here)
     assert done.returncode == 0, done.stderr
     again = run("init", "mine.py", folder=folder)
     assert again.returncode == 2
