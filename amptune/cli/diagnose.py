@@ -37,9 +37,8 @@ def diagnose_command(session: Session, target: str, budget: float, device: str |
     from amptune.search.diagnosing import diagnose
 
     with progress_for(sys.stderr) as observer:
-        found = diagnose(
-            target, budget=session.budget(budget), device=device, observer=observer, evaluator=session.evaluator
-        )
+        time, machine = session.budget(budget), session.evaluator
+        found = diagnose(target, budget=time, device=device, observer=observer, evaluator=machine)
     if as_json:
         print_json("amptune.diagnose/1", _as_data(found, target))
     else:

@@ -7,8 +7,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
@@ -59,9 +58,26 @@ class _LazyGroup(click.Group):
         """Runs a command and exits with its code; without `standalone_mode` it returns the code, and raises errors."""
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
-        with _errors_as_exit_codes(as_json="--json" in (sys.argv if args is None else args)):
+        try:
             code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
             sys.exit(code if isinstance(code, int) else 0)
+        except click.ClickException as error:
+            error.show()
+            sys.exit(error.exit_code)
+        except errors.AmptuneError as error:
+            click.echo(f"error: {error}", err=True)
+            if "--json" in (sys.argv if args is None else args):
+                print_json("amptune.error/1", {"exit_code": exit_code_of(error), "findings": [_as_finding(error)]})
+            sys.exit(exit_code_of(error))
+        except (KeyboardInterrupt, click.Abort):
+            click.echo("interrupted", err=True)
+            sys.exit(130)
+        except BrokenPipeError:
+            sys.stderr.close()
+            sys.exit(141)  # the reader of our output went away, as under SIGPIPE
+        except OSError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(2)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # click's signature
         return sorted(_COMMANDS)
@@ -99,30 +115,6 @@ def main() -> None:
     signal.signal(signal.SIGINT, _interrupt)
     _quieten_resource_tracker()
     cli(obj=Session(started=STARTED))
-
-
-@contextmanager
-def _errors_as_exit_codes(*, as_json: bool) -> Iterator[None]:
-    """Says an error on stderr, and exits with its code; `as_json` one of ours on stdout too."""
-    try:
-        yield
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except errors.AmptuneError as error:
-        click.echo(f"error: {error}", err=True)
-        if as_json:
-            print_json("amptune.error/1", {"exit_code": exit_code_of(error), "findings": [_as_finding(error)]})
-        sys.exit(exit_code_of(error))
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted", err=True)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(141)  # the reader of our output went away, as under SIGPIPE
-    except OSError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2)
 
 
 def _quieten_resource_tracker() -> None:

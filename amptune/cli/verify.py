@@ -40,14 +40,8 @@ def verify_command(session: Session, policy: str, target: str, budget: float, de
 
     policy_file = load(policy)
     with progress_for(sys.stderr) as observer:
-        found = verify(
-            policy_file,
-            target,
-            budget=session.budget(budget),
-            device=device,
-            observer=observer,
-            evaluator=session.evaluator,
-        )
+        time, machine = session.budget(budget), session.evaluator
+        found = verify(policy_file, target, budget=time, device=device, observer=observer, evaluator=machine)
     if as_json:
         print_json("amptune.verify/1", _as_data(found, policy))
     else:
