@@ -231,13 +231,13 @@ def test_a_script_without_a_main_guard_tunes_once(folder: Path) -> None:
 @pytest.mark.slow
 def test_the_batch_size_is_searched_within_memory_when_it_is_asked_for(folder: Path) -> None:
     options = ["--batch-size", "auto", "--max-memory", "2GiB", "--trials", "12", "--json"]
-    done = process("tune", "train.py:small", "--budget", budget_here(18), *options, folder=folder)
+    done = process("tune", "train.py:small", "--budget", budget_here(12), *options, folder=folder)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     largest = next(finding for finding in answer["findings"] if finding["code"] == "largest-batch")
     assert largest["limit_mib"] == 2048
+    assert largest["batch_size"] > 16
     assert answer["policy"]["batch_size"] <= 16 * 16
-    assert "batch size 256" in done.stderr
 
 
 @pytest.mark.slow
