@@ -98,6 +98,7 @@ def test_the_check_of_imports_can_fail() -> None:
                     "profile",
                     "files",
                     "report",
+                    "session",
                 ]
             },
         ),

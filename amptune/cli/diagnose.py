@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from amptune.cli.options import SECONDS, json_option, print_json
+from amptune.cli.session import Session, pass_session
 
 if TYPE_CHECKING:
     from amptune.search.diagnosing import Diagnosis, DtypeDiagnosis
@@ -21,7 +22,8 @@ __all__ = ["diagnose_command"]
 @click.option("--budget", type=SECONDS, default="120s", show_default=True, help="Wall-clock time of the whole command.")
 @click.option("--device", metavar="cuda:N|cpu", help="Default: the first GPU, else the CPU.")
 @json_option
-def diagnose_command(target: str, budget: float, device: str | None, as_json: bool) -> int:
+@pass_session
+def diagnose_command(session: Session, target: str, budget: float, device: str | None, as_json: bool) -> int:
     """Say what is wrong with the training step of TARGET on this machine, and what to do about it.
 
     TARGET is FILE.py:NAME or PACKAGE.MODULE:NAME. Numerics: training under autocast in bf16 and in fp16 is held
@@ -29,17 +31,14 @@ def diagnose_command(target: str, budget: float, device: str | None, as_json: bo
     that cures it when kept in FP32. Speed: what the step waits for, as stock PyTorch runs it and under the AMP
     recipe. Exit code 0 whatever is found.
     """
-    from amptune.measure.processes import start_importing
-
-    start_importing()  # while this process imports too
-    from amptune.cli.entry import STARTED
+    session.start_importing()
     from amptune.report.progress import progress_for
     from amptune.report.terminal import print_diagnosis
-    from amptune.search.budget import Budget
     from amptune.search.diagnosing import diagnose
 
     with progress_for(sys.stderr) as observer:
-        found = diagnose(target, budget=Budget(seconds=budget, started=STARTED), device=device, observer=observer)
+        time, machine = session.budget(budget), session.evaluator
+        found = diagnose(target, budget=time, device=device, observer=observer, evaluator=machine)
     if as_json:
         print_json("amptune.diagnose/1", _as_data(found, target))
     else:

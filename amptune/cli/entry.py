@@ -7,15 +7,17 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from importlib import import_module
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
 import amptune
 from amptune import errors
 from amptune.cli.options import print_json
+from amptune.cli.session import Session
 
 __all__ = ["STARTED", "cli", "exit_code_of", "main"]
 
@@ -43,7 +45,39 @@ _EXIT_CODES: dict[type[errors.AmptuneError], int] = {
 
 
 class _LazyGroup(click.Group):
-    """Imports a command's module when it is asked for."""
+    """Imports a command's module when it is asked for, and turns errors into text and exit codes."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Runs a command and exits with its code; without `standalone_mode` it returns the code, and raises errors."""
+        if not standalone_mode:
+            return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+        try:
+            code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+            sys.exit(code if isinstance(code, int) else 0)
+        except click.ClickException as error:
+            error.show()
+            sys.exit(error.exit_code)
+        except errors.AmptuneError as error:
+            click.echo(f"error: {error}", err=True)
+            if "--json" in (sys.argv if args is None else args):
+                print_json("amptune.error/1", {"exit_code": exit_code_of(error), "findings": [_as_finding(error)]})
+            sys.exit(exit_code_of(error))
+        except (KeyboardInterrupt, click.Abort):
+            click.echo("interrupted", err=True)
+            sys.exit(130)
+        except BrokenPipeError:
+            sys.stderr.close()
+            sys.exit(141)  # the reader of our output went away, as under SIGPIPE
+        except OSError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(2)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # click's signature
         return sorted(_COMMANDS)
@@ -75,31 +109,12 @@ def cli() -> None:
     """  # noqa: D301  # click's mark for lines to be left as they are is the backspace itself
 
 
-def main() -> NoReturn:
+def main() -> None:
     """Runs the command line and exits."""
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
     _quieten_resource_tracker()
-    try:
-        code = cli(standalone_mode=False)
-        sys.exit(code if isinstance(code, int) else 0)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except errors.AmptuneError as error:
-        click.echo(f"error: {error}", err=True)
-        if "--json" in sys.argv:
-            print_json("amptune.error/1", {"exit_code": exit_code_of(error), "findings": [_as_finding(error)]})
-        sys.exit(exit_code_of(error))
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted", err=True)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(141)  # the reader of our output went away, as under SIGPIPE
-    except OSError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2)
+    cli(obj=Session(started=STARTED))
 
 
 def _quieten_resource_tracker() -> None:

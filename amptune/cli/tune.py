@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from amptune.cli.options import MEMORY, SECONDS, json_option, objective_options, print_json
+from amptune.cli.session import Session, pass_session
 
 if TYPE_CHECKING:
     from amptune.policy.settings import Policy
@@ -43,16 +44,15 @@ __all__ = ["tune_command"]
 @click.option("--study", metavar="DIR|URL", help="Where trials are remembered. Default: .amptune/TARGET.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the search; batches have their own.")
 @json_option
-def tune_command(output: str, as_json: bool, report: str | None, **options: Any) -> int:
+@pass_session
+def tune_command(session: Session, /, output: str, as_json: bool, report: str | None, **options: Any) -> int:
     """Find the best policy for TARGET on this machine.
 
     TARGET is FILE.py:NAME or PACKAGE.MODULE:NAME, an amptune.Workload or a function that returns one;
     `amptune init` writes a starter. Stock PyTorch and the AMP recipe are always measured and compared.
     The same command again resumes its study: what was measured is not measured twice.
     """
-    from amptune.measure.processes import start_importing
-
-    start_importing()  # while this process imports too
+    session.start_importing()
     from amptune.policy.loading import require_writable
     from amptune.report.progress import progress_for
     from amptune.search.tuning import TuningInterrupted, run_tuning
@@ -62,10 +62,10 @@ def tune_command(output: str, as_json: bool, report: str | None, **options: Any)
         require_writable(report)
         if Path(report).resolve() == Path(output).resolve():
             raise click.BadParameter(f"{report} is where the policy is written (-o)", param_hint="--report")
-    request = _request(**options)
+    request = _request(session, **options)
     try:
         with progress_for(sys.stderr) as observer:
-            decision = run_tuning(request, observer)
+            decision = run_tuning(request, observer, session.evaluator)
     except TuningInterrupted as interrupted:
         if interrupted.decision is None:
             click.echo("interrupted before the baseline was measured: nothing to write", err=True)
@@ -79,6 +79,7 @@ def tune_command(output: str, as_json: bool, report: str | None, **options: Any)
 
 
 def _request(
+    session: Session,
     target: str,
     budget: float,
     trials: int | None,
@@ -96,8 +97,6 @@ def _request(
     objective: str,
     least_speed: float | None,
 ) -> TuningRequest:
-    from amptune.cli.entry import STARTED
-    from amptune.search.budget import Budget
     from amptune.search.candidates import Wanted
     from amptune.search.objective import objective_of
     from amptune.search.request import TuningRequest, place_of, source_of
@@ -114,7 +113,7 @@ def _request(
             compile=compile_,
             memory_mib=max_memory,
         ),
-        budget=Budget(seconds=budget, trials=trials, started=STARTED),
+        budget=session.budget(budget, trials),
         folder=folder,
         study=storage,
         device=device,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from amptune.cli.options import SECONDS, json_option, print_json
+from amptune.cli.session import Session, pass_session
 
 if TYPE_CHECKING:
     from amptune.search.verifying import Verification
@@ -23,28 +24,24 @@ DOES_NOT_HOLD = 1
 @click.option("--budget", type=SECONDS, default="90s", show_default=True, help="Wall-clock time of the whole command.")
 @click.option("--device", metavar="cuda:N|cpu", help="Default: the first GPU, else the CPU.")
 @json_option
-def verify_command(policy: str, target: str, budget: float, device: str | None, as_json: bool) -> int:
+@pass_session
+def verify_command(session: Session, policy: str, target: str, budget: float, device: str | None, as_json: bool) -> int:
     """Measure the claim of POLICY.yaml again, on this machine, against the baseline it names.
 
     TARGET is the workload it was tuned for, FILE.py:NAME or PACKAGE.MODULE:NAME. Policy and baseline are
     measured in turn, in several process launches of each. The claim holds if the new 95 % interval reaches the
     claimed speed-up less 2 %: exit code 0, else 1, with what changed. 4 on hardware the policy is not for.
     """
-    from amptune.measure.processes import start_importing
-
-    start_importing()  # while this process imports too
-    from amptune.cli.entry import STARTED
+    session.start_importing()
     from amptune.policy.loading import load
     from amptune.report.progress import progress_for
     from amptune.report.terminal import print_verification
-    from amptune.search.budget import Budget
     from amptune.search.verifying import verify
 
     policy_file = load(policy)
     with progress_for(sys.stderr) as observer:
-        found = verify(
-            policy_file, target, budget=Budget(seconds=budget, started=STARTED), device=device, observer=observer
-        )
+        time, machine = session.budget(budget), session.evaluator
+        found = verify(policy_file, target, budget=time, device=device, observer=observer, evaluator=machine)
     if as_json:
         print_json("amptune.verify/1", _as_data(found, policy))
     else:

@@ -77,6 +77,14 @@ class Evaluator(Protocol):
         """What half precision does to each module by itself, in the policy's memory format and FP32 math."""
         ...
 
+    def profile(self, policy: Policy, limit_s: float) -> StepProfile | Failure:
+        """What a step spends its time on, nothing else at work on the device."""
+        ...
+
+    def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming | Failure:
+        """The workload's own training loop under the policy, alone on the device, for `seconds` besides its warm-up."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -154,12 +162,10 @@ class WorkerEvaluator:
         return self._worker(policy).call(limit_s, worker.sense, policy, dtypes)
 
     def profile(self, policy: Policy, limit_s: float) -> StepProfile | Failure:
-        """What a step spends its time on, the policy's process alone on the device."""
         self._stop_others(policy)
         return self._worker(policy).call(limit_s, worker.profile, policy)
 
     def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming | Failure:
-        """The workload's own training loop under the policy, alone on the device, for `seconds` besides its warm-up."""
         self._stop_others(policy)
         return self._worker(policy).call(limit_s, worker.train, policy, seconds)
 

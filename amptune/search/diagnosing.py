@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from amptune.errors import NothingFeasibleError
 from amptune.hardware.machine import Hardware
-from amptune.measure.evaluator import WorkerEvaluator
+from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.loop_timing import limits_of
 from amptune.measure.outcome import Effort, Failure
 from amptune.measure.slowness import speed_findings
@@ -70,20 +71,24 @@ def diagnose(
     budget: Budget,
     device: str | None = None,
     observer: Observer | None = None,
+    evaluator: Evaluator | None = None,
 ) -> Diagnosis:
-    """Looks at a workload on this machine, under autocast in every dtype it has and as stock PyTorch runs it.
+    """Looks at a workload under autocast in every dtype of the machine, and as stock PyTorch runs it.
 
-    Raises what the workload raises, and `NothingFeasibleError` where not even stock PyTorch runs.
+    The machine is this one unless an `evaluator` is given. Raises what the workload raises, and `NothingFeasibleError`
+    where not even stock PyTorch runs.
     """
-    with tempfile.TemporaryDirectory(prefix="amptune-") as folder:
-        evaluator = WorkerEvaluator(source_of(workload), device, Path(folder) / "workers.log")
-        with evaluator:
-            return _Examination(evaluator, budget, observer or (lambda _: None)).result()
+    source = source_of(workload)
+    with (
+        tempfile.TemporaryDirectory(prefix="amptune-") as folder,
+        closing(evaluator or WorkerEvaluator(source, device, Path(folder) / "workers.log")) as machine,
+    ):
+        return _Examination(machine, budget, observer or (lambda _: None)).result()
 
 
 @dataclass
 class _Examination:
-    evaluator: WorkerEvaluator
+    evaluator: Evaluator
     budget: Budget
     observer: Observer
 

@@ -112,13 +112,13 @@ def tune(
     return run_tuning(request, observer or (lambda _: None))
 
 
-def run_tuning(request: TuningRequest, observer: Observer) -> Decision:
-    """Tunes on this machine. Raises an `AmptuneError`, or `TuningInterrupted` with what was found by then."""
+def run_tuning(request: TuningRequest, observer: Observer, evaluator: Evaluator | None = None) -> Decision:
+    """Tunes on `evaluator`, by default this machine's workers, and closes it.
+
+    Raises an `AmptuneError`, or `TuningInterrupted` with what was found by then.
+    """
     with _locked(request.folder):
-        size = request.wanted.batch_size
-        source = request.source if size is None or size == "auto" else replace(request.source, batch_size=size)
-        log, memory_mib = request.folder / "workers.log", request.wanted.memory_mib
-        evaluator = WorkerEvaluator(source, request.device, log, memory_mib)
+        evaluator = evaluator or _workers(request)
         try:
             decision = tune_with(evaluator, _with_time_for_the_rest(request), _keeping(request, observer))
             try:
@@ -128,6 +128,13 @@ def run_tuning(request: TuningRequest, observer: Observer) -> Decision:
                 raise TuningInterrupted(decision) from None
         finally:
             evaluator.close()
+
+
+def _workers(request: TuningRequest) -> WorkerEvaluator:
+    """Workers of this machine, whose batches are of the size that was asked for."""
+    size = request.wanted.batch_size
+    source = request.source if size is None or size == "auto" else replace(request.source, batch_size=size)
+    return WorkerEvaluator(source, request.device, request.folder / "workers.log", request.wanted.memory_mib)
 
 
 def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) -> Decision:
@@ -218,7 +225,7 @@ def _leaves_the_batch(request: TuningRequest) -> bool:
     return request.objective == THROUGHPUT and wanted.batch_size != "auto" and wanted.global_batch is None
 
 
-def _told_of_a_larger_batch(evaluator: WorkerEvaluator, decision: Decision, request: TuningRequest) -> Decision:
+def _told_of_a_larger_batch(evaluator: Evaluator, decision: Decision, request: TuningRequest) -> Decision:
     finding = larger_batch(evaluator, decision, request.budget) if _leaves_the_batch(request) else None
     return decision if finding is None else decision.with_findings([finding])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -134,20 +135,22 @@ def verify(
     budget: Budget,
     device: str | None = None,
     observer: Observer | None = None,
+    evaluator: Evaluator | None = None,
 ) -> Verification:
-    """Measures a policy's claim again on this machine: `amptune verify` as a function.
+    """Measures a policy's claim again, on this machine unless an `evaluator` is given: `amptune verify` as a function.
 
     Raises `ClaimError` where the file claims nothing, `HardwareMismatchError` on another machine,
     `NothingFeasibleError` if the baseline fails, and what the workload raises.
     """
     claim_of(policy_file)
-    require_valid(policy_file, dict(probe(device).labels))  # before a model is built that may be far too large here
-    with tempfile.TemporaryDirectory(prefix="amptune-") as folder:
-        evaluator = WorkerEvaluator(source_of(workload), device, Path(folder) / "workers.log")
-        try:
-            return verify_with(evaluator, policy_file, budget, observer or (lambda _: None))
-        finally:
-            evaluator.close()
+    if evaluator is None:  # before a model is built that may be far too large here
+        require_valid(policy_file, dict(probe(device).labels))
+    source = source_of(workload)
+    with (
+        tempfile.TemporaryDirectory(prefix="amptune-") as folder,
+        closing(evaluator or WorkerEvaluator(source, device, Path(folder) / "workers.log")) as machine,
+    ):
+        return verify_with(machine, policy_file, budget, observer or (lambda _: None))
 
 
 def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, observer: Observer) -> Verification:

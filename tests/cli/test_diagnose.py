@@ -1,14 +1,14 @@
-"""`amptune diagnose`, run as a user runs it."""
+"""`amptune diagnose` of real workloads, measured in this process."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Done, Machine, run
+from in_this_process import measuring_here
 
 WORKLOADS = """
 import time
@@ -65,16 +65,15 @@ spoiled = of(batch=lambda n: (torch.full((n, 32), float("inf")), torch.randint(4
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("diagnose")
-    (folder / "train.py").write_text(WORKLOADS)
-    return folder
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(WORKLOADS)
+    return tmp_path
 
 
-def diagnose(target: str, *options: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "amptune", "diagnose", f"train.py:{target}", "--device", "cpu", *options]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=180, check=False)
+def diagnose(target: str, *options: str, folder: Path) -> Done:
+    with measuring_here(f"{folder}/train.py:{target}") as here:
+        return run("diagnose", f"train.py:{target}", *options, folder=folder, evaluator=here)
 
 
 def answer_to(target: str, folder: Path) -> dict[str, Any]:
@@ -122,6 +121,16 @@ def test_a_sound_model_is_said_to_be_sound_and_its_slowest_modules_are_named(fol
 def test_a_loop_that_waits_for_its_data_is_told(folder: Path) -> None:
     codes = [finding["code"] for finding in answer_to("starved", folder)["findings"]]
     assert "input-bound" in codes
+
+
+def test_what_is_slow_is_said_of_the_recipe_and_of_stock_pytorch(folder: Path) -> None:
+    machine = Machine()
+    done = run("diagnose", "train.py:sound", "--json", folder=folder, evaluator=machine)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert [profile["policy"] for profile in answer["profiles"]] == ["bf16", "stock PyTorch"]
+    assert answer["hardware"] == "NVIDIA H200"
+    assert machine.closed
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,21 @@
-"""`amptune tune` with batch sizes, a limit of memory and torch.compile, as a user runs it."""
+"""`amptune tune` with batch sizes, a limit of memory and torch.compile, on a recorded machine."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from test_commands import WORKLOADS, run
+from commands import WORKLOADS, Machine, run
+from in_this_process import measuring_here
+from simulated.recorded import recorded_ms
 
-BASE = ["tune", "train.py:small"]
+from amptune.measure.subject import Prepared
+from amptune.policy.settings import Policy
+
+BASE = ["tune", "train.py:small", "--budget", "200s"]
 
 
 @pytest.fixture
@@ -18,72 +24,75 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+class Limited(Machine):
+    """A machine with 20 GiB, on which a step has a fixed part: a larger batch is faster a sample."""
+
+    def prepare(self, limit_s: float) -> Prepared:
+        self.true_ms = saturating
+        return replace(super().prepare(limit_s), memory_mib=20 * 1024.0)
+
+
+def saturating(policy: Policy) -> float:
+    return recorded_ms("resnet50", policy) * (0.5 + 0.5 * (policy.batch_size or 128) / 128)
+
+
 def test_the_batch_size_is_searched_within_memory_when_it_is_asked_for(folder: Path) -> None:
-    options = ["--batch-size", "auto", "--max-memory", "2GiB", "--trials", "12"]
-    done = run(*BASE, "--budget", "25s", *options, "--json", folder=folder)
+    done = run(*BASE, "--batch-size", "auto", "--json", folder=folder, evaluator=Limited())
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     largest = next(finding for finding in answer["findings"] if finding["code"] == "largest-batch")
-    assert largest["limit_mib"] == 2048
-    assert answer["policy"]["batch_size"] <= 16 * 16
+    assert largest["limit_mib"] == 20 * 1024
+    assert 128 < answer["policy"]["batch_size"] <= largest["batch_size"]
     assert "batch size 256" in done.stderr
+
+
+def test_a_batch_that_is_the_users_own_is_left_and_a_larger_one_told_of(folder: Path) -> None:
+    done = run(*BASE, "--trials", "4", "--json", folder=folder, evaluator=Limited())
+    answer = json.loads(done.stdout)
+    assert answer["policy"]["batch_size"] == 128
+    larger = next(finding for finding in answer["findings"] if finding["code"] == "larger-batch")
+    assert larger["batch_size"] > 128
 
 
 def test_a_global_batch_is_kept_and_the_policy_says_so(folder: Path) -> None:
     options = ["--global-batch", "128", "--devices", "2", "--trials", "2"]
-    done = run(*BASE, "--budget", "15s", *options, folder=folder)
+    done = run(*BASE, *options, folder=folder, evaluator=Machine(batch_size=16))
     assert done.returncode == 0, done.stderr
     policy = yaml.safe_load((folder / "policy.yaml").read_text())
     assert policy["batch_size"] * policy["accumulate"] * 2 == 128
     assert "the global batch stays 128: 16 × accumulate 4 × 2 devices" in done.stdout
 
 
-def test_all_is_done_with_the_batch_that_is_named_where_the_workloads_own_does_not_fit(folder: Path) -> None:
-    command = ["tune", "train.py:too_large", "--budget", "20s", "--trials", "3"]
-    done = run(*command, folder=folder)
-    assert done.returncode == 3
-    assert "name a smaller batch with --batch-size" in done.stderr
-    done = run(*command, "--batch-size", "32", "--json", folder=folder)
-    assert done.returncode == 0, done.stderr
-    assert "small: 18,696 parameters, batch 32" in done.stderr
-    assert "numerics of bf16: as good as FP32" in done.stderr
-    answer = json.loads(done.stdout)
-    assert answer["policy"]["batch_size"] == 32
-    assert "not-judged" not in {finding["code"] for finding in answer["findings"]}
-
-
 @pytest.mark.parametrize(
-    ("options", "code", "words"),
+    ("options", "words"),
     [
-        (["--global-batch", "100"], 2, "name one that does with --batch-size: 5, 10, 20"),
-        (["--global-batch", "101", "--devices", "2"], 2, "cannot be shared out evenly among 2 devices"),
-        (["--devices", "2"], 2, "together with --global-batch"),
-        (["--max-memory", "60"], 2, "write 60GiB"),
-        (["--max-memory", "10MiB"], 3, "above the 10 MiB allowed"),
-        (["--set", "batch_size=4"], 2, "use --batch-size"),
+        (["--global-batch", "100"], "name one that does with --batch-size: 5, 10, 20"),
+        (["--global-batch", "101", "--devices", "2"], "cannot be shared out evenly among 2 devices"),
+        (["--devices", "2"], "together with --global-batch"),
+        (["--max-memory", "60"], "write 60GiB"),
+        (["--set", "batch_size=4"], "use --batch-size"),
     ],
 )
-def test_what_cannot_be_is_said_clearly(folder: Path, options: list[str], code: int, words: str) -> None:
-    done = run(*BASE, "--budget", "15s", *options, folder=folder)
-    assert done.returncode == code, done.stderr
+def test_what_cannot_be_is_said_clearly(folder: Path, options: list[str], words: str) -> None:
+    machine = Machine(batch_size=16)
+    done = run(*BASE, *options, folder=folder, evaluator=machine)
+    assert done.returncode == 2, done.stderr
     assert words in done.stderr
+    assert machine.measured == []
 
 
-def test_a_compiled_policy_is_measured_compared_and_applied(folder: Path) -> None:
-    options = ["--set", "compile=default", "--set", "autocast=off", "--trials", "5", "--json"]
-    cache = str(folder / "graphs")
-    done = run(*BASE, "--budget", "50s", *options, folder=folder, TORCHINDUCTOR_CACHE_DIR=cache)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
-    finalists = answer["evidence"]["finalists"]
-    compiled = [one for one in finalists if one["policy"].get("compile") == "default"]
-    assert compiled
-    assert all("step_ms" in one for one in compiled)
-    codes = {finding["code"] for finding in answer["findings"]}
-    assert codes & {"compile-pays", "compile-costs", "compile-not-needed"}
+def test_a_baseline_that_takes_more_memory_than_is_allowed_is_said_clearly(folder: Path) -> None:
+    with measuring_here(f"{folder}/train.py:small", memory_mib=10.0) as here:
+        done = run(*BASE, "--max-memory", "10MiB", folder=folder, evaluator=here)
+    assert done.returncode == 3
+    assert "above the 10 MiB allowed" in done.stderr
 
 
 def test_nothing_is_compiled_against_the_users_will(folder: Path) -> None:
-    done = run(*BASE, "--budget", "12s", "--no-compile", "--trials", "2", "--json", folder=folder)
+    by_default, without = Machine(), Machine()
+    run(*BASE, "--study", "default", folder=folder, evaluator=by_default)
+    done = run(*BASE, "--study", "without", "--no-compile", "--json", folder=folder, evaluator=without)
+    assert any(policy.compile != "off" for policy in by_default.measured)
+    assert all(policy.compile == "off" for policy in without.measured)
     codes = {finding["code"] for finding in json.loads(done.stdout)["findings"]}
     assert not {code for code in codes if code.startswith("compile")}

@@ -4,16 +4,16 @@ Whoever moves a module mends its line here, and nothing else of the harness chan
 the harness on another checkout with the adapter of that checkout.
 """
 
-import os
-import sys
+import time
 from collections.abc import Callable
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from typing import Any
 from unittest import mock
 
-from amptune.cli.entry import main
+from amptune.cli.entry import cli
+from amptune.cli.session import Session
 from amptune.errors import AmptuneError
 from amptune.hardware.machine import Cpu, Gpu, Hardware, Software
 from amptune.measure.loop_timing import LoopTiming
@@ -93,31 +93,13 @@ class Ran:
     stderr: str
 
 
-def command(*arguments: str, evaluator: Any = None, clock: Callable[[], float] | None = None) -> Ran:
+def command(*arguments: str, evaluator: Any = None, clock: Callable[[], float] = time.monotonic) -> Ran:
     """Runs `amptune` with these arguments in this process; an `evaluator` stands for the machine, by its own clock."""
-    stdout, stderr = StringIO(), StringIO()
-    with ExitStack() as stack:
-        stack.enter_context(redirect_stdout(stdout))
-        stack.enter_context(redirect_stderr(stderr))
-        stack.enter_context(mock.patch.object(sys, "argv", ["amptune", *arguments]))
-        stack.enter_context(mock.patch.object(sys.modules["__main__"], "__package__", None))  # click names it
-        stack.enter_context(mock.patch.dict(os.environ))
-        stack.enter_context(mock.patch("amptune.measure.processes.start_importing"))
-        stack.enter_context(mock.patch("signal.signal"))
-        if evaluator is not None:
-            for user in ("tuning", "verifying", "diagnosing"):
-                stack.enter_context(mock.patch(f"amptune.search.{user}.WorkerEvaluator", return_value=evaluator))
-        if clock is not None:
-            by_clock = _budget_by(clock)
-            stack.enter_context(mock.patch("amptune.search.budget.Budget", by_clock))
+    stdout, stderr, code = StringIO(), StringIO(), None
+    session = Session(started=clock(), clock=clock, evaluator=evaluator)
+    with redirect_stdout(stdout), redirect_stderr(stderr), mock.patch("amptune.measure.processes.start_importing"):
         try:
-            main()
+            cli.main(arguments, prog_name="amptune", obj=session)
         except SystemExit as ended:
             code = ended.code
     return Ran(code if isinstance(code, int) else 0, stdout.getvalue(), stderr.getvalue())
-
-
-def _budget_by(clock: Callable[[], float]) -> Callable[..., Budget]:
-    """Makes budgets that begin now, by this clock."""
-    started = clock()
-    return lambda **wanted: Budget(**{**wanted, "clock": clock, "started": started})

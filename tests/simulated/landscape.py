@@ -30,6 +30,7 @@ from frozen.adapter import (
     Fp32Rule,
     Half,
     Leaf,
+    LoopTiming,
     Measurement,
     ModuleTrace,
     Outcome,
@@ -39,6 +40,7 @@ from frozen.adapter import (
     Ratio,
     Sensitivity,
     Source,
+    StepProfile,
     Subject,
     TuningRequest,
     Wanted,
@@ -460,6 +462,12 @@ class SyntheticEvaluator:
 
     def sense(self, policy: Policy, dtypes: tuple[Half, ...], limit_s: float) -> Sensitivity | Failure:  # noqa: ARG002
         return Failure(kind="unsupported", message="no module was timed by itself")
+
+    def profile(self, policy: Policy, limit_s: float) -> StepProfile | Failure:  # noqa: ARG002
+        return Failure(kind="unsupported", message="no step was profiled")
+
+    def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming | Failure:  # noqa: ARG002
+        return Failure(kind="unsupported", message="no training loop was recorded")
 
     def close(self) -> None:
         self._processes.clear()

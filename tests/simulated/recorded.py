@@ -17,6 +17,7 @@ from frozen.adapter import (
     Half,
     Hardware,
     Leaf,
+    LoopTiming,
     Measurement,
     ModuleTrace,
     Outcome,
@@ -25,6 +26,7 @@ from frozen.adapter import (
     Prepared,
     Sensitivity,
     Software,
+    StepProfile,
     Subject,
 )
 
@@ -108,6 +110,8 @@ class RecordedEvaluator:
     compiled: list[tuple[Policy, ...]] = field(default_factory=list)
     judged: list[Policy] = field(default_factory=list)
     parity: Callable[[Policy], Parity | Failure] = lambda _: Parity()
+    hardware: Hardware = H200
+    batch_size: int = 128
     closed: bool = False
 
     def prepare(self, limit_s: float) -> Prepared:  # noqa: ARG002  # a recording is there at once
@@ -115,12 +119,12 @@ class RecordedEvaluator:
             name=self.workload,
             source_digest="0" * 64,
             model_digest="sha256:" + "1" * 64,
-            batch_size=128,
+            batch_size=self.batch_size,
             parameters=25 * 10**6,
             leaves=(STEM, BODY, NORM, HEAD),
             convolution_dims=frozenset({2}),
         )
-        return Prepared(hardware=H200, subject=subject, memory_mib=MEMORY_MIB)
+        return Prepared(hardware=self.hardware, subject=subject, memory_mib=MEMORY_MIB)
 
     graphs_at_once: int = 1
 
@@ -139,7 +143,7 @@ class RecordedEvaluator:
         rng = random.Random(f"{self.seed} {len(self.measured)}")
         ms = self.true_ms(policy) if self.true_ms else recorded_ms(self.workload, policy)
         steps = max(effort.min_steps, 5)
-        samples = policy.batch_size or 128
+        samples = policy.batch_size or self.batch_size
         if self.peak_mib(policy) > MEMORY_MIB:
             return Failure(kind="oom", message="CUDA out of memory")
         return Measurement(
@@ -166,6 +170,12 @@ class RecordedEvaluator:
 
     def sense(self, policy: Policy, dtypes: tuple[Half, ...], limit_s: float) -> Sensitivity | Failure:  # noqa: ARG002
         return Failure(kind="unsupported", message="no module was timed by itself")
+
+    def profile(self, policy: Policy, limit_s: float) -> StepProfile | Failure:  # noqa: ARG002
+        return Failure(kind="unsupported", message="no step was profiled")
+
+    def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming | Failure:  # noqa: ARG002
+        return Failure(kind="unsupported", message="no training loop was recorded")
 
     def close(self) -> None:
         self.closed = True

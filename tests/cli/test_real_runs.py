@@ -1,0 +1,272 @@
+"""Commands in processes of their own, with real workers, as a user runs them: what no recording can show.
+
+Budgets are as long as it takes to import torch so many times on the machine at hand: a slow one has time for the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from commands import WORKLOADS, Machine, budget_here, process, run, start, wait_for_trials
+
+# On a slow machine budgets are long; what would wait for ever ends here.
+pytestmark = pytest.mark.timeout(1200)
+
+TRAINING = """
+import amptune
+from train import small
+
+model = small.model()
+with amptune.apply("policy.yaml", model) as tuned:
+    optimizer = tuned.optimizer(small.optimizer(model))
+    with tuned.autocast():
+        loss = small.loss(tuned.model, tuned.batch(small.batch(tuned.batch_size)))
+    tuned.scaler.scale(loss).backward()
+    tuned.scaler.step(optimizer)
+    tuned.scaler.update()
+"""
+
+# The workload whose numerics break in fp16, for `amptune diagnose`.
+SQUARES = """
+class Squares(nn.Module):
+    def forward(self, x):
+        x = 1000 * x
+        return x * x / (x * x).sum(-1, keepdim=True)
+
+squares = of(model=lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), Squares(), nn.Linear(64, 8)))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(WORKLOADS + SQUARES)
+    return tmp_path
+
+
+def test_tuning_writes_a_policy_that_trains(folder: Path) -> None:
+    done = process("tune", "train.py:small", "--budget", budget_here(7), "--trials", "2", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert "policy written to policy.yaml" in done.stdout
+    assert_progress_is_told(done.stderr)
+    assert "the script prints" not in done.stdout + done.stderr
+    assert "the script prints" in next((folder / ".amptune").rglob("workers.log")).read_text()
+    subprocess.run([sys.executable, "-W", "error", "-c", TRAINING], cwd=folder, check=True)
+
+
+def assert_progress_is_told(text: str) -> None:
+    """In order, each line with the time that is left."""
+    lines = re.findall(r"^\[ *(\d+) s left\] +(.*)", text, flags=re.MULTILINE)
+    left_s, said = zip(*((int(seconds), words) for seconds, words in lines), strict=True)
+    assert list(left_s) == sorted(left_s, reverse=True)
+    stages = ["small: 18,696 parameters", "numerics of bf16", "search space cpu", "1 *", "search ended", "final"]
+    found = [next(place for place, words in enumerate(said) if words.startswith(stage)) for stage in stages]
+    assert found == sorted(found)
+    assert found[0] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("frobnicate",),
+        ("check", "missing.yaml", "--json"),
+        ("tune", "train.py:small", "--budget", "soon", "--json"),
+        ("schema", "policy"),
+    ],
+)
+def test_a_process_prints_and_returns_what_the_same_command_does_in_this_process(
+    folder: Path, arguments: tuple[str, ...]
+) -> None:
+    here, there = run(*arguments, folder=folder, evaluator=Machine()), process(*arguments, folder=folder)
+    assert there.returncode == here.returncode
+    assert there.stdout == here.stdout
+    assert there.stderr.replace("python -m amptune", "amptune") == here.stderr
+
+
+def test_an_error_in_the_users_step_names_file_and_line(folder: Path) -> None:
+    done = process("tune", "train.py:raises", "--json", folder=folder)
+    assert done.returncode == 1
+    line = WORKLOADS.splitlines().index('    raise ValueError("labels out of range")') + 1
+    assert f"train.py:{line}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert json.loads(done.stdout)["exit_code"] == 1
+    assert "Traceback" in next((folder / ".amptune").rglob("workers.log")).read_text()
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_an_interruption_writes_the_best_so_far(folder: Path, stop: signal.Signals) -> None:
+    with start("tune", "train.py:small", folder=folder) as running:
+        wait_for_trials(running, 1)
+        running.send_signal(stop)
+        stdout, _ = running.communicate()
+    assert running.returncode == 130
+    assert "provisional policy written to policy.yaml" in stdout
+    assert "provisional: true" in (folder / "policy.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_a_second_interruption_does_not_lose_the_answer(folder: Path) -> None:
+    with start("tune", "train.py:small", folder=folder) as running:
+        wait_for_trials(running, 1)
+        running.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+        running.send_signal(signal.SIGINT)
+        running.communicate()
+    assert running.returncode == 130
+    assert "provisional: true" in (folder / "policy.yaml").read_text()
+
+
+def test_killing_the_tuner_leaves_no_worker_behind(folder: Path) -> None:
+    with start("tune", "train.py:small", folder=folder) as running:
+        wait_for_trials(running, 1)
+        workers = psutil.Process(running.pid).children(recursive=True)
+        assert workers
+        running.kill()
+    _, alive = psutil.wait_procs(workers, timeout=60)
+    assert alive == []
+
+
+@pytest.mark.slow
+def test_a_workload_that_takes_too_long_to_build_is_a_clear_error(folder: Path) -> None:
+    done = process("tune", "train.py:endless", "--budget", "1s", folder=folder)
+    assert done.returncode == 3
+    assert "could not be built and run for one step: timeout" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_target_that_a_worker_does_not_find_leaves_no_study_behind(folder: Path) -> None:
+    done = process("tune", "train.py:smal", folder=folder)
+    assert done.returncode == 2
+    assert "did you mean small" in done.stderr
+    assert done.stdout == ""
+    assert not list(folder.glob(".amptune/*"))
+
+
+@pytest.mark.slow
+def test_a_script_that_quits_while_imported_is_the_users_error(folder: Path) -> None:
+    (folder / "quits.py").write_text(
+        "import argparse; p = argparse.ArgumentParser(); p.add_argument('data'); p.parse_args()\n" + WORKLOADS
+    )
+    done = process("tune", "quits.py:small", folder=folder)
+    assert done.returncode == 1
+    assert "SystemExit: 2" in done.stderr
+    assert "quits.py:1" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_script_that_changes_the_folder_is_found_by_every_worker(folder: Path) -> None:
+    (folder / "moves.py").write_text("import os; os.chdir('/')\n" + WORKLOADS)
+    done = process("tune", "moves.py:small", "--budget", budget_here(6), "--trials", "2", "--json", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["policy"]["batch_size"] == 16
+
+
+@pytest.mark.slow
+def test_a_study_on_disk_is_resumed_for_another_objective_and_reported(folder: Path) -> None:
+    first = process("tune", "train.py:small", "--budget", budget_here(7), "--trials", "2", folder=folder)
+    assert first.returncode == 0, first.stderr
+    options = ["--objective", "memory", "--least-speed", "0.5", "--report", "tuned.html"]
+    again = process("tune", "train.py:small", *options, "--budget", budget_here(7), "--trials", "1", folder=folder)
+    assert again.returncode == 0, again.stderr
+    assert "2 trials remembered" in again.stderr
+    assert "report written to tuned.html" in again.stderr
+    report = process("report", "train.py:small", "--json", folder=folder)
+    assert json.loads(report.stdout)["least_speed"] == 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("claim", "code", "words"), [(0.0001, 0, "the claim holds"), (1e9, 1, "the claim does not hold")]
+)
+def test_a_claim_is_measured_again(folder: Path, claim: float, code: int, words: str) -> None:
+    (folder / "policy.yaml").write_text(
+        f"schema: amptune.policy/1\nautocast: bf16\nbatch_size: 16\nevidence:\n  speedup: {claim}\n"
+    )
+    done = process("verify", "policy.yaml", "train.py:small", "--budget", budget_here(7), folder=folder)
+    assert done.returncode == code, done.stderr
+    assert words in done.stdout
+
+
+@pytest.mark.slow
+def test_a_module_that_overflows_is_diagnosed(folder: Path) -> None:
+    done = process("diagnose", "train.py:squares", "--device", "cpu", "--json", folder=folder)
+    assert done.returncode == 0, done.stderr
+    first = json.loads(done.stdout)["findings"][0]
+    assert (first["code"], first["module"], first["autocast"]) == ("first-nonfinite", "2", "fp16")
+
+
+@pytest.mark.slow
+def test_a_full_disk_prints_the_policy_instead(folder: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full on this system")
+    options = ["--budget", budget_here(6), "--trials", "1", "-o", "/dev/full"]
+    done = process("tune", "train.py:small", *options, folder=folder)
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr
+    assert done.stdout.startswith("schema: amptune.policy/1")
+
+
+@pytest.mark.slow
+def test_a_script_without_a_main_guard_tunes_once(folder: Path) -> None:
+    script = folder / "tunes.py"
+    script.write_text(
+        WORKLOADS + "\nimport amptune\nprint('tuning')\n"
+        f"decision = amptune.tune(small, budget_s={budget_here(6).removesuffix('s')}, trials=2)\n"
+        "print('batch size', decision.policy.batch_size)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tuning") == 1
+    assert "batch size 16" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_batch_size_is_searched_within_memory_when_it_is_asked_for(folder: Path) -> None:
+    options = ["--batch-size", "auto", "--max-memory", "2GiB", "--trials", "12", "--json"]
+    done = process("tune", "train.py:small", "--budget", budget_here(12), *options, folder=folder)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    largest = next(finding for finding in answer["findings"] if finding["code"] == "largest-batch")
+    assert largest["limit_mib"] == 2048
+    assert largest["batch_size"] > 16
+    assert answer["policy"]["batch_size"] <= 16 * 16
+
+
+@pytest.mark.slow
+def test_all_is_done_with_the_batch_that_is_named_where_the_workloads_own_does_not_fit(folder: Path) -> None:
+    command = ["tune", "train.py:too_large", "--budget", budget_here(7), "--trials", "3"]
+    done = process(*command, folder=folder)
+    assert done.returncode == 3
+    assert "name a smaller batch with --batch-size" in done.stderr
+    done = process(*command, "--batch-size", "32", "--json", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert "small: 18,696 parameters, batch 32" in done.stderr
+    assert "numerics of bf16: as good as FP32" in done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["policy"]["batch_size"] == 32
+    assert "not-judged" not in {finding["code"] for finding in answer["findings"]}
+
+
+@pytest.mark.slow
+def test_a_compiled_policy_is_measured_compared_and_applied(folder: Path) -> None:
+    options = ["--set", "compile=default", "--set", "autocast=off", "--trials", "5", "--json"]
+    cache = str(folder / "graphs")
+    done = process(
+        "tune", "train.py:small", "--budget", budget_here(60), *options, folder=folder, TORCHINDUCTOR_CACHE_DIR=cache
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    finalists = answer["evidence"]["finalists"]
+    compiled = [one for one in finalists if one["policy"].get("compile") == "default"]
+    assert compiled
+    assert all("step_ms" in one for one in compiled)
+    codes = {finding["code"] for finding in answer["findings"]}
+    assert codes & {"compile-pays", "compile-costs", "compile-not-needed"}

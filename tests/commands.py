@@ -1,0 +1,173 @@
+"""Command lines: run in this process on a machine that is given, or in a process of their own as users run them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from click.testing import CliRunner
+from simulated.landscape import SimulatedClock
+from simulated.recorded import RecordedEvaluator, recorded_ms
+
+from amptune.cli.entry import cli
+from amptune.cli.session import Session
+from amptune.measure.evaluator import Evaluator
+from amptune.measure.loop_timing import LoopTiming
+from amptune.measure.numerics import Parity
+from amptune.measure.outcome import Effort, Failure, Outcome
+from amptune.measure.speed_profile import OperationTime, StepProfile
+from amptune.policy.settings import Policy
+
+__all__ = ["WORKLOADS", "Done", "Machine", "budget_here", "process", "run", "start", "wait_for_trials"]
+
+WORKLOADS = """
+import time
+import torch
+from torch import nn
+from amptune import Workload
+
+print("the script prints while it is imported")
+
+def of(**parts):
+    given = dict(model=lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8)),
+                 batch=lambda n: (torch.randn(n, 64), torch.randint(8, (n,))),
+                 loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+                 optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01), batch_size=16, name="small")
+    return Workload(**{**given, **parts})
+
+small = of()
+not_a_number = of(loss=lambda model, batch: model(batch[0]).mean() * float("nan"))
+no_parameters = of(model=nn.ReLU)
+no_workload = {"model": 3}
+
+def fails_in_training(model, batch):
+    raise ValueError("labels out of range")
+
+raises = of(loss=fails_in_training)
+
+def batch_up_to_64(n):
+    if n > 64:
+        raise torch.OutOfMemoryError("out of memory")
+    return torch.randn(n, 64), torch.randint(8, (n,))
+
+too_large = of(batch=batch_up_to_64, batch_size=512)
+endless = of(batch=lambda n: time.sleep(600))
+"""
+
+# What a measurement, and the start of the processes of a launch, take by the clock of a `Machine`.
+TRIAL_S, LAUNCH_S = 1.0, 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """What a command left behind, under the names that `subprocess` gives them."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@dataclass
+class Machine(RecordedEvaluator):
+    """A recorded H200 by a clock that measurements, launches and judgements move: the same command does the same."""
+
+    workload: str = "resnet50"
+    noise: float = 0.002
+    clock: SimulatedClock = field(default_factory=SimulatedClock)
+
+    def launch(self, policies: Sequence[Policy]) -> None:
+        self.clock.advance(LAUNCH_S)
+        super().launch(policies)
+
+    def measure(self, policy: Policy, effort: Effort) -> Outcome:
+        self.clock.advance(TRIAL_S)
+        return super().measure(policy, effort)
+
+    def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:
+        self.clock.advance(seconds / 3)
+        return super().judge(policy, fp32, seconds, limit_s)
+
+    def profile(self, policy: Policy, limit_s: float) -> StepProfile:  # noqa: ARG002
+        ms = recorded_ms(self.workload, policy)
+        slowest = OperationTime(module="body.norm", operation="batch_norm", count=2, ms=ms / 2)
+        return StepProfile(device="cuda", steps=10, step_ms=ms, host_ms=ms / 4, gpu_busy_ms=ms, operations=(slowest,))
+
+    def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming:  # noqa: ARG002
+        """A loop as fast as the step by itself."""
+        self.clock.advance(2 * seconds)
+        ms = self.true_ms(policy) if self.true_ms else recorded_ms(self.workload, policy)
+        samples, steps = (policy.batch_size or self.batch_size) * policy.accumulate, max(1, int(1000 * seconds / ms))
+        return LoopTiming(
+            samples_per_s=1000 * samples / ms,
+            steps=steps,
+            seconds=steps * ms / 1000,
+            wait_ms=0.0,
+            copy_ms=0.0,
+            step_ms=ms,
+            idle_ms=0.0,
+            host_ms=ms / 4,
+        )
+
+
+def run(*arguments: str, folder: Path, evaluator: Evaluator | None = None) -> Done:
+    """Runs a command in this process, in a folder; where the evaluator has a `clock`, in the time of that."""
+    clock = getattr(evaluator, "clock", time.monotonic)
+    session = Session(started=clock(), clock=clock, evaluator=evaluator)
+    with contextlib.chdir(folder):
+        done = CliRunner(catch_exceptions=False).invoke(cli, arguments, prog_name="amptune", obj=session)
+    return Done(returncode=done.exit_code, stdout=done.stdout, stderr=done.stderr)
+
+
+def process(*arguments: str, folder: Path, **environment: str) -> Done:
+    """Runs a command in a process of its own, whose workers are this machine's."""
+    with start(*arguments, folder=folder, **environment) as running:
+        stdout, stderr = running.communicate()
+    return Done(returncode=running.returncode, stdout=stdout, stderr=stderr)
+
+
+@contextlib.contextmanager
+def start(*arguments: str, folder: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A command in a process of its own, under way; it does not outlive the block."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "amptune", *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    ) as running:
+        try:
+            yield running
+        finally:
+            if running.poll() is None:
+                running.kill()
+
+
+def wait_for_trials(running: subprocess.Popen[str], count: int) -> None:
+    """Reads what a tuning run tells until so many trials have ended."""
+    assert running.stderr is not None
+    while count:
+        line = running.stderr.readline()
+        assert line, "tuning ended before it was interrupted"
+        count -= re.search(r" s left\] +\d+ ", line) is not None
+
+
+@functools.cache
+def import_s() -> float:
+    """What importing torch in a fresh process takes here: on a machine where it takes longer, all does."""
+    began_s = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    return time.monotonic() - began_s
+
+
+def budget_here(imports: float) -> str:
+    """A budget of so many imports of torch, which hold about as much work on any machine."""
+    return f"{max(10.0, imports * import_s()):.0f}s"
