@@ -23,6 +23,7 @@ import costs
 import oracle
 import rivals
 import samplers
+import suite
 import torch
 from measurements import took
 
@@ -454,3 +455,20 @@ def test_the_recipe_by_hand_trains_as_the_policy_does() -> None:
 def test_the_start_is_timed_with_a_policy_that_fits_this_machine() -> None:
     for tuned in (False, True):
         assert 0 < costs.started(torch.device("cpu"), tuned=tuned) < 20
+
+
+@pytest.mark.slow
+def test_a_place_that_no_test_notices_is_told(tmp_path: Path) -> None:
+    test = "tests/policy/test_presets.py"
+    seen = {"file": "amptune/policy/presets.py", "old": "def is_preset", "new": "def was_preset", "test": test}
+    unseen = {**seen, "old": '"""', "new": '"""'}
+    dull = {"file": "amptune/search/trial.py", "old": "from __future__", "new": "from  __future__", "test": test}
+    assert suite.broken([seen], tmp_path / "seen.txt") == 0
+    assert suite.broken([seen, unseen, dull], tmp_path / "all.txt") == 1
+    told = [line.split()[0] for line in (tmp_path / "all.txt").read_text().splitlines()[::2]]
+    assert told == ["noticed", "no", "passes"]
+
+
+def test_a_run_of_the_suite_is_told_in_a_line() -> None:
+    row = {"target": "test", "busy": True, "seconds": 301.2, "tests": 12, "exit_code": 1, "failed": ["a::b"]}
+    assert suite.told(row) == "make test, beside other work: 301 s, 12 tests, exit 1, failed: a::b"

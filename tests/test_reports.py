@@ -104,6 +104,7 @@ def test_a_policy_that_was_tuned_again_is_the_one_its_row_says(path: Path) -> No
     assert policy_from_dict(found) == amptune.load(path).policy
 
 
+@pytest.mark.slow
 def test_the_tables_of_trust_are_printed_from_its_rows() -> None:
     command = [sys.executable, "reports/trust.py", "--out", str(TRUST), "--table"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)

@@ -16,7 +16,7 @@ REACH = 8
 LONG_REACH = 64
 # What a peak may be off its line, as a share of what the samples take: at the observation itself (blocks are
 # rounded to 2 MiB and more: c10/cuda/CUDACachingAllocator), and in addition far away from it. Where another
-# convolution algorithm is chosen, peaks move by up to 6 % without cudnn.benchmark (tests/search/h200_grid.json).
+# convolution algorithm is chosen, peaks move by up to 6 % without cudnn.benchmark (tests/simulated/h200_grid.json).
 ROUNDING = 0.004
 FAR_AWAY = 0.12
 # How far peaks scatter about the line, as a share of what the samples take: until there are three, and at the least.

@@ -14,6 +14,8 @@ import torch
 EXAMPLES = Path(__file__).parent / "examples"
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 
+# Each takes a process, and some seconds to import its framework.
+slow = pytest.mark.slow
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -32,25 +34,24 @@ def output_of(script: str, *launcher: str) -> str:
     "script",
     [
         "plain_loop.py",
-        "gan.py",
         "coming_from_apex.py",
-        "compiled.py",
-        "activation_checkpointing.py",
+        *(pytest.param(script, marks=slow) for script in ("gan.py", "compiled.py", "activation_checkpointing.py")),
         pytest.param("cuda_graphs.py", marks=[pytest.mark.gpu, on_gpu]),
-        pytest.param("lightning_trainer.py", marks=needs("lightning")),
-        pytest.param("transformers_trainer.py", marks=[needs("transformers"), needs("accelerate")]),
-        pytest.param("accelerate_loop.py", marks=needs("accelerate")),
+        pytest.param("lightning_trainer.py", marks=[slow, needs("lightning")]),
+        pytest.param("transformers_trainer.py", marks=[slow, needs("transformers"), needs("accelerate")]),
+        pytest.param("accelerate_loop.py", marks=[slow, needs("accelerate")]),
     ],
 )
 def test_an_example_learns(script: str) -> None:
     assert_learned(output_of(script))
 
 
-@pytest.mark.parametrize("script", ["ddp.py", "fsdp2.py"])
+@pytest.mark.parametrize("script", ["ddp.py", pytest.param("fsdp2.py", marks=slow)])
 def test_an_example_of_two_processes_learns(script: str) -> None:
     assert_learned(output_of(script, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))
 
 
+@slow
 def test_the_example_of_export_computes_what_the_model_does() -> None:
     assert "computes what the model does, its head in torch.float32" in output_of("export.py")
 

@@ -22,6 +22,9 @@ from amptune.runtime.selection import has_forward
 from amptune.runtime.tuned import Tuned
 from amptune.workload.protocol import Workload
 
+# Claims about planted faults, held by some hundred trainings; the gate that they are given to is tested elsewhere.
+pytestmark = pytest.mark.slow
+
 STEPS = 40
 FEW_STEPS = 12  # enough to see that something is still broken
 COMPARED = 3  # batches whose gradients are compared

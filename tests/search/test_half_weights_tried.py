@@ -151,6 +151,7 @@ def test_what_is_found_of_their_numerics_names_them() -> None:
     assert str(unsound).startswith("training with half weights is not as good as FP32 (nonfinite: the loss is nan); no")
 
 
+@pytest.mark.slow
 def test_half_weights_are_tuned_on_a_cpu(tmp_path: Path) -> None:
     """By real workers: trials, the gate, the finals."""
     events: list[Event] = []

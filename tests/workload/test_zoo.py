@@ -109,7 +109,7 @@ def test_a_workload_has_the_batch_that_its_name_stands_for(name: str) -> None:
     assert [tuple(part.shape) for part in tensors(workload.batch(2))] == [(2, *shape) for shape in shapes]
 
 
-@pytest.mark.parametrize("autocast", ["off", "bf16"])
+@pytest.mark.parametrize("autocast", ["off", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_a_training_step_is_finite_and_reaches_every_parameter(name: str, autocast: str) -> None:
     torch.manual_seed(0)
