@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -201,7 +202,7 @@ def test_a_model_twice_as_large_takes_about_twice_the_work(ends: tuple[str, ...]
         model = transformer(layers)
         modules = modules_of(model)
         chosen = paths(model, *ends)[:: len(ends) - 1][: 3 * layers // 2]
-        work[len(modules)] = lines_in(lambda chosen=chosen, modules=modules: general_rules(chosen, modules))
+        work[len(modules)] = lines_in(partial(general_rules, chosen, modules))
     (small, lines_small), (large, lines_large) = work.items()
     assert large > 1000
     assert lines_large / lines_small < 1.25 * large / small
