@@ -86,14 +86,13 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
 
 
-def test_a_compiled_policy_trains_as_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch._inductor.config as settings
+def test_a_compiled_policy_trains_as_the_eager_one() -> None:
+    import torch._inductor.config as inductor
 
-    # A third of the time: trying vector instructions out, and headers that nothing else will include.
-    monkeypatch.setattr(settings.cpp, "simdlen", 1)
-    monkeypatch.setattr(settings, "cpp_cache_precompile_headers", False)
     bench = Bench(workload_of(net()), CPU)
-    eager, compiled = measured(bench), measured(bench, COMPILED)
+    # A third of the time: trying vector instructions out, and headers that nothing else will include.
+    with inductor.patch({"cpp.simdlen": 1, "cpp_cache_precompile_headers": False}):
+        eager, compiled = measured(bench), measured(bench, COMPILED)
     assert compiled.losses[: len(eager.losses)] == pytest.approx(eager.losses[: len(compiled.losses)], rel=1e-4)
     assert bench._compilations.graphs == 1
     assert compiled.graph_breaks == ()
@@ -129,11 +128,12 @@ def test_a_model_that_is_compiled_again_and_again_is_told_of() -> None:
     assert 0 < outcome.recompiled < bench._compilations.graphs  # those of the first steps are the start's
 
 
-def test_a_compiler_that_gives_up_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch._inductor.config as settings
+def test_a_compiler_that_gives_up_is_unsupported() -> None:
+    import torch._inductor.config as inductor
 
-    monkeypatch.setattr(settings.cpp, "cxx", (None, "no-such-compiler"))
-    outcome = Bench(workload_of(nn.Sequential(nn.Linear(8, 16), nn.Softmax(dim=1))), CPU).measure(COMPILED, QUICK)
+    bench = Bench(workload_of(nn.Sequential(nn.Linear(8, 16), nn.Softmax(dim=1))), CPU)
+    with inductor.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        outcome = bench.measure(COMPILED, QUICK)
     assert isinstance(outcome, Failure)
     assert outcome.kind == "unsupported"
     assert "no-such-compiler" in outcome.message
