@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch._functorch.config
+from counting import calls_in
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from training import POLICY, Batch, Net, batches, net, same_weights
@@ -255,7 +254,7 @@ def test_weights_loaded_into_an_applied_model_keep_its_layout() -> None:
 
 
 @pytest.mark.parametrize("autocast", ["off", "bf16", "fp16"])
-def test_a_step_costs_microseconds_more_than_the_recipe_by_hand(autocast: Any) -> None:
+def test_a_step_costs_a_few_calls_more_than_the_recipe_by_hand(autocast: Any) -> None:
     model, x = nn.Linear(4, 4), torch.ones(2, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     dtype = torch.float16 if autocast == "fp16" else torch.bfloat16
@@ -278,14 +277,9 @@ def test_a_step_costs_microseconds_more_than_the_recipe_by_hand(autocast: Any) -
         tuned.scaler.update()
         optimizer.zero_grad()
 
-    rounds = [(_seconds_per_call(by_hand), _seconds_per_call(under_the_policy)) for _ in range(9)]
-    hand_s, policy_s = map(min, zip(*rounds, strict=True))  # other work on the machine only ever adds
-    tuned.undo()
-    assert 1e6 * (policy_s - hand_s) < 100  # 25 to 30 on an idle machine
-
-
-def _seconds_per_call(step: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    for _ in range(100):
-        step()
-    return (time.perf_counter() - start) / 100
+    try:
+        for step in (by_hand, under_the_policy):
+            step()  # what is imported or made at the first call
+        assert calls_in(under_the_policy) - calls_in(by_hand) <= 45  # 30 of 170 to 230 in torch 2.13
+    finally:
+        tuned.undo()

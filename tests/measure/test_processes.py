@@ -18,7 +18,7 @@ from amptune.measure.subject import Prepared
 from amptune.measure.worker import Setting, Source, prepare
 from amptune.policy.settings import STOCK
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0  # a minute on a slow and busy machine is nothing; the whole test has 300 s
 FORKED = pytest.mark.skipif(sys.platform != "linux", reason="forked on Linux alone")
 
 

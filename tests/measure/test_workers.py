@@ -9,6 +9,7 @@ from pathlib import Path
 
 import misbehaving as how
 import pytest
+from alike import trained_alike
 
 from amptune.errors import TargetError, UserCodeError
 from amptune.measure.evaluator import WorkerEvaluator
@@ -17,7 +18,9 @@ from amptune.measure.outcome import Effort, Failure, Measurement
 from amptune.measure.worker import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 
-QUICK = Effort(warmup_s=0.1, measure_s=0.02, min_steps=3, time_limit_s=60.0)
+# Of all that must succeed, on a slow and busy machine too; a whole test has 300 s.
+LIMIT_S = 240.0
+QUICK = Effort(warmup_s=0.1, measure_s=0.02, min_steps=3, time_limit_s=LIMIT_S)
 HERE = Path(__file__).parent
 
 
@@ -26,7 +29,7 @@ def evaluator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerEvalua
     log = tmp_path_factory.mktemp("workers") / "workers.log"
     source = Source(target=f"{HERE / 'misbehaving.py'}:workload")
     with WorkerEvaluator(source, "cpu", log) as evaluator:
-        evaluator.prepare(120.0)
+        evaluator.prepare(LIMIT_S)
         yield evaluator
 
 
@@ -53,7 +56,7 @@ def test_a_policy_is_timed_step_by_step(evaluator: WorkerEvaluator) -> None:
 
 def test_every_trial_starts_from_the_same_weights_and_batches(evaluator: WorkerEvaluator) -> None:
     first, second = measured(evaluator, STOCK), measured(evaluator, STOCK)
-    assert first.losses == second.losses
+    assert trained_alike(first, second)
     assert first.losses[0] != first.losses[-1]
 
 
@@ -61,7 +64,7 @@ def test_a_trial_leaves_nothing_behind_for_the_next(evaluator: WorkerEvaluator) 
     before = measured(evaluator, STOCK)
     measured(evaluator, amp_recipe("bf16"))
     failed(evaluator, how.POISONS)
-    assert measured(evaluator, STOCK).losses == before.losses
+    assert trained_alike(before, measured(evaluator, STOCK))
 
 
 def test_a_step_of_the_users_own_counts_the_one_batch_it_is_given(evaluator: WorkerEvaluator) -> None:
@@ -109,16 +112,17 @@ def test_a_worker_that_hangs_is_ended_at_its_time_limit(evaluator: WorkerEvaluat
 
 
 def test_each_cudnn_benchmark_setting_has_a_process_of_its_own(evaluator: WorkerEvaluator) -> None:
-    measured(evaluator, STOCK)
-    measured(evaluator, Policy(cudnn_benchmark=True))
-    processes = {arm.call(30.0, os.getpid) for arm in evaluator._workers.values()}
+    evaluator.launch(())  # whatever ran before
+    for policy in (STOCK, Policy(cudnn_benchmark=True), Policy(fp32_math="ieee")):
+        measured(evaluator, policy)
+    processes = {arm.call(LIMIT_S, os.getpid) for arm in evaluator._workers.values()}
     assert len(processes) == 2
     assert all(isinstance(process, int) for process in processes)
 
 
 def test_each_launch_gives_every_policy_a_fresh_process_of_its_own(evaluator: WorkerEvaluator) -> None:
     def processes() -> set[object]:
-        return {worker.call(30.0, os.getpid) for worker in evaluator._workers.values()}
+        return {worker.call(LIMIT_S, os.getpid) for worker in evaluator._workers.values()}
 
     policies = (STOCK, Policy(fp32_math="ieee"))
     evaluator.launch(policies)
@@ -149,14 +153,14 @@ def test_a_policy_out_of_memory_is_tried_again_without_the_idle_workers(evaluato
 
 
 def test_the_users_loop_runs_in_a_worker(evaluator: WorkerEvaluator) -> None:
-    timing = evaluator.train(STOCK, 0.2, 60.0)
+    timing = evaluator.train(STOCK, 0.2, LIMIT_S)
     assert isinstance(timing, LoopTiming)
     assert timing.steps >= 1
     assert timing.source == "batch"
 
 
 def test_a_loop_that_raises_is_a_failure(evaluator: WorkerEvaluator) -> None:
-    failure = evaluator.train(Policy(batch_size=how.RAISES), 0.2, 60.0)
+    failure = evaluator.train(Policy(batch_size=how.RAISES), 0.2, LIMIT_S)
     assert isinstance(failure, Failure)
     assert failure.kind == "error"
 
@@ -201,7 +205,7 @@ def test_a_workload_that_cannot_be_built_says_why(tmp_path: Path, name: str, kin
     script.write_text(WRONG)
     with WorkerEvaluator(Source(target=f"{script}:{name}"), "cpu", tmp_path / "log") as evaluator:
         with pytest.raises(kind) as caught:
-            evaluator.prepare(120.0)
+            evaluator.prepare(LIMIT_S)
         assert words in str(caught.value)
 
 
@@ -227,7 +231,7 @@ def test_a_workload_that_cannot_be_built_a_second_time_costs_a_trial(tmp_path: P
     script = tmp_path / "once.py"
     script.write_text(BUILDS_ONCE)
     with WorkerEvaluator(Source(target=f"{script}:once"), "cpu", tmp_path / "log") as evaluator:
-        evaluator.prepare(120.0)
+        evaluator.prepare(LIMIT_S)
         failure = evaluator.measure(Policy(cudnn_benchmark=True), QUICK)
         assert isinstance(failure, Failure)
         assert (failure.kind, failure.message) == ("error", "the second build fails")

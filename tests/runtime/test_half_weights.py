@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
-import timeit
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
+from counting import calls_in
 from torch import nn
 
 import amptune
@@ -480,9 +480,9 @@ def test_a_fused_optimizer_updates_masters_and_skips_what_overflows() -> None:
     assert losses[True] == pytest.approx(losses[False], rel=1e-3)
 
 
-def test_masters_cost_a_step_a_few_microseconds_a_weight() -> None:
+def test_masters_cost_a_step_a_few_calls_a_weight() -> None:
     weights = 200
-    seconds = {}
+    calls = {}
     for policy in (Policy(), O2):
         model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(weights)])
         with apply(policy, model) as tuned:
@@ -490,8 +490,8 @@ def test_masters_cost_a_step_a_few_microseconds_a_weight() -> None:
             for parameter in model.parameters():
                 parameter.grad = torch.zeros(4, 4)
             optimizer.step()
-            seconds[policy] = min(timeit.repeat(optimizer.step, number=1, repeat=30))  # other work only ever adds
-    assert 1e6 * (seconds[O2] - seconds[Policy()]) < 5 * weights  # 1 each on an idle machine
+            calls[policy] = calls_in(optimizer.step)
+    assert calls[O2] - calls[Policy()] < 10 * weights  # 8.2 each in torch 2.13
 
 
 def test_activation_checkpointing_changes_nothing() -> None:

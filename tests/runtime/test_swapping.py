@@ -5,7 +5,6 @@ import gc
 import inspect
 import io
 import pickle
-import time
 import weakref
 from collections import namedtuple
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from counting import calls_in
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
@@ -398,23 +398,13 @@ def test_nested_arguments_compile_without_a_graph_break() -> None:
     assert expected.dtype is bf16
 
 
-def test_a_call_costs_microseconds() -> None:
-    module = Picky()
-    x = torch.ones(1)
+@pytest.mark.parametrize(("precision", "most"), [("fp32", 45), ("fp32-cast", 50), ("half", 125)])
+def test_a_precision_of_its_own_adds_a_few_calls_to_a_modules(precision: Precision, most: int) -> None:
+    """32, 38 and 93 in Python 3.11. To enter and leave `torch.autocast` takes 26, `functional_call` many more."""
+    module, x = nn.Linear(1, 1), torch.ones(1)
     with autocast():
-        before_s = _seconds_per_call(module, x)
-        swap(module)
-        cost_us = 1e6 * (_seconds_per_call(module, x) - before_s)
-    assert cost_us < 40
-
-
-def _seconds_per_call(module: nn.Module, x: torch.Tensor) -> float:
-    """The best of several rounds: other work on the machine only ever adds."""
-
-    def timed() -> float:
-        start = time.perf_counter()
-        for _ in range(500):
-            module(x)
-        return (time.perf_counter() - start) / 500
-
-    return min(timed() for _ in range(9))
+        module(x)
+        before = calls_in(lambda: module(x))
+        swap(module, precision)
+        module(x)
+        assert calls_in(lambda: module(x)) - before <= most
