@@ -19,9 +19,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ import numpy as np
 # The landscape is made for the tests and lives among them; it is no part of the package.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from simulated.landscape import WORKLOADS, Replay, Trouble, replay, same_twice  # found by the line above
+from simulated.landscape import WORKLOADS, Replay, Trouble, replay, same_twice, trouble_of  # found by the line above
 
 from amptune.search.ratios import Ratio
 
@@ -98,17 +98,6 @@ def main() -> int:
     for text in (table(rows), null_table(null_rows), aa_table(aa_rows)):
         print(text)
     return 0
-
-
-def trouble_of(words: Iterable[str]) -> Trouble:
-    """The ordinary day, but for what is named. Raises `SystemExit` for a name that is no number of `Trouble`."""
-    usual = {field.name: getattr(Trouble(), field.name) for field in fields(Trouble)}
-    known = {name: type(value) for name, value in usual.items() if isinstance(value, int | float)}
-    pairs = dict(word.split("=", 1) for word in words)
-    if wrong := sorted(set(pairs) - set(known)):
-        sys.exit(f"--trouble: {', '.join(wrong)} is none of {', '.join(sorted(known))}")
-    changes: dict[str, Any] = {name: known[name](value) for name, value in pairs.items()}
-    return replace(Trouble(), **changes)
 
 
 def done(pool: ProcessPoolExecutor, work: Callable[[Job], Row], jobs: Sequence[Job]) -> list[Row]:

@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -29,7 +28,8 @@ BESIDE = REPOSITORY / ".frozen"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m frozen", description=__doc__, formatter_class=words)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="hold the tree against what was recorded")
     check.add_argument("pages", nargs="*", metavar="PAGE", help="such as help.txt or decisions; all by default")
@@ -142,14 +142,14 @@ def replay(arguments: argparse.Namespace) -> int:
         return subprocess.run(
             [sys.executable, "-m", "frozen", *words], cwd=tree, env=environment, check=False
         ).returncode
-    from simulated.landscape import WORKLOADS, Trouble
+    from simulated.landscape import WORKLOADS, trouble_of
 
     from frozen import decisions
     from frozen.decisions import Case
 
-    usual = Trouble()
-    pairs = dict(word.split("=", 1) for word in arguments.trouble)
-    trouble = replace(usual, **{name: type(getattr(usual, name))(value) for name, value in pairs.items()})
+    if arguments.variant not in decisions.VARIANTS:
+        sys.exit(f"--variant: {arguments.variant!r} is none of {', '.join(decisions.VARIANTS)}")
+    trouble = trouble_of(arguments.trouble)
     cases = [
         Case(
             workload=WORKLOADS[seed % len(WORKLOADS)], seed=seed, budget_s=arguments.budget,

@@ -51,7 +51,7 @@ from frozen.adapter import (
     tune_with,
 )
 
-__all__ = ["CASES", "Case", "HarnessEvaluator", "Variant", "decided", "decisions", "in_processes", "told"]
+__all__ = ["CASES", "VARIANTS", "Case", "HarnessEvaluator", "Variant", "decided", "decisions", "in_processes", "told"]
 
 BUDGETS_S = (40.0, 80.0, 150.0, 300.0, 600.0)
 OBJECTIVES = ("throughput", "memory", "energy")

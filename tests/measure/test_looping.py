@@ -437,7 +437,6 @@ def on_gpu(seconds: float = 1.0, policy: Policy = STOCK, **parts: object) -> Loo
 
 
 @pytest.mark.parametrize("policy", [STOCK, Policy(accumulate=2)])
-@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_large_step_keeps_the_gpu_at_work(policy: Policy) -> None:
@@ -453,7 +452,6 @@ def test_a_large_step_keeps_the_gpu_at_work(policy: Policy) -> None:
     assert timing.host_share == 0
 
 
-@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_many_tiny_kernels_are_host_bound() -> None:
@@ -463,7 +461,6 @@ def test_many_tiny_kernels_are_host_bound() -> None:
     assert timing.host_share > 0.1
 
 
-@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_pageable_batches_are_copy_bound_and_known_as_such() -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -361,6 +362,17 @@ class Trouble:
     # How many graphs can be compiled beside one another, each taking so much longer for every other one.
     graphs_at_once: int = 1
     beside_another: float = 0.1
+
+
+def trouble_of(words: Iterable[str]) -> Trouble:
+    """The ordinary day, but for what is named. Raises `SystemExit` for a name that is no number of `Trouble`."""
+    usual = {field.name: getattr(Trouble(), field.name) for field in fields(Trouble)}
+    known = {name: type(value) for name, value in usual.items() if isinstance(value, int | float)}
+    pairs = dict(word.split("=", 1) for word in words)
+    if wrong := sorted(set(pairs) - set(known)):
+        sys.exit(f"--trouble: {', '.join(wrong)} is none of {', '.join(sorted(known))}")
+    changes: dict[str, Any] = {name: known[name](value) for name, value in pairs.items()}
+    return replace(Trouble(), **changes)
 
 
 NO_TROUBLE = Trouble(noise=0.0, step_noise=0.0, launch_noise=0.0, drift=0.0, outliers=0.0)
