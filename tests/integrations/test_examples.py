@@ -46,7 +46,8 @@ def test_an_example_learns(script: str) -> None:
     assert_learned(output_of(script))
 
 
-@pytest.mark.parametrize("script", ["ddp.py", pytest.param("fsdp2.py", marks=slow)])
+@slow
+@pytest.mark.parametrize("script", ["ddp.py", "fsdp2.py"])
 def test_an_example_of_two_processes_learns(script: str) -> None:
     assert_learned(output_of(script, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))
 
