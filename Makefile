@@ -10,14 +10,15 @@
 PYTHON   ?= python3
 TORCH    ?= torch==2.13.0
 VENV     ?= .venv
-WORKLOAD ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo resnet50 || echo digits)
+GPU      := $(shell nvidia-smi -L 2>/dev/null)
+WORKLOAD ?= $(if $(GPU),resnet50,digits)
 BUDGET   ?= 300s
-# Tests run beside each other in so many processes.
+# Tests run beside each other in so many processes; those that need a GPU have it to themselves.
 BESIDE   ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
-PYTEST := $(BIN)/python -m pytest -n $(BESIDE) --dist worksteal
+PYTEST := $(BIN)/python -m pytest
 
 .PHONY: tune test test-all frozen checked lint frameworks setup clean
 
@@ -26,10 +27,12 @@ tune: $(VENV)/tune.stamp
 	$(BIN)/amptune tune amptune.workload.zoo:$(WORKLOAD) --budget $(BUDGET) -o policy.yaml
 
 test: checked
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -n $(BESIDE) --dist worksteal -m "not slow and not gpu"
+	$(if $(GPU),$(PYTEST) -m gpu)
 
 test-all: checked frozen
-	HYPOTHESIS_PROFILE=new $(PYTEST)
+	HYPOTHESIS_PROFILE=new $(PYTEST) -n $(BESIDE) --dist worksteal -m "not gpu"
+	$(if $(GPU),$(PYTEST) -m gpu)
 
 frozen: $(VENV)/test.stamp
 	PYTHONPATH=tests $(BIN)/python -m frozen check
@@ -41,7 +44,7 @@ checked: $(VENV)/test.stamp
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers $(BESIDE)
 
 setup: $(VENV)/test.stamp $(VENV)/frameworks.stamp
 

@@ -486,6 +486,7 @@ def test_the_recipe_by_hand_trains_as_the_policy_does() -> None:
     assert not torch.equal(twins[0].weight, model.weight)
 
 
+@pytest.mark.slow
 def test_the_start_is_timed_with_a_policy_that_fits_this_machine() -> None:
     for tuned in (False, True):
         assert costs.started(torch.device("cpu"), tuned=tuned) > 0

@@ -66,6 +66,7 @@ def test_the_policies_of_the_report_load(path: Path) -> None:
     assert amptune.load(path).valid_for["nvidia.com/gpu.product"] == "NVIDIA-H200"
 
 
+@pytest.mark.slow
 def test_the_table_is_printed_from_the_reports() -> None:
     command = [sys.executable, "reports/compare.py", "--out", str(H200), "--table"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)

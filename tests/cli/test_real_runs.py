@@ -90,6 +90,7 @@ def test_a_process_prints_and_returns_what_the_same_command_does_in_this_process
     assert there.stderr.replace("python -m amptune", "amptune") == here.stderr
 
 
+@pytest.mark.slow
 def test_an_error_in_the_users_step_names_file_and_line(folder: Path) -> None:
     done = process("tune", "train.py:raises", "--json", folder=folder)
     assert done.returncode == 1

@@ -34,8 +34,10 @@ def output_of(script: str, *launcher: str) -> str:
     "script",
     [
         "plain_loop.py",
-        "coming_from_apex.py",
-        *(pytest.param(script, marks=slow) for script in ("gan.py", "compiled.py", "activation_checkpointing.py")),
+        pytest.param("gan.py", marks=slow),
+        pytest.param("coming_from_apex.py", marks=slow),
+        pytest.param("compiled.py", marks=slow),
+        pytest.param("activation_checkpointing.py", marks=slow),
         pytest.param("cuda_graphs.py", marks=[pytest.mark.gpu, on_gpu]),
         pytest.param("lightning_trainer.py", marks=[slow, needs("lightning")]),
         pytest.param("transformers_trainer.py", marks=[slow, needs("transformers"), needs("accelerate")]),

@@ -206,6 +206,7 @@ def test_a_plugin_without_a_trainer_says_so() -> None:
         PolicyPrecision(POLICY).convert_input(torch.ones(1))
 
 
+@pytest.mark.slow
 def test_it_is_a_plugin_for_the_package_that_is_in_use() -> None:
     program = (
         "import pytorch_lightning\n"

@@ -63,7 +63,7 @@ def test_a_few_tunings_are_fast_claim_nothing_false_and_keep_their_budget() -> N
 
 
 def test_of_a_few_tunings_where_nothing_is_faster_hardly_one_claims_anything() -> None:
-    found = [tuned(Job(seed, flat=(0.0, 0.05)[seed % 2], budget_s=SHORT_S)) for seed in range(len(WORKLOADS))]
+    found = [tuned(Job(seed, flat=(0.0, 0.05)[seed % 2], budget_s=SHORT_S)) for seed in range(4)]
     assert sum(one.claim is not None for one in found) <= 1
 
 
@@ -100,7 +100,8 @@ def test_a_policy_is_as_fast_as_itself() -> None:
 @pytest.mark.parametrize(
     "trouble", [NO_TROUBLE, Trouble(throttlings=3.0), Trouble(oom=0.3)], ids=["none", "throttling", "oom"]
 )
-@pytest.mark.parametrize("seed", [pytest.param(1), *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.slow
 def test_each_trouble_by_itself_is_survived(trouble: Trouble, seed: int) -> None:
     found = tuned(Job(seed, trouble))
     assert found.true_speedup > 1
