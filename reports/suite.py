@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--busy", type=int, default=0, help="of the runs, with one core kept busy; the last ones")
     parser.add_argument("--target", default="test", help="of make")
+    parser.add_argument("--clean", action="store_true", help="make clean before each run, so that it installs too")
     parser.add_argument("--breaks", type=Path, help="places to break, with the test that is to fail")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -44,7 +45,9 @@ def main() -> int:
     rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     for number in range(arguments.runs):
         is_busy = number >= arguments.runs - arguments.busy
-        rows.append(run(arguments.target, is_busy=is_busy))
+        if arguments.clean:
+            subprocess.run(["make", "clean"], cwd=REPOSITORY, check=True)  # noqa: S607
+        rows.append({"installs": arguments.clean, **run(arguments.target, is_busy=is_busy)})
         path.write_text(json.dumps(rows, indent=1) + "\n")
         print(told(rows[-1]), flush=True)
     return int(any(row["exit_code"] for row in rows))

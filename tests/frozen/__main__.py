@@ -167,12 +167,20 @@ def checkout() -> Path:
     """The starting commit's tree, beside this one; made where it is not there yet."""
     commit = START.read_text().split()[0]
     tree = BESIDE / commit[:12]
+    if not has_start():
+        sys.exit(f"this clone does not have the starting commit {commit}: git fetch --unshallow")
     if not tree.exists():
         BESIDE.mkdir(exist_ok=True)
         (BESIDE / ".gitignore").write_text("*\n")
         line = ["git", "worktree", "add", "--detach", str(tree), commit]
         subprocess.run(line, cwd=REPOSITORY, check=True)
     return tree
+
+
+def has_start() -> bool:
+    """Whether this clone has the starting commit."""
+    line = ["git", "cat-file", "-e", START.read_text().split()[0]]
+    return subprocess.run(line, cwd=REPOSITORY, capture_output=True, check=False).returncode == 0
 
 
 def _expected() -> dict[str, str]:

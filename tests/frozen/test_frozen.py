@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,3 +104,21 @@ def test_a_policy_is_told_by_what_departs_from_stock() -> None:
     assert told(STOCK) == "stock"
     policy = Policy(autocast="bf16", fp32_modules=(Fp32Rule(path="head", cast_output=True),), batch_size=4)
     assert told(policy) == "autocast=bf16 fp32_modules=[path:head+cast_output:True] batch_size=4"
+
+
+def test_only_the_adapter_names_inner_modules() -> None:
+    tests = Path(program.__file__).parents[1]
+    sources = [path for room in ("frozen", "simulated") for path in (tests / room).glob("*.py")]
+    named = {path.name for path in sources if re.search(r"^\s*(from|import) amptune\.", path.read_text(), re.MULTILINE)}
+    assert named == {"adapter.py"}
+
+
+@pytest.mark.slow
+def test_the_starting_commit_decides_what_it_is_asked_today(tmp_path: Path) -> None:
+    if not program.has_start():
+        pytest.skip("this clone does not have the starting commit")
+    out = tmp_path / "told.txt"
+    line = [sys.executable, "-m", "frozen", "replay", "--start", "--tunings", "1", "--budget", "40", "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(program.HERE.parent)}
+    subprocess.run(line, cwd=program.REPOSITORY, env=environment, check=True)
+    assert out.read_text().startswith("== conv1, seed 0, 40 s, throughput, own space\npolicy: ")
