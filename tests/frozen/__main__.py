@@ -133,15 +133,14 @@ def record() -> int:
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    """Decides other cases; with `--start` in a checkout of the starting commit, by the adapter that it has."""
+    """Decides other cases; with `--start` by the starting commit's amptune, through the adapter that it has."""
     if arguments.start:
         tree = checkout()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(tree / "tests")])}
+        paths = os.pathsep.join([str(tree), str(HERE.parent)])
+        environment = {**os.environ, "PYTHONPATH": paths, "FROZEN_ADAPTER": str(tree / "tests/frozen/adapter.py")}
         words = [word for word in sys.argv[1:] if word != "--start"]
-        words[words.index("--out") + 1] = str(arguments.out.resolve())
-        return subprocess.run(
-            [sys.executable, "-m", "frozen", *words], cwd=tree, env=environment, check=False
-        ).returncode
+        line = [sys.executable, "-m", "frozen", *words, "--out", str(arguments.out.resolve())]
+        return subprocess.run(line, cwd=tree, env=environment, check=False).returncode
     from simulated.landscape import WORKLOADS, trouble_of
 
     from frozen import decisions
@@ -157,6 +156,9 @@ def replay(arguments: argparse.Namespace) -> int:
         )
         for seed in range(arguments.tunings)
     ]  # fmt: skip
+    import amptune
+
+    print(f"amptune of {Path(amptune.__file__).parents[1]}", file=sys.stderr)
     told = decisions.in_processes(cases)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text("\n".join(f"== {case.title}\n{text}" for case, text in zip(cases, told, strict=True)))

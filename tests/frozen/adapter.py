@@ -1,7 +1,7 @@
 """The one file of the harness, and of the simulated machines, that names inner modules of amptune.
 
-Whoever moves a module mends its line here, and nothing else of the harness changes. `python -m frozen --tree DIR` runs
-the harness on another checkout with the adapter of that checkout.
+Whoever moves a module mends its line here, and nothing else of the harness changes. On the starting commit the harness
+runs with the adapter that stands there, so what decides a replay uses no name that this file did not have then.
 """
 
 import time

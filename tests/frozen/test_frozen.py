@@ -120,5 +120,6 @@ def test_the_starting_commit_decides_what_it_is_asked_today(tmp_path: Path) -> N
     out = tmp_path / "told.txt"
     line = [sys.executable, "-m", "frozen", "replay", "--start", "--tunings", "1", "--budget", "40", "--out", str(out)]
     environment = {**os.environ, "PYTHONPATH": str(program.HERE.parent)}
-    subprocess.run(line, cwd=program.REPOSITORY, env=environment, check=True)
+    done = subprocess.run(line, cwd=program.REPOSITORY, env=environment, capture_output=True, text=True, check=True)
+    assert f"amptune of {program.checkout()}" in done.stderr
     assert out.read_text().startswith("== conv1, seed 0, 40 s, throughput, own space\npolicy: ")
