@@ -31,7 +31,8 @@ def _collecting_garbage_is_quick() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _the_generator_is_put_back() -> Iterator[None]:
+def _random_numbers_are_the_same_whatever_ran_before() -> Iterator[None]:
     state = torch.get_rng_state()
+    torch.manual_seed(0)
     yield
     torch.set_rng_state(state)

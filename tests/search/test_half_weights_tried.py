@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import budget_here
 from simulated.recorded import RecordedEvaluator
 from torch import nn
 
@@ -165,7 +166,7 @@ def test_half_weights_are_tuned_on_a_cpu(tmp_path: Path) -> None:
     decision = tune(
         workload,
         pins={"weights": "half"},
-        budget_s=25,
+        budget_s=float(budget_here(14).removesuffix("s")),
         trials=6,
         compile=False,
         device="cpu",
