@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_tuning_writes_a_policy_that_trains(folder: Path) -> None:
-    done = process("tune", "train.py:small", "--budget", budget_here(9), "--trials", "2", folder=folder)
+    done = process("tune", "train.py:small", "--budget", budget_here(8), "--trials", "2", folder=folder)
     assert done.returncode == 0, done.stderr
     assert "policy written to policy.yaml" in done.stdout
     assert_progress_is_told(done.stderr)

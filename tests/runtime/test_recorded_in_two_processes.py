@@ -134,7 +134,10 @@ def _trained(way: Way, rank: int, device: torch.device, *, graphs: bool) -> tupl
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
-@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=[pytest.mark.gpu, two_gpus])])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("gloo", marks=pytest.mark.slow), pytest.param("nccl", marks=[pytest.mark.gpu, two_gpus])],
+)
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("two_processes")
     mp.spawn(_work, args=(str(folder), request.param), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
