@@ -165,17 +165,17 @@ def test_a_script_that_quits_while_imported_is_the_users_error(folder: Path) -> 
 @pytest.mark.slow
 def test_a_script_that_changes_the_folder_is_found_by_every_worker(folder: Path) -> None:
     (folder / "moves.py").write_text("import os; os.chdir('/')\n" + WORKLOADS)
-    done = process("tune", "moves.py:small", "--budget", budget_here(6), "--trials", "2", "--json", folder=folder)
+    done = process("tune", "moves.py:small", "--budget", budget_here(10), "--trials", "2", "--json", folder=folder)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["policy"]["batch_size"] == 16
 
 
 @pytest.mark.slow
 def test_a_study_on_disk_is_resumed_for_another_objective_and_reported(folder: Path) -> None:
-    first = process("tune", "train.py:small", "--budget", budget_here(7), "--trials", "2", folder=folder)
+    first = process("tune", "train.py:small", "--budget", budget_here(10), "--trials", "2", folder=folder)
     assert first.returncode == 0, first.stderr
     options = ["--objective", "memory", "--least-speed", "0.5", "--report", "tuned.html"]
-    again = process("tune", "train.py:small", *options, "--budget", budget_here(7), "--trials", "1", folder=folder)
+    again = process("tune", "train.py:small", *options, "--budget", budget_here(10), "--trials", "1", folder=folder)
     assert again.returncode == 0, again.stderr
     assert "2 trials remembered" in again.stderr
     assert "report written to tuned.html" in again.stderr
@@ -191,7 +191,7 @@ def test_a_claim_is_measured_again(folder: Path, claim: float, code: int, words:
     (folder / "policy.yaml").write_text(
         f"schema: amptune.policy/1\nautocast: bf16\nbatch_size: 16\nevidence:\n  speedup: {claim}\n"
     )
-    done = process("verify", "policy.yaml", "train.py:small", "--budget", budget_here(7), folder=folder)
+    done = process("verify", "policy.yaml", "train.py:small", "--budget", budget_here(20), folder=folder)
     assert done.returncode == code, done.stderr
     assert words in done.stdout
 
@@ -208,7 +208,7 @@ def test_a_module_that_overflows_is_diagnosed(folder: Path) -> None:
 def test_a_full_disk_prints_the_policy_instead(folder: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("there is no /dev/full on this system")
-    options = ["--budget", budget_here(6), "--trials", "1", "-o", "/dev/full"]
+    options = ["--budget", budget_here(10), "--trials", "1", "-o", "/dev/full"]
     done = process("tune", "train.py:small", *options, folder=folder)
     assert done.returncode == 2
     assert "No space left on device" in done.stderr
@@ -220,7 +220,7 @@ def test_a_script_without_a_main_guard_tunes_once(folder: Path) -> None:
     script = folder / "tunes.py"
     script.write_text(
         WORKLOADS + "\nimport amptune\nprint('tuning')\n"
-        f"decision = amptune.tune(small, budget_s={budget_here(6).removesuffix('s')}, trials=2)\n"
+        f"decision = amptune.tune(small, budget_s={budget_here(10).removesuffix('s')}, trials=2)\n"
         "print('batch size', decision.policy.batch_size)\n"
     )
     done = subprocess.run([sys.executable, str(script)], cwd=folder, capture_output=True, text=True, check=False)
@@ -243,7 +243,7 @@ def test_the_batch_size_is_searched_within_memory_when_it_is_asked_for(folder: P
 
 @pytest.mark.slow
 def test_all_is_done_with_the_batch_that_is_named_where_the_workloads_own_does_not_fit(folder: Path) -> None:
-    command = ["tune", "train.py:too_large", "--budget", budget_here(7), "--trials", "3"]
+    command = ["tune", "train.py:too_large", "--budget", budget_here(10), "--trials", "3"]
     done = process(*command, folder=folder)
     assert done.returncode == 3
     assert "name a smaller batch with --batch-size" in done.stderr
