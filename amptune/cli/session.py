@@ -1,4 +1,4 @@
-"""What a command is given by whoever starts it: the moment it began, a clock, and what measures."""
+"""The session of a command line: when it began, by which clock, and which evaluator measures."""
 
 from __future__ import annotations
 
