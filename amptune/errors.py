@@ -1,7 +1,7 @@
-"""Everything amptune raises on purpose.
+"""All exceptions that amptune raises on purpose.
 
-Each class answers one question a caller may ask ("was it my code?", "is it this GPU?"); the command line
-maps classes to exit codes. A message says what is wrong, where, what is allowed, and what to do next.
+Each class answers one question of a caller ("was it my code?", "is it this GPU?"); the command line maps
+classes to exit codes. A message says what is wrong, where, what is allowed, and what to do next.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __all__ = [
 
 
 class AmptuneError(Exception):
-    """The root of the family: catch this to catch them all."""
+    """Base class of all errors here: catch this to catch them all."""
 
 
 class DeviceError(AmptuneError):
-    """A device that was asked for does not exist here, or what was said about this machine is malformed."""
+    """The requested device does not exist here, or the labels given for this machine are malformed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing wrong in a file; `line` and `column` count from 1, and are None where the whole file is meant."""
+    """One problem in a file; `line` and `column` count from 1, and are None if the whole file is meant."""
 
     message: str
     source: str
@@ -50,7 +50,7 @@ class Problem:
 
 
 class FileFormatError(AmptuneError):
-    """A policy, profile or space file is malformed: carries every problem, its text has one a line."""
+    """A policy, profile or space file is malformed; carries every problem, one per line in its text."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
@@ -62,7 +62,7 @@ class HardwareMismatchError(AmptuneError):
 
 
 class PolicyApplyError(AmptuneError):
-    """A policy cannot be put on this model: rules that match nothing, a patch that cannot be undone."""
+    """A policy cannot be applied to this model: rules that match nothing, a patch that cannot be undone."""
 
 
 class TargetError(AmptuneError):
@@ -72,7 +72,7 @@ class TargetError(AmptuneError):
 class UserCodeError(AmptuneError):
     """The user's own model, batch, loss, optimizer or step raised.
 
-    `kind` is the exception's type name, `where` its `file:line` in the user's code where known.
+    `kind` is the exception's type name, `where` its `file:line` in the user's code if known.
     """
 
     def __init__(self, message: str, *, kind: str = "Exception", where: str | None = None) -> None:
@@ -82,7 +82,7 @@ class UserCodeError(AmptuneError):
 
 
 class NothingFeasibleError(AmptuneError):
-    """Not even the baseline, the step as it trains today, could be measured here."""
+    """The baseline (the step as it trains today) could not be measured here, so no policy can be."""
 
 
 class StudyError(AmptuneError):
@@ -90,16 +90,16 @@ class StudyError(AmptuneError):
 
 
 class ObjectiveError(AmptuneError):
-    """An objective that does not exist, or that needs a figure this machine does not give."""
+    """The objective does not exist, or it needs a figure that this machine does not give."""
 
 
 class ClaimError(AmptuneError):
-    """A policy file says nothing of how fast it is, so there is nothing to verify."""
+    """A policy file lacks valid figures about its speed, so there is nothing to verify or explain."""
 
 
 class OutputError(AmptuneError):
-    """A result cannot be written where it was asked for: no such folder, no permission, disk full."""
+    """A result cannot be written to the requested place: no such folder, no permission, disk full."""
 
 
 class SpaceError(AmptuneError):
-    """A search space does not exist, or a knob is pinned to what no policy can have."""
+    """A search space does not exist, or a knob is pinned to a value that no policy can have."""

@@ -1,4 +1,4 @@
-"""`amptune diagnose`: why is it slow, where do NaNs come from?"""
+"""The command `amptune diagnose`: explains why a step is slow and where NaNs come from."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from amptune.cli.session import Session
 
 __all__ = ["STARTED", "cli", "exit_code_of", "main"]
 
-# A budget is of the whole command, so it counts from here.
+# A budget covers the whole command, so its time starts here.
 STARTED = time.monotonic()
 
 _COMMANDS = {
@@ -45,7 +45,7 @@ _EXIT_CODES: dict[type[errors.AmptuneError], int] = {
 
 
 class _LazyGroup(click.Group):
-    """Imports a command's module when it is asked for, and turns errors into text and exit codes."""
+    """A group that imports a command's module on first use, and turns errors into text and exit codes."""
 
     def main(
         self,
@@ -55,7 +55,7 @@ class _LazyGroup(click.Group):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
-        """Runs a command and exits with its code; without `standalone_mode` it returns the code, and raises errors."""
+        """Runs a command and exits with its code; without `standalone_mode`, returns the code and raises errors."""
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
         try:
@@ -74,7 +74,7 @@ class _LazyGroup(click.Group):
             sys.exit(130)
         except BrokenPipeError:
             sys.stderr.close()
-            sys.exit(141)  # the reader of our output went away, as under SIGPIPE
+            sys.exit(141)  # the reader closed our output; the code is that of SIGPIPE
         except OSError as error:
             click.echo(f"error: {error}", err=True)
             sys.exit(2)
@@ -118,13 +118,13 @@ def main() -> None:
 
 
 def _quieten_resource_tracker() -> None:
-    """A worker that was ended leaves semaphores, of torch.compile's own processes too: they are cleaned up as it is."""
+    """Hides warnings about semaphores of ended workers and torch.compile's processes; these are cleaned up anyway."""
     ours = "ignore::UserWarning:multiprocessing.resource_tracker"
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), ours]))
 
 
 def exit_code_of(error: errors.AmptuneError) -> int:
-    """The exit code of an error: 2, wrong use, unless it is of a kind of its own."""
+    """Returns the exit code of an error: 2 (wrong use), unless the error's class has its own code."""
     return next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), 2)
 
 
@@ -134,7 +134,7 @@ def _as_finding(error: errors.AmptuneError) -> dict[str, object]:
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
-    """The first one stops the work; a second must not stop the writing of what was found."""
+    """Stops the work at the first signal and ignores later ones, so that results can still be written."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt

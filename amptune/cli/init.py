@@ -1,4 +1,4 @@
-"""`amptune init`: a starter workload to fill in, that runs as it stands."""
+"""The command `amptune init`: writes a starter workload, which runs unchanged."""
 
 from __future__ import annotations
 

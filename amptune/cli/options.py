@@ -14,7 +14,7 @@ __all__ = ["MEMORY", "SECONDS", "json_option", "objective_options", "print_json"
 
 
 class _Seconds(click.ParamType[float]):
-    """A duration: `90`, `90s`, `5m`, `1h`."""
+    """A duration in seconds, written `90`, `90s`, `5m` or `1h`."""
 
     name = "duration"
     _UNITS: ClassVar = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -28,7 +28,7 @@ class _Seconds(click.ParamType[float]):
 
 
 class _Memory(click.ParamType[float]):
-    """Memory, in MiB: `60GiB`, `512MiB`, `80GB`."""
+    """An amount of memory in MiB, written `60GiB`, `512MiB` or `80GB`."""
 
     name = "memory"
     _MIB: ClassVar = {"kb": 1e3 / 2**20, "mb": 1e6 / 2**20, "gb": 1e9 / 2**20, "kib": 2**-10, "mib": 1.0, "gib": 2**10}
@@ -75,7 +75,7 @@ def json_option(function: F) -> F:
 
 
 def print_json(schema: str, data: Mapping[str, Any]) -> None:
-    """One versioned object on stdout; a number that JSON does not have (an open interval's end) is null."""
+    """Prints one versioned object on stdout; numbers JSON does not have (an open interval's end) become null."""
     click.echo(json.dumps({"schema": schema, **_finite(data)}, indent=2, default=str, allow_nan=False))
 
 

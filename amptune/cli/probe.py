@@ -1,4 +1,4 @@
-"""`amptune probe`: what this machine can do."""
+"""The command `amptune probe`: shows what this machine can do."""
 
 from __future__ import annotations
 

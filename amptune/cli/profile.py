@@ -1,4 +1,4 @@
-"""`amptune profile`: one file for several kinds of GPU."""
+"""The commands `amptune profile …`: build and resolve one file for several kinds of GPU."""
 
 from __future__ import annotations
 

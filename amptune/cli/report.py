@@ -1,4 +1,4 @@
-"""`amptune report`: what a study answers, for any objective, without measuring."""
+"""The command `amptune report`: answers from a study, for any objective, without measuring."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def report_command(
 
 
 def write_page(page: str, output: str) -> None:
-    """Raises `OutputError` where it cannot be written."""
+    """Writes the page. Raises `OutputError` if it cannot be written."""
     from amptune.errors import OutputError
 
     try:
@@ -74,7 +74,7 @@ def _answer(study: str, name: str | None, objective: str | None, least_speed: fl
 
 
 def _place(study: str) -> Path | str:
-    """Where the trials are kept: a folder, a database URL, or the folder of a target."""
+    """Returns the place of the trials: a folder, a database URL, or the folder of a target."""
     from amptune.search.request import place_of
 
     own, _ = place_of(None, study)

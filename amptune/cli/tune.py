@@ -1,4 +1,4 @@
-"""`amptune tune`: measure, decide, write the policy."""
+"""The command `amptune tune`: measures, decides, writes the policy."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _batch_size(text: str | None) -> int | Literal["auto"] | None:
 
 
 def _deliver(decision: Decision, output: str, *, as_json: bool) -> None:
-    """Writes the policy and says what was found; a disk that is full loses nothing, the policy goes to stdout."""
+    """Writes the policy and prints the result; if the file cannot be written, the policy goes to stdout."""
     from amptune.errors import OutputError
     from amptune.policy.loading import dumps, save
     from amptune.report.terminal import print_decision
@@ -188,7 +188,7 @@ def _deliver(decision: Decision, output: str, *, as_json: bool) -> None:
 
 
 def _report(decision: Decision, request: TuningRequest, output: str | None) -> None:
-    """Writes the page, where one was asked for."""
+    """Writes the HTML page, if one was requested."""
     if output is None:
         return
     from amptune.cli.report import write_page

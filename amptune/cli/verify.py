@@ -1,4 +1,4 @@
-"""`amptune verify`: does a policy's claim hold on this machine, today?"""
+"""The command `amptune verify`: measures whether a policy's claim still holds on this machine."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What this machine can do: GPU, CPU and software as a value, read by `amptune.hardware.probing`."""
+"""Description of this machine as a value (GPU, CPU and software), and the code that reads it."""

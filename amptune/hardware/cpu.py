@@ -1,6 +1,6 @@
-"""The processor and its memory, from /proc, /sys and the cgroup on Linux and from psutil elsewhere.
+"""Reads the CPU and its memory: from /proc, /sys and the cgroup on Linux, from psutil elsewhere.
 
-Files are read below `root`, so a test may bring a machine of its own.
+All files are read below `root`, so a test can supply the files of another machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MIB = 1024 * 1024
 
 
 def read_cpu(root: Path = Path("/")) -> Cpu:
-    """The CPU as this process may use it: the cores it may run on, the memory its cgroup lets it have."""
+    """Returns the CPU with the cores this process may run on and the memory its cgroup allows."""
     facts = _first_processor(_text(root / "proc/cpuinfo") or "")
     flags = facts.get("flags", "").split()
     return Cpu(
@@ -43,7 +43,7 @@ def _first_processor(cpuinfo: str) -> Mapping[str, str]:
 
 
 def _cores(root: Path) -> int:
-    """Physical cores: two logical CPUs with the same siblings are threads of one core."""
+    """Returns the number of physical cores: logical CPUs with equal sibling lists are threads of one core."""
     import psutil
 
     allowed = _allowed_cpus()
@@ -69,20 +69,20 @@ def _memory_mib(root: Path) -> int:
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:
-    """Every memory limit, in bytes, from this process's cgroup up to the top: each of them holds.
+    """Yields every memory limit, in bytes, from this process's cgroup up to the top; all of them apply.
 
-    Inside a container the path of the cgroup may be the host's, of which only the top is visible.
+    Inside a container the cgroup's path may be the host's; then only the top is visible.
     """
     for hierarchy, path in _memory_cgroups(_text(root / "proc/self/cgroup") or ""):
         folder, limit = ("", "memory.max") if hierarchy == "0" else ("memory", "memory.limit_in_bytes")
         for group in (path, *path.parents):
             text = _text(root / "sys/fs/cgroup" / folder / str(group).lstrip("/") / limit)
-            if text is not None and text.isdigit():  # the other value is "max"
+            if text is not None and text.isdigit():  # "max" means no limit
                 yield int(text)
 
 
 def _memory_cgroups(cgroup: str) -> Iterable[tuple[str, PurePosixPath]]:
-    """(hierarchy, path) of version 2, whose lines read `0::/path`, and of version 1's memory controller."""
+    """Yields (hierarchy, path) for cgroup version 2 (lines `0::/path`) and version 1's memory controller."""
     for line in cgroup.splitlines():
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0" or "memory" in controllers.split(","):

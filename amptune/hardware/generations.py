@@ -1,4 +1,4 @@
-"""The GPU generations as data: what each compute capability can do, and by how much.
+"""Table of GPU generations: the hardware features and the FP16 rate of each compute capability.
 
 Sources: `bf16`, `tf32` and `fp8` from https://nvidia.github.io/TransformerEngine/support_matrix.html and the
 architecture sections of the CUDA C++ Programming Guide; `fp16_rate` from its table "Throughput of Native
@@ -21,9 +21,9 @@ __all__ = ["GENERATIONS", "Generation", "generation_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What GPUs of one compute capability do in hardware; emulation does not count.
+    """Hardware features of one compute capability; emulated features do not count.
 
-    `fp16_rate` is FP16 arithmetic over FP32 arithmetic outside tensor cores, None where no source was found.
+    `fp16_rate` is FP16 throughput divided by FP32 throughput outside tensor cores; None if no source was found.
     """
 
     name: str
@@ -66,18 +66,17 @@ GENERATIONS: Mapping[tuple[int, int], Generation] = MappingProxyType(
     }
 )
 
-# The chips TU116 and TU117 say 7.5 and have no tensor cores, and CUDA has no attribute that tells: the name must
+# The chips TU116 and TU117 report 7.5 but have no tensor cores. No CUDA attribute shows this, so the name decides
 # (https://github.com/ggml-org/llama.cpp/pull/4682, https://github.com/tracel-ai/cubecl/pull/1588; T400 to T2000,
-# MX450 and MX550 are TU117 as well: https://github.com/easydiffusion/easydiffusion/pull/803). A T4 is none of them.
+# MX450 and MX550 are TU117 as well: https://github.com/easydiffusion/easydiffusion/pull/803). A T4 must not match.
 _TURING_WITHOUT_TENSOR_CORES = re.compile(r"\b(GTX 16\d\d|MX[45]50|T(400|500|550|600|1000|1200|2000))\b")
 
 
 def generation_of(compute_capability: tuple[int, int], device_name: str = "") -> Generation:
-    """The generation of a GPU; `device_name` tells a GTX 16xx from the other Turings.
+    """Returns the generation of a GPU; `device_name` separates a GTX 16xx from the other Turing GPUs.
 
-    A minor version not in the table is taken for the nearest one before it. A major version not in the table
-    is called `sm_130` and the like: a newer one is taken to do what the newest known one does, an older one
-    to do nothing.
+    A minor version not in the table is treated as the nearest lower one. A major version not in the table is
+    named `sm_130` or similar: a newer one gets the features of the newest known one, an older one gets none.
     """
     generation = GENERATIONS.get(compute_capability) or _nearest(compute_capability)
     if compute_capability == (7, 5) and _TURING_WITHOUT_TENSOR_CORES.search(device_name):

@@ -1,4 +1,4 @@
-"""A `Gpu` put together from what torch says of it, the table of generations, and NVML's readings."""
+"""Builds a `Gpu` from torch's device properties, the table of generations, and NVML's readings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MIB = 1024 * 1024
 
 
 def as_torch_has_it(index: int, properties: Any) -> Gpu:
-    """The GPU without NVML; `properties` are those of `torch.cuda.get_device_properties`."""
+    """Returns the GPU without NVML readings; `properties` come from `torch.cuda.get_device_properties`."""
     compute_capability = (properties.major, properties.minor)
     generation = generation_of(compute_capability, properties.name)
     return Gpu(
@@ -37,8 +37,8 @@ def as_torch_has_it(index: int, properties: Any) -> Gpu:
 
 
 def with_readings(gpu: Gpu, nvml: NvmlGpu) -> Gpu:
-    """The GPU with everything NVML can say of it; memory stays torch's figure where NVML has none."""
-    # CUDA says "MIG" in a slice's name. If its UUID led to the whole GPU all the same, that one's memory is not ours.
+    """Returns the GPU with all NVML readings added; memory stays torch's figure if NVML has none."""
+    # CUDA puts "MIG" in a slice's name. If its UUID led to the whole GPU, NVML's memory figure is not the slice's.
     other_memory = "MIG" in gpu.name.split() and not nvml.mig_slice
     return replace(
         gpu,

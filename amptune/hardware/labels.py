@@ -1,6 +1,6 @@
-"""Labels that say what a machine is, in names its cluster uses already.
+"""Labels that describe a machine, with the names that Kubernetes clusters already use.
 
-A GPU's are those of GPU Feature Discovery (https://github.com/NVIDIA/k8s-device-plugin, internal/lm), a CPU's
+GPU labels are those of GPU Feature Discovery (https://github.com/NVIDIA/k8s-device-plugin, internal/lm), CPU labels
 those of Node Feature Discovery (https://kubernetes-sigs.github.io/node-feature-discovery, feature labels).
 """
 
@@ -22,22 +22,22 @@ __all__ = ["is_software_label", "labels_of", "site_labels"]
 _KNOWN_GENERATIONS = frozenset(generation.name for generation in GENERATIONS.values())
 _SOFTWARE = frozenset({"torch", "cudnn", "cuda", "driver", "model"})
 
-# Go's names, which Kubernetes uses, for what `uname -m` says.
+# Maps the output of `uname -m` to Go's names, which Kubernetes uses.
 _ARCHITECTURES = {"x86_64": "amd64", "AMD64": "amd64", "aarch64": "arm64"}
 
-# Node Feature Discovery takes them from https://github.com/klauspost/cpuid.
+# Node Feature Discovery takes these names from https://github.com/klauspost/cpuid.
 _VENDORS = {"GenuineIntel": "Intel", "AuthenticAMD": "AMD", "HygonGenuine": "Hygon"}
 
 
 def is_software_label(name: str) -> bool:
-    """Whether a label tells of versions, or of the model, and not of the machine; drift there is a warning."""
+    """Returns True if a label names a version or the model, not the hardware; drift there is only a warning."""
     return name in _SOFTWARE or name.startswith("nvidia.com/cuda.")
 
 
 def labels_of(
     cpu: Cpu, gpu: Gpu | None, software: Software, site: Mapping[str, str] | None = None
 ) -> tuple[tuple[str, str], ...]:
-    """The labels of a machine, `site`'s over all others: a user wrote those on purpose."""
+    """Returns the labels of a machine; `site` overrides all others, because a user wrote those on purpose."""
     labels = {"kubernetes.io/arch": _ARCHITECTURES.get(cpu.architecture, cpu.architecture)}
     labels |= dict(_cpu_labels(cpu) if gpu is None else _gpu_labels(gpu))
     labels |= dict(_software_labels(software, on_gpu=gpu is not None))
@@ -46,7 +46,7 @@ def labels_of(
 
 
 def site_labels(text: str) -> Mapping[str, str]:
-    """The labels in `AMPTUNE_LABELS`, written `name=value,name=value`. Raises `DeviceError` naming all wrong ones."""
+    """Parses `AMPTUNE_LABELS`, written `name=value,name=value`. Raises `DeviceError` naming all malformed labels."""
     items = [item.strip() for item in text.split(",") if item.strip()]
     wrong = [item for item in items if not item.partition("=")[0].strip() or "=" not in item]
     if wrong:
@@ -68,12 +68,12 @@ def _gpu_labels(gpu: Gpu) -> Iterator[tuple[str, str]]:
     major, minor = gpu.compute_capability
     yield "nvidia.com/gpu.compute.major", str(major)
     yield "nvidia.com/gpu.compute.minor", str(minor)
-    if gpu.mig is not None:  # only a GPU that can be cut has a MIG mode, on or off
+    if gpu.mig is not None:  # only a GPU that supports MIG has a MIG mode, on or off
         yield "nvidia.com/mig.capable", "true"
 
 
 def _product(name: str) -> str:
-    """A MIG slice needs nothing more: CUDA calls it "NVIDIA A100-SXM4-40GB MIG 1g.5gb"."""
+    """MIG slices need no extra label: CUDA names one "NVIDIA A100-SXM4-40GB MIG 1g.5gb"."""
     return "-".join(re.sub(r"[^A-Za-z0-9-_. ]", "", name).split())
 
 

@@ -1,4 +1,4 @@
-"""What a machine can do, as a value. Constructing one touches nothing; `probing` reads the real machine."""
+"""Data classes that describe a machine: CPU, GPU and software. Constructing one reads no hardware."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["Cpu", "Gpu", "Hardware", "Software"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cpu:
-    """The processor: `cores` are physical cores this process may use; memory is the machine's (or cgroup's).
+    """A CPU: `cores` counts physical cores this process may use; memory is the machine's (or the cgroup's limit).
 
-    `vendor`, `family` and `model_number` are CPUID's, so only an x86 has them.
+    `vendor`, `family` and `model_number` come from CPUID, so only x86 CPUs have them.
     """
 
     model: str
@@ -28,7 +28,7 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU, or one MIG slice. A reading that NVML could not give is None."""
+    """One GPU, or one MIG slice. A reading is None if NVML could not give it."""
 
     index: int
     name: str
@@ -54,7 +54,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
-    """Versions that decide which kernels run; None where the part is absent."""
+    """Versions that decide which kernels run; a version is None if that part is absent."""
 
     torch: str
     python: str
@@ -65,11 +65,11 @@ class Software:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """The machine as amptune sees it: the device tuned for, the CPU beside it, and the software above both.
+    """The machine as amptune sees it: the device to tune for, its CPU, and the installed software.
 
-    `labels` are what a policy's `valid_for` and a profile's `match` are held against: GPU Feature
-    Discovery's names for a GPU, Node Feature Discovery's for a CPU, `torch`, `cudnn`, and what
-    `AMPTUNE_LABELS` adds. `unread` names the readings that failed, each with why.
+    A policy's `valid_for` and a profile's `match` are compared with `labels`: GPU Feature Discovery's names
+    for a GPU, Node Feature Discovery's names for a CPU, `torch`, `cudnn`, and those from `AMPTUNE_LABELS`.
+    `unread` lists the readings that failed, each with its reason.
     """
 
     device: Literal["cuda", "cpu"]
@@ -85,5 +85,5 @@ class Hardware:
 
     @property
     def generation(self) -> str:
-        """`hopper`, `turing`, …, or `cpu`."""
+        """Name of the GPU generation (`hopper`, `turing`, …), or `cpu`."""
         return self.gpu.generation if self.gpu else "cpu"

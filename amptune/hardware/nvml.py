@@ -1,8 +1,8 @@
-"""NVIDIA's management library, one GPU at a time. No other module imports `pynvml`.
+"""Access to NVIDIA's management library (NVML), one GPU at a time. No other module imports `pynvml`.
 
-Any reading may be missing by itself: MIG slices have no utilization, Jetsons and other machines of unified
-memory no memory figures, WSL answers "Unknown Error" to some. So every reading is asked for alone and is
-None where NVML cannot say.
+Any single reading may be missing: MIG slices have no utilization, Jetsons and other machines with unified
+memory have no memory figures, WSL answers some requests with "Unknown Error". So each reading is requested
+separately and is None if NVML cannot give it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmlAbsent:
-    """Why NVML could not give a GPU: no library, no driver, or no device of that UUID."""
+    """The reason why NVML gave no GPU: no library, no driver, or no device with that UUID."""
 
     why: str
 
 
 def open_gpu(uuid: str) -> NvmlGpu | None:
-    """The GPU or MIG slice with this UUID, to be closed by the caller; None where NVML does not have it."""
+    """Returns the GPU or MIG slice with this UUID, or None if NVML does not have it. The caller must close it."""
     gpu = connect(uuid)
     return gpu if isinstance(gpu, NvmlGpu) else None
 
 
 def connect(uuid: str) -> NvmlGpu | NvmlAbsent:
-    """As `open_gpu`, with the reason where there is none. `uuid` may lack its `GPU-` or `MIG-`, as torch prints it."""
+    """Like `open_gpu`, but returns the reason on failure. `uuid` may lack `GPU-` or `MIG-`, as torch prints it."""
     import pynvml
 
     try:
@@ -52,15 +52,15 @@ def connect(uuid: str) -> NvmlGpu | NvmlAbsent:
 
 
 def _spellings(uuid: str) -> tuple[str, ...]:
-    """The slice first: where torch gives the UUID of a slice, no GPU has the same."""
+    """Returns the slice's spelling first: if torch gives the UUID of a slice, no GPU has this UUID."""
     return (uuid,) if uuid.startswith(("GPU-", "MIG-")) else (f"MIG-{uuid}", f"GPU-{uuid}")
 
 
 class NvmlGpu:
     """An open GPU or MIG slice; a reading that NVML cannot give is None, and `unread` says why.
 
-    Of a MIG slice, memory and processes are its own; power limit, clocks, temperature and ECC are those of
-    the GPU it is cut from. After `close` no reading may be asked for.
+    For a MIG slice, memory and processes are its own; power limit, clocks, temperature and ECC are those of
+    its parent GPU. No reading may be requested after `close`.
     """
 
     def __init__(self, nvml: ModuleType, uuid: str, handle: Any) -> None:
@@ -75,7 +75,7 @@ class NvmlGpu:
             self._board = self._ask("parent GPU", "nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) or handle
 
     def close(self) -> None:
-        """Gives NVML back; it counts its users, so others in this process keep theirs. Twice does no harm."""
+        """Releases NVML. NVML counts its users, so others in this process keep access. A second call does nothing."""
         if self._open:
             self._open = False
             self._nvml.nvmlShutdown()
@@ -101,7 +101,7 @@ class NvmlGpu:
         return None if memory is None else memory.total // _MIB
 
     def memory_used_mib(self) -> int | None:
-        """Memory in use by everybody, what the driver keeps for itself included."""
+        """Returns the memory in use by all processes, including the driver's own."""
         memory = self._ask("memory", "nvmlDeviceGetMemoryInfo", self._handle)
         return None if memory is None else memory.used // _MIB
 
@@ -110,7 +110,7 @@ class NvmlGpu:
         return None if limit_mw is None else limit_mw / 1000
 
     def energy_j(self) -> float | None:
-        """Energy used since the driver was loaded; None for a MIG slice, whose neighbours use the same meter."""
+        """Returns the energy used since the driver was loaded; None for a MIG slice, which shares the GPU's meter."""
         if self.mig_slice:
             return None
         energy_mj = self._ask("energy", "nvmlDeviceGetTotalEnergyConsumption", self._board)
@@ -126,10 +126,10 @@ class NvmlGpu:
         return self._clock_mhz("memory clock", "nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_MEM)
 
     def clock_event_reasons(self) -> int | None:
-        """Why the clocks are what they are, as the bits `nvmlClocksEventReason*`."""
+        """Returns the reasons for the current clocks, as the bits `nvmlClocksEventReason*`."""
         what = "clock event reasons"
         reasons: int | None = self._ask(what, "nvmlDeviceGetCurrentClocksEventReasons", self._board)
-        if reasons is None:  # the name before driver 535
+        if reasons is None:  # the function's name before driver 535
             reasons = self._ask(what, "nvmlDeviceGetCurrentClocksThrottleReasons", self._board)
         return reasons
 
@@ -139,16 +139,16 @@ class NvmlGpu:
         return temperature_c
 
     def mig_mode(self) -> bool | None:
-        """Whether the GPU is cut into slices; None also where it cannot be."""
+        """Returns True if MIG mode is on; None also if the GPU does not support MIG."""
         return self._enabled("MIG mode", "nvmlDeviceGetMigMode")
 
     def ecc(self) -> bool | None:
         return self._enabled("ECC", "nvmlDeviceGetEccMode")
 
     def processes(self, exclude: Collection[int] = ()) -> tuple[int, ...] | None:
-        """Other processes that compute on this GPU, by id: this one and those in `exclude` are left out.
+        """Returns the ids of compute processes on this GPU, without this process and those in `exclude`.
 
-        NVML counts ids as the host does; inside a container they may be unknown numbers, or missing.
+        NVML reports the host's process ids; inside a container they may be unknown numbers, or missing.
         """
         running = self._ask("processes", "nvmlDeviceGetComputeRunningProcesses", self._handle)
         if running is None:
@@ -156,10 +156,9 @@ class NvmlGpu:
         return tuple(sorted({process.pid for process in running} - {os.getpid(), *exclude}))
 
     def foreign_processes(self, exclude: Collection[int] = ()) -> tuple[int, ...] | None:
-        """As `processes`, for a process that computes on this GPU itself: None where NVML does not list it.
+        """Like `processes`, for a caller that computes on this GPU: returns None if NVML does not list the caller.
 
-        NVML then counts ids otherwise than this process does (a container), and none of them can be told from
-        those in `exclude`.
+        In that case NVML's process ids differ from this process's (a container), so `exclude` cannot be applied.
         """
         running = self._ask("processes", "nvmlDeviceGetComputeRunningProcesses", self._handle)
         if running is None:
@@ -192,5 +191,5 @@ class NvmlGpu:
 def _is_mig_slice(nvml: ModuleType, handle: Any) -> bool:
     try:
         return bool(nvml.nvmlDeviceIsMigDeviceHandle(handle))
-    except nvml.NVMLError:  # a GPU or a driver that knows no MIG
+    except nvml.NVMLError:  # the GPU or the driver does not support MIG
         return False

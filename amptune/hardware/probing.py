@@ -1,4 +1,4 @@
-"""Reads the real machine: NVML and torch for the GPU, the system for the CPU. Nothing is put on the GPU."""
+"""Reads the real machine: NVML and torch for the GPU, the system for the CPU. Allocates nothing on the GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["probe"]
 
 
 def probe(device: str | None = None) -> Hardware:
-    """What this machine can do on `device`: `cuda`, `cuda:1` or `cpu`, by default the GPU where there is one.
+    """Returns the hardware for `device`: `cuda`, `cuda:1` or `cpu`; the default is the GPU if there is one.
 
     Raises `DeviceError` for a device that does not exist, and for malformed labels in `AMPTUNE_LABELS`.
     """
@@ -35,7 +35,7 @@ def probe(device: str | None = None) -> Hardware:
 
 
 def _gpu_index(device: str | None) -> int | None:
-    """The index torch knows the GPU by; None is the CPU."""
+    """Returns torch's index of the GPU, or None for the CPU."""
     import torch
 
     available = torch.cuda.is_available()
@@ -70,13 +70,13 @@ def _software() -> Software:
 
 
 def _cudnn_version(number: int) -> str:
-    """91002 is 9.10.2 and 8907 is 8.9.7: before cuDNN 9 the major version counted thousands (cudnn_version.h)."""
+    """Returns 9.10.2 for 91002 and 8.9.7 for 8907: before cuDNN 9 the major was the thousands (cudnn_version.h)."""
     major, rest = divmod(number, 10000 if number >= 90000 else 1000)
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
 def _read_gpu(index: int) -> tuple[Gpu, str | None, tuple[str, ...]]:
-    """The GPU, the driver's version, and what could not be read."""
+    """Returns the GPU, the driver's version, and the readings that failed."""
     import torch
 
     properties = torch.cuda.get_device_properties(index)

@@ -1,4 +1,4 @@
-"""The batches that numerics are judged on: the same for every policy, one handed out at a time."""
+"""Batches on which numerics are judged: the same for every policy, handed out one at a time."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from amptune.runtime.nested import map_tensors, tensors_in
 
 __all__ = ["Feed", "batches_of", "fingerprint_of"]
 
-# So many batches are drawn, and fewer used where a step is slow.
+# Number of batches drawn; fewer are used if a step is slow.
 MOST_BATCHES = 8
-# A part of a batch has at least so many samples: BatchNorm takes no fewer than two.
+# Minimum number of samples in a part of a batch: BatchNorm needs at least two.
 SMALLEST_PART = 4
-# Batches up to this many bytes in all stay on the device, once they were used.
+# Batches up to this total size stay on the device after their first use.
 RESIDENT_BYTES = 2**30
 
 
 @dataclass
 class Feed:
-    """Hands out copies of one batch at a time, the one at `at`; made of a workload's batches or the parts of one."""
+    """An iterator over copies of the batch at `at`; `batches` are a workload's batches or the parts of one."""
 
     batches: list[Any]
     spread: Spread
@@ -49,11 +49,11 @@ class Feed:
         return map_tensors(torch.Tensor.clone, self._resident[self.at])
 
     def keep(self, count: int) -> None:
-        """Forgets all but the first `count` batches."""
+        """Drops all but the first `count` batches."""
         self.batches = self.batches[:count]
 
     def forget(self) -> None:
-        """Gives the device's memory back."""
+        """Frees the device's memory."""
         self._resident.clear()
 
     def _moved(self, batch: Any) -> Any:
@@ -61,13 +61,13 @@ class Feed:
 
 
 def fingerprint_of(bench: Bench) -> tuple[float, ...]:
-    """What tells whether another process would train from the same weights on the same data."""
+    """Returns a fingerprint; two processes with equal ones train from the same weights on the same data."""
     batches, _ = batches_of(bench, divided=False)
     return bench.fingerprint(batches[:1])
 
 
 def batches_of(bench: Bench, *, divided: bool) -> tuple[list[Any], Spread]:
-    """(batches to train on, what gives them their spread): the workload's, or a constant one or its parts."""
+    """Returns (batches to train on, source of their spread): the workload's batches, or a constant one or its parts."""
     samples = bench.workload.batch_size
     batches = bench.batches(samples, MOST_BATCHES)
     if any(not _same(batch, batches[0]) for batch in batches[1:]):
@@ -90,7 +90,7 @@ def _is_divisible(batch: Any, samples: int) -> bool:
 
 
 def _part(batch: Any, samples: int, parts: int, which: int) -> Any:
-    """One of `parts` parts of a batch along its first dimension."""
+    """Returns part `which` of `parts` of a batch along its first dimension."""
     size = samples // parts
 
     def narrowed(tensor: torch.Tensor) -> torch.Tensor:

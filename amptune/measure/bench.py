@@ -1,4 +1,4 @@
-"""The bench: one workload built once in a worker, and measured under one policy after another."""
+"""The bench: one workload, built once in a worker and measured under one policy after another."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ from amptune.workload.user_errors import user_code
 __all__ = ["Bench", "bytes_of"]
 
 SEED = 0
-# Enough different batches that a step cannot live on one cached input, few enough to keep on the device. Where one is
-# larger than any cache, as many as training holds that copies the next while it works on this one.
+# Enough different batches that a step cannot profit from one cached input, few enough to keep on the device. Batches
+# larger than any cache: two, as in training that copies the next batch while it works on the current one.
 BATCHES, LARGE_BATCHES = 3, 2
 LARGE_BYTES = 256 * 2**20
-# Batches of other sizes are kept on the CPU as long as they are smaller than this together.
+# Batches of other sizes stay on the CPU while their total size is below this.
 KEPT_BYTES = 2**30
-# The first steps' losses are kept to compare policies; fewer where a step is slow. CUDA graphs are recorded in the
-# second, so such a step shows its time in a later one.
+# The losses of the first steps are kept to compare policies; fewer if a step is slow. CUDA graphs are recorded in the
+# second step, so only a later step shows their step time.
 FIRST_STEPS = 8
 LEAST_FIRST_STEPS, LEAST_FIRST_STEPS_COMPILED = 3, 5
 FIRST_STEPS_S = 2.0
-# A step too slow to be of interest is timed this often.
+# A step too slow to be of interest is timed only this often.
 SLOW_STEPS = 2
-# CUDA graphs keep their memory from one trial of a policy to the next, up to this share of the device's.
+# CUDA graphs keep their memory between trials of one policy, up to this share of the device's memory.
 GRAPHS_SHARE = 1 / 8
 
 
 class Bench:
-    """Holds the model between trials: on the CPU, with its initial weights aside, so every trial starts the same.
+    """A built workload that runs trials. Between them the model is on the CPU; all start from its initial weights.
 
-    `seed` is that of weights, batches and training; a trial whose peak is above `memory_mib` fails. Building raises
-    `TargetError` or `UserCodeError`. A trial that fails is a value of `measure`; it raises only where the device is
-    beyond giving its memory back.
+    `seed` is used for weights, batches and training. A trial whose peak is above `memory_mib` fails. Building raises
+    `TargetError` or `UserCodeError`. `measure` returns a failed trial as a value; it raises only if the device's memory
+    cannot be freed.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Bench:
         self._modes = {module: module.training for module in self.model.modules()}
 
     def measure(self, policy: Policy, effort: Effort) -> Outcome:
-        """Trains for a moment under the policy, from the initial weights."""
+        """Trains for a short time under the policy, from the initial weights."""
         try:
             return self._trial(policy, effort)
         except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
@@ -100,15 +100,15 @@ class Bench:
             self.release()
 
     def _trial(self, policy: Policy, effort: Effort) -> Measurement:
-        """A frame of its own: batches and optimizer state go with it, before memory is given back."""
+        """Runs one trial in its own frame: batches and optimizer state are freed before memory is given back."""
         with self.on_device(policy) as (tuned, stepper):
             return self._measure(tuned, stepper, effort)
 
     @contextmanager
     def on_device(self, policy: Policy, batches: Iterator[Any] | None = None) -> Iterator[tuple[Tuned, Stepper]]:
-        """The model on its device under the policy, and its training step; everything is put back after.
+        """Yields the model on its device under the policy, and its training step; restores everything afterwards.
 
-        The step takes the next of `batches`, which must be on the device; by default a few cached ones in turn.
+        Each step takes the next of `batches`, which must be on the device; the default is a cycle of a few batches.
         """
         self._restore()
         self._compilations.begin(policy)
@@ -116,7 +116,7 @@ class Bench:
         self._memory.reset()
         self.model.to(self.device)
         _seed_everything(self._seed)
-        # without the guard, whatever the environment says: it would be in the figures
+        # never with the guard, whatever the environment says: its time would be in the figures
         with apply(policy, self.model, any_hardware=True, guard=False) as tuned:
             self._tuned = tuned
             try:
@@ -142,7 +142,7 @@ class Bench:
         if not math.isfinite(stepper.last_loss):
             raise NonFiniteError(f"the loss is {stepper.last_loss} after {steps} steps")
         skipped = stepper.require_sound(self.model, steps)
-        batches = tuned.accumulate if self.workload.step is None else 1  # a step of the user's own is given one
+        batches = tuned.accumulate if self.workload.step is None else 1  # the user's own step gets one
         samples = (tuned.policy.batch_size or self.workload.batch_size) * batches
         allocated, reserved = self._memory.peak_mib()
         self._require_within_limit(allocated)
@@ -172,13 +172,13 @@ class Bench:
         )
 
     def _require_within_limit(self, peak_mib: float) -> None:
-        """A GPU's allocator keeps the limit by itself."""
+        """Raises `MemoryError` above the limit; only a CPU needs this, a GPU's allocator enforces its limit."""
         if self._memory_mib is not None and peak_mib > self._memory_mib:
             allowed = f"{self._memory_mib:,.0f}" if self._memory_mib >= 1 else f"{self._memory_mib:.2g}"
             raise MemoryError(f"its peak of {peak_mib:,.0f} MiB is above the {allowed} MiB allowed")
 
     def _first_steps(self, stepper: Stepper, least: int) -> tuple[tuple[float, ...], float | None, float]:
-        """(losses, gradient norm of the first, time of the last in ms)."""
+        """Returns (losses, gradient norm of the first step, time of the last step in ms)."""
         start_s = self._clock.now_s()
         loss, norm = stepper.first_step()
         losses = [loss]
@@ -195,9 +195,9 @@ class Bench:
         return [map_tensors(lambda tensor: tensor.to(self.device, copy=True), batch) for batch in cached]
 
     def batches(self, samples: int, count: int | None = None) -> list[Any]:
-        """The same batches for every policy, drawn once under a fixed seed and kept on the CPU.
+        """Returns the same batches for every policy, drawn once under a fixed seed and kept on the CPU.
 
-        Without a `count`, a few; of large ones two.
+        Without a `count` there are a few, or two if they are large.
         """
         if (samples, count) not in self._batches:
             self._make_room()
@@ -207,7 +207,7 @@ class Bench:
         return self._batches[samples, count]
 
     def _require_another_size(self, samples: int, batch: Any) -> None:
-        """A batch of as many samples whatever is asked for would make large batches look fast."""
+        """Raises `TargetError` if `batch(n)` ignores n: large batches would look fast."""
         own = self.workload.batch_size
         known = self._batches.get((own, None))
         if samples == own or known is None:
@@ -223,23 +223,23 @@ class Bench:
         with user_code(f"batch({samples})"):
             batches = [self.workload.batch(samples)]
             if count is None and bytes_of(batches) >= LARGE_BYTES:
-                return batches * LARGE_BATCHES  # the same twice: to draw so many takes seconds
+                return batches * LARGE_BATCHES  # one batch twice: drawing large batches takes seconds
             return batches + [self.workload.batch(samples) for _ in range((count or BATCHES) - 1)]
 
     def _make_room(self) -> None:
-        """Forgets batches of sizes that are not the workload's own, where they have grown large."""
+        """Drops batches of other sizes than the workload's own if they have grown large in total."""
         others = [key for key in self._batches if key[0] != self.workload.batch_size]
         if bytes_of([self._batches[key] for key in others]) > KEPT_BYTES:
             for key in others:
                 del self._batches[key]
 
     def restart(self, offset: int = 0) -> None:
-        """Within `on_device`: the initial weights again, and the random generators seeded, `offset` from the first."""
+        """Restores the initial weights and seeds random generators with seed + `offset`; only within `on_device`."""
         self._put_back()
         _seed_everything(self._seed + offset)
 
     def fingerprint(self, batches: Sequence[Any]) -> tuple[float, ...]:
-        """What another process has to have the same of, for its gradients to be comparable: weights and batches."""
+        """Returns sums of weights and batches; processes with comparable gradients have equal ones."""
         if self._initial_sums is None:
             self._initial_sums = _sums_of(self._initial)
         return self._initial_sums + _sums_of(batches)
@@ -252,20 +252,20 @@ class Bench:
 
     def _restore(self) -> None:
         if self._kinds_of_state() != self._kinds:
-            self._build()  # training made, dropped or converted a parameter or buffer: copying would not undo that
+            self._build()  # training made, dropped or converted a parameter or buffer; copying cannot undo that
         self._put_back()
 
     @torch.no_grad()
     def _put_back(self) -> None:
         for tensor, initial in zip(self._state(), self._initial, strict=True):
-            if 0 not in tensor.stride():  # an expanded buffer: no step can have written to it, nor can this
+            if 0 not in tensor.stride():  # an expanded buffer: nothing can write to it
                 tensor.copy_(initial) if self._tuned is None else self._tuned.write(tensor, initial)
             tensor.grad = None
         for module, training in self._modes.items():
             module.training = training
 
     def release(self) -> None:
-        """Gives the device's memory back, so that another worker finds it free."""
+        """Frees the device's memory for other workers."""
         for parameter in self.model.parameters():
             parameter.grad = None
         gc.collect()
@@ -279,12 +279,12 @@ class Bench:
 
 
 def bytes_of(batches: Sequence[Any]) -> int:
-    """Of the tensors in them, at any depth."""
+    """Returns the size in bytes of the tensors in them, at any depth."""
     return sum(tensor.nbytes for tensor in tensors_in(list(batches)))
 
 
 def _sums_of(tensors: Sequence[Any]) -> tuple[float, ...]:
-    """Of the magnitudes in each tensor, at any depth."""
+    """Returns the sum of the magnitudes in each tensor, at any depth."""
     return tuple(
         float((tensor.byte() if tensor.dtype is torch.bool else tensor.detach().abs()).sum(dtype=torch.float64))
         for tensor in tensors_in(list(tensors))
@@ -292,7 +292,7 @@ def _sums_of(tensors: Sequence[Any]) -> tuple[float, ...]:
 
 
 def _built_model(workload: Workload, seed: int) -> torch.nn.Module:
-    """The workload's model, its lazy modules initialised. Raises `TargetError`, `UserCodeError`."""
+    """Builds the workload's model and initialises lazy modules. Raises `TargetError`, `UserCodeError`."""
     _seed_everything(seed)
     with user_code("model()"):
         model = workload.model()
@@ -306,7 +306,7 @@ def _built_model(workload: Workload, seed: int) -> torch.nn.Module:
 
 
 def _initialise_lazy(model: torch.nn.Module, workload: Workload) -> None:
-    """Runs one forward pass, which is what gives lazy modules their shapes."""
+    """Runs one forward pass, which gives lazy modules their shapes."""
     if workload.loss is None:
         raise TargetError(f"{workload.name}: its lazy modules have no shapes yet; run one forward pass in model()")
     with torch.no_grad(), user_code("the first forward pass, for lazy modules"):
@@ -319,10 +319,10 @@ def _seed_everything(seed: int) -> None:
     import numpy as np
 
     random.seed(seed)
-    np.random.seed(seed)  # users draw from the global generator; that is the one to seed
+    np.random.seed(seed)  # users draw from the global generator
     torch.manual_seed(seed)
 
 
 def _glance(effort: Effort) -> Effort:
-    """For a policy too slow to be of interest: a step or two, not timed again."""
+    """Returns the effort for a policy too slow to be of interest: `SLOW_STEPS` steps, not timed again."""
     return replace(effort, measure_s=0.0, min_steps=SLOW_STEPS, time_limit_s=0.0)

@@ -1,4 +1,4 @@
-"""Timing steps: CUDA events on a GPU, where the host runs ahead of the work; a monotonic clock on a CPU."""
+"""Clocks for timing steps: CUDA events on a GPU, where the host runs ahead; a monotonic clock on a CPU."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ __all__ = ["Clock", "CpuClock", "CudaClock", "clock_for"]
 
 
 class Clock(Protocol):
-    """Times steps back to back, and says what time it is."""
+    """A clock that times steps back to back and tells the current time."""
 
     def time_steps(
         self, step: Callable[[], object], count: int, while_busy: Callable[[], object] = lambda: None
     ) -> list[float]:
         """Runs `step` `count` times and returns each step's time in ms, from the end of the step before it.
 
-        `while_busy` is called once, when the last step was given to the device and before waiting for it: what it
-        reads of a GPU is read of a GPU at work. It must not use the device itself.
+        `while_busy` is called once, after the last step was given to the device and before waiting for it. It can
+        therefore read a GPU's sensors while the GPU is busy. It must not use the device itself.
         """
         ...
 
     def now_s(self) -> float:
-        """Seconds on a clock that never goes back, from an arbitrary zero."""
+        """Returns seconds on a monotonic clock with an arbitrary zero."""
         ...
 
 
 class CudaClock:
-    """Events between the steps, one synchronisation at the end: the queue stays full, as in training."""
+    """A clock of CUDA events between steps. It synchronises only at the end: the queue stays full, as in training."""
 
     def time_steps(
         self, step: Callable[[], object], count: int, while_busy: Callable[[], object] = lambda: None
@@ -50,7 +50,7 @@ class CudaClock:
 
 
 class CpuClock:
-    """`time.perf_counter` around each step. Nothing is left to wait for when the last step returns."""
+    """A clock of `time.perf_counter` around each step. All work is done when the last step returns."""
 
     def time_steps(
         self, step: Callable[[], object], count: int, while_busy: Callable[[], object] = lambda: None

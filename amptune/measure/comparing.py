@@ -1,9 +1,9 @@
-"""How far a run is from the reference. Pure sums.
+"""Distance between a run and the reference, computed from recorded values alone.
 
-Gradients are compared in a sketch: of every parameter's gradient a fixed number of sums of its elements under
-random signs. A sketch is linear, so the sketch of a difference is the difference of sketches, and it keeps inner
-products, and so lengths, up to a relative sqrt(2 / columns) (Charikar, Chen, Farach-Colton 2002, "Finding frequent
-items in data streams"; the sketch of AMS, Alon, Matias, Szegedy 1996).
+Gradients are compared as sketches. A sketch holds, for each parameter's gradient, a fixed number of sums of its
+elements under random signs. It is linear: the sketch of a difference is the difference of the sketches. It preserves
+inner products, and therefore lengths, up to a relative error of sqrt(2 / columns) (Charikar, Chen, Farach-Colton 2002,
+"Finding frequent items in data streams"; the AMS sketch of Alon, Matias, Szegedy 1996).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["compare"]
 
 
 def compare(reference: Reference, run: Run, rounding: Rounding) -> Parity:
-    """Holds a run against the reference; both are finite. `rounding` is the coarsest that the policy does."""
+    """Compares a run with the reference. Both are finite; `rounding` is the coarsest rounding the policy does."""
     drift, share, below = _drift(reference, run.curve)
     return Parity(
         modules=tuple(_module_parities(reference, run.gradients, rounding)),
@@ -47,7 +47,7 @@ def compare(reference: Reference, run: Run, rounding: Rounding) -> Parity:
 
 
 def _module_parities(reference: Reference, found: Gradients, rounding: Rounding) -> Iterator[ModuleParity]:
-    """Those of the modules that have a gradient in FP32."""
+    """Yields the parity of each module that has a gradient in FP32."""
     own, rounded = reference.run.gradients, reference.rounded[rounding]
     whole = _mean_square(own.sketches)
     for path in dict.fromkeys(reference.module_of):
@@ -77,21 +77,21 @@ def _difference(some: Floats, all_batches: Floats) -> Floats:
 
 
 def _mean_square(rows: Floats) -> float:
-    """The mean of the rows' squared lengths."""
+    """Returns the mean squared length of the rows."""
     return float(np.mean(np.square(rows.astype(np.float64)).sum(axis=1)))
 
 
 def _gram(rows: Floats) -> NDArray[np.float64]:
-    """Inner products of the rows with each other."""
+    """Returns the inner products of all pairs of rows."""
     wide = rows.astype(np.float64)
     return wide @ wide.T
 
 
 def _bias(errors: NDArray[np.float64], gradients: NDArray[np.float64]) -> float:
-    """The length of the mean error over that of the mean gradient, from inner products over batches.
+    """Returns the length of the mean error over that of the mean gradient, from inner products over batches.
 
-    Without what a mean of so few batches holds of what differs between them; the gradient's is kept, so that one
-    that is 0 in the mean does not make anything look large beside it.
+    A mean of few batches still contains part of the spread between batches. This part is subtracted from the error
+    but not from the gradient: otherwise any error would look large beside a gradient whose mean is 0.
     """
     batches = len(gradients)
     error = max(0.0, float(errors.mean()) - _spread(errors) / batches)
@@ -100,22 +100,22 @@ def _bias(errors: NDArray[np.float64], gradients: NDArray[np.float64]) -> float:
 
 
 def _spread(gram: NDArray[np.float64]) -> float:
-    """The variance of the rows around their mean, summed over columns."""
+    """Returns the variance of the rows around their mean, summed over columns."""
     batches = len(gram)
     if batches < 2:
         return 0.0
     return max(0.0, float(np.mean(gram.diagonal()) - gram.mean()) * batches / (batches - 1))
 
 
-# Replicas that differ by less than this share of the loss give no yardstick: it is taken instead.
+# Floor for the yardstick, as a share of the loss: replicas may differ by less than this.
 LEAST_DEVIATION = 0.005
-# A loss that falls to next to nothing is held against this share of what it was.
+# Floor for the loss level, as a share of the first loss: a loss may fall to almost 0.
 LEAST_LEVEL = 0.02
 
 
 def _drift(reference: Reference, curve: LossCurve) -> tuple[float, float, float]:
-    """(above FP32 relative to how far the replicas are apart, relative to the loss, below FP32): the largest of any
-    epoch.
+    """Returns the largest of any epoch: (above FP32, relative to the distance between the replicas; above FP32,
+    relative to the loss; below FP32, relative to the distance between the replicas).
     """
     batches = reference.thoroughness.batches
     fp32 = _by_epoch(reference.run.curve.losses, batches)
@@ -128,7 +128,7 @@ def _drift(reference: Reference, curve: LossCurve) -> tuple[float, float, float]
 
 
 def _buffer_parities(reference: Reference, curve: LossCurve) -> Iterator[BufferParity]:
-    """Those that training changes: which differ between FP32 and its replicas, or under the policy."""
+    """Yields the buffers that training changes: they differ between FP32 and its replicas, or under the policy."""
     for name, own in reference.run.curve.buffers.items():
         found = curve.buffers.get(name)
         length = float(np.linalg.norm(own))
@@ -143,6 +143,6 @@ def _buffer_parities(reference: Reference, curve: LossCurve) -> Iterator[BufferP
 
 
 def _by_epoch(losses: Sequence[float], batches: int) -> NDArray[np.float64]:
-    """The mean loss of each epoch: over all batches once, so that which came first matters little."""
+    """Returns the mean loss of each epoch: it covers all batches once, so the order of batches matters little."""
     count = max(1, len(losses) // batches)
     return np.array([np.mean(part) for part in np.array_split(np.array(losses), count)])

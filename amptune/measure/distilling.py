@@ -1,4 +1,4 @@
-"""From what the profiler recorded of a few steps to figures per step. Pure: recordings of real ones drive its tests."""
+"""Computation of figures per step from profiler traces; pure functions, tested with recordings of real steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _Product = tuple[str | None, Literal["matmul", "convolution"]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """Something that took the device's time: a kernel, or on a CPU an operation by itself."""
+    """A piece of the device's time: a kernel, or on a CPU an operation without its inner ones."""
 
     name: str
     op: Op | None
@@ -54,7 +54,7 @@ class _Work:
 
 
 class _Sums(Generic[_Key]):
-    """Sums of several figures under one key; the first is a time in ms."""
+    """Sums of several figures for each key; the first figure is a time in ms."""
 
     def __init__(self) -> None:
         self._sums: dict[_Key, list[float]] = {}
@@ -65,7 +65,7 @@ class _Sums(Generic[_Key]):
             mine[i] += figure
 
     def per_step(self, steps: int) -> list[tuple[_Key, list[float]]]:
-        """The longest first."""
+        """Returns means per step, the longest time first."""
         longest_first = sorted(self._sums.items(), key=lambda item: -item[1][0])
         return [(key, [figure / steps for figure in figures]) for key, figures in longest_first]
 
@@ -79,7 +79,7 @@ def distil(
     attributed: bool = True,
     cut_short: bool = False,
 ) -> StepProfile:
-    """The figures of the profiled steps, one trace each. `step_ms` and `host_ms` were timed without the profiler."""
+    """Returns the figures of the profiled steps, one trace each; `step_ms` and `host_ms` were timed unprofiled."""
     tally = _Tally(device)
     for trace in traces:
         tally.add(trace, step_ms)
@@ -100,7 +100,7 @@ def distil(
 
 
 class _Tally:
-    """Adds up steps. What only a GPU's kernels tell is left empty on a CPU."""
+    """The sums over all steps. Figures that need GPU kernels stay empty on a CPU."""
 
     def __init__(self, device: Literal["cuda", "cpu"]) -> None:
         self._on_gpu = device == "cuda"
@@ -121,7 +121,7 @@ class _Tally:
             self._add_work(work, nesting)
 
     def _count_ops(self, ops: Iterable[Op], nesting: Nesting) -> None:
-        """What is counted once for each operation, whatever runs inside."""
+        """Counts casts and unaligned products once per operation, whatever runs inside."""
         for op in ops:
             if is_cast(op):
                 self._casts.add(nesting.module_of(op), 0.0, 1, bytes_cast(op) / _MIB)
@@ -214,7 +214,7 @@ def _on_device(trace: StepTrace, nesting: Nesting) -> Iterator[_Work]:
 
 
 def _on_host(trace: StepTrace, nesting: Nesting, step_ms: float) -> Iterator[_Work]:
-    """Each operation's own time. The profiler slows them all, so they are scaled to the step without it."""
+    """Yields each operation's own time, scaled to the unprofiled step: the profiler slows all operations."""
     start_us = min(op.start_us for op in trace.ops)
     end_us = max(op.start_us + op.us for op in trace.ops)
     scale = step_ms / (end_us - start_us)
@@ -223,7 +223,7 @@ def _on_host(trace: StepTrace, nesting: Nesting, step_ms: float) -> Iterator[_Wo
 
 
 def _busy_us(kernels: Iterable[Kernel]) -> float:
-    """The time in which at least one runs, on whatever stream."""
+    """Returns the time in which at least one kernel runs, on any stream."""
     busy_us, until_us = 0.0, -math.inf
     for kernel in sorted(kernels, key=lambda kernel: kernel.start_us):
         end_us = kernel.start_us + kernel.us
@@ -237,6 +237,6 @@ def _plain_name(op: Op) -> str:
 
 
 def _short(kernel: str) -> str:
-    """The name without the return type, namespaces and arguments of a template."""
+    """Returns the name without return type, namespaces and template arguments."""
     bare = re.sub(r"[<(].*", "", kernel.removeprefix("void "))
     return bare.rsplit("::", 1)[-1]

@@ -1,4 +1,4 @@
-"""Training without dropout, for comparing gradients: kernels of another dtype draw other masks from the same seed."""
+"""Training without dropout, to compare gradients: kernels of different dtypes draw different masks from one seed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["without_dropout"]
 
-# Attributes that hold a probability: of nn.Dropout and its kin, and of recurrent layers and nn.MultiheadAttention,
-# which hand theirs to functions that no mode looks into.
+# Attributes that hold a probability: of nn.Dropout and its variants, and of recurrent layers and nn.MultiheadAttention,
+# which pass theirs to functions that a TorchFunctionMode cannot see into.
 _ATTRIBUTES = ("p", "dropout")
-# Functions that are not named after dropout, and the place of its probability among their arguments.
+# Functions without "dropout" in their name, and the position of its probability among their arguments.
 _PLACES = {torch.nn.functional.scaled_dot_product_attention: 4, torch.nn.functional.multi_head_attention_forward: 10}
 
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Every dropout of the model, module or function, keeps all there is; modules are put back at the end."""
+    """Turns off all dropout of the model, in modules and functions; restores the modules at the end."""
     changed = list(_probabilities(model))
     for module, name, _ in changed:
         setattr(module, name, 0.0)
@@ -42,7 +42,7 @@ def _probabilities(model: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Calls dropout functions with a probability of 0."""
+    """A mode that calls dropout functions with a probability of 0."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

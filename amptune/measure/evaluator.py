@@ -1,4 +1,4 @@
-"""The seam between searching and measuring: behind it stands this machine, or a recording of one."""
+"""Interface between searching and measuring; the implementation is this machine, or a recording of a machine."""
 
 from __future__ import annotations
 
@@ -23,66 +23,66 @@ from amptune.policy.settings import STOCK, Policy
 
 __all__ = ["Evaluator", "WorkerEvaluator"]
 
-# Importing torch, opening a CUDA context and building the model, for all contenders at once.
+# Covers importing torch, opening a CUDA context and building the model, for all contenders at once.
 START_LIMIT_S = 120.0
 # Eight graphs on sixteen cores take 1.7 times as long as one (VGG16, reports/h200/oracle).
 CORES_PER_GRAPH = 3
 
 
 class Evaluator(Protocol):
-    """What the search needs of a machine."""
+    """The interface that the search uses to measure policies on a machine."""
 
     def prepare(self, limit_s: float) -> Prepared:
-        """What is to be measured, and on what, within `limit_s` seconds.
+        """Returns the hardware and the workload to measure, within `limit_s` seconds.
 
-        Raises the user's mistakes (`TargetError`, `UserCodeError`), `NothingFeasibleError` if the worker died or hung.
+        Raises `TargetError` or `UserCodeError` for mistakes of the user, `NothingFeasibleError` if the worker failed.
         """
         ...
 
     def launch(self, policies: Sequence[Policy]) -> None:
-        """Starts a fresh process for each of these policies; until the next launch it is measured in that one."""
+        """Starts a fresh process for each policy; the policy is measured in it until the next launch."""
         ...
 
     @property
     def graphs_at_once(self) -> int:
-        """How many graphs it can compile in little more time than one."""
+        """Number of graphs that compile together in little more time than one."""
         ...
 
     def compile(self, policies: Sequence[Policy], limit_s: float) -> Mapping[Policy, float]:
-        """Compiles these policies beside one another, each in a fresh process, which it is then measured in.
+        """Compiles these policies in parallel, each in a fresh process, where it is measured later.
 
-        The seconds that each took; not of one that failed, or was not done within `limit_s`, which its trial will tell.
+        Returns the seconds that each took. A policy that failed or exceeded `limit_s` is missing; its trial reports it.
         """
         ...
 
     def measure(self, policy: Policy, effort: Effort) -> Outcome: ...
 
     def measure_alone(self, policy: Policy, effort: Effort) -> Outcome:
-        """The same with the device's memory to itself."""
+        """Measures the policy while no other worker uses the device's memory."""
         ...
 
     def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:
-        """How training under a policy differs from training in the user's FP32.
+        """Compares training under a policy with training in the user's FP32.
 
-        The first call makes the reference, in about `seconds`, and all others use it; where it cannot be made, the
-        answer is why. `limit_s` is the hard end of making it, and of the judgement.
+        The first call makes the reference in about `seconds`, and later calls reuse it. If it cannot be made, every
+        call returns that failure. `limit_s` limits making the reference and the judgement, each.
         """
         ...
 
     def trace(self, policy: Policy, fp32: Policy, limit_s: float) -> tuple[ModuleTrace, ...] | Failure:
-        """Where numbers go wrong in one step under a policy, module by module."""
+        """Traces one step under a policy module by module, to find where numbers go wrong."""
         ...
 
     def sense(self, policy: Policy, dtypes: tuple[Half, ...], limit_s: float) -> Sensitivity | Failure:
-        """What half precision does to each module by itself, in the policy's memory format and FP32 math."""
+        """Measures half precision on each module alone, in the policy's memory format and FP32 math."""
         ...
 
     def profile(self, policy: Policy, limit_s: float) -> StepProfile | Failure:
-        """What a step spends its time on, nothing else at work on the device."""
+        """Profiles a step while no other worker runs on the device."""
         ...
 
     def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming | Failure:
-        """The workload's own training loop under the policy, alone on the device, for `seconds` besides its warm-up."""
+        """Runs the workload's training loop under the policy, alone on the device, for `seconds` plus its warm-up."""
         ...
 
     def close(self) -> None: ...
@@ -90,13 +90,13 @@ class Evaluator(Protocol):
 
 @dataclass
 class WorkerEvaluator:
-    """This machine, measured in worker processes: while searching, one for each `cudnn.benchmark` setting, and of each
-    kind one that compiles and one that does not.
+    """An evaluator on this machine that measures in worker processes.
 
-    PyTorch caches cuDNN's execution plans by shape, dtype and layout but not by that flag, so whichever
-    setting meets a shape first decides for both (aten/src/ATen/native/cudnn/Conv_v8.cpp). The workers never
-    measure at the same time, and each hands its device memory back after every trial, CUDA graphs of a moderate size
-    aside. With `memory_mib` none may have more than that of it.
+    While searching there are at most four: one for each combination of `cudnn.benchmark` and compiling or not. PyTorch
+    caches cuDNN's execution plans by shape, dtype and layout but not by that flag: in one process, the setting that
+    meets a shape first would decide for both (aten/src/ATen/native/cudnn/Conv_v8.cpp). The workers never measure at the
+    same time. Each frees its device memory after every trial, except CUDA graphs of a moderate size. `memory_mib`
+    limits the device memory of each worker.
     """
 
     source: Source
@@ -128,9 +128,9 @@ class WorkerEvaluator:
         return {policy: outcome.startup_s for policy, outcome in started.items() if isinstance(outcome, Measurement)}
 
     def _start(self, policies: Sequence[Policy], at_most: int, limit_s: float) -> dict[Policy, Outcome | None]:
-        """A fresh worker for each; what became of the first steps of those that compile, and None for the others.
+        """Starts a worker for each; returns the outcome of the first steps of those that compile, None for others.
 
-        What went wrong is told by the first measurement.
+        A failure here is reported again by the first measurement.
         """
         self._workers |= {policy: self._new() for policy in policies}
         first = list(dict.fromkeys(policies))[:at_most]
@@ -140,7 +140,7 @@ class WorkerEvaluator:
     def measure(self, policy: Policy, effort: Effort) -> Outcome:
         outcome = self._measure(policy, effort)
         if isinstance(outcome, Failure) and outcome.kind == "oom" and self._stop_others(policy):
-            return self._measure(policy, effort)  # idle workers hold a CUDA context each, which training will not
+            return self._measure(policy, effort)  # idle workers' CUDA contexts took memory that training will have
         return outcome
 
     def measure_alone(self, policy: Policy, effort: Effort) -> Outcome:
@@ -191,17 +191,17 @@ class WorkerEvaluator:
         return reply.outcome
 
     def _worker(self, policy: Policy) -> WorkerProcess:
-        """The policy's own worker if one was launched for it, else that of its kind."""
+        """Returns the worker launched for the policy, otherwise the one of its kind."""
         key = policy if policy in self._workers else (policy.cudnn_benchmark, policy.compile != "off")
         process = self._workers.pop(key, None) or self._new()
         running = [other for other in self._workers.values() if other.runs]
         if not process.runs and len(running) >= (self._room or max(2, len(running) + workers_that_fit())):
-            running[0].stop()  # the one that was idle for longest
+            running[0].stop()  # the longest idle one
         self._workers[key] = process
         return process
 
     def _stop_others(self, policy: Policy) -> bool:
-        """Whether any were running."""
+        """Stops all other workers; returns True if any was running."""
         mine = self._worker(policy)
         others = [process for process in self._workers.values() if process is not mine and process.runs]
         stop_all(others)

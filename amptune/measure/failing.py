@@ -1,4 +1,4 @@
-"""Exceptions into typed failures. An exception never becomes a number."""
+"""Conversion of exceptions into typed failures. An exception never becomes a number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from amptune.workload.user_errors import where_in_user_code
 
 __all__ = ["NonFiniteError", "TooSlowError", "cuda_is_broken", "failure_of"]
 
-# How out-of-memory reads besides torch.OutOfMemoryError: the CUDA runtime, cuBLAS, cuDNN, the CPU allocator.
+# Out-of-memory messages besides torch.OutOfMemoryError: of the CUDA runtime, cuBLAS, cuDNN, the CPU allocator.
 _OUT_OF_MEMORY = (
     "out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -23,9 +23,9 @@ _UNSUPPORTED = ("not implemented for", "is not supported", "not currently suppor
 
 
 class NonFiniteError(ArithmeticError):
-    """A loss, a gradient, a weight or a buffer is not finite, or every step was skipped by the loss scaler.
+    """Error for a loss, gradient, weight or buffer that is not finite, or if the loss scaler skipped every step.
 
-    `modules` are the paths of those whose gradients broke, where that is known.
+    `modules` are the paths of the modules whose gradients broke, if known.
     """
 
     def __init__(self, message: str, modules: tuple[str, ...] = ()) -> None:
@@ -34,13 +34,13 @@ class NonFiniteError(ArithmeticError):
 
 
 class TooSlowError(Exception):
-    """What was asked for takes far longer than the time there is for it."""
+    """Error for a task that needs far more time than it has."""
 
 
 def failure_of(error: BaseException) -> Failure:
-    """The failure an exception stands for, with the place in the user's code it came from."""
+    """Converts an exception into a failure, with the place in the user's code where it was raised."""
     if isinstance(error, AmptuneError) and error.__cause__ is not None:
-        error = error.__cause__  # the user's own exception says it better
+        error = error.__cause__  # the user's own exception is clearer
     return Failure(
         kind=_kind_of(error),
         message=_first_line(error),
@@ -50,7 +50,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def cuda_is_broken() -> bool:
-    """Whether a CUDA error has made this process useless: such errors come back at every later call."""
+    """Returns True if a CUDA error has made this process unusable: such errors repeat at every later call."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has not typed it
         return False
     try:
@@ -80,7 +80,7 @@ def _kind_of(error: BaseException) -> FailureKind:
 
 
 def _is_of_the_compiler(error: BaseException) -> bool:
-    """Whether torch.compile gave up: no C++ compiler or Triton here, an operation that it cannot lower."""
+    """Returns True if torch.compile failed: no C++ compiler or Triton, or an operation that it cannot lower."""
     return type(error).__module__.partition(".")[0] == "triton" or type(error).__module__.startswith(_COMPILER)
 
 
@@ -99,5 +99,5 @@ def _memory_is_short() -> bool:
 def _first_line(error: BaseException) -> str:
     lines = [line for line in map(str.strip, str(error).splitlines()) if line]
     if len(lines) > 1 and _is_of_the_compiler(error) and lines[0].endswith(":"):
-        return f"{lines[0]} {lines[1]}"  # "backend='inductor' raised:" says nothing by itself
+        return f"{lines[0]} {lines[1]}"  # "backend='inductor' raised:" alone is not informative
     return lines[0] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""Batches as training gets them: from the user's loader, epoch after epoch, onto the device."""
+"""Feeding of batches as in training: from the user's loader, epoch after epoch, onto the device."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _END = object()
 
 
 class Epochs:
-    """The batches of the workload's loader, on the host, without end: a loader that ends is begun again.
+    """An endless iterator over the loader's batches on the host; a loader that ends is started again.
 
-    A workload without a loader gets a DataLoader that calls `batch` each time. Raises `TargetError` where there is
-    nothing to iterate over, `UserCodeError` for what the user's code raises.
+    A workload without a loader gets a DataLoader that calls `batch` each time. Raises `TargetError` if there is
+    nothing to iterate over, `UserCodeError` if the user's code raises.
     """
 
     def __init__(self, workload: Workload, batch_size: int, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class Epochs:
 
     def _begin_epoch(self) -> None:
         with user_code(self._call):
-            if self._loader is None or isinstance(self._loader, Iterator):  # which is spent after one pass
+            if self._loader is None or isinstance(self._loader, Iterator):  # an iterator is spent after one pass
                 self._loader = self._build()
         if not isinstance(self._loader, Iterable):
             kind = type(self._loader).__name__
@@ -76,21 +76,21 @@ class Epochs:
         )
 
     def close(self) -> None:
-        """Ends the loader's worker processes, which a reference kept elsewhere would keep alive."""
+        """Ends the loader's worker processes, even if another reference would keep them alive."""
         iterator, self._iterator = self._iterator, iter(())
         loader, self._loader = self._loader, None
         if isinstance(loader, DataLoader):
-            shut_down = getattr(iterator, "_shutdown_workers", lambda: None)  # torch has no public way to
+            shut_down = getattr(iterator, "_shutdown_workers", lambda: None)  # torch has no public way
             shut_down()
             if loader._iterator is iterator:
-                loader._iterator = None  # persistent workers: the next epoch would wait for those that ended
+                loader._iterator = None  # persistent workers: the next epoch would wait for the ended ones
 
 
 class Feed:
-    """Batches on the device, timed: each is one lap of waiting, one of copying, and then the step's.
+    """An iterator over batches on the device, with laps: one for waiting, one for copying, then the step's.
 
-    `wait_s` is how long the host was blocked for batches, `host_s` that and the time to copy them; `samples` counts
-    what was given. `hold_ms` keeps the device from each batch for so long, and the host runs ahead of it.
+    `wait_s` is the time the host was blocked for batches, `host_s` that plus its time to copy them. `samples` counts
+    the samples handed out. With `hold_ms` the device is held that long before each step, so the host can run ahead.
     """
 
     def __init__(self, workload: Workload, batch_size: int, device: torch.device, stopwatch: Stopwatch) -> None:
@@ -138,11 +138,11 @@ class Feed:
 
 
 class SampleCounter:
-    """How many samples a batch holds: the last of an epoch may be smaller.
+    """A counter of the samples in each batch: the last batch of an epoch may be smaller.
 
-    Where a batch's tensors hold their samples is read off `batch(n)`; where none has an axis of that length (packed
-    sequences, graphs), each batch counts as whole. Raises `TargetError` for a loader that makes other batches than
-    it is asked for: its samples per second would say nothing of a policy's.
+    `batch(n)` tells which axis holds the samples. If no axis has length n (packed sequences, graphs), each batch counts
+    as n samples. Raises `TargetError` if the loader's batches are not of the requested size: its samples per second
+    could not be compared with a policy's.
     """
 
     def __init__(self, workload: Workload, batch_size: int) -> None:
@@ -158,7 +158,7 @@ class SampleCounter:
         return self._batch_size if self._axis is None else _lengths(batch).get(self._axis, self._batch_size)
 
     def _axis_of_samples(self, batch: Any) -> tuple[int, int] | None:
-        """(the tensor's place in the batch, its axis), where both `batch(n)` and the loader's batch have n samples."""
+        """Returns (tensor's index in the batch, axis) where both `batch(n)` and the loader's batch have length n."""
         n = self._batch_size
         with user_code(f"batch({n})"):
             expected = _lengths(self._workload.batch(n))
@@ -190,7 +190,7 @@ def _shapes(batch: Any) -> list[tuple[int, ...]]:
 
 
 class _Fresh(IterableDataset[Any]):
-    """`batch(n)`, called for every batch."""
+    """A dataset that calls `batch(n)` for every batch."""
 
     def __init__(self, workload: Workload, batch_size: int) -> None:
         self._workload = workload
@@ -202,7 +202,7 @@ class _Fresh(IterableDataset[Any]):
 
 
 def _fresh_batches(workload: Workload, batch_size: int, *, pinned: bool) -> DataLoader[Any]:
-    """Pinned here rather than by DataLoader, which passes dataclasses over and makes lists of tuples (torch 2.9)."""
+    """Pins batches itself: DataLoader does not pin dataclasses and turns tuples into lists (torch 2.9)."""
     return DataLoader(_Fresh(workload, batch_size), batch_size=None, collate_fn=_pinned if pinned else _as_it_is)
 
 

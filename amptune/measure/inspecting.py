@@ -1,4 +1,4 @@
-"""One instrumented training step: which leaf modules there are, in what order they run, what they compute."""
+"""Inspection of the model in one instrumented training step: leaf modules, their order and their work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["inspect_model"]
 
 @dataclass(slots=True)
 class _Seen:
-    """What the hooks saw of one module, summed over its calls."""
+    """Figures of one module from its hooks, summed over its calls."""
 
     flops: int = 0
     cast_numel: int = 0
@@ -35,7 +35,7 @@ class _Seen:
 def inspect_model(bench: Bench, source_digest: str) -> Subject:
     """Runs one FP32 step with hooks on every leaf.
 
-    A step that fails leaves the leaves' figures at 0: the baseline's own trial reports the failure.
+    If the step fails, the leaves' figures stay 0; the baseline's own trial reports the failure.
     """
     leaves = {path: module for path, module in bench.model.named_modules() if not any(module.children())}
     seen = {path: _Seen() for path in leaves}
@@ -104,7 +104,7 @@ def _leaf(path: str, module: nn.Module, seen: _Seen) -> Leaf:
 
 
 def _flops(module: nn.Module, inputs: Any, output: Any) -> int:
-    """Multiplications and additions of one forward call, for the modules that are matrix products."""
+    """Returns the multiplications and additions of one forward call; 0 for modules that are no matrix product."""
     if isinstance(module, nn.modules.conv._ConvTransposeNd):
         return 2 * _numel(inputs) * (module.out_channels // module.groups) * math.prod(module.kernel_size)
     if isinstance(module, nn.modules.conv._ConvNd):

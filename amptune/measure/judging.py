@@ -1,4 +1,4 @@
-"""Trains for a moment in FP32 and under a policy, over the same batches, and says how they differ."""
+"""Judging of numerics: trains shortly in FP32 and under a policy on the same batches, and compares them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from amptune.policy.settings import Policy
 
 __all__ = ["judge", "make_reference"]
 
-# FP32 is held against itself (weights rounded, another seed) on so many batches.
+# Number of batches on which FP32 is compared with itself (weights rounded, another seed).
 SELF_BATCHES = 2
-# A slow step takes the first of these that the time is enough for; where the last takes twice as long as that, or
-# more, nothing is judged.
+# The first entry that fits into the time is used. If the last entry needs more than twice the time, nothing is judged.
 THOROUGHNESS = (
     Thoroughness(batches=8, epochs=4, replicas=2),
     Thoroughness(batches=6, epochs=3, replicas=2),
@@ -35,9 +34,9 @@ THOROUGHNESS = (
 
 
 def make_reference(bench: Bench, policy: Policy, seconds: float) -> Reference:
-    """Trains in FP32, the user's own (`policy`), as thoroughly as fits into `seconds`.
+    """Trains in the user's FP32 (`policy`), as thoroughly as fits into `seconds`; returns the reference.
 
-    Raises what the workload raises, `NonFiniteError` where FP32 itself breaks, and `TooSlowError`.
+    Raises any error of the workload, `NonFiniteError` if FP32 itself breaks, and `TooSlowError`.
     """
     _, spread = batches_of(bench, divided=True)
     try:
@@ -45,7 +44,7 @@ def make_reference(bench: Bench, policy: Policy, seconds: float) -> Reference:
     except Exception as error:
         if spread != "parts" or isinstance(error, TooSlowError):
             raise
-        return _reference(bench, policy, seconds, divided=False)  # the workload may take whole batches alone
+        return _reference(bench, policy, seconds, divided=False)  # the workload may accept only whole batches
 
 
 def _reference(bench: Bench, policy: Policy, seconds: float, *, divided: bool) -> Reference:
@@ -74,9 +73,9 @@ def _reference(bench: Bench, policy: Policy, seconds: float, *, divided: bool) -
 
 
 def judge(bench: Bench, policy: Policy, reference: Reference) -> Parity:
-    """Trains under the policy on the reference's batches. What breaks on the way is the answer's `failure`.
+    """Trains under the policy on the reference's batches; an error becomes the `failure` of the result.
 
-    A process in which model() or batch(n) give something else than in the reference's makes one of its own.
+    If model() or batch(n) give other values in this process than in the reference's, it makes its own reference.
     """
     start_s = time.perf_counter()
     try:
@@ -103,13 +102,13 @@ def _parity(bench: Bench, policy: Policy, reference: Reference) -> Parity:
 
 
 def _alike(a: Sequence[float], b: Sequence[float]) -> bool:
-    """NaN in a batch is the same in every process too."""
+    """Returns True if the fingerprints agree; NaN equals NaN, because a batch may hold it in every process."""
     same = (math.isclose(x, y, rel_tol=1e-6) or (math.isnan(x) and math.isnan(y)) for x, y in zip(a, b, strict=False))
     return len(a) == len(b) and all(same)
 
 
 def _order(count: int, epochs: int, seed: int | None = None) -> list[int]:
-    """Which batch comes when: each once an epoch, in a random order for a seed."""
+    """Returns the order of batches: each once per epoch; with a seed, in random order."""
     if seed is None:
         return list(range(count)) * epochs
     random = np.random.default_rng(seed)
@@ -117,7 +116,7 @@ def _order(count: int, epochs: int, seed: int | None = None) -> list[int]:
 
 
 def _affordable(seconds: float, step_s: float) -> Thoroughness:
-    """Raises `TooSlowError`."""
+    """Returns the best thoroughness that fits into the time. Raises `TooSlowError`."""
     fits = (one for one in THOROUGHNESS if one.reference_steps * step_s <= seconds)
     least = THOROUGHNESS[-1]
     least_s = least.reference_steps * step_s
@@ -127,7 +126,7 @@ def _affordable(seconds: float, step_s: float) -> Thoroughness:
 
 
 def _rounder(share: float) -> Callable[[torch.nn.Module], None]:
-    """What changes every weight at random by this share of it, in the root mean square."""
+    """Returns a function that changes every weight at random by this relative root mean square."""
 
     @torch.no_grad()
     def change(model: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What a GPU kernel's name tells of it. Names are the libraries' own and change with them: unknown ones say nothing."""
+"""Classification of GPU kernels by name. Names change with library versions; unknown names count as `other`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _LAYOUT = re.compile(
     r"transpose_readwrite|kcrstorsck|nchwtonchw",
     re.IGNORECASE,
 )
-# The shape of a tensor-core instruction (s16816 is m16n8k16 into FP32), its name, or a type no other unit computes.
+# The shape of a tensor-core instruction (s16816 is m16n8k16 into FP32), its name, or a type only tensor cores compute.
 _TENSOR_CORE = re.compile(
     r"[shi]_?(?:884|1688|16816|16832|161616)|tensorop|tensor\d+x\d+x\d+|[hiw]g?mma|gmma|nvjet|"
     r"xmma\w*(?:bf16|f16|tf32)|cutlass\w*(?:bf16|f16|tf32)|flash|fmha|sdpa",
     re.IGNORECASE,
 )
-# Products on the ordinary units. `xmma` is NVIDIA's name for a generator of kernels, not for a unit.
+# Products without tensor cores. `xmma` is NVIDIA's name for a kernel generator, not for a unit.
 _PLAIN = re.compile(
     r"simt|ffma|sgemm|gemv|gemmsn|gemmk1|grouped_direct|depthwise|convolve|winograd|fft|xmma|"
     r"[dw]grad\w*engine|dgrad2d|wgrad2d|conv2d|conv3d|dot_kernel|gemm",
@@ -32,7 +32,7 @@ _PLAIN = re.compile(
 
 @cache
 def kind_of_kernel(name: str) -> KernelKind:
-    """`plain` is a matrix product or convolution without tensor cores; `other` is anything else."""
+    """Returns the kind; `plain` is a matrix product or convolution without tensor cores, `other` is anything else."""
     if _LAYOUT.search(name):
         return "layout"
     if "init_device_workspace" in name:  # named after the product it prepares

@@ -1,4 +1,4 @@
-"""What a training loop of the user's own gave, and how far the tuner's figure is off and why. Values alone."""
+"""Timing of the user's training loop, and findings on why it differs from the tuner's figure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from amptune.policy.findings import Finding
 
 __all__ = ["AGREEMENT", "WORTH_SAYING", "LoopTiming", "compare_with_loop", "limits_of"]
 
-# Two processes that measure the same step differ by about this much, and so do two runs of a few seconds: a
-# difference within it says nothing.
+# Two processes that measure the same step differ by about this much, and so do two runs of a few seconds. A smaller
+# difference is not significant.
 AGREEMENT = 0.02
-# A smaller share of the loop's time cannot by itself put the tuner's figure off by more than `AGREEMENT`.
+# A smaller share of the loop's time cannot alone shift the tuner's figure by more than `AGREEMENT`.
 WORTH_SAYING = 0.02
-# A host that needs less than this part of a step's time to enqueue it is ahead of the device, and is not what it
-# waits for. The device's clock may be a few percent higher in the few steps that `busy_ms` is measured on than in
-# the loop: without this those percents would read as the host's.
+# A host that needs less than this part of a step's time to enqueue the step is ahead of the device, so the device does
+# not wait for it. In the few steps that measure `busy_ms` the device's clock may be a few percent higher than in the
+# loop; without this threshold those percents would be blamed on the host.
 HOST_AT_ITS_LIMIT = 0.9
 
 
@@ -25,17 +25,17 @@ HOST_AT_ITS_LIMIT = 0.9
 class LoopTiming:
     """A training loop, timed for a moment by wall clock. All `_ms` are means per optimizer step.
 
-    - `wait_ms`: the host was blocked in `next(loader)`. On a GPU, the device may have been at work meanwhile.
-    - `copy_ms`: the device copied batches to itself; they were all `pinned`, or not (None on a CPU, which has no use
-      for that).
-    - `step_ms`: between the arrival of a batch on the device and the end of its work on it, as the device sees it.
-    - `idle_ms`: what remains of the wall clock's time: the device had no batch to work on.
-    - `host_ms`: the host needed this long to give the device a step's work, the device having none before. A step
-      that waits for the device itself, as GradScaler's does, has that waiting in it.
-    - `busy_ms`: a step takes the device this long when all its work was given ahead. None on a CPU.
+    - `wait_ms`: time the host was blocked in `next(loader)`. A GPU may have worked meanwhile.
+    - `copy_ms`: time the device copied batches to itself. `pinned` tells if all were pinned (None on a CPU, where it
+      does not matter).
+    - `step_ms`: time from the arrival of a batch on the device to the end of its work on it, on the device's clock.
+    - `idle_ms`: the rest of the wall-clock time: the device had no batch to work on.
+    - `host_ms`: time the host needs to issue a step's work to an idle device. If the step itself waits for the device
+      (as with GradScaler), that time is included.
+    - `busy_ms`: time the device needs for a step when all its work was enqueued ahead. None on a CPU.
 
-    `source` is what was iterated over: the workload's `loader`, or for want of one its `batch`, called each time.
-    `alone_samples_per_s` is what the tuner's own way of timing the step gave in the same process, just before.
+    `source` tells what was iterated over: the workload's `loader`, or without one its `batch`, called for every step.
+    `alone_samples_per_s` is the tuner's own timing of the step in the same process, just before the loop.
     """
 
     samples_per_s: float
@@ -53,12 +53,12 @@ class LoopTiming:
 
     @property
     def wall_ms(self) -> float:
-        """A step by the wall clock."""
+        """Wall-clock time of one step."""
         return 1000 * self.seconds / self.steps
 
     @property
     def wait_share(self) -> float:
-        """The part of the loop's time in which the device had nothing to do for want of a batch."""
+        """Share of the loop's time in which the device was idle because no batch was there."""
         return min(self.wait_ms, self.idle_ms) / self.wall_ms
 
     @property
@@ -67,7 +67,7 @@ class LoopTiming:
 
     @property
     def host_share(self) -> float:
-        """The part in which the device had nothing to do although a batch was there."""
+        """Share of the loop's time in which the device was idle although a batch was there."""
         between = max(0.0, self.idle_ms - self.wait_ms)
         within = 0.0
         if self.busy_ms is not None and self.host_ms >= HOST_AT_ITS_LIMIT * self.step_ms:
@@ -76,14 +76,14 @@ class LoopTiming:
 
     @property
     def input_bound(self) -> bool:
-        """Whether the input pipeline is the limit: a faster step would wait for its data."""
+        """True if the input pipeline is the limit: a faster step would wait for its data."""
         return self.wait_share > WORTH_SAYING
 
 
 def compare_with_loop(timing: LoopTiming, *, samples_per_s: float) -> tuple[Finding, ...]:
-    """How far the loop is from the tuner's `samples_per_s`, then what keeps the device from working all the time.
+    """Returns findings: the loop against the tuner's `samples_per_s`, then the reasons why the device is idle.
 
-    Reasons are given where the figures agree too: a step that waits for the host did so for the tuner as well.
+    Reasons are given even if the figures agree: a step that waits for the host also did so when the tuner timed it.
     """
     return (
         _end_to_end(timing, samples_per_s),
@@ -113,7 +113,7 @@ def _end_to_end(timing: LoopTiming, samples_per_s: float) -> Finding:
 
 
 def limits_of(timing: LoopTiming) -> Iterator[Finding]:
-    """What keeps the device from working all the time: the input, copies, the host."""
+    """Yields findings on what keeps the device idle: the input, copies, the host."""
     if timing.input_bound:
         yield _reason("input-bound", timing.wait_share, _input_bound(timing), wait_ms=timing.wait_ms)
     if timing.copy_share > WORTH_SAYING:
@@ -123,7 +123,7 @@ def limits_of(timing: LoopTiming) -> Iterator[Finding]:
 
 
 def _other_launch(timing: LoopTiming, samples_per_s: float) -> Iterator[Finding]:
-    """Where the step is another without any loop, in the loop's process: no two starts of a process are the same."""
+    """Yields a finding if the step alone differs in the loop's process: launches differ from each other."""
     if timing.alone_samples_per_s is None:
         return
     off = timing.alone_samples_per_s / samples_per_s - 1
@@ -138,7 +138,7 @@ def _other_launch(timing: LoopTiming, samples_per_s: float) -> Iterator[Finding]
 
 
 def _other_step(timing: LoopTiming, samples_per_s: float) -> Iterator[Finding]:
-    """Where the loop is off since the step itself is: neither data nor copies explain that."""
+    """Yields a finding if the loop differs because the step itself does; data and copies do not explain that."""
     alone_ms = timing.wall_ms * timing.samples_per_s / samples_per_s
     off = timing.step_ms / alone_ms - 1
     loop_off = timing.wall_ms / alone_ms - 1

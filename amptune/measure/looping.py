@@ -1,7 +1,7 @@
-"""The user's own training loop, run for a moment under a policy: fresh data at every step, timed by wall clock.
+"""Short runs of the user's training loop under a policy, with fresh data at every step, timed by wall clock.
 
-The tuner times steps over a few batches that already lie on the device. Whether training gets what it found is
-seen here, where batches are loaded and copied as in training.
+The tuner times steps over a few batches that are already on the device. This loop loads and copies batches as training
+does, and so checks if training reaches the tuner's speed.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from amptune.workload.user_errors import user_code
 
 __all__ = ["LoopTiming", "compare_with_loop", "run_loop"]
 
-# After the timed part a few single steps are looked at: so many within half a second, two where a step takes longer.
+# Number of single steps probed after the timed part: up to this many within half a second, at least two.
 _PROBES = 5
 _PROBES_MS = 500.0
-# The device is held for so many times what the host needs for a step, so that the host is done when it begins.
+# The device is held for this multiple of the host's time for a step, so the host is done before it begins.
 _HOLD = 1.5
 
 
 def run_loop(bench: Bench, policy: Policy, seconds: float, warmup_s: float = 1.0) -> LoopTiming:
     """Trains for `seconds` over the workload's loader, from the initial weights.
 
-    The warm-up is the first step, whatever it compiles, and then `warmup_s` more. One step at least is timed; a
-    step or a batch that has begun is not broken off. Raises `TargetError` for a loader that yields no batches, or
-    not those it is asked for, and `UserCodeError` for whatever else the loop raises, running out of memory included.
+    The warm-up is the first step, with any compiling, and then `warmup_s` more. At least one step is timed; a step or
+    batch that has begun is not interrupted. Raises `TargetError` if the loader yields no batches or batches of a wrong
+    size, `UserCodeError` for any other error in the loop, including out of memory.
     """
     stopwatch = stopwatch_for(bench.device)
     feed = Feed(bench.workload, policy.batch_size or bench.workload.batch_size, bench.device, stopwatch)
@@ -80,7 +80,7 @@ class _Loop:
         )
 
     def _run(self, seconds: float, *, at_least: int = 0) -> int:
-        """Steps until the time is over; returns how many."""
+        """Runs steps until the time is over; returns their number."""
         steps, end = 0, time.perf_counter() + seconds
         while steps < at_least or time.perf_counter() < end:
             self.step()
@@ -88,7 +88,7 @@ class _Loop:
         return steps
 
     def _probe(self, step_ms: float) -> tuple[float, float]:
-        """(ms the host needs to enqueue a step, ms the device needs when the whole step was enqueued ahead)."""
+        """Returns (ms the host needs to enqueue a step, ms the device needs for a step that was enqueued ahead)."""
         count = max(2, min(_PROBES, round(_PROBES_MS / step_ms)))
         host_ms = statistics.median(self._host_ms() for _ in range(count))
         self.feed.hold_ms = _HOLD * host_ms
@@ -101,7 +101,7 @@ class _Loop:
         return 1000 * (time.perf_counter() - start - (self.feed.host_s - fed_s))
 
     def _busy_ms(self) -> float:
-        """The device is kept waiting behind its batch while the host enqueues the step."""
+        """Returns the device's time for a step; the device is held after its batch while the host enqueues the step."""
         self.stopwatch.reset()
         self.step()
         self.stopwatch.mark("step")

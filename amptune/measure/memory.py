@@ -1,4 +1,4 @@
-"""Peak memory of one trial inside a process that runs many."""
+"""Peak memory of one trial in a process that runs many trials, and limits on memory."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 __all__ = ["PeakMemory", "available_mib", "limit_memory", "memory_for"]
 
 _MIB = 2**20
-# Of a CPU's memory, what a training process may take without the machine beginning to swap.
+# Share of a CPU's available memory that a training process may use before the machine begins to swap.
 CPU_SHARE = 0.8
 
 
 class PeakMemory(Protocol):
-    """Peaks since the last `reset`, in MiB."""
+    """A meter of peak memory since the last `reset`, in MiB."""
 
     def reset(self) -> None: ...
 
     def peak_mib(self) -> tuple[float, float]:
-        """(allocated, reserved)."""
+        """Returns (allocated, reserved)."""
         ...
 
     def alloc_retries(self) -> int:
-        """How often the allocator had to flush its cache to find memory: above 0, the timings are not real."""
+        """Returns how often the allocator flushed its cache to find memory; above 0, the timings are not valid."""
         ...
 
 
@@ -50,11 +50,11 @@ class _CudaPeakMemory:
 
 
 class _ResidentPeakMemory:
-    """The peak resident set. The kernel's high-water mark lives as long as the process, so it is reset first."""
+    """A meter of the peak resident set. The kernel's high-water mark covers the whole process, so it is reset first."""
 
     def reset(self) -> None:
         gc.collect()
-        # Linux: 5 resets VmHWM, https://docs.kernel.org/filesystems/proc.html ("clear_refs")
+        # On Linux, 5 resets VmHWM: https://docs.kernel.org/filesystems/proc.html ("clear_refs")
         marks = Path("/proc/self/clear_refs")
         if marks.exists():
             try:
@@ -75,7 +75,7 @@ def memory_for(device: torch.device) -> PeakMemory:
 
 
 def available_mib(device: torch.device) -> float:
-    """What this process could have of the device's memory, its own included; by NVML nothing is told of the context."""
+    """Returns the memory this process could use, its own included. NVML's figure would ignore the CUDA context."""
     if device.type != "cuda":
         own = psutil.Process().memory_info().rss
         return (psutil.virtual_memory().available * CPU_SHARE + own) / _MIB
@@ -85,7 +85,7 @@ def available_mib(device: torch.device) -> float:
 
 
 def limit_memory(device: torch.device, mib: float) -> None:
-    """Has PyTorch's allocator on a GPU raise out-of-memory beyond so much; a CPU's has no such limit."""
+    """Makes PyTorch's GPU allocator raise out-of-memory above `mib`; the CPU's allocator has no such limit."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, mib * _MIB / total), device)

@@ -1,4 +1,4 @@
-"""A time by module: what a finding says of where it is spent."""
+"""Times by module, and the words that findings use for them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ __all__ = ["Times", "called", "finding_about", "summed", "where"]
 
 Times = Sequence[tuple[str | None, float]]
 
-# A finding is about one module if that has at least this part of the time.
+# A finding is about one module if that module takes at least this part of the time.
 MOST = 0.5
-# Otherwise it names so many, if they have that part together.
+# Otherwise it names this many modules, if together they take that part.
 NAMED = 3
 
 _Key = TypeVar("_Key")
 
 
 def finding_about(code: str, message: str, profile: StepProfile, times: Times, **figures: Any) -> Finding:
-    """A finding whose `module` is the one that most of the time is spent in, if there is one."""
+    """Returns a finding; its `module` takes at least `MOST` of the time, or is None if no module does."""
     module, ms = summed(times)[0]
     about = module if module and ms >= MOST * sum(time for _, time in times) else None
     return Finding(code=code, message=message, module=about, figures={**figures, "step_ms": profile.step_ms})
 
 
 def where(times: Times, profile: StepProfile) -> str:
-    """In words, to go into a message."""
+    """Returns the place of the time in words, for a message."""
     if not profile.attributed:
         return "in a compiled model, whose modules cannot be told apart"
     modules = summed(times)
@@ -43,7 +43,7 @@ def where(times: Times, profile: StepProfile) -> str:
 
 
 def summed(times: Iterable[tuple[_Key, float]]) -> list[tuple[_Key, float]]:
-    """The times of each, the longest first."""
+    """Returns the total time of each key, the longest first."""
     totals: dict[_Key, float] = {}
     for one, ms in times:
         totals[one] = totals.get(one, 0.0) + ms
@@ -51,7 +51,7 @@ def summed(times: Iterable[tuple[_Key, float]]) -> list[tuple[_Key, float]]:
 
 
 def called(module: str | None) -> str:
-    """What a module is called in a message."""
+    """Returns the name of a module for a message."""
     if module is None:
         return "code outside the model"
     return module or "the model's own forward"

@@ -1,4 +1,4 @@
-"""Which operation runs inside which, and on behalf of which module."""
+"""Nesting of profiled operations, and the module that each one runs for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from amptune.measure.step_trace import MODULE_RANGE, Op
 
 __all__ = ["Nesting"]
 
-# Times are written in ns, as floats of µs since the machine started: the last digit is not to be relied on.
+# Times have a resolution of ns but are floats of µs since the machine started: the last digit is unreliable.
 TICK_US = 0.002
 
 _EVALUATION = "autograd::engine::evaluate_function"
@@ -37,7 +37,7 @@ class Nesting:
             around.append(op)
 
     def _backward_links(self) -> Iterator[tuple[int, int]]:
-        """The profiler links the backward function alone; summing its gradients is on the same module's behalf."""
+        """Also links the engine's evaluation, which sums gradients: the profiler links only the backward function."""
         for op in self._ops.values():
             if op.forward is None:
                 continue
@@ -50,24 +50,24 @@ class Nesting:
         return None if op_id is None else self._ops.get(op_id)
 
     def around(self, op: Op | None) -> Iterator[Op]:
-        """The operation, then what it runs inside, outwards."""
+        """Yields the operation, then the operations around it, from inside to outside."""
         while op is not None:
             yield op
             op = self._parent.get(op.id)
 
     def nearest(self, op: Op | None, wanted: Callable[[Op], bool]) -> Op | None:
-        """The operation itself or the innermost around it that is wanted."""
+        """Returns the first wanted operation: itself, or the innermost around it."""
         return next((one for one in self.around(op) if wanted(one)), None)
 
     def own_us(self, op: Op) -> float:
-        """The time in the operation and in none inside it."""
+        """Returns the operation's time without that of the operations inside it."""
         return max(0.0, op.us - self._inner_us[op.id])
 
     def module_of(self, op: Op | None) -> str | None:
-        """The module whose forward runs it, or ran what it is the backward of; None where there is none.
+        """Returns the module whose forward runs the operation, or ran its forward operation; None without a module.
 
-        The first of either kind outwards counts: a forward that runs again inside the backward pass, as activation
-        checkpointing does, has ranges of its own.
+        The innermost module range or backward link counts. A forward that runs again inside the backward pass
+        (activation checkpointing) has its own ranges.
         """
         for one in self.around(op):
             if one.name.startswith(MODULE_RANGE):

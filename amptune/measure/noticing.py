@@ -1,4 +1,4 @@
-"""What the measurements of a run say about the machine, as findings."""
+"""Findings about the machine, made from the measurements of a run."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _WORDS = {
 
 
 def noticed(outcomes: Iterable[Outcome]) -> tuple[Finding, ...]:
-    """One finding for each kind of disturbance: `throttled`, `foreign-process`, `allocator-thrashing`, `unsteady`.
+    """Returns a finding for each disturbance: `throttled`, `foreign-process`, `allocator-thrashing`, `unsteady`.
 
-    The figures count blocks of steps, those of `unsteady` trials. Trials abandoned early are left out.
+    The figures count blocks of steps; those of `unsteady` count trials. Trials abandoned early are left out.
     """
     measured = [outcome for outcome in outcomes if isinstance(outcome, Measurement) and not outcome.abandoned]
     found = (
@@ -72,7 +72,7 @@ def _message(discarded: Sequence[_Codes], kept: Sequence[_Codes]) -> str:
 
 
 def _in_words(blocks: Sequence[_Codes]) -> str:
-    """The causes in words, the most frequent first."""
+    """Returns the causes in words, the most frequent first."""
     counts = Counter(code for block in blocks for code in block)
     return ", ".join(_WORDS[code] for code, _ in counts.most_common())
 

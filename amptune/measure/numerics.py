@@ -1,4 +1,4 @@
-"""How training under a policy differs from training in FP32, as values."""
+"""Values that describe how training under a policy differs from training in FP32."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ __all__ = [
 
 Floats = NDArray[np.float32]
 
-# What gives FP32 gradients their spread: different batches, or where those are all alike the parts of one.
+# Source of the spread of FP32 gradients: different batches, or the parts of one batch if all batches are equal.
 Spread = Literal["batches", "parts", "none"]
 
-# How precisely a product's inputs are held: bf16 has 8 bits, fp16 and TF32 have 11.
+# Precision of a product's inputs: bf16 has 8 bits, fp16 and TF32 have 11.
 Rounding = Literal["bf16", "fp16"]
-# The root mean square, relative, of what rounding to that many bits changes: half a unit in the last place at the
-# most, evenly distributed.
+# Relative root mean square of the rounding error with that many bits: at most half a unit in the last place, evenly
+# distributed.
 ROUNDING: Mapping[Rounding, float] = {"bf16": 2**-8 / math.sqrt(12), "fp16": 2**-11 / math.sqrt(12)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thoroughness:
-    """How much training a judgement looks at: gradients of `batches`, a loss curve of `epochs` over them.
+    """The amount of training in a judgement: gradients of `batches`, and a loss curve of `epochs` over them.
 
-    `replicas` is how many FP32 curves with another order of the data and another seed say what a user's runs
-    differ by.
+    `replicas` is the number of extra FP32 curves, each with another data order and seed. They show how much a user's
+    runs differ from each other.
     """
 
     batches: int = 8
@@ -54,15 +54,15 @@ class Thoroughness:
 
     @property
     def reference_steps(self) -> int:
-        """Training steps that the reference takes: gradients, a few of them four times, and its loss curves."""
+        """Training steps for the reference: the gradients, a few of them four times, and the loss curves."""
         return self.batches * (1 + self.epochs * (1 + self.replicas)) + 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """Sketches of the gradients of several batches from the initial weights, unscaled.
+    """Sketches of the unscaled gradients of several batches from the initial weights.
 
-    `sketches` is (batches, columns), `nonzero` (batches, parameters) counts of elements that are not 0.
+    `sketches` has the shape (batches, columns). `nonzero` (batches, parameters) counts nonzero elements.
     """
 
     sketches: Floats
@@ -74,9 +74,8 @@ class Gradients:
 class LossCurve:
     """The losses of training from the initial weights over the batches, epoch after epoch.
 
-    `skipped` counts the steps that the loss scaler skipped, those aside in which its scale came down to where it
-    stays; `scale` is the loss scale at the end. `buffers` are the floating-point buffers at the end, flat and by
-    name, and `evaluated` is what the workload's `evaluate` said then.
+    `skipped` counts the steps that the loss scaler skipped after its scale had first settled. `scale`, `buffers` (the
+    floating-point ones, flat and by name) and `evaluated` (the result of the workload's `evaluate`) are from the end.
     """
 
     losses: tuple[float, ...]
@@ -88,7 +87,7 @@ class LossCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Training under one policy."""
+    """The gradients and the loss curve of training under one policy."""
 
     gradients: Gradients
     curve: LossCurve
@@ -96,11 +95,11 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Training in FP32, and how far FP32 is from itself; made once, and every candidate is held against it.
+    """Training in FP32, and how much FP32 runs differ; made once and compared with every candidate.
 
-    `columns` are each parameter's in a sketch and `module_of` the path of its module. `rounded` are gradients from
-    weights changed at random by what rounding them would change, `reseeded` those under another seed than the
-    run's; both are of the first batches. `fingerprint` tells whether another process has the same weights and batches.
+    `columns` holds each parameter's slice of a sketch, `module_of` the path of its module. `rounded` holds gradients
+    from weights with random changes as large as rounding errors, `reseeded` those under another seed than the run's;
+    both are of the first batches. `fingerprint` shows if another process has the same weights and batches.
     """
 
     policy: Policy
@@ -118,14 +117,14 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleParity:
-    """One module's gradients under a policy beside those in FP32, over all its parameters.
+    """One module's gradients under a policy, compared with FP32, over all its parameters.
 
-    All are relative to the FP32 gradient. `error` is the root mean square of the difference over batches, beyond
-    what another seed changes; `bias` the length of the mean difference over that of the mean gradient. Their
-    yardsticks: `noise` is the spread of FP32 gradients between batches, `rounding` what rounding the weights
-    changes in FP32. `size` is that of the gradient itself, 1 as in FP32, and `slope` how much of FP32's gradient is in
-    it (the slope of a regression, over the same batches), 1 too; `vanished` is the share of its elements that are 0
-    and are not in FP32. `share` is the length of the FP32 gradient relative to that of the whole model's.
+    All figures are relative to the FP32 gradient. `error` is the root mean square of the difference over batches,
+    beyond the effect of another seed. `bias` is the length of the mean difference over that of the mean gradient. The
+    yardsticks are `noise`, the spread of FP32 gradients between batches, and `rounding`, the effect of rounded weights
+    in FP32. `size` is the gradient's length, and `slope` the part of FP32's gradient in it (the slope of a regression
+    over the same batches); both are 1 if equal to FP32. `vanished` is the share of FP32's nonzero elements that are 0
+    under the policy. `share` is the length of the module's FP32 gradient relative to the whole model's.
     """
 
     path: str
@@ -141,8 +140,9 @@ class ModuleParity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferParity:
-    """A buffer at the end of the loss curve, such as BatchNorm's running statistics: its distance from FP32's, and that
-    of FP32's own replicas, both relative to FP32's.
+    """A buffer at the end of the loss curve, such as BatchNorm's running statistics.
+
+    `off` is its distance from FP32's buffer, `apart` that of FP32's replicas, both relative to FP32's buffer.
     """
 
     path: str
@@ -152,14 +152,14 @@ class BufferParity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """Training under a policy beside training in FP32.
+    """Training under a policy, compared with training in FP32.
 
-    `drift` is how far the loss curve is above FP32's, the largest of any epoch, relative to how far FP32's own
-    replicas are apart (or to a floor, where those hardly are); `drift_share` the same relative to the loss, and
-    `below` how far it is below, as `drift`. `buffers` are those that training changes.
-    `skipped_share` is the share of steps that the loss scaler skipped once it had settled at `scale`. `evaluated`
-    and `evaluated_fp32` are what the workload's `evaluate` said. `failure` says what broke, and `broken` which
-    modules' gradients; the rest is then empty.
+    `drift` is the distance of the loss curve above FP32's, the largest of any epoch, relative to the distance between
+    FP32's replicas (at least a floor). `drift_share` is that distance relative to the loss; `below` is the distance
+    below FP32's, in the unit of `drift`. `buffers` are those that training changes. `skipped_share` is the share of
+    steps that the loss scaler skipped after it had settled at `scale`. `evaluated` and `evaluated_fp32` are the results
+    of the workload's `evaluate`. If training broke, `failure` gives the reason and `broken` the modules whose gradients
+    broke; the other fields are then empty.
     """
 
     modules: tuple[ModuleParity, ...] = ()

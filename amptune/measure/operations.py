@@ -1,4 +1,4 @@
-"""What an operation is, by its name and arguments as the profiler records them."""
+"""Classification of operations by the names and arguments that the profiler records."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = [
 
 _BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1}
 _HALF = {"c10::Half", "c10::BFloat16"}
-# Where `input` and `groups` stand among the arguments: PyTorch's native_functions.yaml.
+# Positions of `input` and `groups` among the arguments (PyTorch's native_functions.yaml).
 _CONVOLUTIONS = {"aten::convolution": (0, 8), "aten::convolution_backward": (1, 9)}
-# Where the left one of the two matrices stands.
+# Position of the left matrix among the arguments.
 _MATMULS = {"aten::mm": 0, "aten::addmm": 1, "aten::_addmm_activation": 1, "aten::bmm": 0, "aten::baddbmm": 1}
 _PRODUCTS = re.compile(
     r"aten::(convolution|_?convolution_\w+|cudnn_convolution\w*|mkldnn_convolution\w*|\w*addmm\w*|mm|bmm|baddbmm|addmv|mv|"
@@ -32,7 +32,7 @@ _VARIANT = re.compile(r"^aten::_?(?:native_|cudnn_|miopen_|mkldnn_)?|(?:_with_in
 
 
 def is_cast(op: Op) -> bool:
-    """Whether it copies from one floating-point type to another, which every `.to` comes to; no single number."""
+    """Returns True if it copies more than one number to another floating-point type, as every `.to` does."""
     if op.name != "aten::copy_" or len(op.types) < 2:
         return False
     to, of = op.types[:2]
@@ -40,7 +40,7 @@ def is_cast(op: Op) -> bool:
 
 
 def bytes_cast(cast: Op) -> int:
-    """What it reads and what it writes."""
+    """Returns the bytes that the cast reads and writes."""
     return math.prod(cast.shapes[0]) * sum(_BYTES[type_] for type_ in cast.types[:2])
 
 
@@ -53,12 +53,12 @@ def is_matmul(op: Op) -> bool:
 
 
 def is_product(op: Op) -> bool:
-    """Whether it is a matrix product, a convolution, or made of them: attention, a recurrent layer."""
+    """Returns True for a matrix product, a convolution, or an operation made of them (attention, recurrent layers)."""
     return _PRODUCTS.match(op.name) is not None
 
 
 def groups_and_channels(convolution: Op) -> tuple[int, int]:
-    """(groups, input channels)."""
+    """Returns (groups, input channels)."""
     input_at, groups_at = _CONVOLUTIONS[convolution.name]
     values, shapes = convolution.values, convolution.shapes
     groups = int(values[groups_at]) if len(values) > groups_at and values[groups_at].isdigit() else 1
@@ -67,7 +67,7 @@ def groups_and_channels(convolution: Op) -> tuple[int, int]:
 
 
 def unaligned_dims(op: Op) -> tuple[int, int, int] | None:
-    """(m, n, k) of a half-precision matrix product if one of them is no multiple of 8."""
+    """Returns (m, n, k) of a half-precision matrix product if one of them is not a multiple of 8, otherwise None."""
     at = _MATMULS.get(op.name)
     if at is None or len(op.shapes) < at + 2 or op.types[at] not in _HALF:
         return None
@@ -77,5 +77,5 @@ def unaligned_dims(op: Op) -> tuple[int, int, int] | None:
 
 
 def kind_of_operation(op: Op) -> str:
-    """`batch_norm` for `aten::native_batch_norm_backward`: the user wrote one layer, not its variants."""
+    """Returns the name without variants, as the user knows it: `batch_norm` for `aten::native_batch_norm_backward`."""
     return _VARIANT.sub("", op.name) if op.name.startswith("aten::") else op.name

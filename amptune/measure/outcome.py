@@ -1,4 +1,4 @@
-"""What measuring gives: a `Measurement`, or a `Failure` that says why there is none. Values, kept as evidence."""
+"""Outcomes of a trial: a `Measurement`, or a `Failure` with the reason. Both are values, kept as evidence."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ __all__ = [
     "outcome_to_dict",
 ]
 
-# A GPU's counter of energy moves once in 100 ms (seen on an H200): of a block shorter than this it says next to
-# nothing.
+# A GPU's energy counter is updated every 100 ms (seen on an H200), so it is too coarse for a shorter block than this.
 ENERGY_S = 0.3
 
 FailureKind = Literal["oom", "nonfinite", "unsupported", "timeout", "crash", "error"]
@@ -29,15 +28,14 @@ FailureKind = Literal["oom", "nonfinite", "unsupported", "timeout", "crash", "er
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How long to look at one policy.
+    """Limits on the time and the steps of one trial.
 
-    Warm-up ends when the step time is steady or after `warmup_s`; the very first steps, where compiling and
-    cudnn.benchmark's search are paid for, come before and are not limited by it. Then steps are timed until
-    the 95 % interval on their median is narrow, half its width being `precision` of the median, or for
-    `measure_s`; `min_steps` at least and `max_steps` at most. On a device that counts its energy, not for less than
-    `energy_s`, which its counter needs (`max_steps` and `measure_s` hold all the same). A step slower than
-    `abandon_above_ms` ends it early with what is there. `time_limit_s` is the hard end, the worker's start included,
-    enforced from outside.
+    Warm-up ends when the step time is steady or after `warmup_s`. The very first steps, which include compiling and
+    cudnn.benchmark's search, come before and do not count. Then steps are timed until half the width of their median's
+    95 % interval is at most `precision` of the median, or for `measure_s`; at least `min_steps`, at most `max_steps`.
+    A device with an energy counter is timed for at least `energy_s`, which the counter needs (`max_steps` and
+    `measure_s` still hold). A step slower than `abandon_above_ms` ends the trial early with the steps timed so far.
+    `time_limit_s` is the hard limit, enforced from outside; it includes the worker's start.
     """
 
     warmup_s: float = 5.0
@@ -54,20 +52,20 @@ class Effort:
 class Measurement:
     """One policy, timed in one process.
 
-    `step_ms` holds every timed step in order; a step is one optimizer step over `samples_per_step` samples.
-    They are one block of steps without a break. Blocks that something else disturbed were timed again:
-    `discarded` says why, one entry for each, its codes (`amptune.measure.readings`) joined by "+".
-    `contaminated_by` are the codes of the block that was kept, because they came back in every repeat or there
-    was no time for one. `steady` is False where `warmup_s` ran out before the step time was steady.
-    Peaks are of the whole trial, warm-up and weights included: on a GPU those of PyTorch's allocator, on a
-    CPU the process's peak resident set, as both. `losses` are those of the first steps from the initial
-    weights, on the same batches for every policy; `gradient_norm` is the L2 norm over all parameters at the
-    first of them, None for a workload with a step of its own. `skipped_share` is the share of steps that the
-    loss scaler skipped. Energy is the kept block's alone, and so are the readings of the busy GPU: all of
-    NVML's `clock_event_reasons` (a bit mask), the lowest `sm_clock_mhz`, the highest `temperature_c`.
-    `startup_s` is what the first steps took beyond a later one's time: compiling, above all, where nothing lay
-    in a cache. Where the model is compiled, `graph_breaks` says why it is not one graph, and `recompiled` counts
-    the graphs compiled after those first steps: shapes that go on changing.
+    `step_ms` holds every timed step in order: one block without a break. A step is one optimizer step over
+    `samples_per_step` samples. Disturbed blocks were timed again: `discarded` has one entry for each, its codes of
+    disturbances joined by "+". `contaminated_by` holds the codes of the kept block: they came back in every repeat, or
+    there was no time for a repeat. `steady` is False if `warmup_s` ran out before the step time was steady.
+
+    Peaks cover the whole trial with warm-up and weights: on a GPU those of PyTorch's allocator, on a CPU the process's
+    peak resident set for both. `losses` are those of the first steps from the initial weights, on the same batches for
+    every policy. `gradient_norm` is the L2 norm over all parameters at the first step, None for a workload with its own
+    step. `skipped_share` is the share of steps that the loss scaler skipped.
+
+    Energy and the readings of the busy GPU belong to the kept block alone: all of NVML's `clock_event_reasons` (a bit
+    mask), the lowest `sm_clock_mhz`, the highest `temperature_c`. `startup_s` is the extra time of the first steps over
+    later ones: mainly compiling that no cache saved. For a compiled model, `graph_breaks` holds the reasons why it is
+    not one graph; `recompiled` counts graphs compiled after the first steps, because shapes keep changing.
     """
 
     samples_per_step: int
@@ -103,7 +101,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a policy could not be measured; `where` is `file:line` in the user's code where an exception came from it."""
+    """A reason why a policy was not measured; `where` is `file:line` if the user's code raised an exception."""
 
     kind: FailureKind
     message: str
@@ -118,11 +116,11 @@ Outcome = Measurement | Failure
 
 
 def outcome_to_dict(outcome: Outcome) -> dict[str, Any]:
-    """The outcome as plain data for a journal; `outcome_from_dict` is the inverse."""
+    """Returns the outcome as plain data for a journal; `outcome_from_dict` is the inverse."""
     return {"failed": isinstance(outcome, Failure), **asdict(outcome)}
 
 
 def outcome_from_dict(data: Mapping[str, Any]) -> Outcome:
-    """The outcome that `outcome_to_dict` wrote; raises `ValueError` where it is not one."""
+    """Returns the outcome that `outcome_to_dict` wrote; raises `ValueError` if the data is not an outcome."""
     fields = {key: value for key, value in data.items() if key != "failed"}
     return adapter_for(Failure if data["failed"] else Measurement).validate_python(fields)  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
-"""What every worker imports, for the process that workers are forked from (`processes`); no other imports this module.
+"""Imports needed by every worker. Only the fork server, from which workers are forked, imports this module.
 
-Seconds of each worker's start are saved: torch, and `torch._dynamo`, which the first optimizer imports.
+Each worker then starts seconds faster: torch is loaded, and `torch._dynamo`, which the first optimizer imports.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import signal
 
 __all__: list[str] = []
 
-# Ctrl-C is the parent's, while this imports too.
+# Only the parent handles Ctrl-C, also during these imports.
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-# No import may open a CUDA context: a forked process could not use it. A worker's environment is its parent's own.
+# No import may open a CUDA context: a forked process could not use it. A worker later takes its parent's environment.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere), contextlib.suppress(Exception):
-    # What goes wrong here goes wrong in the worker again, where there is somebody to tell.
+    # An error here is ignored: it occurs again in the worker, which can report it.
     import torch
     import torch._dynamo  # noqa: F401
 
-# What stays for good need not be looked through by each trial's collection of garbage, which takes 0.2 s else; nor is a
-# forked process given copies of its pages for that.
+# Frozen objects are skipped by each trial's garbage collection, which takes 0.2 s otherwise. Forked processes then need
+# no copies of their memory pages.
 gc.collect()
 gc.freeze()

@@ -1,6 +1,6 @@
-"""Worker processes: a pool of one, that dies alone.
+"""Worker processes: each is a pool of one process, so its death affects no other worker.
 
-The pool is pebble's: it enforces time limits from outside, notices a process that died, and starts another.
+The pool is pebble's: it enforces time limits from outside, notices a dead process and starts another.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ __all__ = ["WorkerProcess", "cores", "start_importing", "stop_all", "workers_tha
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Until a spawned process takes its first task; it imports nothing heavy before.
+# Limit until a spawned process takes its first task; it imports nothing heavy before.
 LAUNCH_LIMIT_S = 30.0
 ANY_NUMBER = 8
 
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Lets a process start that does not import the parent's `__main__` again.
+    """Lets a process start without importing the parent's `__main__` again.
 
-    The workload travels as a target or pickled by value, so nothing in it is needed; and a training script
-    without a `__main__` guard would start its tuning again in every worker.
+    A worker does not need `__main__`, because the workload is passed as a target or pickled by value. A training script
+    without a `__main__` guard would start tuning again in every worker.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -76,16 +76,16 @@ if sys.platform == "linux":
 
 
 def start_importing() -> None:
-    """Begins to import what all workers need, where they can be forked from the process that does; returns at once.
+    """Starts the imports that all workers need in the process they are forked from, if possible; returns at once.
 
-    That process is multiprocessing's own fork server, on Linux. Where the program has it running already, workers
-    import for themselves what it did not.
+    On Linux that process is multiprocessing's fork server. If the program has already started it, workers do missing
+    imports themselves.
     """
     _fork_server_runs()
 
 
 def _fork_server_runs() -> bool:
-    """Not where it can have no socket: under a long TMPDIR the path of one is too long."""
+    """Starts the fork server; returns False if it cannot have a socket: a long TMPDIR makes the path too long."""
     if sys.platform != "linux":
         return False
     forkserver.set_forkserver_preload(["amptune.measure.preloaded"])
@@ -101,30 +101,30 @@ def _context() -> BaseContext:
 
 
 class WorkerProcess:
-    """One process, started at the first call, replaced after it dies, hangs, or is told to stop."""
+    """One process, started at the first call and replaced after it dies, hangs or is stopped."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         self._pool: pebble.ProcessPool | None = None
 
     def call(self, limit_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Failure:
-        """The function's result in the worker, or the `timeout`, `crash` or `oom` that kept it from answering.
+        """Runs the function in the worker; returns its result, or a failure (`timeout`, `crash`, `oom`).
 
-        `limit_s` holds the start of the process too, where it does not run yet: importing torch, opening a CUDA
-        context, building the model. What the function raises is raised here.
+        `limit_s` includes the start of a process that does not run yet: importing torch, opening a CUDA context,
+        building the model. An exception of the function is raised here.
         """
         return self.begin(limit_s, function, *args, **kwargs)()
 
     def begin(
         self, limit_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> Callable[[], T | Failure]:
-        """Starts the function in the worker; what is returned waits for it, as `call` does."""
+        """Starts the function in the worker; returns a function that waits and answers as `call` does."""
         kills_before = _kernel_oom_kills()
         future = self._running().schedule(function, args=args, kwargs=kwargs, timeout=limit_s)
 
         def answer() -> T | Failure:
             try:
-                # pebble counts from the task's start: a process that dies before it would never be noticed.
+                # pebble counts from the task's start and would never notice a process that dies before.
                 result: T = future.result(timeout=limit_s + LAUNCH_LIMIT_S)
             except FutureTimeoutError:
                 self.stop()
@@ -160,7 +160,7 @@ class WorkerProcess:
 
 
 def stop_all(processes: Iterable[WorkerProcess]) -> None:
-    """Ends them all at once: a process that holds a CUDA context takes a fifth of a second to end."""
+    """Ends all processes in parallel: one with a CUDA context takes a fifth of a second to end."""
     pools = []
     for process in processes:
         if process._pool is not None:
@@ -172,12 +172,12 @@ def stop_all(processes: Iterable[WorkerProcess]) -> None:
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def workers_that_fit() -> int:
-    """How many workers as large as those running now this machine's memory holds, two thirds of it used at most."""
+    """Returns how many more workers of the largest current size fit into two thirds of the available memory."""
     largest = max((_resident_bytes(child) for child in psutil.Process().children(recursive=True)), default=0)
     return int(psutil.virtual_memory().available * 2 / 3 / largest) if largest else ANY_NUMBER
 
@@ -185,7 +185,7 @@ def workers_that_fit() -> int:
 def _resident_bytes(process: psutil.Process) -> int:
     try:
         return int(process.memory_info().rss)
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # the process has just ended
         return 0
 
 
@@ -200,7 +200,7 @@ def _death(exitcode: int | None, killed_by_kernel: bool, log: Path) -> Failure:
 
 
 def _kernel_oom_kills() -> int:
-    """How many processes of this control group the kernel has killed for memory (cgroup v2); 0 where it cannot say."""
+    """Returns how many processes of this control group the kernel killed for memory (cgroup v2); 0 if unknown."""
     try:
         group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
         events = Path("/sys/fs/cgroup") / group.lstrip("/") / "memory.events"

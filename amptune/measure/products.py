@@ -1,4 +1,4 @@
-"""What keeps matrix products and convolutions from running as fast as the GPU could, as findings."""
+"""Findings on matrix products and convolutions that run slower than the GPU could."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from amptune.policy.settings import Policy
 
 __all__ = ["product_findings"]
 
-# Under half or three quarters of these times could be gained, so that is a gain of a few per cent of the step.
+# Shares of the step below which there is no finding: with the gains below, a few per cent of the step.
 UNALIGNED_SHARE = 0.05
 GROUPED_SHARE = 0.1
 PLAIN_SHARE = 0.1
-# How much of a product's time a better kernel saves, at a guess: only the order of findings depends on it. A padded
-# vocabulary is worth a good third of its products; tensor cores are at least four times as fast.
+# Guessed share of a product's time that a better kernel saves; only the order of findings depends on it. Padding a
+# vocabulary saves a good third of its products' time. Tensor cores are at least four times as fast.
 UNALIGNED_GAIN = 0.3
 PLAIN_GAIN = 0.75
 SHAPES = 5
 
 
 def product_findings(profile: StepProfile, gpu: Gpu | None, policy: Policy) -> Iterator[Finding]:
-    """`unaligned-matmul`, `grouped-convolution` and `no-tensor-cores`; `gain_ms` of each is a guess."""
+    """Yields `unaligned-matmul`, `grouped-convolution` and `no-tensor-cores`; each `gain_ms` is a guess."""
     if gpu is None:
         return
     if gpu.tensor_cores:
@@ -118,7 +118,7 @@ def _towards_tensor_cores(plain: list[ProductTime], gpu: Gpu, policy: Policy) ->
 
 
 def _allowed(product: ProductTime, gpu: Gpu, policy: Policy) -> bool:
-    """Whether the policy lets the product run on tensor cores; stock PyTorch does for convolutions alone."""
+    """Returns True if the policy lets the product use tensor cores; stock PyTorch allows only convolutions in TF32."""
     if policy.precision != "off" and not policy.fp32_modules:
         return True
     return gpu.tf32 and (policy.fp32_math == "tf32" or (policy.fp32_math == "stock" and product.kind == "convolution"))

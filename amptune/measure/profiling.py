@@ -1,4 +1,4 @@
-"""Profiling a few training steps with PyTorch's profiler, every module's forward marked as a range of its own."""
+"""Profiling of a few training steps with PyTorch's profiler; each module's forward is marked as a range."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ __all__ = ["profile_step"]
 
 # The first steps load kernels, search for cuDNN plans and fill the allocator's cache; a compiled model compiles.
 WARMUP_STEPS = 5
-# As many steps as give a median, and no longer than a user waits for a diagnosis.
+# Enough steps for a median, in a time that a user will wait for a diagnosis.
 TIMED_STEPS = 20
 TIMED_S = 2.0
-# An operation or kernel is about 1 kB while its trace is read: half a gigabyte. No further step is profiled then.
+# No further step is profiled above this. An operation or kernel takes about 1 kB while its trace is read: 0.5 GB.
 MAX_EVENTS = 500_000
 
 
 def profile_step(bench: Bench, policy: Policy, *, steps: int = 3) -> StepProfile:
-    """Trains a few steps under the policy and says what one spends its time on. Raises what the step raises.
+    """Trains a few steps under the policy and returns the profile of a step. Raises any error of the step.
 
-    Every step is profiled by itself: one that waits for the device at its end is no slower there, and no more
-    than one step's events are in memory at a time as PyTorch has them. Modules of a compiled model cannot be
-    watched, since hooks would be compiled with them.
+    Each step is profiled separately: the wait for the device at its end costs nothing extra, and PyTorch's own events
+    are in memory for one step at a time. Modules of a compiled model cannot be watched, because hooks would be
+    compiled with them.
     """
     attributed = policy.compile == "off" and not policy.cuda_graphs
     try:
@@ -59,7 +59,7 @@ def profile_step(bench: Bench, policy: Policy, *, steps: int = 3) -> StepProfile
 
 
 def _timed(step: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """(a step among others, the host's part of one on an idle device), both in ms; warms up first."""
+    """Returns (step time in a row of steps, host time of a step on an idle device) in ms; warms up first."""
     clock = clock_for(device)
     *_, last_ms = clock.time_steps(step, WARMUP_STEPS)
     count = max(3, min(TIMED_STEPS, int(1000 * TIMED_S / last_ms)))
@@ -68,7 +68,7 @@ def _timed(step: Callable[[], object], device: torch.device) -> tuple[float, flo
 
 
 def _host_ms(step: Callable[[], object], device: torch.device) -> float:
-    """How long the host takes to issue a step. One that waits for the device has that waiting in it."""
+    """Returns the time the host takes to issue a step, including any wait for the device inside the step."""
     _finish(device)
     started_s = time.perf_counter()
     step()
@@ -83,7 +83,7 @@ def _finish(device: torch.device) -> None:
 
 
 def _traces(step: Callable[[], object], device: torch.device, steps: int) -> list[StepTrace]:
-    """One trace for each step, fewer where they are too large."""
+    """Returns one trace for each step, fewer if they are too large."""
     traces: list[StepTrace] = []
     events = 0
     _recorded(step, device)  # the first start loads the vendor's profiling library, which delays the step
@@ -94,7 +94,7 @@ def _traces(step: Callable[[], object], device: torch.device, steps: int) -> lis
 
 
 def _recorded(step: Callable[[], object], device: torch.device) -> profile:
-    """One step as the profiler has it."""
+    """Returns the profiler after it recorded one step."""
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -108,7 +108,7 @@ def _recorded(step: Callable[[], object], device: torch.device) -> profile:
 
 
 def _events(profiler: profile) -> list[dict[str, Any]]:
-    """Through the trace file: the one complete form that PyTorch gives its events in."""
+    """Reads the events from the trace file, the only complete form that PyTorch provides."""
     with tempfile.TemporaryDirectory(prefix="amptune-") as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -118,7 +118,7 @@ def _events(profiler: profile) -> list[dict[str, Any]]:
 
 @contextmanager
 def _ranges(model: nn.Module) -> Iterator[None]:
-    """Marks every call of a module's forward in what is profiled meanwhile."""
+    """Marks every call of a module's forward as a range in the profile."""
     hooks = [
         hook
         for path, module in model.named_modules()
@@ -133,7 +133,7 @@ def _ranges(model: nn.Module) -> Iterator[None]:
 
 
 def _mark(module: nn.Module, path: str) -> tuple[Any, Any]:
-    """Opens a range before all other hooks of the call, and closes it after them even if forward raises."""
+    """Opens a range before all other hooks of the call; closes it after them, even if forward raises."""
     open_ranges: list[record_function] = []
 
     def enter(_module: nn.Module, _inputs: Any) -> None:

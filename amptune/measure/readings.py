@@ -1,6 +1,6 @@
-"""What the instruments say around a block of steps, and whether something disturbed it.
+"""Readings of the instruments around a block of steps, and detection of disturbances.
 
-A CPU has no such instruments yet: all its readings but the allocator's are None, and nothing is told from them.
+A CPU has no such instruments yet: its readings are None, except the allocator's, and detect nothing.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ LOW_CLOCK_SHARE = 0.75
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readings:
-    """One look at the instruments; None where there is none, or it cannot say.
+    """One reading of all instruments; None for an instrument that is missing or gives no value.
 
-    `energy_j` counts from the driver's loading, `alloc_retries` from the trial's beginning; `foreign_processes`
-    are the ids of processes on this GPU that are not amptune's.
+    `energy_j` counts from the loading of the driver, `alloc_retries` from the beginning of the trial.
+    `foreign_processes` are the ids of processes on this GPU that are not amptune's.
     """
 
     clock_event_reasons: int | None = None
@@ -59,7 +59,7 @@ class Readings:
 
 
 class Instruments:
-    """The readings of one GPU (None for a CPU, or without NVML) and of this process's allocator."""
+    """The instruments of one GPU (`nvml` is None for a CPU, or without NVML) and of this process's allocator."""
 
     def __init__(self, nvml: NvmlGpu | None, memory: PeakMemory) -> None:
         self._nvml = nvml
@@ -67,7 +67,7 @@ class Instruments:
         self._kin: frozenset[int] = frozenset()
 
     def read(self) -> Readings:
-        """Everything, once the device has done its work. Energy comes first: it is to be that of the steps alone."""
+        """Reads all instruments after the device has finished. Energy is read first, to include only the steps."""
         energy_j = self._nvml.energy_j() if self._nvml else None
         return replace(
             self.clocks(),
@@ -77,7 +77,7 @@ class Instruments:
         )
 
     def clocks(self) -> Readings:
-        """What is worth reading while the device is busy, without waiting for it."""
+        """Reads clocks and temperature while the device is busy, without waiting for it."""
         if self._nvml is None:
             return Readings()
         return Readings(
@@ -90,7 +90,7 @@ class Instruments:
         return self._nvml.sm_clock_max_mhz() if self._nvml else None
 
     def _foreign_processes(self) -> tuple[int, ...] | None:
-        """Looks for new kin only where a stranger is seen: that walks over all processes of the machine."""
+        """Returns foreign processes. Updates amptune's own only if one is seen: that scans the whole machine."""
         if self._nvml is None:
             return None
         strangers = self._nvml.foreign_processes(self._kin)
@@ -101,7 +101,7 @@ class Instruments:
 
 
 def with_busy_clocks(after: Readings, busy: Sequence[Readings]) -> Readings:
-    """`after` a block, its clocks and temperature replaced by the worst of those read while the device was busy."""
+    """Returns `after` with clocks and temperature replaced by the worst ones read while the device was busy."""
     return replace(
         after,
         clock_event_reasons=_any_of([reading.clock_event_reasons for reading in busy]),
@@ -111,11 +111,10 @@ def with_busy_clocks(after: Readings, busy: Sequence[Readings]) -> Readings:
 
 
 def contamination(before: Readings, after: Readings, sm_clock_max_mhz: int | None) -> tuple[str, ...]:
-    """The codes of what disturbed a block of steps, none where it was clean.
+    """Returns the codes of the disturbances of a block of steps, empty if it was clean.
 
-    `after` holds the clocks of the busy device (`with_busy_clocks`). Those `before` count for nothing: NVML's
-    reasons outlast their cause, an H200's power cap by 0.5 s. A low clock is a code of its own only where NVML
-    names no reason for it.
+    `after` holds the clocks of the busy device (`with_busy_clocks`). The clocks in `before` are ignored: NVML's reasons
+    outlast their cause, an H200's power cap by 0.5 s. A low clock has its own code only if NVML gives no reason for it.
     """
     reasons = after.clock_event_reasons or 0
     found = [code for bit, code in _SLOWED.items() if reasons & bit]
@@ -145,11 +144,11 @@ def _any_of(masks: Sequence[int | None]) -> int | None:
 
 
 def _kin() -> frozenset[int]:
-    """This process's parent and all that descend from it: amptune's workers are siblings."""
+    """Returns the ids of this process's parent and all its descendants: amptune's workers are siblings."""
     import psutil
 
     try:
         parent = psutil.Process().parent()
         return frozenset() if parent is None else frozenset({parent.pid, *(p.pid for p in parent.children(True))})
-    except psutil.Error:  # it ended meanwhile, or may not be looked at
+    except psutil.Error:  # it has ended, or access is denied
         return frozenset()

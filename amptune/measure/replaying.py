@@ -1,4 +1,4 @@
-"""One module's forward call, run again by itself in FP32 or in half: what comes out, and how long it takes."""
+"""Replay of one module's forward call alone, in FP32 or in half, for its results and its time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from amptune.runtime.nested import map_tensors, tensors_in
 
 __all__ = ["Call", "Ran", "Replay", "floating_in", "kept_as_it_is", "later_ms", "versions_of"]
 
-# The device is held for so long: more than the host needs to hand over one module's passes.
+# The device is held this long: more than the host needs to enqueue one module's passes.
 HOLD_MS = 0.5
 
 
 @dataclass
 class Call:
-    """What a forward call was given; detached, and nothing of it copied. `versions` tell whether it was written to."""
+    """The inputs of a forward call, detached but not copied. `versions` shows if they were written to."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -36,18 +36,18 @@ class Call:
         return versions_of((self.args, self.kwargs)) == self.versions
 
     def finish(self) -> None:
-        """Lets the inputs go: the hook that holds this lives as long as the graph."""
+        """Frees the inputs: the hook that holds this call lives as long as the graph."""
         self.args, self.kwargs, self.done = (), {}, True
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells how long it takes: another module of the same type and shapes takes as long."""
+        """Key for sharing times: calls with equal keys (module type and shapes) take the same time."""
         weights = tuple((p.shape, p.dtype) for p in self.module.parameters())
         inputs = tuple((t.shape, t.dtype, t.stride()) for t in tensors_in((self.args, self.kwargs)))
         return (type(self.module), self.module.extra_repr(), weights, inputs)
 
     def inputs(self, dtype: torch.dtype | None) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
-        """(args, kwargs, those of their tensors that need a gradient), copied: a module may write into its inputs."""
+        """Returns copies, as a module may write into its inputs: (args, kwargs, their tensors that need a gradient)."""
         need = iter(self.need_gradient)
         leaves: list[torch.Tensor] = []
 
@@ -66,7 +66,7 @@ class Call:
 
 @dataclass
 class Ran:
-    """What came of running a call again: outputs, and the gradients of weights and of inputs."""
+    """The results of a replay: outputs, and the gradients of weights and of inputs."""
 
     outputs: list[torch.Tensor]
     weights: list[torch.Tensor]
@@ -74,9 +74,9 @@ class Ran:
 
 
 class Replay:
-    """Forward and backward of one call, its inputs copied ahead; gradients come out divided by `scale` again.
+    """Forward and backward pass of one call, with inputs copied beforehand; `scale` is a loss scale, divided out again.
 
-    `gradients` are those of the outputs that need one, None of an output that nothing came of.
+    `gradients` are those of the outputs that need one, None for an output that was not used.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Replay:
 
     def run(self) -> Ran:
         with kept_as_it_is(self._module, self._device):
-            torch.manual_seed(0)  # a module that draws numbers draws the same in every precision
+            torch.manual_seed(0)  # random numbers are the same in every precision
             outputs = self._forward()
         self._gradients = [
             (self._scale * gradient).to(out.dtype) for gradient, out in zip(self._gradients, outputs, strict=True)
@@ -110,7 +110,7 @@ class Replay:
         return Ran([out.detach() for out in outputs], unscaled[:count], unscaled[count:])
 
     def backpropagate(self) -> None:
-        """Once more, and nothing besides: this is what is timed."""
+        """Runs only the forward and backward pass once more, for timing."""
         self._backward(self._forward())
 
     def _forward(self) -> list[torch.Tensor]:
@@ -125,9 +125,9 @@ class Replay:
 
 
 def later_ms(run: Callable[[], object], device: torch.device) -> Callable[[], float]:
-    """Times one run; on a GPU its time can be asked for once the device is done.
+    """Times one run; returns a function for its time in ms, on a GPU to be called when the device is done.
 
-    There the device is kept waiting while the host hands the run over, or it is the host that would be timed.
+    A GPU is held while the host enqueues the run; otherwise the host would be timed.
     """
     if device.type != "cuda":
         start_s = time.perf_counter()
@@ -144,7 +144,7 @@ def later_ms(run: Callable[[], object], device: torch.device) -> Callable[[], fl
 
 @contextmanager
 def kept_as_it_is(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """The module's buffers are copies, whose changes nobody sees; training's random numbers go on as they would."""
+    """Replaces the module's buffers by copies and restores them and the random generators at the end."""
     buffers = dict(module._buffers)
     copies = {name: buffer.detach().clone() for name, buffer in buffers.items() if buffer is not None}
     module._buffers.update(copies)
@@ -157,7 +157,7 @@ def kept_as_it_is(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def versions_of(value: Any) -> list[int]:
-    """How often each tensor was written to."""
+    """Returns how often each tensor was written to."""
     return [tensor._version for tensor in tensors_in(value)]
 
 

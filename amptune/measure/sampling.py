@@ -1,4 +1,4 @@
-"""Steps into numbers: warm up until the step time is steady, then time one undisturbed block of steps."""
+"""Sampling of step times: warm up until the step time is steady, then time one undisturbed block of steps."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Block", "Sample", "Sampler", "WarmUp", "is_steady", "median_half_wid
 
 # Warm-up is over when the medians of three successive stretches of steps lie this close together.
 STEADY = 0.03
-# As long as a stretch of steps, timed without a break, is to take; at most 50 steps, so that a guess far off is cheap.
+# Intended time of a stretch of steps, timed without a break; at most 50 steps, so that a wrong first guess is cheap.
 STRETCH_S = 0.1
 STRETCH_STEPS = 50
-# A disturbed block is timed again, this often in a trial; whatever is still there then, is there to stay.
+# A disturbed block is timed again up to this often in a trial. A disturbance that remains then is permanent.
 MAX_REPEATS = 2
-# The share of a trial's time limit after which nothing is timed again: the limit holds the worker's start too.
+# No block is timed again after this share of the trial's time limit: the limit includes the worker's start.
 REPEAT_UNTIL = 0.5
 
 Step = Callable[[], object]
@@ -28,7 +28,7 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
-    """How many steps it took, how long one takes now, and whether the warm-up ended because that was steady."""
+    """A finished warm-up: its steps, the step time at its end, and whether that time was steady."""
 
     step_ms: float
     steps: int = 0
@@ -37,7 +37,7 @@ class WarmUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Steps timed in a row, the readings before and after them, and the codes of what disturbed them.
+    """Steps timed in a row, the readings before and after them, and the codes of their disturbances.
 
     The clocks and the temperature of `after` were read while the device was busy.
     """
@@ -49,7 +49,7 @@ class Block:
 
     @property
     def energy_j(self) -> float | None:
-        """What these steps used, to within the counter's 0.1 s; None where they took too few of those."""
+        """Energy of these steps, to within the counter's interval of 0.1 s; None if they took less than `ENERGY_S`."""
         before_j, after_j = self.before.energy_j, self.after.energy_j
         if before_j is None or after_j is None or sum(self.step_ms) < 1000 * ENERGY_S:
             return None
@@ -58,7 +58,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """The block to go by, why each one before it was discarded, and the number of steps in all of them."""
+    """The block to use, the reason why each earlier one was discarded, and the number of steps in all of them."""
 
     kept: Block
     discarded: tuple[str, ...]
@@ -66,10 +66,10 @@ class Sample:
 
 
 class Sampler:
-    """Times steps for one trial after another, and remembers what disturbs them all.
+    """A timer of steps for one trial after another that remembers lasting disturbances.
 
-    A cause that came back in every repeat is the machine's steady state (a large matrix product at the power cap
-    is what training will meet too), so later trials are not repeated for it.
+    A cause that came back in every repeat is the machine's steady state: for example, training too will run a large
+    matrix product at the power cap. Later trials are not repeated for such a cause.
     """
 
     def __init__(self, clock: Clock, instruments: Instruments) -> None:
@@ -89,7 +89,7 @@ class Sampler:
         return WarmUp(step_ms=step_ms, steps=steps, steady=is_steady(medians))
 
     def sample(self, step: Step, step_ms: float, effort: Effort, started_s: float) -> Sample:
-        """One block of steps, timed again while something new disturbs it; the trial began at `started_s`."""
+        """Times one block of steps, again while a new cause disturbs it; the trial began at `started_s`."""
         blocks: list[Block] = []
         reasons: list[str] = []
         while True:
@@ -106,7 +106,7 @@ class Sampler:
         return Sample(kept=blocks[-1], discarded=tuple(reasons), steps=sum(len(block.step_ms) for block in blocks))
 
     def _new_causes(self, block: Block) -> tuple[str, ...]:
-        """What disturbed the block and is not known to last. Another process may leave, and is forgotten then."""
+        """Returns the causes not known to last. Another process may end; it then no longer counts as lasting."""
         if FOREIGN_PROCESS not in block.contaminated_by:
             self._lasting -= {FOREIGN_PROCESS}
         return tuple(code for code in block.contaminated_by if code not in self._lasting)
@@ -126,10 +126,10 @@ class Sampler:
 
 
 def is_steady(medians: Sequence[float]) -> bool:
-    """Whether the last three agree to `STEADY` and are no slope, up or down by over half of it.
+    """Returns True if the last three agree to `STEADY` and do not rise or fall steadily by over half of it.
 
-    Two that agree may be luck on a slope, which the end of a warm-up often is; and a GPU's clock that sinks
-    under its first load is one too.
+    Two may agree by chance on a slope. The end of a warm-up is often a slope, and so is a GPU's clock that sinks under
+    its first load.
     """
     if len(medians) < 3:
         return False
@@ -139,11 +139,11 @@ def is_steady(medians: Sequence[float]) -> bool:
 
 
 def median_half_width(values: Sequence[float]) -> float:
-    """Half the width of the 95 % interval on the median, relative to it; infinite for under 6 values.
+    """Returns half the width of the median's 95 % interval, relative to the median; infinite for under 6 values.
 
-    It lies between order statistics, by the binomial distribution, whatever the distribution of the values
-    (Conover, Practical Nonparametric Statistics, 3.2). They would have to be independent, and steps in a row are
-    not: so it is a rule for when to stop and claims nothing. Claims rest on rounds of trials.
+    The interval lies between order statistics, by the binomial distribution, for any distribution of the values
+    (Conover, Practical Nonparametric Statistics, 3.2). It assumes independent values, and steps in a row are not
+    independent. It therefore only decides when to stop; claims rest on rounds of trials.
     """
     rank = _rank_for_95_percent(len(values))
     if rank == 0:
@@ -153,9 +153,9 @@ def median_half_width(values: Sequence[float]) -> float:
 
 
 def _rank_for_95_percent(count: int) -> int:
-    """The largest k for which the k-th smallest and the k-th largest hold the median with 95 %; 0 if there is none.
+    """Returns the largest k such that the k-th smallest and k-th largest enclose the median with 95 %; 0 if none.
 
-    In integers, exactly; importing scipy.stats for it would leave the device idle in the middle of a trial.
+    The computation uses exact integers: importing scipy.stats would leave the device idle in the middle of a trial.
     """
     rank, tail = 0, 1
     while 40 * tail <= 2**count:  # P(at most `rank` of `count` values lie below the median) <= 2.5 %
@@ -165,7 +165,7 @@ def _rank_for_95_percent(count: int) -> int:
 
 
 def _enough(times: Sequence[float], effort: Effort, least_s: float = 0.0) -> bool:
-    """Whether the median is known, after `least_s` at the least, or there was enough time for it."""
+    """Returns True if the median is precise, after at least `least_s`, or if the time or steps are used up."""
     if len(times) < effort.min_steps:
         return len(times) >= effort.max_steps
     long_enough = sum(times) >= 1000 * effort.measure_s or len(times) >= effort.max_steps
@@ -173,5 +173,5 @@ def _enough(times: Sequence[float], effort: Effort, least_s: float = 0.0) -> boo
 
 
 def _stretch(step_ms: float) -> int:
-    """How many steps take about `STRETCH_S`."""
+    """Returns the number of steps that take about `STRETCH_S`."""
     return max(1, min(STRETCH_STEPS, round(1000 * STRETCH_S / max(step_ms, 0.01))))

@@ -1,5 +1,5 @@
-"""One instrumented training step: every module is run again by itself, in FP32 and in half, as the backward pass
-comes to it.
+"""Sensitivity to half precision, from one instrumented training step. When the backward pass reaches a module, this
+module alone is run again, in FP32 and in half.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from amptune.runtime.nested import map_tensors, tensors_in
 __all__ = ["sense"]
 
 DTYPES: dict[Half, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Modules of one type and shape share their times: so many runs of any of them are timed.
+# Modules of one type and shape share their times: this many runs of them are timed in total.
 TIMED_RUNS = 3
-# GradScaler's first scale: under it gradients are looked at in fp16.
+# GradScaler's first scale, used for fp16 gradients.
 LOSS_SCALE = {"bf16": 1.0, "fp16": 65536.0}
-# A cast of this many bytes tells what one costs by the byte.
+# A cast of this many FP32 bytes measures the cost of casts per byte.
 CAST_BYTES = 2**26
 
 
 def sense(bench: Bench, policy: Policy, dtypes: Sequence[Half]) -> Sensitivity:
-    """Looks at every module without children in one FP32 step, under `policy`'s FP32 math.
+    """Measures every module without children in one FP32 step, under `policy`'s FP32 math.
 
-    Inputs are held until the backward pass comes to their module, which is what training holds of most of them;
-    one module at a time is run again, its buffers and the random generators put back after. One that cannot be (it has
-    no gradient, or raises, or something writes into its inputs) is named in `left_out`.
+    Inputs are held until the backward pass reaches their module, as training does for most of them. One module at a
+    time is run again; its buffers and the random generators are restored afterwards. `left_out` names each module that
+    cannot be run again: it has no gradient, raises an error, or its inputs are overwritten.
     """
     start_s = time.perf_counter()
     with Training.on(bench, policy) as training, without_dropout(bench.model), _out_of_place(bench.model):
@@ -60,7 +60,7 @@ def sense(bench: Bench, policy: Policy, dtypes: Sequence[Half]) -> Sensitivity:
 
 @dataclass
 class _Seen:
-    """Of one module, over its calls; figures stay on the device until the step is over."""
+    """Figures of one module, summed over its calls; they stay on the device until the step is over."""
 
     calls: int = 0
     key: tuple[Any, ...] = ()
@@ -74,7 +74,7 @@ class _Seen:
 
 
 class _Watch:
-    """Hooks on every module without children, and what they saw."""
+    """Hooks on every module without children, and the figures that they collect."""
 
     def __init__(self, bench: Bench, dtypes: Sequence[Half]) -> None:
         self._model = bench.model
@@ -118,7 +118,7 @@ class _Watch:
         return after
 
     def _called(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Holds what the call was given, until the gradient of its output is there."""
+        """Holds the call's inputs until the gradient of its output is known."""
         seen = self._seen.setdefault(path, _Seen())
         taken, given = floating_in((args, kwargs)), floating_in(output)
         seen.producers |= dict.fromkeys(maker for tensor in taken if (maker := self._maker_of(tensor)) is not None)
@@ -136,7 +136,7 @@ class _Watch:
         return path if made is not None and made() is tensor else None
 
     def _replay(self, path: str, call: Call, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Runs the call again in FP32 and in half; what goes wrong costs this module alone."""
+        """Runs the call again in FP32 and in half; an error leaves out only this module."""
         if call.done:  # another backward pass over the same graph
             return
         self._busy = True
@@ -162,7 +162,7 @@ class _Watch:
             seen.stream = self._stream_of(call)
         seen.input_bytes += sum(4 * tensor.numel() for tensor in floating_in((call.args, call.kwargs)))
         seen.output_bytes += sum(4 * tensor.numel() for tensor in fp32.outputs)
-        # Once, however often it is called: autocast keeps the casts of weights.
+        # Counted once for all calls: autocast caches the casts of weights.
         seen.cast_bytes = sum(6 * weight.numel() for weight in weights) * (seen.stream == "half")
         for name, tensors in (("activation", fp32.outputs), ("weight", weights), ("gradient", given)):
             seen.largest[name] += [tensor.detach().abs().amax() for tensor in tensors if tensor.numel()]
@@ -171,7 +171,7 @@ class _Watch:
             _compare(seen, dtype, fp32, half, given)
 
     def _stream_of(self, call: Call) -> Stream:
-        """By what comes out of FP32 and of half inputs."""
+        """Returns the stream, from the output dtypes for FP32 inputs and for half inputs."""
         dtype = DTYPES[self._dtypes[0]]
         with torch.no_grad(), torch.autocast(self._device.type, dtype=dtype):
             of_fp32, of_half = (
@@ -183,7 +183,7 @@ class _Watch:
         return "follows" if dtype in of_half else "fp32"
 
     def _time(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> None:
-        # A dropout that drops nothing takes another time than in training.
+        # Dropout is switched off here, so its time would not be that of training.
         if len(self._times[call.key, None]) >= TIMED_RUNS or "Dropout" in type(call.module).__name__:
             return
         for dtype in (None, *self._dtypes):
@@ -193,7 +193,7 @@ class _Watch:
             self._times[call.key, dtype].append(later_ms(replay.backpropagate, self._device))
 
     def _ms(self, seen: _Seen, dtype: Half | None) -> float | None:
-        """The fastest of the runs that were timed, over all calls; the first runs may have paid for more."""
+        """Returns the fastest timed run, times the number of calls; first runs may include one-time costs."""
         times = [later() for later in self._times.get((seen.key, dtype), ())]
         return min(times) * seen.calls if times else None
 
@@ -235,7 +235,7 @@ def _compare(seen: _Seen, dtype: Half, fp32: Ran, half: Ran, gradients: Sequence
         return seen.sums[dtype, name]
 
     for a, b, gradient in zip(half.outputs, fp32.outputs, gradients, strict=True):
-        change = torch.where(a == b, 0.0, a.float() - b.float())  # infinities that are meant do not change
+        change = torch.where(a == b, 0.0, a.float() - b.float())  # infinities in both are no change
         sums("loss").append((gradient.float() * change).square().sum())
     for a, b in zip(half.weights or half.inputs, fp32.weights or fp32.inputs, strict=True):
         sums("apart").append((a - b).square().sum())
@@ -248,13 +248,13 @@ def _compare(seen: _Seen, dtype: Half, fp32: Ran, half: Ran, gradients: Sequence
         sums("overflow").append((torch.isfinite(tensor) & (tensor.abs() * scale > kind.max)).sum())
     for gradient in gradients:
         sums("nonzero").append(torch.count_nonzero(gradient))
-        # Half of the smallest number that is not 0 is rounded to 0.
+        # Half of the smallest nonzero number is rounded to 0.
         smallest = kind.smallest_normal * kind.eps / 2
         sums("underflow").append(((gradient != 0) & (gradient.abs() * LOSS_SCALE[dtype] <= smallest)).sum())
 
 
 def _cast_ms_per_byte(device: torch.device, dtype: torch.dtype) -> float:
-    """What a cast takes for each byte it reads or writes, launched behind other work."""
+    """Returns a cast's time per byte read or written, when launched behind other work."""
     tensor = torch.ones(CAST_BYTES // 4, device=device)
     tensor.to(dtype)
     times = [later_ms(lambda: tensor.to(dtype), device) for _ in range(TIMED_RUNS)]
@@ -265,7 +265,7 @@ def _cast_ms_per_byte(device: torch.device, dtype: torch.dtype) -> float:
 
 @contextmanager
 def _out_of_place(model: nn.Module) -> Iterator[None]:
-    """Modules that write into their inputs do not: those are held for later."""
+    """Switches off in-place modules: their inputs are held for later."""
     changed = [module for module in model.modules() if vars(module).get("inplace") is True]
     for module in changed:
         module.inplace = False  # type: ignore[assignment]
@@ -277,9 +277,9 @@ def _out_of_place(model: nn.Module) -> Iterator[None]:
 
 
 def _on_gradients(tensors: Sequence[torch.Tensor], look: Callable[[Sequence[torch.Tensor | None]], None]) -> None:
-    """Has `look` called when the gradients of all tensors are there.
+    """Registers `look` to be called when the gradients of all tensors are known.
 
-    PyTorch's hook for several is silent where the backward pass starts at the only one (torch 2.13).
+    One tensor gets a plain hook: a multi-grad hook is not called if the backward pass starts there (torch 2.13).
     """
     if len(tensors) == 1:
         tensors[0].register_hook(lambda gradient: look([gradient]))  # type: ignore[no-untyped-call]

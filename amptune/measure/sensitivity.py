@@ -1,4 +1,4 @@
-"""What half precision does to each module by itself: to its time, and to its numbers. Values."""
+"""Effects of half precision on each module alone, on its time and on its numbers, as values."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ __all__ = ["Half", "InHalf", "ModuleSensitivity", "Sensitivity", "Stream"]
 
 Half = Literal["bf16", "fp16"]
 
-# What autocast makes of a module's output: half whatever came in (a matrix product), what came in (a ReLU), or FP32
-# whatever came in (a LayerNorm on CUDA).
+# Dtype of a module's output under autocast: always half (a matrix product), that of the input (a ReLU), or always FP32
+# (a LayerNorm on CUDA).
 Stream = Literal["half", "follows", "fp32"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InHalf:
-    """One module run in half precision alone, all others in FP32.
+    """One module in half precision, with all others in FP32.
 
-    `ms` is its forward and backward time with half inputs, its weights' casts included. `loss_effect` is what its
-    rounding changes the loss by, to first order: the root of the sum of (gradient x change of output) squared.
-    `gradient_error` and `gradient_cosine` compare its weights' gradients (its inputs', where it has none) with those
-    in FP32; they are infinite and 0 where those break in half. `overflow` is the share of outputs and of gradients,
-    scaled by the initial loss scale, that the dtype cannot hold, `underflow` that of the gradients that become 0.
+    `ms` is its forward and backward time with half inputs, including the casts of its weights. `loss_effect` is the
+    change of the loss by its rounding, to first order: the root of the sum of (gradient x change of output) squared.
+    `gradient_error` and `gradient_cosine` compare its weights' gradients (its inputs' if it has no weights) with those
+    in FP32; they are infinite and 0 if the gradients break in half. `overflow` is the share of outputs and of
+    gradients (times the initial loss scale) that the dtype cannot hold, `underflow` that of gradients that become 0.
     """
 
     ms: float | None
@@ -38,9 +38,9 @@ class InHalf:
 class ModuleSensitivity:
     """One module without children, over all its calls in one step.
 
-    `fp32_ms` is its forward and backward time in FP32. `input_bytes` and `output_bytes` are those of its
-    floating-point tensors in FP32, `cast_bytes` what autocast reads and writes to cast its weights. Largest
-    magnitudes are those in FP32. `producers` are the paths of the modules whose outputs it takes as they are.
+    `fp32_ms` is its forward and backward time in FP32. `input_bytes` and `output_bytes` are the sizes of its
+    floating-point tensors in FP32. `cast_bytes` are the bytes that autocast reads and writes to cast its weights. The
+    `_max` fields are the largest magnitudes in FP32. `producers` are the paths of modules whose outputs are its inputs.
     """
 
     path: str
@@ -59,9 +59,9 @@ class ModuleSensitivity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """The modules in the order of their first calls. `left_out` names those that could not be looked at, and why.
+    """The modules in the order of their first calls. `left_out` maps modules that could not be measured to the reason.
 
-    `cast_ms_per_byte` is what a cast takes for every byte it reads or writes, `step_ms` a whole step in FP32.
+    `cast_ms_per_byte` is a cast's time per byte read or written, `step_ms` the time of a whole step in FP32.
     """
 
     modules: tuple[ModuleSensitivity, ...]

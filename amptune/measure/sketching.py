@@ -1,4 +1,4 @@
-"""Gradients, each reduced to a fixed number of sums under random signs."""
+"""Sketches of gradients: each is reduced to a fixed number of sums under random signs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from torch import nn
 
 __all__ = ["Sketcher"]
 
-# Of every parameter at least and at most so many sums are kept, and about so many of all parameters together.
+# Minimum and maximum number of sums for each parameter, and the approximate number for all parameters together.
 LEAST_COLUMNS, MOST_COLUMNS, ALL_COLUMNS = 64, 8192, 2**20
 _SEED = 0
 
 
 class Sketcher:
-    """Sketches the gradients of a model's parameters; the signs are the same in every process with the same device.
+    """A sketcher of a model's gradients. Its signs are the same in every process with the same device.
 
-    `columns` are each parameter's place in a sketch, `module_of` the path of the module that holds it ("" for the
-    model itself).
+    `columns` holds each parameter's slice of a sketch, `module_of` the path of its module ("" for the model itself).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -37,7 +36,7 @@ class Sketcher:
 
     @torch.no_grad()
     def __call__(self, scale: float | torch.Tensor = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sketch, elements that are not 0 for each parameter) of the gradients as they are, divided by `scale`."""
+        """Returns (sketch, number of nonzero elements of each parameter) of the gradients, divided by `scale`."""
         sketches, counts = [], []
         for parameter, columns, signs in zip(self._parameters, self.columns, self._signs, strict=True):
             gradient = parameter.grad
@@ -50,11 +49,11 @@ class Sketcher:
         return torch.cat(sketches).cpu(), torch.stack(counts).cpu()
 
     def parameters_of(self, columns: Sequence[int]) -> list[int]:
-        """The parameters that these columns belong to."""
+        """Returns the indices of the parameters that these columns belong to."""
         return [i for i, own in enumerate(self.columns) if any(own.start <= c < own.stop for c in columns)]
 
     def _signs_of(self, parameter: nn.Parameter, width: int) -> torch.Tensor | None:
-        """+1 or -1 for each element, int8; None where every element is kept."""
+        """Returns +1 or -1 for each element, int8; None if every element is kept."""
         count = _numbers(parameter).numel()
         if count == width:
             return None
@@ -76,10 +75,10 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """A complex number is two."""
+    """Returns the tensor as real numbers: a complex number becomes two."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _prime_up_to(number: int) -> int:
-    """Elements a fixed distance apart, such as a matrix's column, then fall into different sums."""
+    """Returns the largest prime up to `number`: elements a fixed distance apart then fall into different sums."""
     return next(n for n in range(number, 1, -1) if all(n % divisor for divisor in range(2, math.isqrt(n) + 1)))

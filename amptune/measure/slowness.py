@@ -1,4 +1,4 @@
-"""Why a training step is slow: what its profile says, as findings. Nothing is said where nothing is wrong."""
+"""Findings on why a training step is slow, made from its profile; there is no finding if nothing is wrong."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from amptune.policy.settings import Policy
 
 __all__ = ["speed_findings"]
 
-# Between kernels of a full queue a GPU idles for a microsecond or two: up to a sixth of a step of small kernels.
+# Even with a full queue a GPU idles 1 or 2 µs between kernels: up to a sixth of a step of small kernels.
 IDLE_SHARE = 0.15
-# A host that issues a step in less than this part of it is ahead of the GPU, which then waits for something else.
+# A host that issues a step in less than this part of its time is ahead; the GPU then waits for something else.
 HOST_SHARE = 0.8
-# GradScaler reads once a step whether a gradient overflowed.
+# Once a step, GradScaler reads if a gradient overflowed.
 FP16_SYNCHRONIZATIONS = 1
-# A remedy is worth naming if it saves this part of the launches. SE-ResNeXt50, where 17 % are casts, is faster in TF32
-# at such a batch; DeepLabV3+, with 13 %, is not.
+# A remedy is named if it saves this part of the launches. At a launch-bound batch size, SE-ResNeXt50 with 17 % casts is
+# faster in TF32; DeepLabV3+ with 13 % is not.
 LAUNCHES_SHARE = 0.15
-# Half precision is paid for with some casts, a few per cent of a step in models that gain from it.
+# Half precision needs some casts: a few per cent of a step in models that gain from it.
 CAST_SHARE = 0.1
-# A channels_last model has these around its first layer at most.
+# A channels_last model has layout copies only around its first layer.
 LAYOUT_SHARE = 0.03
-# Normalization takes up to a quarter of a step in networks that nothing is wrong with.
+# Normalization takes up to a quarter of a step in healthy networks.
 OPERATION_SHARE = 0.3
-# How much of an operation's time another layout, type or fusing saves, at a guess: the order depends on it.
+# Guessed share of an operation's time that another layout, type or fusing saves; only the order depends on it.
 OPERATION_GAIN = 0.5
-# A fused optimizer reads every weight once where the default reads it several times: about half of its time.
+# A fused optimizer reads every weight once, the default several times: fusing saves about half of the time.
 OPTIMIZER_SHARE = 0.1
 OPTIMIZER_GAIN = 0.5
 SLOWEST = 5
@@ -38,10 +38,10 @@ SAID = 0.01
 
 
 def speed_findings(profile: StepProfile, hardware: Hardware, policy: Policy) -> tuple[Finding, ...]:
-    """The findings of a profile taken under `policy`, the most to gain first and what is no fault last.
+    """Returns the findings of a profile taken under `policy`, the largest gain first; the slowest modules come last.
 
-    `gain_ms` is what a step would save at most, or at a guess, were the cause gone. Gains do not simply add up, and
-    while a step is `launch-bound` what saves the GPU time saves little of the step's.
+    `gain_ms` is the most that a step could save without the cause, or a guess. Gains do not simply add up: while a step
+    is `launch-bound`, saving GPU time saves little of the step's time.
     """
     found = [
         *_launch_bound(profile, policy),
@@ -162,14 +162,14 @@ def _fewer_layouts(profile: StepProfile, policy: Policy) -> str:
 
 
 def _slow_operation(profile: StepProfile, policy: Policy) -> Iterator[Finding]:
-    """One kind of operation that outweighs what a step is there for, most likely by an unsuitable kernel."""
+    """Yields a finding if one kind of operation takes too much of the step, probably due to an unsuitable kernel."""
     kinds = summed((one.operation, one.ms) for one in profile.operations)
     if not profile.attributed or not kinds or kinds[0][1] <= OPERATION_SHARE * profile.step_ms:
         return
     operation, ms = kinds[0]
     times: Times = [(one.module, one.ms) for one in profile.operations if one.operation == operation]
     ways = ["memory_format: channels_last"] if policy.memory_format == "contiguous" else []
-    # Many modules in FP32 would cost more in casts than they gain: ResNet-50's BatchNorm does.
+    # Many modules in FP32 cost more in casts than they gain, for example ResNet-50's BatchNorm.
     ways += ["FP32 for it (fp32_modules)"] if policy.precision != "off" and summed(times)[0][1] >= MOST * ms else []
     ways += ["torch.compile, which fuses it with its neighbours"] if policy.compile == "off" else []
     message = (

@@ -1,4 +1,4 @@
-"""What one training step spends its time on, as a value: the figures that findings about speed are made from."""
+"""Profile of the time of one training step, as a value; findings about speed are made from it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = [
 class ModuleTime:
     """The time of a module's own operations, forward and backward, without those of its children.
 
-    Here and below, `module` is the path of the innermost module whose forward issued the work, `""` for the
-    model's own forward, and None for what no module did: the loss, gradient accumulation.
+    Here and below, `module` is the path of the innermost module whose forward issued the work: `""` for the model's own
+    forward, None for work outside all modules (the loss, gradient accumulation).
     """
 
     module: str | None
@@ -31,7 +31,7 @@ class ModuleTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastTime:
-    """Copies from one floating-point type to another; `mib` counts what they read and what they write."""
+    """Copies from one floating-point type to another; `mib` counts the data that they read and write."""
 
     module: str | None
     count: float
@@ -43,7 +43,7 @@ class CastTime:
 class LayoutTime:
     """Copies that only change a tensor's memory layout, or pad its channels, around one module's convolutions.
 
-    `channels` are the convolution's input channels; None where no convolution called for the copy.
+    `channels` are the convolution's input channels, None if the copy was not for a convolution.
     """
 
     module: str | None
@@ -55,7 +55,7 @@ class LayoutTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnalignedMatmul:
-    """A half-precision product (m, k) × (k, n) in which a dimension is no multiple of 8."""
+    """A half-precision product (m, k) × (k, n) with a dimension that is not a multiple of 8."""
 
     module: str | None
     op: str
@@ -79,10 +79,9 @@ class GroupedConvolution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductTime:
-    """Matrix products, or convolutions, of one module, by the kernels that computed them.
+    """Matrix products or convolutions of one module, with their time on tensor cores and without.
 
-    Kernels whose names do not tell are in neither. `slowest_plain` is the kernel without tensor cores that
-    took longest.
+    Kernels with unknown names are in neither time. `slowest_plain` is the slowest kernel without tensor cores.
     """
 
     module: str | None
@@ -94,10 +93,9 @@ class ProductTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationTime:
-    """One kind of operation in one module, forward and backward, that is no product, cast or optimizer step.
+    """One kind of operation in one module, forward and backward, except products, casts and optimizer steps.
 
-    `operation` is PyTorch's name without what tells its variants apart: `batch_norm` for
-    `aten::native_batch_norm_backward`.
+    `operation` is PyTorch's name without its variant: `batch_norm` for `aten::native_batch_norm_backward`.
     """
 
     module: str | None
@@ -108,14 +106,13 @@ class OperationTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProfile:
-    """Means per training step, over `steps` profiled ones. Lists are sorted by time, the longest first.
+    """Means per training step, over `steps` profiled steps. Lists are sorted by time, the longest first.
 
-    `step_ms` and `host_ms` are timed without the profiler, which slows the host: a step among others, and the
-    time in which the host issues one, given an idle device. `gpu_busy_ms` is the time in which any kernel or
-    copy runs, which the profiler leaves as it is. On a CPU the figures of a GPU are None or empty, and times of
-    operations are scaled to `step_ms`. `attributed` is False where modules could not be watched (compiled
-    models); every `module` is None then. `cut_short` says that fewer steps were profiled than asked for, since
-    their events would not have fitted in memory.
+    `step_ms` (the time of a step in a row of steps) and `host_ms` (the time the host needs to issue a step to an idle
+    device) are timed without the profiler, which slows the host. `gpu_busy_ms` is the time in which any kernel or copy
+    runs; the profiler does not change it. On a CPU the figures of a GPU are None or empty, and times of operations are
+    scaled to `step_ms`. `attributed` is False if modules could not be watched (compiled models); every `module` is then
+    None. `cut_short` is True if fewer steps were profiled than requested, because their events would not fit in memory.
     """
 
     device: Literal["cuda", "cpu"]
@@ -139,7 +136,7 @@ class StepProfile:
 
     @property
     def gpu_idle_ms(self) -> float | None:
-        """The part of a step in which the GPU runs nothing."""
+        """Time of a step in which the GPU is idle."""
         return None if self.gpu_busy_ms is None else max(0.0, self.step_ms - self.gpu_busy_ms)
 
     @property

@@ -1,4 +1,4 @@
-"""What PyTorch's profiler records of one step, as plain values: read from its trace, or from a recording of one."""
+"""One step as recorded by PyTorch's profiler, in plain values; read from its trace, or from a recording of one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 __all__ = ["MODULE_RANGE", "STEP_RANGE", "Kernel", "Op", "StepTrace", "read_trace"]
 
-# Ranges that stand for a call of a module's forward; the module's path follows.
+# Prefix of the ranges that mark a call of a module's forward; the module's path follows.
 MODULE_RANGE = "amptune.module:"
-# The range of the step itself: the profiler waits for the device too, before and after.
+# Range of the step itself: before and after it, the profiler waits for the device too.
 STEP_RANGE = "amptune.step"
 
 _HOST = {"cpu_op", "user_annotation"}
@@ -20,10 +20,10 @@ _WAITS = {"cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchroniz
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One operation or range on the host. `types` and `shapes` are its inputs', one per argument.
+    """One operation or range on the host. `types` and `shapes` describe its inputs, one entry per argument.
 
-    `values` are its arguments that are no tensors, as text. `forward` is the id of the operation that this one
-    is the backward of.
+    `values` are its arguments that are not tensors, as text. If it is a backward operation, `forward` is the id of its
+    forward operation.
     """
 
     id: int
@@ -39,7 +39,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """Work on the device: a kernel, or a copy or fill by the memory engine. `op` is the id of what launched it."""
+    """Work on the device: a kernel, or a memory copy or fill. `op` is the id of the operation that launched it."""
 
     name: str
     start_us: float
@@ -58,7 +58,7 @@ class StepTrace:
 
 
 def read_trace(events: Sequence[Mapping[str, Any]]) -> StepTrace:
-    """The step in `traceEvents` of a Chrome trace, as `torch.profiler.profile.export_chrome_trace` writes it."""
+    """Reads the step from `traceEvents` of a Chrome trace by `torch.profiler.profile.export_chrome_trace`."""
     forward = _forward_ids(events)
     steps = [event for event in events if event.get("name") == STEP_RANGE and event.get("cat") == "user_annotation"]
     return StepTrace(
@@ -73,7 +73,7 @@ def _within(event: Mapping[str, Any], ranges: Sequence[Mapping[str, Any]]) -> bo
 
 
 def _forward_ids(events: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, Any], int]:
-    """By (thread, start) of a backward operation, the id of its forward one: the profiler's own links."""
+    """Maps (thread, start) of a backward operation to the id of its forward one, by the profiler's links."""
     ids = {_place(event): event["args"]["External id"] for event in _host_ops(events)}
     links = [event for event in events if event.get("cat") == "fwdbwd"]
     sources = {link["id"]: ids.get(_place(link)) for link in links if link["ph"] == "s"}
@@ -106,7 +106,7 @@ def _op(event: Mapping[str, Any], forward: Mapping[tuple[Any, Any], int]) -> Op:
 
 
 def _shape(dims: Sequence[Any]) -> tuple[int, ...]:
-    """A list of tensors has a list of shapes, which says nothing here."""
+    """Returns the shape; empty for a list of tensors, whose list of shapes is not used."""
     return tuple(dims) if all(isinstance(dim, int) for dim in dims) else ()
 
 

@@ -1,4 +1,4 @@
-"""One training step of the user's, run the way the README's loop runs it."""
+"""One training step of the user's workload, run as in the README's loop."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["Stepper"]
 
 
 class Stepper:
-    """Calls are training steps: forward, loss, backward, optimizer step, each over the next batch.
+    """A callable that runs one training step on the next batch: forward, loss, backward, optimizer step.
 
-    Built after the policy was applied, with an optimizer of its own, so each trial starts from fresh state.
+    It is built after the policy was applied and makes its own optimizer, so each trial starts from fresh state.
     """
 
     def __init__(self, workload: Workload, tuned: Tuned, batches: Iterator[Any]) -> None:
@@ -36,7 +36,7 @@ class Stepper:
         self._optimizer = tuned.optimizer(optimizer)
 
     def __call__(self) -> torch.Tensor:
-        """One optimizer step; returns the detached loss (of the last micro-batch)."""
+        """Runs one optimizer step; returns the detached loss (of the last micro-batch)."""
         if self._workload.step is not None:
             loss = self._workload.step(self._tuned, self._tuned.model, self._optimizer, next(self._batches))
             self._loss = _require_scalar("step", loss).detach()
@@ -49,12 +49,12 @@ class Stepper:
         return self._optimizer
 
     def before_optimizer(self, look: Callable[[torch.optim.Optimizer], None]) -> None:
-        """Has `look` called before each optimizer step that the loss scaler lets through."""
+        """Registers `look` to be called before each optimizer step that the loss scaler does not skip."""
         self._optimizer.register_step_pre_hook(lambda optimizer, _args, _kwargs: look(optimizer))
 
     @property
     def last_loss(self) -> float:
-        """The last step's loss; reading it waits for the device."""
+        """Loss of the last step; reading it waits for the device."""
         return float(self._loss)
 
     def _recipe(self) -> torch.Tensor:
@@ -74,9 +74,9 @@ class Stepper:
         return loss
 
     def first_step(self) -> tuple[float, float | None]:
-        """The first step's (loss, gradient norm).
+        """Runs the first step; returns (loss, gradient norm).
 
-        The norm is None for a workload with a step of its own, and where the first loss scale was too large.
+        The norm is None for a workload with its own step, or if the first loss scale was too large.
         """
         norms: list[float] = []
         self._after_backward = lambda: norms.append(self._gradient_norm())
@@ -90,7 +90,7 @@ class Stepper:
         return float(norm) / float(self._tuned.scaler.get_scale())
 
     def require_sound(self, model: torch.nn.Module, steps: int) -> float:
-        """Raises `NonFiniteError` if training broke; returns the share of `steps` the loss scaler skipped."""
+        """Returns the share of `steps` that the loss scaler skipped. Raises `NonFiniteError` if training broke."""
         for kind, named in (("weight", model.named_parameters()), ("buffer", model.named_buffers())):
             for name, tensor in named:
                 if tensor.is_floating_point() and not torch.isfinite(tensor).all():
@@ -101,11 +101,11 @@ class Stepper:
         return min(1.0, skipped / steps)
 
     def _skipped_steps(self) -> int:
-        """Each skipped step halves the scale; growth within a trial is too rare to hide it."""
+        """Returns the number of skipped steps: each halves the scale; growth within a trial is too rare to hide it."""
         scaler = self._tuned.scaler
         if not scaler.is_enabled():
             return 0
-        initial = scaler._init_scale  # torch has no public reading of it
+        initial = scaler._init_scale  # torch has no public access to it
         return max(0, round(torch.tensor(initial / scaler.get_scale()).log2().item()))
 
 
@@ -116,5 +116,5 @@ def _require_scalar(part: str, loss: Any) -> torch.Tensor:
     return loss
 
 
-# From 65536 a healthy model skips at most a handful of steps until its scale has settled.
+# From a scale of 65536 a healthy model skips at most a few steps until its scale has settled.
 _ENOUGH_TO_SETTLE = 8

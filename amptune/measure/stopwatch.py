@@ -1,4 +1,4 @@
-"""Where the time of a loop goes, lap by lap, on the device's own clock: nothing is waited for in between."""
+"""Stopwatches that split a loop's time into laps on the device's clock, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ __all__ = ["Lap", "Stopwatch", "hold_device", "stopwatch_for"]
 
 Lap = Literal["wait", "copy", "step"]
 
-# How many laps the host may be ahead of the device: 8 batches of 3. More would let a step of few launches (a CUDA
-# graph) run seconds past the end, and keep that many batches in pinned memory; fewer would drain the queue.
+# How many laps the host may be ahead of the device: 8 batches of 3 laps. With more, a step of few launches (a CUDA
+# graph) would run seconds past the end and keep that many batches in pinned memory. With fewer, the queue would drain.
 _AHEAD = 24
-# Clock cycles per ms of the fastest GPU clock there is (2 GHz, about): a slower one holds the device longer.
+# Clock cycles per ms at about the fastest existing GPU clock (2 GHz): a slower GPU is held longer.
 _CYCLES_PER_MS = 2_000_000
 
 
 class Stopwatch(Protocol):
-    """Adds up laps of each kind. A mark ends a lap, and begins the next."""
+    """A sum of laps of each kind. A mark ends one lap and begins the next."""
 
     def reset(self) -> None:
         """Waits for the device, then begins the first lap."""
         ...
 
     def mark(self, lap: Lap) -> None:
-        """Here the device will be at the end of this lap."""
+        """Marks the end of this lap in the device's queue."""
         ...
 
     def totals_ms(self) -> dict[Lap, float]:
-        """Waits for the device; the laps since `reset`, in ms."""
+        """Waits for the device; returns the sums of the laps since `reset`, in ms."""
         ...
 
 
 class CudaStopwatch:
-    """Events in the stream, read when they are long past."""
+    """A stopwatch of CUDA events, read long after they were recorded."""
 
     def __init__(self) -> None:
         self._marks: deque[tuple[Lap, Any]] = deque()
@@ -58,7 +58,7 @@ class CudaStopwatch:
     def totals_ms(self) -> dict[Lap, float]:
         while len(self._marks) > 1:
             self._read_oldest()
-        torch.cuda.synchronize()  # work in other streams too
+        torch.cuda.synchronize()  # waits for other streams too
         return self._totals_ms
 
     def _read_oldest(self) -> None:
@@ -69,7 +69,7 @@ class CudaStopwatch:
 
 
 class CpuStopwatch:
-    """`time.perf_counter`: on a CPU the work is done when the call returns."""
+    """A stopwatch on `time.perf_counter`: on a CPU the work is done when the call returns."""
 
     def __init__(self) -> None:
         self.reset()
@@ -88,7 +88,7 @@ class CpuStopwatch:
 
 
 def hold_device(ms: float) -> None:
-    """Keeps the GPU from what is queued next for about so long, so that the host runs ahead of it."""
+    """Keeps the GPU busy for about `ms` before the next queued work, so that the host can run ahead."""
     torch.cuda._sleep(int(ms * _CYCLES_PER_MS))  # type: ignore[no-untyped-call]  # torch's tests' own
 
 

@@ -1,4 +1,4 @@
-"""What is known of a workload's model before the first trial: enough to narrow the search, nothing to run it."""
+"""Facts about a workload's model, known before the first trial and used to narrow the search."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["Leaf", "Module", "Prepared", "Subject"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """One module without children, as one forward pass met it.
+    """One module without children, as seen in one forward pass.
 
-    `flops` counts multiply and add of one forward pass at the workload's batch size, 0 for modules that are
-    no matrix product; `cast_numel` counts the elements that autocast converts for it (input, weight, bias).
-    `called` is its place in the order of first calls, None if the pass did not reach it.
+    `flops` counts the multiplications and additions of one forward pass at the workload's batch size; it is 0 for
+    modules that are not a matrix product. `cast_numel` counts the elements that autocast converts for the module
+    (input, weight, bias). `called` is its position in the order of first calls, None if the pass did not reach it.
     """
 
     path: str
@@ -27,16 +27,16 @@ class Leaf:
 
     @property
     def intensity(self) -> float:
-        """FLOPs per element cast: what half precision can gain there over what it costs (a roofline's x axis)."""
+        """FLOPs per cast element: the possible gain of half precision over its cost (a roofline's x axis)."""
         return self.flops / self.cast_numel if self.cast_numel else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """Any module of the model but the root, under the first of its paths.
+    """Any module of the model except the root, under the first of its paths.
 
-    `types` are the names of its class and that one's bases, as type rules go by them; `runs` is False for a
-    container without a forward of its own (a ModuleList), which in a rule stands for its children.
+    `types` are the names of its class and base classes, which type rules match. `runs` is False for a container
+    without its own forward (a ModuleList); in a rule such a container stands for its children.
     """
 
     path: str
@@ -48,9 +48,9 @@ class Module:
 class Subject:
     """The workload as the search sees it.
 
-    `convolution_dims` are the spatial dimensions of its convolutions, `root_types` the names of the model's own class
-    and its bases, `tolerance` how far `evaluate` may be from what it says in FP32. `fusable` is whether there is a
-    fused kernel that its optimizer does not use yet, `own_step` whether the workload has a step of its own.
+    `convolution_dims` are the numbers of spatial dimensions of its convolutions. `root_types` are the names of the
+    model's class and base classes. `tolerance` is the allowed distance of `evaluate` from its value in FP32. `fusable`
+    tells if the optimizer has a fused kernel not used yet, `own_step` if the workload defines its own step.
     """
 
     name: str
@@ -69,11 +69,11 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A worker's first answer: where it runs and what it is to measure.
+    """A worker's first answer: the hardware it runs on and the workload it will measure.
 
-    `memory_mib` is what a training process can have of the device's memory: what is free there once its context is
-    open (on a CPU, what is available), or what the user allows. None where that is not known. `start_s` is how many
-    seconds it took until the workload was built, which another worker will take too.
+    `memory_mib` is the device memory that a training process can use: the free memory once its context is open (on a
+    CPU, the available memory), or the user's limit. It is None if unknown. `start_s` is the time in seconds until the
+    workload was built; another worker needs the same time.
     """
 
     hardware: Hardware

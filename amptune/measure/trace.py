@@ -1,4 +1,4 @@
-"""Where numbers go wrong inside one training step: module by module, under a policy beside FP32. Values and sums."""
+"""Traces of one training step, module by module, that show where numbers under a policy differ from FP32."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["ModuleTrace", "Reach", "suspects"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """What passed at one place: the largest magnitude under the policy and in FP32, and how far the two are apart.
+    """The numbers at one place: the largest magnitude under the policy and in FP32, and the error between them.
 
-    `error` is the relative root mean square of the difference, infinite where the policy's is not finite and FP32's
-    is. `largest` is infinite or NaN where that occurred.
+    `error` is the relative root mean square of the difference, infinite if the policy's numbers are not finite where
+    FP32's are. `largest` is infinite or NaN if such a number occurred.
     """
 
     largest: float
@@ -23,16 +23,17 @@ class Reach:
 
     @property
     def broken(self) -> bool:
-        """Not finite, where FP32's is."""
+        """True if the policy's largest magnitude is not finite but FP32's is."""
         return not math.isfinite(self.largest) and math.isfinite(self.largest_fp32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleTrace:
-    """One module in one step: its inputs and outputs, the gradients that came to its outputs and left by its inputs.
+    """One module in one step: its inputs and outputs, and their gradients.
 
-    A place is None where no floating-point tensor (or no gradient) passed; `weights` is its own parameters'
-    gradients. Traces are in the order in which the first forward calls ended.
+    `gradients_in` are the gradients of its outputs, `gradients_out` those of its inputs, `weights` those of its own
+    parameters. A place is None without a floating-point tensor (or gradient). Traces are ordered by the end of the
+    first forward calls.
     """
 
     path: str
@@ -45,19 +46,19 @@ class ModuleTrace:
 
     @property
     def breaks_forward(self) -> bool:
-        """The numbers that come in are finite, those that go out are not."""
+        """True if the inputs are finite and the outputs are not."""
         return self.outputs is not None and self.outputs.broken and not (self.inputs is not None and self.inputs.broken)
 
     @property
     def breaks_backward(self) -> bool:
-        """What comes in, forward and backward, is finite; gradients that go out or to the weights are not."""
+        """True if inputs and incoming gradients are finite but the gradients of inputs or weights are not."""
         comes = [reach for reach in (self.inputs, self.gradients_in) if reach is not None]
         leaves = [reach for reach in (self.gradients_out, self.weights) if reach is not None]
         return not any(reach.broken for reach in comes) and any(reach.broken for reach in leaves)
 
     @property
     def adds(self) -> float:
-        """How many times as large the module makes the relative error, forward or backward, the larger of both."""
+        """Error added by the module, relative to the incoming error: the largest of forward and backward."""
         return max(
             _added(self.outputs, self.inputs),
             _added(self.gradients_out, self.inputs, self.gradients_in),
@@ -66,10 +67,10 @@ class ModuleTrace:
 
 
 def suspects(traces: Sequence[ModuleTrace]) -> list[str]:
-    """The paths of all modules, the most suspicious first.
+    """Returns the paths of all modules, the most suspicious first.
 
-    What breaks the forward pass comes before all else, in the order of the pass, then what breaks the backward one,
-    the last module first; then what adds most to the error.
+    First come the modules that break the forward pass, in forward order. Then come those that break the backward pass,
+    the last module first. The others follow by how much error they add.
     """
     forward = [trace for trace in traces if trace.breaks_forward]
     backward = [trace for trace in reversed(traces) if trace.breaks_backward]
@@ -77,9 +78,9 @@ def suspects(traces: Sequence[ModuleTrace]) -> list[str]:
     return list(dict.fromkeys(trace.path for trace in (*forward, *backward, *others) if trace.path))
 
 
-# An error smaller than this is rounding, and no module is to blame for what becomes of it relative to nothing.
+# An error smaller than this is rounding; without this floor, growth from almost 0 would look large.
 ROUNDING = 0.01
-# What stands for the error of a number that is not finite, so that it can be written down.
+# Finite value used for the error of a number that is not finite, so that it can be written down.
 BROKEN = 1e4
 
 

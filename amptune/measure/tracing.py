@@ -1,4 +1,4 @@
-"""Looks at every module of one training step, in FP32 and under a policy."""
+"""Records the tensors of every module in one training step, in FP32 and under a policy."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from amptune.runtime.nested import tensors_in
 
 __all__ = ["trace_step"]
 
-# Of every tensor so many elements are kept, evenly spaced: enough to tell how far two are apart.
+# Number of elements kept of each tensor, evenly spaced: enough to measure the distance between two tensors.
 KEPT = 2048
 
 
 def trace_step(bench: Bench, policy: Policy, fp32: Policy) -> tuple[ModuleTrace, ...]:
-    """Runs one step in FP32 and one under the policy, its loss scale settled, on the same batch from the same weights.
+    """Runs one step in FP32 and one under the policy, on the same batch from the same weights; returns the traces.
 
-    Modules are in the order in which their first forward calls ended: inner ones before those that hold them. A module
-    that is called several times is looked at over all its calls.
+    The policy's loss scale has settled before its step. Modules are in the order in which their first forward calls
+    ended: children before their parents. The trace of a module covers all its calls.
     """
     reference, _ = _looked_at(bench, fp32)
     seen, order = _looked_at(bench, policy)
@@ -51,7 +51,7 @@ _PLACES = ("inputs", "outputs", "gradients_in", "gradients_out", "weights")
 
 @dataclass
 class _Glance:
-    """What is kept of the tensors at one place: a sample of each, and the largest magnitude (NaN over all else)."""
+    """A record of the tensors at one place: a sample and the largest magnitude of each (NaN counts as largest)."""
 
     samples: list[torch.Tensor] = field(default_factory=list)
     largest: list[torch.Tensor] = field(default_factory=list)
@@ -70,9 +70,9 @@ Glances = dict[tuple[str, str], _Glance]
 
 
 def _looked_at(bench: Bench, policy: Policy) -> tuple[Glances, list[str]]:
-    """(what passed at each place of each module, their paths in the order in which the forward calls ended)."""
+    """Returns (tensors seen at each place of each module, module paths in the order their forward calls ended)."""
     with Training.on(bench, policy) as training, without_dropout(bench.model):
-        with suppress(NonFiniteError):  # it is what one wants to see
+        with suppress(NonFiniteError):  # the trace is meant to show it
             training.gradients(1)  # the loss scale settles
         training.restart()
         scale = float(training.tuned.scaler.get_scale())
@@ -83,12 +83,12 @@ def _looked_at(bench: Bench, policy: Policy) -> tuple[Glances, list[str]]:
 
 @contextmanager
 def _watching(model: nn.Module, scale: float) -> Iterator[tuple[Glances, dict[str, None]]]:
-    """Gradients are divided by `scale`."""
+    """Records the tensors of all modules; gradients are divided by `scale`."""
     glances: Glances = defaultdict(_Glance)
     order: dict[str, None] = {}
 
     def forward(path: str, args: Any, kwargs: Any, output: Any) -> None:
-        order.setdefault(path)  # activation checkpointing calls again, in the backward pass's order
+        order.setdefault(path)  # activation checkpointing calls again, in backward order
         for here, there, value in (("inputs", "gradients_out", (args, kwargs)), ("outputs", "gradients_in", output)):
             for tensor in tensors_in(value):
                 glances[path, here].add(tensor)
@@ -139,12 +139,12 @@ def _largest(glance: _Glance) -> float:
 
 
 def _error(seen: _Glance, reference: _Glance) -> float:
-    """Over all tensors that passed; those that did not come in both are left out."""
+    """Returns the relative error over all tensors that occurred in both steps."""
     pairs = [(a, b) for a, b in zip(seen.samples, reference.samples, strict=False) if a.shape == b.shape]
     if not pairs:
         return 0.0
     apart, size = (torch.cat([part(a, b).flatten() for a, b in pairs]) for part in (torch.sub, lambda _, b: b))
-    legitimate = torch.isfinite(size)  # a mask of infinities is one in FP32 too
+    legitimate = torch.isfinite(size)  # a mask holds infinities in FP32 too
     apart, size = apart[legitimate], size[legitimate]
     if not torch.isfinite(apart).all():
         return math.inf

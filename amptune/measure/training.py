@@ -1,4 +1,4 @@
-"""The workload's training step under one policy, begun anew from the initial weights as often as asked."""
+"""Training of the workload under one policy, restarted from the initial weights as often as needed."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from amptune.workload.user_errors import user_code
 
 __all__ = ["Training"]
 
-# From 65536 the loss scale can be halved so often before it is below 1e-5, where no gradient is worth scaling.
+# The loss scale of 65536 can be halved this often until it is below 1e-5, where scaling has no use.
 MOST_HALVINGS = 33
-# Buffers of so many elements at most are held against FP32's.
+# Only buffers up to this many elements are compared with FP32's.
 LARGEST_BUFFER = 2**16
-# Seeds of one run are this far from those of another.
+# Distance between the seeds of two runs.
 SEED_STRIDE = 10_000
 
 
 @dataclass
 class Training:
-    """The workload's training step under one policy, begun anew from the initial weights as often as asked."""
+    """The workload's training step under one policy, which can restart from the initial weights."""
 
     bench: Bench
     tuned: Tuned
@@ -51,9 +51,9 @@ class Training:
     @staticmethod
     @contextmanager
     def on(bench: Bench, policy: Policy, *, divided: bool = False) -> Iterator[Training]:
-        """On the bench's device, until the block ends, over batches of the workload's own size.
+        """Yields training on the bench's device, over batches of the workload's own size.
 
-        With `divided`, over the parts of one where those are all alike.
+        With `divided`, and if all batches are equal, it trains over the parts of one batch.
         """
         feed = Feed(*batches_of(bench, divided=divided), device=bench.device)
         try:
@@ -70,20 +70,20 @@ class Training:
 
     @cached_property
     def sketcher(self) -> Sketcher:
-        """Made when gradients are first asked for: tracing and sensing may do without."""
+        """The sketcher, made when gradients are first needed: tracing and sensing may not need it."""
         return Sketcher(self.bench.model)
 
     def restart(self, offset: int = 0) -> None:
-        """The initial weights and buffers again, and the random generators seeded, `offset` from the first."""
+        """Restores the initial weights and buffers, and seeds the random generators with seed + `offset`."""
         self._put_buffers_back()
         self.bench.restart(offset)
 
     def step(self) -> None:
-        """One step, as training does it."""
+        """Takes one training step with a fresh optimizer."""
         self._step(self._stepper())
 
     def step_s(self) -> float:
-        """Seconds that a step takes, the first one aside."""
+        """Returns the seconds of the second step; the first one may include one-time costs."""
         stepper = self._stepper()
         float(self._step(stepper)[0])
         start_s = time.perf_counter()
@@ -93,13 +93,13 @@ class Training:
     def gradients(
         self, count: int, *, seed: int = 0, prepare: Callable[[torch.nn.Module], None] | None = None
     ) -> Gradients:
-        """Of the first `count` batches, each from the initial weights (after `prepare`), without dropout."""
+        """Returns gradients of the first `count` batches, each from initial weights (after `prepare`), no dropout."""
         sketches, nonzero, losses = [], [], []
         with without_dropout(self.tuned.model):
             stepper = self._stepper(capture=True)
             for self.feed.at in range(count):
                 losses.append(self._capture_one(stepper, SEED_STRIDE * seed + self.feed.at, prepare))
-                # Of every optimizer step in a training step: a GAN takes several.
+                # Summed over the optimizer steps of one training step: a GAN takes several.
                 sketch, counts = (torch.stack(parts).sum(0) for parts in zip(*self._captured, strict=True))
                 self._require_finite(sketch)
                 sketches.append(sketch.numpy())
@@ -107,9 +107,9 @@ class Training:
         return Gradients(sketches=np.stack(sketches), nonzero=np.stack(nonzero), losses=tuple(losses))
 
     def curve(self, order: Sequence[int], seed: int = 0) -> LossCurve:
-        """Trains from the initial weights over the batches in this order.
+        """Trains from the initial weights over the batches in this order; returns the loss curve.
 
-        In the first epoch a step that the loss scaler skips is repeated: its scale is still coming down.
+        In the first epoch a step that the loss scaler skips is repeated, because its scale is still coming down.
         """
         self.restart(SEED_STRIDE * seed)
         stepper = self._stepper()
@@ -126,7 +126,7 @@ class Training:
         broken = next((i for i, loss in enumerate(found) if not math.isfinite(loss)), None)
         if broken is not None:
             raise NonFiniteError(f"the loss is {found[broken]} at step {broken + 1}")
-        stepper.require_sound(self.tuned.model, self._taken)  # the scale has come down over all of these
+        stepper.require_sound(self.tuned.model, self._taken)  # repeated steps count too: the scale came down in them
         return LossCurve(
             losses=tuple(found),
             skipped=skipped,
@@ -136,19 +136,19 @@ class Training:
         )
 
     def _floating_buffers(self) -> dict[str, Floats]:
-        """Those small enough to be statistics and no tables."""
+        """Returns the buffers that are small enough to be statistics, not tables."""
         named = self.bench.model.named_buffers()
         small = ((name, one) for name, one in named if one.is_floating_point() and one.numel() <= LARGEST_BUFFER)
         return {name: one.detach().float().flatten().cpu().numpy().copy() for name, one in small}
 
     def _put_buffers_back(self) -> None:
-        """Those that there were: the step may have replaced, made or dropped some."""
+        """Restores the original buffers: the step may have replaced, made or dropped some."""
         for module, buffers in self._buffers:
             module._buffers.clear()
             module._buffers.update(buffers)
 
     def _capture_one(self, stepper: Stepper, seed: int, prepare: Callable[[torch.nn.Module], None] | None) -> float:
-        """Steps until the optimizer was reached, so that a gradient was captured; returns the loss."""
+        """Repeats the step until a gradient was captured before an optimizer step; returns the loss."""
         for _ in range(MOST_HALVINGS):
             self.restart(seed)
             if prepare is not None:
@@ -167,7 +167,7 @@ class Training:
         raise NonFiniteError("the gradient overflows at every loss scale, so no step is taken")
 
     def _capture(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before each optimizer step. One that scales by itself is called for overflowed gradients too."""
+        """Captures gradients before an optimizer step, unless they overflowed: some optimizers skip by themselves."""
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is None or not float(found_inf):
             scale = getattr(optimizer, "grad_scale", None)
@@ -182,7 +182,7 @@ class Training:
             raise NonFiniteError(f"the gradient of {first or 'the model itself'}{others} is not finite", tuple(modules))
 
     def _step(self, stepper: Stepper) -> tuple[torch.Tensor, bool]:
-        """(the loss, whether the loss scaler let the step through)."""
+        """Returns (the loss, True if the loss scaler did not skip the step)."""
         scaler = self.tuned.scaler
         before = scaler.get_scale()
         self._taken += 1
@@ -207,8 +207,8 @@ class Training:
 
 
 def _bare(policy: Policy) -> Policy:
-    """The policy over the workload's own batch, whatever it makes of that: precision alone is looked at.
+    """Returns the policy with the workload's own batch, unaccumulated, without CUDA graphs: only precision matters.
 
-    A CUDA graph has the same kernels, and what looks at modules and gradients could not look into it.
+    A CUDA graph runs the same kernels, but hooks on modules and gradients do not run inside it.
     """
     return replace(policy, batch_size=None, accumulate=1, cuda_graphs=False)

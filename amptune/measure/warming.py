@@ -1,7 +1,7 @@
-"""What a process pays once, whatever it trains: paid before its first trial, by all workers at the same time.
+"""Warm-up of a fresh process: all workers pay one-time costs in parallel, before their first trials.
 
 Measured on an H200 (torch 2.11): a fresh process's first trial took 4.2 to 5.4 s, a later one 0.9 to 1.2 s. Most of
-it is the first optimizer, which imports `torch._dynamo`; the rest cuDNN's and cuBLAS's handles and their kernels.
+it is the first optimizer, which imports `torch._dynamo`; the rest is handles and kernels of cuDNN and cuBLAS.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["warm_up"]
 
 
 def warm_up(device: torch.device) -> None:
-    """A few steps of a toy model, of shapes so small that no real model's cuDNN plans are decided by them."""
+    """Trains a toy model for a few steps; its shapes are too small to affect cuDNN's plans for real models."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 8)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     images = torch.zeros(2, 3, 8, 8, device=device)

@@ -1,4 +1,4 @@
-"""What runs inside a worker process. Its stdout and stderr are the study's log; answers travel by the pool's pipe."""
+"""Tasks inside a worker process. Its stdout and stderr go to the study's log, its answers through the pool's pipe."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where a worker gets the workload from: a target's text, or a `Workload` pickled by value (cloudpickle).
+    """The source of a worker's workload: a target's text, or a `Workload` pickled by value (cloudpickle).
 
-    With a `batch_size` its batches are of that many samples, instead of its own.
+    `batch_size` replaces the workload's own batch size.
     """
 
     target: str | None = None
@@ -67,9 +67,9 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Everything a fresh worker needs; `device` is None for the best there is, `log` takes what the user prints.
+    """The settings of a fresh worker. `device` None means the best one; `log` receives what the user's code prints.
 
-    Under `memory_mib` a trial that needs more of the device's memory is out of memory, though there may be more.
+    A trial that needs more device memory than `memory_mib` fails as out of memory, even if more is free.
     """
 
     source: Source
@@ -80,27 +80,27 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """An outcome, and whether the process behind it is unusable from now on (a sticky CUDA error)."""
+    """An outcome, and whether its process is unusable from now on (a sticky CUDA error)."""
 
     outcome: Outcome
     broken: bool = False
 
 
-# What it takes to compile a policy's graphs.
+# Just enough steps to compile a policy's graphs.
 A_FEW_STEPS = Effort(warmup_s=0.0, measure_s=0.0, min_steps=1)
 # A worker that prints in every step must not fill the disk.
 MAX_LOG_BYTES = 20 * 2**20
 
 
 class _State:
-    """The process's one bench, built by the first task: a start-up that fails is then that task's answer."""
+    """The process's single bench. The first task builds it, so a failed start-up is the answer to that task."""
 
     setting: Setting
     bench: Bench | None = None
 
 
 class _Log(io.RawIOBase):
-    """Where the user's prints go. A full disk loses them, and not the trial."""
+    """The stream for the user's prints. A full disk loses prints but does not fail the trial."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -121,9 +121,9 @@ class _Log(io.RawIOBase):
 
 
 def start(setting: Setting, environment: Mapping[str, str], start_method: str | None) -> None:
-    """The pool's initializer: the parent's environment, output into the log, Ctrl-C left to the parent.
+    """Initializes a pool's process: takes the parent's environment, sends output to the log, ignores Ctrl-C.
 
-    The user's own processes (a DataLoader's) start as they would in training.
+    Processes of the user's code (a DataLoader's) start as in training, by `start_method`.
     """
     os.environ.clear()
     os.environ.update(environment)
@@ -141,7 +141,7 @@ def start(setting: Setting, environment: Mapping[str, str], start_method: str | 
 
 
 def prepare() -> Prepared:
-    """Builds the workload and looks at its model. Raises `TargetError`, `UserCodeError` or `DeviceError`."""
+    """Builds the workload and inspects its model. Raises `TargetError`, `UserCodeError` or `DeviceError`."""
     from amptune.hardware.probing import probe
     from amptune.measure.inspecting import inspect_model
     from amptune.measure.memory import available_mib
@@ -158,15 +158,15 @@ def prepare() -> Prepared:
             start_s=start_s,
         )
     except Exception:
-        traceback.print_exc()  # into the log; the caller gets the words alone
+        traceback.print_exc()  # into the log; the caller gets only the message
         raise
 
 
 def get_ready(policy: Policy, at_once: int) -> Outcome | None:
-    """Builds the workload ahead of its first trial and warms the process up, as `at_once` workers do at the same time.
+    """Builds the workload before its first trial and warms the process up; `at_once` workers do so at the same time.
 
-    A policy that compiles is compiled, which is work for the CPU: then this returns what became of its first steps.
-    What goes wrong is left to the trial to report.
+    If the policy uses torch.compile, compiles it (CPU work) and returns the outcome of its first steps. A failure is
+    reported by the trial.
     """
     from amptune.measure.failing import failure_of
     from amptune.measure.warming import warm_up
@@ -185,9 +185,9 @@ def get_ready(policy: Policy, at_once: int) -> Outcome | None:
 
 @contextlib.contextmanager
 def _sharing_threads(among: int) -> Iterator[None]:
-    """Takes its share of the CPU's threads, as workers that fill their weights with all of them wait for each other.
+    """Limits the process to its share of CPU threads: workers that all use every thread would wait for each other.
 
-    Not for compiling, which bakes the number in.
+    Not used for compiling, because the thread count is compiled in.
     """
     import torch
 
@@ -200,7 +200,7 @@ def _sharing_threads(among: int) -> Iterator[None]:
 
 
 def _share_compilers(among: int) -> None:
-    """Its share of the processes that compile kernels, of which torch.compile would start one for every core."""
+    """Limits this worker's compile processes to its share: torch.compile would start one for every core."""
     import torch._inductor.config as inductor
 
     from amptune.measure.processes import cores
@@ -210,7 +210,7 @@ def _share_compilers(among: int) -> None:
 
 
 def measure(policy: Policy, effort: Effort) -> Reply:
-    """One trial. A bench that cannot be built, or cannot put things back after a CUDA error, is a failure too."""
+    """Runs one trial. A bench that cannot be built, or be restored after a CUDA error, also gives a failure."""
     from amptune.measure.failing import cuda_is_broken, failure_of
 
     try:
@@ -222,7 +222,7 @@ def measure(policy: Policy, effort: Effort) -> Reply:
 
 
 def train(policy: Policy, seconds: float) -> LoopTiming | Failure:
-    """The step alone, then the workload's own training loop for a moment; what goes wrong in the loop is a failure."""
+    """Times the step alone, then the workload's training loop for `seconds`; an error in the loop is a failure."""
     from amptune.measure.looping import run_loop
 
     def timing() -> LoopTiming:
@@ -234,35 +234,35 @@ def train(policy: Policy, seconds: float) -> LoopTiming | Failure:
 
 
 def refer(fp32: Policy, seconds: float) -> Reference | Failure:
-    """Training in FP32, which the numerics of policies are held against, made in about `seconds`."""
+    """Trains in FP32 for about `seconds`, to make the reference for the numerics of policies."""
     from amptune.measure.judging import make_reference
 
     return _attempt(lambda: make_reference(_bench(), fp32, seconds))
 
 
 def judge(policy: Policy, reference: Reference) -> Parity:
-    """How training under the policy differs from the reference."""
+    """Compares training under the policy with the reference."""
     from amptune.measure.judging import judge
 
     return judge(_bench(), policy, reference)
 
 
 def trace(policy: Policy, fp32: Policy) -> tuple[ModuleTrace, ...] | Failure:
-    """Where numbers go wrong in one step, module by module."""
+    """Traces one step module by module, to find where numbers go wrong."""
     from amptune.measure.tracing import trace_step
 
     return _attempt(lambda: trace_step(_bench(), policy, fp32))
 
 
 def sense(policy: Policy, dtypes: tuple[Half, ...]) -> Sensitivity | Failure:
-    """What half precision does to each module by itself."""
+    """Measures the effect of half precision on each module alone."""
     from amptune.measure.sensing import sense
 
     return _attempt(lambda: sense(_bench(), policy, dtypes))
 
 
 def profile(policy: Policy) -> StepProfile | Failure:
-    """What a step spends its time on."""
+    """Profiles the time of a step."""
     from amptune.measure.profiling import profile_step
 
     return _attempt(lambda: profile_step(_bench(), policy))
@@ -297,7 +297,7 @@ def _bench() -> Bench:
             limit_memory(device, limit)
         workload = _workload(_State.setting.source)
         gc.collect()
-        gc.freeze()  # what was imported is looked through by no trial's collection of garbage
+        gc.freeze()  # imported objects are then skipped by each trial's garbage collection
         _State.bench = Bench(workload, device, nvml, memory_mib=limit)
     return _State.bench
 

@@ -1,4 +1,4 @@
-"""Which keys a JSON Schema allows at a place in a document."""
+"""Finds the keys that a JSON Schema allows at a path in a document."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Schema = Mapping[str, Any]
 
 
 def allowed_keys(schema: Schema, path: Sequence[str | int]) -> tuple[str, ...]:
-    """The keys that the object at `path` may have, in the schema's order; none where it says nothing."""
+    """Returns the keys the object at `path` may have, in the schema's order; empty if the schema names none."""
     level = [schema]
     for part in path:
         level = [child for node in level for child in _children(schema, node, part)]

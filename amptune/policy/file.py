@@ -1,4 +1,4 @@
-"""A policy as it is written down: the settings, where they hold, and what was measured for them."""
+"""Content of a policy file: the settings, the machine they are valid for, and the measured evidence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A finding: something noticed and worth saying, as a value. Words are rendered last, by `amptune.report`."""
+"""A finding: something noticed and worth reporting, as a value. Report code formats it for output."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Finding"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What was noticed: `code` is stable and for programs, `message` is for people and stands alone.
+    """Something noticed: `code` is stable and for programs; `message` is for people and complete by itself.
 
-    `module` is the path of the module it concerns; `figures` holds the numbers behind the message, each
-    with its unit in its name.
+    `module` is the path of the model's module concerned, if any; `figures` holds the numbers behind the
+    message, each with its unit in its name.
     """
 
     code: str
@@ -26,5 +26,5 @@ class Finding:
         return self.message if self.module is None else f"{self.module}: {self.message}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The finding as `--json` prints it: `{code, module, message, …figures}`."""
+        """Returns the finding as `--json` prints it: `{code, module, message, …figures}`."""
         return {"code": self.code, "module": self.module, "message": self.message, **self.figures}

@@ -1,4 +1,4 @@
-"""The file formats as JSON Schema (draft 2020-12), from the very types that validate."""
+"""JSON Schemas (draft 2020-12) of the file formats, generated from the types that validate the files."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ _KINDS = {"policy": PolicyDocument, "profile": ProfileDocument}
 
 
 def schema_of(kind: Literal["policy", "profile"]) -> dict[str, Any]:
-    """The schema of a policy or a profile file."""
+    """Returns the JSON Schema of a policy or a profile file."""
     schema: dict[str, Any] = adapter_for(_KINDS[kind]).json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"amptune {kind}", **schema}

@@ -1,4 +1,4 @@
-"""Policy and profile files: read, checked, written. A file is data; nothing in it can run anything."""
+"""Reads, checks and writes policy and profile files. A file is data; nothing in it can run code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["dumps", "load", "load_any", "parse_policy", "require_writable", "sav
 
 
 def load(path: str | os.PathLike[str]) -> PolicyFile:
-    """A policy file, or the entry of a profile that matches this machine; `apex:O0` to `apex:O3` go by their name.
+    """Returns a policy file, a profile's entry that matches this machine, or a preset (`apex:O0` to `apex:O3`).
 
     Raises `FileFormatError` with every problem in the file, `HardwareMismatchError` if no entry matches.
     """
@@ -40,12 +40,12 @@ def load(path: str | os.PathLike[str]) -> PolicyFile:
 
 
 def load_any(path: str | os.PathLike[str]) -> PolicyFile | Profile:
-    """What the file holds, or the preset of that name. Raises `FileFormatError`."""
+    """Returns the file's content, or the preset of that name. Raises `FileFormatError`."""
     return preset(path) if is_preset(path) else parse_policy(read(path))
 
 
 def parse_policy(document: Document) -> PolicyFile | Profile:
-    """A document as the policy or profile its `schema` says it is. Raises `FileFormatError`."""
+    """Returns the policy or profile that the document's `schema` key declares. Raises `FileFormatError`."""
     if not isinstance(document.data, Mapping):
         raise FileFormatError([document.problem((), "a policy file is a mapping of settings, key: value")])
     schema = document.data.get("schema")
@@ -60,7 +60,7 @@ def parse_policy(document: Document) -> PolicyFile | Profile:
 
 
 def dumps(content: Policy | PolicyFile | Profile) -> str:
-    """The file's text."""
+    """Returns the YAML text of a file with this content."""
     if isinstance(content, Policy):
         content = PolicyFile(policy=content)
     if isinstance(content, PolicyFile):
@@ -72,20 +72,20 @@ def dumps(content: Policy | PolicyFile | Profile) -> str:
 
 
 def save(content: Policy | PolicyFile | Profile, path: str | os.PathLike[str]) -> None:
-    """Writes the file as a whole or not at all. Raises `OutputError` where it cannot be written."""
+    """Writes the file completely or not at all. Raises `OutputError` if it cannot be written."""
     target = Path(path)
     text = dumps(content)
     try:
         if target.exists() and not target.is_file():  # a pipe or a terminal cannot be replaced
             target.write_text(text, encoding="utf-8")
         else:
-            _replace(target.resolve(), text)  # a link stays a link
+            _replace(target.resolve(), text)  # replaces the target of a link, not the link
     except OSError as error:
         raise OutputError(f"{target} cannot be written: {error.strerror or error}") from error
 
 
 def require_writable(path: str | os.PathLike[str]) -> None:
-    """Raises `OutputError` if a file could not be written there; asked before long work rather than after."""
+    """Raises `OutputError` if a file cannot be written there; call this before long work, not after it."""
     target = Path(path)
     folder = target.parent
     if not folder.is_dir():
@@ -109,7 +109,7 @@ def _replace(target: Path, text: str) -> None:
 
 
 def _mode(target: Path) -> int:
-    """The old file's, else what `open` would give: mkstemp makes files private, and a policy is to be shared."""
+    """Returns the old file's mode, else what `open` would give: mkstemp makes private files, policies are shared."""
     if target.exists():
         return target.stat().st_mode & 0o777
     mask = os.umask(0)
@@ -129,7 +129,7 @@ def _profile_from(document: ProfileDocument) -> Profile:
 
 
 def _with_labels_as_written(document: Document) -> Any:
-    """The data with every label value as its text in the file: 2.10 is a version, not the number 2.1."""
+    """Returns the data with each label value as its text in the file: 2.10 is a version, not the number 2.1."""
 
     def walk(value: Any, path: tuple[str | int, ...], *, labels: bool) -> Any:
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Is a policy valid here? Another machine is an error, other software a warning that names what changed."""
+"""Checks whether a policy is valid here: other hardware is an error, changed software gives findings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from amptune.policy.findings import Finding
 
 __all__ = ["drift", "mismatches", "require_valid"]
 
-# Drivers and ECC take a little of the memory; a GPU of another size differs by far more.
+# Drivers and ECC take a little of the memory; a GPU with another memory size differs by far more.
 MEMORY_TOLERANCE = 0.02
 OVERRIDE = "AMPTUNE_ANY_HARDWARE"
 
@@ -20,10 +20,10 @@ OVERRIDE = "AMPTUNE_ANY_HARDWARE"
 def require_valid(
     policy_file: PolicyFile, labels: Mapping[str, str], *, any_hardware: bool = False
 ) -> tuple[Finding, ...]:
-    """What changed in the software since the policy was tuned.
+    """Returns a finding for each software version that changed since the policy was tuned.
 
-    Raises `HardwareMismatchError` on a machine the policy is not for, unless `any_hardware` or
-    `AMPTUNE_ANY_HARDWARE=1` says that this is meant.
+    Raises `HardwareMismatchError` if the policy is not valid for this machine, unless `any_hardware` or
+    `AMPTUNE_ANY_HARDWARE=1` allows it.
     """
     wrong = list(mismatches(policy_file.valid_for, labels))
     if wrong and not any_hardware and os.environ.get(OVERRIDE, "") in ("", "0"):
@@ -37,7 +37,7 @@ def require_valid(
 
 
 def mismatches(valid_for: Mapping[str, str], labels: Mapping[str, str]) -> Iterator[str]:
-    """Each hardware label that differs here, or that this machine lacks, in words."""
+    """Yields a line of text for each hardware label that differs here, or that this machine lacks."""
     for name, tuned in valid_for.items():
         if is_software_label(name):
             continue
@@ -49,7 +49,7 @@ def mismatches(valid_for: Mapping[str, str], labels: Mapping[str, str]) -> Itera
 
 
 def drift(valid_for: Mapping[str, str], labels: Mapping[str, str]) -> Iterator[Finding]:
-    """Each version that changed. A version this machine does not tell (the model's digest, say) is passed over."""
+    """Yields each changed version. Skips versions this machine does not report, such as the model's digest."""
     for name, tuned in valid_for.items():
         here = labels.get(name)
         if is_software_label(name) and here is not None and here != tuned:

@@ -1,7 +1,7 @@
-"""Plain data as the class they spell, at once: without pydantic, which takes longer to import than a policy to apply.
+"""Reads plain data into dataclasses without pydantic, whose import takes longer than applying a policy.
 
-Only what is exactly as its class declares it is read here, as pydantic would read it. Anything else, unusual or wrong,
-is pydantic's: that knows what people mean, and says what is wrong and where.
+Only data that match their class exactly are read here, with the same result as from pydantic. All other data, unusual
+or wrong, are left to pydantic, which accepts more spellings and reports what is wrong and where.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 
 class _NotPlain(Exception):  # noqa: N818  # no error: somebody else reads it
-    """The data are not exactly what is declared."""
+    """The data do not match the declared class exactly."""
 
 
 def as_it_stands(kind: type[T], data: object) -> T | None:
-    """The data (mappings, lists, text, numbers, booleans, None) as the dataclass, or None if not exactly that."""
+    """Returns the data (mappings, lists, text, numbers, booleans, None) as `kind`, or None if not an exact match."""
     try:
         return cast("T", _read(kind, data))
-    except (_NotPlain, ValueError, OverflowError):  # a ValueError is what a class itself says of its values
+    except (_NotPlain, ValueError, OverflowError):  # ValueError: the class rejects the values
         return None
 
 
@@ -58,7 +58,7 @@ def _read(declared: Any, value: Any) -> Any:
 
 
 def _mapping(kind: Any, value: Any) -> Any:
-    """A dataclass, or a mapping with declared keys."""
+    """Reads a dataclass, or a mapping with declared keys."""
     declared, required = _keys(kind)
     _exactly(isinstance(value, Mapping) and required <= value.keys() <= declared.keys())
     return kind(**{key: _read(one, value[key]) for key, one in declared.items() if key in value})
@@ -66,8 +66,8 @@ def _mapping(kind: Any, value: Any) -> Any:
 
 @cache
 def _keys(kind: Any) -> tuple[Mapping[str, Any], frozenset[str]]:
-    """What is declared for each key, and the keys that must be there."""
-    hints = get_type_hints(kind, include_extras=True)  # what is annotated further is for pydantic
+    """Returns the declared type of each key, and the required keys."""
+    hints = get_type_hints(kind, include_extras=True)  # keeps Annotated types, which only pydantic reads
     if is_typeddict(kind):
         return hints, frozenset(kind.__required_keys__)
     own = [one for one in fields(kind) if one.init]
@@ -76,7 +76,7 @@ def _keys(kind: Any) -> tuple[Mapping[str, Any], frozenset[str]]:
 
 
 def _plain(value: Any) -> Any:
-    """What goes through JSON unchanged: whoever reads it later need not ask who read it first."""
+    """Returns a value that JSON keeps unchanged, so later code need not know whether pydantic read it."""
     if isinstance(value, Mapping):
         return {_text(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -89,12 +89,12 @@ def _plain(value: Any) -> Any:
 
 def _text(value: Any) -> str:
     text: str = _exactly(type(value) is str, value)
-    text.encode()  # half a surrogate pair is no text that a file could hold: a ValueError
+    text.encode()  # raises ValueError for half a surrogate pair, which no file can hold
     return text
 
 
 def _exactly(holds: bool, value: Any = None) -> Any:
-    """The value, if it is what is declared."""
+    """Returns the value if it matches (`holds`), else raises `_NotPlain`."""
     if not holds:
         raise _NotPlain
     return value

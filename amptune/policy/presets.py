@@ -1,4 +1,4 @@
-"""Policies by name: the opt levels of NVIDIA's Apex, for training that comes from `apex.amp.initialize`."""
+"""Preset policies: the opt levels of NVIDIA's Apex, for training code that used `apex.amp.initialize`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["APEX_LEVELS", "is_preset", "preset"]
 
 _PREFIX = "apex:"
 
-# As apex/amp/frontend.py and apex/amp/scaler.py had them until May 2025: a dynamic scale starts at 2^16, doubles after
-# 2,000 clean steps and never goes beyond 2^24.
+# Values of apex/amp/frontend.py and apex/amp/scaler.py until May 2025: a dynamic scale starts at 2^16, doubles after
+# 2,000 clean steps and is at most 2^24.
 _DYNAMIC = LossScale(init=2.0**16, growth_interval=2000, max=2.0**24)
 
-# O1 patched functions by lists, which is what autocast has become.
+# O1 patched the functions in its lists; autocast now does the same.
 APEX_LEVELS = {
     "O0": Policy(),
     "O1": Policy(autocast="fp16", loss_scale=_DYNAMIC),
@@ -26,12 +26,12 @@ APEX_LEVELS = {
 
 
 def is_preset(name: object) -> TypeGuard[str]:
-    """Whether it is meant as a preset; a file of such a name is `./apex:…`, or a `pathlib.Path`."""
+    """Returns True if the name means a preset; name a file like that as `./apex:…`, or use a `pathlib.Path`."""
     return isinstance(name, str) and name.startswith(_PREFIX)
 
 
 def preset(name: str) -> PolicyFile:
-    """The policy of a name such as `apex:O2`. Raises `FileFormatError` for a level that Apex does not have."""
+    """Returns the policy of a name such as `apex:O2`. Raises `FileFormatError` for a level that Apex does not have."""
     policy = APEX_LEVELS.get(name.removeprefix(_PREFIX))
     if policy is None:
         levels = ", ".join(_PREFIX + level for level in APEX_LEVELS)

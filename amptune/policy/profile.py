@@ -1,4 +1,4 @@
-"""Profiles: one file for several kinds of GPU, each entry with the labels it is for."""
+"""Profiles: one file for several kinds of GPU; each entry names the labels of its machines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ORDER = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A policy for machines whose labels all match: a value, or a comparison such as `>=80000`."""
+    """A policy for machines that have all labels in `match`: each is a value, or a comparison such as `>=80000`."""
 
     match: Mapping[str, str] = field(hash=False)
     policy: PolicyFile
@@ -27,7 +27,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Entries in the order they are tried, and what machines get that match none."""
+    """Entries in the order they are tried, and a default for machines that match none."""
 
     entries: tuple[Entry, ...]
     default: PolicyFile | None = None
@@ -35,7 +35,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """An entry passed over, and each label that did not match."""
+    """Index of an entry that was rejected, and each label that did not match."""
 
     entry: int
     because: tuple[str, ...]
@@ -43,7 +43,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolution:
-    """`entry` is the index of the entry that won, or "default"; `rejected` are those tried before it."""
+    """The choice from a profile: `entry` is the chosen index or "default", `rejected` the entries tried before it."""
 
     entry: int | str
     policy_file: PolicyFile
@@ -51,9 +51,9 @@ class Resolution:
 
 
 def resolve(profile: Profile, labels: Mapping[str, str]) -> Resolution:
-    """The first entry whose every label matches.
+    """Returns the first entry whose labels all match, else the default.
 
-    Raises `HardwareMismatchError` if none does and there is no default, with what each was wanted to be.
+    Raises `HardwareMismatchError`, with each entry's mismatches, if no entry matches and there is no default.
     """
     rejected: list[Rejected] = []
     for index, entry in enumerate(profile.entries):
@@ -68,14 +68,14 @@ def resolve(profile: Profile, labels: Mapping[str, str]) -> Resolution:
 
 
 def entry_for(policy_file: PolicyFile) -> Entry | None:
-    """An entry that matches the machine a policy was tuned on; None if the policy does not say which."""
+    """Returns an entry that matches the machine a policy was tuned on; None if the policy names no machine."""
     match = {
         name: value
         for name, value in policy_file.valid_for.items()
         if not is_software_label(name) and name != "nvidia.com/gpu.memory"
     }
     memory = policy_file.valid_for.get("nvidia.com/gpu.memory", "")
-    if memory.isdecimal():  # drivers and ECC move it by a percent; less than that is another GPU
+    if memory.isdecimal():  # drivers and ECC change it by about 1 %; less memory is another GPU
         match["nvidia.com/gpu.memory"] = f">={int(int(memory) * 0.98)}"
     return Entry(match=match, policy=policy_file) if match else None
 
@@ -102,10 +102,10 @@ def _holds(name: str, wanted: str, value: str) -> bool:
 
 
 def _size(name: str, text: str) -> tuple[float, ...]:
-    """What to order by. 2.10 is the number after 2.09, but as a version of software it comes after 2.9."""
+    """Returns the sort key: a number, or a tuple for software versions, where 2.10 comes after 2.9."""
     if not is_software_label(name):
         return (float(text),)
     parts = [int(part) for part in text.split(".")]
-    while parts and not parts[-1]:  # 2.0 is 2
+    while parts and not parts[-1]:  # 2.0 equals 2
         parts.pop()
     return tuple(parts)

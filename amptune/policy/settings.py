@@ -1,4 +1,4 @@
-"""What a policy sets. Settings alone: no evidence, no name, no hardware; hashable, so a policy is its own key."""
+"""The settings of a policy, without evidence, name or hardware. A policy is hashable, so it is its own key."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Fp32Math = Literal["stock", "ieee", "tf32"]
 MemoryFormat = Literal["contiguous", "channels_last", "channels_last_3d"]
 CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
-# The modes in which CUDA graphs launch a model's kernels, and those in which kernels are timed against others.
+# Modes in which CUDA graphs launch a model's kernels, and modes in which torch.compile times alternative kernels.
 CUDA_GRAPH_MODES: frozenset[CompileMode] = frozenset({"reduce-overhead", "max-autotune"})
 AUTOTUNED_MODES: frozenset[CompileMode] = frozenset({"max-autotune", "max-autotune-no-cudagraphs"})
 
-# For pydantic, where a file is read into these classes: a key that is none of their fields is an error.
+# For pydantic, which reads files into these classes: a key that is not a field of the class is an error.
 _STRICT = {"extra": "forbid"}
 
 
@@ -75,7 +75,7 @@ class ModuleRule:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the numerics need it, and not the speed alone."""
+        """True if the numerics need this rule; False if it serves speed alone."""
         return self.reason is not None and self.reason.risk is not None
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ class LossScale:
     static: bool = False
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` with every problem, one a line, each after the name of its field."""
+        """Raises `ValueError` with every problem, one per line, each starting with the field's name."""
         wrong = []
         if not self.init > 0:
             wrong.append(f"init: {self.init} is not above 0")
@@ -166,7 +166,7 @@ class Policy:
     loss_scale: LossScale | None = None
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` with every problem, one a line, each after the name of its setting."""
+        """Raises `ValueError` with every problem, one per line, each starting with the setting's name."""
         wrong = []
         if self.batch_size is not None and self.batch_size < 1:
             wrong.append(f"batch_size: {self.batch_size} is not at least 1")
@@ -193,12 +193,12 @@ class Policy:
 
     @property
     def precision(self) -> Autocast | Literal["half"]:
-        """What matrix products are computed in by default, and how they come by it."""
+        """The default precision of matrix products: "half" for half weights, else the autocast setting."""
         return "half" if self.weights == "half" else self.autocast
 
     @property
     def recipe(self) -> Policy:
-        """Its precision as it is tried first: with all modules in it, and nothing else."""
+        """This policy's precision for all modules, with every other setting at stock; tuning tries it first."""
         return Policy(
             autocast=self.autocast,
             weights=self.weights,
@@ -208,22 +208,22 @@ class Policy:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether small gradients would be lost without it: those of fp16, where something of them is kept in FP32."""
+        """True if fp16 gradients need scaling: under autocast, or for half weights with masters or a `loss_scale`."""
         return self.autocast == "fp16" or (
             self.weights == "half" and (self.master_weights or self.loss_scale is not None)
         )
 
     @property
     def uses_fp32_math(self) -> bool:
-        """Whether any product is left to compute in FP32: beside half precision those of the excluded modules alone."""
+        """True if any product runs in FP32; with half precision, only those of the excluded modules do."""
         return self.precision == "off" or bool(self.fp32_modules)
 
     def compiled(self, mode: CompileMode) -> Policy:
-        """The same in a mode of torch.compile, which says whether there are CUDA graphs."""
+        """Returns this policy with a torch.compile mode; `cuda_graphs` is off, because the mode decides on graphs."""
         return replace(self, compile=mode, cuda_graphs=False)
 
     def departures(self) -> Iterator[tuple[str, Any]]:
-        """Each setting that differs from stock PyTorch, as (name, value), in the order of the file."""
+        """Yields each setting that differs from stock PyTorch, as (name, value), in the order of the file."""
         for f in fields(self):
             value = getattr(self, f.name)
             if value != getattr(STOCK, f.name):
@@ -238,7 +238,7 @@ STOCK = Policy()
 
 
 def amp_recipe(autocast: Autocast, **more: Any) -> Policy:
-    """PyTorch's AMP recipe as everybody tries it first: autocast and nothing else (or with `more`)."""
+    """Returns PyTorch's AMP recipe as most people try it first: autocast and nothing else, plus `more`."""
     return Policy(autocast=autocast, **more)
 
 

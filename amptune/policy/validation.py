@@ -1,7 +1,7 @@
-"""A document as the type it should be: every problem at once, each at its line and column, in plain words.
+"""Validates a document against its type; reports every problem at once, with line and column, in plain words.
 
-A file is read strictly, as JSON Schema would, but as people mean it: `10.0` is a whole number, `on` and `yes`
-switch something on, and an unquoted `0` is text where text is meant.
+A file is read as strictly as JSON Schema would, except for common spellings: `10.0` is a whole number, `on` and
+`yes` mean true, and an unquoted `0` is text if text is expected.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _WORDS = {
 
 
 def validate(document: Document, kind: type[T], data: Any = None) -> T:
-    """The document as the class it spells. Raises `FileFormatError` with every problem, in the file's order.
+    """Returns the document as `kind`. Raises `FileFormatError` with every problem, in the file's order.
 
-    Rules between settings are checked only once each setting is right; so what is wrong is noted, taken
-    out, and the rest is looked at again. A rule that names something taken out is not reported.
+    Rules between settings are checked only once each setting is valid. So a wrong value is noted and removed,
+    and the rest is validated again. A rule that names a removed value is not reported.
     """
     data = document.data if data is None else data
     value = None if document.problems else as_it_stands(kind, data)
@@ -53,7 +53,7 @@ def validate(document: Document, kind: type[T], data: Any = None) -> T:
 
 
 def _as_meant(document: Document, kind: type[Any], data: Any) -> Any:
-    """By pydantic, which knows more than one way to write a value, and all that is wrong."""
+    """Validates with pydantic, which accepts several spellings of a value and reports every problem."""
     import pydantic
 
     adapter = adapter_for(kind)  # type: ignore[arg-type]  # mypy knows no metaclass hash
@@ -82,7 +82,7 @@ def _as_meant(document: Document, kind: type[Any], data: Any) -> Any:
 
 
 def _read_as_meant(document: Document, data: Any, errors: Sequence[ErrorDetails]) -> Iterator[tuple[Path, Any]]:
-    """What people mean by values that are of another kind than asked for, and where these stand."""
+    """Yields the path and the intended value of each value whose type is not the expected one."""
     for error in errors:
         given, path = error["input"], _path_in(data, error["loc"])
         if error["type"] == "int_type" and isinstance(given, float) and given.is_integer():
@@ -108,7 +108,7 @@ def _replaced(data: Any, path: Path, value: Any) -> Any:
 
 
 def _without(data: Any, paths: set[Path], gone: set[Path]) -> Any:
-    """`data` without the keys at `paths` (for an item of a list, the list's key), which are added to `gone`."""
+    """Returns `data` without the keys at `paths` (for a list item: the list's key), and adds these to `gone`."""
     for path in paths:
         while path and not isinstance(path[-1], str):
             path = path[:-1]
@@ -125,7 +125,7 @@ def _kept(data: Any, path: Path, gone: set[Path]) -> Any:
 
 
 def _lines(error: ErrorDetails, data: Any, gone: set[Path]) -> list[str]:
-    """The error's own lines, less those that may be there only because of what was taken out."""
+    """Returns the error's own lines, without those that may only result from removed values."""
     path = _path_in(data, error["loc"])
     absent = {str(p[-1]) for p in gone if p and p[:-1] == path}
     if error["type"] in _MISSING and str(error["loc"][-1]) in absent:
@@ -135,7 +135,7 @@ def _lines(error: ErrorDetails, data: Any, gone: set[Path]) -> list[str]:
 
 
 def _culprits(error: ErrorDetails, data: Any, schema: Mapping[str, Any], gone: set[Path]) -> Iterator[Path]:
-    """What to take out; for a misspelt key also the key that was meant, so that it does not count as unset."""
+    """Yields the paths to remove; for a misspelt key also the intended key, so it does not count as missing."""
     path = _path_in(data, error["loc"])
     if error["type"] in _UNKNOWN:
         yield from ((*path[:-1], close) for close in _nearest(str(path[-1]), allowed_keys(schema, path[:-1])))
@@ -160,7 +160,7 @@ def _problems_of(
     elif error["type"] in _MISSING:
         missing = ".".join(str(part) for part in (*path, error["loc"][-1]))
         yield document.problem(path, f"{missing}: this key is missing")
-    elif error["type"] == "value_error":  # our own checks: one problem a line, after the name of its setting
+    elif error["type"] == "value_error":  # amptune's own checks: one problem per line, after its setting's name
         for line in _lines(error, data, gone):
             setting = (*path, line.partition(":")[0])
             here = setting if _holds(data, setting) else path
@@ -181,7 +181,7 @@ def _unknown(key: str, allowed: Sequence[str]) -> str:
 
 
 def _path_in(data: Any, loc: Sequence[str | int]) -> Path:
-    """Pydantic's location without what is no place in the file (union members, model names, missing keys)."""
+    """Returns pydantic's location without parts that are not in the file (union members, model names, missing keys)."""
     path: list[str | int] = []
     for part in loc:
         in_list = isinstance(data, list) and isinstance(part, int) and part < len(data)

@@ -1,6 +1,6 @@
-"""Policies as plain data, the shape they have in YAML and JSON; derived from the dataclasses, field by field.
+"""Policies as plain data, in the form of YAML and JSON files, derived field by field from the dataclasses.
 
-The classes here exist for pydantic alone: `Policy`'s own fields, and beside them what only the file has.
+The classes here exist only for pydantic: they hold `Policy`'s fields and the keys that only a file has.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 POLICY_SCHEMA = "amptune.policy/1"
 PROFILE_SCHEMA = "amptune.profile/1"
 
-# Written even where they are stock: these four are what people look for in a policy.
+# Written even if they are stock, because people look for these four in a policy.
 _ALWAYS = frozenset({"autocast", "fp32_math", "memory_format", "cudnn_benchmark"})
 
 
@@ -77,14 +77,14 @@ class ProfileDocument:
 
 @cache
 def adapter_for(kind: type) -> pydantic.TypeAdapter[Any]:
-    """Pydantic's validator for a class, made when first needed: it is slow to make and to import."""
+    """Returns pydantic's validator for a class, built on first use because building and importing are slow."""
     import pydantic
 
     return pydantic.TypeAdapter(kind)
 
 
 def policy_to_dict(policy: Policy) -> dict[str, Any]:
-    """The settings that differ from stock PyTorch, and the four that people look for; `policy_from_dict` undoes it."""
+    """Returns the settings that differ from stock PyTorch, plus those in `_ALWAYS`; `policy_from_dict` reverses it."""
     differs = dict(policy.departures())
     plain = asdict(policy)
     names = [f.name for f in fields(Policy) if f.name in _ALWAYS or f.name in differs]
@@ -92,12 +92,12 @@ def policy_to_dict(policy: Policy) -> dict[str, Any]:
 
 
 def policy_from_dict(data: Mapping[str, Any]) -> Policy:
-    """Raises `pydantic.ValidationError` (a `ValueError`) for what `policy_to_dict` never writes."""
+    """Returns the policy. Raises `pydantic.ValidationError` (a `ValueError`) for data `policy_to_dict` never writes."""
     return adapter_for(Policy).validate_python(dict(data))  # type: ignore[no-any-return]
 
 
 def in_one_line(error: Exception) -> str:
-    """What is wrong with data that were read: pydantic's first problem and where it is, or the error's own words."""
+    """Returns one line about an error in data: pydantic's first problem with its place, or the error's own text."""
     import pydantic
 
     if isinstance(error, pydantic.ValidationError):
@@ -108,7 +108,7 @@ def in_one_line(error: Exception) -> str:
 
 
 def policy_file_to_dict(policy_file: PolicyFile, *, schema: bool = True) -> dict[str, Any]:
-    """A policy file's content in the order it is written; `policy_file_from` undoes it."""
+    """Returns a policy file's content in the order it is written; `policy_file_from` reverses it."""
     head: dict[str, Any] = {"schema": POLICY_SCHEMA} if schema else {}
     if policy_file.name is not None:
         head["name"] = policy_file.name
@@ -117,14 +117,14 @@ def policy_file_to_dict(policy_file: PolicyFile, *, schema: bool = True) -> dict
 
 
 def policy_file_from(body: PolicyBody) -> PolicyFile:
-    """Splits what a file holds in one mapping into settings and the rest."""
+    """Splits a file's single mapping into the policy's settings and the rest."""
     settings = {f.name: getattr(body, f.name) for f in fields(Policy)}
     rest = {f.name: getattr(body, f.name) for f in fields(PolicyFile) if f.name != "policy"}
     return PolicyFile(policy=Policy(**settings), **rest)
 
 
 def _without_defaults(value: Any) -> Any:
-    """Rules and their reasons without what they do not say."""
+    """Returns rules and their reasons without entries that are None or False."""
     if isinstance(value, tuple | list):
         return [_without_defaults(item) for item in value]
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""YAML in and out, with the line and column of everything. The only import of PyYAML.
+"""Reads and writes YAML, with the line and column of every value. The only module that imports PyYAML.
 
-Read more strictly than PyYAML does by itself: duplicate keys are errors, only `true` and `false` are booleans
+Reading is stricter than PyYAML's default: duplicate keys are errors, only `true` and `false` are booleans
 (so `off` is a word, as in YAML 1.2), `1e-3` is a number, and nothing in a file can name a Python object.
 """
 
@@ -37,9 +37,9 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\
 
 @dataclass(frozen=True)
 class Document:
-    """A parsed file: `data` in plain Python, and where each value, key and scalar's own text stood.
+    """A parsed file: `data` in plain Python, the place of each value and key, and each scalar's own text.
 
-    `problems` are duplicate keys, of which `data` has the first: `validate` raises them with all others.
+    `problems` are duplicate keys, of which `data` holds the first; `validate` raises them with all others.
     """
 
     source: str
@@ -51,22 +51,22 @@ class Document:
     problems: tuple[Problem, ...] = ()
 
     def problem(self, path: Path_, message: str, *, key: bool = False) -> Problem:
-        """A problem at the value (or the key) at `path`, or at its nearest ancestor that stands in the file."""
+        """Returns a problem placed at the value (or key) at `path`, or at its nearest ancestor in the file."""
         places = self.keys if key else self.values
         line, column = next((places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in places), (1, 1))
         return Problem(message=message, source=self.source, line=line, column=column)
 
     def text_at(self, path: Path_) -> str | None:
-        """A scalar as it is written in the file: `2.10` stays `2.10`."""
+        """Returns a scalar as it is written in the file: `2.10` stays `2.10`."""
         return self.texts.get(path)
 
     def is_plain(self, path: Path_) -> bool:
-        """Whether a scalar stands there without quotes."""
+        """Returns True if there is a scalar without quotes at `path`."""
         return path in self.plain
 
 
 def read(path: str | os.PathLike[str]) -> Document:
-    """Parses a file. Raises `FileFormatError` if it cannot be read or is no YAML."""
+    """Parses a file. Raises `FileFormatError` if the file cannot be read or is not YAML."""
     source = os.fspath(path)
     try:
         if Path(path).stat().st_size > MAX_CHARACTERS:
@@ -82,7 +82,7 @@ def read(path: str | os.PathLike[str]) -> Document:
 
 
 def parse(text: str, source: str) -> Document:
-    """Parses text. Raises `FileFormatError` for what is no YAML; duplicate keys are `Document.problems`."""
+    """Parses text. Raises `FileFormatError` if it is not YAML; duplicate keys go to `Document.problems`."""
     try:
         _refuse_deep(text, source)
         root = yaml.compose(text, Loader=_BaseLoader)
@@ -106,7 +106,7 @@ def parse(text: str, source: str) -> Document:
 
 
 def dump(data: Any) -> str:
-    """Block style, keys in the given order; strings that YAML would read as something else are quoted."""
+    """Returns block-style YAML, keys in the given order; strings that YAML would read otherwise are quoted."""
     text: str = yaml.dump(
         data, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=120
     )
@@ -114,7 +114,7 @@ def dump(data: Any) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Indents lists below their key; quotes what this module, or YAML 1.1, would not read back as a string."""
+    """A YAML dumper: indents lists below their key; quotes text that this module or YAML 1.1 would misread."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> Any:  # noqa: ARG002
         return super().increase_indent(flow, indentless=False)
@@ -129,12 +129,12 @@ def _dump_string(dumper: _Dumper, text: str) -> yaml.ScalarNode:
 
 def _dump_float(dumper: _Dumper, number: float) -> yaml.ScalarNode:
     text = ".nan" if math.isnan(number) else str(number).replace("inf", ".inf")
-    text = text if "." in text else text.replace("e", ".0e")  # YAML 1.1 takes 1e-07 for a string
+    text = text if "." in text else text.replace("e", ".0e")  # YAML 1.1 reads 1e-07 as a string
     return dumper.represent_scalar("tag:yaml.org,2002:float", text)
 
 
 def _dump_list(dumper: _Dumper, items: list[Any]) -> yaml.SequenceNode:
-    """A list of plain values in one line."""
+    """Writes a list of plain values in one line."""
     plain = all(isinstance(item, int | float | str) for item in items)
     return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=plain)
 
@@ -146,7 +146,7 @@ _Dumper.add_representer(float, _dump_float)
 
 @dataclass
 class _Reading:
-    """One pass over PyYAML's nodes: plain data, positions, and every problem on the way."""
+    """One pass over PyYAML's nodes, which collects plain data, places, and every problem."""
 
     source: str
     values: dict[Path_, Place] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class _Reading:
         self.nodes += 1 + (len(node.value) // 10 if isinstance(node, yaml.ScalarNode) else 0)
         place = node.start_mark.line + 1, node.start_mark.column + 1
         self.values[path] = place
-        if self.nodes > MAX_CHARACTERS // 10 or len(path) > MAX_DEPTH:  # aliases may multiply what little text there is
+        if self.nodes > MAX_CHARACTERS // 10 or len(path) > MAX_DEPTH:  # aliases can make a short text huge
             if not self.problems:
                 self._note(place, "aliases blow this file up: no file of ours")
             return None
@@ -206,7 +206,7 @@ def _scalar(node: yaml.ScalarNode) -> Any:
         return None
     if _BOOL.fullmatch(text):
         return text.lower() == "true"
-    if _INT.fullmatch(text) and len(text) < 40:  # longer is no number anybody means
+    if _INT.fullmatch(text) and len(text) < 40:  # nobody means a longer number
         return int(text)
     if _FLOAT.fullmatch(text):
         return float(re.sub(r"\.(inf|nan)", r"\1", text.lower()))
@@ -214,7 +214,7 @@ def _scalar(node: yaml.ScalarNode) -> Any:
 
 
 def _refuse_deep(text: str, source: str) -> None:
-    """Before composing, which recurses: parsing alone does not, and it stops where the depth is reached."""
+    """Raises if nesting is too deep. Runs before composing, which recurses; parsing does not recurse."""
     level = 0
     for event in yaml.parse(text, Loader=_BaseLoader):
         level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)

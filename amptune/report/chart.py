@@ -1,4 +1,4 @@
-"""A scatter chart as SVG: marks of several kinds, a frontier, labels that keep clear of each other. Pure."""
+"""A scatter chart as SVG: marks of several kinds, a frontier, labels that do not overlap. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Kind = Literal["trial", "front", "rejected", "recipe", "baseline", "winner"]
 
 WIDTH, HEIGHT = 900, 460
 LEFT, RIGHT, TOP, BOTTOM = 84, 24, 20, 56
-# Axes reach so far beyond the outermost marks, and have about so many ticks.
+# Share of the marks' range that an axis adds at each end, and the approximate number of its ticks.
 MARGIN, TICKS = 0.07, 6
-# What a letter of a label takes, and how far labels are apart at the least.
+# Width of a label's letter and least distance between labels, in pixels.
 LETTER, LINE = 7.2, 17
-# A label stands a little below its mark, clear of a frontier that runs to the right of it.
+# Pixels from a mark down to its label, so that the frontier to the right of the mark does not cross the label.
 BELOW = 18
-# Drawn in this order, so that what matters lies on top.
+# Drawing order: the most important kinds come last and lie on top.
 ORDER: tuple[Kind, ...] = ("trial", "rejected", "front", "recipe", "baseline", "winner")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A point of the chart; `title` is shown where a mouse rests on it, `label` beside it."""
+    """A point of the chart; `title` is shown when the mouse is on the point, `label` beside it."""
 
     x: float
     y: float
@@ -37,7 +37,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """From `low` to `high`, drawn from `start` to `end` (in pixels), with round numbers for ticks."""
+    """An axis from `low` to `high`, drawn from `start` to `end` (in pixels), with round numbers for ticks."""
 
     label: str
     low: float
@@ -47,7 +47,7 @@ class Axis:
     step: float
 
     def place(self, value: float) -> float:
-        """Where a value lies, in pixels."""
+        """Returns a value's position, in pixels."""
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
     @property
@@ -57,13 +57,13 @@ class Axis:
         return [(first + i) * self.step for i in range(count)]
 
     def text(self, tick: float) -> str:
-        """Enough digits to tell ticks apart."""
+        """Returns the tick with enough digits to differ from the other ticks."""
         digits = max(0, -math.floor(math.log10(self.step) + 1e-9))
         return f"{tick:,.{digits}f}"
 
 
 def axis_for(label: str, values: Sequence[float], start: float, end: float) -> Axis:
-    """An axis that holds the values with a margin, none below 0."""
+    """Returns an axis that holds the values with a margin and never extends below 0."""
     low, high = min(values), max(values)
     room = MARGIN * (high - low) or 0.1 * abs(high) or 1.0
     low, high = max(0.0, low - room), high + room
@@ -71,7 +71,7 @@ def axis_for(label: str, values: Sequence[float], start: float, end: float) -> A
 
 
 def scatter(marks: Sequence[Mark], x_label: str, y_label: str) -> str:
-    """The chart; up and to the left is better, and a staircase joins what no other mark beats."""
+    """Returns the chart; up and left is better, and a staircase joins the marks that no other mark beats."""
     x = axis_for(x_label, [mark.x for mark in marks], LEFT, WIDTH - RIGHT)
     y = axis_for(y_label, [mark.y for mark in marks], HEIGHT - BOTTOM, TOP)
     drawn = sorted(marks, key=lambda mark: ORDER.index(mark.kind))
@@ -86,7 +86,7 @@ def scatter(marks: Sequence[Mark], x_label: str, y_label: str) -> str:
 
 
 def _grid(x: Axis, y: Axis) -> Iterator[str]:
-    """Lines at the ticks, their numbers, and what the axes are."""
+    """Yields lines at the ticks, the ticks' numbers, and the axes' labels."""
     for tick in x.ticks:
         at = x.place(tick)
         yield f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{y.end}" y2="{y.start}"/>'
@@ -105,7 +105,7 @@ def _grid(x: Axis, y: Axis) -> Iterator[str]:
 
 
 def _frontier(marks: Sequence[Mark], x: Axis, y: Axis) -> str:
-    """A staircase along what no other mark beats: to the left of it and above it is nothing."""
+    """Returns a staircase along the marks that no other beats; no accepted mark is left of it or above it."""
     best = -math.inf
     corners: list[tuple[float, float]] = []
     for mark in sorted((mark for mark in marks if mark.kind != "rejected"), key=lambda mark: (mark.x, -mark.y)):
@@ -126,7 +126,7 @@ def _drawn(mark: Mark, x: Axis, y: Axis) -> str:
 
 
 def _shape(kind: Kind, x: float, y: float) -> str:
-    """Kinds differ in shape and not in colour alone."""
+    """Returns a shape for each kind, so that kinds differ not only in colour."""
     match kind:
         case "rejected":
             return f'<path d="M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8"/>'
@@ -143,7 +143,7 @@ def _shape(kind: Kind, x: float, y: float) -> str:
 
 
 def _labels(marks: Sequence[Mark], x: Axis, y: Axis) -> Iterator[str]:
-    """Beside their marks, on the side where there is room; one that would lie on another goes below it."""
+    """Yields labels beside their marks, on a side with room; a label that would cover another moves below it."""
     taken: list[tuple[float, float, float]] = []
     for mark in sorted(marks, key=lambda mark: y.place(mark.y)):
         at, up, width = x.place(mark.x), y.place(mark.y) + BELOW, LETTER * len(mark.label)
@@ -160,6 +160,6 @@ def _labels(marks: Sequence[Mark], x: Axis, y: Axis) -> Iterator[str]:
 
 
 def _round_step(step: float) -> float:
-    """The next larger of 1, 2, 2.5 and 5 times a power of ten."""
+    """Rounds up to 1, 2, 2.5 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= step * (1 - 1e-9))

@@ -1,4 +1,4 @@
-"""Is a file well formed, and does it hold here? For any of the three kinds amptune reads."""
+"""Checks that a file of any of amptune's three kinds is well formed and valid on this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["check_file"]
 
 
 def check_file(path: str) -> tuple[str, tuple[Finding, ...]]:
-    """(kind of file, notes). Raises `FileFormatError` if malformed, `HardwareMismatchError` if not valid here."""
+    """Returns (kind of file, notes). Raises `FileFormatError` if malformed, `HardwareMismatchError` if invalid here."""
     from amptune.policy.presets import is_preset
     from amptune.policy.yaml_text import read
 

@@ -1,4 +1,4 @@
-"""A policy in words: what each setting does, and what was measured for it."""
+"""Explains a policy in sentences: the effect of each setting, and what was measured for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from amptune.search.pareto import Point, best_point
 
 __all__ = ["explain", "explain_for"]
 
-# A risk as large as this stands for numbers that are not finite (amptune.measure.trace).
+# A recorded risk this large stands for numbers that are not finite.
 OVERFLOWS = 1e5
 _AUTOCAST = {
     "off": "autocast off: every operation runs in FP32.",
@@ -44,15 +44,15 @@ _LAYOUT = {
 
 
 def explain(policy_file: PolicyFile) -> tuple[str, ...]:
-    """One sentence or two a setting, then what the evidence says. Raises `ClaimError` where that is broken."""
+    """Returns one or two sentences per setting, then the evidence. Raises `ClaimError` if the evidence is malformed."""
     with _readable("evidence"):
         return (*_settings(policy_file.policy), *_evidence(policy_file.evidence), *_validity(policy_file.valid_for))
 
 
 def explain_for(policy_file: PolicyFile, objective: Objective) -> tuple[Point | None, tuple[str, ...]]:
-    """What would be chosen for an objective of the policies on record, and what that costs, a sentence each.
+    """Returns the best policy on record for an objective, and sentences on what that policy costs.
 
-    None where none of them is an answer. Raises `ClaimError` for a file that does not hold what is asked.
+    The policy is None if no policy on record is fast enough. Raises `ClaimError` if the file lacks the figures.
     """
     evidence: Any = policy_file.evidence
     points = _points(evidence)
@@ -75,7 +75,7 @@ def explain_for(policy_file: PolicyFile, objective: Objective) -> tuple[Point | 
 
 
 def _baseline_of(evidence: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The baseline's figures in its trial, as the points are trials: a comparison may see all of them otherwise."""
+    """Returns the baseline's figures from its trial, as the points are trials too; comparisons give other figures."""
     baseline: Mapping[str, Any] = evidence.get("baseline", {})
     trial: Mapping[str, Any] = baseline.get("trial", baseline)
     return trial
@@ -88,7 +88,7 @@ def _points(evidence: Mapping[str, Any]) -> list[Point]:
 
 @contextmanager
 def _readable(what: str) -> Iterator[None]:
-    """Figures that a hand has changed are a `ClaimError`: a word for a number, a 0, a missing one."""
+    """Turns errors from hand-edited figures (a word for a number, a 0, a missing figure) into `ClaimError`."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, ObjectiveError, TypeError, ValueError) as error:
@@ -96,7 +96,7 @@ def _readable(what: str) -> Iterator[None]:
 
 
 def _costs(chosen: Point, policy_file: PolicyFile) -> Iterator[str]:
-    """The figures of a point, beside those of the baseline and of the policy in the file."""
+    """Yields the figures of a point, compared with the baseline's and with those of the file's policy."""
     evidence: Any = policy_file.evidence
     own_point = next((point for point in _points(evidence) if _same(point.policy, policy_file.policy)), None)
     of_file = evidence if own_point is None else own_point.figures
@@ -117,12 +117,12 @@ def _costs(chosen: Point, policy_file: PolicyFile) -> Iterator[str]:
 
 
 def _plain(value: float) -> str:
-    """Four digits, without an exponent for what is large."""
+    """Formats with four digits, and large values without an exponent."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _same(measured: Policy, written: Policy) -> bool:
-    """A policy is measured without the batch size where that is the workload's own, and written with it."""
+    """Compares policies: the workload's own batch size is absent from a measured policy, but written to the file."""
     return replace(measured, batch_size=measured.batch_size or written.batch_size) == written
 
 
@@ -218,7 +218,7 @@ def _finding(finding: Mapping[str, Any]) -> str:
 
 
 def _gained(evidence: Mapping[str, Any], objective: Objective) -> Iterator[str]:
-    """What a policy that was tuned for memory or energy uses."""
+    """Yields the memory or energy use, and the speed, of a policy tuned for memory or energy."""
     if evidence.get("gain", 1) == 1:
         yield f"Tuned for {objective.name}: no policy was shown {goal_of(objective)}."
         return

@@ -1,4 +1,4 @@
-"""A study's answer as one HTML page that needs nothing else: no script, no other file."""
+"""A study's answer as one self-contained HTML page: no script, no other file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Rows = Iterable[Sequence[str]]
 
 
 def page_of(answer: Answer, findings: Sequence[Finding]) -> str:
-    """The page, from the answer to the single trials. All text is escaped."""
+    """Returns the page, from the answer down to the single trials. All text is escaped."""
     last = answer.record.last
     title = f"{last.workload} on {last.hardware}"
     style = (files("amptune.report") / "page.css").read_text(encoding="utf-8")
@@ -102,7 +102,7 @@ def _standing(standing: Standing, *, used: bool) -> list[str]:
 
 
 def _charts(answer: Answer) -> Iterator[str]:
-    """Throughput over peak memory, and over energy where it was measured."""
+    """Yields charts of throughput over peak memory, and over energy if it was measured."""
     memory = [(point, point.peak_memory_mib) for point in _plotted(answer)]
     yield _section("Throughput and peak memory", _chart(answer, memory, "peak memory, MiB") + _KEY)
     energy = [(p, p.energy_j_per_sample) for p in _plotted(answer) if p.energy_j_per_sample is not None]
@@ -111,7 +111,7 @@ def _charts(answer: Answer) -> Iterator[str]:
 
 
 def _plotted(answer: Answer) -> list[Point]:
-    """All trials that ran, those that the numerics gate rejected too."""
+    """Returns all trials that ran, including those the numerics gate rejected."""
     return [
         Point(
             policy=trial.policy,
@@ -150,7 +150,7 @@ def _kind_of(answer: Answer, policy: Policy, recipe: Policy | None) -> tuple[Kin
 
 
 def _recipe_of(answer: Answer) -> Policy | None:
-    """The faster of the AMP recipes that were tried and ran."""
+    """Returns the faster of the AMP recipes that were tried and ran, or None."""
     size = answer.baseline.policy.batch_size
     recipes = [amp_recipe("bf16", batch_size=size), amp_recipe("fp16", batch_size=size)]
     ran = [point for point in answer.points if point.policy in recipes]
@@ -171,7 +171,7 @@ def _bought(one: Ablated, *, used: bool) -> list[str]:
 
 
 def _trials(answer: Answer) -> str:
-    """The best for the objective first, failures last."""
+    """Returns a table of all trials, the best for the objective first, failures last."""
 
     def place(trial: Trial) -> tuple[bool, float]:
         failed = isinstance(trial.outcome, Failure)
@@ -191,7 +191,7 @@ def _trial(trial: Trial, numerics: str) -> list[str]:
 
 
 def _numerics(answer: Answer, policy: Policy) -> str:
-    """What the gate said of it."""
+    """Returns the numerics gate's result for a policy, as text."""
     judged = answer.record.judgement_of(policy)
     if answer.record.has_rejected(policy):
         return "rejected"
@@ -216,7 +216,7 @@ def _list(items: Iterable[str]) -> str:
 
 
 def _table(headings: Sequence[str], rows: Rows, classes: Sequence[str] = ()) -> str:
-    """Rows that are shorter than the headings end in a cell as wide as what is missing."""
+    """Returns a table; in a row with too few cells, the last cell spans the missing columns."""
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     lines = [
         f'<tr class="{escape(kind)}">{_cells(row, len(headings))}</tr>'
@@ -236,7 +236,7 @@ def _cells(row: Sequence[str], count: int) -> str:
 
 
 def _short(policy: Policy) -> str:
-    """As a label: the first words of it."""
+    """Returns the policy's first 40 characters, as a label."""
     words = str(replace(policy, batch_size=None))
     return words if len(words) <= 40 else f"{words[:39]}…"
 

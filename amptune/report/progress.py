@@ -1,4 +1,4 @@
-"""Progress while tuning: one live line on a terminal, a plain line an event elsewhere. Always on stderr."""
+"""Progress while tuning, always on stderr: one live line on a terminal, else a plain line per event."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _GROUNDWORK: dict[Groundwork, str] = {
 
 @contextmanager
 def progress_for(stream: TextIO) -> Iterator[Observer]:
-    """An observer that writes to `stream`, as that stream can show it."""
+    """Yields an observer that writes to `stream`: live on a terminal, else plain lines."""
     console = Console(file=stream, highlight=False, soft_wrap=True)
     if not console.is_terminal:
         yield lambda event: _print_line(console, event)
@@ -54,7 +54,7 @@ def progress_for(stream: TextIO) -> Iterator[Observer]:
 
 
 def describe(event: Event) -> str | None:
-    """The event as one plain line, which begins with the time left; None for what is only worth showing live."""
+    """Returns the event as one plain line that starts with the time left; None for events that are only shown live."""
     match event:
         case WorkloadBuilt():
             text = _built(event)
@@ -115,7 +115,7 @@ def _trial(event: TrialEnded) -> str:
 
 
 def _figure(measurement: Measurement, objective: Objective) -> str:
-    """What is to be least, beside the time."""
+    """Returns the memory or energy to be minimized; empty for throughput."""
     match objective.name:
         case "memory":
             return f" {measurement.peak_allocated_mib:9,.0f} MiB"

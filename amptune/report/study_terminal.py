@@ -1,4 +1,4 @@
-"""A study's answer on a terminal."""
+"""Prints a study's answer on a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["print_answer"]
 
 
 def print_answer(answer: Answer, stream: TextIO) -> None:
-    """The answer, what nothing else beats, what failed, and the command that proves it."""
+    """Prints the answer, the Pareto set, the number of failures, and the command that proves the answer."""
     console, record = console_for(stream), answer.record
     last = record.last
     console.print(f"{last.workload} on {last.hardware}, for {answer.objective.name}", style="bold", markup=False)
@@ -32,7 +32,7 @@ def print_answer(answer: Answer, stream: TextIO) -> None:
 
 
 def _front(answer: Answer) -> Table:
-    """The Pareto set, with what each policy is here."""
+    """Returns the Pareto set as a table, with each policy's role."""
     shown = spread_along(answer.front)
     energy = any(point.energy_j_per_sample is not None for point in shown)
     more = "" if len(shown) == len(answer.front) else f" ({MOST_POINTS} of {len(answer.front)})"
@@ -47,7 +47,7 @@ def _front(answer: Answer) -> Table:
 
 
 def _with_the_named(answer: Answer, shown: Sequence[Point]) -> Iterator[Point]:
-    """The points, and where they stand among them the winner and the baseline, which may be beaten by others."""
+    """Yields the points, fastest first, plus winner and baseline, which need not be in the Pareto set."""
     named = {answer.choice.policy, answer.baseline.policy}
     others = [point for point in answer.points if point.policy in named and point not in shown]
     yield from sorted([*shown, *others], key=lambda point: -point.samples_per_s)
@@ -66,6 +66,6 @@ def _row(answer: Answer, point: Point, *, energy: bool) -> tuple[str, ...]:
 
 
 def role_of(answer: Answer, policy: Policy) -> str:
-    """What a policy is in an answer, if it is anything."""
+    """Returns a policy's role in an answer, or an empty string."""
     roles = {answer.choice.policy: "answer", answer.baseline.policy: "baseline"}
     return "answer: baseline" if answer.keeps_the_baseline and policy in roles else roles.get(policy, "")

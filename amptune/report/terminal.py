@@ -1,4 +1,4 @@
-"""What the commands print on stdout: tables where a table reads better, plain text elsewhere."""
+"""Prints the commands' results on stdout: tables if a table reads better, else plain text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WIDTH_ELSEWHERE = 150
 
 
 def print_decision(decision: Decision, output: str, stream: TextIO) -> None:
-    """What won, against what, and where it was written."""
+    """Prints the winner, the policies compared with it, and the file it was written to."""
     console = console_for(stream)
     console.print(_comparison(decision))
     if decision.ablation:
@@ -43,7 +43,7 @@ def print_decision(decision: Decision, output: str, stream: TextIO) -> None:
 
 
 def print_verification(found: Verification, stream: TextIO) -> None:
-    """Claimed and measured, side by side; then the answer and what changed."""
+    """Prints claimed and measured figures side by side, then the findings: the answer and the changes."""
     console = console_for(stream)
     table = Table(title=f"on {found.hardware.name}, {found.seconds:.0f} s", title_justify="left", box=None)
     table.add_column("")
@@ -59,7 +59,7 @@ def print_verification(found: Verification, stream: TextIO) -> None:
 
 
 def print_diagnosis(found: Diagnosis, stream: TextIO) -> None:
-    """A finding a line, the most important first."""
+    """Prints one finding per line, the most important first."""
     console = console_for(stream)
     console.print(f"{found.subject.name} on {found.hardware.name}, {found.seconds:.0f} s", style="bold", markup=False)
     for finding in found.findings:
@@ -69,7 +69,7 @@ def print_diagnosis(found: Diagnosis, stream: TextIO) -> None:
 
 
 def print_hardware(hardware: Hardware, stream: TextIO) -> None:
-    """The machine, a fact a line."""
+    """Prints the machine, one fact per line."""
     console = console_for(stream)
     facts = _gpu_facts(hardware.gpu) if hardware.gpu else {}
     facts |= _cpu_facts(hardware.cpu)
@@ -121,14 +121,14 @@ def _comparison(decision: Decision) -> Table:
 
 
 def _shown(decision: Decision) -> list[Standing]:
-    """The finalists; winner and baseline with the figures of the comparison that the claim rests on."""
+    """Returns the finalists; winner and baseline have the figures of the comparison that supports the claim."""
     claimed = {decision.verdict.winner.policy: decision.verdict.winner, decision.baseline.policy: decision.baseline}
     others = [standing for standing in decision.finalists if standing.policy not in claimed]
     return sorted([*claimed.values(), *others], key=lambda standing: standing.place)
 
 
 def _bought(ablation: Sequence[Ablated], objective: Objective) -> Table:
-    """What each setting buys; of memory or energy, as what is used, and what it does to the speed beside it."""
+    """Returns each setting's effect on speed; for memory or energy, on the use of it, with the speed beside it."""
     plain = objective.name == "throughput"
     table = Table(title="\nwhat each setting buys", title_justify="left", box=None)
     headings = ("setting", "value", f"{FIGURES[objective.name]} with it / without", "95 %", "speed")
@@ -155,7 +155,7 @@ def _role(standing: Standing, decision: Decision) -> str:
 
 
 def _row(standing: Standing, role: str, *, energy: bool, used: bool) -> tuple[str, ...]:
-    """The cells before the policy's; fewer where it failed."""
+    """Returns the cells before the policy's own cell; fewer if the policy failed."""
     if standing.failure is not None or standing.step_ms is None:
         return (role, str(standing.failure and standing.failure.kind))
     interval = standing.step_ms_ci95
@@ -178,7 +178,7 @@ def _ms(value: float | None) -> str:
 
 
 def _parity_in_words(parity: dict[str, float] | object) -> str:
-    """Losses are compared where batches are the same, and the gate speaks of what it has judged."""
+    """Each figure is optional: losses need equal batches, the gate's share needs a policy it has judged."""
     assert isinstance(parity, dict)  # noqa: S101  # evidence that this process made
     words = []
     if "loss_deviation" in parity:
@@ -223,6 +223,6 @@ def _or_unknown(value: float | None, unit: str) -> str:
 
 
 def console_for(stream: TextIO) -> Console:
-    """Wide enough off a terminal that a table is not cut by a width nobody has."""
+    """Returns a console; if not a terminal, it is wide enough that tables are not cut at a default width."""
     width = None if stream.isatty() else _WIDTH_ELSEWHERE
     return Console(file=stream, highlight=False, width=width)

@@ -1,1 +1,1 @@
-"""What training imports: puts a policy on a model and takes it off again, exactly. No Optuna, click or rich."""
+"""The part that training imports: applies a policy to a model and undoes it exactly. No Optuna, click or rich."""

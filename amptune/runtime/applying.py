@@ -1,4 +1,4 @@
-"""Puts a policy on a model: checks everything, then changes it step by step, each with its way back."""
+"""Applies a policy to a model: checks everything, then changes the model in steps that can each be undone."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _under_a_policy: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class PolicyDriftWarning(UserWarning):
-    """The policy was tuned with other software, or on another model; its speed is not what was measured."""
+    """A warning that the policy was tuned with other software or on another model, so its speed may differ."""
 
 
 def apply(
@@ -60,13 +60,14 @@ def apply(
     `"apex:O0"` to `"apex:O3"` are the opt levels of NVIDIA's Apex as policies.
     Apply before building the optimizer, `torch.compile`, DistributedDataParallel and `fully_shard`.
     Raises `HardwareMismatchError` for a file that was tuned on another GPU, unless `any_hardware` or the
-    environment's AMPTUNE_ANY_HARDWARE=1 says so; `FileFormatError` for a malformed one; `PolicyApplyError`
-    where the policy does not fit the model. Then nothing was changed. A bare `Policy` is not held against the
-    hardware. Other versions than it was tuned with give a `PolicyDriftWarning`.
+    environment's AMPTUNE_ANY_HARDWARE=1 allows it; `FileFormatError` for a malformed file; `PolicyApplyError`
+    if the policy does not fit the model. The model is then unchanged. A bare `Policy` is not checked against the
+    hardware. Software versions other than those of the tuning give a `PolicyDriftWarning`.
 
-    `guard` watches the loop's first 20 steps, and says by a `PolicyMisuseWarning` what harms training and raises
-    nothing; None asks the environment's AMPTUNE_GUARD. `protect_batch_norm` keeps the running statistics of BatchNorm
-    finite where a forward overflows in fp16: what is not, becomes what it was at the last `tuned.scaler.update()`.
+    `guard` watches the loop's first 20 steps, and gives a `PolicyMisuseWarning` for mistakes that harm training and
+    raise nothing; None means the environment's AMPTUNE_GUARD. `protect_batch_norm` keeps the running statistics of
+    BatchNorm finite if a forward overflows in fp16: a value that is not finite is reset to its value at the last
+    `tuned.scaler.update()`.
     """
     _require_plain(model)
     settings, drift = _read(policy, model, any_hardware=any_hardware)
@@ -98,7 +99,7 @@ def _require_plain(model: nn.Module) -> None:
 def _read(
     policy: str | PathLike[str] | Policy | PolicyFile, model: nn.Module, *, any_hardware: bool
 ) -> tuple[Policy, tuple[Finding, ...]]:
-    """The settings, and what has drifted since they were found."""
+    """Returns the settings, and findings about what has changed since the tuning."""
     policy = read_policy(policy)
     if isinstance(policy, Policy):
         return policy, ()
@@ -118,7 +119,7 @@ def _validity(policy: PolicyFile, model: nn.Module, *, any_hardware: bool) -> tu
 
 
 def _gpu_of(model: nn.Module) -> str | None:
-    """The GPU the model is on. One still on the CPU is likely to be moved to the default GPU later: None."""
+    """Returns the model's GPU, or None: a model on the CPU is likely to be moved to the default GPU later."""
     first = next(model.parameters(), None)
     return str(first.device) if first is not None and first.device.type == "cuda" else None
 
@@ -133,9 +134,9 @@ def _require_swappable(selected: Sequence[tuple[Selected, Precision]]) -> None:
 
 
 def _require_unsharded(model: nn.Module) -> None:
-    """Excluded modules would compute in FP32 with what was gathered in half; a graph with what lay there before."""
+    """Raises `PolicyApplyError` for FSDP2: FP32 modules would get weights gathered in half, and graphs stale memory."""
     for path, module in model.named_modules():
-        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):  # not imported for its name alone
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):  # by name, to save the import
             where = path or "the model itself"
             raise PolicyApplyError(f"{where} is sharded by fully_shard already: apply the policy before that")
 
@@ -232,7 +233,7 @@ def _half_training(
 ) -> HalfTraining | None:
     if settings.weights != "half":
         return None
-    from amptune.runtime.half_training import HalfTraining  # few policies need it, and every start would pay for it
+    from amptune.runtime.half_training import HalfTraining  # few policies need it, and importing it takes time
     from amptune.runtime.half_weights import HalfWeights
 
     kept = kept_by(settings, model, selected)
@@ -240,13 +241,13 @@ def _half_training(
 
 
 def _guard(settings: Policy, model: nn.Module, called: nn.Module) -> Guard:
-    from amptune.runtime.guarding import Guard  # few trainings have one, and every start would pay for it
+    from amptune.runtime.guarding import Guard  # few trainings have one, and importing it takes time
 
     return Guard(settings, model, called)
 
 
 def _graphed(model: nn.Module, steps: ExitStack) -> GraphedModel:
-    from amptune.runtime.graphed_model import GraphedModel  # few trainings have one, and every start would pay for it
+    from amptune.runtime.graphed_model import GraphedModel  # few trainings have one, and importing it takes time
 
     graphed = GraphedModel(model, lambda finding: warnings.warn(str(finding), PolicyDriftWarning, stacklevel=2))
     steps.callback(graphed.recordings.end)
@@ -254,7 +255,7 @@ def _graphed(model: nn.Module, steps: ExitStack) -> GraphedModel:
 
 
 def _compiled(mode: CompileMode, model: nn.Module, steps: ExitStack) -> nn.Module:
-    """torch.compile leaves marks on the model, which go again with `steps`."""
+    """Returns the compiled model. torch.compile sets attributes on `model`, which `steps` removes again."""
     before = set(vars(model))
     compiled = cast("nn.Module", torch.compile(model, mode=None if mode == "default" else mode))
     for mark in vars(model).keys() - before:

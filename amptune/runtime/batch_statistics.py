@@ -1,7 +1,7 @@
-"""Running statistics of BatchNorm, which an overflow poisons although the loss scaler skips the step.
+"""Running statistics of BatchNorm, which an overflow makes non-finite although the loss scaler skips the step.
 
-The forward has updated them by then (https://github.com/pytorch/pytorch/issues/88474), and a NaN never leaves a
-running average: training goes on as before, evaluation does not.
+The forward has updated them by then (https://github.com/pytorch/pytorch/issues/88474), and a NaN stays in a running
+average for good: training continues as before, but evaluation fails.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["FiniteStatistics", "poisoned"]
 
 
 def poisoned(model: nn.Module) -> list[str]:
-    """The paths of the modules whose running statistics are not finite. Waits for the device once if none is."""
+    """Returns the paths of modules whose running statistics are not finite. Waits for the device once if all are."""
     every = [tensor for _, tensors in _running(model) for tensor in tensors]
     if not every or bool(get_total_norm(every, norm_type=math.inf).isfinite()):
         return []
@@ -29,9 +29,9 @@ def poisoned(model: nn.Module) -> list[str]:
 
 
 class FiniteStatistics:
-    """Keeps the running statistics of a model finite: each number that is not becomes what it last was.
+    """The last finite running statistics of a model, by which `restore` replaces each number that is not finite.
 
-    It takes a few kernels for all of them together, and does not wait for the device.
+    `restore` takes a few kernels for all statistics together, and does not wait for the device.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,7 +41,7 @@ class FiniteStatistics:
 
     @torch.no_grad()
     def restore(self) -> None:
-        # `.data`, so that autograd does not take what a forward has saved for its backward as overwritten
+        # `.data`, so that autograd does not see tensors saved for a backward as overwritten
         statistics = [tensor.data for _, tensors in _running(self._model) for tensor in tensors]
         if not statistics:
             return

@@ -1,4 +1,4 @@
-"""Whether a training loop's batches are what its policy was measured with: memory format, batch size, shapes."""
+"""Checks that a training loop's batches are like those of the tuning: memory format, batch size, shapes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchWatch"]
 
-# An epoch's last batch may be small, and a loop may have a few shapes: what is said takes this many forwards.
+# The forwards seen before a warning: an epoch's last batch may be small, and a loop may have a few shapes.
 _BATCHES_FOR_SIZE = 3
 _BATCHES_FOR_SHAPES = 8
 
 
 class BatchWatch:
-    """Looks at what the model is given in training, until `remove`.
+    """A watch on the inputs that the model gets in training, until `remove`.
 
-    A model that was compiled by hand, and not by the policy, hides it: its hooks are traced, and this one is traced
-    to nothing. It stays there, since what was compiled would be compiled anew without it.
+    It sees nothing of a model that was compiled by hand, and not by the policy: torch.compile traces hooks, and this
+    one traces to nothing. The hook then stays, since removing it would cause a recompilation.
     """
 
     def __init__(self, policy: Policy, model: nn.Module, misuse: Misuse, after_each: Callable[[], None]) -> None:
-        self.batch_size = policy.batch_size  # None once nothing is to be said of it
+        self.batch_size = policy.batch_size  # None once it needs no more checks
         self._policy = policy
         self._misuse = misuse
         self._channels = {m.in_channels for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)}
@@ -43,7 +43,7 @@ class BatchWatch:
         self._handle = model.register_forward_pre_hook(self._hook, with_kwargs=True)
 
     def remove(self, *, for_good: bool = False) -> None:
-        """A hook that no forward has called is one that was traced; it goes only with the policy, `for_good`."""
+        """Removes the hook. One that was never called was traced, and is removed only with the policy (`for_good`)."""
         if self._hook.was_called or for_good:
             self._handle.remove()
 
@@ -67,10 +67,10 @@ class BatchWatch:
             )
 
     def _look_at_size(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Of the first batches each has as many rows, which are neither the policy's batch size nor a multiple.
+        """Warns if the first batches have one number of rows that is no multiple of the policy's batch size.
 
-        A multiple may be two views of each sample, or a sequence that is folded into the batch; a sequence that comes
-        first has the batch as its second dimension. Asking for `tuned.batch_size` is taken as heeding it.
+        A multiple may be two views of each sample, or a sequence folded into the batch; with the sequence first, the
+        batch is the second dimension. A loop that asks for `tuned.batch_size` is taken to use it.
         """
         if self.batch_size is None:
             return
@@ -105,7 +105,7 @@ class BatchWatch:
 
 
 class _ForwardHook:
-    """A hook that copies and pickles of the model do not take along: they get one that does nothing."""
+    """A hook that is not copied or pickled with the model: copies get a hook that does nothing."""
 
     def __init__(
         self, model: nn.Module, look: Callable[[Sequence[torch.Tensor]], None], after_each: Callable[[], None]

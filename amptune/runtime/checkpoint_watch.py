@@ -1,4 +1,4 @@
-"""Whether a checkpoint that has the optimizer's state has the loss scaler's too: without it scaling starts anew."""
+"""Checks that a checkpoint with the optimizer's state has the loss scaler's too; else loss scaling restarts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CheckpointWatch"]
 
 
 class CheckpointWatch:
-    """Notes what was saved and loaded, by hooks that run at checkpoints alone, and so may stay."""
+    """A watch on saved and loaded states. Its hooks run at checkpoints only, so they may stay."""
 
     def __init__(self, misuse: Misuse) -> None:
         self._misuse = misuse
@@ -40,9 +40,10 @@ class CheckpointWatch:
         self._scaler_was_loaded = True
 
     def look(self, *, training_began: bool) -> None:
-        """At the end of a step, by when a checkpoint is complete; `training_began` before that step.
+        """Warns, at the end of a step, of a checkpoint that is incomplete; `training_began` is as before that step.
 
-        Until then an optimizer's state is taken to be loaded into, as by torch.distributed.checkpoint.
+        Before training, a call of optimizer.state_dict() is taken to be for loading, as torch.distributed.checkpoint
+        does it.
         """
         if training_began and self._saved_at is not None and not self._scaler_was_saved:
             self._misuse.say(

@@ -1,4 +1,4 @@
-"""Records what a function gives a GPU to do, as a CUDA graph, and rehearses it before."""
+"""Records the GPU work of a function as a CUDA graph, after a rehearsal."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """Records the work that a function gives to a device, to be done again without the function."""
+    """A recorder of the work that a function gives to a device, which can repeat the work without the function."""
 
     def warming_up(self) -> AbstractContextManager[None]:
-        """For passes in which libraries load kernels and choose algorithms."""
+        """Returns a context for passes in which libraries load kernels and choose algorithms."""
 
     def rehearsing(self) -> AbstractContextManager[None]:
-        """For passes after those; raises `NotRecordableError` where they do what cannot be recorded."""
+        """Returns a context for later passes; raises `NotRecordableError` if they cannot be recorded."""
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """What the function returned, and how to do its work again: into the same tensors."""
+        """Returns the function's result, and a function that repeats its work into the same tensors."""
 
 
 class CudaRecorder:
-    """Records what goes before one another into one pool of memory: a forward pass, then its backward pass."""
+    """A recorder with one memory pool for works that run one after the other: a forward pass, then its backward."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -43,7 +43,7 @@ class CudaRecorder:
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        """On the stream that is recorded, as autograd runs a backward pass on the stream of its forward pass."""
+        """Uses the stream of the recording, as autograd runs a backward pass on the stream of its forward pass."""
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
@@ -52,7 +52,7 @@ class CudaRecorder:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """The host must not wait for the device: a recording that fails by it is in the way of what comes after."""
+        """Raises `NotRecordableError` if the host waits for the device, as a failed recording disturbs later work."""
         before = torch.cuda.get_sync_debug_mode()
         with self.warming_up(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -65,7 +65,7 @@ class CudaRecorder:
             raise NotRecordableError("waits for the device (.item(), .cpu(), or a tensor in an `if`)")
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """What other threads do meanwhile is no part of it, such as pinning the memory of the next batch."""
+        """Leaves out the work of other threads, such as pinning the memory of the next batch."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device), _no_garbage_collected(), self._put_right():
             recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
@@ -75,9 +75,9 @@ class CudaRecorder:
 
     @contextmanager
     def _put_right(self) -> Iterator[None]:
-        """Ends a recording that cannot be ended, after which PyTorch (2.11 to 2.13) leaves its stream current.
+        """Cleans up after a recording that failed, since PyTorch (2.11 to 2.13) leaves its stream current.
 
-        No random number could be drawn either, and memory that another stream had used would never be free again.
+        Else no random number could be drawn either, and memory that another stream had used would never be freed.
         """
         stream = torch.cuda.current_stream()
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -87,9 +87,9 @@ class CudaRecorder:
         except torch.AcceleratorError as error:
             generator.graphsafe_set_state(before)
             for end in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-                with suppress(AttributeError, RuntimeError):  # of another PyTorch
+                with suppress(AttributeError, RuntimeError):  # other PyTorch versions may lack these
                     getattr(torch._C, end)(torch.cuda.current_device(), self._pool)
-            if isinstance(error.__context__, Exception):  # where the work itself raised, that says more
+            if isinstance(error.__context__, Exception):  # the work itself raised, which says more
                 raise error from error.__context__
             raise
         finally:
@@ -100,7 +100,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    """One for all recordings: cuBLAS keeps a workspace for each, of 64 MiB on a Hopper."""
+    """Returns one stream for all recordings: cuBLAS keeps a workspace for each stream, of 64 MiB on a Hopper."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has not typed it
     return _streams[device]
@@ -108,7 +108,7 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _no_garbage_collected() -> Iterator[None]:
-    """Another recording may go with it, and give its memory back, which is not allowed while one is made."""
+    """Turns garbage collection off: it may free another recording's memory, which is forbidden during a recording."""
     was_on = gc.isenabled()
     gc.disable()
     try:

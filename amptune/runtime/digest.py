@@ -1,4 +1,4 @@
-"""What tells one model from another: the digest that a policy's `valid_for` carries under `model`."""
+"""The digest that identifies a model; a policy's `valid_for` carries it under `model`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["model_digest"]
 
 
 def model_digest(model: nn.Module) -> str:
-    """`sha256:…` of the module tree (paths and class names) and of the shapes of parameters and buffers.
+    """Returns `sha256:…` of the module tree (paths and class names) and of the shapes of parameters and buffers.
 
-    The same before and after a policy was applied, on any device, in any dtype and memory format. Buffers
-    that are not saved are left out: they cache, and change size while a model runs.
+    A policy, the device, the dtype and the memory format do not change the digest. Buffers that are not saved are
+    left out: they are caches, and change size while a model runs.
     """
     text = "\n".join(_lines(model))
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Lets an optimizer that was built already run its fused kernel: one launch for many parameters."""
+"""Switches an optimizer that was built already to its fused kernel: one launch for many parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["fuse", "is_fusable"]
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> Finding | None:
-    """Sets `fused` in place, as if the optimizer had been built with it; or says why it stays as it is."""
+    """Sets `fused` in place, as if the optimizer had been built with it; else returns a finding that says why not."""
     reason = _obstacle(optimizer)
     if reason is not None:
         return Finding(
@@ -20,8 +20,8 @@ def fuse(optimizer: torch.optim.Optimizer) -> Finding | None:
             message=f"the policy asks for a fused optimizer, and {type(optimizer).__name__} {reason}; it runs as it is",
         )
     _set_fused(optimizer)
-    optimizer.register_load_state_dict_post_hook(_set_fused)  # a checkpoint brings the flags of where it was saved
-    # As its __init__ does, for GradScaler: the kernel unscales gradients, and does nothing where one overflowed.
+    optimizer.register_load_state_dict_post_hook(_set_fused)  # a checkpoint has the flags of the run that saved it
+    # As in its __init__, for GradScaler: the kernel unscales gradients, and does nothing if one overflowed.
     optimizer._step_supports_amp_scaling = not _starts_anew(optimizer)  # type: ignore[attr-defined]
     if isinstance(optimizer, torch.optim.SGD):
         at_rest = _AtRest()
@@ -34,29 +34,29 @@ def _set_fused(optimizer: torch.optim.Optimizer) -> None:
     for settings in (optimizer.defaults, *optimizer.param_groups):
         settings.update(fused=True, foreach=False)
     for parameter, state in optimizer.state.items():
-        if torch.is_tensor(state.get("step")):  # fused kernels count where they run; load_state_dict moves it so too
+        if torch.is_tensor(state.get("step")):  # fused kernels count on their device; load_state_dict moves it too
             state["step"] = state["step"].to(device=parameter.device, dtype=torch.float32)
 
 
 def _starts_anew(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a first step is unlike one from a momentum of zero, so that it must not be the one that is skipped."""
+    """Returns True if the first step differs from one with momentum 0 (SGD with dampening), so must not be skipped."""
     groups = optimizer.param_groups
     return isinstance(optimizer, torch.optim.SGD) and any(g["momentum"] and g["dampening"] for g in groups)
 
 
 class _AtRest:
-    """Has momentum start from zero with the next step, on whatever device the parameters are then.
+    """A hook that starts momentum from zero at the next step, on the parameters' device at that time.
 
-    PyTorch leaves the buffers of fused SGD as the memory happens to be, for its first step to write; and that step
-    writes nothing where a gradient overflowed, as under fp16 it often does (torch/optim/sgd.py, `_fused_sgd`): training
-    may then end in NaN, as that of DeepLabV3+ did on an H200.
+    PyTorch leaves the buffers of fused SGD uninitialized for the first step to write. But that step writes nothing if
+    a gradient overflowed, which is frequent under fp16 (torch/optim/sgd.py, `_fused_sgd`). Training may then end in
+    NaN, as that of DeepLabV3+ did on an H200.
     """
 
     def __init__(self) -> None:
         self._is_due = True
 
     def again(self, _: torch.optim.Optimizer) -> None:
-        """A state was loaded, which may lack buffers."""
+        """Repeats it after a state was loaded, which may lack buffers."""
         self._is_due = True
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -70,7 +70,7 @@ class _AtRest:
 
 
 def is_fusable(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether fusing would change it: PyTorch has a fused kernel for it here, and it does not use it yet."""
+    """Returns True if PyTorch has a fused kernel for the optimizer here, and the optimizer does not use it yet."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     return not fused and _obstacle(optimizer) is None
 
@@ -91,12 +91,12 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _torch_class(optimizer: torch.optim.Optimizer) -> Any:
-    """PyTorch's own class under a user's, whose `__init__` may take other arguments."""
+    """Returns PyTorch's class under a user's subclass, whose `__init__` may take other arguments."""
     return next(base for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim."))
 
 
 def _try_on_one_number(base: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Which devices and dtypes there are kernels for changes with PyTorch, and some say so only when they step."""
+    """Steps once: the devices and dtypes with a kernel depend on PyTorch, and some raise only when they step."""
     number = torch.zeros(1, device=device, dtype=dtype, requires_grad=True)
     number.grad = torch.zeros_like(number)
     base([number], fused=True).step()

@@ -1,6 +1,6 @@
-"""The switches of a whole process that a policy sets: FP32 math, cudnn.benchmark, autocast in compiled backwards.
+"""The process-wide switches that a policy sets: FP32 math, cudnn.benchmark, autocast in compiled backward passes.
 
-Each function sets one and returns what puts it back exactly.
+Each function sets one switch and returns a function that restores it exactly.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 __all__ = ["keep_autocast_out_of_compiled_backward", "set_cudnn_benchmark", "set_fp32_math"]
 
-# PyTorch 2.9 and later keep FP32 math twice: in older switches (set_float32_matmul_precision, allow_tf32), and
-# in a tree of fp32_precision settings where "none" follows the parent; reading an older switch raises where the
-# two disagree (https://docs.pytorch.org/docs/stable/notes/cuda.html, TensorFloat-32).
+# PyTorch 2.9 and later store FP32 math twice: in older switches (set_float32_matmul_precision, allow_tf32), and in a
+# tree of fp32_precision settings, in which "none" follows the parent. Reading an older switch raises if the two
+# disagree (https://docs.pytorch.org/docs/stable/notes/cuda.html, TensorFloat-32).
 _PARENTS = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
 _LEAVES = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"))
 
-# These two stand behind the attributes of torch.backends. One of those, mkldnn.fp32_precision, sets another
-# setting than it reads (torch 2.13, torch/backends/mkldnn/__init__.py).
+# The attributes of torch.backends call these two. One attribute, mkldnn.fp32_precision, sets another setting than
+# it reads (torch 2.13, torch/backends/mkldnn/__init__.py).
 _read = torch._C._get_fp32_precision_getter
 _write = torch._C._set_fp32_precision_setter
 
-# (matrix products, cuDNN's convolutions and RNNs). Stock is what PyTorch starts with.
+# (matrix products, cuDNN's convolutions and RNNs). Stock is PyTorch's default.
 _WANTED: dict[Fp32Math, tuple[str, str]] = {
     "stock": ("ieee", "tf32"),
     "ieee": ("ieee", "ieee"),
@@ -41,7 +41,7 @@ _OLDER_NAME = {"ieee": "highest", "tf32": "high"}
 
 
 def set_fp32_math(math: Fp32Math) -> Callable[[], None]:
-    """Sets what FP32 matrix products, convolutions and RNNs compute in; nothing is touched if that holds already."""
+    """Sets the precision of FP32 matrix products, convolutions and RNNs; changes nothing if it is set already."""
     matmul, cudnn = _WANTED[math]
     if _holds(matmul, cudnn):
         return _nothing
@@ -57,7 +57,7 @@ def set_fp32_math(math: Fp32Math) -> Callable[[], None]:
 
 
 def set_cudnn_benchmark(enabled: bool) -> Callable[[], None]:
-    """Whether cuDNN times its algorithms at the first sight of a shape."""
+    """Sets whether cuDNN times its algorithms when a shape first comes."""
     before = torch.backends.cudnn.benchmark
 
     def undo() -> None:
@@ -68,7 +68,7 @@ def set_cudnn_benchmark(enabled: bool) -> Callable[[], None]:
 
 
 def keep_autocast_out_of_compiled_backward() -> Callable[[], None]:
-    """Compiled backward passes run as eager ones do, each operation in the dtype of its forward.
+    """Makes compiled backward passes run like eager ones, each operation in the dtype of its forward.
 
     By default they are traced under the forward's autocast, and run the backward of a module that is kept
     in FP32 in half precision (https://github.com/pytorch/pytorch/issues/179804).
@@ -96,7 +96,7 @@ class _Fp32State:
 
 
 def _holds(matmul: str, cudnn: str) -> bool:
-    """Whether FP32 math is so by both accounts; unset ("none") matrix products are IEEE."""
+    """Returns True if the tree and the older switches both agree; unset ("none") matrix products are IEEE."""
     if _read("cuda", "matmul").replace("none", "ieee") != matmul:
         return False
     if {_read("cuda", "conv"), _read("cuda", "rnn")} != {cudnn}:
@@ -105,21 +105,21 @@ def _holds(matmul: str, cudnn: str) -> bool:
 
 
 def _state() -> _Fp32State:
-    """What `_set` needs to put all back. Overwrites the leaves on the way: set them next."""
+    """Returns the state from which `_set` restores all. Overwrites the leaves, so the caller must set them next."""
     seen = {leaf: _read(*leaf) for leaf in _LEAVES}
     with _parents_unset():
         own = {leaf: _read(*leaf) for leaf in _LEAVES}
         matmul_precision, cudnn_allow_tf32 = _older_switches()
-    # PyTorch's own default gives way to a parent, but cannot be written: what it amounts to now is.
+    # PyTorch's own default follows a parent and cannot be written, so its effective value is written instead.
     leaves = {leaf: own[leaf] if own[leaf] in ("none", seen[leaf]) else seen[leaf] for leaf in _LEAVES}
     return _Fp32State(matmul_precision=matmul_precision, cudnn_allow_tf32=cudnn_allow_tf32, leaves=leaves)
 
 
 @contextmanager
 def _parents_unset() -> Iterator[None]:
-    """Without parents to follow, leaves read as what they were set to."""
+    """Unsets the parents, so that each leaf reads as its own setting."""
     before = {}
-    for parent in _PARENTS:  # from the top: what a parent follows must be unset before it is read
+    for parent in _PARENTS:  # from the top, since a parent's own parent must be unset before it is read
         before[parent] = _read(*parent)
         _write(*parent, "none")
     try:
@@ -130,7 +130,7 @@ def _parents_unset() -> Iterator[None]:
 
 
 def _older_switches() -> tuple[str, bool]:
-    """(matmul precision, cudnn.allow_tf32), read beside leaves that contradict neither."""
+    """Returns (matmul precision, cudnn.allow_tf32), after setting leaves that contradict neither."""
     for leaf in (("cuda", "matmul"), ("mkldnn", "matmul")):
         _write(*leaf, "ieee")
     for leaf in (("cuda", "conv"), ("cuda", "rnn")):
@@ -140,7 +140,7 @@ def _older_switches() -> tuple[str, bool]:
 
 
 def _older_matmul() -> str | None:
-    """None where it contradicts the tree."""
+    """Returns None if the switch contradicts the tree."""
     with _deprecation_unsaid():
         try:
             return torch.get_float32_matmul_precision()
@@ -149,7 +149,7 @@ def _older_matmul() -> str | None:
 
 
 def _older_cudnn() -> bool | None:
-    """None where it contradicts the tree."""
+    """Returns None if the switch contradicts the tree."""
     with _deprecation_unsaid():
         try:
             return torch.backends.cudnn.allow_tf32
@@ -158,7 +158,7 @@ def _older_cudnn() -> bool | None:
 
 
 def _set(state: _Fp32State) -> None:
-    """In this order, since each overwrites leaves that later ones set."""
+    """Sets all in this order, since the older switches overwrite leaves."""
     with _deprecation_unsaid():
         torch.set_float32_matmul_precision(state.matmul_precision)
         torch.backends.cudnn.allow_tf32 = state.cudnn_allow_tf32
@@ -168,7 +168,7 @@ def _set(state: _Fp32State) -> None:
 
 @contextmanager
 def _deprecation_unsaid() -> Iterator[None]:
-    """Some versions warn of the older switches; the user did not use them, and others still read them."""
+    """Hides the older switches' deprecation warnings: amptune sets them, not the user, as other code reads them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield

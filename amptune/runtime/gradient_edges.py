@@ -1,4 +1,4 @@
-"""Where a backward pass that is recorded takes the gradients of weights."""
+"""Finds the points in the autograd graph at which a recorded backward pass takes the gradients of weights."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _HALF = (torch.bfloat16, torch.float16)
 def edges_for(
     outputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], others: Collection[torch.Tensor]
 ) -> list[torch.Tensor | GradientEdge]:
-    """Where `torch.autograd.grad` is to take the gradient of each weight: in general, the weight itself.
+    """Returns the point at which `torch.autograd.grad` takes each weight's gradient: usually the weight itself.
 
-    Of a weight that is cast to half, once, and used in no other way, the gradient is taken in half, before it is cast
-    back: casting is all that is left to do, and can be done for many in one kernel.
+    If the only use of a weight is one cast to half, its gradient is taken in half, before it is cast back: then only
+    the cast is left to do, and one kernel can do it for many weights.
 
-    Raises `NotRecordableError` where the outputs' gradients come to something that lies where the `others` do, which
-    nobody would give to them; those of a tensor that was made in the pass are gone with it.
+    Raises `NotRecordableError` if gradients flow to a tensor in the memory of `others`, as nothing would store them
+    there; gradients of a tensor made in the pass are dropped with it.
     """
     known, places = set(map(id, weights)), set(map(place_of, others))
     sources: dict[int, list[Any]] = {}
@@ -41,7 +41,7 @@ def edges_for(
 
 
 def _ways_to_leaves(outputs: Iterable[torch.Tensor]) -> Iterator[tuple[Any, Any]]:
-    """Each node that takes a leaf's gradient, and the node that gives it; as often as one gives it."""
+    """Yields (node that takes a leaf's gradient, node that gives it), once for each time that one gives it."""
     met: set[Any] = set()
     ahead: list[tuple[Any, Any]] = [(None, output.grad_fn) for output in outputs]
     while ahead:

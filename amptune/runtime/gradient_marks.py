@@ -1,4 +1,4 @@
-"""Where the gradients that a model's parameters hold come from: how new they are, and whether they are scaled."""
+"""Marks on the gradients of a model's parameters: how new each gradient is, and whether it is scaled."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Origin = Literal["none", "plain loss", "scaled loss", "unscaled"]
 
 @dataclass(slots=True)
 class Mark:
-    """Of one parameter's gradient: when a backward last added to it, and what it was the gradient of."""
+    """The mark of one parameter's gradient: when a backward last added to it, and the kind of loss it came from."""
 
     when: int = 0
     origin: Origin = "none"
 
 
 class GradientMarks:
-    """Follows the gradients of a model by a hook on each parameter, until `remove`.
+    """The marks of a model's gradients, kept up to date by a hook on each parameter, until `remove`.
 
-    Time is counted in gradients: `now` grows with each that was added to a parameter. Parameters are known by
-    identity, since tensors cannot be compared; the caller keeps the model alive.
+    Time is counted in gradients: `now` grows by one with each gradient added to a parameter. Parameters are looked up
+    by identity, since tensors cannot be compared; the caller keeps the model alive.
     """
 
     def __init__(self, model: nn.Module, after_each: Callable[[torch.Tensor], None]) -> None:
@@ -45,8 +45,8 @@ class GradientMarks:
         self._handles = []
 
     def follow_scaled(self, loss: torch.Tensor) -> None:
-        """What a backward that starts at this loss adds is scaled."""
-        self._in_scaled_backward = False  # one that raised has not called back
+        """Marks the gradients that a backward from this loss adds as scaled."""
+        self._in_scaled_backward = False  # a backward that raised did not reset it
         if loss.requires_grad:
             loss.register_hook(self._scaled_backward_begins)  # type: ignore[no-untyped-call]
 
@@ -57,7 +57,7 @@ class GradientMarks:
                 mark.origin = "unscaled"
 
     def newest(self, parameters: Iterable[torch.Tensor]) -> Mark | None:
-        """Of the gradients that these parameters hold, the one that a backward added to last."""
+        """Returns the mark of the gradient of these parameters that a backward added to last, or None."""
         held = [self._marks.get(id(parameter)) for parameter in parameters if parameter.grad is not None]
         return max((mark for mark in held if mark and mark.when), key=lambda mark: mark.when, default=None)
 
@@ -71,9 +71,9 @@ class GradientMarks:
         self._after_each(parameter)
 
     def _scaled_backward_begins(self, _: torch.Tensor) -> None:
-        """The engine calls back at the end of this very backward.
+        """Notes that a scaled backward runs; the autograd engine calls back at the end of this backward.
 
-        A backward within it, as reentrant checkpointing runs them, is scaled like it.
+        A nested backward, as in reentrant checkpointing, counts as scaled too.
         """
         if self._handles and not torch.compiler.is_compiling():
             self._in_scaled_backward = True

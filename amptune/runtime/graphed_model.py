@@ -1,4 +1,4 @@
-"""A model whose training passes are replayed from CUDA graphs, wherever that computes the same as its own forward."""
+"""A model whose training passes are replayed from CUDA graphs if that computes the same as its own forward."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ __all__ = ["GraphedModel"]
 
 
 class GraphedModel(nn.Module):
-    """Stands for `model`: training passes are replayed as they were recorded, all others are the model's own.
+    """A wrapper of `model` that replays recorded training passes; all other passes run the model itself.
 
-    A pass is recorded when its inputs' shapes come for the second time, and replayed as long as the model has the same
-    modules and attributes, its weights lie in the same places, modules are in the same mode, and autocast is as it was.
-    Everything else runs as without: in evaluation, without gradients, while a backward pass is still to come that needs
-    what the last forward pass kept. What cannot be recorded is said once, by `say`, and runs by itself from then on.
-    What a backward pass was not recorded for (create_graph, retain_graph, other outputs in the loss) is an error.
+    A pass is recorded when its inputs' shapes come for the second time. It is replayed as long as the model has the
+    same modules and attributes, its weights lie at the same addresses, modules are in the same mode, and autocast is
+    unchanged. The model itself runs in evaluation, without gradients, and while a backward pass may still need the
+    tensors of the last forward pass. If a pass cannot be recorded, `say` gets one finding, and the model itself runs
+    from then on. A backward pass of an unrecorded kind (create_graph, retain_graph, other outputs in the loss) raises.
 
-    Attributes are the model's, read and written. As `torch.compile`'s, its state_dict has another prefix: save the
-    model's own.
+    Attributes are read from and written to the model. As with `torch.compile`, the wrapper's state_dict has another
+    prefix: save the model's own.
     """
 
     _orig_mod: nn.Module
@@ -50,15 +50,15 @@ class GraphedModel(nn.Module):
 
     @property
     def training(self) -> bool:
-        """The model's."""
+        """The mode of the model."""
         return self._orig_mod.training
 
     @training.setter
     def training(self, _: bool) -> None:
-        """For PyTorch, which sets it as it makes a module; later `__setattr__` sets the model's."""
+        """Ignores the value that PyTorch sets when it makes a module; later `__setattr__` sets the model's."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        is_replica = vars(self).get("_is_replica", False)  # which DataParallel makes for one pass
+        is_replica = vars(self).get("_is_replica", False)  # DataParallel makes a replica for one pass
         if torch.compiler.is_compiling() or is_replica:
             return self._orig_mod(*args, **kwargs)
         return self.recordings.run(args, kwargs)
@@ -69,18 +69,18 @@ class GraphedModel(nn.Module):
         return GraphedModel(deepcopy(own.model, memo), own.say, recorder=own.recorder, device_type=own.device_type)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """What is pickled is the model itself."""
+        """Pickles the model itself."""
         return _itself, (self._orig_mod,)
 
     def __getattr__(self, name: str) -> Any:
-        """What it has not itself, the model has."""
+        """Returns the model's attribute if the wrapper does not have it."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self._modules["_orig_mod"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What every module has is set here, by PyTorch; all else on the model."""
+        """Sets the attributes that PyTorch gives every module on the wrapper, all others on the model."""
         if name in vars(self) or "_orig_mod" not in vars(self).get("_modules", {}):
             super().__setattr__(name, value)
         else:
@@ -90,15 +90,15 @@ class GraphedModel(nn.Module):
         delattr(self._orig_mod, name)
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-        """Registers it on the model."""
+        """Registers the buffer on the model."""
         self._orig_mod.register_buffer(name, tensor, persistent)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Registers it on the model."""
+        """Registers the parameter on the model."""
         self._orig_mod.register_parameter(name, param)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Adds it to the model."""
+        """Adds the module to the model."""
         self._orig_mod.add_module(name, module)
 
 

@@ -1,8 +1,8 @@
-"""The guard: notices in the first steps what a training loop does that harms it and that PyTorch says nothing of.
+"""The guard: finds mistakes of the training loop in its first steps that harm training and that PyTorch accepts.
 
-It watches through hooks on parameters, optimizer steps and the model's forward, and takes them away after
-`WATCHED_STEPS` steps. What can only show later (a checkpoint, the loss scale, BatchNorm's statistics) it looks at when
-a checkpoint is made, and once in `UPDATES_BETWEEN_LOOKS` updates of the loss scaler.
+It watches through hooks on parameters, optimizer steps and the model's forward, and removes them after
+`WATCHED_STEPS` steps. Some mistakes show only later: it checks checkpoints when they are made, and the loss scale and
+BatchNorm's statistics once in `UPDATES_BETWEEN_LOOKS` updates of the loss scaler.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 __all__ = ["UPDATES_BETWEEN_LOOKS", "WATCHED_STEPS", "Guard"]
 
-# Of the optimizer that steps most often.
+# Steps of the optimizer that steps most often.
 WATCHED_STEPS = 20
 
-# A look waits for the device, which takes about as long as launching a few kernels.
+# A check waits for the device, which takes about as long as launching a few kernels.
 UPDATES_BETWEEN_LOOKS = 100
 
 
 class Guard:
-    """Guards the training of one model under one policy. `called` is what the loop calls: `model`, or it compiled."""
+    """The guard of one model under one policy. `called` is `model`, or its compiled form if the loop calls that."""
 
     def __init__(self, policy: Policy, model: nn.Module, called: nn.Module) -> None:
         self._policy = policy
-        self._model = weakref.ref(model)  # whose hooks lead here
+        self._model = weakref.ref(model)  # weak, since the model's hooks refer to this guard
         self._misuse = Misuse()
         self._updates = 0
         self._is_watching = True
@@ -61,7 +61,7 @@ class Guard:
             self.checkpoints.remove()
             self.checkpoints.look(training_began=self._updates > 0)
 
-    # What the user's loop asks of `Tuned`.
+    # Called by `Tuned` for the user's loop.
 
     def autocast_used(self) -> None:
         self.step_watch.autocast_was_used = True
@@ -77,7 +77,7 @@ class Guard:
         if self._policy.scales_loss and self._is_on:
             self.checkpoints.follow(optimizer)
 
-    # What the loss scaler does.
+    # Called by the loss scaler.
 
     def after_scale(self, scaled: Any) -> None:
         if self._is_watching and not torch.compiler.is_compiling():
@@ -103,7 +103,7 @@ class Guard:
             self._look_at_statistics()
         self._end_when_due()
 
-    # What can only show later.
+    # Checks for mistakes that show only later.
 
     def _look_at_scale(self, scale: float) -> None:
         init = 1.0 if self._policy.loss_scale is None else self._policy.loss_scale.init
@@ -141,5 +141,5 @@ class Guard:
 
 
 def _is_capturing() -> bool:
-    """Whether a CUDA graph is being recorded, in which nothing may wait for the device."""
+    """Returns True while a CUDA graph is being recorded: nothing may wait for the device then."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

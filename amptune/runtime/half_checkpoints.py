@@ -1,4 +1,4 @@
-"""Checkpoints of a model with half weights: in FP32, under the same names, of its parts and of what holds it too."""
+"""FP32 checkpoints of a model with half weights, under the same names; also for its parts and modules around it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["checkpoint_in_fp32"]
 
 
 def checkpoint_in_fp32(held: HalfWeights) -> list[RemovableHandle]:
-    """Has state_dict() and load_state_dict() of the modules speak of FP32, until the handles are removed."""
+    """Makes state_dict() and load_state_dict() of the modules work in FP32, until the handles are removed."""
     handles: list[RemovableHandle] = []
     for module in held.modules:
         if module._parameters or module._buffers:
@@ -30,7 +30,7 @@ def checkpoint_in_fp32(held: HalfWeights) -> list[RemovableHandle]:
 
 @dataclass(slots=True)
 class _Saves:
-    """Has state_dict() give FP32. A class, since a copy of the model needs one with the copy's weights."""
+    """A hook that makes state_dict() return FP32. A class, so that a copied model gets a hook with its own weights."""
 
     held: HalfWeights
     _from_public_api: bool = False  # set by PyTorch
@@ -43,7 +43,7 @@ class _Saves:
 
 @dataclass(slots=True)
 class _Loads:
-    """Has load_state_dict() tell what it loads before it rounds it."""
+    """A hook that gives the masters the loaded values before load_state_dict() rounds them."""
 
     held: HalfWeights
 

@@ -1,4 +1,4 @@
-"""Training with weights in half: the weights, the optimizers that update them, what the loss scaler asks of both."""
+"""Training with weights in half: the weights, their optimizers, and the loss scaler's access to both."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOT_FOR_FSDP2 = (
 
 
 class HalfTraining:
-    """Serves the optimizers of one model with what half weights need, until `undo`."""
+    """The half weights of one model, with what its optimizers need to train them, until `undo`."""
 
     def __init__(self, held: HalfWeights) -> None:
         self.held = held
@@ -37,9 +37,9 @@ class HalfTraining:
         self._plain: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def serve(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gives it master weights, where the policy wants them, and its state their dtype.
+        """Gives the optimizer master weights if the policy has them, and converts its state to their dtype or to half.
 
-        Raises `PolicyApplyError` where it cannot have any.
+        Raises `PolicyApplyError` for sharded weights, and for an optimizer that cannot have master weights.
         """
         _require_unsharded(optimizer)
         if not self.held.has_masters:
@@ -50,13 +50,13 @@ class HalfTraining:
             self._masters[optimizer] = MasterWeights(self.held, optimizer)
 
     def lent_to(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """Within it the optimizer holds the parameters that it is going to update."""
+        """Returns a context in which the optimizer holds the parameters that its steps update."""
         masters = self._masters.get(optimizer)
         return nullcontext() if masters is None else masters.lent(optimizer)
 
     @contextmanager
     def stepping(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Around a step: the optimizer holds the model's own parameters after it, even if it was interrupted.
+        """Wraps a step: the optimizer holds the model's own parameters afterwards, even if the step was interrupted.
 
         Raises `PolicyApplyError` for an optimizer that would update half weights in place of their masters.
         """
@@ -80,7 +80,7 @@ class HalfTraining:
         self.held.widen_gradients(parameters_of(optimizer))
 
     def undo(self) -> None:
-        """Weights in FP32, and optimizers that go on with them."""
+        """Converts the weights back to FP32; their optimizers continue with them."""
         for optimizer, masters in self._masters.items():
             masters.remove(optimizer)
         for optimizer in self._plain:
@@ -92,6 +92,6 @@ class HalfTraining:
 
 
 def _require_unsharded(optimizer: torch.optim.Optimizer) -> None:
-    """Raises `PolicyApplyError` for an optimizer of what PyTorch's own fully_shard made of the weights."""
+    """Raises `PolicyApplyError` if PyTorch's fully_shard has sharded the optimizer's weights."""
     if any(type(parameter.data).__name__ == "DTensor" for parameter in parameters_of(optimizer)):
         raise PolicyApplyError(NOT_FOR_FSDP2)

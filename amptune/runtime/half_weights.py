@@ -1,8 +1,8 @@
 """The weights and buffers of a model held in half, as `model.half()` would, and the FP32 values they stand for.
 
-Parameters keep their identity, so optimizers that hold them go on holding them. Where the policy wants master weights
-an FP32 master stands beside every half weight that is trained, made of what the weight was; optimizers update it
-(amptune.runtime.master_weights), checkpoints save and load it, and `undo` puts it back.
+Parameters keep their identity, so optimizers still hold them. If the policy has master weights, every trained half
+weight has an FP32 master, made from the original weight: optimizers update the master, checkpoints save and load it,
+and `undo` puts it back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HALF = torch.float16
 
 @dataclass(slots=True, eq=False)
 class HeldWeight:
-    """A parameter in half. `master` is its FP32 value, or None; `seen` are the versions in which the two agreed."""
+    """A parameter in half. `master` is its FP32 value, or None; `seen` are the versions of both when they agreed."""
 
     half: nn.Parameter
     master: nn.Parameter | None = None
@@ -33,7 +33,7 @@ class HeldWeight:
 
     @property
     def fp32(self) -> nn.Parameter:
-        """The master of one that has one."""
+        """The master; only for a weight that has one."""
         assert self.master is not None  # noqa: S101  # `with_master` has seen to that
         return self.master
 
@@ -44,7 +44,7 @@ class HeldWeight:
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
-    """A buffer in half, and what it was. By name: moving a model to a device replaces its buffers."""
+    """A buffer in half, and its FP32 value. It is held by name, as moving a model to a device replaces its buffers."""
 
     module: nn.Module
     name: str
@@ -57,11 +57,11 @@ class _Buffer:
 
 
 class HalfWeights:
-    """What of a model is in half, from its making until `undo`; made by `HalfWeights.of`.
+    """The weights and buffers of a model that are in half, until `undo`; made by `HalfWeights.of`.
 
-    A weight's FP32 value is its master, wherever the master still rounds to the weight; where somebody has written to
-    the weight since, it is what was written. Where they have written to the master alone, which state_dict() gives out,
-    the weight becomes that, rounded.
+    A weight's FP32 value is its master, wherever the master still rounds to the weight; elements that were written to
+    since have the value that was written. If only the master was written to (state_dict() gives it out), the weight
+    becomes the rounded master.
     """
 
     def __init__(self, *, masters: bool) -> None:
@@ -72,13 +72,13 @@ class HalfWeights:
 
     @staticmethod
     def of(model: nn.Module, kept: Collection[nn.Module], *, masters: bool) -> HalfWeights:
-        """Converts what belongs to the modules of the model itself, save those that are `kept` in FP32."""
+        """Converts the own weights and buffers of the model's modules, except the modules `kept` in FP32."""
         held = HalfWeights(masters=masters)
         held.modules = [module for module in model.modules() if module not in kept]
         try:
             for module in held.modules:
                 held._convert(module)
-        except BaseException:  # out of memory, most likely: half a model converted is of no use
+        except BaseException:  # most likely out of memory: a partly converted model is of no use
             held.undo()
             raise
         held._flatten()
@@ -109,7 +109,7 @@ class HalfWeights:
             parameter.grad = gradient if self.has_masters else gradient.to(HALF)
 
     def undo(self) -> None:
-        """Everything in FP32 again: masters and buffers as they are known to be, what has none widened."""
+        """Puts all back to FP32: the values of masters and of FP32 buffers; weights without a master are widened."""
         for weight in self._weights.values():
             gradient, weight.half.grad = weight.half.grad, None
             weight.half.data = _plain(weight.half) if weight.master is None else self._fresh(weight).data
@@ -123,21 +123,21 @@ class HalfWeights:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the model has nothing to hold in half, or all of it is to stay in FP32."""
+        """True if no weight is held in half: the model has no FP32 weights, or all of them stay in FP32."""
         return not self._weights
 
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._weights
 
     def with_master(self, parameter: nn.Parameter) -> HeldWeight | None:
-        """A parameter in half with its master, made now if it was frozen, or lazy; None for any other parameter."""
+        """Returns a parameter in half with its master, made now if it was frozen or lazy; None for any other."""
         weight = self._weights.get(parameter)
         if weight is not None and weight.master is None:
             self._fresh(weight)
         return weight
 
     def refresh(self, weights: Sequence[HeldWeight]) -> None:
-        """Has masters and weights take up what was written to the other, and masters follow to another device."""
+        """Updates masters and weights with what was written to the other; moves masters to the weights' device."""
         for weight in weights:
             half, master = weight.half, weight.master
             if master is None or weight.seen != weight.versions or master.device != half.device:
@@ -159,7 +159,7 @@ class HalfWeights:
 
     @torch.no_grad()
     def round(self, weights: Sequence[HeldWeight]) -> None:
-        """The weights become what their masters are, rounded, in a few kernels for all of them."""
+        """Sets the weights to their masters, rounded, in a few kernels for all of them."""
         if weights:
             torch._foreach_copy_([weight.half for weight in weights], [weight.fp32 for weight in weights])
         for weight in weights:
@@ -167,14 +167,14 @@ class HalfWeights:
 
     @torch.no_grad()
     def write(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Gives a tensor of the model an FP32 value, and its master, if it has one, that very value."""
+        """Gives a tensor of the model an FP32 value; its master, if it has one, gets the value unrounded."""
         tensor.copy_(value)
         weight = self._weights.get(tensor)  # type: ignore[call-overload]  # a buffer is none
         if weight is not None and weight.master is not None:
             self._fresh(weight).copy_(value)
 
     def widen_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Those that came in half, as they do under DistributedDataParallel, become FP32, where there are masters."""
+        """With masters, converts half gradients to FP32; under DistributedDataParallel gradients come in half."""
         if not self.has_masters:
             return
         for parameter in parameters:
@@ -183,7 +183,7 @@ class HalfWeights:
                 parameter.grad = gradient.float()
 
     def fp32_values(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """(name, tensor, its FP32 value) of what the module itself has in half."""
+        """Yields (name, tensor, its FP32 value) of each tensor that the module itself has in half."""
         for name, parameter in module._parameters.items():
             weight = None if parameter is None else self._weights.get(parameter)
             if weight is not None and not nn.parameter.is_lazy(weight.half):
@@ -195,7 +195,7 @@ class HalfWeights:
 
     @torch.no_grad()
     def take_masters(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
-        """Masters and buffers are what a checkpoint has; loading it rounds that, and so does not count as written."""
+        """Copies a checkpoint into masters and buffers; the weights load the same values rounded, which is no write."""
         for name, parameter in module._parameters.items():
             weight, value = None if parameter is None else self._weights.get(parameter), state.get(prefix + name)
             if weight is not None and weight.master is not None and _fits(value, weight.half):
@@ -209,14 +209,14 @@ class HalfWeights:
         return (buffer for buffer in self._buffers if buffer.module is module)
 
     def _flatten(self) -> None:
-        """CuDNN wants the weights of a recurrent module in one piece."""
+        """Flattens recurrent modules, as cuDNN wants their weights in one piece of memory."""
         for module in self.modules:
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
 
 
 def _value(half: torch.Tensor, fp32: torch.Tensor | None) -> torch.Tensor:
-    """What a tensor in half stands for: `fp32`, wherever that rounds to it."""
+    """Returns the FP32 value of a tensor in half: `fp32` wherever that rounds to it, else the half value, widened."""
     wide = half.detach().float()
     if fp32 is None or fp32.shape != half.shape:
         return wide

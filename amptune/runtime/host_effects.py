@@ -1,4 +1,4 @@
-"""What a forward pass does on the host, which a recorded one would leave out: it is not to be recorded then."""
+"""Detects effects of a forward pass on the host. A recording would leave them out, so it is refused."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 class NotRecordableError(AmptuneError):
-    """Why a forward pass cannot be recorded, in words that follow its model's name."""
+    """An error that says why a forward pass cannot be recorded, in words that follow the model's name."""
 
 
 def obstacle_in(model: nn.Module) -> str | None:
-    """Why nothing of the model can be recorded, to be seen before any pass, in words after its name; or None."""
+    """Returns why no pass of the model can be recorded, in words that follow its name, or None. Runs no pass."""
     if any(getattr(torch_module, kind, None) for kind in _GLOBAL_HOOKS):
         return "has hooks that are registered for all modules"
     for path, module in model.named_modules():
@@ -49,9 +49,9 @@ def obstacle_in(model: nn.Module) -> str | None:
 
 @contextmanager
 def without_effects(model: nn.Module) -> Iterator[None]:
-    """Raises `NotRecordableError` if what runs within changes anything on the host; puts back what it can of that.
+    """Raises `NotRecordableError` if the code within changes anything on the host; restores as much as it can.
 
-    Buffers and random generators are put back too, those of the model's devices as well.
+    Buffers and random generators are restored too, including the generators of the model's devices.
     """
     host = _Host(model)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
@@ -63,11 +63,11 @@ def without_effects(model: nn.Module) -> Iterator[None]:
         finally:
             host.put_back()
             for buffer, value in buffers:
-                buffer.data.copy_(value)  # not to a backward pass that is still to come: it would take it for changed
+                buffer.data.copy_(value)  # by .data: else a backward pass still to come would see it as modified
 
 
 class _Host:
-    """Random generators, and the attributes of modules and weights, with what is in them."""
+    """A snapshot of the random generators, and of the attributes of modules and weights with their contents."""
 
     def __init__(self, model: nn.Module) -> None:
         self._generators = _generators()
@@ -108,13 +108,13 @@ def _generators() -> dict[str, Any]:
 
 
 def _attributes_of(owner: nn.Module | nn.Parameter) -> dict[str, tuple[Any, Any]]:
-    """Each with what is in it: its own, and a module's weights, buffers and modules."""
+    """Returns {name: (value, content)} of its own attributes, and of a module's weights, buffers and modules."""
     own = {name: value for name, value in vars(owner).items() if name not in OF_EVERY_MODULE or name in _TABLES}
     return {name: (value, _content(value, DEPTH)) for name, value in own.items()}
 
 
 def _content(value: Any, depth: int) -> Any:
-    """What may change while the object stays: items with their own content, or a generator's state."""
+    """Returns what may change inside the same object: items with their content, or a generator's state; else None."""
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, torch.Generator):
@@ -135,13 +135,13 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _is_same(now: Any, before: Any) -> bool:
-    """(value, content) of before and after: the same object with the same in it, or plain values that are equal."""
+    """Returns True if two (value, content) pairs are one object with the same content, or equal plain values."""
     if now is None or before is None:
         return False
     (value, content), (value_before, content_before) = now, before
     same = _are_equal(value, value_before)
     if not isinstance(content, list) or not isinstance(content_before, list):
-        return same and repr(content) == repr(content_before)  # NumPy's holds arrays
+        return same and repr(content) == repr(content_before)  # a NumPy generator's state holds arrays
     return (
         same
         and len(content) == len(content_before)
@@ -154,14 +154,14 @@ def _is_same(now: Any, before: Any) -> bool:
 
 
 def _are_equal(value: Any, other: Any) -> bool:
-    """The same object, or plain values and tuples that are equal."""
+    """Returns True for one and the same object, and for equal plain values or tuples."""
     if isinstance(value, tuple) and type(value) is type(other):
         return len(value) == len(other) and all(map(_are_equal, value, other))
     return value is other or (type(value) in PLAIN and type(other) in PLAIN and bool(value == other))
 
 
 def _refill(value: Any, content: Any) -> None:
-    """Puts back what was in a container, and a generator's state."""
+    """Restores the contents of a container or the state of a generator, at any depth."""
     if isinstance(value, random.Random):
         value.setstate(content)
     elif isinstance(value, torch.Generator):

@@ -1,4 +1,4 @@
-"""Which modules keep FP32 weights where a policy holds the others in half, and whether that can be."""
+"""The modules that keep FP32 weights when a policy holds the others in half, and a check that this is possible."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["modules_kept", "require_convertible"]
 
 
 def modules_kept(model: nn.Module, named: Collection[nn.Module], *, keep_batchnorm: bool) -> set[nn.Module]:
-    """The modules named, all that is inside them, and BatchNorm where the policy says so."""
+    """Returns the named modules, all modules inside them, and BatchNorm if the policy says so."""
     kept = {inner for module in named for inner in module.modules()}
-    if keep_batchnorm:  # as Apex did: without weights of its own there is nothing to keep
+    if keep_batchnorm:  # as in Apex: a BatchNorm without weights has nothing to keep
         kept |= {module for module in model.modules() if isinstance(module, _BatchNorm) and module.affine}
     return kept
 
 
 def require_convertible(model: nn.Module, kept: Collection[nn.Module], *, masters: bool) -> None:
-    """Raises `PolicyApplyError` where the weights cannot be held in half as wished."""
+    """Raises `PolicyApplyError` if the weights cannot be held in half as the policy asks."""
     if masters and not CAN_DIFFER:
         raise PolicyApplyError(
             f"master_weights need gradients in FP32 for weights in half, which PyTorch has since 2.10; this is "

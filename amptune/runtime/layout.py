@@ -23,12 +23,12 @@ _TORCH_FORMAT = {
     "channels_last_3d": torch.channels_last_3d,
 }
 
-# How many dimensions a format is for; rows are (batch, channels, height, width) and (…, depth, height, width).
+# The numbers of dimensions that a format is for: (batch, channels, height, width) or (…, depth, height, width).
 _DIMENSIONS = {"contiguous": (4, 5), "channels_last": (4,), "channels_last_3d": (5,)}
 
 
 def convertible(tensor: torch.Tensor, memory_format: MemoryFormat) -> bool:
-    """Whether the format is for tensors like this: strided, of 4 or 5 dimensions, no element stored for several.
+    """Returns True if the tensor fits the format: strided, with 4 or 5 dimensions, and not expanded.
 
     A lazy module's weights have no dimensions yet.
     """
@@ -41,7 +41,7 @@ def convertible(tensor: torch.Tensor, memory_format: MemoryFormat) -> bool:
 
 
 def is_in_another_format(tensor: torch.Tensor, memory_format: MemoryFormat) -> bool:
-    """Whether a tensor that is `convertible` was laid out otherwise; a crop of a contiguous image was not."""
+    """Returns True if a `convertible` tensor has another format; a crop of a contiguous image counts as contiguous."""
     if memory_format != "contiguous":
         return not tensor.is_contiguous(memory_format=_TORCH_FORMAT[memory_format])
     others = [
@@ -51,14 +51,14 @@ def is_in_another_format(tensor: torch.Tensor, memory_format: MemoryFormat) -> b
 
 
 def convert_batch(batch: Any, memory_format: MemoryFormat) -> Any:
-    """The batch with its images (or volumes) in the format, at any depth; everything else as it was."""
+    """Returns the batch with its images (or volumes) in the format, at any depth; all else is unchanged."""
     return map_tensors(lambda tensor: _converted(tensor, memory_format), batch)
 
 
 def convert_model(model: nn.Module, memory_format: MemoryFormat) -> Callable[[], None]:
-    """Converts weights and buffers in place, and returns what restores their strides exactly.
+    """Converts weights and buffers in place, and returns a function that restores their strides exactly.
 
-    The tensors keep their identity, so an optimizer built before still holds them.
+    The tensors keep their identity, so an optimizer that was built before still holds them.
     """
     before = [
         _Strides(module=module, name=name, shape=tensor.shape, strides=tensor.stride())
@@ -69,7 +69,7 @@ def convert_model(model: nn.Module, memory_format: MemoryFormat) -> Callable[[],
         for was in before:
             if (tensor := was.tensor()) is not None:
                 tensor.data = _converted(tensor.data, memory_format)
-    except BaseException:  # out of memory, most likely: half a model converted is of no use
+    except BaseException:  # most likely out of memory: a partly converted model is of no use
         _restore(before)
         raise
     return lambda: _restore(before)
@@ -77,7 +77,7 @@ def convert_model(model: nn.Module, memory_format: MemoryFormat) -> Callable[[],
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Strides:
-    """How a tensor lay in memory. By name, not by tensor: moving a model to a device replaces its buffers."""
+    """The memory layout of a tensor, held by name, as moving a model to a device replaces its buffers."""
 
     module: nn.Module
     name: str
@@ -85,7 +85,7 @@ class _Strides:
     strides: Sequence[int]
 
     def tensor(self) -> torch.Tensor | None:
-        """The tensor that has the name now."""
+        """Returns the tensor that has the name now."""
         return self.module._parameters.get(self.name, self.module._buffers.get(self.name))
 
 
@@ -97,7 +97,7 @@ def _state(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
 
 
 def _converted(tensor: torch.Tensor, memory_format: MemoryFormat) -> torch.Tensor:
-    """`to` also restrides where both formats fit, as with one channel; `contiguous` would not.
+    """Uses `to`, which changes the strides even if both formats fit (one channel); `contiguous` would not.
 
     https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
     """
@@ -111,6 +111,6 @@ def _restore(before: Sequence[_Strides]) -> None:
     for was in before:
         tensor = was.tensor()
         if tensor is None or tensor.shape != was.shape or tensor.stride() == was.strides:
-            continue  # replaced by another since, or put back through another module that shares it
+            continue  # replaced since, or already restored through another module that shares it
         restored = torch.empty_strided(was.shape, was.strides, dtype=tensor.dtype, device=tensor.device)
         tensor.data = restored.copy_(tensor.data)

@@ -17,19 +17,18 @@ if TYPE_CHECKING:
 
 __all__ = ["PolicyScaler", "scaler_for"]
 
-_FROM_APEX = "loss_scaler0"  # its state of the first loss's scaler (apex/amp/frontend.py)
+_FROM_APEX = "loss_scaler0"  # Apex's key for the state of the first loss's scaler (apex/amp/frontend.py)
 
 _log = logging.getLogger("amptune")
 
 
 class PolicyScaler(torch.amp.GradScaler):
-    """A `torch.amp.GradScaler` that takes the checkpoint of a run that scaled nothing (bf16, FP32).
+    """A `torch.amp.GradScaler` that also loads the checkpoint of a run without loss scaling (bf16, FP32).
 
-    Such a run saves an empty state, which an enabled GradScaler refuses to load. The other way round needs
-    nothing: a disabled one ignores what it is given. `statistics` are kept finite at each update, where there are any.
-    Its scale has a maximum where the policy gives it one, and whether it moves is the policy's to say, whatever it
-    loads; a step that overflows is skipped all the same. What `apex.amp.state_dict()` gave it takes too. Gradients in
-    half are taken where the weights are, in `half_training`.
+    Such a run saves an empty state, which an enabled GradScaler refuses to load. (A disabled one ignores any state.)
+    It loads the result of `apex.amp.state_dict()` too. The policy may give the scale a maximum, and decides if the
+    scale moves, whatever is loaded; a step that overflows is always skipped. Each update makes `statistics`, if
+    there are any, finite. With `half_training`, half gradients are accepted.
     """
 
     statistics: FiniteStatistics | None = None
@@ -57,12 +56,12 @@ class PolicyScaler(torch.amp.GradScaler):
             super().load_state_dict(self._as_own(state_dict))
 
     def _as_own(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What another run's scaler learned: with factors that move the scale, and no scale above this one's most."""
+        """Returns another run's state, with factors that move the scale, and the scale at most this one's maximum."""
         own = super().state_dict()
         if _FROM_APEX in state:
             learned = state[_FROM_APEX]
             state = {**own, "scale": learned["loss_scale"], "_growth_tracker": learned["unskipped"]}
-        if state.get("backoff_factor") == 1.0:  # of a static scale
+        if state.get("backoff_factor") == 1.0:  # the state of a static scale
             state = {**state, **{factor: own[factor] for factor in ("growth_factor", "backoff_factor")}}
         most = self.policy_scale.max
         return state if most is None else {**state, "scale": min(state["scale"], most)}
@@ -76,18 +75,18 @@ class PolicyScaler(torch.amp.GradScaler):
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
     def __getstate__(self) -> dict[str, Any]:
-        # which are one model's, and not a copy's
+        # both belong to one model, and not to a copy of the scaler
         return {**super().__getstate__(), "statistics": None, "half_training": None}
 
 
 def scaler_for(policy: Policy, device_type: str, kind: type[PolicyScaler] = PolicyScaler) -> PolicyScaler:
-    """Enabled for fp16 alone: bf16 has the range of FP32."""
+    """Returns the policy's loss scaler, enabled for fp16 alone: bf16 has the range of FP32."""
     scale = policy.loss_scale or LossScale()
     if not policy.scales_loss or (scale.static and scale.init == 1):
         return kind(device_type, enabled=False)
     scaler = kind(device_type, init_scale=scale.init, growth_interval=scale.growth_interval)
     scaler.policy_scale = scale
-    if scale.static:  # which its __init__ does not take
+    if scale.static:  # GradScaler's __init__ does not accept a growth factor of 1
         scaler.set_growth_factor(1.0)
         scaler.set_backoff_factor(1.0)
     return scaler

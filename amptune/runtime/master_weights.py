@@ -1,8 +1,8 @@
 """An optimizer of half weights that updates FP32 masters in their place.
 
-For the time of a step, and while a state is loaded, the masters stand in the optimizer's groups; otherwise the model's
-own parameters do, so that clipping, zero_grad(), schedulers and loss scalers meet what they know. Gradients are the
-parameters' own, in FP32 (amptune.runtime.gradient_dtype), and so is the state: it is made for masters.
+During a step, and while a state is loaded, the optimizer's groups hold the masters. Otherwise they hold the model's own
+parameters, so that clipping, zero_grad(), schedulers and loss scalers work as usual. Gradients are the parameters' own,
+in FP32; the state is in FP32 too, since it is made for masters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MasterWeights", "parameters_of", "require_unrounded_state", "state_in"]
 
-# An optimizer's: by parameter, and made when first asked for.
+# The state of an optimizer, by parameter; an entry is made when it is first asked for.
 State = defaultdict[Any, Any]
 
 
@@ -48,7 +48,7 @@ class MasterWeights:
         self._own_state: State = defaultdict(dict)
         self._lent_state: State = defaultdict(dict)
         after_step = optimizer.register_step_post_hook(self._after_step)
-        # An optimizer of several models has masters of each: what was lent last is taken back first.
+        # An optimizer of several models has masters of each: the masters lent last are taken back first.
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(after_step.id, last=False)
         self._handles: list[RemovableHandle] = [
@@ -60,7 +60,7 @@ class MasterWeights:
 
     @contextmanager
     def lent(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Within it the optimizer holds the masters."""
+        """Makes the optimizer hold the masters within the context."""
         self._lend(optimizer)
         try:
             yield
@@ -68,7 +68,7 @@ class MasterWeights:
             self.take_back(optimizer)
 
     def remove(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer goes on with the model's own parameters and the state it has."""
+        """Ends the use of masters: the optimizer continues with the model's own parameters and its present state."""
         self.take_back(optimizer)
         for handle in self._handles:
             handle.remove()
@@ -83,7 +83,7 @@ class MasterWeights:
 
     def _with_own_parameters(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
-            self._held.refresh(self._weights)  # which may have changed before the step asks, as SAM's do
+            self._held.refresh(self._weights)  # a step may change weights before it calls the closure, as SAM does
             self._clear_with_masters()
             self.take_back(optimizer)
             loss = closure()
@@ -93,7 +93,7 @@ class MasterWeights:
         return run
 
     def _clear_with_masters(self) -> None:
-        """Clears the gradients that a step has cleared."""
+        """Clears the gradients of weights whose masters' gradients the step has cleared."""
         for weight in self._weights:
             if weight.fp32.grad is None:
                 weight.half.grad = None
@@ -108,7 +108,7 @@ class MasterWeights:
             self._lend(optimizer)
 
     def _lend(self, optimizer: torch.optim.Optimizer) -> None:
-        self.take_back(optimizer)  # a step that raised has not
+        self.take_back(optimizer)  # a step that raised did not
         if not _are_the_same(self._own, [group["params"] for group in optimizer.param_groups]):
             self._learn(optimizer)
         self._held.refresh(self._weights)
@@ -126,7 +126,7 @@ class MasterWeights:
         optimizer.state = self._lent_state
 
     def take_back(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Has the optimizer hold the model's own parameters again, where it holds masters."""
+        """Makes the optimizer hold the model's own parameters again, if it holds masters."""
         if not self._is_lent:
             return
         self._is_lent = False
@@ -140,43 +140,43 @@ class MasterWeights:
         optimizer.state = self._own_state
 
     def _learn(self, optimizer: torch.optim.Optimizer) -> None:
-        """Which parameters there are, and which masters stand for them: anew where a group was added."""
+        """Finds the optimizer's parameters and their masters, again if a group was added."""
         self._own = [list(group["params"]) for group in optimizer.param_groups]
         found = (self._held.with_master(parameter) for group in self._own for parameter in group)
         self._weights = [weight for weight in found if weight is not None]
         masters = {id(weight.half): weight.fp32 for weight in self._weights}
         self._lent = [[masters.get(id(parameter), parameter) for parameter in group] for group in self._own]
         self._lent_state = defaultdict(dict)
-        state_in(torch.float32, optimizer, self._held)  # what was made like half weights: Adagrad's, when it is built
+        state_in(torch.float32, optimizer, self._held)  # Adagrad makes its state when built, in half like the weights
 
     def _rekeyed(self, state: State, *, to_masters: bool) -> State:
-        """The same state, by masters instead of parameters, or the other way round."""
+        """Returns the state keyed by masters instead of parameters, or the other way round."""
         pairs = [(weight.half, weight.fp32) for weight in self._weights]
         becomes = {id(half): master for half, master in pairs} if to_masters else {id(m): half for half, m in pairs}
         return defaultdict(dict, {becomes.get(id(key), key): value for key, value in state.items()})
 
 
 def _are_the_same(some: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> bool:
-    """Whether these are the very parameters, in the same groups."""
+    """Returns True if both hold identical objects, in the same groups."""
     return list(map(len, some)) == list(map(len, others)) and all(
         one is other for left, right in zip(some, others, strict=True) for one, other in zip(left, right, strict=True)
     )
 
 
 def _share_values(state: State, other: State) -> bool:
-    """Whether the state of each parameter is the same dict in both, so that the one is up to date with the other."""
+    """Returns True if each parameter's state is one dict object in both, so that both are up to date."""
     return len(state) == len(other) and all(map(operator.is_, state.values(), other.values()))
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Those of all its groups."""
+    """Returns the parameters of all groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def require_unrounded_state(optimizer: torch.optim.Optimizer, held: HalfWeights) -> None:
-    """Raises `PolicyApplyError` for an optimizer with a state that was made for half weights, other than at its start.
+    """Raises `PolicyApplyError` if the optimizer has a state in half that is no longer constant, as at its start.
 
-    Widening it would not bring back what rounding took: AdamW's squares of gradients are 0 in half, mostly.
+    Widening would not restore what rounding lost: most of AdamW's squares of gradients are 0 in half.
     """
     for parameter, state in optimizer.state.items():
         values = state.values() if parameter in held else ()
@@ -192,7 +192,7 @@ def _varies(tensor: torch.Tensor) -> bool:
 
 
 def state_in(dtype: torch.dtype, optimizer: torch.optim.Optimizer, held: HalfWeights) -> None:
-    """Has the state of half weights, momentum say, in this one of FP32 and half: all but the count of steps."""
+    """Converts the state of half weights (such as momentum) to `dtype`, FP32 or half, except the count of steps."""
     for parameter, state in optimizer.state.items():
         if parameter in held:
             for name, value in state.items():

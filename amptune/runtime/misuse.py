@@ -1,4 +1,4 @@
-"""What the guard says, and where: a warning at the line of the user's own code, and a finding."""
+"""The guard's messages: each is a warning at the line of the user's own code, and a finding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Misuse", "Place", "PolicyMisuseWarning", "frames_above"]
 
-# Code that stands between the user's call and a hook. contextlib is where decorators like `torch.no_grad` come from.
+# Code that runs between the user's call and a hook. Decorators like `torch.no_grad` come from contextlib.
 _INNER = (
     os.path.join(os.path.dirname(torch.__file__), ""),
     os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""),
@@ -29,7 +29,7 @@ _INNER = (
 
 
 class PolicyMisuseWarning(UserWarning):
-    """The training loop does something that PyTorch accepts without a word and that harms training."""
+    """A warning that the training loop does something that harms training and that PyTorch accepts silently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Place:
 
 
 class Misuse:
-    """Says what is wrong, once for each kind and place, and keeps it as findings."""
+    """A reporter of mistakes in the loop: warns once per kind and place, and keeps each as a finding."""
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []
@@ -52,9 +52,9 @@ class Misuse:
         self._loop_thread = threading.get_ident()
 
     def here(self) -> Place:
-        """The line of the user's code that is running.
+        """Returns the line of the user's code that is running.
 
-        Backward hooks of a GPU's tensors run in a thread of autograd's, while the loop's own waits in `backward`.
+        Backward hooks of GPU tensors run in a thread of autograd, while the loop's own thread waits in `backward`.
         """
         frames = sys._current_frames()
         for thread in (threading.get_ident(), self._loop_thread):
@@ -64,7 +64,7 @@ class Misuse:
         return Place("<unknown>", 0)
 
     def say(self, code: str, message: str, place: Place | None = None, **figures: Any) -> None:
-        """`message` has `{here}` where the place belongs; that is the line that is running, where none is given."""
+        """Replaces `{here}` in `message` by the place; without a place, by the line that is running."""
         place = place or self.here()
         if (code, place) in self._said:
             return
@@ -75,7 +75,7 @@ class Misuse:
 
 
 def frames_above(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frame and those that led to it, the innermost first."""
+    """Yields the frame and its callers, the innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back

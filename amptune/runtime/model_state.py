@@ -1,4 +1,4 @@
-"""What a model consists of, for who has recorded a pass of it: whether it is still the same."""
+"""A snapshot of a model, which tells whether the model has changed since one of its passes was recorded."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 __all__ = ["DEPTH", "HOOKS", "OF_EVERY_MODULE", "PLAIN", "ModelState", "table_in"]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# What every module has, and PyTorch itself writes to.
+# Attributes of every module, to which PyTorch itself writes.
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-# How deep lists and dictionaries in attributes are looked into, and up to how many items.
+# How many levels of lists and dictionaries in attributes are searched, and up to how many items each.
 DEPTH, _MOST_ITEMS = 3, 1000
 # Values that a forward pass may branch on.
 PLAIN = (type(None), bool, int, float, str, tuple)
 
 
 class ModelState:
-    """The modules, weights, buffers and attributes of a model when this was made, and where its tensors lie.
+    """A snapshot of a model's modules, weights, buffers and attributes, and of where its tensors lie in memory.
 
-    Of lists, dictionaries and plain objects that are attributes (a config), or attributes of weights, it knows what is
-    in them, a few levels deep, but for large ones. It is asked in every step, so it goes by identity and in C:
-    DenseNet-161 takes about half a millisecond, in which the device has its work already.
+    It includes the contents of lists, dictionaries and plain objects (a config) in attributes of modules and weights,
+    a few levels deep, except large ones. Every step asks it, so it compares by identity and in C: DenseNet-161 takes
+    about half a millisecond, while the device is busy already.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,7 +49,7 @@ class ModelState:
         self._hooked = sum(map(len, self._hooks))
 
     def _attributes(self) -> Iterator[tuple[str, Any]]:
-        """Lists, sets and dictionaries, each with a name."""
+        """Yields the lists, sets and dictionaries in attributes, each with a name."""
         for owner in (*self._modules, *self._parameters):
             own = vars(owner)
             yield "", own
@@ -61,10 +61,10 @@ class ModelState:
         return list(map(id, chain.from_iterable(table.values() for table in self._holders)))
 
     def holds(self) -> bool:
-        """Whether all of it is there still, in the same mode, and nothing else."""
+        """Returns True if the model is unchanged: all is still there, in the same mode, and nothing was added."""
         try:
             same = not any(self._empty) and all(now == before for _, now, before in self._contents)
-        except (RuntimeError, ValueError):  # tensors and arrays, compared because they are others
+        except (RuntimeError, ValueError):  # raised by == of tensors or arrays, which runs only if they were replaced
             return False
         return (
             same
@@ -74,11 +74,11 @@ class ModelState:
         )
 
     def trained(self) -> tuple[bool, ...]:
-        """Which parameters have a gradient."""
+        """Returns `requires_grad` of each parameter."""
         return tuple([parameter.requires_grad for parameter in self._parameters])
 
     def changed(self) -> str:
-        """The names of what changed since, for people."""
+        """Returns the names of all that changed since the snapshot, for messages."""
         attributes = [changed for name, *contents in self._contents for changed in _differing(name, *contents)]
         attributes += [str(name) for filled in self._empty for name in filled]
         moved = {id(one) for one, place in zip(self._tensors, self._places, strict=True) if not one.is_set_to(place)}
@@ -89,7 +89,7 @@ class ModelState:
 
 
 def table_in(value: Any) -> dict[Any, Any] | None:
-    """The names and values of a dictionary, or of an object that may be there to hold some."""
+    """Returns a dictionary itself, or the attributes of an object that may be a namespace; else None."""
     if isinstance(value, dict):
         return value
     if isinstance(value, (nn.Module, torch.Tensor, type, FunctionType, MethodType, ModuleType)):
@@ -115,7 +115,7 @@ def _copy_of(container: Any) -> Any:
 
 
 def _differing(name: str, now: Any, before: Any) -> Iterator[str]:
-    """The names in a dictionary that are bound to something else; of another container its own."""
+    """Yields the names in a dictionary that are bound to something else; for another container its own name."""
     if not isinstance(now, dict):
         yield from () if len(now) == len(before) and all(map(is_, now, before)) else (name,)
         return

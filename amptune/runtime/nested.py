@@ -1,4 +1,4 @@
-"""Tensors inside whatever a batch or a module's arguments are made of: tuples, lists, mappings, dataclasses."""
+"""Finds and replaces tensors inside batches and arguments: in tuples, lists, mappings and dataclasses."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["map_tensors", "tensors_in"]
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Replaces every tensor in `value` by `fn` of it, keeping each container's type.
 
-    Goes through tuples, named tuples, lists, mappings and dataclasses at any depth. What it does not know
-    passes through, and a container in which nothing changed is returned itself; none is changed in place.
+    Goes through tuples, named tuples, lists, mappings and dataclasses at any depth. Other objects are returned as
+    they are, and so is a container in which nothing changed; no container is changed in place.
     """
     return _mapped(fn, value)[0]
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in `value`, in order."""
+    """Returns every tensor in `value`, in order."""
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,7 +37,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _mapped(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> tuple[Any, bool]:
-    """(what becomes of the value, whether it changed). torch.compile cannot tell containers apart by identity."""
+    """Returns (the new value, whether it changed), since torch.compile cannot compare containers by identity."""
     if isinstance(value, torch.Tensor):
         new = fn(value)
         return new, new is not value
@@ -76,7 +76,7 @@ def _mapping(fn: Callable[[torch.Tensor], torch.Tensor], value: Mapping[Any, Any
 
 
 def _dataclass(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> tuple[Any, bool]:
-    """Built without `__init__`, so that checks and counters in `__post_init__` do not run a second time.
+    """Builds the new object without `__init__`, so that checks and counters in `__post_init__` do not run again.
 
     `dataclasses.replace` would run them and refuses init=False fields; `copy.copy` of a frozen one with slots
     breaks the graph of torch.compile.
@@ -86,7 +86,7 @@ def _dataclass(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> tuple[
     if not changed:
         return value, False
     copied = object.__new__(type(value))
-    # What was hung on the object beside its fields comes along, save in a graph: torch 2.9 cannot trace __dict__.
+    # Attributes other than fields are copied too, except in a compiled graph: torch 2.9 cannot trace __dict__.
     beside = {} if torch.compiler.is_compiling() else getattr(value, "__dict__", {})
     for name, item in {**beside, **fields, **changed}.items():
         object.__setattr__(copied, name, item)

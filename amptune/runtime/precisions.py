@@ -1,4 +1,4 @@
-"""Which modules of a model get a precision of their own under a policy, and which one. Changes nothing."""
+"""The precision that each module of a model gets under a policy. Reads the model, changes nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["kept_by", "precisions_of"]
 
 
 def precisions_of(settings: Policy, model: nn.Module) -> list[tuple[Selected, Precision]]:
-    """The modules that get a precision of their own; what FP32 rules name or hold is theirs."""
+    """Returns the modules that get a precision of their own. FP32 rules win for all that is inside their modules."""
     wide = select(model, settings.fp32_modules)
     narrow = select(model, settings.half_modules, "half_modules")
     if settings.weights == "half":
@@ -33,7 +33,7 @@ def precisions_of(settings: Policy, model: nn.Module) -> list[tuple[Selected, Pr
 
 
 def _around_half_weights(model: nn.Module, wide: Sequence[Selected]) -> Iterator[tuple[Selected, Precision]]:
-    """What takes and gives FP32 as a whole, and what is in FP32 within it; of both the outermost modules that run."""
+    """Yields the outermost modules that run (FP32 in and out, half inside), and the FP32 modules within them."""
     tops = list(runnable_in(model))
     for top in tops:
         if all(one.module is not top for one in wide):
@@ -44,7 +44,7 @@ def _around_half_weights(model: nn.Module, wide: Sequence[Selected]) -> Iterator
 
 
 def kept_by(settings: Policy, model: nn.Module, selected: Sequence[tuple[Selected, Precision]]) -> set[nn.Module]:
-    """What keeps FP32 weights where the others are half."""
+    """Returns the modules that keep FP32 weights when the others are half."""
     named = [one.module for one, precision in selected if precision in ("fp32", "fp32-weights")]
     return modules_kept(model, named, keep_batchnorm=settings.keep_batchnorm_fp32)
 

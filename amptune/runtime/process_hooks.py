@@ -1,6 +1,6 @@
-"""What the guards of a process share: a hook before every optimizer step, and one before gradients are clipped.
+"""Hooks that the guards of a process share: one before every optimizer step, and one before gradients are clipped.
 
-Both stand while a guard watches. Where one was dropped instead of undone, they stay, idle, until the next one ends.
+Both exist while a guard watches. If a guard is dropped without undo, they stay, idle, until the next guard ends.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Watcher(Protocol):
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
 _removals: list[Callable[[], None]] = []
 
-# `clip_grad_norm_` and `clip_grad_value_` look this up in their module when they run, so it is seen whichever way
-# a program imported them (torch/nn/utils/clip_grad.py, 2.9 to 2.13). In a PyTorch without it clipping goes unseen.
+# `clip_grad_norm_` and `clip_grad_value_` look up `_LOOKED_UP` in their module when they run, so the hook sees them
+# however a program imported them (torch/nn/utils/clip_grad.py, 2.9 to 2.13). Without that name clipping is not seen.
 _CLIPPING = {"_clip_grads_with_norm_", "clip_grad_value_"}
 _LOOKED_UP = "_group_tensors_by_device_and_dtype"
 
@@ -41,7 +41,7 @@ def watch(watcher: Watcher) -> None:
 
 
 def unwatch(watcher: Watcher) -> None:
-    """Not to be called from within a hook of an optimizer step, which PyTorch is iterating over then."""
+    """Ends a watch. Not to be called in a hook of an optimizer step: PyTorch is iterating over these hooks then."""
     _watchers.discard(watcher)
     while _removals and not _watchers:
         _removals.pop()()
@@ -67,7 +67,7 @@ def _hook_clipping() -> Callable[[], None]:
         return original(tensors, *args, **kwargs)
 
     def remove() -> None:
-        if getattr(clip_grad, _LOOKED_UP) is group:  # and not what somebody put over it, which calls it
+        if getattr(clip_grad, _LOOKED_UP) is group:  # else somebody replaced it since by a function that calls it
             setattr(clip_grad, _LOOKED_UP, original)
 
     setattr(clip_grad, _LOOKED_UP, group)

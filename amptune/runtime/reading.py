@@ -1,4 +1,4 @@
-"""What may be given as a policy, wherever one is applied."""
+"""Reads the argument `policy` of the functions that apply one: a path, a `Policy` or a `PolicyFile`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["kind_of", "read_policy", "settings_of"]
 
 
 def read_policy(policy: str | PathLike[str] | Policy | PolicyFile) -> Policy | PolicyFile:
-    """Loads a path (of a profile, the entry that fits this machine); what is a policy already is returned itself.
+    """Loads a path (from a profile, the entry that fits this machine); returns a policy as it is.
 
-    Raises `PolicyApplyError` for anything else, and what `amptune.load` raises.
+    Raises `PolicyApplyError` for any other argument, and the errors of `amptune.load`.
     """
     if isinstance(policy, Policy):
         return policy
@@ -37,10 +37,10 @@ def read_policy(policy: str | PathLike[str] | Policy | PolicyFile) -> Policy | P
 
 
 def settings_of(policy: Policy | PolicyFile) -> Policy:
-    """The settings alone, without what they were measured to be worth."""
+    """Returns the settings alone, without the measurements of a policy file."""
     return policy if isinstance(policy, Policy) else policy.policy
 
 
 def kind_of(value: object) -> str:
-    """What something is, for an error about what it is not."""
+    """Returns the kind of a value, for error messages about a wrong argument."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

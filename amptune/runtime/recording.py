@@ -1,8 +1,8 @@
 """A model's forward and backward pass, recorded once as CUDA graphs and replayed with the next batches.
 
-Launching a recorded pass takes the host next to no time, whatever the number of its kernels, and the kernels are
-PyTorch's own: nothing is compiled (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs). What is recorded
-reads and writes the same memory each time, which is what this module has to see to.
+Launching a recorded pass takes the host almost no time, whatever the number of its kernels, and the kernels are
+PyTorch's own: nothing is compiled (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs). A replay reads
+and writes the same memory each time, so this module copies inputs into it and results out of it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 __all__ = ["CONSTANTS", "Recording", "is_kept"]
 
-# What an output may hold besides tensors: the same value comes out of every replay.
+# Types that an output may hold besides tensors: every replay returns the recorded value.
 CONSTANTS = (type(None), bool, int, float, str)
 WITHOUT = "; leave cuda_graphs out of the policy for this loop"
 
 
 class _Pass:
-    """One replay of a forward pass; `over` when its backward pass was replayed too."""
+    """One replay of a forward pass; `over` is True once its backward pass was replayed too."""
 
     __slots__ = ("__weakref__", "over")
 
@@ -45,10 +45,10 @@ class _Pass:
 
 
 class Recording:
-    """The two passes of `call` over tensors like these, with the model's weights as they lie in memory.
+    """The recorded forward and backward pass of `call` for tensors like `inputs`, with the weights at their addresses.
 
-    `used` are the outputs, by their place among those that have a gradient, that a backward pass starts from.
-    Raises `NotRecordableError`, or what the call raises.
+    `used` are the outputs from which a backward pass starts, as indices into the outputs that have a gradient.
+    Raises `NotRecordableError`, or any error of the call.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Recording:
                 with before, watching:
                     outputs = _tensors_of(forward())
                     self._gradients_of(outputs, [torch.zeros_like(one) for one in outputs], edges)
-            outputs = []  # their memory is free for what is recorded
+            outputs = []  # frees their memory for the recording
             returned, self._forward = by.record(forward)
             leaves, self._structure = tree_flatten(returned)
             outputs = _tensors_of(returned)
@@ -85,7 +85,7 @@ class Recording:
             self._has_gradient = [one.requires_grad for one in outputs]
             self._of_outputs = [torch.zeros_like(one) for one in outputs]
             found, self._backward = by.record(lambda: self._gradients_of(outputs, self._of_outputs, edges))
-        self._outputs = [one.detach() for one in outputs]  # autograd's graph of them belongs to the recording's stream
+        self._outputs = [one.detach() for one in outputs]  # their autograd graph belongs to the recording's stream
         pairs = [(own, gradient) for own, gradient in zip(self._parameters, found, strict=True) if gradient is not None]
         if any(gradient.layout is not torch.strided for _, gradient in pairs):
             raise NotRecordableError("has gradients that are sparse")
@@ -99,7 +99,7 @@ class Recording:
     def _gradients_of(
         self, outputs: Sequence[torch.Tensor], of_outputs: Sequence[torch.Tensor], edges: Callable[..., Sequence[Any]]
     ) -> Sequence[torch.Tensor | None]:
-        """Of the weights, of some in half; None for those that have no part in the outputs that are used."""
+        """Returns the gradients of the weights, some in half; None for weights that the used outputs do not need."""
         places = [place for place, one in enumerate(outputs) if one.requires_grad]
         used = [place for number, place in enumerate(places) if number in self._used]
         if not used:
@@ -109,12 +109,12 @@ class Recording:
 
     @property
     def is_busy(self) -> bool:
-        """Whether what the last forward pass kept is still needed by a backward pass that may come."""
+        """True while a later backward pass may need the tensors that the last forward pass kept."""
         last = None if self._last is None else self._last()
         return last is not None and not last.over
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Any:
-        """What the call returns for these inputs, in memory of its own; autograd takes it from there."""
+        """Returns the outputs for these inputs, in new memory and connected to autograd."""
         for own, given in zip(self._inputs, inputs, strict=True):
             _without_repeats(own).copy_(_without_repeats(given), non_blocking=True)
         outputs = _Replay.apply(self, *self._parameters)  # type: ignore[no-untyped-call]
@@ -122,7 +122,7 @@ class Recording:
         return tree_unflatten(leaves, self._structure)
 
     def replay_forward(self) -> tuple[_Pass, list[torch.Tensor], list[torch.Tensor]]:
-        """(the pass, what it gave, what of that has no gradient)."""
+        """Returns (the pass, its outputs, the outputs that have no gradient)."""
         self._forward()
         begun = _Pass()
         self._last = weakref.ref(begun)
@@ -131,11 +131,9 @@ class Recording:
         return begun, outputs, without
 
     def replay_backward(self, begun: _Pass, of_outputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """The parameters' gradients, in memory of their own, as a forward pass is replayed into where they lay.
+        """Returns copies of the parameters' gradients, since the next forward replay overwrites the recorded ones.
 
-        Those that were taken in half are cast.
-
-        Raises `RuntimeError` for what was not recorded.
+        Gradients that were taken in half are cast. Raises `RuntimeError` for a backward pass that was not recorded.
         """
         self._require_recorded(begun, of_outputs)
         for own, given in zip(self._of_outputs, of_outputs, strict=True):
@@ -155,7 +153,7 @@ class Recording:
             raise RuntimeError(
                 f"what was recorded goes through a backward pass once, and not with retain_graph{WITHOUT}"
             )
-        if self._last is None or self._last() is not begun:  # it runs by itself while a pass is not over
+        if self._last is None or self._last() is not begun:  # rare: while a pass is not over, the model runs unrecorded
             raise RuntimeError(f"a later forward pass was replayed before this backward pass{WITHOUT}")
         given = [one is not None for one, has in zip(of_outputs, self._has_gradient, strict=True) if has]
         if given != [number in self._used for number in range(len(given))]:
@@ -163,7 +161,7 @@ class Recording:
 
 
 class _Replay(torch.autograd.Function):
-    """The recorded passes, as autograd sees them: a function of the parameters."""
+    """The recorded passes as an autograd function of the parameters."""
 
     @staticmethod
     def forward(ctx: Any, recording: Recording, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -179,7 +177,7 @@ class _Replay(torch.autograd.Function):
 
 
 def _with_casts_of_its_own(call: Callable[[Sequence[torch.Tensor]], Any], inputs: Sequence[torch.Tensor]) -> Any:
-    """A cast that autocast had cached before would never be made again, and one that is recorded is not for others."""
+    """Calls with an empty autocast cache, as cached casts are not recorded; then empties it of the recorded casts."""
     torch.clear_autocast_cache()
     try:
         return call(inputs)
@@ -188,17 +186,17 @@ def _with_casts_of_its_own(call: Callable[[Sequence[torch.Tensor]], Any], inputs
 
 
 def _dtypes_of(pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[str, str]:
-    """Tensors of one dtype are copied to others of one dtype in a few kernels, else each in one of its own."""
+    """Returns a sorting key: copies between the same two dtypes share a few kernels; mixed, each needs its own."""
     return str(pair[1].dtype), str(_widest_of(*pair))
 
 
 def _widest_of(own: torch.Tensor, gradient: torch.Tensor) -> torch.dtype:
-    """A half weight may have gradients in FP32, and the gradients of others may have been taken in half."""
+    """Returns the wider dtype: a half weight may have FP32 gradients, and others' gradients may be taken in half."""
     return torch.promote_types(own.dtype, gradient.dtype)
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, where an expanded tensor repeats itself too."""
+    """Returns a copy with the same strides; an expanded tensor is expanded in the copy too."""
     plain = _without_repeats(tensor.detach())
     own = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=plain.device)
     return own.copy_(plain).expand(tensor.shape)
@@ -212,7 +210,7 @@ def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors_of(outputs: Any) -> list[torch.Tensor]:
-    """Each once."""
+    """Returns each tensor once. Raises `NotRecordableError` for an output of an unknown type."""
     leaves = tree_flatten(outputs)[0]
     strange = next((leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *CONSTANTS))), None)
     if strange is not None:
@@ -223,7 +221,7 @@ def _tensors_of(outputs: Any) -> list[torch.Tensor]:
 
 
 def _require_apart(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
-    """What comes out of a replay is a copy: it must be no part of something else, to which a loop may write."""
+    """Raises `NotRecordableError` for shared memory: replays return copies, which a loop's writes would not reach."""
     taken = set(map(place_of, others))
     for place in map(place_of, outputs):
         if place in taken:
@@ -232,6 +230,6 @@ def _require_apart(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tenso
 
 
 def is_kept() -> bool:
-    """Whether the backward pass that runs was asked to keep its graph (retain_graph)."""
+    """Returns True if the running backward pass was asked to keep its graph (retain_graph)."""
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return False if asked is None else bool(asked())

@@ -1,4 +1,4 @@
-"""Which training passes of a model are recorded, and when a recorded one does what the model would."""
+"""Decides which training passes of a model are recorded, and when a recording computes what the model would."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ __all__ = ["NOT_RECORDED", "Recordings"]
 
 NOT_RECORDED = "cuda-graphs-not-recorded"
 
-# Each recording keeps the memory of its activations, so no more than these: a batch, the last of an epoch, and a few.
+# Each recording keeps the memory of its activations, so there are few: a batch, the last of an epoch, and some more.
 MOST_RECORDINGS = 4
-# So many kinds of passes are remembered as having come once.
+# The number of kinds of passes that are remembered after coming once.
 MOST_SEEN = 8
-# Where the model was changed all is recorded anew, which takes a second: so often for fewer replays than are worth it.
+# After a change of the model all is recorded again, which takes a second. Recording ends after MOST_WASTED changes in a
+# row that came before WORTH_IT replays.
 MOST_WASTED, WORTH_IT = 8, 20
-# And so often before anything was recorded.
+# Recording also ends after this many changes before anything was recorded.
 MOST_UNSETTLED = 3
 
 _all: weakref.WeakSet[Recordings] = weakref.WeakSet()
@@ -44,8 +45,8 @@ _all: weakref.WeakSet[Recordings] = weakref.WeakSet()
 class Recordings:
     """The recorded passes of one model.
 
-    A kind of pass is recorded when it comes for the second time: the first is the model's own, which may set up what
-    stays, and tells which outputs the loss uses. `say` is told once what cannot be recorded; it runs by itself.
+    A kind of pass is recorded when it comes for the second time. The first time the model runs itself: this may set up
+    lasting state, and shows which outputs the loss uses. `say` gets one finding if a pass cannot be recorded.
     """
 
     def __init__(
@@ -69,13 +70,13 @@ class Recordings:
         _all.add(self)
 
     def forget(self) -> None:
-        """Drops what was recorded, and its memory."""
+        """Drops all recordings, and their memory."""
         self._recorded.clear()
         self._seen.clear()
         self._state = None
 
     def end(self) -> None:
-        """Drops them for good: the model runs by itself."""
+        """Drops all recordings for good: from now on the model runs itself."""
         self.forget()
         self._has_ended = True
 
@@ -83,7 +84,7 @@ class Recordings:
         return len(self._recorded)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model returns: from a recording, where there is one that does the same."""
+        """Returns what the model returns: from a recording if one computes the same, else from the model."""
         given_up = self._has_ended or (self.why_not is not None and not self._recorded)
         if given_up or not (self.model.training and torch.is_grad_enabled()) or _is_observed():
             return self.model(*args, **kwargs)
@@ -96,7 +97,7 @@ class Recordings:
         return outputs if seen is None else seen.watched(outputs)
 
     def _recording_for(self, call: _Call) -> tuple[Recording | None, _Seen | None]:
-        """A recording that was made, or is made now; or what is to be noted of a pass that may come again."""
+        """Returns (a recording, known or made now, or None; notes on a pass that may come again, or None)."""
         if self._state is None and any(map(nn.parameter.is_lazy, self.model.parameters())):
             return None, None
         try:
@@ -134,7 +135,7 @@ class Recordings:
         return _Kind(call=call, autocast=autocast, trained=self._state.trained())
 
     def _begin_anew(self, changed: str) -> None:
-        """Raises `NotRecordableError` where the model was changed too often, before it was recorded or soon after."""
+        """Drops all recordings. Raises `NotRecordableError` after too many changes before or soon after recording."""
         if self._recorded:
             self._wasted = self._wasted + 1 if self._replays < WORTH_IT else 0
             self._replays = 0
@@ -151,8 +152,8 @@ class Recordings:
 
     def _give_up(self, error: Exception) -> None:
         if isinstance(error, torch.OutOfMemoryError):
-            self._out_of_memory = torch.OutOfMemoryError(str(error))  # without what its traceback keeps in memory
-        if isinstance(error, torch.AcceleratorError):  # the generator is another one than the graphs draw from
+            self._out_of_memory = torch.OutOfMemoryError(str(error))  # without the traceback, which keeps memory alive
+        if isinstance(error, torch.AcceleratorError):  # the graphs draw from a generator that was replaced after it
             for recordings in list(_all):
                 recordings.forget()
         told = error.__cause__ or error
@@ -167,7 +168,7 @@ class Recordings:
         self.say(self.why_not)
 
     def require_some(self) -> None:
-        """Raises `PolicyApplyError` with the reason if nothing was recorded of a training that is under way."""
+        """Raises `PolicyApplyError` with the reason if nothing was recorded although training is under way."""
         if self._recorded:
             return
         never = "its training never calls the model with tensors on the GPU, and so nothing is recorded as a CUDA graph"
@@ -175,11 +176,11 @@ class Recordings:
 
 
 def _is_observed() -> bool:
-    """Whether something looks on that a replay would leave out, or would disturb."""
+    """Returns True if something observes the pass that a replay would leave out or disturb."""
     hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return (
         torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._current_graph_task_id() != -1  # within a backward pass, as checkpoints compute anew
+        or torch._C._current_graph_task_id() != -1  # in a backward pass, where checkpointing computes again
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         or parametrize._cache_enabled > 0
@@ -190,7 +191,7 @@ def _is_observed() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Meta:
-    """What of a tensor a recording depends on; `first` is the place of the first argument that it is."""
+    """The properties of a tensor that matter to a recording; `first` is the first position of the same tensor."""
 
     first: int
     shape: torch.Size
@@ -201,7 +202,7 @@ class _Meta:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """Arguments: their structure, and in it tensors and plain values. Equal to others that a recording serves too."""
+    """The arguments of a call: their structure, tensors and plain values. Equal calls can use the same recording."""
 
     structure: TreeSpec
     leaves: tuple[Any, ...]
@@ -209,7 +210,7 @@ class _Call:
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> _Call | None:
-        """None for arguments that no recording can serve."""
+        """Returns the call, or None for arguments that no recording can serve."""
         found, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
         plain = all(type(leaf) in (torch.Tensor, nn.Parameter, *CONSTANTS) for leaf in found)
@@ -226,7 +227,7 @@ class _Call:
         return _Call(structure, leaves, tensors)
 
     def on(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> Any:
-        """Calls the model with other tensors in the places of these."""
+        """Calls the model with `tensors` in place of the call's own."""
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, _Meta) else leaf[1] for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.structure)
@@ -246,7 +247,7 @@ def _meta(tensor: torch.Tensor, first: int) -> _Meta:
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """What has to be as it was, for a recording to do what the model would."""
+    """The conditions that must be the same for a recording to compute what the model would."""
 
     call: _Call
     autocast: tuple[bool, torch.dtype, bool]
@@ -258,7 +259,7 @@ class _Kind:
 
 @dataclass
 class _Seen:
-    """A kind of pass that came once, and which of its outputs a backward pass has started from since."""
+    """A kind of pass that came once, and the outputs from which a backward pass has started since."""
 
     kind: _Kind
     used: set[int] = field(default_factory=set)
@@ -266,7 +267,7 @@ class _Seen:
     _has_more: bool = False
 
     def watched(self, outputs: Any) -> Any:
-        """The same, and it is noted which of them a backward pass comes in by: one may have led to another."""
+        """Returns copies that note which outputs a backward pass starts from, as one may be computed from another."""
         leaves, structure = tree_flatten(outputs)
         own = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
         marked = {
@@ -276,19 +277,19 @@ class _Seen:
         return tree_unflatten([marked.get(id(leaf), leaf) for leaf in leaves], structure)
 
     def note(self, number: int) -> None:
-        """A backward pass, which runs now, starts from this output."""
+        """Notes that the running backward pass starts from this output."""
         self.used.add(number)
         self._passes.add(torch._C._current_graph_task_id())
         self._has_more |= is_kept() or torch.is_grad_enabled()
 
     def require_one_pass(self) -> None:
-        """Raises `NotRecordableError` where there was more than one, or one that another may follow."""
+        """Raises `NotRecordableError` if there was more than one backward pass, or if another may follow."""
         if self._has_more or len(self._passes) > 1:
             raise NotRecordableError("has several backward passes (one for each loss, retain_graph or create_graph)")
 
 
 class _Mark(torch.autograd.Function):
-    """Gives a copy of a tensor on, and notes that it has a gradient in the backward pass."""
+    """An autograd function that copies a tensor, and notes when a backward pass reaches it."""
 
     @staticmethod
     def forward(ctx: Any, seen: _Seen, number: int, output: torch.Tensor) -> torch.Tensor:

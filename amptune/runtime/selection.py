@@ -1,4 +1,4 @@
-"""Which modules the rules of a policy name. Reads the model, changes nothing."""
+"""The modules that the rules of a policy name. Reads the model, changes nothing."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Selected", "has_forward", "matcher_of", "runnable_in", "select"]
 
-# What wrapping puts before every path: torch.compile, and DistributedDataParallel or DataParallel.
+# The names that torch.compile, and DistributedDataParallel or DataParallel, put before every path.
 _WRAPPER_NAMES = ("_orig_mod", "module")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
-    """A module that gets a precision of its own, under the first of its paths; the root's path is empty.
+    """A module that gets a precision of its own, with the first of its paths; the root's path is empty.
 
-    The `rule` that names it is None where the policy means it without naming it.
+    `rule` is the rule that names the module, or None if the policy selects it without a rule.
     """
 
     path: str
@@ -39,10 +39,10 @@ class Selected:
 
 
 def select(model: nn.Module, rules: Sequence[ModuleRule], setting: str = "fp32_modules") -> list[Selected]:
-    """The modules that the rules of a setting name, each once, in the model's order.
+    """Returns the modules that the rules of a setting name, each once, in the model's order.
 
-    The first rule that names one decides. A container without a forward of its own stands for its children. A
-    module that only runs inside another selected one is left out, since that one's region covers it. Raises
+    The first rule that names a module decides. A container without a forward of its own stands for its children.
+    A module that only runs inside another selected module is left out, since that one covers it. Raises
     `PolicyApplyError` naming every rule that matches nothing.
     """
     if not rules:
@@ -64,7 +64,7 @@ def select(model: nn.Module, rules: Sequence[ModuleRule], setting: str = "fp32_m
 
 
 def _paths_by_module(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Every module with all its paths: one that is shared has several."""
+    """Returns every module with all its paths; a shared module has several."""
     paths: dict[nn.Module, list[str]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=False):
         paths[module].append(path)
@@ -72,7 +72,7 @@ def _paths_by_module(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def matcher_of(rule: ModuleRule) -> Callable[[str, Sequence[str]], bool]:
-    """What tells whether a rule names a module, by its path and the names of its class and that one's bases."""
+    """Returns a function that tells if a rule names a module, from its path and the names of its class and bases."""
     if rule.path is None:
         return lambda _, types: rule.type in types
     pattern = _pattern(rule.path)
@@ -85,7 +85,7 @@ def _matches(rule: ModuleRule) -> Callable[[str, nn.Module], bool]:
 
 
 def _pattern(path: str) -> re.Pattern[str]:
-    """Matches paths with a dot behind every name, so that `**` can stand for no name at all."""
+    """Returns a pattern for paths with a dot after every name, so that `**` can stand for no name at all."""
     names = path.split(".")
     return re.compile("".join(r"(?:[^.]+\.)*" if name == "**" else _name_pattern(name) for name in names))
 
@@ -96,7 +96,7 @@ def _name_pattern(name: str) -> str:
 
 
 def runnable_in(module: nn.Module) -> Iterator[nn.Module]:
-    """The module, or where it has no forward (a ModuleList, a ModuleDict) the modules it holds."""
+    """Yields the module, or the modules it holds if it has no forward (a ModuleList, a ModuleDict)."""
     if has_forward(module):
         yield module
     else:
@@ -105,12 +105,12 @@ def runnable_in(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether the module runs by itself; a ModuleList or a ModuleDict does not."""
+    """Returns True if the module has a forward; a ModuleList or a ModuleDict has none."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _outermost(paths: dict[nn.Module, list[str]], rule_of: dict[nn.Module, ModuleRule]) -> Iterator[Selected]:
-    """Leaves out what has a selected ancestor on each of its paths."""
+    """Leaves out the modules that have a selected ancestor on each of their paths."""
     tops = {path for module in rule_of for path in paths[module]}
     for module, own in paths.items():
         if module in rule_of and any(tops.isdisjoint(_ancestors(path)) for path in own):
@@ -118,7 +118,7 @@ def _outermost(paths: dict[nn.Module, list[str]], rule_of: dict[nn.Module, Modul
 
 
 def _ancestors(path: str) -> Iterator[str]:
-    """`a.b.c` has `a.b`, `a` and the root; the root has none."""
+    """Yields `a.b`, `a` and the root (an empty path) for `a.b.c`; yields nothing for the root."""
     while path:
         path = path.rpartition(".")[0]
         yield path

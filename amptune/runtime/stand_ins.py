@@ -1,4 +1,4 @@
-"""Weights that stand in for a model's own while a pass of it is recorded."""
+"""Weights that replace a model's own while one of its passes is recorded."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["standing_in"]
 
 @contextmanager
 def standing_in(model: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
-    """Within it other parameters, in the same memory, are in the place of those that train; yields {own: other}.
+    """Replaces, within the context, trained parameters by others in the same memory; yields {own: other}.
 
-    Autograd sums a parameter's gradients in a node that lives as long as anything leads to it: the loss that a loop
-    still holds of its last step, or DistributedDataParallel. That node keeps to the stream on which it was made, and a
-    backward pass that comes to it cannot be recorded on another (https://github.com/pytorch/pytorch/pull/180090).
+    Autograd sums a parameter's gradients in a node that lives as long as something refers to it: the loss that a loop
+    still holds of its last step, or DistributedDataParallel. That node stays on the stream on which it was made, and a
+    backward pass that reaches it cannot be recorded on another stream (https://github.com/pytorch/pytorch/pull/180090).
 
-    Raises `NotRecordableError` where they were given gradients within it, which would be the model's.
+    Raises `NotRecordableError` if the others were given gradients within the context; the model's would miss them.
     """
     by_own = {own: _stand_in_for(own) for own in model.parameters() if own.requires_grad}
     gradients = {other: other.grad for other in by_own.values()}
@@ -43,7 +43,7 @@ def standing_in(model: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
 
 
 def _stand_in_for(own: nn.Parameter) -> nn.Parameter:
-    """Its gradient, where its own has one, can neither be read, as the pass is watched, nor added to."""
+    """Returns the other parameter. If `own` has a gradient it has a placeholder, which cannot be read or added to."""
     other = nn.Parameter(own.detach())
     other.__dict__ = own.__dict__
     take_gradients_as(own, other)
@@ -53,14 +53,14 @@ def _stand_in_for(own: nn.Parameter) -> nn.Parameter:
 
 
 class _Exchange:
-    """Puts others in the place of parameters, in containers and objects that stay the same."""
+    """An exchange of parameters for others, inside containers and objects that stay the same."""
 
     def __init__(self, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
         self._others = others
         self._met: set[int] = set()
 
     def within(self, model: nn.Module) -> None:
-        """Where modules have them, and in what their attributes hold."""
+        """Exchanges the parameters of all modules, also inside containers in their attributes."""
         for module in model.modules():
             own = vars(module)
             self._at(module._parameters, module._parameters.items(), 0)
@@ -73,8 +73,8 @@ class _Exchange:
                 holder[place] = other
 
     def _of(self, value: Any, depth: int) -> Any:
-        """What is to be in a value's place: another for parameters, tuples of them and weak references (an LSTM has
-        some), else itself.
+        """Returns the replacement of a parameter, of a tuple or weak reference with one (an LSTM has some), or the
+        value itself.
         """
         if isinstance(value, nn.Parameter):
             return self._others.get(value, value)
@@ -106,5 +106,5 @@ class _Exchange:
                 table.update(items)
 
     def _has(self, value: Any) -> bool:
-        """A number that hashes as a parameter does must not be compared with it."""
+        """Tests the type first: a number with the same hash as a parameter must not be compared with it."""
         return isinstance(value, nn.Parameter) and value in self._others

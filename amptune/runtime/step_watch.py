@@ -1,4 +1,4 @@
-"""Whether a training loop applies its gradients as it should: once, unscaled, outside autocast, and to its model."""
+"""Checks that a training loop applies its gradients correctly: once, unscaled, outside autocast, and to its model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["StepWatch"]
 
 @dataclass(slots=True)
 class _Steps:
-    """Of one optimizer: how many there were, and what the last one applied, in the time of `GradientMarks`."""
+    """The steps of one optimizer: their number, and what the last one applied, in the time of `GradientMarks`."""
 
     count: int = 0
     without_scaler: int = 0
@@ -38,10 +38,10 @@ class _Steps:
 
 
 class StepWatch:
-    """Follows gradients from backward to the optimizer, whoever steps it, until `remove`.
+    """A watch on gradients from backward to the optimizer's step, whoever calls the step, until `remove`.
 
-    The loss scaler tells what it does by the methods with `scale` in their names; everything else is seen by hooks.
-    `most_steps` is how often the optimizer stepped that did so most.
+    The loss scaler reports by the methods with `scale` in their names; hooks see everything else. `most_steps` is the
+    number of steps of the optimizer that stepped most often.
     """
 
     def __init__(self, policy: Policy, model: nn.Module, misuse: Misuse, after_gradient: Callable[[], None]) -> None:
@@ -52,7 +52,7 @@ class StepWatch:
         self._needs_masters = policy.master_weights
         self._handed_out: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._in_half = "with half weights" if policy.weights == "half" else "under autocast fp16"
-        self._model = weakref.ref(model)  # whose hooks lead here
+        self._model = weakref.ref(model)  # weak, since the model's hooks refer to this watch
         self._misuse = misuse
         self._after_gradient = after_gradient
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
@@ -60,12 +60,12 @@ class StepWatch:
         watch(self)
 
     def remove(self) -> None:
-        """Not to be called from within the hook of a step: PyTorch is iterating over those then."""
+        """Removes the hooks. Not to be called in a hook of a step: PyTorch is iterating over these hooks then."""
         self._gradients.remove()
         unwatch(self)
 
     def handed_out(self, optimizer: torch.optim.Optimizer) -> None:
-        """It went through `tuned.optimizer`."""
+        """Notes that the optimizer went through `tuned.optimizer`."""
         self._handed_out.add(optimizer)
 
     def after_scale(self, scaled: Any) -> None:
@@ -82,7 +82,7 @@ class StepWatch:
     def before_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         is_nested, scaler = _stepping()
         guard = getattr(scaler, "guard", None)
-        if is_nested or (guard is not None and guard.step_watch is self):  # told of by `before_scaler_step`
+        if is_nested or (guard is not None and guard.step_watch is self):  # seen by `before_scaler_step` already
             return
         is_scaled = scaler is not None and scaler.is_enabled()
         self._look_at_step(optimizer, by_scaler=scaler is not None, is_scaled=is_scaled, has_closure=has_closure)
@@ -125,7 +125,7 @@ class StepWatch:
         self._look_at_autocast(parameters[0].device)
         self._look_at_masters(optimizer, parameters)
         newest = self._gradients.newest(parameters)
-        if has_closure or newest is None:  # a closure's gradients are yet to come
+        if has_closure or newest is None:  # a closure computes its gradients later
             return
         if newest.when <= steps.last_gradient:
             self._look_at_repetition(steps, by_scaler=by_scaler)
@@ -152,7 +152,7 @@ class StepWatch:
                 "ones too: call tuned.scaler.step(optimizer) instead",
             )
         elif gradient.origin == "plain loss" and self._computes_in_half and not self._scale_was_used:
-            # Twice, as another loss of the same iteration may be the one that is scaled, and this one needs no scale.
+            # Said at the second time only: another loss of the iteration may be scaled, and this one need no scale.
             steps.without_scaler += 1
             if steps.without_scaler == 2:
                 self._misuse.say(
@@ -184,7 +184,7 @@ class StepWatch:
             )
 
     def _look_at_stranger(self, parameters: Sequence[torch.Tensor], model: nn.Module) -> None:
-        """An optimizer without a parameter of the model's: another model's, most likely, and none of our business."""
+        """Checks an optimizer that has no parameter of the model; most likely it rightly belongs to another model."""
         if not self._gradients.now or any(parameter.grad is not None for parameter in parameters):
             return
         shapes = Counter(parameter.shape for parameter in parameters)
@@ -200,7 +200,7 @@ class StepWatch:
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """A disabled loss scaler steps whatever has a `step`."""
+    """Returns [] for an object without groups, since a disabled loss scaler steps any object that has a `step`."""
     return [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
 
 
@@ -209,7 +209,7 @@ def _is_inside_autocast(device: torch.device) -> bool:
 
 
 def _stepping() -> tuple[bool, torch.amp.GradScaler | None]:
-    """Of the optimizer step that is running: whether it runs within another's, and the loss scaler that called it."""
+    """Returns (whether the running optimizer step is inside another one's, the loss scaler that called it or None)."""
     steps, scaler = 0, None
     for frame in frames_above(sys._getframe(1)):
         if frame.f_code.co_qualname == "Optimizer.profile_hook_step.<locals>.wrapper":

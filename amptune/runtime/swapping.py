@@ -1,8 +1,8 @@
-"""One module in a precision of its own, by swapping its class for a subclass with another forward.
+"""Runs one module in a precision of its own, by swapping its class for a subclass with another forward.
 
-A class swap (as `torch.nn.utils.parametrize` and FSDP2 do it) leaves the module the same object: state_dict
-keys, `isinstance`, hooks, copies and pickles hold, and torch.compile sees no break in the graph. Replacing
-`forward` on the instance would make a deep copy run the original's weights; a wrapper would rename weights.
+After a class swap (`torch.nn.utils.parametrize` and FSDP2 do it too) the module is still the same object: state_dict
+keys, `isinstance`, hooks, copies and pickles keep working, and torch.compile sees no graph break. With `forward`
+replaced on the instance, a deep copy would run the original's weights; a wrapper would rename weights.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 __all__ = ["Precision", "obstacle", "overlaid", "precision_of", "swap", "swapped_class", "unswap"]
 
-# Inside autocast: "fp32" gives its FP32 output on, "fp32-cast" casts it back to autocast's dtype; "half" is autocast's
-# dtype. With half weights: "half-weights" is the model that has them, FP32 going in and out; "fp32-weights" a module
-# within it that has FP32 weights, half going in and out.
+# Inside autocast: "fp32" returns its FP32 output, "fp32-cast" casts it back to autocast's dtype, "half" runs in
+# autocast's dtype. With half weights: "half-weights" is the model that has them, with FP32 inputs and outputs;
+# "fp32-weights" is a module within it that has FP32 weights, with half inputs and outputs.
 Precision = Literal["fp32", "fp32-cast", "half", "half-weights", "fp32-weights"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
-# Where autocast can be on: asked of the accelerator this torch was built for, so that no input has to tell.
-# An input's device can mislead: a mask or a time step on the CPU beside features on the GPU.
+# The device types on which autocast can be on. They come from this build of torch, as an input's device can mislead:
+# a mask or a time step may be on the CPU while the features are on the GPU.
 _accelerator = torch.accelerator.current_accelerator()
 _DEVICE_TYPES = ("cpu",) if _accelerator is None else (_accelerator.type, "cpu")
 
-# Values live as long as a module has the class (or the garbage collector lets it); keys go with them.
+# An entry lives as long as a module has the class (or until the garbage collector runs).
 _classes: weakref.WeakValueDictionary[tuple[type[nn.Module], Precision], type[nn.Module]]
 _classes = weakref.WeakValueDictionary()
 
 
 def obstacle(module: nn.Module, precision: Precision = "fp32") -> str | None:
-    """Why this module cannot get a precision of its own by a class swap, or None if it can."""
+    """Returns why a class swap cannot give this module a precision of its own, or None if it can."""
     if swapped_class(module) is not None:
         return (
             "has a precision of its own by a policy already; undo that one first (a copy of a patched model is "
@@ -65,10 +65,10 @@ def obstacle(module: nn.Module, precision: Precision = "fp32") -> str | None:
 
 
 def swap(module: nn.Module, precision: Precision = "fp32") -> None:
-    """Gives the module this precision from now on; the three that are about autocast change nothing outside it.
+    """Gives the module this precision from now on; "fp32", "fp32-cast" and "half" change nothing outside autocast.
 
-    In FP32 half inputs are cast, at any depth of the arguments; in half FP32 inputs are, and autocast's weights.
-    Raises `PolicyApplyError` where there is an `obstacle`.
+    The FP32 precisions cast half inputs, at any depth of the arguments; "half" casts FP32 inputs and the module's
+    weights. Raises `PolicyApplyError` if there is an `obstacle`.
     """
     reason = obstacle(module, precision)
     if reason is not None:
@@ -89,23 +89,23 @@ def unswap(module: nn.Module) -> None:
 
 
 def overlaid(module: nn.Module) -> bool:
-    """Whether the module's class was changed again since it was swapped."""
+    """Returns True if the module's class was changed again after the swap."""
     return swapped_class(module) not in (None, type(module))
 
 
 def swapped_class(module: nn.Module) -> type[nn.Module] | None:
-    """The class `swap` gave the module, found under whatever was put over it since; None for no swap."""
+    """Returns the class `swap` gave the module, also if another class was put over it since; None without a swap."""
     return next((base for base in type(module).__mro__ if "_amptune_precision" in vars(base)), None)
 
 
 def precision_of(module: nn.Module) -> Precision | None:
-    """The precision `swap` gave the module; None for no swap."""
+    """Returns the precision `swap` gave the module; None without a swap."""
     precision: Precision | None = getattr(type(module), "_amptune_precision", None)
     return precision
 
 
 def _class_in(precision: Precision, cls: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of `cls` that runs in this precision, made once. It keeps the name: type rules, repr() go by it."""
+    """Returns the subclass of `cls` for this precision, made once, with the name that type rules and repr() use."""
     known = _classes.get((cls, precision))
     if known is not None:
         return known
@@ -118,7 +118,7 @@ def _class_in(precision: Precision, cls: type[nn.Module]) -> type[nn.Module]:
         "forward": _forward_in(precision, cls),
     }
     becomes = getattr(cls, "cls_to_become", None)
-    if becomes is not None:  # a lazy module takes this class once it has seen its first input
+    if becomes is not None:  # a lazy module takes this class after its first input
         body["cls_to_become"] = _class_in(precision, becomes)
     made: type[nn.Module] = types.new_class(cls.__name__, (cls,), exec_body=lambda space: space.update(body))
     _classes[cls, precision] = made
@@ -141,7 +141,7 @@ def _half_weights_forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(cls.forward, updated=())
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and DistributedDataParallel._active_ddp_module is not None:
-            take_gradients_as_they_come(self)  # its buckets are in half, as the weights are, and hold nothing else
+            take_gradients_as_they_come(self)  # DDP's buckets are in half like the weights, and hold no other dtype
         args, kwargs = map_tensors(_floats_to_half, (args, kwargs))
         return map_tensors(_to_fp32, cls.forward(self, *args, **kwargs))
 
@@ -162,7 +162,7 @@ def _floats_to_half(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fp32_forward_of(cls: type[nn.Module], precision: Precision) -> Callable[..., Any]:
-    # wraps() keeps the signature readable: trainers drop the columns of a batch that forward does not name.
+    # wraps() keeps the signature readable: trainers drop the batch columns that forward does not name.
     @functools.wraps(cls.forward, updated=())
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         on = [device_type for device_type in _DEVICE_TYPES if torch.is_autocast_enabled(device_type)]
@@ -208,7 +208,7 @@ def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _run_eager(on: Sequence[str], call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Flips the switch alone: entering and leaving the context manager costs several times as much."""
+    """Sets autocast's switch directly: entering and leaving the context manager costs several times as much."""
     for device_type in on:
         torch.set_autocast_enabled(device_type, False)
     try:
@@ -219,7 +219,7 @@ def _run_eager(on: Sequence[str], call: Callable[..., Any], args: Sequence[Any],
 
 
 def _run_compiled(on: Sequence[str], call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The context manager, which torch.compile traces into the graph."""
+    """Uses autocast's context manager, which torch.compile traces into the graph."""
     if not on:
         return call(*args, **kwargs)
     with torch.amp.autocast(on[0], enabled=False):
@@ -227,7 +227,7 @@ def _run_compiled(on: Sequence[str], call: Callable[..., Any], args: Sequence[An
 
 
 def _reduction_of(cls: type[nn.Module], precision: Precision) -> Callable[[nn.Module, Any], Any]:
-    """Copies and pickles go by the class that can be imported, and swap what they have rebuilt."""
+    """Returns a `__reduce_ex__` by which copies and pickles name the importable class and swap the rebuilt module."""
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:  # noqa: N807  # becomes the method of that name
         reduced = cls.__reduce_ex__(self, protocol)

@@ -1,4 +1,4 @@
-"""Which tensors passes read and write: those that are recorded can read and write inputs, weights and buffers."""
+"""Checks the tensors a pass reads and writes: a recorded one can use only inputs, weights, buffers and its own."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 class TensorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has not typed it
-    """Within it, an operation raises `NotRecordableError` before it does what a replay would not, or not rightly.
+    """A mode in which an operation raises `NotRecordableError` if a replay would leave it out or do it wrongly.
 
-    Such as: reading a tensor that is neither `fixed` (inputs and weights) nor a buffer nor made within it, since it may
-    be another one in the next pass; writing to what is fixed; bringing data from the host; talking to other processes.
+    Such operations are: reading a tensor that is neither `fixed` (inputs and weights) nor a buffer nor made in the
+    mode, since the next pass may use another one; writing to `fixed`; bringing data from the host; collectives.
     """
 
     def __init__(self, fixed: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
@@ -50,7 +50,7 @@ class TensorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
 
 
 def place_of(tensor: torch.Tensor) -> int:
-    """Which memory it is a view of, as long as that lives."""
+    """Returns an id of the memory that the tensor is a view of, valid as long as that memory lives."""
     if tensor.layout is not torch.strided:
         raise NotRecordableError("has tensors that are sparse")
     return int(tensor.untyped_storage()._cdata)
@@ -64,5 +64,5 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
 
 
 def _is_data_of_the_host(tensor: torch.Tensor) -> bool:
-    """A number that was made within the pass is none: it goes along with the kernel."""
+    """Returns False for a number (no dimensions) made in the pass: it is passed to the kernel as an argument."""
     return not tensor.is_cuda and tensor.dim() > 0

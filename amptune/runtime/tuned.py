@@ -1,4 +1,4 @@
-"""What `amptune.apply` gives back: the policy at work on a model, and everything a training loop asks of it."""
+"""The result of `amptune.apply`: a policy applied to a model, with everything a training loop needs of it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Tuned:
     """A policy applied to a model. As a context manager it undoes itself at the end.
 
-    `model` is the model that was given, or what the policy's compile or cuda_graphs put around it; `findings` are what
-    was noticed, and grow while the loop is set up, and while a guard watches it run.
+    `model` is the given model, or the wrapper that the policy's compile or cuda_graphs put around it. `findings` grow
+    while the loop is set up, and while a guard watches it run.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class Tuned:
         )
 
     def autocast(self, *, cache_enabled: bool | None = None) -> torch.amp.autocast:
-        """Autocast for the device the model is on now; disabled where the policy has it off, or was undone.
+        """Returns autocast for the device the model is on now; disabled if the policy has it off, or was undone.
 
-        `cache_enabled` is PyTorch's: CUDA graphs that are captured by hand need it to be False.
+        `cache_enabled` is PyTorch's option: CUDA graphs that are captured by hand need it to be False.
         """
         if self._guard is not None and not torch.compiler.is_compiling():
             self._guard.autocast_used()
@@ -90,9 +90,9 @@ class Tuned:
 
     @property
     def scaler(self) -> PolicyScaler:
-        """The loss scaler for the device the model is on now, the same one at each call; enabled for fp16 alone.
+        """The loss scaler for the device the model is on now, the same object at each call.
 
-        With half weights too, where the policy has master weights or a loss scale of its own.
+        It is enabled for autocast fp16, and for half weights if the policy has master weights or its own loss scale.
         """
         device_type = self._whereabouts.device_type
         if device_type not in self._scalers:
@@ -100,10 +100,10 @@ class Tuned:
         return self._scalers[device_type]
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The same optimizer, fused in place where the policy says so; one that cannot be is a finding.
+        """Returns the same optimizer, fused in place if the policy says so; adds a finding if it cannot be fused.
 
-        Where the policy has master weights, its steps update those, and the model's weights become what they round to;
-        raises `PolicyApplyError` for LBFGS, and for sharded weights.
+        With master weights its steps update the masters, and the model's weights become the rounded masters. Raises
+        `PolicyApplyError` for LBFGS and for sharded weights then.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise PolicyApplyError(
@@ -125,7 +125,7 @@ class Tuned:
             self._findings.append(finding)
 
     def write(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Gives a parameter or buffer of the model a value in FP32; where it is held in half, its master keeps that."""
+        """Gives a parameter or buffer of the model an FP32 value; a master of a tensor in half keeps that value."""
         if self._half_training is None or not self._active:
             with torch.no_grad():
                 tensor.copy_(value)
@@ -133,14 +133,14 @@ class Tuned:
             self._half_training.held.write(tensor, value)
 
     def batch(self, batch: Any) -> Any:
-        """The batch in the policy's memory format: tensors at any depth of tuples, dicts and dataclasses."""
+        """Returns the batch in the policy's memory format: tensors at any depth of tuples, dicts and dataclasses."""
         return convert_batch(batch, self.policy.memory_format) if self._active else batch
 
     @property
     def batch_size(self) -> int:
         """Samples per device and micro-batch. Raises `PolicyApplyError` if the policy leaves it out.
 
-        None would be worse: `DataLoader(batch_size=None)` stops batching without a word.
+        It does not return None, since `DataLoader(batch_size=None)` silently stops batching.
         """
         if self.policy.batch_size is None:
             raise PolicyApplyError("the policy leaves batch_size out: pass your own batch size to the DataLoader")
@@ -156,8 +156,8 @@ class Tuned:
     def undo(self) -> None:
         """Restores the model, its layout and the process's flags; a second call does nothing.
 
-        Weights in half become FP32 again: what their masters are, where they have any, otherwise what they were rounded
-        to; buffers what they were, unless they were written to. An optimizer stays fused, and keeps its state.
+        Weights in half become FP32 again, with the value of their master, or without one their rounded value. Buffers
+        get their original values, unless they were written to. An optimizer stays fused, and keeps its state.
 
         Raises `PolicyApplyError`, with nothing undone, while something that was put over the policy is in the way.
         """

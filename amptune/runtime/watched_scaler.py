@@ -1,4 +1,4 @@
-"""The loss scaler of a guarded training loop: it tells the guard what it does, and does it as ever."""
+"""The loss scaler of a guarded training loop: it works as usual, and reports its calls to the guard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["WatchedScaler"]
 
 
 class WatchedScaler(PolicyScaler):
-    """Without a guard, as in a copy of it, it is a `PolicyScaler` and nothing else."""
+    """A `PolicyScaler` that reports to `guard`, if it has one; a copy has none."""
 
     guard: Guard | None = None
 

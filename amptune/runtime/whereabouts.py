@@ -1,4 +1,4 @@
-"""On which type of device a model is, asked several times in every step."""
+"""The device type of a model, in a form that is cheap to ask several times in every step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Whereabouts"]
 
 
 class Whereabouts:
-    """Where a model is now, by its first parameter, or else its first buffer.
+    """The present device type of a model, by its first parameter, or else its first buffer.
 
-    That one is looked up where it was found before: walking through a model takes longer than all else that a policy
-    does in a step. Where a module on the way to it was replaced, or the tensor itself removed, it is found anew.
+    The tensor's place in the model is remembered, as searching the model takes longer than all else that a policy does
+    in a step. If a module on the path to the tensor was replaced, or the tensor removed, the search runs again.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -27,7 +27,7 @@ class Whereabouts:
 
     @property
     def device_type(self) -> str:
-        """`cpu` for a model that holds nothing."""
+        """The device type; `cpu` for a model without parameters and buffers."""
         tensor = self._holder.get(self._name)
         for children, name, child in self._way:
             if children.get(name) is not child:
@@ -37,7 +37,7 @@ class Whereabouts:
         return "cpu" if tensor is None else str(tensor.device.type)
 
     def _tensors(self) -> Iterator[Any]:
-        """Parameters, then buffers, the way to each noted."""
+        """Yields parameters, then buffers, and notes the path to each."""
         for kind in ("_parameters", "_buffers"):
             for path, module in self._model.named_modules():
                 self._holder = getattr(module, kind)

@@ -1,4 +1,4 @@
-"""What each setting of a policy buys: the policy with one setting at a time put back to stock PyTorch. Pure."""
+"""Ablation: what each setting of a policy buys, found by putting one at a time back to stock PyTorch. Pure."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from amptune.search.ratios import Ratio, Round, ratio_between
 
 __all__ = ["Ablated", "Variant", "ablated", "dropped", "variants_of"]
 
-# More FP32 rules than these are reverted all at once: each variant costs a process in every launch.
+# If a policy has more FP32 rules than this, they are reverted together: each variant costs a process in every launch.
 MOST_RULES = 3
-# Settings that say something under autocast alone begin so.
+# Prefixes of the settings that have a meaning under autocast only.
 OF_AUTOCAST = ("fp32_modules", "half_modules", "loss_scale")
-# Reverted with half weights alone: the numerics need them, and no measurement of a moment says whether they do.
+# Reverted only together with half weights: the numerics may need them, and a short measurement cannot tell.
 OF_WEIGHTS = ("master_weights", "keep_batchnorm_fp32")
 _IN_FP32: Any = {name: getattr(STOCK, name) for name in ("autocast", "weights", *OF_WEIGHTS)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A policy with one setting reverted; a few FP32 rules are a setting each, named `fp32_modules: RULE`."""
+    """A policy with one setting reverted. Up to `MOST_RULES` FP32 rules are a setting each, `fp32_modules: RULE`."""
 
     setting: str
     value: Any
@@ -34,9 +34,9 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ablated:
-    """What the setting that a variant lacks buys: what the objective is about with it, over that without.
+    """The gain from the setting that a variant lacks, as ratios of the policy with it to the variant without it.
 
-    `speed` is its samples per second over those without.
+    `buys` compares them by the objective, `speed` by samples per second.
     """
 
     variant: Variant
@@ -45,16 +45,16 @@ class Ablated:
 
 
 def variants_of(policy: Policy) -> tuple[Variant, ...]:
-    """One variant for each departure from stock PyTorch; batch size and accumulation are the optimisation's.
+    """Returns one variant for each departure from stock PyTorch, except batch size and accumulation.
 
-    Reverting autocast, or half weights, takes along what has no meaning without it: FP32 rules and the loss scale.
-    Rules that the numerics need are no setting to revert, nor are master weights.
+    Those two change the training itself. Reverting autocast or half weights also reverts the settings that need it:
+    FP32 rules and the loss scale. Rules that the numerics need, and master weights, are not reverted by themselves.
     """
     return tuple(variant for variant in _variants(policy) if variant.policy != policy)
 
 
 def ablated(rounds: Sequence[Round], policy: Policy) -> tuple[Ablated, ...]:
-    """What each setting of `policy` buys, for those whose variant was measured beside it."""
+    """Returns what each setting of `policy` buys, for the settings whose variant was measured beside it."""
     return tuple(
         Ablated(variant=variant, buys=ratio, speed=ratio_between(rounds, policy, variant.policy, by=THROUGHPUT))
         for variant in variants_of(policy)
@@ -63,9 +63,9 @@ def ablated(rounds: Sequence[Round], policy: Policy) -> tuple[Ablated, ...]:
 
 
 def dropped(found: Sequence[Ablated], chosen: Policy, objective: Objective = THROUGHPUT) -> tuple[Finding, ...]:
-    """The settings that `chosen`, a variant of the policy they were found for, has no more; and why.
+    """Returns a finding, with the reason, for each setting that `chosen`, a variant of the ablated policy, lacks.
 
-    What has nothing left to act on goes without saying: a FP32 math mode, or what was kept out of an autocast now off.
+    A setting that has nothing left to act on is not reported: an FP32 math mode, or autocast's settings once it is off.
     """
     kept = {variant.setting for variant in variants_of(chosen)}
     kept |= set() if chosen.uses_fp32_math else {"fp32_math"}

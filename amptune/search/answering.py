@@ -1,4 +1,4 @@
-"""What a study says for an objective, without measuring: from its trials and comparisons to an answer. Pure."""
+"""The answer of a study for an objective, from its trials and comparisons, without new measurements. Pure."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ ONE = Ratio(value=1.0, low=1.0, high=1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What would be taken for an objective, and all that is known of what it was taken from.
+    """The policy that a study would choose for an objective, and the measurements behind that choice.
 
-    `standings` are those of the comparisons, the best first; `points` the trials that ran and were not rejected.
+    `standings` come from the comparisons, the best first; `points` are the trials that ran and were not rejected.
     """
 
     record: StudyRecord
@@ -46,12 +46,12 @@ class Answer:
 
     @cached_property
     def front(self) -> tuple[Point, ...]:
-        """What no other policy beats in speed, memory and energy at once, the fastest first."""
+        """The points that no other policy beats in speed, memory and energy at once, the fastest first."""
         return front_of(self.points)
 
     @cached_property
     def failures(self) -> tuple[tuple[Trial, Failure], ...]:
-        """The trials that failed, by kind."""
+        """The trials that failed, sorted by kind of failure."""
         failed = [(trial, trial.outcome) for trial in self.record.trials if isinstance(trial.outcome, Failure)]
         return tuple(sorted(failed, key=lambda pair: (pair[1].kind, pair[0].number)))
 
@@ -61,7 +61,7 @@ class Answer:
 
     @property
     def is_proven(self) -> bool:
-        """Whether launches enough stand behind it, or nothing is claimed."""
+        """True if enough launches support the answer, or the answer claims nothing."""
         return self.choice.basis in ("comparison", "nothing-better")
 
     @property
@@ -75,7 +75,7 @@ class Answer:
 
     @property
     def grounds(self) -> str:
-        """What it rests on, in words."""
+        """The measurements that the answer rests on, in words."""
         launches = self.choice.gain.launches
         times = "one process launch" if launches == 1 else f"{launches} process launches"
         match self.choice.basis:
@@ -91,7 +91,7 @@ class Answer:
 
 
 def findings_of(answer: Answer) -> tuple[Finding, ...]:
-    """The answer, and what keeps it from being a claim."""
+    """Returns the answer as a finding, then its limits: no proof, numerics that were not judged, rejected policies."""
     choice, record = answer.choice, answer.record
     figures = {"gain": choice.gain.value, "speedup": choice.speedup.value, "basis": choice.basis}
     found = [Finding(code="answer", message=f"{answer.sentence}, {answer.grounds}", figures=figures)]
@@ -107,9 +107,9 @@ def findings_of(answer: Answer) -> tuple[Finding, ...]:
 
 
 def command_of(answer: Answer) -> str:
-    """What measures the answer's policies against each other: tuning for the objective, in the same study.
+    """Returns the command that compares the answer's policies: it tunes for the objective, in the same study.
 
-    With the wishes of the last tuning: under others it would be another study.
+    It repeats the options of the last tuning: other options would make it another study.
     """
     last, objective, where = answer.record.last, answer.objective, answer.record.where
     share = objective.least_speed
@@ -124,11 +124,11 @@ def command_of(answer: Answer) -> str:
 
 
 def answer_of(record: StudyRecord, comparisons: Sequence[KeptComparison], objective: Objective) -> Answer:
-    """The best policy for the objective that trials and comparisons know of.
+    """Returns the best policy for the objective among all trials and comparisons.
 
-    Comparisons count that have the baseline in them. Where they show nothing, the answer for what was tuned for last is
-    what that tuning chose. Raises `StudyError` where the baseline was not measured, and `ObjectiveError` where the
-    study lacks the figure that is asked for.
+    Only comparisons that contain the baseline count. If they show nothing, the answer for the objective of the last
+    tuning is the choice of that tuning. Raises `StudyError` if the baseline was not measured, and `ObjectiveError` if
+    the study lacks the figure of the objective.
     """
     baseline = _baseline_of(record, objective)
     rounds = list(_beside(baseline.policy, comparisons, objective))
@@ -150,7 +150,7 @@ def answer_of(record: StudyRecord, comparisons: Sequence[KeptComparison], object
     unproven: Choice | None = None
     if own is not None:
         unproven = own if own.basis == "trial" or not last else None
-    elif not (is_last and last > 1):  # it has compared what seemed best for this
+    elif not (is_last and last > 1):  # otherwise that tuning compared its best trials already
         unproven = _best_seen(record, Yardstick(objective, _measured(baseline)), standings, may_win)
     choices = [choice for choice in (compared, unproven) if choice is not None and not is_out(choice.policy)]
     nothing = Choice(policy=baseline.policy, gain=ONE, speedup=ONE, basis="nothing-better")
@@ -167,7 +167,7 @@ def answer_of(record: StudyRecord, comparisons: Sequence[KeptComparison], object
 
 
 def choice_of(decision: Decision) -> Choice:
-    """What a tuning has just decided, as a choice."""
+    """Returns the decision of a tuning as a choice."""
     gain, speedup, basis = decision.gain, decision.speedup, _basis_of(decision.gain)
     if decision.verdict.keeps_the_baseline:
         basis = "nothing-better"
@@ -200,7 +200,7 @@ def _measured(trial: Trial) -> Measurement:
 
 
 def _beside(baseline: Policy, comparisons: Sequence[KeptComparison], objective: Objective) -> Iterator[Round]:
-    """The rounds that have the baseline, of all comparisons; launches are numbered on, for no two share a process."""
+    """Yields the rounds with the baseline. Launches are renumbered, because no two comparisons share a process."""
     before = 0
     for comparison in comparisons:
         for one in comparison.rounds:
@@ -210,13 +210,13 @@ def _beside(baseline: Policy, comparisons: Sequence[KeptComparison], objective: 
 
 
 def _is_shown(standing: Standing, objective: Objective, confirmed: bool) -> bool:
-    """Whether it is better; what no ablation measured anew, the comparison that shows it has chosen."""
+    """Returns whether a policy is shown to be better; with more doubt if the same comparison chose it (no ablation)."""
     gain, doubt = standing.gain, 1.0 if confirmed else UNCONFIRMED_DOUBT
     return gain is not None and not standing.too_slow and gain.shows_more_than(1 + objective.least_gain, doubt=doubt)
 
 
 def _best_compared(rounds: Sequence[Round], shown: Sequence[Standing]) -> Choice | None:
-    """The best, or of those that are level with it the simplest."""
+    """Returns the simplest of the policies that are level with the best."""
     if not shown:
         return None
     level = level_with_the_best(rounds, shown)
@@ -229,9 +229,9 @@ def _best_compared(rounds: Sequence[Round], shown: Sequence[Standing]) -> Choice
 def _best_seen(
     record: StudyRecord, yardstick: Yardstick, standings: Sequence[Standing], may_win: Callable[[Policy], bool]
 ) -> Choice | None:
-    """The best that was seen once or twice, where it is better than the baseline by more than that tells.
+    """Returns the best policy that was measured once or twice, if its gain is larger than the noise of a trial.
 
-    By what was measured beside the baseline where there is that; what was compared for long has its say by that alone.
+    Figures measured beside the baseline are preferred to trials. Policies compared in enough launches are left out.
     """
     of = {standing.policy: standing for standing in standings}
     alive = (trial for trial in record.trials if may_win(trial.policy))
@@ -242,7 +242,7 @@ def _best_seen(
 
 
 def _seen(trial: Trial, standing: Standing | None, yardstick: Yardstick) -> Choice | None:
-    """None for what is too slow, has no figure, or was compared in launches enough."""
+    """Returns None if the policy is too slow, has no figure, or was compared in enough launches."""
     outcome, baseline, objective = trial.outcome, yardstick.baseline, yardstick.objective
     gain = standing.gain if standing is not None else None
     if standing is not None and gain is not None and standing.merit:
@@ -260,10 +260,10 @@ def _once(policy: Policy, gain: float, speedup: float) -> Choice:
 
 
 def _unsure(value: float) -> Ratio:
-    """As one pair of measurements gives it."""
+    """Returns the ratio of a single pair of measurements, which has no finite interval."""
     return Ratio(value=value, low=0.0, high=math.inf, launches=1)
 
 
 def _assured(choice: Choice, objective: Objective) -> float:
-    """What a choice gained, less what a single trial does not tell."""
+    """Returns the gain of a choice, reduced by the noise of a trial if it rests on trials alone."""
     return choice.gain.value / (1 + noise_of(objective)) if choice.basis == "trial" else choice.gain.value

@@ -1,4 +1,4 @@
-"""Which batch sizes there are to search: up to the largest that fits, confirmed by running it."""
+"""The batch sizes to search: up to the largest that fits, which is confirmed by running it."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from amptune.search.sizing import LargestBatch, Sizer
 
 __all__ = ["NO_SIZES", "BatchSizes", "Runner", "batch_sizes_for", "sizer_for"]
 
-# Of the budget, for finding the largest batches; each run gets no more than this.
+# The share of the budget for finding the largest batches, and the time limit of each run.
 SHARE = 0.15
 PROBE_LIMIT_S = 60.0
-# A few steps: the optimizer's state is there from the second one on.
+# A few steps are enough: the optimizer's state exists from the second one on.
 PROBE = Effort(warmup_s=0.0, measure_s=0.0, min_steps=1, max_steps=1)
-# Besides the largest ones, the workload's own size times powers of two, from this part of it on; and beyond so many
-# times the own, of four: there the speed hardly depends on the size.
+# Besides the largest sizes, the workload's own size times powers of two is searched, from own / LEAST_PART on. Beyond
+# own * FINE_UP_TO the factor is four: there the speed hardly depends on the size.
 LEAST_PART, FINE_UP_TO = 2, 8
-# With a global batch, of the sizes that divide it no more than these, evenly spread.
+# With a global batch, about this many of the sizes that divide it are searched, evenly spread.
 MOST_SIZES = 12
 
 
 class Runner(Protocol):
-    """What measures a policy with the device's memory to itself."""
+    """An object that measures a policy while nothing else uses the device's memory."""
 
     def measure_alone(self, policy: Policy, effort: Effort) -> Outcome: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizes:
-    """The sizes to search, the largest that fits under each policy that was tried, and what was learned of memory."""
+    """The sizes to search, the largest that fits under each policy that was tried, and the fitted memory model."""
 
     sizes: tuple[int, ...]
     largest: tuple[tuple[Policy, LargestBatch], ...] = ()
@@ -47,7 +47,7 @@ class BatchSizes:
 
     @property
     def fits(self) -> Callable[[Policy], bool]:
-        """Tells whether a policy, which names its batch size, may fit into memory: False where it clearly does not."""
+        """A function that returns False if a policy, which names its batch size, clearly does not fit into memory."""
         known: dict[tuple[Arm, int], bool] = {}
 
         def fits(policy: Policy) -> bool:
@@ -68,14 +68,14 @@ class BatchSizes:
             yield Finding(code="largest-batch", message=f"{words}: {found}", figures=figures)
 
 
-# Where the batch size is not searched.
+# Used if the batch size is not searched.
 NO_SIZES = BatchSizes(sizes=())
 
 
 def batch_sizes_for(
     runner: Runner, arms: tuple[Policy, ...], prepared: Prepared, budget: Budget, whole: GlobalBatch | None
 ) -> BatchSizes:
-    """Finds the largest batch under each of these policies, and the sizes between it and the workload's own."""
+    """Finds the largest batch under each policy of `arms`, and the sizes between it and the workload's own."""
     until_s = budget.left_s - SHARE * budget.seconds
     sizer = sizer_for(runner, prepared, whole, left_s=lambda: budget.left_s - until_s)
     if sizer is None:
@@ -89,14 +89,14 @@ def batch_sizes_for(
 def sizer_for(
     runner: Runner, prepared: Prepared, whole: GlobalBatch | None, *, left_s: Callable[[], float]
 ) -> Sizer | None:
-    """None where it is not known how much memory there is."""
+    """Returns an object that finds the largest batch sizes; None if the size of the memory is unknown."""
     own, on_gpu = prepared.subject.batch_size, prepared.hardware.device != "cpu"
     if prepared.memory_mib is None:
         return None
     fixed = FixedPart.of_weights(prepared.subject.parameters) if on_gpu else FixedPart()
 
     def run(policy: Policy) -> Outcome:
-        # Gradients that wait for the next batch take memory too, from the second of them on.
+        # Accumulated gradients take memory too, from the second batch on.
         together = 1 if whole is None or policy.batch_size is None else min(2, whole.per_device // policy.batch_size)
         limit_s = min(PROBE_LIMIT_S, max(1.0, left_s()))
         return runner.measure_alone(replace(policy, accumulate=together), replace(PROBE, time_limit_s=limit_s))
@@ -111,7 +111,7 @@ def sizer_for(
 
 
 def _allowed(prepared: Prepared, whole: GlobalBatch | None) -> tuple[int, ...] | None:
-    """The only sizes to try, if there are such."""
+    """Returns the only sizes to try; None if any size may be tried."""
     if whole is not None:
         return whole.batch_sizes
     if prepared.hardware.device == "cpu":
@@ -121,7 +121,7 @@ def _allowed(prepared: Prepared, whole: GlobalBatch | None) -> tuple[int, ...] |
 
 
 def _between(own: int, largest: list[int], whole: GlobalBatch | None) -> tuple[int, ...]:
-    """The own size times powers of two, and the largest; of what divides a global batch, some."""
+    """Returns the own size times powers of two and the largest; with a global batch, some of its divisors instead."""
     highest = max([own, *largest])
     if whole is not None:
         sizes = [n for n in whole.batch_sizes if max(1, own // LEAST_PART) <= n <= highest]

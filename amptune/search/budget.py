@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 __all__ = ["Budget", "Clock"]
 
-# Seconds that only go forward, from any start.
+# Returns seconds since an arbitrary start; they never go backwards.
 Clock = Callable[[], float]
 
 # Importing torch and building a small model must be possible under the shortest budget.
@@ -17,7 +17,7 @@ SHORTEST_PREPARE_S = 15.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """`seconds` from `started`, both by `clock`; `trials` are new measurements, the comparisons aside."""
+    """A limit of `seconds` after `started`, both by `clock`, and of `trials` new measurements besides comparisons."""
 
     seconds: float
     trials: int | None = None
@@ -33,10 +33,10 @@ class Budget:
         return self.seconds - self.spent_s
 
     def less(self, seconds: float) -> Budget:
-        """The same with so many seconds kept back for something else."""
+        """Returns this budget with `seconds` of it kept back for something else."""
         return replace(self, seconds=self.seconds - seconds)
 
     @property
     def left_to_prepare_s(self) -> float:
-        """The time to build the workload in."""
+        """The time limit for building the workload."""
         return max(SHORTEST_PREPARE_S, self.left_s)

@@ -1,4 +1,4 @@
-"""What will be tried for one workload on one machine: the space narrowed to both, and how a point becomes a policy."""
+"""The candidates for one workload on one machine: the search space narrowed to both, and its points as policies."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = ["Candidates", "GlobalBatch", "Wanted", "candidates_for"]
 class GlobalBatch:
     """The samples of one optimizer step, over all devices: batch_size × accumulate × devices, exactly.
 
-    Raises `SpaceError` where they cannot be shared out among the devices.
+    Raises `SpaceError` if they cannot be divided evenly among the devices.
     """
 
     samples: int
@@ -58,17 +58,17 @@ class GlobalBatch:
         return self.samples // self.devices
 
     def allows(self, batch_size: int) -> bool:
-        """Whether a whole number of batches makes it up."""
+        """Returns whether a whole number of batches adds up to the global batch."""
         return self.per_device % batch_size == 0
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """All that it allows, the smallest first."""
+        """The batch sizes that it allows, the smallest first."""
         small = [n for n in range(1, math.isqrt(self.per_device) + 1) if self.allows(n)]
         return tuple(sorted({*small, *(self.per_device // n for n in small)}))
 
     def kept_by(self, policy: Policy) -> Finding:
-        """How a policy makes it up, as a finding."""
+        """Returns a finding that says how a policy's batches add up to the global batch."""
         size, accumulate = policy.batch_size, policy.accumulate
         devices = f" × {self.devices} devices" if self.devices > 1 else ""
         return Finding(
@@ -78,7 +78,7 @@ class GlobalBatch:
         )
 
     def require(self, batch_size: int) -> None:
-        """Raises `SpaceError`, with the nearest sizes that divide it, for a batch size that does not."""
+        """Raises `SpaceError`, with the nearest allowed sizes, if the batch size does not divide the global batch."""
         if not self.allows(batch_size):
             near = sorted(sorted(self.batch_sizes, key=lambda n: abs(math.log(n / batch_size)))[:NEAREST])
             each = f"{self.per_device} samples a device" if self.devices > 1 else f"{self.samples} samples"
@@ -88,16 +88,16 @@ class GlobalBatch:
             )
 
 
-# So many batch sizes are offered in place of one that will not do.
+# The number of batch sizes that an error suggests in place of one that is not allowed.
 NEAREST = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What the user asked of the search.
+    """The user's wishes for the search.
 
-    `batch_size` is None (the workload's own), a number that the workload is then run with instead, or "auto" to search
-    it; `compile` whether to try torch.compile, None where the space and the budget are to say. No policy may take more
+    `batch_size` is None (the workload's own), a number to run the workload with instead, or "auto" to search it.
+    `compile` says whether to try torch.compile; None leaves that to the space and the budget. No policy may take more
     than `memory_mib` of the device's memory.
     """
 
@@ -112,10 +112,11 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """`first` are measured before the sampler proposes anything, the best of the `known_good` stand in the finals too.
+    """The policies that a search may try.
 
-    `stored` is the space that a study is kept under; what fails the numerics gate is cut from `space` alone. Without
-    a `batch_size` it is the workload's own.
+    The `first` are measured before the sampler proposes anything; the best of the `known_good` also enter the finals.
+    `stored` is the space that a study is kept under; values that fail the numerics gate are removed from `space` only.
+    If `batch_size` is None, the workload's own is used.
     """
 
     space: Space
@@ -130,7 +131,7 @@ class Candidates:
     safeguards: Mapping[str, tuple[Fp32Rule, ...]] = field(default_factory=dict)
 
     def policy_of(self, point: Point) -> Policy:
-        """The settings a point of the space stands for; what nothing in it uses is stock PyTorch's."""
+        """Returns the policy for a point of the space; settings without effect there keep stock PyTorch's value."""
         settings: dict[str, Any] = {"batch_size": self.batch_size, **point}
         settings["accumulate"] = _accumulate(settings["batch_size"], self.global_batch)
         depth = settings.pop("fp32_exclusions", 0)
@@ -148,7 +149,7 @@ class Candidates:
         return policy if policy.uses_fp32_math else replace(policy, fp32_math=STOCK.fp32_math)
 
     def guarded(self, safeguards: Mapping[str, tuple[Fp32Rule, ...] | None]) -> Candidates:
-        """The same, with rules that the numerics of a precision need; one that has None is not tried at all."""
+        """Returns these candidates with the rules that each precision's numerics need; one with None is not tried."""
         kept = {precision: rules for precision, rules in safeguards.items() if rules is not None}
         space = self.space
         for name in ("autocast", WEIGHTS):
@@ -157,9 +158,9 @@ class Candidates:
         return replace(self, space=space, safeguards=kept)
 
     def allows(self, policy: Policy) -> bool:
-        """Whether each setting has a value that the space allows, the user's pins included, tried or not."""
+        """Returns whether the space, with the user's pins, allows each setting of a policy, tried or not."""
         settings = {knob.name: knob.choices for knob in self.space.knobs if knob.name not in (EXCLUSIONS, HALF)}
-        if policy.weights == "fp32":  # then the others have no meaning
+        if policy.weights == "fp32":  # master weights and BatchNorm's dtype have no meaning then
             settings = {name: choices for name, choices in settings.items() if name not in (MASTERS, BATCHNORM)}
         faster = [rule for rule in policy.fp32_modules if not rule.is_needed]
         point: dict[str, Any] = {name: getattr(policy, name) for name in settings}
@@ -174,7 +175,7 @@ class Candidates:
 
     @property
     def halves_alone(self) -> tuple[Policy, ...]:
-        """Every precision below FP32 that is tried, and nothing else: autocast in each dtype, then half weights."""
+        """One plain policy for each precision below FP32 in the space: autocast in each dtype, then half weights."""
         dtypes: list[Any] = [dtype for dtype in self.space.choices("autocast") if dtype != "off"]
         recipes = [amp_recipe(dtype) for dtype in dtypes]
         if "half" in self.space.choices(WEIGHTS):
@@ -184,9 +185,9 @@ class Candidates:
 
     @property
     def soon(self) -> tuple[Policy, ...]:
-        """What is measured before anything that takes long: the known-good policies, and CUDA graphs to start with.
+        """The policies measured before any slow one: the known-good policies, and starting points with CUDA graphs.
 
-        Those are recorded in a second, and several times as fast as eager steps where these wait for the host.
+        A CUDA graph is recorded in a second, and several times as fast as eager steps if these wait for the host.
         """
         recorded = [policy for policy in map(self.policy_of, self.space.try_first) if policy.cuda_graphs]
         return tuple(dict.fromkeys([self.known_good[0], *self.amp_recipes, *recorded, *self.known_good]))
@@ -198,7 +199,7 @@ class Candidates:
 
     @property
     def _plain(self) -> Iterator[Policy]:
-        """Stock PyTorch and plain autocast as far as the space has them: with what is pinned, and nothing else."""
+        """Stock PyTorch and plain autocast, as far as the space has them; only pinned settings differ."""
         stock = {
             knob.name: stock_value(knob.name) if is_in(stock_value(knob.name), knob.choices) else knob.choices[0]
             for knob in self.space.knobs
@@ -213,9 +214,9 @@ class Candidates:
 
     @property
     def _in_larger_batches(self) -> Iterator[Policy]:
-        """Where batch sizes are searched: stock PyTorch and one dtype's recipes in some, up to half of the largest.
+        """If batch sizes are searched: stock PyTorch and one dtype's recipes at some sizes, up to half of the largest.
 
-        What is fastest there may be another dtype or layout than at the workload's own size, and without exclusions.
+        The fastest dtype or layout there may differ from that at the workload's own size, and need no exclusions.
         """
         sizes = [int(size) for size in self.space.choices(BATCH_SIZE)]
         top = [size for size in sizes if size <= max(sizes) / 2]
@@ -233,7 +234,7 @@ def candidates_for(
     """Narrows the machine's space to what can matter for this model, then to what the user pinned.
 
     Without a `ladder`, modules to exclude are ordered by their arithmetic intensity. `sizes` are the batch sizes to
-    search besides the workload's own, where that was asked for.
+    search besides the workload's own, if the user asked for that.
 
     Raises an `AmptuneError` for a space that does not exist or a pin that means nothing.
     """
@@ -288,7 +289,7 @@ def _require_shares(whole: GlobalBatch, batch_size: int, subject: Subject) -> No
 
 
 def _compiling(space: Space, wanted: Wanted) -> Space:
-    """The space as `--compile` or `--no-compile` would have it."""
+    """Applies `--compile` or `--no-compile` to the space."""
     modes, pinned = space.choices("compile"), wanted.pins.get("compile")
     if pinned is not None and wanted.compile is (pinned == "off"):
         said = "--compile" if wanted.compile else "--no-compile"
@@ -301,7 +302,7 @@ def _compiling(space: Space, wanted: Wanted) -> Space:
 
 
 def _with_half_weights(space: Space, wanted: Wanted) -> Space:
-    """Pinned half weights leave no room for autocast; they come with master weights and BatchNorm in FP32."""
+    """Turns autocast off if half weights are pinned, and adds master weights and BatchNorm in FP32 unless set."""
     asked = [name for name in (MASTERS, BATCHNORM) if wanted.pins.get(name, "").lower() in ("true", "on")]
     if asked and "half" not in space.choices(WEIGHTS):
         raise SpaceError(f"--set {asked[0]}=true means nothing for FP32 weights; add --set weights=half")
@@ -319,9 +320,9 @@ def _with_half_weights(space: Space, wanted: Wanted) -> Space:
 
 
 def _narrowed(space: Space, subject: Subject, rungs: int) -> Space:
-    """Drops what cannot matter: layouts and plans of convolutions a model does not have, rungs of no ladder.
+    """Drops values that cannot matter: layouts and cuDNN plans without convolutions, depths above the ladder's top.
 
-    Where the optimizer cannot be fused, starting points are tried without that.
+    If the optimizer cannot be fused, the starting points are tried without fusing it.
     """
     formats = {"contiguous"}
     formats |= {"channels_last"} if 2 in subject.convolution_dims else set()
@@ -343,14 +344,14 @@ def _narrowed(space: Space, subject: Subject, rungs: int) -> Space:
 
 
 def _amp_recipes(space: Space) -> tuple[Policy, ...]:
-    """The AMP recipe in every dtype this machine has, and the same in the model's channels-last format."""
+    """Returns the AMP recipe in every dtype of this machine, contiguous and in the model's channels-last format."""
     dtypes: list[Any] = [dtype for dtype in space.choices("autocast") if dtype != "off"]
     formats = space.choices("memory_format") or ("contiguous",)
     return tuple(amp_recipe(dtype, memory_format=layout) for layout in formats for dtype in dtypes)
 
 
 def _study_name(prepared: Prepared, space: Space, batch_size: int, memory_mib: float | None) -> str:
-    """Everything whose change makes earlier measurements void, as a hash behind a readable name."""
+    """Returns a readable name and a hash of everything whose change makes earlier measurements invalid."""
     subject, software = prepared.subject, prepared.hardware.software
     parts = [
         subject.source_digest,

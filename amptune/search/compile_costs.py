@@ -1,4 +1,4 @@
-"""What torch.compile costs and when it pays, from the trials. Pure."""
+"""The cost of torch.compile, and when it pays, from the trials. Pure."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from amptune.search.trial import Trial
 
 __all__ = ["AUTOTUNE_S", "COMPILE_S", "cold_s", "compile_findings", "compiled_s", "expected_compile_s"]
 
-# What a graph takes to compile before one was compiled here, and to time its kernels too. For ResNet-50 on an H200 25
-# to 40 s (reports/h200/oracle); the second did not end in the 280 s that were left of that command.
+# Expected time to compile a graph while none was compiled here, without and with timing of its kernels. ResNet-50 on an
+# H200 took 25 to 40 s (reports/h200/oracle); with timing it did not end in the 280 s that were left of that command.
 COMPILE_S, AUTOTUNE_S = 30.0, 300.0
 
-# By the leaf modules of a model: VGG16 (53) took 10 to 17 s, BERT-base (105) 15 to 20, ResNet-50 (155) 25 to 35,
-# SE-ResNeXt50 (235) 40, DeepLabV3+ (334) 54 to 70, DenseNet-161 (489) 91 to 115, each alone (on H200s of several hosts;
-# amptune's trials and pytorch-autotune's logs in reports/h200/rivals). A graph twice as large takes more than twice.
+# Compile time by the model's number of leaf modules: VGG16 (53) took 10 to 17 s, BERT-base (105) 15 to 20, ResNet-50
+# (155) 25 to 35, SE-ResNeXt50 (235) 40, DeepLabV3+ (334) 54 to 70, DenseNet-161 (489) 91 to 115, each compiled alone
+# (on H200s of several hosts; amptune's trials and pytorch-autotune's logs in reports/h200/rivals). A graph twice as
+# large takes more than twice as long.
 FIXED_S, LEAF_S, PAIR_OF_LEAVES_S = 10.0, 0.1, 0.0002
 
-# What starts so soon was not compiled, but lay in the compiler's cache: what it costs is not known.
+# A graph that starts faster than this came from the compiler's cache, so its compile time is unknown.
 FROM_CACHE_S = 0.5
 
 
 def expected_compile_s(leaves: int) -> float:
-    """What the graph of a model of so many leaf modules is expected to take to compile."""
+    """Returns the expected compile time of a model with this many leaf modules."""
     return FIXED_S + LEAF_S * leaves + PAIR_OF_LEAVES_S * leaves**2
 
 
 def cold_s(policy: Policy, tried: Mapping[Policy, Outcome]) -> float:
-    """The seconds that a policy's graph is expected to take to compile; 0 for one that lies in a cache by now."""
+    """Returns the expected compile time of a policy's graph; 0 if the graph is in the cache by now."""
     if policy.compile == "off":
         return 0.0
     startup_s = {one: outcome.startup_s for one, outcome in tried.items() if isinstance(outcome, Measurement)}
@@ -44,16 +45,16 @@ def cold_s(policy: Policy, tried: Mapping[Policy, Outcome]) -> float:
 
 
 def compiled_s(policy: Policy, tried: Mapping[Policy, Outcome]) -> float:
-    """The seconds that a policy's graph took to compile, or is expected to."""
+    """Returns the measured compile time of a policy's graph, or else the expected one."""
     graph = _graph_of(policy)
     seen = [o.startup_s for one, o in tried.items() if isinstance(o, Measurement) and _graph_of(one) == graph]
     return max(seen, default=cold_s(policy, tried))
 
 
 def compile_findings(trials: Sequence[Trial], winner: Policy) -> Iterator[Finding]:
-    """How long compiling the winner took and after how many steps that pays; what was in the way of compiling.
+    """Yields how long compiling the winner took, after how many steps that pays, and what hindered compiling.
 
-    Times are those of single trials: of a policy compiled before, they tell what it takes with the graphs on disk.
+    Times are those of single trials. For a policy compiled before, they are start-up times with the graphs on disk.
     """
     compiled = [trial for trial in trials if trial.policy.compile != "off"]
     yield from _pays(trials, winner) if winner.compile != "off" else _not_faster(trials, compiled)
@@ -83,7 +84,7 @@ def _pays(trials: Sequence[Trial], winner: Policy) -> Iterator[Finding]:
 
 
 def _graph_of(policy: Policy) -> Policy:
-    """What is compiled: the optimizer is not. What was compiled once lies in a cache for the next."""
+    """Returns the policy without the optimizer, which is not compiled. Policies with equal graphs share the cache."""
     return replace(policy, fused_optimizer=False)
 
 
@@ -109,7 +110,7 @@ def _failed(compiled: Sequence[Trial]) -> Iterator[Finding]:
 
 
 def _broken(compiled: Sequence[Trial], winner: Policy) -> Iterator[Finding]:
-    """By the winner's own trial where it is compiled, else by any."""
+    """Reports graph breaks and recompilation in the winner's trials if it is compiled, else in any trial."""
     own = [trial for trial in compiled if trial.policy == winner] or compiled
     measured = [outcome for trial in own if (outcome := _measured(trial)) is not None]
     breaks = next((outcome.graph_breaks for outcome in measured if outcome.graph_breaks), ())

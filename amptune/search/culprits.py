@@ -1,4 +1,4 @@
-"""Group testing: which few of many modules must stay in FP32, in few measurements."""
+"""Group testing: finds the few of many modules that must stay in FP32, in few measurements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["smallest_cure"]
 
 Ask = Callable[[Collection[str]], bool]
 
-# How likely there is one culprit more, whatever was found so far: the number of culprits is taken to be geometric.
+# The probability of one more culprit, whatever was found so far: the number of culprits is taken to be geometric.
 # 0.6 is the value at which the bound of tests/search/test_culprits.py holds wherever the culprits stand; a larger
 # one asks less when there are many, and more when there is one (reports/group_testing.json).
 ONE_MORE = 0.6
@@ -17,21 +17,20 @@ ONE_MORE = 0.6
 def smallest_cure(
     units: Sequence[str], cures: Callable[[Sequence[str]], bool], *, suspects: Collection[str] = ()
 ) -> tuple[str, ...] | None:
-    """A set of units, in their order, that cures and of which none can be dropped; None if all together do not.
+    """Returns units, in their order, that cure together and are all needed; None if all units together do not cure.
 
-    `cures` says whether training is sound with these units in FP32. It is asked no set twice and never the empty
-    one, which is known not to cure; what it raises passes through. Where a larger set cures less than a smaller
-    one, the answer is still one that `cures` accepted, though perhaps not minimal. `suspects` is a guess: tested
-    first, and if it cures the answer is sought within it. Where several sets would do, the answer is the one
-    whose last unit stands furthest in front, with the suspects before all others; it need not be the one with the
-    fewest units.
+    `cures` says whether training is sound with these units in FP32. It is never asked about a set twice, nor about
+    the empty set, which is known not to cure; its exceptions pass through. If a larger set cures less than a smaller
+    one, the result is still a set that `cures` accepted, but perhaps not minimal. `suspects` is a guess: it is tested
+    first, and if it cures, the search stays within it. If several sets would do, the result is the one whose last
+    unit comes first, with the suspects ordered before all others; it need not be the one with the fewest units.
 
-    As in generalized binary splitting (Hwang, "A method for detecting all defective members in a population by
-    group testing", JASA 1972), one culprit after another is found by bisection, for about log2(N / d) questions
-    each; unlike there, nobody says how many there are. Units may cure only together, so every set asked holds
-    what was found before, and the search goes on in front of the last culprit: the shortest prefix that cures
-    ends in one. The answer is therefore minimal in the sense of delta debugging (Zeller and Hildebrandt, TSE
-    2002) and QuickXplain (Junker, AAAI 2004), which get there by dividing sets.
+    The method is generalized binary splitting (Hwang, "A method for detecting all defective members in a population
+    by group testing", JASA 1972): bisection finds one culprit after another, in about log2(N / d) questions each.
+    Unlike there, the number of culprits is unknown. Units may cure only together, so every set asked contains the
+    culprits found before. The shortest prefix that cures ends in a culprit, so the search goes on in front of it.
+    The result is therefore minimal in the sense of delta debugging (Zeller and Hildebrandt, TSE 2002) and QuickXplain
+    (Junker, AAAI 2004), which divide sets instead.
     """
     units = tuple(dict.fromkeys(units))
     ask = _asking_once(units, cures)
@@ -57,11 +56,11 @@ def _asking_once(units: Sequence[str], cures: Callable[[Sequence[str]], bool]) -
 
 
 def _culprits(order: Sequence[str], ask: Ask, rejected: int) -> list[str]:
-    """`order` cures and its first `rejected` units do not."""
+    """Returns the culprits in `order`; `order` is known to cure, its first `rejected` units are known not to."""
     found: list[str] = []
     length = _shortest_prefix(len(order), rejected, lambda n: ask(order[:n]))
     while length:
-        # What the prefix and the culprits before it cured is the shorter prefix and all culprits: known to cure.
+        # The shorter prefix and `found` are the same set as the one that cured, so `length` is known to cure.
         length -= 1
         found.append(order[length])
         length = _shortest_prefix(length, -1, lambda n: ask([*order[:n], *found]))
@@ -69,7 +68,7 @@ def _culprits(order: Sequence[str], ask: Ask, rejected: int) -> list[str]:
 
 
 def _shortest_prefix(length: int, rejected: int, cures: Callable[[int], bool]) -> int:
-    """Bisects the lengths above `rejected`; `length` is known to cure."""
+    """Returns the shortest length above `rejected` that cures, by bisection; `length` is known to cure."""
     shortest = length
     while shortest - rejected > 1:
         middle = _even_chance(rejected, shortest, length)
@@ -81,10 +80,10 @@ def _shortest_prefix(length: int, rejected: int, cures: Callable[[int], bool]) -
 
 
 def _even_chance(rejected: int, accepted: int, length: int) -> int:
-    """The prefix between the two that is as likely to cure as not: an answer is then worth one bit.
+    """Returns the length between the two that is as likely to cure as not: an answer is then worth one bit.
 
-    Among a geometric number of culprits, each of them anywhere in `length` units, the last stands within the
-    first k with probability (1 - q) / (1 - q k / length) for q = `ONE_MORE`; k = 0 is that there is none.
+    With a geometric number of culprits, each anywhere in `length` units, the last one is within the first k
+    with probability (1 - q) / (1 - q k / length) for q = `ONE_MORE`; k = 0 means that there is none.
     """
 
     def probability(k: int) -> float:

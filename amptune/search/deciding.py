@@ -1,4 +1,4 @@
-"""From trials and comparisons to what is written down: the decision, and the policy file with its evidence."""
+"""The decision of a tuning, from its trials and comparisons, and the policy file with its evidence."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ __all__ = ["Decision", "decide"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What tuning found. `provisional` means the final comparison is missing or was cut short.
+    """The result of a tuning. `provisional` means the final comparison is missing or was cut short.
 
-    `verdict` is what the claim rests on; `finalists` are all that were compared before it, `ablation` what each
-    setting of the winner buys. `amp_recipe` is the better of the AMP recipes that were compared, or the failure of the
-    last. `memory_mib` is what the device had to give.
+    The claim rests on `verdict`. `finalists` are all policies compared before it, `ablation` says what each setting of
+    the winner buys. `amp_recipe` is the better of the compared AMP recipes, or a failure if all of them failed.
+    `memory_mib` is the memory that the device had available.
     """
 
     policy_file: PolicyFile
@@ -63,15 +63,15 @@ class Decision:
 
     @property
     def winner(self) -> Policy:
-        """The same as it was measured: the batch size of the workload is not written out."""
+        """The policy as it was measured: its batch size is None if it is the workload's own."""
         return self.verdict.winner.policy
 
     def with_evidence(self, evidence: Evidence) -> Decision:
-        """The same, with this in its policy file."""
+        """Returns this decision with `evidence` in its policy file."""
         return replace(self, policy_file=replace(self.policy_file, evidence=evidence))
 
     def with_findings(self, findings: Iterable[Finding]) -> Decision:
-        """The same, with these behind its own, in its policy file too."""
+        """Returns this decision with `findings` added after its own, also in its policy file."""
         new = tuple(findings)
         evidence = self.policy_file.evidence.copy()
         evidence["findings"] = [*evidence.get("findings", []), *(finding.as_dict() for finding in new)]
@@ -84,12 +84,12 @@ class Decision:
 
     @property
     def gain(self) -> Ratio:
-        """What the objective gained: the same; or the baseline's peak memory, or energy a sample, over the policy's."""
+        """The gain by the objective: speedup, or peak memory or energy a sample, the baseline's over the policy's."""
         return self.verdict.gain
 
     @property
     def objective(self) -> Objective:
-        """What the policy was to be best in."""
+        """The objective that the policy was chosen by."""
         return self.verdict.objective
 
     @property
@@ -108,7 +108,7 @@ def decide(
     seconds: float,
     provisional: bool,
 ) -> Decision | None:
-    """None where the baseline was not measured or failed: then nothing can be claimed.
+    """Returns the decision; None if the baseline was not measured or failed, as nothing can be claimed then.
 
     `noticed_before` are findings from before the search.
     """
@@ -150,9 +150,9 @@ def decide(
 
 
 def _finalists(proof: Proof, compared: Verdict | None, verdict: Verdict) -> tuple[Standing, ...]:
-    """What was compared, by the figures of the comparison; or of single trials, where those alone decide.
+    """Returns the compared policies with the figures of the comparison, or of single trials if those alone decide.
 
-    Figures of both kinds beside each other contradict each other.
+    Figures of the two kinds contradict each other, so they are never mixed.
     """
     if compared is not None and proof.finals:
         return standings_of(proof.finals, proof.contest.baseline)
@@ -166,13 +166,13 @@ def _of_numerics(judge: Judge, verdict: Verdict, finalists: Sequence[Standing]) 
 
 
 def _of_machine(trials: Sequence[Trial], proof: Proof) -> tuple[Finding, ...]:
-    """What disturbed the measurements."""
+    """Returns what disturbed the measurements."""
     compared = [outcome for one in proof.rounds for outcome in one.outcomes.values()]
     return noticed([*(trial.outcome for trial in trials), *compared])
 
 
 def _findings(proof: Proof, verdict: Verdict) -> Iterator[Finding]:
-    """What refinements and ablations add to the verdict's own reasons."""
+    """Yields what refinements and ablations add to the verdict's own reasons."""
     confirmed = proof.confirmed
     if confirmed is None:
         if proof.finals and not verdict.keeps_the_baseline:
@@ -207,7 +207,7 @@ def _findings(proof: Proof, verdict: Verdict) -> Iterator[Finding]:
 
 
 def _rejected(judge: Judge, finalists: Sequence[Standing]) -> Iterator[Finding]:
-    """The policies that were compared and are not as good as FP32."""
+    """Yields a finding for each compared policy that trains worse than FP32."""
     for standing in finalists:
         judgement = judge.rejection_of(standing.policy)
         if judgement is not None:
@@ -231,10 +231,11 @@ def _not_judged(judge: Judge, policy: Policy) -> Iterator[Finding]:
 
 
 def _verdict_of_looks(compared: Verdict, trials: Sequence[Trial], proof: Proof) -> Verdict | None:
-    """Provisionally the best that was better in every look, its trial included, where too few of them prove nothing.
+    """Returns a provisional verdict if there are too few launches for a proof; None if there is no such winner.
 
-    By more than what a single trial does not tell, as where trials alone decide, and by more than the spread of all
-    contenders from round to round makes likely. What was begun of an ablation is looked at too.
+    The winner is the best policy that was better in every look: its trial and each round, those of an unfinished
+    ablation too. It must gain more than the noise of a single trial, as when trials alone decide, and more than the
+    spread of all contenders from round to round makes likely.
     """
     few = launches_of(proof.finals) < ENOUGH_LAUNCHES
     if not (compared.keeps_the_baseline and few and proof.confirmed is None):
@@ -265,7 +266,7 @@ def _verdict_of_looks(compared: Verdict, trials: Sequence[Trial], proof: Proof) 
 
 
 def _gained_in(looks: Sequence[Round], standing: Standing, proof: Proof) -> bool:
-    """Whether in every look it gained more than a single one leaves in doubt, and was fast enough."""
+    """Returns whether the policy was fast enough and gained more than the noise of a trial in every look."""
     policy, baseline = standing.policy, proof.contest.baseline
     least = 1 + noise_of(proof.contest.objective)
     return all(
@@ -275,15 +276,15 @@ def _gained_in(looks: Sequence[Round], standing: Standing, proof: Proof) -> bool
 
 
 def _rounds_with(standing: Standing, proof: Proof) -> list[Round]:
-    """Those of all comparisons, of former runs too, that have the policy beside the baseline."""
+    """Returns the rounds of all comparisons, also of former runs, that have both the policy and the baseline."""
     both = {standing.policy, proof.contest.baseline}
     return [one for one in (*proof.contest.earlier, *proof.rounds) if both <= one.outcomes.keys()]
 
 
 def _verdict_of_trials(trials: Sequence[Trial], proof: Proof) -> Verdict | None:
-    """The best trial wins, of equals the fastest, without an interval: what can be said before the comparison.
+    """Returns the verdict before a comparison: the best trial wins, of equals the fastest, without an interval.
 
-    Unless a round that there was speaks against it.
+    A policy that did not gain enough in a round of an unfinished or former comparison cannot win.
     """
     baseline, eligible = proof.contest.baseline, proof.contest.eligible
     failed = {policy: failure for policy, failure in proof.failed.items() if policy != baseline}

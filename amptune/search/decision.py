@@ -1,4 +1,4 @@
-"""Which policy wins, and what may be claimed of it. Pure: from rounds of outcomes to a verdict."""
+"""The verdict: the policy that wins, and what may be claimed of it. Pure: computed from rounds of outcomes."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ __all__ = [
     "verdict_of",
 ]
 
-# An interval this narrow (half its width, relative) is worth no further rounds.
+# An interval this narrow (half its width, relative) needs no further rounds.
 NARROW = 0.01
 ENOUGH_TO_STOP = 5
-# Two policies no further apart than this are the same to a user, and the simpler is preferred, where they are known not
-# to be `CLOSE` apart either.
+# To a user, two policies that differ by at most `NEGLIGIBLE` are equal. The simpler one is preferred, if the interval
+# also excludes that they differ by more than `CLOSE`.
 NEGLIGIBLE, CLOSE = 0.005, 0.01
-# Where a ratio differs by more than this from round to round, that is said.
+# A ratio that differs by more than this from round to round is reported.
 NOISY = 0.05
-# The code of the finding that a policy is better, and what several are that are so.
+# The code of the finding that a policy is better, and the words for several such policies.
 _BETTER = {"throughput": "faster", "memory": "less-memory", "energy": "less-energy"}
 _BEST = {"throughput": "fastest", "memory": "that use least memory", "energy": "that use least energy"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """One policy in a comparison. Figures are None where it failed, and `failure` says how.
+    """One policy's figures in a comparison. They are None if it failed, and `failure` says how.
 
-    `vs_baseline` compares samples per second in the rounds that both finished, `gain` what the objective is about.
-    `step_ms` is as measured, so drift moves it and its interval; a ratio it does not. One that is `too_slow` for the
-    objective cannot win.
+    `vs_baseline` compares samples per second in the rounds that both finished, `gain` the figure of the objective.
+    `step_ms` is as measured, so drift changes it and its interval; drift does not change a ratio. A policy that is
+    `too_slow` for the objective cannot win.
     """
 
     policy: Policy
@@ -77,23 +77,23 @@ class Standing:
 
     @property
     def speedup(self) -> float:
-        """Over the baseline, 0 where it failed or nothing can be said."""
+        """The ratio of its samples per second to the baseline's; 0 if it failed or the ratio is unknown."""
         return _value(self.vs_baseline)
 
     @property
     def merit(self) -> float:
-        """What was gained over the baseline, 0 where it failed or nothing can be said."""
+        """The gain over the baseline by the objective; 0 if it failed or the gain is unknown."""
         return _value(self.gain)
 
     @property
     def place(self) -> tuple[bool, bool, float, float]:
-        """What standings are ordered by: the best first, then what is too slow, failures last."""
+        """The sort key of standings: the best first, then policies that are too slow, failures last."""
         return self.failure is not None, self.too_slow, -self.merit, -(self.samples_per_s or 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The winner among the contenders, the baseline it is held against, and why."""
+    """The winner among the contenders, the baseline it is compared with, and the reasons."""
 
     winner: Standing
     baseline: Standing
@@ -108,7 +108,7 @@ class Verdict:
 
     @property
     def gain(self) -> Ratio:
-        """What the objective gained: the same, or the baseline's peak memory or energy a sample over the winner's."""
+        """The gain by the objective: speedup, or peak memory or energy a sample, the baseline's over the winner's."""
         return self._of_winner(self.winner.gain)
 
     def _of_winner(self, ratio: Ratio | None) -> Ratio:
@@ -120,9 +120,9 @@ class Verdict:
 
 
 def departure_count(policy: Policy) -> int:
-    """How many settings differ from stock PyTorch, each FP32 rule counting; the batch size is the user's own.
+    """Returns how many settings differ from stock PyTorch. Each FP32 rule counts; the batch size does not.
 
-    What keeps half weights sound is no departure of its own, so that it is not left out for being one.
+    Settings that keep half weights sound do not count either: a policy must not be preferred for lacking them.
     """
     own = {"batch_size", "accumulate", "master_weights", "keep_batchnorm_fp32"}
     settings = {name for name, _ in policy.departures()} - own
@@ -136,11 +136,11 @@ def verdict_of(
     *,
     doubt: float = 1.0,
 ) -> Verdict | None:
-    """The best policy that is shown to be better; among equals, the one with the fewest departures from stock.
+    """Returns a verdict for the best policy that is shown to be better; among equals, the one closest to stock PyTorch.
 
-    What is best says the objective of the rounds. Only the baseline and `eligible` policies can win, and none that was
-    left out of the last round, being beaten. None if the baseline failed. With more `doubt` the intervals that have to
-    exclude 1 are so many times as wide.
+    The objective of the rounds says which is best. Only the baseline and `eligible` policies can win, and only if they
+    were still measured in the last round: a beaten policy is not. Returns None if the baseline failed. Intervals are
+    made `doubt` times as wide before they have to exclude 1.
     """
     standings = standings_of(rounds, baseline)
     of = {standing.policy: standing for standing in standings}
@@ -161,7 +161,7 @@ def verdict_of(
 
 
 def speed_not_shown(winner: Standing, objective: Objective) -> Finding:
-    """That a policy that wins may be too slow for the objective."""
+    """Returns the finding that the winner may be too slow for the objective."""
     return Finding(
         code="speed-not-shown",
         message=f"its speed, {winner.vs_baseline} that of the baseline, is not shown to be the "
@@ -170,9 +170,9 @@ def speed_not_shown(winner: Standing, objective: Objective) -> Finding:
 
 
 def level_with_the_best(rounds: Sequence[Round], standings: Sequence[Standing]) -> list[Standing]:
-    """Those between which it does not matter: level with the best by the objective, and of those with the fastest.
+    """Returns the policies that are level with the best by the objective and, among those, with the fastest.
 
-    To use a little less memory is not worth a speed.
+    A little less memory is not worth a loss of speed.
     """
     for by in dict.fromkeys((rounds[-1].objective, THROUGHPUT)) if standings else ():
         best = best_among(rounds, [standing.policy for standing in standings], by=by)
@@ -181,18 +181,18 @@ def level_with_the_best(rounds: Sequence[Round], standings: Sequence[Standing]) 
 
 
 def standings_of(rounds: Sequence[Round], baseline: Policy) -> tuple[Standing, ...]:
-    """Every policy of the rounds, the best first; behind them what is too slow for the objective, failures last."""
+    """Returns every policy of the rounds, the best first; then those too slow for the objective, failures last."""
     policies = dict.fromkeys(policy for one in rounds for policy in one.outcomes)
     standings = [_standing(rounds, policy, baseline) for policy in policies]
     return tuple(sorted(standings, key=lambda standing: standing.place))
 
 
 def settled(rounds: Sequence[Round], baseline: Policy) -> bool:
-    """Whether the ratio of the best to each rival that is still measured is known to ±1 %.
+    """Returns whether the ratio of the best to each rival that is still measured is known to ±1 %.
 
-    So must its speed be, where the objective needs one. It must have been so before the last launch too, and the
-    launches must be some: a spread over few looks small by chance, and to stop whenever it does would make the
-    intervals too narrow.
+    If the objective needs a speed, each policy's speed must be known as well as that. Both must have been so before
+    the last launch too, after `ENOUGH_TO_STOP` launches or more: the spread over few launches often looks small by
+    chance, and stopping whenever it does would make the intervals too narrow.
     """
     launches = sorted({one.launch for one in rounds})
     if len(launches) < ENOUGH_TO_STOP:
@@ -202,7 +202,7 @@ def settled(rounds: Sequence[Round], baseline: Policy) -> bool:
 
 
 def is_worth_a_change(ratio: Ratio) -> bool:
-    """Whether a policy is shown to be better than another, and by more than is negligible."""
+    """Returns whether the ratio is shown to be above 1, and its value exceeds 1 by more than is negligible."""
     return ratio.low > 1 and ratio.value > 1 + NEGLIGIBLE
 
 
@@ -219,7 +219,7 @@ def _is_narrow(rounds: Sequence[Round], baseline: Policy) -> bool:
 
 
 def _unbeaten(rounds: Sequence[Round], policies: Set[Policy]) -> Set[Policy]:
-    """Those of the policies that stood in the last round that any of them stood in; the others were left out before."""
+    """Returns the policies in the last round that has any of them; the others were dropped before."""
     return next((found for one in reversed(rounds) if (found := policies & one.outcomes.keys())), frozenset())
 
 
@@ -229,7 +229,7 @@ def _is_shown_better(standing: Standing, objective: Objective, doubt: float) -> 
 
 
 def _is_level(rounds: Sequence[Round], best: Policy, other: Policy, by: Objective) -> bool:
-    """Whether no difference is shown, and none that matters is seen either: what is unclear goes to the better."""
+    """Returns whether no difference is shown and none that matters is seen; if unclear, the better policy is kept."""
     ratio, least_gain = ratio_between(rounds, best, other, by=by), by.least_gain
     near = ratio.value <= 1 + NEGLIGIBLE and ratio.high <= 1 + CLOSE
     return other == best or (near and not ratio.low > 1 + least_gain and not ratio.high < 1 - least_gain)
@@ -242,7 +242,7 @@ def _value(ratio: Ratio | None) -> float:
 def _standing(rounds: Sequence[Round], policy: Policy, baseline: Policy) -> Standing:
     outcomes = [one.outcomes[policy] for one in rounds if policy in one.outcomes]
     failure = next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)
-    if failure is not None:  # once is enough: a policy that fails now and then is no policy to train with
+    if failure is not None:  # one failure is enough: a policy that sometimes fails is useless for training
         return Standing(policy=policy, failure=failure, rounds=len(outcomes))
     measured = [outcome for outcome in outcomes if isinstance(outcome, Measurement)]
     energies = [m.energy_j_per_sample for m in measured if m.energy_j_per_sample is not None]
@@ -263,7 +263,7 @@ def _standing(rounds: Sequence[Round], policy: Policy, baseline: Policy) -> Stan
 
 
 def _step_ms(rounds: Sequence[Round], policy: Policy) -> tuple[float, tuple[float, float] | None]:
-    """(the step's time, its 95 % interval or None after one block alone), by the same statistics as a ratio."""
+    """Returns (step time, its 95 % interval or None after a single block), by the same statistics as a ratio."""
     blocks: dict[int, list[float]] = defaultdict(list)
     for one in rounds:
         if isinstance(outcome := one.outcomes.get(policy), Measurement):

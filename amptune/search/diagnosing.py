@@ -1,4 +1,4 @@
-"""Why a training step is slow, and where its numbers break in half precision: `amptune diagnose` as a function."""
+"""`amptune diagnose` as a function: why a training step is slow, and where its numbers break in half precision."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from amptune.workload.protocol import Workload
 
 __all__ = ["Diagnosis", "DtypeDiagnosis", "diagnose"]
 
-# The baseline's own step, looked at briefly: it has to run before anything else is asked of it.
+# A short measurement of the baseline's step: the step has to run before anything else is examined.
 GLANCE = Effort(warmup_s=1.0, measure_s=0.2)
-# Of the budget, for finding what cures each dtype. The profiles, and the loop, take what they take: seconds.
+# The share of the budget for finding what cures each dtype. The profiles and the loop have no share: they take seconds.
 NUMERICS_SHARE = 0.6
 LOOP_S = 2.0
 SHORTEST_S = 20.0
@@ -42,9 +42,9 @@ SHORTEST_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DtypeDiagnosis:
-    """Training under autocast in one dtype: what the numerics gate says, where it breaks first, and what cures it.
+    """Training under autocast in one dtype: the judgement of the numerics gate, where training breaks, and the cure.
 
-    `cure` is None where the dtype is sound, or nothing cures it, or there was no time to find out: `findings` say.
+    `cure` is None if the dtype is sound, nothing cures it, or there was no time to find out: `findings` say which.
     """
 
     policy: Policy
@@ -55,7 +55,7 @@ class DtypeDiagnosis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What is wrong, the most important first: what breaks training, then what makes it slow."""
+    """The problems of a workload. `findings` begin with what breaks training, then what makes it slow."""
 
     hardware: Hardware
     subject: Subject
@@ -73,10 +73,10 @@ def diagnose(
     observer: Observer | None = None,
     evaluator: Evaluator | None = None,
 ) -> Diagnosis:
-    """Looks at a workload under autocast in every dtype of the machine, and as stock PyTorch runs it.
+    """Examines a workload under autocast in every dtype of the machine, and under stock PyTorch.
 
-    The machine is this one unless an `evaluator` is given. Raises what the workload raises, and `NothingFeasibleError`
-    where not even stock PyTorch runs.
+    The machine is this one unless an `evaluator` is given. Raises the workload's own errors, and `NothingFeasibleError`
+    if even stock PyTorch does not run.
     """
     source = source_of(workload)
     with (
@@ -109,7 +109,7 @@ class _Examination:
         )
 
     def _error_of(self, failure: Failure) -> Exception:
-        """Why stock PyTorch does not run, and where its numbers break where they do."""
+        """Returns why stock PyTorch does not run and, if its numbers break, where."""
         error = error_of_baseline(STOCK, failure)
         if failure.kind != "nonfinite":
             return error
@@ -126,11 +126,11 @@ class _Examination:
             yield _dtype(judge, recipe, prepared.subject)
 
     def _tell(self, event: Event) -> None:
-        """Of the time that is left numerics have a share, which is not what people gave."""
+        """Passes an event on with the time left of the user's budget, not of the share for numerics."""
         self.observer(replace(event, left_s=self.budget.left_s) if isinstance(event, PolicyJudged) else event)
 
     def _speed(self, prepared: Prepared) -> tuple[tuple[tuple[Policy, StepProfile], ...], tuple[Finding, ...]]:
-        """The AMP recipe, which is what most people have, and stock PyTorch."""
+        """Profiles the AMP recipe, which most people use, and stock PyTorch."""
         profiles: list[tuple[Policy, StepProfile]] = []
         findings: list[Finding] = []
         for policy in (*_recipes(prepared.hardware)[:1], STOCK):
@@ -149,7 +149,7 @@ class _Examination:
         return tuple(profiles), tuple(findings)
 
     def _input(self, numerics: Sequence[DtypeDiagnosis]) -> Iterator[Finding]:
-        """What of a training loop's time is not the step's, where there is time to look."""
+        """Yields what limits a training loop besides its step, if there is time to look."""
         if self.budget.left_s <= 0:
             return
         sound = [one.policy for one in numerics if one.judgement is not None and one.judgement.passes]
@@ -162,7 +162,7 @@ class _Examination:
 
 
 def _recipes(hardware: Hardware) -> tuple[Policy, ...]:
-    """The AMP recipe in the dtypes that this machine has, bf16 first. Any CPU computes both, if slowly."""
+    """Returns the AMP recipe in the dtypes that this machine has, bf16 first. Any CPU computes both, if slowly."""
     bf16 = hardware.gpu is None or hardware.gpu.bf16
     dtypes: tuple[Literal["bf16", "fp16"], ...] = ("bf16", "fp16") if bf16 else ("fp16",)
     return tuple(amp_recipe(dtype) for dtype in dtypes)
@@ -181,7 +181,7 @@ def _dtype(judge: Judge, recipe: Policy, subject: Subject) -> DtypeDiagnosis:
 
 
 def _in_order(numerics: Sequence[DtypeDiagnosis]) -> Iterator[Finding]:
-    """What is unsound first."""
+    """Yields the findings of unsound dtypes first."""
     for sound in (False, True):
         for one in numerics:
             if (one.judgement is not None and one.judgement.passes) is sound:
@@ -189,6 +189,6 @@ def _in_order(numerics: Sequence[DtypeDiagnosis]) -> Iterator[Finding]:
 
 
 def _under(policy: Policy, finding: Finding) -> Finding:
-    """Says which policy it was seen under."""
+    """Returns the finding with the policy that it was seen under."""
     message = f"under {policy}, {finding.message}"
     return replace(finding, message=message, figures={"policy": str(policy), **finding.figures})

@@ -1,4 +1,4 @@
-"""The tuner's figure held against a training loop: is it what training gets?"""
+"""A check of the tuner's samples per second against the workload's own training loop."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from amptune.search.evidence import in_order
 
 __all__ = ["Trainer", "checked_in_a_loop", "loop_s"]
 
-# Of the budget, for the loop: its timed seconds, and as many again for the step alone, warm-up and the loader's start.
+# The share of the budget for the loop: half for its timed seconds, half for the step alone, warm-up and loader start.
 SHARE = 0.06
 LONGEST_S = 5.0
-# A loop shorter than this says nothing.
+# A shorter loop says nothing.
 SHORTEST_S = 1.0
-# Beyond the budget, for a loop whose loader is slow to start.
+# Extra time, beyond the budget, for a loop whose loader is slow to start.
 GRACE_S = 10.0
 
 
 class Trainer(Protocol):
-    """What runs the workload's own training loop."""
+    """An object that runs the workload's own training loop."""
 
     def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming | Failure: ...
 
 
 def loop_s(budget: Budget) -> float:
-    """The seconds to keep for the loop and what is around it; 0 where the budget is too small for one."""
+    """Returns the seconds to reserve for the loop with its warm-up; 0 if the budget is too small for a loop."""
     seconds = min(LONGEST_S, SHARE * budget.seconds / 2)
     return 2 * seconds if seconds >= SHORTEST_S else 0.0
 
 
 def checked_in_a_loop(trainer: Trainer, decision: Decision, budget: Budget) -> Decision:
-    """The decision with `evidence.end_to_end` and what the loop tells, where the budget holds one.
+    """Returns the decision with `evidence.end_to_end` and the findings of the loop, if the budget is enough for one.
 
-    A loop that fails is a finding: the policy and its claim do not rest on it.
+    A loop that fails becomes a finding: the policy and its claim do not depend on the loop.
     """
     seconds = min(loop_s(budget), budget.left_s) / 2
     samples_per_s = decision.verdict.winner.samples_per_s
@@ -60,6 +60,6 @@ def checked_in_a_loop(trainer: Trainer, decision: Decision, budget: Budget) -> D
 
 
 def _figures(timing: LoopTiming) -> dict[str, Any]:
-    """The loop's figures to four digits."""
+    """Returns the loop's figures with four significant digits."""
     found = {name: value for name, value in asdict(timing).items() if value is not None}
     return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in found.items()}

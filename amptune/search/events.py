@@ -1,6 +1,6 @@
-"""What a tuning run tells while it runs; an observer is a function that takes these.
+"""The events that a tuning run reports while it runs; an observer is a function that takes them.
 
-`left_s` are the seconds that are left of its budget.
+`left_s` are the seconds that are left of the run's budget.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ __all__ = [
 ]
 
 
-# What contenders are compared for: to choose a winner, to look for a faster one beside it, to see what each of its
+# The purpose of a comparison: to choose a winner, to look for a faster policy close to it, to measure what each of its
 # settings buys, to check a claim.
 Stage = Literal["finals", "refinement", "ablation", "verify"]
 
 
-# What narrows the space before the search: modules timed by themselves, the numerics of each precision judged, the
-# largest batch found.
+# Work before the search that narrows the space: timing each module, judging the numerics of each precision, finding the
+# largest batch.
 Groundwork = Literal["modules", "numerics", "batch-size"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadBuilt:
-    """The workload is built, and what it is made of is known."""
+    """The event that the workload is built and its parts are known."""
 
     prepared: Prepared
     left_s: float
@@ -54,14 +54,14 @@ class WorkloadBuilt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroundworkStarted:
-    """Something is about to be measured before the search, which a while of little else follows."""
+    """The event before a measurement that precedes the search; few other events follow for a while."""
 
     groundwork: Groundwork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchStarted:
-    """The space is known; `remembered` trials come from an earlier run."""
+    """The event that the space is known; `remembered` trials come from an earlier run."""
 
     architecture: str
     size: int
@@ -77,7 +77,7 @@ class TrialStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiling:
-    """Graphs are about to be compiled beside one another, which a while of nothing else follows."""
+    """The event before several graphs are compiled at once; no other event follows for a while."""
 
     policies: tuple[Policy, ...]
     left_s: float
@@ -94,7 +94,7 @@ class TrialEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchEnded:
-    """`because` says in words why no more policies are tried."""
+    """The end of the search; `because` says in words why no more policies are tried."""
 
     because: str
     trials: int
@@ -103,7 +103,7 @@ class SearchEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonStarted:
-    """Contenders are about to be measured in turn, in processes of their own."""
+    """The event before contenders are measured in turn, each in its own process."""
 
     stage: Stage
     policies: tuple[Policy, ...]
@@ -112,7 +112,7 @@ class ComparisonStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContenderMeasured:
-    """One block of one contender; `launch` counts the starts of its process, from 0."""
+    """One measured block of one contender; `launch` counts the starts of its process, from 0."""
 
     stage: Stage
     launch: int
@@ -122,7 +122,7 @@ class ContenderMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyJudged:
-    """The numerics gate has spoken."""
+    """The event that the numerics gate has judged a policy."""
 
     judgement: Judgement
     left_s: float

@@ -1,4 +1,4 @@
-"""What the policy file says for itself: where it holds, and the figures behind it."""
+"""The evidence in a policy file: the machines and models that it holds for, and the figures behind it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["evidence_of", "in_order", "labels_of", "numerics_of", "parity_of"]
 
-# Under these labels the evidence holds. Others (driver, site labels) may differ without changing which policy wins.
+# Prefixes of the labels that the evidence depends on. Others (driver, site labels) do not change which policy wins.
 _HOLDS_FOR = {
     "cuda": ("nvidia.com/gpu.product", "nvidia.com/gpu.memory", "nvidia.com/gpu.compute.", "torch", "cudnn"),
     "cpu": ("kubernetes.io/arch", "feature.node.kubernetes.io/cpu-", "torch"),
@@ -34,7 +34,7 @@ _HOLDS_FOR = {
 
 
 def labels_of(prepared: Prepared) -> dict[str, str]:
-    """`valid_for`: the labels of this machine that matter, and the model's digest."""
+    """Returns `valid_for`: the labels of this machine that matter, and the model's digest."""
     prefixes = _HOLDS_FOR[prepared.hardware.device]
     labels = {name: value for name, value in prepared.hardware.labels if name.startswith(prefixes)}
     return {**labels, "model": prepared.subject.model_digest}
@@ -43,11 +43,10 @@ def labels_of(prepared: Prepared) -> dict[str, str]:
 def evidence_of(
     decision: Decision, rounds: Sequence[Round], judgement: Judgement | None, points: Sequence[Point] = ()
 ) -> Evidence:
-    """The policy file's `evidence`, from the comparisons (or, provisionally, from the trials).
+    """Returns the policy file's `evidence`, from the comparisons (or, provisionally, from the trials).
 
-    `points` are the sound trials, of which it keeps those that nothing else beats.
-
-    In the order of the format, so that a reader meets the claim before the figures of all finalists.
+    `points` are the sound trials; the evidence keeps those that no other trial beats. Keys have the order of the
+    format, so that a reader meets the claim before the figures of all finalists.
     """
     verdict = decision.verdict
     winner, baseline = verdict.winner, verdict.baseline
@@ -77,7 +76,7 @@ def evidence_of(
 
 
 def _of_objective(decision: Decision) -> Evidence:
-    """What it was, and what it gained; throughput goes without saying, for its gain is the speed-up."""
+    """Returns the objective and its gain; nothing for throughput, as its gain is the speedup."""
     objective, gain = decision.objective, decision.gain
     if objective.name == "throughput":
         return Evidence()
@@ -90,16 +89,16 @@ def _of_objective(decision: Decision) -> Evidence:
 
 
 def in_order(evidence: Evidence) -> Evidence:
-    """The same, its keys in the order of the format."""
+    """Returns the evidence with its keys in the order of the format."""
     found: Any = evidence
     return cast("Evidence", {key: found[key] for key in Evidence.__annotations__ if key in found})
 
 
 def parity_of(trials: Sequence[Trial], rounds: Sequence[Round], policy: Policy, baseline: Policy) -> dict[str, float]:
-    """How far the first steps under `policy` are from the baseline's, from the same weights on the same batches.
+    """Returns how far the first steps under `policy` are from the baseline's, from the same weights and batches.
 
-    Losses by the largest relative deviation, the first gradient's L2 norm by its relative deviation; and the
-    same between the baseline's own runs, which differ by the GPU's order of summation alone.
+    Losses are compared by their largest relative deviation, the first gradient's L2 norm by its relative deviation.
+    `fp32_loss_deviation` compares the baseline's own runs, which differ only by the GPU's order of summation.
     """
     looks = [{trial.policy: trial.outcome for trial in trials}, *(one.outcomes for one in rounds)]
     own, reference = _measurements(looks, policy), _measurements(looks, baseline)
@@ -107,7 +106,7 @@ def parity_of(trials: Sequence[Trial], rounds: Sequence[Round], policy: Policy, 
         return {}
     first = reference[0]
     if own[0].samples_per_step != first.samples_per_step:
-        return {}  # other batches, other losses
+        return {}  # losses of different batches cannot be compared
     parity = {"loss_deviation": max(_loss_deviation(m, first) for m in own)}
     if len(reference) > 1:
         parity["fp32_loss_deviation"] = max(_loss_deviation(m, first) for m in reference[1:])
@@ -117,7 +116,7 @@ def parity_of(trials: Sequence[Trial], rounds: Sequence[Round], policy: Policy, 
 
 
 def numerics_of(judgement: Judgement | None) -> dict[str, Any]:
-    """What the numerics gate saw, and how much of what it allows was used at the worst place."""
+    """Returns the figures of the numerics gate, and the largest share used of what it allows."""
     if judgement is None:
         return {}
     parity = judgement.parity
@@ -147,7 +146,7 @@ def _loss_deviation(a: Measurement, b: Measurement) -> float:
 
 
 def _figures(standing: Standing) -> dict[str, Any]:
-    """One finalist as plain data: its policy and what was measured, or how it failed."""
+    """Returns one finalist as plain data: its policy and what was measured, or how it failed."""
     figures: dict[str, Any] = {"policy": policy_to_dict(standing.policy)}
     if standing.failure is not None:
         return {**figures, "failure": {"kind": standing.failure.kind, "message": standing.failure.message}}
@@ -188,5 +187,5 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _digits(value: float) -> float:
-    """Four significant digits: more than the measurement holds, few enough to read."""
+    """Rounds to four significant digits: more than the measurement's precision, and still easy to read."""
     return float(f"{value:.4g}")

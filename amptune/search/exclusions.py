@@ -1,8 +1,8 @@
-"""Which modules to try keeping in FP32, most promising first: the ladder that one ordered integer climbs.
+"""The modules to try keeping in FP32, most promising first: a ladder of rules whose depth is one integer knob.
 
-Where the modules were timed, by the ms that keeping them saves. Else by their arithmetic intensity: half precision
-pays where a module does much arithmetic per element that autocast has to cast for it; the groups are then read off
-the model and ordered by that ratio (a roofline's x axis).
+If the modules were timed, they are ordered by the ms that keeping them in FP32 saves. Otherwise groups of modules are
+read off the model and ordered by arithmetic intensity: half precision pays if a module does much arithmetic per
+element that autocast has to cast for it (a roofline's x axis).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ __all__ = ["Group", "Ladder", "groups_by_intensity", "ladder_by_intensity", "lad
 
 Rules = tuple[Fp32Rule, ...]
 
-# Savings become small after a few steps, and each costs trials.
+# Savings become small after a few rungs, and each rung costs trials.
 MOST_RUNGS = 6
 
-# A module that holds this share of all parameters is looked at by itself: its cast is paid at every step.
+# A module with this share of all parameters is a group by itself: its weights are cast in every step.
 HEAVY_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Modules that one rule keeps in FP32; `name` says what they are (`stem`, `classifier`, `Conv2d`, …)."""
+    """The modules that one rule keeps in FP32; `name` says what they are (`stem`, `classifier`, `Conv2d`, …)."""
 
     name: str
     rule: Fp32Rule
@@ -43,10 +43,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder:
-    """Rules for one depth after another, each depth covering what those before it do.
+    """The FP32 rules of each depth; a depth covers all that the depths before it cover.
 
-    `timed` holds the ladders of dtypes and memory formats in which the modules were timed, and `rungs` that of all
-    others. `half` names what autocast keeps in FP32 although half came in: casts that may be saved.
+    `timed` holds one ladder for each (dtype, memory format) in which the modules were timed; `rungs` is used if none
+    were. `half` names modules whose output autocast makes FP32 although half came in: casts that may be saved.
     """
 
     rungs: tuple[Rules, ...] = ()
@@ -58,19 +58,22 @@ class Ladder:
         return max(map(len, self.timed.values())) if self.timed else len(self.rungs)
 
     def rules(self, depth: int, autocast: str = "", memory_format: str = "") -> Rules:
-        """Those of the last rung where the ladder is not as high as that."""
+        """Returns the rules of this depth, or of the last rung if the ladder is shorter."""
         rungs = self.timed.get((autocast, memory_format), self.rungs if not self.timed else ())
         return rungs[min(depth, len(rungs)) - 1] if depth and rungs else ()
 
 
 def ladder_by_intensity(subject: Subject) -> Ladder:
-    """A rung for each of the groups by intensity, and all before it."""
+    """Returns a ladder by arithmetic intensity: each rung has one more group than the rung before it."""
     rules = [group.rule for group in groups_by_intensity(subject)]
     return Ladder(rungs=tuple(tuple(rules[: depth + 1]) for depth in range(len(rules))))
 
 
 def ladder_by_time(subject: Subject, sensed: Mapping[str, Sensitivity]) -> Ladder:
-    """From what the modules took, by memory format: a rung for every step in which keeping more of them saves more."""
+    """Returns ladders from the modules' times: a rung for every step in which keeping more modules saves more time.
+
+    `sensed` holds the times by memory format.
+    """
     timed: dict[tuple[str, str], tuple[Rules, ...]] = {}
     for memory_format, sensitivity in sensed.items():
         for dtype in {dtype for module in sensitivity.modules for dtype in module.half}:
@@ -79,7 +82,7 @@ def ladder_by_time(subject: Subject, sensed: Mapping[str, Sensitivity]) -> Ladde
 
 
 def _kept_wide(subject: Subject, sensed: Mapping[str, Sensitivity]) -> tuple[HalfRule, ...]:
-    """Rules for the modules that give FP32 whatever comes in, but for the last one: losses want their FP32."""
+    """Returns rules for the modules that always output FP32, except the last module: a loss needs FP32 input."""
     modules = next(iter(sensed.values())).modules if sensed else ()
     paths = {module.path for module in subject.modules}
     wide = [module.path for module in modules[:-1] if module.stream == "fp32" and module.path in paths]
@@ -92,22 +95,22 @@ def _rungs_by_time(subject: Subject, sensitivity: Sensitivity, dtype: Half) -> I
     paths = {module.path for module in subject.modules}
     kept: list[str] = []
     for saving in savings_in_order(sensitivity, dtype)[:MOST_RUNGS]:
-        kept += [path for path in saving.modules if path in paths]  # the model itself has no path to name it by
+        kept += [path for path in saving.modules if path in paths]  # the model itself has no path for a rule
         if kept:
             rules = general_rules(kept, subject.modules, root_types=subject.root_types)
             yield tuple(_with_saving(rule, price, subject, kept) for rule in rules)
 
 
 def _with_saving(rule: Fp32Rule, price: Price, subject: Subject, kept: Sequence[str]) -> Fp32Rule:
-    """With what the modules that it covers save by themselves, in ms a step."""
+    """Returns the rule with the ms a step that the modules it covers save by themselves."""
     saves_ms = price.saved(covered_by(rule, kept, subject.modules))
     return replace(rule, reason=Reason(saves_ms=float(f"{saves_ms:.3g}")))
 
 
 def groups_by_intensity(subject: Subject) -> tuple[Group, ...]:
-    """The stem, the classifier, heavy modules and each type, least intense first, normalisations last.
+    """Returns the stem, the classifier, heavy modules and each type, least intense first, normalisations last.
 
-    A group whose modules all stand in the groups before it is left out: it would change nothing.
+    A group whose modules are all in the groups before it is left out: it would change nothing.
     """
     products = sorted((leaf for leaf in subject.leaves if leaf.flops), key=lambda leaf: leaf.called or 0)
     matrix_groups = sorted(
@@ -118,7 +121,7 @@ def groups_by_intensity(subject: Subject) -> tuple[Group, ...]:
 
 
 def _ends(products: Sequence[Leaf]) -> Iterator[Group]:
-    """The first matrix product the model runs, and the last with its neighbours of the same type and parent."""
+    """Yields the first matrix product the model runs, and the last with its neighbours of the same type and parent."""
     if not products:
         return
     yield _single("stem", products[0])

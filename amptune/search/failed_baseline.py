@@ -1,4 +1,4 @@
-"""Without a baseline there is nothing to say: why it failed, as the error it is."""
+"""The error to raise if the baseline failed: without a baseline there is nothing to compare with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["error_of_baseline"]
 
 
 def error_of_baseline(baseline: Policy, failure: Failure) -> Exception:
-    """The user's own error where it is one, else that the baseline fails."""
+    """Returns the user's own error if that made the baseline fail, else an error that says the baseline fails."""
     if failure.exception == "TargetError":
         return TargetError(failure.message)
     if failure.kind == "error":

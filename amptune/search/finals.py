@@ -1,4 +1,4 @@
-"""The comparison: contenders measured in turn, round after round, launch after launch, so that drift hits them all."""
+"""The comparison: contenders are measured in turn, in rounds and launches, so that drift affects all of them alike."""
 
 from __future__ import annotations
 
@@ -28,22 +28,24 @@ from amptune.search.ratios import (
 
 __all__ = ["MAX_LAUNCHES", "ROUNDS_PER_LAUNCH", "Comparison", "Enough"]
 
-# An outlier does not move the median of three, so a launch holds no fewer rounds; as a rule more launches tell more.
+# One outlier does not move the median of three, so a launch has at least three rounds. More launches usually tell more
+# than more rounds.
 ROUNDS_PER_LAUNCH = 3
 MOST_ROUNDS_PER_LAUNCH = 12
 MAX_LAUNCHES = 30
-# Worse than this share of the best in all of this many looks, and it is not measured any more.
+# A policy below this share of the best score in all its looks, at least this many, is not measured any more.
 FAR_BEHIND = 0.75
 FAR_BEHIND_LOOKS = 2
-# Where a speed is needed, the best puts others far behind only if it is so many times as fast as that in the same look.
+# If a speed is needed, only a policy with this many times that speed, in the same look, can put others far behind.
 SURELY_FAST = 1.05
-# One that is clearly worse than the best is not measured any more either, by so much: the question is put again
-# after each launch, and an interval that excludes 1 by a hair would often be luck. A few launches may all be unlucky.
+# A policy that is shown to be worse than the best by this margin is not measured any more either. The margin is there
+# because this is tested after each launch, and an interval that just excludes 1 would often be luck. It is larger with
+# few launches, as all of them may be unlucky.
 CLEARLY, CLEARLY_IN_FEW_LAUNCHES = 0.02, 0.10
 FINAL_EFFORT = Effort(warmup_s=2.0, measure_s=0.4, min_steps=6, precision=0.003, energy_s=ENERGY_S)
 SHORTEST_LIMIT_S, LONGEST_LIMIT_S = 10.0, 120.0
 SHORTEST_ROUND_S = 1e-3
-# A worker that dies or hangs once may have been an accident; running out of memory is not.
+# A worker that dies or hangs once may be an accident; running out of memory is not.
 ACCIDENTS = ("crash", "timeout")
 ATTEMPTS = 2
 
@@ -52,15 +54,15 @@ Enough = Callable[[Sequence[Round]], bool]
 
 @dataclass(kw_only=True)
 class Comparison:
-    """Policies measured against each other within a budget.
+    """A comparison of policies with each other, within a budget.
 
-    `tried` is what became of the policies before. One that failed, there or here, is not measured again; one far
-    behind, there and here, or clearly beaten, is left out of the rest: more launches for those that may win. The
-    baseline always stays, and so does what is `kept`, being what the comparison is about. One that may not win is
-    measured beside the others, and drops none of them; nor does one that may be too slow for the `objective`. The
-    speed needed is that of the `pacer`, by default the baseline; one that is too slow is beaten.
+    `tried` holds the earlier outcomes of the policies. A policy that failed, earlier or here, is not measured again. A
+    policy that is far behind, earlier and here, or clearly beaten, is dropped, so that those that may win get more
+    launches. The baseline always stays, and so do the `kept` policies, which the comparison is about. A policy that may
+    not win, or may be too slow for the `objective`, is measured but does not cause others to be dropped. The speed
+    needed is relative to the `pacer`, by default the baseline; a policy that is too slow is beaten.
 
-    Each launch takes about `start_s` seconds to start. Of the budget, `reserve_s` is better left for what comes next.
+    Each launch takes about `start_s` seconds to start. `reserve_s` of the budget should be left for what comes next.
     """
 
     evaluator: Evaluator
@@ -92,11 +94,11 @@ class Comparison:
         self._look_at(self.tried)
 
     def rounds(self, enough: Enough | None = None) -> Iterator[Round]:
-        """Yields rounds in which each policy was measured once, in random order; one round at the least.
+        """Yields rounds in which each policy was measured once, in random order; at least one round.
 
-        Each launch starts a fresh process for every contender. Launches go on until there are `enough` (by default,
-        until every ratio is known to ±1 %) or the budget cannot hold another. Where it cannot hold the first one, the
-        processes that run already do.
+        Each launch starts a fresh process for every contender. Launches go on until the rounds are `enough` (by
+        default, until every ratio is known to ±1 %) or the budget is too short for another launch. If it is too short
+        for the first one, the processes that already run are used.
         """
         enough = enough or (lambda rounds: settled(rounds, self.baseline))
         policies, left_s = tuple(self.policies), self.budget.left_s
@@ -111,7 +113,7 @@ class Comparison:
                 return
 
     def _launch(self, launch: int, before_s: float) -> Iterator[Round]:
-        """The rounds of one launch, as many as are worth it and there is time for; the first of all in any case."""
+        """Yields the rounds of one launch, as many as are useful and fit the time; the very first one always runs."""
         start_s = round_s = 0.0
         done = 0
         while done < self._rounds_worth(done, start_s, round_s):
@@ -120,7 +122,7 @@ class Comparison:
             round_began_s = self.budget.left_s
             outcomes = self._outcomes(launch)
             if self._rounds and outcomes.keys() != set(self._contenders()):
-                return  # the time ran out within the round, and half a round compares nothing
+                return  # the time ran out within the round; an incomplete round compares nothing
             self._failed |= {policy for policy, outcome in outcomes.items() if isinstance(outcome, Failure)}
             self._look_at(outcomes)
             self._rounds.append(Round(launch=launch, outcomes=outcomes, objective=self.objective))
@@ -131,9 +133,9 @@ class Comparison:
             self._launch_s = max(self.start_s, start_s + (ROUNDS_PER_LAUNCH - 1) * round_s)
 
     def _rounds_worth(self, done: int, start_s: float, round_s: float) -> int:
-        """How many rounds a launch should hold that has `done` some, the first `start_s` after its start.
+        """Returns how many rounds a launch should have; `done` are over, the first `start_s` after the launch began.
 
-        The share that gives the narrowest interval for the time (the optimum allocation of two-stage sampling: Cochran,
+        The number gives the narrowest interval for the time (the optimum allocation of two-stage sampling: Cochran,
         "Sampling Techniques", 1977, section 10.6), as far as it leaves time for enough launches.
         """
         if not done:
@@ -147,7 +149,7 @@ class Comparison:
         return max(ROUNDS_PER_LAUNCH, int(min(best, in_time, MOST_ROUNDS_PER_LAUNCH)))
 
     def _contenders(self) -> list[Policy]:
-        """Those that may still win, and the baseline."""
+        """Returns the policies that are still measured, the baseline included."""
         return [policy for policy in self.policies if policy == self.baseline or not self._is_out(policy)]
 
     def _is_out(self, policy: Policy) -> bool:
@@ -156,7 +158,7 @@ class Comparison:
         return policy in self._failed or (policy not in self.kept and (hopeless or policy in self._beaten))
 
     def _look_at(self, outcomes: Mapping[Policy, Outcome]) -> None:
-        """Notes who is far behind the best that may win."""
+        """Notes which policies are far behind the best one that may win."""
         pace = outcomes.get(self.pacer or self.baseline)
         yardstick = Yardstick(self.objective, pace if isinstance(pace, Measurement) else None)
         measured = {policy: one for policy, one in outcomes.items() if isinstance(one, Measurement)}
@@ -168,7 +170,7 @@ class Comparison:
             self._far_behind[policy].append(score < FAR_BEHIND * best)
 
     def _drop_the_beaten(self) -> None:
-        """Those shown to be worse than the best, or too slow: what they would still be measured for is known."""
+        """Drops policies shown to be worse than the best, or too slow: more measurements would not change that."""
         contenders, pacer = self._contenders(), self.pacer or self.baseline
         clearly = CLEARLY if launches_of(self._rounds) >= ENOUGH_LAUNCHES else CLEARLY_IN_FEW_LAUNCHES
         eligible = [
@@ -184,9 +186,9 @@ class Comparison:
             self._beaten |= {policy for policy, speed in speeds.items() if speed.launches and speed.high < needed}
 
     def _outcomes(self, launch: int) -> dict[Policy, Outcome]:
-        """Every contender measured once; those missing for which the time ran out."""
+        """Returns each contender measured once; contenders for which the time ran out are missing."""
         outcomes: dict[Policy, Outcome] = {}
-        if not self._rounds:  # what failed before stands in the comparison with its failure
+        if not self._rounds:  # policies that failed before enter the comparison with their failure
             outcomes = {policy: self.tried[policy] for policy in self.policies if policy in self._failed}
         contenders = self._contenders()
         for policy in self._shuffle.sample(contenders, len(contenders)):
@@ -197,7 +199,7 @@ class Comparison:
         return outcomes
 
     def _measure(self, policy: Policy) -> Outcome | None:
-        """None where the budget and not the policy cut it short: that says nothing about the policy."""
+        """Returns None if the budget, not the policy, cut the measurement short: that says nothing about the policy."""
         for attempt in range(ATTEMPTS):
             limit_s = min(LONGEST_LIMIT_S, max(SHORTEST_LIMIT_S, self.budget.left_s))
             effort = self.objective.effort(replace(FINAL_EFFORT, time_limit_s=limit_s))
@@ -214,5 +216,5 @@ class Comparison:
         return policy == self.baseline or self.may_win(policy)
 
     def _goes_on(self) -> bool:
-        """Whether anything is left to compare the baseline with."""
+        """Returns whether the baseline runs and another policy is left to compare it with."""
         return self.baseline not in self._failed and len(self._contenders()) > 1

@@ -1,4 +1,4 @@
-"""What a policy gained, and what was looked for, in the words of each objective. Pure."""
+"""Words for gains and goals, for each objective. Pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from amptune.search.ratios import Ratio
 
 __all__ = ["FIGURES", "FOUND", "aim_of", "gain_in_words", "goal_of", "seen_in_words", "use_of"]
 
-# What an objective is about, as a table's heading has it.
+# The figure of each objective, as a table's heading.
 FIGURES = {"throughput": "speed", "memory": "peak memory", "energy": "energy per sample"}
 _WHAT = {"memory": "memory of the baseline", "energy": "energy of the baseline per sample"}
-# What a policy was found to do.
+# Completes the phrase "was found to".
 FOUND = {"throughput": "be faster", "memory": "use less memory", "energy": "use less energy"}
 
 
 def aim_of(objective: Objective) -> str:
-    """What is asked for: "the least peak memory at the baseline's throughput"."""
+    """Returns the aim of the objective: "the least peak memory at the baseline's throughput"."""
     match objective.name:
         case "throughput":
             return "the most samples per second"
@@ -26,7 +26,7 @@ def aim_of(objective: Objective) -> str:
 
 
 def goal_of(objective: Objective) -> str:
-    """What a policy is to be: "to be faster", "to use less memory at the baseline's throughput"."""
+    """Returns the goal for a policy: "to be faster", "to use less memory at the baseline's throughput"."""
     match objective.name:
         case "throughput":
             return "to be faster"
@@ -37,10 +37,10 @@ def goal_of(objective: Objective) -> str:
 
 
 def gain_in_words(objective: Objective, gain: Ratio | None, speedup: Ratio | None) -> str:
-    """Of a policy that was compared with the baseline.
+    """Returns the gain of a policy that was compared with the baseline, with intervals if there are any.
 
-    "1.52× [1.50, 1.54] the speed of the baseline", or "uses 0.61 times the memory of the baseline at 1.02 times its
-    throughput", with intervals where there are any.
+    For example "1.52× [1.50, 1.54] the speed of the baseline", or "uses 0.61 times the memory of the baseline at 1.02
+    times its throughput".
     """
     if gain is None or speedup is None:
         return "not compared"
@@ -50,14 +50,14 @@ def gain_in_words(objective: Objective, gain: Ratio | None, speedup: Ratio | Non
 
 
 def seen_in_words(objective: Objective, gain: Ratio, speedup: Ratio) -> str:
-    """The same of a single trial, which has no interval."""
+    """Returns the gain seen in a single trial, which has no interval."""
     if objective.name == "throughput":
         return f"{gain.value:.2f} times the speed of the baseline"
     return f"uses {1 / gain.value:.2f} times the {_WHAT[objective.name]} at {speedup.value:.2f} times its throughput"
 
 
 def use_of(objective: Objective, gain: Ratio) -> str:
-    """What a policy uses of memory or energy: "uses 0.61 times the memory of the baseline"."""
+    """Returns a policy's use of memory or energy: "uses 0.61 times the memory of the baseline"."""
     return f"uses {_times(gain.inverse)} times the {_WHAT[objective.name]}"
 
 
@@ -67,7 +67,7 @@ def _least_speed(objective: Objective) -> str:
 
 
 def _times(ratio: Ratio) -> str:
-    """Without an interval that says no more: peaks are the same every time."""
+    """Formats a ratio, without its interval if that is negligible: peak memory is the same every time."""
     if ratio.half_width < 0.0005:
         return f"{ratio.value:.2f}" if abs(ratio.value - 1) >= 0.05 else f"{ratio.value:.3f}"
     return str(ratio).replace("×", "")

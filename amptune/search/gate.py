@@ -1,8 +1,8 @@
-"""The numerics gate: is training under a policy as good as training in FP32? Pure: from figures to reasons against it.
+"""The numerics gate: finds why training under a policy is not as good as training in FP32. Pure.
 
-Both yardsticks come from the user's own FP32: gradients are held against their noise between batches and against what
-rounding the weights would do to them in FP32 (what no way of computing at that precision can avoid, so what an
-ill-conditioned model cannot complain of), loss curves against how far FP32's own replicas are apart.
+Both yardsticks come from the user's own FP32. Gradients are compared with their noise between batches, and with the
+effect of rounding the weights in FP32: no computation at that precision can avoid this effect, which is large in an
+ill-conditioned model. Loss curves are compared with the differences between FP32's own replicas.
 """
 
 from __future__ import annotations
@@ -17,37 +17,38 @@ from amptune.policy.settings import Policy
 
 __all__ = ["ILL_CONDITIONED", "Judgement", "judged"]
 
-# Healthy networks use up to three quarters of what is allowed here, on a CPU; on an H200, where an earlier form of
-# these limits was measured, half of the allowed drift (reports/README.md, "numerics").
+# Healthy networks use up to three quarters of these limits on a CPU. On an H200, measured with an earlier form of the
+# limits, they use half of the allowed drift (reports/README.md, "numerics").
 MOST_BIAS = 0.3
 MOST_ERROR, MOST_ERROR_OF_NOISE = 0.3, 0.7
-# Rounding every activation on the way, and not only the weights, was seen to be up to so much worse.
+# Rounding every activation, and not only the weights, was seen to have up to this many times the effect.
 TIMES_ROUNDING = 4.0
-# Where rounding the weights alone changes the gradient by this share, nothing is to be learned from comparing it: the
-# first layers of DenseNet-161 at its first step.
+# If rounding the weights alone changes the gradient by this share, a comparison of the gradient tells nothing. An
+# example: the first layers of DenseNet-161 at its first step.
 ILL_CONDITIONED = 0.3
 MOST_VANISHED = 0.25
 LEAST_SIZE = 0.3
-# So much more or less of FP32's gradient may be in a policy's. Batches do not blur that, being the same.
+# The slope of a policy's gradient over FP32's may differ from 1 by this. Both use the same batches, so these add no
+# noise.
 MOST_SLOPE_OFF = 0.2
-# An ill-conditioned gradient says no more than its size; one of less than this share of the model's is rounding noise
-# (a bias before BatchNorm, whose true gradient is 0), and says nothing at all.
+# Of an ill-conditioned gradient only the size and the vanished elements are judged. If it is less than this share of
+# the model's, it is rounding noise (a bias before BatchNorm, whose true gradient is 0) and is not judged at all.
 NULL_SHARE = 1e-4
 MOST_DRIFT = 3.0
-# A loss below FP32's is no harm, unless it is so far below that it is another loss.
+# A loss below FP32's does no harm, unless it is so far below that it must be another loss.
 MOST_BELOW = 10.0
 MOST_BUFFER_OFF, TIMES_APART = 0.3, 3.0
-# Of the steps behind the settling of the loss scale; in practice one in 2,000 is skipped.
+# The share of steps skipped after the loss scale has settled; in practice one step in 2,000 is skipped.
 MOST_SKIPPED = 0.2
 
 
-# (code, times what is allowed, words)
+# (code, figure as a multiple of what is allowed, message)
 Told = tuple[str, float, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What the gate says of a policy; a policy with no `shortcomings` passes."""
+    """The gate's judgement of a policy; a policy without `shortcomings` passes."""
 
     policy: Policy
     parity: Parity
@@ -60,7 +61,7 @@ class Judgement:
 
     @property
     def used(self) -> float:
-        """How much of what is allowed a policy uses, at its worst place: 0 is FP32 itself, above 1 it fails."""
+        """The largest share that the policy uses of what is allowed: 0 is FP32 itself, above 1 the policy fails."""
         parity, tolerance = self.parity, self.tolerance
         if tolerance is not None and parity.evaluated is not None and parity.evaluated_fp32 is not None:
             off = abs(parity.evaluated - parity.evaluated_fp32)
@@ -75,12 +76,12 @@ class Judgement:
 
 
 def judged(policy: Policy, parity: Parity, tolerance: float | None = None) -> Judgement:
-    """The gate's word on a policy. With a `tolerance`, `evaluate` decides where training did not break."""
+    """Returns the judgement of a policy. With a `tolerance`, `evaluate` decides if training did not break."""
     return Judgement(policy=policy, parity=parity, shortcomings=_shortcomings(parity, tolerance), tolerance=tolerance)
 
 
 def _shortcomings(parity: Parity, tolerance: float | None) -> tuple[Finding, ...]:
-    """Why a policy is not as good as FP32, the worst first; none where it passes."""
+    """Returns why a policy is not as good as FP32, the worst first; empty if it passes."""
     if parity.failure is not None:
         module = parity.broken[0] if parity.broken else None
         return (Finding(code="breaks", message=str(parity.failure), module=module),)
@@ -98,7 +99,7 @@ def _shortcomings(parity: Parity, tolerance: float | None) -> tuple[Finding, ...
 
 
 def _is_too_much(told: Told) -> bool:
-    """What is no number is too much too."""
+    """Returns whether a figure is above what is allowed; NaN counts as above."""
     return not told[1] <= 1
 
 
@@ -117,7 +118,7 @@ def _of_evaluation(evaluated: float, fp32: float, tolerance: float) -> Iterator[
 
 
 def _told_of_training(parity: Parity) -> Iterator[Told]:
-    """Of the loss curve, the loss scaler, and the buffer that is furthest off."""
+    """Yields the figures of the loss scaler, the loss curve and the buffers."""
     yield (
         "steps-skipped",
         parity.skipped_share / MOST_SKIPPED,
@@ -141,7 +142,7 @@ def _told_of_training(parity: Parity) -> Iterator[Told]:
 
 
 def _told_of(module: ModuleParity) -> list[Told]:
-    """Of a module's gradient; nothing of one that is rounding noise."""
+    """Returns the figures of a module's gradient; empty for a gradient that is rounding noise."""
     ill_conditioned = module.rounding >= ILL_CONDITIONED
     if ill_conditioned and module.share < NULL_SHARE:
         return []
@@ -169,5 +170,5 @@ def _told_of(module: ModuleParity) -> list[Told]:
 
 
 def _times_off(size: float) -> float:
-    """0 where the gradient is as large as in FP32, 1 where it is `LEAST_SIZE` of that, or so many times as large."""
+    """Returns 0 if the gradient is as large as in FP32, 1 if it is `LEAST_SIZE` or 1 / `LEAST_SIZE` times as large."""
     return abs(math.log(max(size, 1e-9)) / math.log(LEAST_SIZE))

@@ -1,4 +1,4 @@
-"""Which policies to compile, how many beside one another, and when to give compiling up."""
+"""Choices for torch.compile: the policies to compile, how many at the same time, and when to give up."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ __all__ = [
     "one_of_each_kind",
 ]
 
-# Where graphs are compiled one after another: the best policies of so many dtypes.
+# If graphs are compiled one after another, the best policies of this many dtypes are compiled.
 DTYPES_COMPILED = 2
-# The mode to begin with, where the space has it: CUDA graphs save launches, whatever the kernels are.
+# The modes to begin with, the first that the space has: CUDA graphs save kernel launches, whatever the kernels are.
 COMPILE_FIRST: tuple[CompileMode, ...] = ("reduce-overhead", "default")
-# What of a kind is compiled before anything was measured: a fused optimizer, which no graph holds, saves launches too.
+# The preferred values for the first graph of a kind, compiled before anything was measured. The optimizer is in no
+# graph; a fused one saves kernel launches too.
 FUSED: tuple[bool, ...] = (True, False)
 MATHS: tuple[Fp32Math, ...] = ("tf32", "stock", "ieee")
 RECIPES = (
@@ -34,19 +35,19 @@ RECIPES = (
     Policy(),
 )
 LAYOUTS: tuple[MemoryFormat, ...] = ("channels_last_3d", "channels_last", "contiguous")
-# A graph takes longer by this share for each other one compiled beside it (VGG16, eight graphs on sixteen cores).
+# A graph takes longer by this share for each other one compiled at the same time (VGG16, eight graphs, sixteen cores).
 BESIDE_ANOTHER = 0.15
-# What a process that compiles is reckoned to need of the device's memory, over that of the eager baseline: CUDA graphs
-# have a pool of their own, and its context comes on top.
+# The device memory that a compiling process is expected to need, relative to the eager baseline: CUDA graphs have their
+# own memory pool, and the process has its own CUDA context.
 OVER_EAGER = 1.5
-# Compiling is given up when so many compiled policies failed, none having run.
+# Compiling is given up after this many compiled policies failed and none ran.
 COMPILE_ATTEMPTS = 2
 
 
 def one_of_each_kind(study: Study, baseline: Policy) -> list[Policy]:
-    """One policy of each precision and memory format, compiled, which was not measured yet; half precision first.
+    """Returns one compiled policy, not measured yet, of each precision and memory format; half precision first.
 
-    Which kind is fastest compiled, the eager steps of a model that waits for the host do not tell.
+    If a model waits for the host, its eager steps do not tell which kind is fastest when compiled.
     """
     plain = [replace(one, batch_size=baseline.batch_size, accumulate=baseline.accumulate) for one in RECIPES]
     for mode in COMPILE_FIRST:
@@ -62,7 +63,7 @@ def one_of_each_kind(study: Study, baseline: Policy) -> list[Policy]:
 
 
 def best_of_dtypes(study: Study) -> list[Policy]:
-    """The best policies so far of two dtypes, compiled, where no graph of their kind was measured yet."""
+    """Returns the best policies so far of two dtypes, compiled, if no graph of their kind was measured yet."""
     scores = {trial.policy: study.yardstick.score(trial.outcome) or 0.0 for trial in study.trials}
     compiled = {_kind(policy) for policy in scores if policy.compile != "off"}
     best: dict[str, Policy] = {}
@@ -82,9 +83,9 @@ def _kind(policy: Policy) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphsAtOnce:
-    """How many graphs of a model of so many leaf modules can be compiled beside one another.
+    """The limits on compiling several graphs at the same time, for a model with this many leaf modules.
 
-    `most` is what the cores are enough for, `memory_mib` the device's memory.
+    `most` is the number of graphs that the CPU cores are enough for, `memory_mib` the device's memory.
     """
 
     most: int = 1
@@ -92,7 +93,7 @@ class GraphsAtOnce:
     memory_mib: float = math.inf
 
     def within(self, limit_s: Callable[[int], float], baseline: Measurement) -> int:
-        """So many that they are compiled in the seconds there are for so many, and fit into memory together."""
+        """Returns how many graphs fit into memory together and into the time; `limit_s` gives the time for a number."""
         in_memory = self.memory_mib / (OVER_EAGER * max(1.0, baseline.peak_reserved_mib))
         count = int(min(self.most, in_memory))
         while count > 0 and self._compiled_s(count) > limit_s(count):
@@ -104,7 +105,7 @@ class GraphsAtOnce:
 
 
 def instead_of(policy: Policy, failure: Failure, study: Study) -> list[Policy]:
-    """What to try where a compiled policy fails: a smaller batch, since graphs hold more; or a mode that does less."""
+    """Returns what to try if a compiled policy fails: a smaller batch (graphs need more memory) or a simpler mode."""
     if failure.kind == "oom":
         smaller = study.next_smaller(policy)
         return [] if smaller is None else [smaller]
@@ -113,7 +114,7 @@ def instead_of(policy: Policy, failure: Failure, study: Study) -> list[Policy]:
 
 
 def cannot_compile(study: Study) -> bool:
-    """Whether all that was compiled failed, in two modes where there are two: CUDA graphs alone may be what fails."""
+    """Returns whether all compiled policies failed, in both modes if there are two: perhaps only CUDA graphs fail."""
     compiled = [trial for trial in study.trials if trial.policy.compile != "off"]
     broken = {
         trial.policy: trial.outcome

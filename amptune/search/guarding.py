@@ -1,4 +1,4 @@
-"""Before the search: does each precision train as well as FP32, and if not, with which modules in FP32?"""
+"""The check before the search that each precision trains as well as FP32, and the modules it needs in FP32 if not."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["Guard", "examined", "guard_against"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """What was found of each precision that fails by itself: the rules it needs, None where no rules help."""
+    """The rules that each precision needs if it fails without them; None if no rules help."""
 
     safeguards: Mapping[str, tuple[Fp32Rule, ...] | None]
     findings: tuple[Finding, ...] = ()
 
 
 def guard_against(judge: Judge, recipes: Sequence[Policy], subject: Subject) -> Guard:
-    """Judges the recipe of each precision, while there is time; where it fails, looks for the modules that cure it."""
+    """Judges the recipe of each precision while there is time; if it fails, looks for the modules that cure it."""
     safeguards: dict[str, tuple[Fp32Rule, ...] | None] = {}
     findings: list[Finding] = []
     for recipe in recipes:
@@ -41,7 +41,7 @@ def guard_against(judge: Judge, recipes: Sequence[Policy], subject: Subject) -> 
 
 
 def examined(judge: Judge, judgement: Judgement, subject: Subject) -> tuple[Cure | None, tuple[Finding, ...]]:
-    """What cures a policy that did not pass, if anything does, and what there is to say of it."""
+    """Returns the cure of a policy that did not pass, None if there is none, and the findings about the policy."""
     traces = traces_of(judge, judgement.policy)
     cure, out_of_time = None, False
     try:

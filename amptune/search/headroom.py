@@ -1,4 +1,4 @@
-"""What a larger batch would give, for a tuning that leaves the user's own as it is."""
+"""The speed that a larger batch would give, for a tuning that keeps the user's batch size."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from amptune.search.deciding import Decision
 
 __all__ = ["kept_s", "larger_batch"]
 
-# Of the budget, and no more than so many seconds.
+# The share of the budget, and the most seconds.
 SHARE, LONGEST_S = 0.04, 20.0
-# Twice the batch is worth telling of where it trains this much faster, and four times where that does once more.
+# Twice the batch is reported if it trains this many times as fast, and four times the batch if it gains that again.
 WORTH_TELLING = 1.05
 LOOK = Effort(warmup_s=0.5, measure_s=0.2, min_steps=3)
 
 
 def kept_s(budget: Budget) -> float:
-    """The seconds to keep for it."""
+    """Returns the seconds to reserve for measuring larger batches."""
     return min(LONGEST_S, SHARE * budget.seconds)
 
 
 def larger_batch(runner: Runner, decision: Decision, budget: Budget) -> Finding | None:
-    """The samples per second that a larger batch reaches under the winner; None where it gains little, or nobody knows.
+    """Returns a finding on the speed of a larger batch under the winner; None if it gains little or is unknown.
 
-    A batch twice as large is measured while there is time, it fits, and the one before gained.
+    The batch is doubled while there is time, it fits into memory, and the last doubling gained speed.
     """
     prepared = Prepared(hardware=decision.hardware, subject=decision.subject, memory_mib=decision.memory_mib)
     sizer = sizer_for(runner, prepared, None, left_s=lambda: budget.left_s)
@@ -57,7 +57,7 @@ def larger_batch(runner: Runner, decision: Decision, budget: Budget) -> Finding 
 
 
 def _look(runner: Runner, policy: Policy, budget: Budget) -> Measurement | None:
-    """A short measurement; None where there is no time for it, or it fails."""
+    """Returns a short measurement; None if there is no time for it, or it fails."""
     if budget.left_s < 1:
         return None
     outcome = runner.measure_alone(policy, replace(LOOK, time_limit_s=budget.left_s))

@@ -1,4 +1,4 @@
-"""Judges policies by the numerics gate, each once."""
+"""The judge: measures policies for the numerics gate, each once, and remembers the judgements."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from amptune.search.gate import Judgement, judged
 
 __all__ = ["Judge", "OutOfTimeError", "fp32_of", "graphs_like", "is_exempt", "numerics_of_policy", "without_graph"]
 
-# Of the budget: for the FP32 reference, made once; and for it and all judgements until a cure is found.
+# Shares of the budget: for the FP32 reference, made once; for the reference and all judgements until a cure is found.
 REFERENCE_SHARE, SHARE = 0.08, 0.25
-# A reference made in less says too little: it is made even where the budget is short.
+# The least time for the reference, even if the budget is short: one made in less time says too little.
 SHORTEST_REFERENCE_S = 2.0
-# The least that a judgement may take, however little is left: it may be about the winner.
+# The least time limit of a judgement, however little time is left: the judgement may be about the winner.
 SHORTEST_S = 15.0
-# What FP32 operations use, the more precise first.
+# The math modes of FP32 operations, the most precise first.
 _BY_PRECISION: tuple[Fp32Math, ...] = ("ieee", "stock", "tf32")
 
 
@@ -34,12 +34,12 @@ class OutOfTimeError(Exception):
 
 
 def fp32_of(baseline: Policy) -> Policy:
-    """The user's own FP32, which everything is held against; stock PyTorch's where the baseline trains in half."""
+    """Returns the user's own FP32, the reference for all policies; stock PyTorch's if the baseline trains in half."""
     return Policy(fp32_math=baseline.fp32_math if baseline.precision == "off" else "stock")
 
 
 def is_exempt(policy: Policy, baseline: Policy) -> bool:
-    """Whether a policy is as good as FP32 by itself: as precise as the user's own, or what training uses today."""
+    """Returns whether a policy needs no judgement: as precise as the user's FP32, or computes like the baseline."""
     precision = _BY_PRECISION.index
     as_precise = precision(policy.fp32_math) <= precision(fp32_of(baseline).fp32_math)
     plain = policy.precision == "off" and policy.compile == "off" and as_precise
@@ -48,10 +48,10 @@ def is_exempt(policy: Policy, baseline: Policy) -> bool:
 
 @dataclass
 class Judge:
-    """Remembers what it judged; `failure` says why nothing can be judged (any more), if that is so.
+    """A judge of policies that remembers its judgements; `failure` says why nothing can be judged (any more).
 
-    `share` of the budget is for the FP32 reference, which has a `reference_share` of it, and for what is judged while
-    a cure is looked for. A policy that could not be judged, for want of memory or time, is neither sound nor unsound.
+    `share` of the budget is for the FP32 reference, which takes `reference_share` of the budget, and for judgements
+    while a cure is looked for. A policy that lacked the memory or time to be judged is neither sound nor unsound.
     """
 
     evaluator: Evaluator
@@ -71,29 +71,29 @@ class Judge:
         return self._judgements
 
     def is_exempt(self, policy: Policy) -> bool:
-        """Whether there is nothing to judge."""
+        """Returns whether a policy needs no judgement."""
         return is_exempt(policy, self.baseline)
 
     def judgement_of(self, policy: Policy) -> Judgement | None:
-        """None where it is exempt, or where it cannot be judged. One that is compiled is judged without its graph."""
+        """Returns None if the policy is exempt or cannot be judged. A compiled policy is judged without its graph."""
         self._judge(without_graph(policy))
         return None if self.is_exempt(policy) else self.known(policy)
 
     def judge_graph(self, policy: Policy) -> None:
-        """Judges a compiled policy as it is: its graph is compiled anew for the gate's batches, which takes time."""
+        """Judges a compiled policy with its graph, which takes time: it is compiled anew for the gate's batches."""
         self._judge(policy)
 
     def known(self, policy: Policy) -> Judgement | None:
-        """What was judged of it, or of it without its graph."""
+        """Returns the judgement of the policy, or else that of the policy without its graph."""
         whole, plain = numerics_of_policy(policy), numerics_of_policy(without_graph(policy))
         return self._judgements.get(whole, self._judgements.get(plain))
 
     def unjudged_because(self, policy: Policy) -> Failure | None:
-        """Why it could not be judged, if that is so."""
+        """Returns why the policy could not be judged; None if there is no such reason."""
         return self._unjudged.get(numerics_of_policy(policy), self.failure)
 
     def rejection_of(self, policy: Policy) -> Judgement | None:
-        """What speaks against it: its judgement without its graph, or that of its graph."""
+        """Returns the judgement that the policy failed, without its graph or with it; None if it failed neither."""
         plain = without_graph(policy)
         found = [] if self.is_exempt(plain) else [self._judgements.get(numerics_of_policy(plain))]
         found += [] if self.is_exempt(policy) else [self._of_graph(policy)]
@@ -103,35 +103,35 @@ class Judge:
         return self.rejection_of(policy) is not None
 
     def has_passed(self, policy: Policy) -> bool:
-        """Whether it is exempt, or was judged and is as good as FP32; of one that is compiled, without its graph."""
+        """Returns whether the policy is exempt or passed the gate; a compiled one may have passed without its graph."""
         judgement = self.known(policy)
         return self.is_exempt(without_graph(policy)) if judgement is None else judgement.passes
 
     def is_open(self, policy: Policy) -> bool:
-        """Whether a policy is still to be judged, its graph aside, and can be."""
+        """Returns whether a policy, without its graph, was not judged yet and can be."""
         return self._is_open(without_graph(policy))
 
     def is_graph_open(self, policy: Policy) -> bool:
-        """Whether a policy is compiled, and neither its graph nor another one in its dtype was judged, but can be."""
+        """Returns whether a policy is compiled and its graph can be judged, with no graph in its dtype judged yet."""
         return policy.compile != "off" and self._of_graph(policy) is None and self._is_open(policy)
 
     def rejects(self, policy: Policy) -> bool:
-        """Whether a policy must not win."""
+        """Judges the policy if needed; returns whether it must not win."""
         judgement = self.judgement_of(policy)
         return judgement is not None and not judgement.passes
 
     def trace(self, policy: Policy) -> tuple[ModuleTrace, ...] | Failure:
-        """Where the numbers of a step go wrong, module by module."""
+        """Returns where the numbers of a step go wrong, module by module."""
         with self._counted():
             return self.evaluator.trace(policy, fp32_of(self.baseline), self._limit_s)
 
     @property
     def has_time(self) -> bool:
-        """Whether the share of the budget is not used up."""
+        """True if any of the judge's share of the budget is left."""
         return self.spent_s <= self.share * self.budget.seconds and self.budget.left_s > 0
 
     def require_time(self) -> None:
-        """Raises `OutOfTimeError` where the share of the budget is used up."""
+        """Raises `OutOfTimeError` if the judge's share of the budget is used up."""
         if not self.has_time:
             raise OutOfTimeError
 
@@ -164,7 +164,7 @@ class Judge:
             return Failure(kind="crash", message=str(error))
 
     def _note(self, policy: Policy, parity: Parity) -> None:
-        """What does not run says nothing of the numerics: its trials fail too, where it matters."""
+        """Keeps a judgement; a policy that did not run stays unjudged, as its trials fail too if that matters."""
         if parity.failure is not None and parity.failure.kind != "nonfinite":
             self._unjudged[policy] = parity.failure
             return
@@ -181,7 +181,7 @@ class Judge:
 
 
 def without_graph(policy: Policy) -> Policy:
-    """What it computes, by PyTorch's own kernels."""
+    """Returns the policy without torch.compile: the same computation by PyTorch's own kernels."""
     return replace(policy, compile="off")
 
 
@@ -194,7 +194,7 @@ J = TypeVar("J", bound=_OfPolicy)
 
 
 def graphs_like(policy: Policy, judged: Iterable[J]) -> Iterator[J]:
-    """What was judged of a compiled policy's graph; then of others in its dtype, as a compiler breaks both alike."""
+    """Yields the entries for a compiled policy's graph, then for others in its dtype: a compiler breaks both alike."""
     graphs = [one for one in judged if "off" not in (policy.compile, one.policy.compile)]
     own = numerics_of_policy(policy)
     yield from (one for one in graphs if numerics_of_policy(one.policy) == own)
@@ -202,5 +202,5 @@ def graphs_like(policy: Policy, judged: Iterable[J]) -> Iterator[J]:
 
 
 def numerics_of_policy(policy: Policy) -> Policy:
-    """What of a policy its numerics depend on."""
+    """Returns the policy with only the settings that its numerics depend on."""
     return replace(policy, batch_size=None, accumulate=1, cuda_graphs=False, fused_optimizer=False)

@@ -1,4 +1,4 @@
-"""Peak memory against the batch size, fitted to the runs of policies that need the same. Pure."""
+"""Fits peak memory against the batch size, from runs of policies that need the same memory (an arm). Pure."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from amptune.search.memory_runs import FixedPart, Line, Observation, line_throug
 
 __all__ = ["Fit", "fit_of"]
 
-# A prediction goes at most so many times beyond the largest batch seen; and so many times where even memory that
-# grows in proportion to the batch would leave half of the limit free.
+# A prediction reaches at most REACH times beyond the anchor's batch; LONG_REACH times if even memory in proportion to
+# the batch would leave half of the limit free.
 REACH = 8
 LONG_REACH = 64
-# What a peak may be off its line, as a share of what the samples take: at the observation itself (blocks are
-# rounded to 2 MiB and more: c10/cuda/CUDACachingAllocator), and in addition far away from it. Where another
-# convolution algorithm is chosen, peaks move by up to 6 % without cudnn.benchmark (tests/simulated/h200_grid.json).
+# How far a peak may be off its line, as a share of what the samples take. ROUNDING applies at the observation itself
+# (blocks are rounded to 2 MiB and more: c10/cuda/CUDACachingAllocator); FAR_AWAY is added far from it. Another
+# convolution algorithm moves peaks by up to 6 % even without cudnn.benchmark (tests/simulated/h200_grid.json).
 ROUNDING = 0.004
 FAR_AWAY = 0.12
-# How far peaks scatter about the line, as a share of what the samples take: until there are three, and at the least.
+# The scatter of peaks about the line, as a share of what the samples take: with fewer than three runs, and at least.
 SCATTER = 0.01
 LEAST_SCATTER = 0.003
-# A slope within bounds this far apart is known.
+# The slope counts as known if its bounds are at most this factor apart.
 KNOWN = 1.15
-# A fixed part borrowed from another arm may be off by this much of what the samples take.
+# A fixed part borrowed from another arm may be off by this share of what the samples take.
 BORROWED = 0.15
-# An arm that takes this much more than another with the same tensors has workspaces that the other does without.
+# An arm that takes this many times the memory of another with the same tensors has workspaces it can do without.
 SWOLLEN = 1.05
-# A peak that grows by less than this while the batch doubles does not come from the samples.
+# A peak that grows by less than this share per doubling of the batch does not come from the samples.
 FLAT = 0.02
-# What is reserved beyond what is in use is flushed where memory is short, but for what fragmentation has lost: none
-# of it to two thirds on an H200, told from the largest batch that ran (tests/search/test_sizing.py). With a quarter
-# the steps of the search do best on the devices simulated there, and are good on all that were measured.
+# If memory is short, the allocator flushes memory that is reserved but not in use, except the share lost to
+# fragmentation. That share was 0 to 2/3 on an H200, seen from the largest batch that ran (tests/search/test_sizing.py).
+# A quarter gives the best search steps on the devices simulated there, and good ones on all that were measured.
 LOST = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Peak memory of one arm against its batch size, for one limit.
+    """Peak memory of one arm as a line in its batch size, for one limit.
 
-    The line goes through `anchor`, the largest run within the limit, of those that memory did not press on if there
-    are any, with a slope between `least_slope` and `most_slope`, in MiB a sample. `gives_mib` of what the anchor
-    holds may give way where memory is short; `floor` is what another arm does with, which needs the same tensors;
-    `may_give_more` is set where such an arm would be needed to tell. `largest_run` is the largest batch that ran
-    within the limit (0 if none did), `smallest_failed` the smallest above it that did not; the fit
-    `was_contradicted` if that one was to run by all else that is known.
+    The line passes through `anchor`: the largest run within the limit, without allocator retries if there is such a
+    run. Its slope is between `least_slope` and `most_slope`, in MiB a sample. `gives_mib` of the anchor's memory may be
+    released if memory is short. `floor` is the line of another arm that needs the same tensors but less memory;
+    `may_give_more` is set if such an arm would be needed to tell. `largest_run` is the largest batch that ran within
+    the limit (0 if none did), `smallest_failed` the smallest failed batch above it. `was_contradicted` is set if all
+    other data predicted that `smallest_failed` would run.
     """
 
     anchor: Observation
@@ -61,25 +61,25 @@ class Fit:
     smallest_failed: int | None = None
 
     def most_mib(self, n: int) -> float:
-        """The peak of `n` samples if things turn out badly."""
+        """Returns the peak of `n` samples in the worst case."""
         slope = self.most_slope if n >= self.anchor.batch_size else self.least_slope
         line = self.anchor.reserved_mib + slope * (n - self.anchor.batch_size)
         return line + self._doubt(n) * max(0.0, line - self.fixed_least_mib)
 
     def peak_mib(self, n: int) -> float:
-        """The peak of `n` samples, as far as can be told."""
+        """Returns the best estimate of the peak of `n` samples."""
         slope = (self.least_slope + self.most_slope) / 2
         return self.anchor.allocated_mib + slope * (n - self.anchor.batch_size)
 
     def least_mib(self, n: int) -> float:
-        """What `n` samples need at the least."""
+        """Returns the least memory that `n` samples need."""
         slope = self.least_slope if n >= self.anchor.batch_size else self.most_slope
         line = self._given_way_mib(n, slope)
         return line - self._doubt(n) * max(0.0, line - self.fixed_least_mib)
 
     @property
     def surely(self) -> int:
-        """The largest batch that should run even if things turn out badly, as far as predictions reach."""
+        """The largest batch that should run even in the worst case, within the reach of predictions."""
         highest = REACH * self.anchor.batch_size
         if self.anchor.reserved_mib > 0:
             in_proportion = self.anchor.batch_size * self.limit_mib / 2 / self.anchor.reserved_mib
@@ -89,13 +89,13 @@ class Fit:
         return max(self.largest_run, self._largest(self.most_mib, highest))
 
     def at_most(self, cap: int) -> int:
-        """The largest batch up to `cap` that could run, as far as can be told."""
+        """Returns the largest batch up to `cap` that could run in the best case."""
         highest = cap if self.smallest_failed is None else min(cap, self.smallest_failed - 1)
         return max(self.largest_run, self._largest(self.least_mib, highest))
 
     @property
     def likely(self) -> int:
-        """The largest batch that runs if what may give way does, as far as can be told."""
+        """The largest batch that should run if workspaces are released."""
         highest = REACH * self.anchor.batch_size
         if self.smallest_failed is not None:
             highest = min(highest, self.smallest_failed - 1)
@@ -103,28 +103,28 @@ class Fit:
 
     @property
     def has_workspaces(self) -> bool:
-        """Whether the anchor holds workspaces that may give way."""
+        """True if the anchor holds workspaces that may be released."""
         return self.gives_mib > 0 or self.floor is not None
 
     @property
     def knows_its_slope(self) -> bool:
-        """Whether what a sample takes is known well."""
+        """True if the memory per sample is known well."""
         return self.most_slope <= KNOWN * self.least_slope
 
     @property
     def was_surprised(self) -> bool:
-        """Whether a batch ran although even what it needs at the least was thought too much."""
+        """True if a batch ran although its best case exceeded the limit."""
         return self.least_mib(self.largest_run) > self.limit_mib
 
     def _likely_mib(self, n: int) -> float:
-        """What `n` samples need once workspaces have given way and the allocator has flushed what it can."""
+        """Returns the memory of `n` samples after workspaces are released and the allocator has flushed its cache."""
         is_flushed = self.anchor.alloc_retries > 0
         beyond_mib = 0.0 if is_flushed else self.anchor.reserved_mib - self.anchor.allocated_mib
         lost_mib = LOST * beyond_mib * n / self.anchor.batch_size
         return self._given_way_mib(n, (self.least_slope + self.most_slope) / 2) + lost_mib
 
     def _given_way_mib(self, n: int, slope: float) -> float:
-        """What `n` samples need in use once all has given way that may."""
+        """Returns the memory in use by `n` samples after all workspaces that can be are released."""
         line = self.anchor.allocated_mib - self.gives_mib + slope * (n - self.anchor.batch_size)
         return line if self.floor is None else min(line, self.floor.at(n))
 
@@ -133,7 +133,7 @@ class Fit:
         return ROUNDING + FAR_AWAY * (1 - near / far)
 
     def _largest(self, needs_mib: Callable[[int], float], highest: int) -> int:
-        """The largest batch up to `highest` that needs no more than the limit; 0 if none does."""
+        """Returns the largest batch up to `highest` that needs no more than the limit; 0 if none does."""
         low, high = 0, highest
         if self.anchor.fits(self.limit_mib):
             low, high = self.anchor.batch_size, max(highest, self.anchor.batch_size)
@@ -146,10 +146,10 @@ class Fit:
 def fit_of(
     seen: Sequence[Observation], limit_mib: float, fixed: FixedPart, *, like: Line | None = None, floor: Line | None
 ) -> Fit | None:
-    """The fit of one arm; None where nothing ran.
+    """Returns the fit of one arm, or None if nothing ran.
 
-    `like` is the line of an arm with about the same fixed part, for where there is one run only; `floor` that of
-    one with the same tensors.
+    `like` is the line of an arm with about the same fixed part, used if there is only one run. `floor` is the line of
+    an arm with the same tensors.
     """
     runs = sorted((one for one in seen if one.ran), key=lambda one: one.batch_size)
     if not runs:
@@ -160,7 +160,7 @@ def fit_of(
     others = [one for one in telling if one.batch_size != anchor.batch_size]
     bounds = _slopes_of_one(anchor, fixed, like)
     least, most = _slopes(anchor, others, fixed) if others else bounds
-    if not free:  # where workspaces gave way all peaks are about the limit, and samples seem to take nothing
+    if not free:  # if workspaces were released, all peaks are near the limit and the slope looks like 0
         least, most = (min(max(slope, bounds[0]), bounds[1]) for slope in (least, most))
     largest_run = max((one.batch_size for one in runs if one.fits(limit_mib)), default=0)
     failed = [one.batch_size for one in seen if not one.fits(limit_mib) and one.batch_size > largest_run]
@@ -182,7 +182,7 @@ def fit_of(
 
 
 def _slope_to_failure(anchor: Observation, failed: float, limit_mib: float) -> float:
-    """MiB a sample that there must be at the least from the anchor on for a size to have failed; 0 if none has."""
+    """Returns the least slope beyond the anchor that explains the failed size, in MiB a sample; 0 if none failed."""
     return (
         max(0.0, (limit_mib - anchor.reserved_mib) / (failed - anchor.batch_size))
         if failed > anchor.batch_size
@@ -191,20 +191,20 @@ def _slope_to_failure(anchor: Observation, failed: float, limit_mib: float) -> f
 
 
 def _slopes(anchor: Observation, others: Sequence[Observation], fixed: FixedPart) -> tuple[float, float]:
-    """(least, most) MiB a sample about the anchor: the secants to the other runs, each weighed by how sure it is."""
+    """Returns (least, most) MiB a sample near the anchor: secants to the other runs, weighted by their certainty."""
     scatter = _scatter([*others, anchor], fixed)
     secants = [_secant(anchor, one, scatter, fixed) for one in others]
     weight = sum(error**-2 for _, error in secants)
     slope = sum(slope * error**-2 for slope, error in secants) / weight
     least, most = slope - 2 * weight**-0.5, slope + 2 * weight**-0.5
     steepest = max(1e-9, (anchor.reserved_mib - fixed.least_mib) / anchor.batch_size)
-    if _all_flat(others):  # their peaks may be those of the optimizer step, and only the anchor's that of its samples
+    if _all_flat(others):  # their peaks may come from the optimizer step, and only the anchor's from its samples
         most = max(most, math.sqrt(max(0.0, slope) * steepest), 0.1 * steepest)
     return max(0.0, least), max(1e-9, least, min(most, steepest))
 
 
 def _all_flat(runs: Sequence[Observation]) -> bool:
-    """Whether these do not show that samples take anything."""
+    """Returns True if these runs do not grow with the number of samples."""
     small, large = runs[0], runs[-1]
     doublings = math.log2(large.batch_size / small.batch_size)
     return large.allocated_mib <= small.allocated_mib * (1 + FLAT * doublings)
@@ -220,14 +220,14 @@ def _slopes_of_one(anchor: Observation, fixed: FixedPart, like: Line | None) -> 
 
 
 def _secant(anchor: Observation, one: Observation, scatter: float, fixed: FixedPart) -> tuple[float, float]:
-    """(slope, its standard error)."""
+    """Returns (slope, its standard error)."""
     apart = anchor.batch_size - one.batch_size
     ends = [max(1.0, end.allocated_mib - fixed.least_mib) for end in (anchor, one)]
     return (anchor.allocated_mib - one.allocated_mib) / apart, scatter * math.hypot(*ends) / abs(apart)
 
 
 def _scatter(runs: Sequence[Observation], fixed: FixedPart) -> float:
-    """The standard deviation of peaks about a line through them, as a share of what the samples take."""
+    """Returns the standard deviation of peaks about a line through them, as a share of what the samples take."""
     if len(runs) < 3:
         return SCATTER
     line = line_through([(one.batch_size, one.allocated_mib) for one in runs])

@@ -1,8 +1,8 @@
-"""How much memory a batch size needs, learned from the runs there were. Pure.
+"""Predicts the memory of a batch size from earlier runs. Pure.
 
-Peak memory is taken as a fixed part and a part for each sample, seen through what real GPUs do to that line:
-workspaces that come and go with the size, an allocator that reserves more than is in use, a peak that small
-batches have in the optimizer step, and convolution workspaces that give way where memory is short.
+Peak memory is modelled as a fixed part plus a part per sample. Real GPUs distort that line in four ways: workspaces
+come and go with the size, the allocator reserves more than is in use, small batches have their peak in the optimizer
+step, and convolution workspaces are released if memory is short.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from amptune.search.memory_runs import FixedPart, Line, Observation, line_throug
 
 __all__ = ["Arm", "MemoryModel", "arm_of"]
 
-# Only what is so far above the limit is called an out-of-memory before it happened.
+# An out-of-memory is predicted only this factor above the limit, or above a size that failed.
 CLEARLY = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """The settings that decide what a sample takes. bf16 and fp16 take the same; IEEE math has workspaces of its own.
+    """The settings that decide the memory of a sample.
 
-    Half weights take less than autocast, which keeps some tensors in FP32 and casts weights; masters take their part.
-
-    On an H200 DeepLabV3+ peaks at 39.5 GB with IEEE convolutions and at 6.6 GB with TF32 ones.
+    bf16 and fp16 take the same; IEEE math has workspaces of its own. Half weights take less than autocast, which keeps
+    some tensors in FP32 and casts weights; master weights add to it. On an H200 DeepLabV3+ peaks at 39.5 GB with
+    IEEE convolutions and at 6.6 GB with TF32 ones.
     """
 
     half: bool = False
@@ -42,17 +42,17 @@ class Arm:
 
     @property
     def likes_workspaces(self) -> bool:
-        """Whether convolutions may take far more than they need: DeepLabV3+ in TF32 72.6 GB with cudnn.benchmark."""
+        """True if convolutions may take far more than they need: DeepLabV3+ in TF32 72.6 GB with cudnn.benchmark."""
         return self.cudnn_benchmark or self.ieee
 
     def keeps_the_same(self, other: Arm) -> bool:
-        """Whether both keep the same tensors for the backward pass, and so differ in workspaces alone."""
+        """Returns True if both keep the same tensors for the backward pass and differ only in workspaces."""
         same_graph = (self.compile, self.cuda_graphs) == (other.compile, other.cuda_graphs)
         return same_graph and (self.half, self.weights) == (other.half, other.weights)
 
 
 def arm_of(policy: Policy) -> Arm:
-    """The arm whose runs tell what the policy needs."""
+    """Returns the policy's arm: the runs of this arm tell how much memory the policy needs."""
     return Arm(
         half=policy.precision != "off",
         weights=policy.weights,
@@ -67,14 +67,14 @@ def arm_of(policy: Policy) -> Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryModel:
-    """What is known of every arm, for a limit of what one process may allocate, in MiB."""
+    """All that is known of memory, by arm; `limit_mib` is what one process may allocate."""
 
     limit_mib: float
     fixed: FixedPart = field(default_factory=FixedPart)
     seen: Mapping[Arm, tuple[Observation, ...]] = field(default_factory=dict)
 
     def with_outcome(self, policy: Policy, batch_size: int, outcome: Outcome) -> MemoryModel:
-        """With what the outcome says about memory, if anything; the later of two at the same size counts."""
+        """Returns a model that includes the outcome; the later of two at one batch size counts."""
         new = observation_of(batch_size, outcome)
         if new is None:
             return self
@@ -83,14 +83,14 @@ class MemoryModel:
         return replace(self, seen={**self.seen, arm: (*others, new)})
 
     def with_outcomes(self, outcomes: Iterable[tuple[Policy, int, Outcome]]) -> MemoryModel:
-        """The same for several, as (policy, batch size, outcome)."""
+        """Returns a model that includes several outcomes, given as (policy, batch size, outcome)."""
         model = self
         for policy, batch_size, outcome in outcomes:
             model = model.with_outcome(policy, batch_size, outcome)
         return model
 
     def fit(self, policy: Policy) -> Fit | None:
-        """What is known of the policy's arm, helped by others; None where none of its runs succeeded."""
+        """Returns the fit of the policy's arm, supported by other arms; None if none of its runs succeeded."""
         arm = arm_of(policy)
         others = {other: points for other in self.seen if other != arm and (points := self._free(other))}
         like = [line_through(points) for other, points in others.items() if len(points) > 1]
@@ -105,7 +105,7 @@ class MemoryModel:
         return fit and replace(fit, may_give_more=arm.likes_workspaces and not floors)
 
     def predicts_oom(self, policy: Policy, batch_size: int) -> bool:
-        """Whether so many samples clearly do not fit: it is not worth a run to see it."""
+        """Returns True if `batch_size` samples clearly do not fit and a run would be wasted."""
         fit = self.fit(policy)
         if fit is None:
             seen = self.seen.get(arm_of(policy), ())
@@ -115,11 +115,11 @@ class MemoryModel:
         return batch_size > fit.largest_run and fit.least_mib(batch_size) > CLEARLY * self.limit_mib
 
     def _free(self, arm: Arm) -> list[tuple[int, float]]:
-        """(batch size, allocated MiB) of the runs of an arm that memory did not press on."""
+        """Returns (batch size, allocated MiB) of an arm's runs without allocator retries."""
         return [(one.batch_size, one.allocated_mib) for one in self.seen[arm] if one.ran and not one.alloc_retries]
 
     def _floor(self, points: Sequence[tuple[int, float]]) -> Line:
-        """Through several; through one with a fixed part in the middle of what it may be."""
+        """Fits a line; with a single point, assumes the middle of the fixed part's bounds."""
         if len(points) > 1:
             return line_through(points)
         ((n, mib),) = points

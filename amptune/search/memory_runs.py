@@ -1,4 +1,4 @@
-"""What runs say about memory, and the line through them. Pure."""
+"""Memory observed in runs, and the line through the observations. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """One run at one batch size; it went out of memory where there is no peak."""
+    """One run at one batch size; infinite peaks mean that it ran out of memory."""
 
     batch_size: int
     allocated_mib: float = math.inf
@@ -27,12 +27,12 @@ class Observation:
         return math.isfinite(self.allocated_mib)
 
     def fits(self, limit_mib: float) -> bool:
-        """Whether it ran within the limit: where nothing enforces one, a run may have taken more."""
+        """Returns True if the run stayed within the limit. If nothing enforces a limit, a run may exceed it."""
         return self.reserved_mib <= limit_mib
 
 
 def observation_of(batch_size: int, outcome: Outcome) -> Observation | None:
-    """What an outcome says about memory; None for a failure that says nothing."""
+    """Returns the memory that an outcome shows, or None for a failure that tells nothing about it."""
     if isinstance(outcome, Measurement):
         return Observation(
             batch_size=batch_size,
@@ -45,9 +45,9 @@ def observation_of(batch_size: int, outcome: Outcome) -> Observation | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedPart:
-    """What is held whatever the batch, in MiB: at the least, and at the most as far as can be explained.
+    """Bounds of the memory held at any batch size, in MiB; the default bounds mean that nothing is known.
 
-    What an arm holds above `most_mib` is taken for workspaces, which may give way. Without bounds nothing is known.
+    Memory of an arm above `most_mib` counts as workspaces, which may be released.
     """
 
     least_mib: float = 0.0
@@ -55,7 +55,7 @@ class FixedPart:
 
     @staticmethod
     def of_weights(parameters: int) -> FixedPart:
-        """Of FP32 weights: alone at the least; at the most with gradients, two moments, and temporaries of the step.
+        """Returns the bounds for FP32 weights: the weights; and those with gradients, two moments and temporaries.
 
         A large batch has its peak where the backward pass begins; the last step's gradients are freed by then.
         `foreach` optimizers hold up to two temporaries of all parameters.
@@ -76,7 +76,7 @@ class Line:
 
 
 def line_through(points: Sequence[tuple[int, float]]) -> Line:
-    """Least squares; the sizes must differ."""
+    """Fits a line by least squares; the sizes must differ."""
     mean_n = sum(n for n, _ in points) / len(points)
     mean_mib = sum(mib for _, mib in points) / len(points)
     spread = sum((n - mean_n) ** 2 for n, _ in points)

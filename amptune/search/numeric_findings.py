@@ -1,4 +1,4 @@
-"""What was found of the numerics, in words: where they break first, and which modules in FP32 cure that."""
+"""Findings about numerics, in words: where they break first, and which modules in FP32 cure that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from amptune.search.repairing import Cure
 
 __all__ = ["findings_of", "sound_finding", "where_fp32_breaks"]
 
-# A module that makes an error less than so many times as large is not where it begins.
+# A module that multiplies the error by less than this is not its origin.
 LEAST_TO_BLAME = 2.0
 # The largest number each dtype holds.
 LARGEST = {"fp16": 65504.0, "bf16": 3.3895e38}
@@ -26,7 +26,7 @@ def sound_finding(judgement: Judgement) -> Finding:
 
 
 def where_fp32_breaks(traces: Sequence[ModuleTrace]) -> str:
-    """Of a step in FP32 that gives no numbers: the module in which that begins, inner ones first."""
+    """Returns in words in which module an FP32 step becomes non-finite; inner modules come first."""
     for trace in traces:
         comes_finite = trace.inputs is None or math.isfinite(trace.inputs.largest)
         if trace.outputs is not None and not math.isfinite(trace.outputs.largest) and comes_finite:
@@ -40,14 +40,14 @@ def where_fp32_breaks(traces: Sequence[ModuleTrace]) -> str:
 def findings_of(
     judgement: Judgement, cure: Cure | None, traces: Sequence[ModuleTrace], *, out_of_time: bool = False
 ) -> Iterator[Finding]:
-    """The modules in which it begins, the most suspicious first, and what cures it."""
+    """Yields a finding for each module at fault, the most suspicious first, then one about the cure."""
     for culprit in _culprits(cure, traces):
         yield _where(culprit, judgement.policy)
     yield _unsound(judgement, out_of_time=out_of_time) if cure is None else _cure(judgement, cure)
 
 
 def _culprits(cure: Cure | None, traces: Sequence[ModuleTrace]) -> list[ModuleTrace]:
-    """The modules that cure it, the most suspicious first; without a cure the first that breaks, if one does."""
+    """Returns the modules of the cure, the most suspicious first; without a cure the first that breaks, if any."""
     of = {trace.path: trace for trace in traces}
     ranked = suspects(traces)
     if cure is not None:
@@ -125,7 +125,7 @@ def _where(trace: ModuleTrace, policy: Policy) -> Finding:
 
 
 def _overflow(largest_fp32: float, dtype: str) -> str:
-    """What FP32 makes of it says whether what comes out is too large, or something on the way."""
+    """Tells by the value in FP32 whether the output itself is too large, or something computed on the way."""
     holds = f"{dtype} holds {LARGEST[dtype]:.4g} at most"
     if largest_fp32 > LARGEST[dtype]:
         return f"; in FP32 it reaches {largest_fp32:.3g}, and {holds}"

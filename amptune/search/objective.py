@@ -1,4 +1,4 @@
-"""What is to be best: samples per second, peak memory, or energy a sample. Pure."""
+"""Objectives of tuning: samples per second, peak memory, or energy per sample. Pure."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ __all__ = ["OBJECTIVES", "SPEED_SLACK", "THROUGHPUT", "Objective", "ObjectiveNam
 ObjectiveName = Literal["throughput", "memory", "energy"]
 OBJECTIVES: tuple[ObjectiveName, ...] = get_args(ObjectiveName)
 
-# A speed is known to about 1 %: one this much below what is needed is not shown to be too slow.
+# A speed is known to about 1 %, so a speed this share below the needed one is not shown to be too slow.
 SPEED_SLACK = 0.01
-# Less than this share is not worth a change. Peaks have next to no noise, so that any difference would be shown.
+# A memory gain below this share is not worth a change. Peaks have almost no noise, so any difference would be shown.
 LEAST_MEMORY_GAIN = 0.005
-# What is too slow loses this power of its share of the speed needed, down to a share where it is hopeless anyway:
-# steep enough that memory does not make up for it, smooth enough for a surrogate to learn.
+# A too slow policy's score is multiplied by its share of the needed speed to this power; the share counts as no less
+# than HOPELESS_SHARE. So memory does not make up for slowness, and the score is smooth enough for a surrogate to learn.
 PENALTY, HOPELESS_SHARE = 6.0, 0.5
-# The energy of a block of this length is known to 10 %, whatever its steps take: the counter moves once in 0.1 s.
+# A block of this length gives the energy to 10 %, however long a step is: the counter moves once in 0.1 s.
 ENERGY_BLOCK_S, ENERGY_STEPS = 1.0, 5000
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a policy is judged by.
+    """A goal that policies are compared by.
 
-    With `memory`, only policies count that reach the share `least_speed` of the baseline's samples per second.
-    Raises `ObjectiveError` for a name that is none, or a share that is not above 0.
+    With `memory`, a policy counts only if it reaches the share `least_speed` of the baseline's samples per second.
+    Raises `ObjectiveError` for an unknown name, or a share that is not above 0.
     """
 
     name: ObjectiveName = "throughput"
@@ -45,11 +45,11 @@ class Objective:
             )
 
     def score(self, measurement: Measurement) -> float | None:
-        """Higher is better, and twice as much is twice as good; None where the figure was not measured."""
+        """Returns the score (higher is better, twice as much is twice as good); None if the figure was not measured."""
         return self.score_of(measurement.samples_per_s, measurement.peak_allocated_mib, measurement.energy_j_per_sample)
 
     def score_of(self, samples_per_s: float, peak_mib: float, joules_per_sample: float | None) -> float | None:
-        """The same of these figures: samples per second; or per MiB, or per joule."""
+        """Returns the score of these figures: samples per second, 1 / MiB, or samples per joule."""
         match self.name:
             case "throughput":
                 return samples_per_s
@@ -60,28 +60,28 @@ class Objective:
 
     @property
     def needs_speed(self) -> bool:
-        """Whether a policy slower than the baseline is no answer, however good its score."""
+        """True if a policy that is too slow against the baseline cannot win, however good its score."""
         return self.name == "memory"
 
     @property
     def least_gain(self) -> float:
-        """A gain of this share or less is none, even where it is shown."""
+        """The largest gain that counts as none, even if it is shown."""
         return LEAST_MEMORY_GAIN if self.name == "memory" else 0.0
 
     def effort(self, effort: Effort) -> Effort:
-        """What it takes to measure a policy for this objective, where `effort` is enough to know its speed."""
+        """Returns the effort to measure a policy for this objective; `effort` is enough to know its speed."""
         if self.name != "energy":
             return effort
         seconds = max(ENERGY_BLOCK_S, effort.measure_s)
         return replace(effort, measure_s=seconds, energy_s=seconds, max_steps=max(ENERGY_STEPS, effort.max_steps))
 
     def allows_speed(self, share: float) -> bool:
-        """Whether so many times the samples per second of the baseline are enough, to within what a speed is known."""
+        """Returns True if this share of the baseline's samples per second is enough, within a speed's accuracy."""
         return not self.needs_speed or share >= self.least_speed - SPEED_SLACK
 
 
 def objective_of(name: str, least_speed: float | None = None) -> Objective:
-    """The objective as a user names it. Raises `ObjectiveError`, also for a least speed that would mean nothing."""
+    """Returns the objective that a user names. Raises `ObjectiveError`, also if `least_speed` does not apply to it."""
     if least_speed is not None and name != "memory":
         raise ObjectiveError(f"the least speed is for the objective memory; {name} has no need of one")
     return Objective(name, 1.0 if least_speed is None else least_speed)  # type: ignore[arg-type]  # checked there
@@ -92,13 +92,13 @@ THROUGHPUT = Objective()
 
 @dataclass(frozen=True, slots=True)
 class Yardstick:
-    """An objective for single trials, and the baseline's, None where that failed or is still to be measured."""
+    """An objective that scores single trials; `baseline` is None if that failed or is not measured yet."""
 
     objective: Objective
     baseline: Measurement | None = None
 
     def score(self, outcome: Outcome) -> float | None:
-        """That of the objective, less where the policy is too slow; None where it failed or the figure is missing."""
+        """Returns the objective's score, lowered if the policy is too slow; None if it failed or has no such figure."""
         if not isinstance(outcome, Measurement):
             return None
         score = self.objective.score(outcome)
@@ -106,13 +106,13 @@ class Yardstick:
         return None if score is None else score * share**PENALTY
 
     def share_of_needed_speed(self, measurement: Measurement) -> float:
-        """1 where no speed is needed, or nothing is known to hold it against."""
+        """Returns the speed over the needed one; 1 if no speed is needed or the baseline's is unknown."""
         if not self.objective.needs_speed or self.baseline is None:
             return 1.0
         return measurement.samples_per_s / (self.objective.least_speed * self.baseline.samples_per_s)
 
     def allows(self, outcome: Outcome) -> bool:
-        """Whether the policy runs, and is fast enough to be an answer."""
+        """Returns True if the policy runs and is fast enough to win."""
         if not isinstance(outcome, Measurement) or self.baseline is None or not self.objective.needs_speed:
             return isinstance(outcome, Measurement)
         return self.objective.allows_speed(outcome.samples_per_s / self.baseline.samples_per_s)

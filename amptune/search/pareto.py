@@ -1,4 +1,4 @@
-"""The policies that nothing else beats in speed, memory and energy at once; which of them an objective takes. Pure."""
+"""The Pareto set of policies by speed, memory and energy, and the best of them for an objective. Pure."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from amptune.search.trial import Trial
 
 __all__ = ["MOST_POINTS", "Point", "best_point", "front_of", "points_of", "score_of", "spread_along"]
 
-# A policy file stays short.
+# Keeps a policy file short.
 MOST_POINTS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A policy by its three figures; `judged` where the numerics gate has passed it, or had nothing to judge.
+    """A policy with its three figures; `judged` is set if the numerics gate passed it or had nothing to judge.
 
-    Where the energy was not measured, nothing is claimed of it: it counts as more than any.
+    An energy that was not measured counts as more than any other.
     """
 
     policy: Policy
@@ -34,18 +34,18 @@ class Point:
 
     @property
     def costs(self) -> tuple[float, float, float]:
-        """Less is better in each."""
+        """The figures as costs: less is better in each."""
         joules = self.energy_j_per_sample
         return -self.samples_per_s, self.peak_memory_mib, math.inf if joules is None else joules
 
     def dominates(self, other: Point) -> bool:
-        """Whether it is as good in everything, and better in something."""
+        """Returns True if this point is at least as good in every figure, and better in one."""
         mine, theirs = self.costs, other.costs
         return mine != theirs and all(own <= its for own, its in zip(mine, theirs, strict=True))
 
     @property
     def figures(self) -> dict[str, float]:
-        """Those that are known, to four digits."""
+        """The known figures, to four digits."""
         figures = {
             "samples_per_s": self.samples_per_s,
             "peak_memory_mib": self.peak_memory_mib,
@@ -54,12 +54,12 @@ class Point:
         return {name: float(f"{value:.4g}") for name, value in figures.items() if value is not None}
 
     def as_dict(self) -> dict[str, Any]:
-        """As `evidence.pareto` has it; `from_dict` is the inverse but for the digits that the figures lose."""
+        """Returns an entry of `evidence.pareto`; `from_dict` is the inverse except for rounded digits."""
         return {"policy": policy_to_dict(self.policy), **self.figures, "judged": self.judged}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Point:
-        """Raises `KeyError`, `TypeError` or `ValueError` for what `as_dict` never writes."""
+        """Reads what `as_dict` writes. Raises `KeyError`, `TypeError` or `ValueError` for anything else."""
         joules = data.get("energy_j_per_sample")
         return Point(
             policy=policy_from_dict(data["policy"]),
@@ -73,7 +73,7 @@ class Point:
 def points_of(
     trials: Iterable[Trial], is_rejected: Callable[[Policy], bool], is_judged: Callable[[Policy], bool]
 ) -> tuple[Point, ...]:
-    """Those trials that ran, and that the numerics gate has not rejected."""
+    """Returns the trials that ran and that the numerics gate has not rejected."""
     return tuple(
         Point(
             policy=trial.policy,
@@ -88,18 +88,18 @@ def points_of(
 
 
 def front_of(points: Iterable[Point]) -> tuple[Point, ...]:
-    """The Pareto set: the points that no other dominates, fastest first; of equal ones the first."""
+    """Returns the points that no other dominates, fastest first; of equal points the first."""
     front: list[Point] = []
-    for point in sorted(points, key=lambda point: point.costs):  # what dominates a point comes before it
+    for point in sorted(points, key=lambda point: point.costs):  # a dominating point comes earlier
         if not any(other.costs == point.costs or other.dominates(point) for other in front):
             front.append(point)
     return tuple(front)
 
 
 def spread_along(front: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
-    """At most so many of the points, in their order: the best in each figure, then always what is furthest from those.
+    """Returns at most `most` points, in their order: the best in each figure, then the farthest from those chosen.
 
-    Distances are of the logarithms, so that twice as much is as far whatever the unit.
+    Distances are taken on logarithms, so that they do not depend on units.
     """
     if len(front) <= most:
         return tuple(front)
@@ -113,12 +113,12 @@ def spread_along(front: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point
 
 
 def score_of(point: Point, objective: Objective) -> float | None:
-    """As the objective scores a measurement."""
+    """Returns the objective's score of a point."""
     return objective.score_of(point.samples_per_s, point.peak_memory_mib, point.energy_j_per_sample)
 
 
 def best_point(points: Iterable[Point], objective: Objective, baseline_samples_per_s: float) -> Point | None:
-    """The best for the objective, of those fast enough for it; None where no point has the figure, or the speed."""
+    """Returns the objective's best point of those fast enough; None if no point has the figure or the speed."""
     fast = (point for point in points if objective.allows_speed(point.samples_per_s / baseline_samples_per_s))
     scores = {point: score for point in fast if (score := score_of(point, objective)) is not None}
     return max(scores, key=scores.__getitem__, default=None)

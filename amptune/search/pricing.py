@@ -1,8 +1,8 @@
-"""What keeping modules in FP32 would save, from the time each takes by itself, the casts between them counted. Pure.
+"""Estimates the time saved by keeping modules in FP32, from each module's own time and the casts between them. Pure.
 
-Modules pass on what they are given or bring it to a dtype of their own: a matrix product under autocast gives half
-whatever comes in, a ReLU what came in, a module kept in FP32 gives FP32. So which dtype reaches a module, and what has
-to be cast for it, follows from the modules before it; neighbours that are both kept in FP32 need no cast between them.
+A module passes on the dtype of its input or has one of its own. Under autocast a matrix product returns half for any
+input, a ReLU returns its input's dtype, and a module kept in FP32 returns FP32. The dtype that reaches a module, and
+the casts for it, therefore follow from the modules before it. Neighbours both kept in FP32 need no cast between them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ __all__ = ["Price", "Saving", "savings_in_order"]
 
 # A step that is expected to save less than this share of the time in all modules is not worth a policy.
 WORTHWHILE = 0.003
-# Of what saves this share of the most that can be saved, the fewest modules are taken.
+# Among choices that save at least this share of the best saving, the one with the fewest modules is taken.
 NEARLY = 0.9
-# A cast reads two bytes and writes four for every element, or the other way round: 1.5 times its size in FP32.
+# A cast reads two bytes and writes four per element, or the reverse: 1.5 times the element's size in FP32.
 CAST_SHARE = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """Modules to keep in FP32 besides those before them, and the ms a step that they save together."""
+    """Modules to keep in FP32 in addition to earlier ones, and the ms per step that they save together."""
 
     modules: tuple[str, ...]
     saves_ms: float
@@ -33,7 +33,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class Price:
-    """What a step costs in ms, over the modules that were timed, with some of them kept in FP32."""
+    """The cost of a step in ms over the timed modules, with some of them kept in FP32."""
 
     sensitivity: Sensitivity
     dtype: Half
@@ -42,7 +42,7 @@ class Price:
     def __post_init__(self) -> None:
         place = {module.path: i for i, module in enumerate(self.sensitivity.modules)}
         known = [[place[path] for path in m.producers if path in place] for m in self.sensitivity.modules]
-        # Where something else than a module made a tensor (an addition, a view), the module before stands for it.
+        # A tensor made outside of modules (an addition, a view) counts as made by the module before.
         sources = [[j for j in own if j < i] or ([i - 1] if i else []) for i, own in enumerate(known)]
         object.__setattr__(self, "_sources", sources)
 
@@ -57,11 +57,11 @@ class Price:
         return total
 
     def saved(self, kept: Collection[str]) -> float:
-        """What keeping these saves over keeping none."""
+        """Returns the ms that keeping these modules in FP32 saves over keeping none."""
         return self.of(()) - self.of(kept)
 
     def own_gain_ms(self, modules: Collection[str]) -> float:
-        """What FP32 saves in these themselves, whatever it costs around them."""
+        """Returns the ms that FP32 saves inside these modules, without the casts around them."""
         own = [module for module in self.sensitivity.modules if module.path in modules]
         return sum((module.half[self.dtype].ms or 0.0) - (module.fp32_ms or 0.0) for module in own)
 
@@ -77,10 +77,10 @@ class Price:
 
 
 def savings_in_order(sensitivity: Sensitivity, dtype: Half) -> tuple[Saving, ...]:
-    """Greedily, the most first: what to keep in FP32, for as long as more of it saves time.
+    """Chooses greedily which modules to keep in FP32, the largest saving first, while more of them save time.
 
-    Modules of one type and shape take the same time and are kept or not together; two kinds that are neighbours may
-    pay only together.
+    Modules of one type and shape take the same time and are kept or not together. Two neighbouring kinds may pay only
+    together.
     """
     price = Price(sensitivity, dtype)
     least_ms = WORTHWHILE * price.of(())
@@ -116,6 +116,6 @@ def _choices(modules: Sequence[ModuleSensitivity]) -> Iterator[frozenset[str]]:
 
 
 def _kind_of(module: ModuleSensitivity) -> tuple[object, ...]:
-    """Times are shared by modules of one type and shape, and so the same."""
+    """Returns a key that modules of one type and shape share, as they share their measured times."""
     times = tuple(half.ms for half in module.half.values())
     return (module.fp32_ms, times, module.input_bytes, module.output_bytes, module.stream)

@@ -1,7 +1,7 @@
-"""What the comparisons of one tuning run have shown so far, stage by stage; a decision can be made of it any time.
+"""The comparisons of one tuning run, stage by stage; a decision can be made from them at any time.
 
-What is claimed of a winner comes from launches that had no part in choosing it: the fastest of several looks
-faster than it is on the very measurements that made it the fastest.
+Claims about a winner come from launches that took no part in choosing it. The fastest of several policies looks faster
+than it is on the very measurements that made it the fastest.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from amptune.search.ratios import (
 
 __all__ = ["Contest", "Match", "Proof"]
 
-# A claim that rests on the measurements that chose the policy needs an interval so many times as wide to exclude 1:
-# 1.5 times, about Bonferroni's for six finalists, let too many through on a flat landscape (reports/replay.py --null).
+# If a claim rests on the measurements that chose the policy, an interval this many times as wide must exclude 1. A
+# factor of 1.5, about Bonferroni's for six finalists, lets too many through on a flat landscape (reports/replay.py
+# --null).
 UNCONFIRMED_DOUBT = 2.5
 
 Eligible = Callable[[Policy], bool]
@@ -34,11 +35,11 @@ Eligible = Callable[[Policy], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Contest:
-    """Who takes part and who may win: the baseline, and of the others those that the user's wishes allow.
+    """The policies that take part, and a test of who may win: the baseline, and others that the user's wishes allow.
 
-    `eligible` says it of the policies of the space, `variant_eligible` of a policy with one setting less. `neighbours`
-    gives the policies one step from another, the most promising first, allowed or not. `rejected` tells which ones
-    did not pass the numerics gate so far: they are measured, and do not win. `earlier` are rounds of former runs.
+    `eligible` tests policies of the space, `variant_eligible` a policy with one setting less. `neighbours` returns the
+    policies one step from another, the most promising first, allowed or not. `rejected` tests if a policy has failed
+    the numerics gate so far: such policies are measured but do not win. `earlier` are rounds of former runs.
     """
 
     baseline: Policy
@@ -53,18 +54,18 @@ class Contest:
     earlier: Sequence[Round] = ()
 
     def may_win(self, policy: Policy) -> bool:
-        """Whether the wishes and the numerics gate let a policy of the space win."""
+        """Returns True if the wishes and the numerics gate let a policy of the space win."""
         return self.eligible(policy) and not self.rejected(policy)
 
     def may_refine(self, policy: Policy) -> bool:
-        """Whether a policy may take the place of the winner."""
+        """Returns True if a policy may replace the winner."""
         wanted = self.eligible(policy) or self.variant_eligible(policy)
         return policy != self.baseline and wanted and not self.rejected(policy)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """A candidate and what was measured beside it: its neighbours, or its variants; grows while they are."""
+    """A candidate and the rounds measured with it and its neighbours or variants; `rounds` grows meanwhile."""
 
     candidate: Policy
     rounds: list[Round] = field(default_factory=list)
@@ -72,7 +73,7 @@ class Match:
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """All comparisons, as far as they got: the finals choose, refinements improve, ablations confirm."""
+    """All comparisons so far: the finals choose, refinements improve, ablations confirm."""
 
     contest: Contest
     finals: list[Round] = field(default_factory=list)
@@ -81,24 +82,24 @@ class Proof:
 
     @property
     def rounds(self) -> list[Round]:
-        """Those of all comparisons. Their launches are counted anew in each."""
+        """The rounds of all comparisons; each comparison numbers its launches anew."""
         return [*self.finals, *(one for match in (*self.refinements, *self.ablations) for one in match.rounds)]
 
     @property
     def failed(self) -> Mapping[Policy, Failure]:
-        """What failed in any comparison, and how."""
+        """The policies that failed in any comparison, with their failures."""
         outcomes = (pair for one in self.rounds for pair in one.outcomes.items())
         return {policy: outcome for policy, outcome in outcomes if isinstance(outcome, Failure)}
 
     @property
     def is_out(self) -> Eligible:
-        """Tells whether a policy cannot win any more, by what has failed until now."""
+        """A test of policies that cannot win any more because they failed or were rejected."""
         failed, rejected = self.failed, self.contest.rejected
         return lambda policy: policy in failed or rejected(policy)
 
     @property
     def candidate(self) -> Policy | None:
-        """What the stages so far prefer, and the next one has to measure; None where that is the baseline."""
+        """The policy that the stages so far prefer, to be measured next; None if that is the baseline."""
         last = self.ablations[-1] if self.ablations else None
         if last is not None and not self.is_out(last.candidate):
             verdict = self.verdict_on(last)
@@ -122,13 +123,13 @@ class Proof:
         return sorted((p for p in rivals if ratios[p].high > 1), key=lambda p: -ratios[p].value)
 
     def _refined(self) -> Policy | None:
-        """What the last refinement found to be better than the one before, or else that; None where there was none."""
+        """Returns the best policy of the latest refinement whose best can still win; None if there is none."""
         is_out = self.is_out
         found = map(self._best_of, reversed(self.refinements))
         return next((best for best in found if not is_out(best)), None)
 
     def _best_of(self, match: Match) -> Policy:
-        """What is shown to be better than the candidate of a refinement, and may win; else the candidate."""
+        """Returns the policy shown to be better than a refinement's candidate that may win; else the candidate."""
         rivals = {policy for one in match.rounds for policy in one.outcomes} - self.failed.keys()
         allowed = sorted(filter(self.contest.may_refine, rivals - {match.candidate}), key=str)
         fast = [policy for policy in allowed if is_fast_enough(match.rounds, policy, self.contest.baseline)]
@@ -138,17 +139,17 @@ class Proof:
 
     @property
     def confirmed(self) -> Match | None:
-        """The ablation of the most launches, the last of equals; None where none says as much as the finals."""
+        """The ablation of the most launches, the last of equals; None if none is as reliable as the finals."""
         said = [ablation for ablation in self.ablations if self._says_enough(ablation)]
         return max(reversed(said), key=lambda ablation: launches_of(ablation.rounds), default=None)
 
     def verdict(self) -> Verdict | None:
-        """None where nothing was compared, or the baseline failed."""
+        """Returns the verdict so far; None if nothing was compared or the baseline failed."""
         confirmed = self.confirmed
         return self.finals_verdict(doubt=UNCONFIRMED_DOUBT) if confirmed is None else self.verdict_on(confirmed)
 
     def finals_verdict(self, *, doubt: float = 1.0) -> Verdict | None:
-        """None where the finals have no interval yet; what failed since cannot win any more."""
+        """Returns the finals' verdict, without policies that failed since; None if the finals have no interval yet."""
         contest, is_out = self.contest, self.is_out
         rivals = {p for one in self.finals for p in one.outcomes if not is_out(p)} - {contest.baseline}
         if not self.finals or (len(self.finals) < 2 and rivals):
@@ -160,14 +161,14 @@ class Proof:
         return verdict_of(self.finals, contest.baseline, may_win, doubt=doubt)
 
     def verdict_on(self, ablation: Match) -> Verdict | None:
-        """None if the baseline failed in it."""
+        """Returns an ablation's verdict; None if the baseline failed in it."""
         return verdict_of(ablation.rounds, self.contest.baseline, self.may_win(ablation))
 
     def candidates_beside(self, candidate: Policy) -> list[Policy]:
-        """What an ablation compares a candidate with besides its variants: what the stages before had preferred.
+        """Returns the policies that an ablation measures besides variants: the candidate and those preferred before.
 
-        The first candidate, or what is dropped would add up unseen; the winner of the finals, or nothing could undo a
-        refinement that was only lucky.
+        The first candidate is included because small losses from dropped settings would add up unseen. The winner of
+        the finals is included because otherwise nothing could undo a refinement that was only lucky.
         """
         verdict = self.finals_verdict()
         chosen = [] if verdict is None or verdict.keeps_the_baseline else [verdict.winner.policy]
@@ -175,7 +176,7 @@ class Proof:
         return list(dict.fromkeys([candidate, *first, *chosen]))
 
     def may_win(self, ablation: Match) -> Eligible:
-        """In an ablation: its candidate, those before it, and the variants that the user's wishes allow."""
+        """Returns a test of who may win an ablation: its candidates and the variants that the user's wishes allow."""
         candidates = self.candidates_beside(ablation.candidate)
         wanted = self.contest.variant_eligible
         return lambda policy: (policy in candidates or wanted(policy)) and not self.contest.rejected(policy)

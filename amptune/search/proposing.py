@@ -1,4 +1,4 @@
-"""Which point of a space to measure next: the one that promises the most for the time it takes. Pure."""
+"""Chooses the point of a space to measure next: the one that promises the most for its time. Pure."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ __all__ = ["AUTOTUNED", "CUDA_GRAPHS", "Proposal", "Proposer", "Seen", "features
 Strings = NDArray[np.str_]
 Codes = NDArray[np.int64]
 
-# What torch.compile's modes are made of, to a surrogate: whether there is a compiled graph, whether CUDA graphs launch
-# the kernels, whether those were timed against others.
+# Features that a surrogate sees in place of torch.compile's modes: is there a compiled graph, do CUDA graphs launch the
+# kernels, were the kernels timed against others.
 COMPILED, CUDA_GRAPHS, AUTOTUNED = "compile", "cuda_graphs", "autotuned"
-# These make a trial dear: plans to be timed, graphs to be compiled, kernels to be timed. So many seconds more are
-# reckoned with before one like it was measured; cuDNN's plans of ResNet-50 took 10 to 25 s on an H200.
+# Settings that make a trial expensive: plans to be timed, graphs to be compiled, kernels to be timed. These extra
+# seconds are assumed until a similar trial was measured; cuDNN's plans of ResNet-50 took 10 to 25 s on an H200.
 DEAR_S = {COMPILED: COMPILE_S, AUTOTUNED: AUTOTUNE_S - COMPILE_S, "cudnn_benchmark": 10.0}
-# What torch.compile does not look at: two points that differ in these alone share a graph. From a cache it takes so
-# much longer than an eager trial.
+# torch.compile ignores these knobs: two points that differ only in them share a graph. A compiled trial with its graph
+# in a cache takes this much longer than an eager one.
 NOT_COMPILED = ("fused_optimizer", "cudnn_benchmark")
 FROM_CACHE_S = 1.5
-# An infeasible point counts as this share of the worst: bad, and its neighbours suspect.
+# An infeasible point counts as this share of the worst score, so that its neighbours become suspect.
 INFEASIBLE_SHARE = 0.7
-# So many standard deviations below what was expected surprise, but no less than this (on the logarithm) does.
+# A score is a surprise if it is this many standard deviations, and at least this much (on the logarithm), too low.
 SURPRISING, LEAST_SURPRISE = 2.0, 0.07
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What a trial of a point gave: its score, higher is better (None where it failed), and the seconds it cost."""
+    """The result of one point's trial: its score, higher is better (None if it failed), and the seconds it cost."""
 
     score: float | None
     seconds: float
@@ -49,10 +49,10 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A point by its index; `gain` is the improvement expected over the best, on the logarithm of the score.
+    """A point by its index; `gain` is its expected improvement over the best, on the logarithm of the score.
 
-    A score below `least` would be a surprise: an outlier, or a wrong expectation. `cost` is how many times as long as
-    a plain trial the one takes that gains the most for its time.
+    A score below `least` would be a surprise: an outlier, or a wrong expectation. `cost` is the expected time of the
+    trial over that of the cheapest one.
     """
 
     index: int
@@ -62,7 +62,7 @@ class Proposal:
 
 
 class Proposer:
-    """Proposes points of one space that were not seen."""
+    """A source of proposals: points of one space that were not measured yet."""
 
     def __init__(self, knobs: Sequence[Knob], points: Sequence[Point], *, seed: int) -> None:
         self._surrogate = Surrogate(knobs, points)
@@ -75,7 +75,7 @@ class Proposer:
     def next(
         self, seen: Mapping[int, Seen], fixed: Mapping[str, Value], left_out: Collection[int] = ()
     ) -> Proposal | None:
-        """What promises the most improvement a second; None where every point with the `fixed` values was seen."""
+        """Returns the point that promises most per second; None if every point with the `fixed` values was seen."""
         free = self._free(seen, fixed)
         free[list(left_out)] = False
         if not free.any():
@@ -93,7 +93,7 @@ class Proposer:
         return Proposal(index=chosen, gain=float(gain[chosen]), least=least, cost=cost)
 
     def belief(self, seen: Mapping[int, Seen]) -> Belief | None:
-        """What to believe of every point; None where too little was seen to believe anything."""
+        """Returns the belief about every point; None if fewer than two scores are known."""
         scores = {index: one.score for index, one in seen.items() if one.score is not None}
         if len(scores) < 2:
             return None
@@ -108,15 +108,15 @@ class Proposer:
         return free
 
     def _is_dear(self, name: str, count: int) -> NDArray[np.bool_]:
-        """Which points have a setting that makes a trial dear."""
+        """Returns a mask of the points that have this expensive setting."""
         values = self._values.get(name)
         return np.zeros(count, dtype=bool) if values is None else (values != "off") & (values != "False")
 
     def _seconds(self, seen: Mapping[int, Seen]) -> Floats:
-        """What a trial of each point will cost.
+        """Returns the seconds that a trial of each point will cost.
 
-        By the mean of those that are dear in the same way; where there is none, by the dearest of those that have some
-        of it, and what is reckoned for the rest. A graph that was compiled before lies in a cache.
+        That is the mean of trials with the same expensive settings. If there is none, it is the highest estimate from
+        trials with some of these settings plus the assumed seconds of the others. A graph compiled before is cached.
         """
         costs: dict[tuple[bool, ...], list[float]] = defaultdict(list)
         from_cache: list[float] = []
@@ -137,7 +137,7 @@ class Proposer:
 
 
 def _codes(columns: Sequence[Strings], count: int) -> Codes:
-    """A number for each combination of values that occurs in the columns."""
+    """Returns a number for each combination of values that occurs in the columns."""
     codes = np.zeros(count, dtype=np.int64)
     for column in columns:
         _, own = np.unique(column, return_inverse=True)
@@ -146,7 +146,7 @@ def _codes(columns: Sequence[Strings], count: int) -> Codes:
 
 
 def features_of(point: Point) -> Point:
-    """The point as a surrogate sees it: modes of torch.compile by what they are made of, as `cuda_graphs` is one."""
+    """Returns the point as a surrogate sees it: modes of torch.compile become features such as `cuda_graphs`."""
     if COMPILED not in point:
         return point
     mode = str(point[COMPILED])
@@ -159,7 +159,7 @@ def features_of(point: Point) -> Point:
 
 
 def with_features(knobs: Sequence[Knob]) -> list[Knob]:
-    """The knobs of such points."""
+    """Returns the knobs of points that `features_of` made."""
     made_of = [
         Knob(name=COMPILED, choices=("off", "on")),
         Knob(name=CUDA_GRAPHS, choices=(False, True)),
@@ -171,7 +171,7 @@ def with_features(knobs: Sequence[Knob]) -> list[Knob]:
 
 
 def _reckoned(kind: tuple[bool, ...], means: Mapping[tuple[bool, ...], float]) -> float | None:
-    """None where nothing was measured that has no more of what makes a trial dear."""
+    """Returns the assumed seconds of a kind of trial; None if no cheaper kind has been measured."""
     extras = [
         mean + sum(s for s, has, had in zip(DEAR_S.values(), kind, seen, strict=True) if has and not had)
         for seen, mean in means.items()

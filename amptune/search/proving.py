@@ -1,7 +1,7 @@
-"""From finalists to a proven winner.
+"""The stages that lead from finalists to a proven winner.
 
-The finals choose it. Where there is time, refinements look for something faster among the runners-up and one step away
-from it. The ablation measures what came of that anew, beside the baseline and without one setting at a time.
+The finals choose it. If there is time, refinements look for something faster among the runners-up and one step away
+from it. The ablation measures the result anew, beside the baseline and without one setting at a time.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from amptune.search.ratios import ENOUGH_LAUNCHES, Round, is_fast_enough, launch
 
 __all__ = ["FINALS_SHARE", "prove"]
 
-# Of the time behind the search: for the finals, and for the ablation at the least.
+# Shares of the time after the search: for the finals, and at least for the ablation.
 FINALS_SHARE, ABLATION_SHARE = 0.4, 0.3
-# A policy is measured beside another one only if compiling it takes no more than this share of the time that is left.
+# A policy is measured beside another one only if compiling it takes at most this share of the time left.
 COLD_SHARE = 0.2
-# So many neighbours are measured beside a candidate at once: each costs a process in every launch.
+# At most this many neighbours are measured beside a candidate at once: each costs a process in every launch.
 NEIGHBOURS = 4
 
 
@@ -39,9 +39,9 @@ def prove(
     observer: Observer,
     rejects: Callable[[Policy], bool] = lambda _: False,
 ) -> None:
-    """Compares until the winner is known, refined, confirmed, and rid of what buys nothing; or the budget is spent.
+    """Compares until the winner is known, refined, confirmed, and free of useless settings; or the budget is spent.
 
-    `rejects` judges the numerics of a policy that is about to win; then the proof's contest knows too.
+    `rejects` judges the numerics of a policy that is about to win; the proof's contest then knows the result too.
     """
     stages = _Stages(evaluator, proof, budget, start_s, observer, rejects)
     ablation_s = ABLATION_SHARE * budget.left_s
@@ -52,7 +52,7 @@ def prove(
 
 @dataclass
 class _Stages:
-    """The stages of one proof; each goes on from what those before it found."""
+    """The stages of one proof; each continues from what the earlier ones found."""
 
     evaluator: Evaluator
     proof: Proof
@@ -60,13 +60,13 @@ class _Stages:
     start_s: float
     observer: Observer
     rejects: Callable[[Policy], bool]
-    # What one contender of a launch took in the finals.
+    # Seconds that one contender of a launch took in the finals.
     place_s: float = 0.0
 
     def finals(self, reserve_s: float, ablation_s: float) -> None:
-        """Measures the finalists until it is known how they stand, or only `reserve_s` is left.
+        """Measures the finalists until their order is known, or only `reserve_s` is left.
 
-        Or, where there is time to refine the winner before `ablation_s` are left, until one can be told.
+        If there is time to refine the winner before `ablation_s` are left, it stops as soon as a winner can be told.
         """
         contest, before_s = self.proof.contest, self.budget.left_s
 
@@ -100,9 +100,9 @@ class _Stages:
         self.place_s = (before_s - self.budget.left_s) / max(1, places_in(self.proof.finals))
 
     def refine(self, reserve_s: float) -> None:
-        """Measures what may be better beside the winner, and so on with what is better, while there is time.
+        """Measures policies that may be better beside the winner, and repeats with a better one, while there is time.
 
-        First the other finalists that are not beaten, then what is one step from the winner. Where a speed is needed,
+        First come the finalists that are not beaten, then the policies one step from the winner. If a speed is needed,
         the baseline runs beside them.
         """
         contest, runners_up = self.proof.contest, self.proof.runners_up
@@ -135,7 +135,7 @@ class _Stages:
                 match.rounds.append(one)
 
     def ablate(self) -> None:
-        """Measures the winner and its variants anew; and so on, if one of those is to be preferred."""
+        """Measures the winner and its variants anew, and repeats this with a variant that is preferred."""
         contest = self.proof.contest
         for candidate in self._candidates():
             ablation = Match(candidate=candidate)
@@ -158,11 +158,11 @@ class _Stages:
                 ablation.rounds.append(one)
 
     def _is_soon_compiled(self, policy: Policy) -> bool:
-        """Whether its graph lies in a cache, or compiling it takes a small part of the time there is."""
+        """Returns True if the policy's graph is in a cache, or compiling it takes a small part of the time left."""
         return cold_s(policy, self.proof.contest.tried) <= COLD_SHARE * self.budget.left_s
 
     def _candidates(self) -> Iterator[Policy]:
-        """The winner so far, then each simpler one that its ablation prefers, while there is time to measure it."""
+        """Yields the winner so far, then each simpler one that its ablation prefers, while there is time for it."""
         proof, tried = self.proof, set[Policy]()
         candidate = self._candidate() if self.budget.left_s >= self.start_s else None
         while candidate is not None and candidate not in tried:
@@ -176,13 +176,13 @@ class _Stages:
             candidate = self._candidate()
 
     def _candidate(self) -> Policy | None:
-        """The proof's, once it passed the numerics gate."""
+        """Returns the proof's candidate once it passed the numerics gate, or None."""
         while (candidate := self.proof.candidate) is not None and self.rejects(candidate):
             pass  # the proof has another one now
         return candidate
 
     def _enough_ablation(self, ablation: Match) -> Enough:
-        """When all is known to ±1 %, or it is shown that a setting is to be dropped, and so another one's turn."""
+        """Returns a test of enough rounds: all is known to ±1 %, or a setting is shown to be dropped."""
         baseline = self.proof.contest.baseline
 
         def enough(rounds: Sequence[Round]) -> bool:
@@ -202,7 +202,7 @@ class _Stages:
 
 
 def _enough_refinement(match: Match, baseline: Policy) -> Enough:
-    """When something better was found, or nothing there can be."""
+    """Returns a test of enough rounds: something better was found, or cannot exist."""
 
     def enough(rounds: Sequence[Round]) -> bool:
         outcomes = [pair for one in rounds for pair in one.outcomes.items()]

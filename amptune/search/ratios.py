@@ -1,4 +1,4 @@
-"""How much better one policy is than another, and how sure that is. Pure: from rounds of measurements to intervals."""
+"""Ratios between policies with their intervals, computed from rounds of measurements. Pure."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ __all__ = [
     "spread_within_launches",
 ]
 
-# With this many process launches the spread between them can be told; with fewer, only that within them.
+# With this many launches the spread between them can be estimated; with fewer, only the spread within them.
 ENOUGH_LAUNCHES = 3
-# The rounds of fewer launches do not tell what differs between launches: their interval is made so many times as wide,
-# and wider by what a ratio is known to differ by between launches: a standard deviation of 0.1 to 0.6 % was measured on
-# an H200 where the GPU is the limit (reports/h200/trust). With the spread that all contenders share it then holds the
+# Rounds of fewer launches do not show what differs between launches. Their interval is made this many times as wide,
+# and widened by the known difference of a ratio between launches: a standard deviation of 0.1 to 0.6 % was measured on
+# an H200 where the GPU is the limit (reports/h200/trust). With the spread that all contenders share, it then holds the
 # truth in 96 to 100 % of simulated comparisons of three or six policies (tests/search/test_ratios.py).
 FEW_LAUNCHES_DOUBT = 2.0
 LAUNCHES_DIFFER = 0.005
@@ -42,7 +42,7 @@ LAUNCHES_DIFFER = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """Every contender measured once, in turn, to be compared by the objective.
+    """One measurement of every contender, in turn, to be compared by the objective.
 
     Rounds with the same `launch` ran in the same processes.
     """
@@ -54,7 +54,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """A ratio with its 95 % interval, above 1 is better; `launches` is how many process launches it rests on."""
+    """A ratio with its 95 % interval; above 1 is better; `launches` is the number of launches behind it."""
 
     value: float
     low: float
@@ -66,17 +66,17 @@ class Ratio:
         return self.low > 1 or self.high < 1
 
     def shows_more_than(self, value: float, *, doubt: float = 1.0) -> bool:
-        """Whether even an interval `doubt` times as wide, on the logarithm, would be above the value."""
+        """Returns True if even an interval `doubt` times as wide, on the logarithm, would be above the value."""
         return self.low > 0 and self.value * (self.low / self.value) ** doubt > value
 
     @property
     def half_width(self) -> float:
-        """Of the interval, relative to the value."""
+        """Half the width of the interval, relative to the value."""
         return (self.high - self.low) / 2 / self.value
 
     @property
     def inverse(self) -> Ratio:
-        """The other way round."""
+        """The ratio of the same two policies in the other order."""
         high = 1 / self.low if self.low > 0 else math.inf
         return Ratio(value=1 / self.value, low=1 / self.high, high=high, launches=self.launches)
 
@@ -89,7 +89,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """A standard deviation on the logarithm, and the degrees of freedom that it is known with."""
+    """A standard deviation on the logarithm, with its degrees of freedom."""
 
     deviation: float
     freedom: int
@@ -99,25 +99,25 @@ NO_RATIO = Ratio(value=math.nan, low=0.0, high=math.inf)
 
 
 def ratio_between(rounds: Iterable[Round], a: Policy, b: Policy, *, by: Objective | None = None) -> Ratio:
-    """The score of `a` over that of `b`, in the rounds that have both.
+    """Returns the score of `a` over that of `b`, from the rounds that have both.
 
-    By the rounds' own objective, or by another one: samples per second under `a` over those under `b`, or the peak
-    memory or the energy a sample of `b` over that of `a`.
+    Scores are by the rounds' own objective, or by another one: samples per second of `a` over those of `b`, or peak
+    memory or energy per sample of `b` over that of `a`.
     """
     rounds = list(rounds)
     pairs = _pairs(rounds, a, b, by)
     if a == b or len(pairs) >= ENOUGH_LAUNCHES:
         return ratio_of(pairs)
     objective = by or (rounds[-1].objective if rounds else THROUGHPUT)
-    differ = 0.0 if objective.name == "memory" else LAUNCHES_DIFFER  # peaks do not
+    differ = 0.0 if objective.name == "memory" else LAUNCHES_DIFFER  # peaks do not differ between launches
     return ratio_of(pairs, spread_of_ratios(rounds, by), launches_differ=differ)
 
 
 def spread_of_ratios(rounds: Sequence[Round], by: Objective | None = None) -> Spread | None:
-    """How much the ratio of any two policies differs from round to round, by all those that stand in every round.
+    """Returns how much a ratio of two policies varies between rounds, from all policies present in every round.
 
-    What is left of each score once its policy and its round are taken out of it: the residual of a two-way layout
-    without replication (Scheffé, "The Analysis of Variance", 1959, section 4.2), twice, as a ratio has two of them.
+    It takes the residual of each score after its policy's and its round's mean are removed: a two-way layout without
+    replication (Scheffé, "The Analysis of Variance", 1959, section 4.2). A ratio has two scores: twice the variance.
     """
     table = _scores_in_all(rounds, by)
     if len(table) < 2 or len(rounds) < 2:
@@ -135,7 +135,7 @@ def spread_of_ratios(rounds: Sequence[Round], by: Objective | None = None) -> Sp
 
 
 def spread_of_times(rounds: Sequence[Round]) -> Spread | None:
-    """How much the time of a policy differs from round to round, drift included, by all that stand in every round."""
+    """Returns how much a policy's time varies between rounds, drift included, from policies present in every round."""
     table = _scores_in_all(rounds, THROUGHPUT)
     if not table or len(rounds) < 2:
         return None
@@ -144,7 +144,7 @@ def spread_of_times(rounds: Sequence[Round]) -> Spread | None:
 
 
 def _scores_in_all(rounds: Sequence[Round], by: Objective | None) -> list[list[float]]:
-    """The logarithms of the scores of each policy that has one in every round, a list a policy."""
+    """Returns the logarithms of scores, one list per policy, for policies with a score in every round."""
     policies = dict.fromkeys(policy for one in rounds for policy in one.outcomes)
     table = ([_score(one.outcomes.get(policy), by or one.objective) for one in rounds] for policy in policies)
     logs = ([math.log(score) for score in row if score is not None] for row in table)
@@ -152,7 +152,7 @@ def _scores_in_all(rounds: Sequence[Round], by: Objective | None) -> list[list[f
 
 
 def _pairs(rounds: Iterable[Round], a: Policy, b: Policy, by: Objective | None = None) -> list[list[float]]:
-    """The ratios of `a` to `b`, a list a launch."""
+    """Returns the ratios of `a` to `b`, one list per launch."""
     pairs: dict[int, list[float]] = defaultdict(list)
     for one in rounds:
         first, second = (_score(one.outcomes.get(policy), by or one.objective) for policy in (a, b))
@@ -168,13 +168,13 @@ def _score(outcome: Outcome | None, objective: Objective) -> float | None:
 def ratio_of(
     launches: Sequence[Sequence[float]], common: Spread | None = None, *, launches_differ: float = 0.0
 ) -> Ratio:
-    """The ratio behind pairs measured side by side, one list of pairs' ratios a launch, with a 95 % interval.
+    """Returns the ratio of pairs measured side by side, with a 95 % interval; `launches` has one list per launch.
 
-    A pair's two measurements are neighbours in time, so drift cancels; a launch is worth its median pair, so an
-    outlier does too; and since launches differ by more than the pairs within one, the interval is Student's t
-    over launches, on logarithms. Over the pairs of few launches it is by the `common` spread of all that were measured
-    in them, or by their own if that is larger: two pairs know next to nothing of their spread. `launches_differ` is the
-    standard deviation between launches that they cannot show.
+    A pair's two measurements are neighbours in time, so drift cancels. A launch counts by its median pair, so outliers
+    cancel too. Launches differ by more than the pairs within one, so the interval is Student's t over launches, on
+    logarithms. With few launches it is over their pairs, by the `common` spread of all policies measured in them or by
+    the pairs' own spread if that is larger: two pairs tell almost nothing of their spread. `launches_differ` is the
+    standard deviation between launches, which few launches cannot show.
     """
     if not any(launches):
         return NO_RATIO
@@ -187,12 +187,12 @@ def ratio_of(
     else:
         middle, half = _mean_and_half_width([log for launch in logs for log in launch], common)
         half = math.hypot(FEW_LAUNCHES_DOUBT * half, 2 * launches_differ / math.sqrt(len(centres)))
-        low, high = min(middle - half, *centres), max(middle + half, *centres)  # those that were seen are held
+        low, high = min(middle - half, *centres), max(middle + half, *centres)  # the interval holds every launch
     return Ratio(value=math.exp(middle), low=_exp(low), high=_exp(high), launches=len(centres))
 
 
 def best_among(rounds: Sequence[Round], policies: Sequence[Policy], *, by: Objective | None = None) -> Policy:
-    """By direct comparison, in the rounds that two have in common: what each is to a third has its noise too."""
+    """Returns the best policy by direct comparison, in the rounds that two share: a third would add its noise."""
     best = policies[0]
     for policy in policies[1:]:
         if ratio_between(rounds, policy, best, by=by).value > 1:
@@ -201,10 +201,10 @@ def best_among(rounds: Sequence[Round], policies: Sequence[Policy], *, by: Objec
 
 
 def is_fast_enough(rounds: Sequence[Round], policy: Policy, baseline: Policy, *, surely: bool = False) -> bool:
-    """Whether the objective of the rounds lets a policy win that is so fast; `surely`, where that is known.
+    """Returns True if the rounds' objective lets a policy of this speed win; `surely` demands that this is known.
 
-    By default the doubt is in its favour: its ratio to the baseline seems high enough, and the interval holds that it
-    is. What was measured beside the baseline in no round is not said to be too slow.
+    By default doubt is in its favour: its ratio to the baseline looks high enough, and its interval reaches the needed
+    speed. A policy that was never measured beside the baseline is not called too slow.
     """
     objective = rounds[-1].objective if rounds else THROUGHPUT
     if not objective.needs_speed or policy == baseline:
@@ -217,19 +217,19 @@ def is_fast_enough(rounds: Sequence[Round], policy: Policy, baseline: Policy, *,
 
 
 def launches_of(rounds: Sequence[Round]) -> int:
-    """How many process launches the rounds ran in."""
+    """Returns the number of launches that the rounds ran in."""
     return len({one.launch for one in rounds})
 
 
 def places_in(rounds: Sequence[Round]) -> int:
-    """How many processes were started for the rounds: the contenders of each launch."""
+    """Returns the number of processes started for the rounds: the contenders of each launch."""
     return sum({one.launch: len(one.outcomes) for one in reversed(rounds)}.values())
 
 
 def spread_within_launches(rounds: Sequence[Round], baseline: Policy) -> float:
-    """The standard deviation of a ratio to the baseline from round to round of one launch: the policies' median.
+    """Returns the standard deviation of a ratio to the baseline between rounds of one launch: the policies' median.
 
-    Of speeds, where the objective needs a speed: those have more noise than peaks.
+    It is that of speeds if the objective needs a speed: speeds have more noise than peaks.
     """
     policies = {policy for one in rounds for policy in one.outcomes} - {baseline}
     by = THROUGHPUT if rounds and rounds[-1].objective.needs_speed else None
@@ -243,7 +243,7 @@ def spread_within_launches(rounds: Sequence[Round], baseline: Policy) -> float:
 
 
 def _mean_and_half_width(values: Sequence[float], common: Spread | None = None) -> tuple[float, float]:
-    """The mean and half of its 95 % interval by Student's t; one value has no spread to speak of."""
+    """Returns the mean and half of its 95 % interval by Student's t; the half is infinite for one value."""
     from scipy.special import stdtrit
 
     mean = statistics.fmean(values)

@@ -1,4 +1,4 @@
-"""What a study says of itself: its tuning runs and what they decided, its trials, what was judged. Values."""
+"""Records that a study keeps: its tuning runs and their decisions, its trials, its judgements. Values."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["Basis", "Choice", "Judged", "StudyRecord", "TuningRecord", "without_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningRecord:
-    """One tuning run: what was tuned, where, and against what. `began` is UTC, ISO 8601.
+    """One tuning run: what was tuned, where, and against which baseline. `began` is UTC, ISO 8601.
 
-    `target` is what the command line called the workload, None where it came from Python; raw samples of the
-    comparisons are in `folder`. `options` are those of `amptune tune` that make it the same study.
+    `target` is the workload's name on the command line, None if it came from Python. `folder` has the raw samples of
+    the comparisons. `options` are those of `amptune tune` that select the same study.
     """
 
     run: str
@@ -39,7 +39,7 @@ class TuningRecord:
     options: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """As the study keeps it; `from_dict` is the inverse."""
+        """Returns plain data for the study; `from_dict` is the inverse."""
         return {
             "run": self.run,
             "began": self.began,
@@ -65,13 +65,13 @@ class TuningRecord:
         )
 
 
-# What a choice rests on: a comparison in launches enough, one in fewer, a single trial, or that nothing was better.
+# The basis of a choice: a comparison with enough launches, one with fewer, a single trial, or nothing was better.
 Basis = Literal["comparison", "few-launches", "trial", "nothing-better"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A policy, and what it gained over the baseline; without an interval where single trials say it."""
+    """A policy and its gain over the baseline; the ratios have no interval if single trials gave them."""
 
     policy: Policy
     gain: Ratio
@@ -79,7 +79,7 @@ class Choice:
     basis: Basis
 
     def as_dict(self) -> dict[str, Any]:
-        """As the study keeps it; `from_dict` is the inverse."""
+        """Returns plain data for the study; `from_dict` is the inverse."""
         ratios = {"gain": _ratio_to_dict(self.gain), "speedup": _ratio_to_dict(self.speedup)}
         return {"policy": policy_to_dict(self.policy), **ratios, "basis": self.basis}
 
@@ -94,7 +94,7 @@ class Choice:
 
 
 def _ratio_to_dict(ratio: Ratio) -> dict[str, Any]:
-    """JSON knows no infinity."""
+    """Returns plain data, with None for infinity, which JSON lacks."""
     return {**asdict(ratio), "high": None if math.isinf(ratio.high) else ratio.high}
 
 
@@ -104,7 +104,7 @@ def _ratio_from_dict(data: Mapping[str, Any]) -> Ratio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """What the numerics gate said of a policy: whether it is as good as FP32, how much of what is allowed it uses."""
+    """The numerics gate's result for a policy: if it is as good as FP32, and the share of the tolerance it uses."""
 
     policy: Policy
     passes: bool
@@ -116,7 +116,7 @@ class Judged:
         return Judged(policy=judgement.policy, passes=judgement.passes, used=judgement.used, words=str(judgement))
 
     def as_dict(self) -> dict[str, Any]:
-        """As the study keeps it; `from_dict` is the inverse."""
+        """Returns plain data for the study; `from_dict` is the inverse."""
         return {"policy": policy_to_dict(self.policy), "passes": self.passes, "used": self.used, "words": self.words}
 
     @staticmethod
@@ -126,10 +126,10 @@ class Judged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyRecord:
-    """A study read back: its tuning runs, the last one last, and all that was tried in them.
+    """A study read back: its tuning runs, the last one last, and all their trials.
 
-    `where` is its folder or database URL; `decided` is what the runs chose, by their names. What stands `outside` the
-    space that was searched, the user's wishes among it, was measured to be compared with, and cannot win.
+    `where` is its folder or database URL; `decided` maps run names to their choices. Policies `outside` the searched
+    space, which the user's wishes limit, were measured for comparison and cannot win.
     """
 
     name: str
@@ -145,11 +145,11 @@ class StudyRecord:
         return self.tunings[-1]
 
     def judgement_of(self, policy: Policy) -> Judged | None:
-        """The last one of a policy with the same numerics; of one that is compiled, else the one without its graph."""
+        """Returns the last judgement of a policy with these numerics; for a compiled one, else without its graph."""
         return self._judged_as(policy) or self._judged_as(without_graph(policy))
 
     def has_rejected(self, policy: Policy) -> bool:
-        """Whether it was judged and did not pass; or its dtype did not, and it lacks the rules that cure that."""
+        """Returns True if it was judged and failed; or its dtype failed, and it lacks the rules that cure that."""
         plain, baseline = without_graph(policy), self.last.baseline
         found = [] if is_exempt(plain, baseline) else [self._judged_as(plain)]
         if not is_exempt(policy, baseline):
@@ -159,7 +159,7 @@ class StudyRecord:
         return any(judged is not None and not judged.passes for judged in found)
 
     def has_passed(self, policy: Policy) -> bool:
-        """Whether there was nothing to judge, or it was found to be as good as FP32."""
+        """Returns True if there was nothing to judge, or it was found to be as good as FP32."""
         judged = self.judgement_of(policy)
         return is_exempt(without_graph(policy), self.last.baseline) if judged is None else judged.passes
 
@@ -169,5 +169,5 @@ class StudyRecord:
 
 
 def without_password(where: str) -> str:
-    """A database URL as it may be passed on, in a page or a command to repeat; a folder as it is."""
+    """Returns a database URL without its password, to be shown in a page or a command; a folder unchanged."""
     return re.sub(r"(://[^:/@]*):[^@/]*@", r"\1:***@", where)

@@ -1,4 +1,4 @@
-"""When a policy fails the numerics gate: which few modules have to stay in FP32 for it to pass."""
+"""Finds the few modules that must stay in FP32 for a policy to pass the numerics gate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from amptune.search.rules import general_rules
 
 __all__ = ["Cure", "cure_of", "traces_of"]
 
-# A trace shows the first module that breaks; what it hides is seen once that one is in FP32. So many are followed.
+# A trace shows only the first module that breaks; the next one shows once that is in FP32. This many are followed.
 MOST_SUSPECTS = 4
 
 
@@ -24,8 +24,8 @@ MOST_SUSPECTS = 4
 class Cure:
     """The modules that a policy needs in FP32, and the rules that name them.
 
-    None of them can be dropped, unless there was no time to find out: `minimal` says. `traces` are of the policy
-    that failed, in the order in which modules ended; `judgements` is how many it took.
+    If `minimal`, no module can be dropped; otherwise there was no time to find out. `traces` are of the policy that
+    failed, in the order in which modules ended; `judgements` is the number of judgements made.
     """
 
     modules: tuple[str, ...]
@@ -36,15 +36,15 @@ class Cure:
 
 
 def traces_of(judge: Judge, policy: Policy) -> tuple[ModuleTrace, ...]:
-    """Where the numbers of a step go wrong; none where that cannot be seen."""
+    """Returns the traces that show where a step's numbers go wrong; () if that cannot be seen."""
     traces = judge.trace(policy)
     return () if isinstance(traces, Failure) else traces
 
 
 def cure_of(judge: Judge, policy: Policy, subject: Subject, traces: Sequence[ModuleTrace]) -> Cure | None:
-    """None where not even all modules in FP32 let the policy pass: what is wrong is then outside of them.
+    """Returns the modules that cure a policy; None if all modules in FP32 do not, as the fault is outside of them.
 
-    `traces` are the policy's. Raises `OutOfTimeError` where time runs out before any modules were seen to cure it.
+    `traces` are the policy's. Raises `OutOfTimeError` if time runs out before any modules were seen to cure it.
     """
     before = len(judge.judgements)
 
@@ -87,7 +87,7 @@ def _followed(
     traces: Sequence[ModuleTrace],
     known: Iterable[str],
 ) -> tuple[str, ...]:
-    """The first suspects, each found with those before it in FP32, until the policy passes; none if it does not."""
+    """Returns the first suspects, each found with those before it in FP32, until the policy passes; () if it fails."""
     guess: list[str] = []
     while len(guess) < MOST_SUSPECTS:
         following = next((path for path in suspects(traces) if path in known and path not in guess), None)
@@ -101,7 +101,7 @@ def _followed(
 
 
 def _units(subject: Subject, traces: Sequence[ModuleTrace]) -> list[str]:
-    """What can be kept in FP32: modules without children, the most suspicious first, then those around them."""
+    """Returns the modules that FP32 can be tried on: those without children, most suspicious first; then parents."""
     ranked = [path for path in suspects(traces) if path]
     place = {path: i for i, path in enumerate(ranked)}
     holds = {module.path: 0 for module in subject.modules}
@@ -115,7 +115,7 @@ def _units(subject: Subject, traces: Sequence[ModuleTrace]) -> list[str]:
 
 
 def _with_reason(rule: Fp32Rule, found: Sequence[str], traces: Sequence[ModuleTrace]) -> Fp32Rule:
-    """With what condemned the module it names; for a rule of several, the worst of all."""
+    """Returns the rule with the risk of the module it names; for a rule of several modules, the highest risk."""
     named = [rule.path] if rule.path in found else found
     risk = max((trace.adds for trace in traces if trace.path in named), default=0.0)
     return replace(rule, reason=Reason(risk=float(f"{risk:.3g}")))

@@ -1,4 +1,4 @@
-"""What is asked of a tuning run: the workload, the wishes, the budget, and where trials are kept."""
+"""The request for a tuning run: the workload, the wishes, the budget, and where trials are kept."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ __all__ = ["TuningRequest", "place_of", "source_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class TuningRequest:
-    """A tuning run: `study` is a folder or a database URL, `folder` where log and lock are kept.
+    """A request for one tuning run. `study` is a folder or a database URL; `folder` has the log and the lock.
 
-    `run` names it among all that use the study; `began` is UTC, ISO 8601.
+    `run` names it among all runs of the study; `began` is UTC, ISO 8601.
     """
 
     source: Source
@@ -42,7 +42,7 @@ class TuningRequest:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The wishes as options of `amptune tune`: with the same ones it is the same study."""
+        """The wishes as options of `amptune tune`; the same options select the same study."""
         wanted, whole = self.wanted, self.wanted.global_batch
         compiling = {None: (), True: ("--compile",), False: ("--no-compile",)}[wanted.compile]
         valued = {
@@ -60,13 +60,13 @@ class TuningRequest:
 
 
 def _name_of(baseline: Policy) -> str | None:
-    """None for stock PyTorch, which goes without saying; FILE for what only a file can hold."""
+    """Returns the baseline's option value: None for stock PyTorch, the default; FILE if only a file can hold it."""
     named = {STOCK: None, amp_recipe("fp16"): "amp-fp16", amp_recipe("bf16"): "amp-bf16"}
     return named.get(baseline, "FILE")
 
 
 def source_of(workload: Workload | str) -> Source:
-    """Where workers get the workload from. Raises `TargetError` for a target of the wrong form or a missing file."""
+    """Returns where workers get the workload from. Raises `TargetError` for a malformed target or a missing file."""
     if isinstance(workload, str):
         return Source(target=parse_target(workload).absolute())
     if not isinstance(workload, Workload):
@@ -83,7 +83,7 @@ def source_of(workload: Workload | str) -> Source:
 
 
 def place_of(study: str | Path | None, name: str) -> tuple[Path, Path | str]:
-    """(folder for log and lock, where the trials are kept: that folder or a database URL)."""
+    """Returns (folder for log and lock, where the trials are kept: that folder or a database URL)."""
     default = Path(".amptune") / re.sub(r"[^\w.-]+", "-", name).strip("-.")
     if study is None:
         return default, default

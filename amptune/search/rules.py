@@ -1,4 +1,4 @@
-"""The rules that a person would write for chosen modules: few, general, and matching nothing else."""
+"""Turns chosen modules into the rules that a person would write: few, general, and matching nothing else."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from amptune.runtime.selection import matcher_of
 
 __all__ = ["covered_by", "general_rules"]
 
-# `modules` lacks the root, and a type rule that names the root's class keeps the whole model in FP32. These are
-# what a root is most often; "Module" and "object" are what every module is.
+# `modules` lacks the root, and a type rule that names the root's class keeps the whole model in FP32. These are the
+# usual classes of a root; every module is a "Module" and an "object".
 GENERIC_TYPES = frozenset({"Module", "object", "Sequential", "ModuleList", "ModuleDict"})
 
-# What keeps the patterns of one path few: stars in a pattern, and with `**` the names before and behind it.
+# Limits on the patterns of one path: stars in a pattern, and with `**` the names before and behind it.
 MOST_STARS = 3
 MOST_STARS_BEHIND = 2
 MOST_NAMES_BEHIND = 3
 MOST_NAMES_BEFORE = 2
 
-# Modules to cover, one bit each: the candidates are many, and most of the work is to compare what they cover.
+# Modules to cover, one bit each: there are many candidates, and most of the work is to compare what they cover.
 Bits = int
 
 
 class _Candidate(NamedTuple):
-    """A rule that covers these modules and none that must not be; the nicest sorts first.
+    """A rule that covers these modules and no forbidden one; the nicest sorts first.
 
     `kind`: 0 is the path of a module that runs, 1 of a container, 2 a type, 3 a pattern, 4 one with `**`.
     """
@@ -48,11 +48,11 @@ class _Candidate(NamedTuple):
 def general_rules(
     chosen: Collection[str], modules: Sequence[Module], *, root_types: Collection[str] = ()
 ) -> tuple[Fp32Rule, ...]:
-    """Rules that keep the chosen modules and what is inside them in FP32, and no others, in the model's order.
+    """Returns rules that keep the chosen modules and all inside them in FP32, and no others, in the model's order.
 
-    A type is named only where every module of it is covered; it is a class the model uses, not merely a base, and
-    none of `root_types`, the names of the root's class and its bases. No name may contain `*`. Raises `ValueError`
-    for a path that `modules` lacks.
+    A type is named only if every module of it is covered. It is a class that the model uses, not merely a base, and not
+    one of `root_types`, the names of the root's class and its bases. No name may contain `*`. Raises `ValueError` for a
+    path that `modules` lacks.
 
     The fewest rules are a minimum set cover; the greedy choice among the candidates has at most 1 + ln(modules)
     times as many (Chvátal, Mathematics of Operations Research 4, 1979).
@@ -68,20 +68,20 @@ def general_rules(
 
 
 def covered_by(rule: Fp32Rule, paths: Collection[str], modules: Sequence[Module]) -> frozenset[str]:
-    """Those of the paths that the rule keeps in FP32: it names them, or something they are in."""
+    """Returns the paths that the rule keeps in FP32: it names them or a module around them."""
     matches = matcher_of(rule)
     named = {module.path for module in modules if matches(module.path, module.types)}
     return frozenset(path for path in paths if not named.isdisjoint(_upward(path)))
 
 
 def _tops(chosen: frozenset[str], modules: Iterable[Module]) -> list[str]:
-    """The outermost modules that run and are to be covered: with them goes all that is inside."""
+    """Returns the outermost modules to cover, of those that run; all modules inside them are covered too."""
     covered = {module.path for module in modules if module.runs and not chosen.isdisjoint(_upward(module.path))}
     return [module.path for module in modules if covered.intersection(_upward(module.path)) == {module.path}]
 
 
 def _upward(path: str) -> Iterator[str]:
-    """`a.b.c`, `a.b` and `a`."""
+    """Yields `a.b.c`, `a.b` and `a` for `a.b.c`."""
     while path:
         yield path
         path = path.rpartition(".")[0]
@@ -110,7 +110,7 @@ def _candidates(tops: Sequence[str], modules: Sequence[Module], root_types: froz
 
 
 def _wrong(tops: frozenset[str], modules: Iterable[Module]) -> frozenset[str]:
-    """What no rule may match: modules that must not be covered, and what holds one."""
+    """Returns the modules that no rule may match: those that must not be covered, and those that contain one."""
     uncovered = [module.path for module in modules if module.runs and tops.isdisjoint(_upward(module.path))]
     return frozenset(path for outside in uncovered for path in _upward(outside))
 
@@ -125,10 +125,10 @@ def _types(right: Sequence[Module], covers: Mapping[str, Bits], forbidden: froze
 
 
 def _patterns(right: Iterable[Module], covers: Mapping[str, Bits], wrong: Sequence[str]) -> Iterator[_Candidate]:
-    """The patterns of a family that match something right and nothing wrong.
+    """Yields the patterns of a family that match a right module and no wrong one.
 
-    The family is such that the patterns made from a path are all those of the family that match it, so no pattern
-    need be matched with every path.
+    The patterns made from a path are all patterns of the family that match it. So no pattern need be matched with every
+    path.
     """
     paths = [module.path for module in right]
     patterns_of = _family([*paths, *wrong])
@@ -144,7 +144,7 @@ def _patterns(right: Iterable[Module], covers: Mapping[str, Bits], wrong: Sequen
 
 
 def _pattern(text: str, covers: Bits) -> _Candidate:
-    """Of equally many stars, the most telling pattern where the depth is fixed and the shortest where it is open."""
+    """Ranks patterns of equally many stars: the longest first if the depth is fixed, the shortest if it is open."""
     stars = text.replace("**", "").count("*")
     if "**" in text:
         return _Candidate(kind=4, stars=stars, length=len(text), text=text, covers=covers)
@@ -152,12 +152,12 @@ def _pattern(text: str, covers: Bits) -> _Candidate:
 
 
 def _family(paths: Iterable[str]) -> Callable[[str], Iterator[str]]:
-    """A function that makes the patterns of one of these paths: `a.*.norm`, `a.layer*.norm`, `a.**.norm`, …"""
+    """Returns a function that makes the patterns of one of these paths: `a.*.norm`, `a.layer*.norm`, `a.**.norm`, …"""
     stems = frozenset(stem for path in paths for name in path.split(".") if (stem := name.rstrip("0123456789")) != name)
 
     @cache
     def options(name: str) -> list[tuple[str, int]]:
-        """The name itself, what is known to begin names that end in a number, and any name; and the stars in each."""
+        """Returns the name, `stem*` for each known stem of numbered names, and `*`, each with its number of stars."""
         lengths = range(1, len(name) + 1)
         return [(name, 0), *((f"{name[:n]}*", 1) for n in lengths if name[:n] in stems), ("*", 1)]
 
@@ -188,9 +188,9 @@ def _family(paths: Iterable[str]) -> Callable[[str], Iterator[str]]:
 
 
 def _greedy(candidates: Iterable[_Candidate], everything: Bits) -> list[_Candidate]:
-    """Takes what covers most of the modules left, the nicest where several do.
+    """Takes the candidate that covers most of the modules left, the nicest of equals.
 
-    What a candidate covers of them only shrinks, so one that is still as good as it was in the heap is the best.
+    A candidate's share of them only shrinks, so one that is still as good as its entry in the heap is the best.
     """
     heap = [(-candidate.covers.bit_count(), candidate) for candidate in candidates]
     heapq.heapify(heap)
@@ -208,7 +208,7 @@ def _greedy(candidates: Iterable[_Candidate], everything: Bits) -> list[_Candida
 
 
 def _without_idle(taken: Sequence[_Candidate]) -> list[_Candidate]:
-    """Leaves out, the least nice first, what the others cover together."""
+    """Drops candidates whose modules the others cover together, the least nice first."""
     kept = list(taken)
     for candidate in sorted(taken, reverse=True):
         others = 0

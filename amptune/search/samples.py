@@ -1,4 +1,4 @@
-"""Raw samples of the comparisons, a line as each is measured: what a claim can be computed from again."""
+"""Raw samples of the comparisons, one line per measurement, from which a claim can be computed again."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ FILE_NAME = "comparisons.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptComparison:
-    """One comparison of a tuning run, as it was kept: the rounds as far as they got."""
+    """One comparison of a tuning run as it was kept, with the rounds that were measured."""
 
     run: str
     stage: Stage
     rounds: tuple[Round, ...]
 
     def by(self, objective: Objective) -> KeptComparison:
-        """The same, to be compared by another objective."""
+        """Returns the comparison with its rounds compared by another objective."""
         return replace(self, rounds=tuple(replace(one, objective=objective) for one in self.rounds))
 
 
 def keeping_samples(folder: Path, observer: Observer, run: str = "") -> Observer:
-    """The observer, and every contender's block appended to `comparisons.jsonl`; a full disk loses those alone.
+    """Returns an observer that also appends contenders' blocks to `comparisons.jsonl`; a full disk loses only those.
 
-    A line has the tuning `run` it is of, and the number of the comparison within that.
+    Each line has its tuning `run` and the number of the comparison within that run.
     """
     started: list[ComparisonStarted] = []
 
@@ -61,7 +61,7 @@ def keeping_samples(folder: Path, observer: Observer, run: str = "") -> Observer
 
 
 def to_line(event: ContenderMeasured) -> dict[str, Any]:
-    """The event as plain data; `from_line` is the inverse."""
+    """Returns the event as plain data; `from_line` is the inverse."""
     return {
         "stage": event.stage,
         "launch": event.launch,
@@ -80,7 +80,7 @@ def from_line(data: Mapping[str, Any]) -> ContenderMeasured:
 
 
 def read_comparisons(folder: Path, runs: Collection[str]) -> tuple[KeptComparison, ...]:
-    """Those of these runs that are kept in a study's folder, in the order they were made; none if there is no file."""
+    """Returns these runs' comparisons from a study's folder, in the order they were made; () if there is no file."""
     try:
         lines = (folder / FILE_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -90,14 +90,14 @@ def read_comparisons(folder: Path, runs: Collection[str]) -> tuple[KeptCompariso
 
 
 def comparisons_of(lines: Iterable[Mapping[str, Any]]) -> tuple[KeptComparison, ...]:
-    """From lines as they were kept, those of one comparison one after the other."""
+    """Returns the comparisons from lines as they were kept; lines of one comparison must be consecutive."""
     groups = groupby(lines, key=lambda data: (data["run"], data["comparison"]))
     blocks = [(key[0], list(map(from_line, group))) for key, group in groups]
     return tuple(KeptComparison(run=run, stage=some[0].stage, rounds=tuple(_rounds(some))) for run, some in blocks)
 
 
 def _rounds(blocks: Iterable[ContenderMeasured]) -> Iterator[Round]:
-    """Blocks in the order they were measured, into rounds: a new one begins where a policy comes again."""
+    """Groups blocks, in the order they were measured, into rounds; a policy that comes again begins a new one."""
     launch, outcomes = 0, dict[Policy, Outcome]()
     for block in blocks:
         if outcomes and (block.launch != launch or block.policy in outcomes):
@@ -110,7 +110,7 @@ def _rounds(blocks: Iterable[ContenderMeasured]) -> Iterator[Round]:
 
 
 def _parsed(line: str) -> dict[str, Any]:
-    """Nothing where a line is broken: a crash may have cut it, and it is one sample of many."""
+    """Returns {} for a broken line: a crash may have cut it, and it is one sample of many."""
     try:
         data = json.loads(line)
     except json.JSONDecodeError:
@@ -119,7 +119,7 @@ def _parsed(line: str) -> dict[str, Any]:
 
 
 def _is_whole(data: Mapping[str, Any]) -> bool:
-    """Whether it is a block that this amptune understands; one with settings or figures of another is left out."""
+    """Returns True if this amptune understands the block; one with settings or figures of another is left out."""
     try:
         from_line(data)
     except (LookupError, TypeError, ValueError):
@@ -132,4 +132,4 @@ def _append(path: Path, line: str) -> None:
         with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
     except OSError:
-        return  # evidence of the claim, not the claim: the tuning goes on
+        return  # samples are only the evidence of a claim, so the tuning goes on

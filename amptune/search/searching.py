@@ -1,4 +1,4 @@
-"""The search loop: ask for a policy, measure it, tell; until the budget or the space is used up."""
+"""The search loop: asks for a policy, measures it, tells the result, until the budget or the space is used up."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ from amptune.search.trial import Trial
 
 __all__ = ["best_of", "search"]
 
-# An expected improvement below this share is not worth a trial, once there are enough to expect anything from.
+# An expected improvement below this share is not worth a trial, once there are enough trials to base it on.
 PROMISING = 0.0003
 ENOUGH_TRIALS = 20
-# A step this many times slower than the best, per sample, is not looked at for long.
+# A policy whose step is this many times slower than the best, per sample, is measured only briefly.
 HOPELESS = 2.0
 TRIAL_LIMIT_S, COMPILED_LIMIT_S = 120.0, 600.0
-# Of the budget, for the warm-up of one trial at the most: where the host is busy no step time ever is steady. Of 108 s
-# three trials of DeepLabV3+ on such a host of an H200 took 14 s to wait for that in vain. But no less than it takes to
-# see it: three stretches of 0.1 s or a step each, and one to spare.
+# The largest share of the budget for one trial's warm-up: on a busy host step times never become steady. On such a host
+# of an H200 three trials of DeepLabV3+ waited for that in vain for 14 of 108 s. The warm-up is never shorter than it
+# takes to see steady times: three stretches of 0.1 s or a step each, and one to spare.
 WARMUP_SHARE = 1 / 60
 STRETCHES, STRETCH_S = 4, 0.1
-# cudnn.benchmark times every algorithm for every shape: 10 to 25 s for each dtype and layout of a convolution network,
-# where a trial takes 1.2 s without (ResNet-50 on an H200, torch 2.11, reports/h200/oracle); torch.compile takes 25 to
-# 40 s. So the search does without them at first: for this share of its time, and no longer than this; where batch sizes
-# are searched, for a larger one (reports/samplers.json).
+# cudnn.benchmark times every algorithm for every shape: 10 to 25 s for each dtype and layout of a convolution network
+# whose trial takes 1.2 s without (ResNet-50 on an H200, torch 2.11, reports/h200/oracle); torch.compile takes 25 to
+# 40 s. So the search begins without them: for this share of its time, and no longer than CHEAP_S; for a larger share if
+# batch sizes are searched (reports/samplers.json).
 CHEAP = {"cudnn_benchmark": False, "compile": "off"}
 CHEAP_SHARE, CHEAP_S, CHEAP_SHARE_WITH_SIZES = 0.35, 40.0, 0.5
-# What a trial takes at the least, where none like it was seen; one that is compiled more, where the model is large.
+# The least seconds of a trial if no similar one was seen; a compiled one takes more if the model is large.
 SHORTEST_DEAR_S, SHORTEST_COMPILED_S, SHORTEST_AUTOTUNED_S = 5.0, 25.0, 150.0
-# Of the time kept for comparisons, for the first policy that is compiled and those that come soon; and for measuring
-# what was compiled ahead. Of all the time left, for compiling several graphs beside one another; and for measuring
-# them besides.
+# Shares of the time kept for comparisons that may be spent: on the first compiled policy and those that come `soon`;
+# and on measuring policies compiled ahead. Shares of all the time left: for compiling several graphs in parallel; and
+# for that together with measuring them.
 BORROWED, BORROWED_FOR_COMPILED, GRAPHS_SHARE, MEASURED_SHARE = 0.4, 0.7, 0.6, 0.8
-# What comes soon comes before what is compiled, where it takes no more than this share of what is left.
+# Policies that come `soon` are measured before any is compiled ahead if they take at most this share of the time left.
 SOON_SHARE = 0.15
-# Of the trials that are allowed, those that are compiled before all others.
+# The share of the allowed trials that are compiled before all others.
 GRAPHS_OF_TRIALS = 0.25
 OUT_OF_TIME = "the budget for searching is spent"
 THE_REST_IS_LEFT_OUT = "what is left of the space does not fit, takes too much time, or cannot be compiled here"
-# Less than this is not enough for a trial in a worker that already runs.
+# Less time than this is not enough for a trial in a worker that already runs.
 SHORTEST_TRIAL_S = 3.0
-# Without the baseline there is no answer, so it gets this much even where little of the budget is left.
+# Without the baseline there is no answer, so it gets this much even if little of the budget is left.
 SHORTEST_BASELINE_S = 10.0
 
 
@@ -75,20 +75,20 @@ def search(
 ) -> None:
     """Measures what the study suggests, one policy after another, and leaves `reserve_s()` of the budget unspent.
 
-    The baseline comes first, then what is to come `soon` and, where several graphs can be compiled beside one another,
-    one of each kind; these before those where trials take long. For both some of what is kept may be spent. Every
+    The baseline comes first, then the policies in `soon`. If several graphs can be compiled in parallel, one of each
+    kind follows; the graphs come before `soon` if those trials take long. Both may spend some of the reserve. Every
     outcome is in the study when this returns.
     """
     run = _Search(study, evaluator, budget, baseline, reserve_s, observer, soon, graphs_at_once or GraphsAtOnce())
     try:
         because = run.until_done()
-    except StudyError as error:  # a storage that fails ends the search; what is in memory still decides
+    except StudyError as error:  # a failing storage ends the search; the trials in memory still decide
         because = str(error)
     observer(SearchEnded(because=because, trials=run.measured, left_s=budget.left_s))
 
 
 def best_of(study: Study) -> Trial | None:
-    """The best trial so far; none that is too slow for the objective."""
+    """Returns the best trial so far that is fast enough for the objective, or None."""
     yardstick = study.yardstick
     alive = (trial for trial in study.trials if yardstick.allows(trial.outcome))
     return max(alive, key=lambda trial: yardstick.score(trial.outcome) or 0.0, default=None)
@@ -96,9 +96,9 @@ def best_of(study: Study) -> Trial | None:
 
 @dataclass
 class _Search:
-    """One search: the baseline, the known-good policies and the first CUDA graphs; a compiled graph of each kind, where
-    several compile at once; then cheap trials, then dear ones on the best of those, then whatever promises most for its
-    time.
+    """One search. It measures in this order: the baseline, the known-good policies and the first CUDA graphs; a
+    compiled graph of each kind, if several compile in parallel; cheap trials; expensive trials on the best of those;
+    then the policy that promises most for its time.
     """
 
     study: Study
@@ -112,19 +112,19 @@ class _Search:
 
     def __post_init__(self) -> None:
         self._known = len(self.study.trials)
-        # The settings of the cheap stage; empty in the stage behind it.
+        # The settings of the cheap stage; empty in the stage after it.
         self._fixed = {name: value for name, value in CHEAP.items() if self.study.has_knob(name)}
         sizes = self.study.has_knob("batch_size")
         self._cheap_share, self._cheap_s = (CHEAP_SHARE_WITH_SIZES, math.inf) if sizes else (CHEAP_SHARE, CHEAP_S)
         self._began_s = self.budget.spent_s
         self._looked_ahead = False
-        # What was compiled ahead of its trial, and the seconds that took; what is kept at most, where none was ready.
+        # Policies compiled ahead of their trial, with the seconds that took; the most to reserve if none was ready.
         self._compiled: dict[Policy, float] = {}
         self._most_kept_s = math.inf
 
     @property
     def measured(self) -> int:
-        """How many trials this search made."""
+        """The number of trials that this search made."""
         return len(self.study.trials) - self._known
 
     def until_done(self) -> str:
@@ -156,24 +156,24 @@ class _Search:
 
     @property
     def _left_s(self) -> float:
-        """With the baseline alone there is nothing to compare yet, and so nothing to keep time for."""
+        """The time left beyond the reserve; with the baseline alone there is nothing to compare, so no reserve."""
         return self.budget.left_s - (self._reserve_s if len(self.study.trials) > 1 else 0.0)
 
     @property
     def _reserve_s(self) -> float:
-        """Where graphs took their time for nothing, no more than half of what is left: something is to be compared."""
+        """The time to reserve: at most half of what was left if compiling ahead was in vain, to compare something."""
         return min(self.reserve_s(), self._most_kept_s)
 
     def _is_out_of_time(self) -> bool:
-        """Not while there is something that was compiled, or what comes soon can still borrow."""
+        """Returns False while a policy is compiled but not measured, or a policy in `soon` can still borrow time."""
         needs_more = any(self.study.trial_of(policy) is None for policy in self.soon)
         left_s = self._left_s + (BORROWED * self._reserve_s if needs_more else 0.0)
         return not self._compiled and left_s < SHORTEST_TRIAL_S
 
     def _left_for(self, policy: Policy) -> float:
-        """The first graphs may make more of a difference than a few launches more to compare.
+        """Returns the time for a policy's trial, including time borrowed from the comparisons.
 
-        Of what comes soon the best is to be compared in them.
+        The first graphs may gain more than a few launches of a comparison, in which the best of `soon` takes part.
         """
         is_first = policy.compile != "off" and all(trial.policy.compile == "off" for trial in self.study.trials)
         share = BORROWED if is_first or policy in self.soon else 0.0
@@ -181,13 +181,14 @@ class _Search:
 
     @property
     def _trial_s(self) -> float:
-        """What a trial takes as a rule."""
+        """The typical time of a trial."""
         return median(trial.seconds for trial in self.study.trials)
 
     def _is_to_look_ahead(self, suggestion: Suggestion | None) -> bool:
-        """Behind what comes soon, if that takes little: on a slow host graphs may not be ready in their time.
+        """Returns True if graphs are to be compiled ahead: after the policies in `soon`, if those take little time.
 
-        DenseNet-161 lost 95 s so, and had one policy to compare with stock PyTorch (an H200, a budget of 215 s).
+        On a slow host graphs may not be ready in their time. DenseNet-161 lost 95 s that way, and had one policy to
+        compare with stock PyTorch (an H200, a budget of 215 s).
         """
         if self._looked_ahead or suggestion is None or suggestion.policy not in self.soon:
             return not self._looked_ahead
@@ -195,9 +196,9 @@ class _Search:
         return count * self._trial_s > SOON_SHARE * self.budget.left_s
 
     def _compile_ahead(self, baseline: Outcome) -> None:
-        """Compiles one policy of each kind beside one another, to be measured next: where two or more can be.
+        """Compiles one policy of each kind in parallel, to be measured next, if two or more can be.
 
-        Not where memory is to be saved, which CUDA graphs need more of.
+        It does not do so for the objective memory, as CUDA graphs need more memory.
         """
         if not isinstance(baseline, Measurement) or self.study.yardstick.objective.name == "memory":
             return
@@ -207,18 +208,18 @@ class _Search:
         if len(policies) > 1:
             self.observer(Compiling(policies=tuple(policies), left_s=self.budget.left_s))
             self._compiled = dict(self.evaluator.compile(policies, GRAPHS_SHARE * self.budget.left_s))
-            self._began_s = self.budget.spent_s  # the cheap trials have their time still
+            self._began_s = self.budget.spent_s  # the cheap trials still get all their time
             if not self._compiled:
                 self._most_kept_s = max(0.0, self.budget.left_s / 2)
             self.study.measure_next([policy for policy in policies if policy in self._compiled])
 
     def _enough_s(self, graphs: int) -> float:
-        """The time to compile so many in, such that each can be measured, and the best be compared with others."""
+        """Returns the seconds to compile this many graphs, with time left to measure each and compare the best."""
         left_s = self.budget.left_s
         return min(GRAPHS_SHARE * left_s, MEASURED_SHARE * left_s - graphs * self._trial_s)
 
     def _cheap_stage_is_over(self, suggestion: Suggestion | None) -> bool:
-        """What is kept for the comparisons is known better with each trial, and so is the time there is."""
+        """Returns True if the cheap stage has used its time; each trial tells better how much time there is."""
         most = math.inf if self.budget.trials is None else self._cheap_share * self.budget.trials
         spent_s = self.budget.spent_s - self._began_s
         enough_s = min(self._cheap_s, self._cheap_share * (spent_s + self._left_s))
@@ -226,14 +227,14 @@ class _Search:
         return suggestion is None or over or _is_hopeless(suggestion, self.study)
 
     def _is_too_dear(self, policy: Policy) -> bool:
-        """Whether there is no time for such a trial, but for others there may be; or nothing can be compiled here."""
+        """Returns True if there is no time for such a trial but maybe for others, or if nothing compiles here."""
         if policy == self.baseline or not (policy.cudnn_benchmark or policy.compile != "off"):
             return False
         too_little = self._left_for(policy) < self._least_s(policy)
         return too_little or (policy.compile != "off" and cannot_compile(self.study))
 
     def _measure(self, suggestion: Suggestion) -> str | None:
-        """One trial; in words why it ends the search, if it does."""
+        """Runs one trial; returns in words why it ends the search, if it does."""
         policy, left_s = suggestion.policy, self._left_for(suggestion.policy)
         if policy == self.baseline or policy in self._compiled:
             left_s = max(left_s, SHORTEST_BASELINE_S)
@@ -256,7 +257,7 @@ class _Search:
         return None
 
     def _try(self, suggestion: Suggestion, left_s: float) -> Trial | None:
-        """The trial, or None where the budget and not the policy cut it short: that says nothing about the policy."""
+        """Returns the trial, or None if the budget cut it short, which says nothing about the policy."""
         policy = suggestion.policy
         self.observer(TrialStarted(policy=policy))
         longest_s = TRIAL_LIMIT_S if policy.compile == "off" else COMPILED_LIMIT_S
@@ -265,7 +266,7 @@ class _Search:
         effort = _effort(self.study, policy, limit_s, self.budget.seconds)
         outcome = self.evaluator.measure(policy, effort)
         if policy == self.baseline and isinstance(outcome, Failure) and outcome.kind == "crash":
-            outcome = self.evaluator.measure(policy, effort)  # it may have been an accident, and all rests on this one
+            outcome = self.evaluator.measure(policy, effort)  # perhaps an accident, and all rests on the baseline
         compile_s = self._compiled.pop(policy, 0.0)
         if isinstance(outcome, Measurement):
             outcome = replace(outcome, startup_s=max(outcome.startup_s, compile_s))
@@ -274,7 +275,7 @@ class _Search:
             return None
         score = self.study.yardstick.score(outcome)
         if isinstance(outcome, Measurement) and score is not None and score < suggestion.least and left_s > 2 * seconds:
-            # A surprise: something else may have been running.
+            # A surprising score: another program may have been running.
             again = self.evaluator.measure(policy, replace(effort, time_limit_s=limit_s - seconds))
             outcome = _of_two(outcome, again)
         return Trial(number=len(self.study.trials), policy=policy, outcome=outcome, seconds=seconds)
@@ -294,21 +295,21 @@ class _Search:
 
 
 def _is_hopeless(suggestion: Suggestion, study: Study) -> bool:
-    """A trial that takes ten times as long has to promise ten times as much."""
+    """Returns True if too little is expected: a trial that takes ten times as long has to promise ten times as much."""
     return suggestion.gain < suggestion.cost * PROMISING and len(study.trials) >= ENOUGH_TRIALS
 
 
 def _is_as_dear(policy: Policy, other: Policy) -> bool:
-    """Whether another takes as much time as a policy for which there is too little."""
+    """Returns True if another policy takes as much time as a policy for which there is too little."""
     if policy.compile == "off":
         return other.cudnn_benchmark
     return other.compile != "off" and (other.compile in AUTOTUNED_MODES or policy.compile not in AUTOTUNED_MODES)
 
 
 def _of_two(first: Measurement, second: Outcome) -> Outcome:
-    """The faster one; but a policy that fails now and then is no policy to train with.
+    """Returns the faster measurement, or a failure of the second: a policy that sometimes fails is not for training.
 
-    What was compiled for the first is there for the second, which would say that it took no time and broke nowhere.
+    Startup time and graph breaks come from the first one, as the second finds the graph compiled and reports neither.
     """
     if isinstance(second, Failure):
         return first if second.kind == "timeout" else second
@@ -317,7 +318,7 @@ def _of_two(first: Measurement, second: Outcome) -> Outcome:
 
 
 def _least_s(study: Study, policy: Policy, compile_s: float) -> float:
-    """What a trial like this one takes at the least: a time limit that it cannot keep would be time lost.
+    """Returns the least seconds of a trial like this one: a time limit that it cannot keep would waste time.
 
     DenseNet-161 was given 42 s to compile on an H200 where it takes 90, and they were lost (reports/h200/rivals/first).
     """
@@ -329,13 +330,13 @@ def _least_s(study: Study, policy: Policy, compile_s: float) -> float:
         unknown_s = max(SHORTEST_AUTOTUNED_S, compile_s) if policy.compile in AUTOTUNED_MODES else compile_s
     else:
         unknown_s = SHORTEST_DEAR_S if policy.cudnn_benchmark else SHORTEST_TRIAL_S
-    return min([unknown_s, *alike])  # the first one pays for its worker's start: the next may take less, and no more
+    return min([unknown_s, *alike])  # a single one includes its worker's start, so the next takes no more
 
 
 def _effort(study: Study, policy: Policy, limit_s: float, budget_s: float) -> Effort:
-    """How long to look at a policy; not for long at one that is hopelessly slow, if its speed is what decides.
+    """Returns how long to measure a policy: only briefly if it is hopelessly slow and its speed decides.
 
-    What uses little energy may be slow, and is known by a longer look alone.
+    A policy that uses little energy may be slow, and only a longer block shows that.
     """
     yardstick = study.yardstick
     effort = yardstick.objective.effort(Effort(time_limit_s=limit_s, energy_s=ENERGY_S))

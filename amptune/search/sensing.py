@@ -1,4 +1,4 @@
-"""Times every module by itself before the search, and keeps what was found beside the study."""
+"""Times every module by itself before the search, and keeps the times beside the study."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from amptune.search.space import Space
 
 __all__ = ["timed_ladder"]
 
-# A budget shorter than this is better spent on trials.
+# A shorter budget is better spent on trials.
 SHORTEST_BUDGET_S = 45.0
-# Of the budget, for one pass; it took 3.6 s for 1,000 modules on an H200 (reports/numerics/h200/sensing.txt).
+# The share of the budget for one pass; it took 3.6 s for 1,000 modules on an H200 (reports/numerics/h200/sensing.txt).
 SHARE = 0.1
 FILE = "sensitivity.json"
 
 
 def timed_ladder(evaluator: Evaluator, prepared: Prepared, space: Space, budget: Budget, folder: Path) -> Ladder | None:
-    """The ladder by measured times, in every memory format of the space; None where it is not to be had.
+    """Returns the ladder by measured times, in every memory format of the space; None if it cannot be measured.
 
-    It is measured once for a study: other times would give other rules, and so other policies than were tried.
+    Times are measured once for a study: other times would give other rules, and so other policies than were tried.
     """
     dtypes: Any = tuple(dtype for dtype in space.choices("autocast") if dtype != "off")
     if not dtypes or not any(map(bool, space.choices("fp32_exclusions"))):
@@ -53,13 +53,13 @@ def timed_ladder(evaluator: Evaluator, prepared: Prepared, space: Space, budget:
 
 
 def _math(prepared: Prepared, space: Space) -> Fp32Math:
-    """What stays in FP32 is to use TF32 where the machine has it: that is where an exclusion pays."""
+    """Returns TF32 for modules kept in FP32 if the machine has it, as exclusions pay with TF32."""
     gpu = prepared.hardware.gpu
     return "tf32" if gpu is not None and gpu.tf32 and "tf32" in space.choices("fp32_math") else "stock"
 
 
 def _key(prepared: Prepared) -> str:
-    """What the times depend on."""
+    """Returns a hash of all that the times depend on."""
     hardware, subject = prepared.hardware, prepared.subject
     parts = (subject.source_digest, subject.model_digest, subject.batch_size, hardware.name, hardware.software)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -71,7 +71,7 @@ def _known(path: Path, key: str) -> dict[str, Sensitivity]:
         if content["key"] != key:
             return {}
         return {entry: adapter_for(Sensitivity).validate_python(one) for entry, one in content["sensed"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # not there, or not what this version writes
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, or written by another version
         return {}
 
 

@@ -1,4 +1,4 @@
-"""Which batch size to run next, to find the largest that fits in few runs. Pure."""
+"""Chooses the batch size to run next, to find the largest that fits in few runs. Pure."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ __all__ = ["MOST_PROBES", "MOST_TIMES_OWN", "MOST_TIMES_OWN_ON_CPU", "Allowed", 
 
 MOST_PROBES = 6
 MOST_OOMS = 2
-# Nobody looks at the data set, so this is the end for a model that takes next to nothing.
+# The size of the data set is not looked up, so this bounds the search for a model that takes almost no memory.
 MOST_TIMES_OWN = 4096
 # A CPU is kept busy by batches far below what fits into its memory.
 MOST_TIMES_OWN_ON_CPU = 16
-# An answer this close to the largest that could run is good enough: what is left costs more than it brings.
+# An answer this close to the largest that could run is good enough: closing the gap costs more than it brings.
 GOOD_ENOUGH = 0.975
-# The goal: an answer is good if it is at least so much of the largest that runs.
+# The goal: an answer is good if it is at least this share of the largest that runs.
 GOOD = 0.97
-# Where an out-of-memory has been paid for already, another is risked only for more than this.
+# After one out-of-memory, another is risked only if the answer is below this share of what could run.
 WORTH_AN_OOM = 0.8
-# A careful step that gains less is not worth a run, even where nothing but careful steps is left.
+# A careful step that gains less is not worth a run, even if only careful steps are left.
 WORTH_A_PROBE = 1.01
-# Where not even the own batch runs, the next look is at this part of it.
+# If not even the own batch runs, the next size is this many times smaller.
 FAR_DOWN = 32
-# Workspaces may give way: that is tried where it brings this much, once the anchor is so near to what runs without.
+# A step that relies on released workspaces must gain this factor; the anchor must be this near to the size that surely
+# runs.
 WORTH_HOPING = 1.1
 NEAR = 0.4
-# Above all that was thought possible the search feels its way by this factor.
+# Above all sizes that were thought possible, the search grows by this factor.
 GALLOP = 1.5
-# A grain may cost this much of the answer.
+# Rounding to a multiple (the grain) may cost this share of the answer.
 GRAIN_COSTS = 0.01
 
 Allowed = Sequence[int] | Callable[[int], bool]
@@ -48,7 +49,7 @@ class Sizes:
 
     @staticmethod
     def around(own_batch_size: int, allowed: Allowed | None = None) -> Sizes:
-        """Up to 4096 times the own batch size; of `allowed`, the sizes themselves or a test of one, only those."""
+        """Returns the sizes up to 4096 times the own one; with `allowed` (sizes, or a test of one), only those."""
         cap = MOST_TIMES_OWN * own_batch_size
         if callable(allowed):
             allowed = list(filter(allowed, range(1, cap + 1)))
@@ -57,7 +58,7 @@ class Sizes:
         return Sizes(cap=cap, allowed=tuple(sorted({size for size in allowed if 1 <= size <= cap})))
 
     def at_most(self, n: int) -> int:
-        """The largest size up to `n`; 0 if there is none."""
+        """Returns the largest size up to `n`; 0 if there is none."""
         n = min(n, self.cap)
         if self.allowed is None:
             return n - n % _grain(n) if n > 0 else 0
@@ -65,7 +66,7 @@ class Sizes:
         return self.allowed[place - 1] if place else 0
 
     def at_least(self, n: int) -> int:
-        """The smallest size from `n` on; 0 if there is none."""
+        """Returns the smallest size from `n` on; 0 if there is none."""
         if self.allowed is None:
             up = n + -n % _grain(n)
             return up if up <= self.cap else 0
@@ -73,7 +74,7 @@ class Sizes:
         return self.allowed[place] if place < len(self.allowed) else 0
 
     def holds(self, n: int) -> bool:
-        """Whether the size may be an answer: any that ran, unless only some are allowed."""
+        """Returns True if the size may be an answer: any size that ran, unless only some are allowed."""
         return self.allowed is None or n in self.allowed
 
 
@@ -83,10 +84,10 @@ def _grain(n: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """What is known before a run, and so which size is to be run next.
+    """All that is known before a run, and so which size to run next.
 
-    `seen` are all runs of the arm that `fit` is of, `ooms` how many went out of memory in this search, `left` how
-    many more there may be.
+    `seen` are all runs of the arm that `fit` is of, `ooms` is how many of this search ran out of memory, `left` how
+    many more runs are allowed.
     """
 
     fit: Fit | None
@@ -104,7 +105,7 @@ class Outlook:
         return max(fitting, key=lambda one: one.batch_size, default=None)
 
     def next_size(self) -> int | str:
-        """The size to run next, or in words why there is none."""
+        """Returns the size to run next, or in words why there is none."""
         if self.fit is None or not self.sizes.at_most(self.fit.surely):
             return self._first_size()
         ok = self.best.batch_size if self.best else 0
@@ -121,13 +122,13 @@ class Outlook:
         return self._bold_size(self.fit, ok, top)
 
     def top(self, fit: Fit) -> int:
-        """The largest batch that could run; once that has turned out too low, anything below what failed."""
+        """Returns the largest batch that could run; if a larger one did run, anything below what failed."""
         if not fit.was_surprised:
             return fit.at_most(self.sizes.cap)
         return self.sizes.cap if fit.smallest_failed is None else min(self.sizes.cap, fit.smallest_failed - 1)
 
     def _first_size(self) -> int | str:
-        """While nothing fits: the own batch size, then far below what did not fit."""
+        """Returns a size while nothing fits: the own batch size, then one far below what did not fit."""
         failed = min((one.batch_size for one in self.seen if not one.fits(self.limit_mib)), default=None)
         wanted = self.own if failed is None or failed > self.own else max(1, failed // FAR_DOWN)
         size = self.sizes.at_most(wanted) or self.sizes.at_least(1)
@@ -140,7 +141,7 @@ class Outlook:
         return size
 
     def _hoped_for(self, fit: Fit, ok: int) -> int:
-        """A size that runs if workspaces give way, where they may and that would bring much; else 0."""
+        """Returns a size that runs if workspaces are released, if they can be and that gains much; else 0."""
         is_near = fit.knows_its_slope and fit.anchor.batch_size >= NEAR * fit.surely
         if self.ooms or self.left < 2 or not (fit.has_workspaces and is_near):
             return 0
@@ -148,17 +149,17 @@ class Outlook:
         return hoped if hoped > WORTH_HOPING * max(fit.surely, ok) else 0
 
     def _careful_size(self, fit: Fit, ok: int, top: int) -> int:
-        """A size that should run, where a bold one whose failure is forgiven would not bring as much; else 0."""
+        """Returns a size that should run, if a bold one whose failure does no harm would not gain as much; else 0."""
         careful = self.sizes.at_most(_careful(fit))
         may_be_last = self.ooms or careful >= GOOD_ENOUGH * top
         worth = WORTH_A_PROBE * ok if may_be_last else _forgiven(ok)
         return careful if self.ooms < MOST_OOMS and careful > ok and careful >= worth else 0
 
     def _bold_size(self, fit: Fit, ok: int, top: int) -> int:
-        """A size that may not fit, so near that the answer is good if it does not; farther where runs are few.
+        """Returns a size that may not fit, so near that the answer is good if it fails; farther if few runs are left.
 
-        Such steps should end at what is likely. If they do not reach so far, what they lack is taken at once and
-        first, where failing is least likely and all that is learned helps the steps that follow.
+        Such steps should end at the likely size. If they cannot reach so far, the first step makes up the rest:
+        there failing is least likely, and its result helps the steps that follow.
         """
         if fit.smallest_failed is not None:
             wanted = math.isqrt(max(1, ok) * top)
@@ -170,7 +171,7 @@ class Outlook:
         return size if size > ok else self.sizes.at_least(ok + 1)
 
     def _last_size(self, fit: Fit, ok: int) -> int:
-        """One more above the answer, where nobody knows how much of the memory workspaces take; else 0."""
+        """Returns one more size above the answer if nobody knows how much memory workspaces take; else 0."""
         settled = self.ooms or fit.smallest_failed is not None or not fit.may_give_more
         return 0 if settled else self.sizes.at_least(max(ok + 1, math.ceil(ok / GOOD_ENOUGH)))
 
@@ -186,12 +187,12 @@ class Outlook:
 
 
 def _forgiven(ok: int) -> int:
-    """The largest size that may fail and leave `ok` a good answer: it is GOOD of the one below."""
+    """Returns the largest size that may fail and leave `ok` a good answer: `ok` is GOOD of the size below it."""
     return math.floor(ok / GOOD) + 1
 
 
 def _careful(fit: Fit) -> int:
-    """What should run even if things turn out badly; at most half way to what should have run and did not."""
+    """Returns a size that should run even in the worst case; at most half way to one that failed unexpectedly."""
     if fit.smallest_failed is None or not fit.was_contradicted:
         return fit.surely
     half_way = math.isqrt(max(1, fit.largest_run) * fit.smallest_failed)

@@ -1,4 +1,4 @@
-"""Finding the largest batch that fits: a few runs, a prediction after each, and never an answer that did not run."""
+"""Finds the largest batch that fits, with few runs and a prediction after each; every answer is a size that ran."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from amptune.search.trial import Trial
 
 __all__ = ["LargestBatch", "Probe", "Sizer", "find_largest"]
 
-# So many sizes may fail for another reason than memory: a data set or a model that takes no more.
+# This many sizes may fail for another reason than memory: a data set or a model that takes no more.
 MOST_REFUSALS = 3
 # Room for a probe that takes longer than expected.
 SLACK = 1.2
@@ -24,7 +24,7 @@ SLACK = 1.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One run at one batch size, and what it cost."""
+    """One run at one batch size, and the seconds it cost."""
 
     batch_size: int
     outcome: Outcome
@@ -36,7 +36,7 @@ class Probe:
 
     @property
     def is_refused(self) -> bool:
-        """Whether it failed for another reason than memory."""
+        """True if it failed for another reason than memory."""
         return isinstance(self.outcome, Failure) and not self.is_oom
 
 
@@ -44,10 +44,10 @@ class Probe:
 class LargestBatch:
     """The largest batch that ran within the limit, None if none did, and why no larger one was tried.
 
-    It ran under the policy or another of its arm: one that differs in little that takes memory. `peak_mib` is what
-    the allocator reserved in that run, `allocated_mib` what of it was in use; `alloc_retries` above 0 say that it had
-    to flush its cache to find room, which slows training down. No batch above `at_most` is expected to run. `probes`
-    are the runs that this took, in order; what was known before is none of them.
+    It ran under the policy or another one of its arm, which needs about as much memory. `peak_mib` is what the
+    allocator reserved in that run, `allocated_mib` the part of it in use. `alloc_retries` above 0 means that it had to
+    flush its cache to find room, which slows training down. No batch above `at_most` is expected to run. `probes` are
+    the runs of this search in order; earlier knowledge is not among them.
     """
 
     batch_size: int | None
@@ -80,7 +80,7 @@ class LargestBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """What a probe of `batch_size` took: its steps, which take longer for a larger batch, and all the rest."""
+    """The seconds of a probe of `batch_size`: its steps, which take longer for a larger batch, and the rest."""
 
     batch_size: int
     steps_s: float
@@ -100,11 +100,10 @@ class Pace:
 
 @dataclass
 class Sizer:
-    """Finds the largest batch of one policy after another, and keeps what it learns of memory in `model`.
+    """A search for the largest batch of one policy after another; `model` keeps what it learns of memory.
 
-    `run` measures a policy briefly at the batch size that it has, and may be given `left_s()` seconds; a limit on it
-    is the caller's affair. Sizes are those of `Sizes.around`, so an answer among `allowed` ones may fall short of
-    another that is up to 3 % larger.
+    `run` measures a policy briefly at the policy's batch size and may take `left_s()` seconds; the caller enforces
+    that. Sizes are those of `Sizes.around`, so an answer among `allowed` ones may miss one up to 3 % larger.
     """
 
     run: Callable[[Policy], Outcome]
@@ -121,21 +120,21 @@ class Sizer:
         self._sizes = Sizes.around(self.own_batch_size, self.allowed)
 
     def learn(self, trials: Iterable[Trial]) -> None:
-        """Takes in what trials at any batch size say about memory."""
+        """Adds what trials at any batch size say about memory."""
         sizes = ((trial, trial.policy.batch_size or self.own_batch_size) for trial in trials)
         self.model = self.model.with_outcomes((trial.policy, size, trial.outcome) for trial, size in sizes)
 
     def predicts_oom(self, policy: Policy) -> bool:
-        """Whether the policy clearly does not fit at its batch size."""
+        """Returns True if the policy clearly does not fit at its batch size."""
         return self.model.predicts_oom(policy, policy.batch_size or self.own_batch_size)
 
     def may_try(self, policy: Policy) -> bool:
-        """Whether its batch size is one of those to be tried, and may fit."""
+        """Returns True if the policy's batch size is one of those to be tried, and may fit."""
         size = policy.batch_size or self.own_batch_size
         return size <= self._sizes.cap and self._sizes.holds(size) and not self.predicts_oom(policy)
 
     def largest(self, policy: Policy) -> LargestBatch:
-        """The largest batch of the policy, whatever batch size it has itself."""
+        """Returns the largest batch of the policy, whatever batch size it has itself."""
         probes: list[Probe] = []
         because = self._next(policy, probes)
         while isinstance(because, int):
@@ -146,7 +145,7 @@ class Sizer:
         return self._answer(policy, tuple(probes), because)
 
     def _next(self, policy: Policy, probes: Sequence[Probe]) -> int | str:
-        """The size to run next, or why none is."""
+        """Returns the size to run next, or why there is none."""
         size = self._outlook(policy, probes).next_size()
         if isinstance(size, str):
             return size
@@ -157,7 +156,7 @@ class Sizer:
         return size
 
     def _next_below(self, policy: Policy, probes: Sequence[Probe], refused: Sequence[Probe]) -> int | str:
-        """Half way down, in ratio, from a size that the model or the data refuse, which says nothing of memory."""
+        """Returns a size half way down, in ratio, from one that the model or the data refuse, memory aside."""
         least = min(refused, key=lambda probe: probe.batch_size)
         because = f"a batch of {least.batch_size} fails: {least.outcome}"
         best = self._outlook(policy, probes).best
@@ -212,7 +211,7 @@ def find_largest(
     left_s: Callable[[], float] = lambda: math.inf,
     clock: Clock = time.monotonic,
 ) -> LargestBatch:
-    """The largest batch of one policy, `run` at one size after another; `model` is what is known of memory already."""
+    """Returns the largest batch of one policy; `run` measures it at a size, `model` is earlier knowledge of memory."""
     sizer = Sizer(
         run=lambda sized: run(sized.batch_size or own_batch_size),
         model=replace(model or MemoryModel(limit_mib=limit_mib), limit_mib=limit_mib),

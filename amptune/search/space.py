@@ -1,4 +1,4 @@
-"""A search space: the knobs, what to try first, and what never to try and why. Pure."""
+"""A search space: the knobs, the points to try first, and the points never to try with the reasons. Pure."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ __all__ = [
 
 Value = str | int | bool
 
-# How far down the ladder modules stay in FP32, and whether what autocast keeps in FP32 is run in half; every other
-# knob is a setting of the policy.
+# How far down the ladder modules stay in FP32, and if modules that autocast keeps in FP32 run in half. All other knobs
+# are settings of the policy.
 EXCLUSIONS, HALF = "fp32_exclusions", "half_modules"
-# What a space may leave out and a user pin all the same: few machines gain by weights in half.
+# A space may leave these out and a user may still pin them: few machines gain by weights in half.
 WEIGHTS, MASTERS, BATCHNORM = "weights", "master_weights", "keep_batchnorm_fp32"
 OF_WEIGHTS = (WEIGHTS, MASTERS, BATCHNORM)
-# The choices of this one depend on what fits into memory.
+# The choices of this knob depend on what fits into memory.
 BATCH_SIZE = "batch_size"
 
 
 class Point(Mapping[str, Value]):
-    """A value for every knob; hashable, and the same whatever order the knobs came in."""
+    """A value for every knob; hashable, and equal for any order of the knobs."""
 
     __slots__ = ("_values",)
 
@@ -88,7 +88,7 @@ class Forbidden:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What is worth trying on one architecture. Points in `try_first` are complete and allowed."""
+    """The settings worth trying on one architecture. Points in `try_first` are complete and allowed."""
 
     architecture: str
     compute_capability: tuple[str, ...]
@@ -97,12 +97,12 @@ class Space:
     forbid: tuple[Forbidden, ...] = ()
 
     def choices(self, name: str) -> tuple[Value, ...]:
-        """A knob's values; none where the space has no such knob."""
+        """Returns a knob's values; () if the space has no such knob."""
         return next((knob.choices for knob in self.knobs if knob.name == name), ())
 
 
 def points(space: Space) -> Iterator[Point]:
-    """Every allowed point, in a stable order."""
+    """Yields every allowed point, in a stable order."""
     for values in itertools.product(*(knob.choices for knob in space.knobs)):
         point = Point({knob.name: value for knob, value in zip(space.knobs, values, strict=True)})
         if forbidden_because(space, point) is None:
@@ -110,19 +110,19 @@ def points(space: Space) -> Iterator[Point]:
 
 
 def forbidden_because(space: Space, point: Mapping[str, Value]) -> str | None:
-    """Why a point is not to be tried; None where it is allowed."""
+    """Returns why a point must not be tried; None if it is allowed."""
     return next((rule.because for rule in space.forbid if rule.forbids(point)), None)
 
 
 def restrict(space: Space, name: str, choices: tuple[Value, ...]) -> Space:
-    """The space with one knob cut to these values; starting points that need another are dropped."""
+    """Returns the space with one knob cut to these values; starting points that need another are dropped."""
     knobs = tuple(replace(knob, choices=choices) if knob.name == name else knob for knob in space.knobs)
     kept = tuple(point for point in space.try_first if name not in point or is_in(point[name], choices))
     return replace(space, knobs=knobs, try_first=kept)
 
 
 def pin(space: Space, name: str, text: str) -> Space:
-    """The space with one knob fixed to the value written in `text`, in the space's choices or not.
+    """Returns the space with one knob fixed to the value written in `text`, even if it is not among the choices.
 
     Starting points take that value, and rules against it are lifted: the user knows better. Raises `SpaceError`
     for an unknown knob, or a value no policy can have.
@@ -143,16 +143,16 @@ def pin(space: Space, name: str, text: str) -> Space:
 
 
 def with_knob(space: Space, name: str, choices: tuple[Value, ...], *, stock: Value) -> Space:
-    """The space with one more knob; starting points have it at `stock`."""
+    """Returns the space with one more knob; starting points have it at `stock`."""
     first = tuple(Point({**point, name: stock}) for point in space.try_first)
     return replace(space, knobs=(*space.knobs, Knob(name=name, choices=choices)), try_first=first)
 
 
 def digest(space: Space) -> str:
-    """A short hash of knobs and forbidden points, the reasons aside: under another one, a study is another study.
+    """Returns a short hash of the knobs and forbidden points, without reasons; each hash has a study of its own.
 
-    What the modules' own times decide is no part of it, nor which batch sizes fit: policies are remembered by what
-    they set.
+    Choices that follow from the modules' own times or from the batch sizes that fit are no part of it: policies are
+    remembered by their settings.
     """
     content = (
         tuple(
@@ -166,12 +166,12 @@ def digest(space: Space) -> str:
 
 
 def stock_value(name: str) -> Value:
-    """What stock PyTorch has for a knob."""
+    """Returns stock PyTorch's value of a knob."""
     return {EXCLUSIONS: 0, HALF: False}[name] if name in (EXCLUSIONS, HALF) else getattr(STOCK, name)
 
 
 def legal_values(name: str) -> tuple[Value, ...] | None:
-    """The values a policy can have for a knob; None where any whole number will do. Raises `KeyError` for no knob."""
+    """Returns the values a policy can have for a knob; None for any whole number. Raises `KeyError` for no knob."""
     if name == EXCLUSIONS:
         return None
     if name == HALF:
@@ -205,5 +205,5 @@ def _value_of(name: str, text: str) -> Value:
 
 
 def is_in(value: Any, values: Iterable[Value]) -> bool:
-    """Membership that keeps 0 and False apart."""
+    """Returns True if `values` has the value; 0 and False are kept apart."""
     return any(value == other and type(value) is type(other) for other in values)

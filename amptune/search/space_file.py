@@ -57,19 +57,19 @@ class _SpaceDocument:
 
 
 def spaces_folder(package: Path | None = None) -> Path:
-    """Inside the package, where a wheel has it; else beside it, where a checkout has it."""
+    """Returns the folder of the spaces: inside the package (in a wheel), else beside it (in a checkout)."""
     package = package or Path(amptune.__file__).resolve().parent
     inside = package / "search_spaces"
     return inside if inside.is_dir() else package.parent / "search_spaces"
 
 
 def space_names() -> tuple[str, ...]:
-    """The spaces that come with amptune."""
+    """Returns the names of the spaces that come with amptune."""
     return tuple(sorted(path.stem for path in spaces_folder().glob("*.yaml")))
 
 
 def load_space(name_or_path: str | Path) -> Space:
-    """A space by its name or its file. Raises `SpaceError` if there is none, `FileFormatError` if it is malformed."""
+    """Returns a space by name or file. Raises `SpaceError` if there is none, `FileFormatError` if it is malformed."""
     if str(name_or_path) in space_names():
         return parse_space(read(spaces_folder() / f"{name_or_path}.yaml"))
     if Path(name_or_path).is_file():
@@ -81,12 +81,12 @@ def load_space(name_or_path: str | Path) -> Space:
 
 
 def space_for(hardware: Hardware) -> Space:
-    """The space of this machine's GPU, or of the CPU. A GPU newer than amptune gets the one for what it can do."""
+    """Returns the space of this machine's GPU, or of the CPU; an unknown newer GPU gets the one for its features."""
     return load_space("cpu" if hardware.gpu is None else _name_for(hardware.gpu))
 
 
 def parse_space(document: Document) -> Space:
-    """Raises `FileFormatError` with every problem and its line."""
+    """Returns the space in a document. Raises `FileFormatError` with every problem and its line."""
     data = document.data
     if isinstance(data, dict) and data.get("schema") != SPACE_SCHEMA:
         said = "this key is missing" if "schema" not in data else f"{data['schema']!r} is not known"
@@ -99,13 +99,13 @@ def parse_space(document: Document) -> Space:
 
 
 def space_schema() -> dict[str, Any]:
-    """JSON Schema of a space file."""
+    """Returns the JSON Schema of a space file."""
     schema: dict[str, Any] = adapter_for(_SpaceDocument).json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "amptune search space"}
 
 
 def _name_for(gpu: Gpu) -> str:
-    """By compute capability, then by generation, then by what the GPU can do: a new name says nothing."""
+    """Chooses by compute capability, then by generation, then by the GPU's features, as a new name says nothing."""
     if gpu.compute_capability >= (7, 5) and not gpu.tensor_cores:
         return NO_TENSOR_CORES
     capability = ".".join(map(str, gpu.compute_capability))
@@ -130,7 +130,7 @@ def _space_of(body: _SpaceDocument) -> Space:
 
 
 def _completed(point: Mapping[str, Value], body: _SpaceDocument) -> Point:
-    """A starting point with stock PyTorch's value, or the knob's first, for what it leaves out."""
+    """Returns a starting point that has stock PyTorch's value, or the knob's first, for each knob it leaves out."""
     stock = {
         name: stock_value(name) if stock_value(name) in values else values[0] for name, values in body.knobs.items()
     }
@@ -200,7 +200,7 @@ def _legal_in_words(name: str) -> str:
 
 
 def _word(value: Any) -> str:
-    """A value as the file spells it."""
+    """Returns a value as the file spells it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""Where a study is kept: its trials, and what else is written down of it. The only import of Optuna."""
+"""The storage of a study: its trials, and the records beside them. The only import of Optuna."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ __all__ = ["JOURNAL", "Handle", "Store", "open_store", "recall"]
 
 JOURNAL = "journal.log"
 SQLITE = "sqlite:///"
-# What the attributes of a study begin with.
+# Prefixes of the names of a study's attributes.
 TUNING, JUDGED, DECIDED = "tuning", "judged", "decided"
 # Larger than any batch.
 LARGEST_BATCH = 2**31
 
-# A trial that was asked for and is still to be told of.
+# A trial that was asked for and has no outcome yet.
 Handle = optuna.Trial
 
 
 class Store:
-    """One study in its storage. Every method raises `StudyError` where that fails."""
+    """One study in its storage. Every method raises `StudyError` if the storage fails."""
 
     def __init__(self, study: optuna.Study, space: Space) -> None:
         self._study = study
         self._distributions = _distributions(space)
 
     def trials(self) -> list[Trial]:
-        """Those that were told of, in their order."""
+        """Returns the trials that have an outcome, in their order."""
         return sorted(_remembered(self._study), key=lambda trial: trial.number)
 
     def ask(self, point: Point | None) -> Handle:
-        """A trial of this point of the space; of none, for what is outside it: it is kept all the same."""
+        """Begins a trial of a point of the space; None is for a policy outside of it, which is kept too."""
         with _storage_errors():
             if point is None:
                 return self._study.ask()
@@ -57,7 +57,7 @@ class Store:
             return self._study.ask(self._distributions)
 
     def tell(self, handle: Handle, trial: Trial) -> None:
-        """Writes the outcome down. An infeasible trial is complete too, its constraint violated: it was measured."""
+        """Writes the outcome. An infeasible trial is complete too, with its constraint violated: it was measured."""
         with _storage_errors():
             handle.set_user_attr("policy", policy_to_dict(trial.policy))
             handle.set_user_attr("outcome", outcome_to_dict(trial.outcome))
@@ -71,22 +71,22 @@ class Store:
             self._study.tell(handle, state=TrialState.FAIL)
 
     def runs(self) -> list[str]:
-        """The tuning runs that were noted."""
+        """Returns the names of the recorded tuning runs."""
         with _storage_errors():
             return [key.removeprefix(f"{TUNING} ") for key in self._study.user_attrs if key.startswith(f"{TUNING} ")]
 
     def note_tuning(self, tuning: TuningRecord) -> None:
-        """Writes down that a tuning run uses the study."""
+        """Records that a tuning run uses the study."""
         with _storage_errors():
             self._study.set_user_attr(f"{TUNING} {tuning.run}", tuning.as_dict())
 
     def note_decided(self, run: str, choice: Choice) -> None:
-        """Writes down what a tuning run chose."""
+        """Records the choice of a tuning run."""
         with _storage_errors():
             self._study.set_user_attr(f"{DECIDED} {run}", choice.as_dict())
 
     def note_judged(self, judged: Judged) -> None:
-        """Writes down what the numerics gate says of a policy."""
+        """Records the numerics gate's judgement of a policy."""
         digest = hashlib.sha256(str(judged.policy).encode()).hexdigest()[:12]
         with _storage_errors():
             self._study.set_user_attr(f"{JUDGED} {digest}", judged.as_dict())
@@ -105,7 +105,7 @@ def open_store(where: Path | str, name: str, space: Space) -> Store:
 
 
 def recall(where: Path | str, name: str | None = None, *, run: str | None = None) -> StudyRecord:
-    """Reads back what was tuned there: the study `name`, that of a tuning `run`, or the last in which something ran.
+    """Reads a study back: the study `name`, that of a tuning `run`, or the last one in which a policy ran.
 
     Raises `StudyError` if there is none, or the storage cannot be read.
     """
@@ -134,12 +134,12 @@ def _chosen(storage: BaseStorage, where: Path | str, name: str | None, run: str 
 
 
 def _ran(study: optuna.Study) -> bool:
-    """Whether any trial did not fail."""
+    """Returns True if any trial succeeded."""
     return any(value > 0 for trial in study.get_trials(deepcopy=False) for value in trial.values or ())
 
 
 def _last_tuned(study: optuna.Study) -> tuple[str, str]:
-    """When a tuning last began, or else a trial: one that remembers all its trials makes none."""
+    """Returns when a tuning last began, then when a trial did: a tuning that remembers all its trials makes none."""
     trials = (trial.datetime_start for trial in study.get_trials(deepcopy=False))
     tunings = (value["began"] for key, value in study.user_attrs.items() if key.startswith(f"{TUNING} "))
     return max(tunings, default=""), max((one.isoformat() for one in trials if one is not None), default="")
@@ -172,14 +172,14 @@ def _record_of(study: optuna.Study, where: Path | str) -> StudyRecord:
 
 
 def _outside(study: optuna.Study, trials: Sequence[Trial]) -> frozenset[Policy]:
-    """The policies that were asked for without being a point of the space."""
+    """Returns the policies that were asked for without being a point of the space."""
     free = {trial.number for trial in study.get_trials(deepcopy=False) if not trial.params}
     return frozenset(trial.policy for trial in trials if trial.number in free)
 
 
 @contextmanager
 def _broken_records(where: Path | str) -> Iterator[None]:
-    """Records that are no study's, a half-written file or another program's, are a `StudyError`."""
+    """Turns records that are no study's (a half-written file, another program's) into a `StudyError`."""
     try:
         yield
     except (KeyError, TypeError, ValueError) as error:
@@ -199,7 +199,7 @@ def _storage(where: Path | str) -> BaseStorage:
 
 
 def _drop_half_a_line(journal: Path) -> None:
-    """A full disk or a power cut may leave half a record at the end, which Optuna would stumble over for ever."""
+    """Drops half a record at the end, left by a full disk or a power cut, which Optuna could never read past."""
     if not journal.exists():
         return
     content = journal.read_bytes()
@@ -212,7 +212,7 @@ def _distributions(space: Space) -> dict[str, BaseDistribution]:
 
 
 def _distribution(knob: Knob) -> BaseDistribution:
-    """What Optuna calls the choices: an ordered run of integers, or categories; of batch sizes any at all."""
+    """Returns Optuna's form of the choices: a range of integers, or categories; for batch sizes any integer."""
     choices: tuple[Any, ...] = knob.choices
     if knob.name == BATCH_SIZE:
         return IntDistribution(1, LARGEST_BATCH, log=True)
@@ -235,14 +235,14 @@ def _remembered(study: optuna.Study) -> Iterator[Trial]:
 
 
 def _first_line(error: BaseException | None) -> str:
-    """What follows it are links to a library's pages; the driver that a database needs is named by the cause."""
+    """Returns an error's first line, as links to web pages follow; its cause names the missing database driver."""
     words = str(error).partition("\n")[0]
     missing = error.__cause__ or error.__context__ if isinstance(error, ImportError) else None
     return words if missing is None else f"{words} ({missing})"
 
 
 class _storage_errors:  # noqa: N801  # reads as a function at its uses
-    """Turns a storage that fails (a full disk, a broken journal, an unreachable database) into `StudyError`."""
+    """Turns the failure of a storage (full disk, broken journal, unreachable database) into `StudyError`."""
 
     def __enter__(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""The study: what was tried, what came of it, and so what to try next."""
+"""The study: the trials so far with their outcomes, and what to try next."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from amptune.search.trial import Trial
 
 __all__ = ["Study", "Suggestion", "open_study"]
 
-# A single measurement may show this share of what a policy can do, if something else had the machine meanwhile.
+# A single measurement may show only this share of a policy's speed, if another program used the machine meanwhile.
 OUTLIER_SHARE = 0.6
-# What a policy may reach: so many standard deviations above what is expected of it.
+# A policy may reach this many standard deviations above its expected score.
 REACH = 3.0
 
-# The FP32 math mode of a policy that computes no product in FP32, to the proposer.
+# For the proposer: the FP32 math mode of a policy that computes no product in FP32.
 UNUSED = "unused"
 
 ToPolicy = Callable[[Point], Policy]
@@ -40,10 +40,10 @@ ToPolicy = Callable[[Point], Policy]
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A policy to measure next; `handle` is the store's trial behind it.
+    """A policy to measure next; `handle` is its trial in the store.
 
-    `gain` is the improvement expected of it, on the logarithm of the score; infinite for one that was asked for.
-    A score of less than `least` would be a surprise. `cost` is what the trial takes, in times of a plain one.
+    `gain` is its expected improvement, on the logarithm of the score; infinite for a policy that was asked for.
+    A score below `least` would be a surprise. `cost` is the trial's time over that of the cheapest one.
     """
 
     policy: Policy
@@ -54,10 +54,10 @@ class Suggestion:
 
 
 class Study:
-    """Ask for a policy, tell what became of it. Every outcome is in the storage before the next is asked for.
+    """The trials so far and a proposer of the next one. Every outcome is stored before the next policy is asked for.
 
-    The trials are those of any objective. One is remembered where it has the figure that this `objective` goes by, or
-    failed; speed that is needed is held against the `baseline`.
+    The trials come from tuning runs of any objective. A trial is used if it failed or has the figure that this
+    `objective` needs. A speed that the objective needs is compared with the `baseline`'s.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Study:
         for point in points(space):
             policy = to_policy(point)
             if fits(policy):
-                self._points.setdefault(policy, point)  # where a ladder is short, its deeper points are the same
+                self._points.setdefault(policy, point)  # deeper points of a short ladder give the same policy
         self._traits = {policy: _traits(policy, point) for policy, point in self._points.items()}
         self._choices = {knob.name: knob.choices for knob in space.knobs}
         self._policies = list(self._points)
@@ -95,16 +95,16 @@ class Study:
             self._note_size(trial)
 
     def __contains__(self, policy: Policy) -> bool:
-        """Whether the space holds a policy, measured or not."""
+        """Returns True if the space holds a policy, measured or not."""
         return policy in self._points
 
     def has_knob(self, name: str) -> bool:
-        """Whether there is a choice to make there."""
+        """Returns True if the space has a choice for this knob."""
         return len({point[name] for point in self._points.values() if name in point}) > 1
 
     @property
     def size(self) -> int:
-        """How many different policies the space holds."""
+        """The number of different policies in the space."""
         return len(self._points)
 
     def trial_of(self, policy: Policy) -> Trial | None:
@@ -112,57 +112,57 @@ class Study:
 
     @property
     def yardstick(self) -> Yardstick:
-        """What trials are compared by, as far as it is known."""
+        """The yardstick that trials are compared by, with the baseline's measurement if it is known."""
         trial = self._outcomes.get(self._baseline) if self._baseline is not None else None
         outcome = trial.outcome if trial is not None else None
         return Yardstick(self._objective, outcome if isinstance(outcome, Measurement) else None)
 
     def _tells(self, trial: Trial) -> bool:
-        """Whether a trial says something for the objective."""
+        """Returns True if a trial can be scored by the objective, or failed."""
         return isinstance(trial.outcome, Failure) or self._objective.score(trial.outcome) is not None
 
     def leave_out(self, which: Callable[[Policy], bool]) -> None:
-        """Has none of these suggested any more."""
+        """Excludes these policies from all suggestions."""
         self._left_out |= {index for index, policy in enumerate(self._policies) if which(policy)}
         self._first = deque(policy for policy in self._first if not which(policy))
 
     def next_smaller(self, policy: Policy) -> Policy | None:
-        """The same with the next smaller batch size of the space, if there is one."""
+        """Returns the policy with the next smaller batch size of the space, if there is one."""
         point, smaller = self._points.get(policy), [size for size in self._sizes if size < (policy.batch_size or 0)]
         return self._to_policy(Point({**point, BATCH_SIZE: smaller[-1]})) if point is not None and smaller else None
 
     def _note_size(self, trial: Trial) -> None:
-        """Where a batch is too large, larger ones of its kind are too."""
+        """Excludes larger batches of the same kind if this one was too large."""
         if self._is_too_large(trial):
             kind, size = arm_of(trial.policy), trial.policy.batch_size or 0
             self.leave_out(lambda policy: (policy.batch_size or 0) >= size and arm_of(policy) == kind)
 
     def _is_too_large(self, trial: Trial) -> bool:
-        """Whether it ran out of memory, and a smaller batch might not: that says nothing of its other settings."""
+        """Returns True if it ran out of memory and a smaller batch might not: its other settings are not to blame."""
         return len(self._sizes) > 1 and isinstance(trial.outcome, Failure) and trial.outcome.kind == "oom"
 
     @property
     def has_left_out(self) -> bool:
-        """Whether that kept any policy from being measured."""
+        """True if an exclusion kept any policy from being measured."""
         return any(self._policies[index] not in self._outcomes for index in self._left_out)
 
     def begin(self, tuning: TuningRecord) -> None:
-        """Writes down that a tuning run uses the study from now on."""
+        """Records that a tuning run uses the study from now on."""
         self._store.note_tuning(tuning)
 
     def runs(self) -> list[str]:
-        """The tuning runs that have used it; none where the storage fails."""
+        """Returns the tuning runs that have used the study; [] if the storage fails."""
         with suppress(StudyError):
             return self._store.runs()
         return []
 
     def conclude(self, run: str, choice: Choice) -> None:
-        """Writes down what a tuning run chose; a storage that fails loses that alone."""
+        """Records the choice of a tuning run; a storage that fails loses only that."""
         with suppress(StudyError):
             self._store.note_decided(run, choice)
 
     def keeping_judgements(self, observer: Observer) -> Observer:
-        """The observer, and what the numerics gate says written down; a storage that fails loses that alone."""
+        """Returns an observer that also records the numerics gate's judgements; a failing storage loses only those."""
 
         def observe(event: Event) -> None:
             if isinstance(event, PolicyJudged):
@@ -173,19 +173,19 @@ class Study:
         return observe
 
     def keep(self, judgement: Judgement) -> None:
-        """Writes down what the numerics gate says of a policy."""
+        """Records the numerics gate's judgement of a policy."""
         self._store.note_judged(Judged.of(judgement))
 
     def measure_first(self, policies: Iterable[Policy]) -> None:
-        """Has these suggested before anything else, those outside the space too."""
+        """Puts these policies first, including those outside the space."""
         self._first.extend(policies)
 
     def measure_next(self, policies: Sequence[Policy]) -> None:
-        """Has these suggested before those that `measure_first` named."""
+        """Puts these policies before those that `measure_first` named."""
         self._first.extendleft(reversed(policies))
 
     def suggest(self, fixed: Mapping[str, Any] | None = None) -> Suggestion | None:
-        """The next unmeasured policy, with some knobs fixed; None when every such policy of the space is measured."""
+        """Returns the next unmeasured policy, with some knobs fixed; None if all such policies are measured."""
         while self._first:
             if self._first[0] not in self._outcomes:
                 return self._ask_for(self._first[0])
@@ -198,10 +198,10 @@ class Study:
         return replace(suggestion, gain=proposal.gain, least=proposal.least, cost=proposal.cost)
 
     def ranked(self) -> list[Policy]:
-        """The policies that were measured, the best first, those that are too slow for the objective last.
+        """Returns the measured policies, the best first, those that are too slow for the objective last.
 
-        In turn by what all trials together say of each, as a single short measurement may be lucky or an outlier, and
-        by its own, as of what is unlike all others they know nothing.
+        Two orders alternate. One is by the estimate from all trials together, as a single short measurement may be
+        lucky or an outlier. The other is by its own score, as the estimate knows little of a policy unlike all others.
         """
         belief, yardstick = self._proposer.belief(self._seen()), self.yardstick
         measured: dict[Policy, tuple[bool, float]] = {}
@@ -217,10 +217,10 @@ class Study:
         return list(dict.fromkeys(chain.from_iterable(zip(*orders, strict=True))))
 
     def neighbours(self, policy: Policy) -> list[Policy]:
-        """What is one step from a policy and may be better: one setting less, or another choice of one knob.
+        """Returns the policies one step from a policy that may be better: one setting less, or one knob changed.
 
-        They are in the order of what they may reach, those outside the space first. But an expectation rules nothing
-        out, nor does a measurement that may have been an outlier.
+        They are ordered by what they may reach, those outside the space first. Neither a low expectation nor a
+        measurement that may be an outlier excludes a policy.
         """
         simpler = [variant.policy for variant in variants_of(policy)]
         own = self._traits.get(policy)
@@ -239,7 +239,7 @@ class Study:
         return sorted(near, key=reach, reverse=True)
 
     def _is_hopeless(self, policy: Policy, *, beside: Policy) -> bool:
-        """Whether it failed, or was worse than an outlier explains."""
+        """Returns True if it failed, or was worse than an outlier explains."""
         trial, other = self._outcomes.get(policy), self._outcomes.get(beside)
         if trial is None or isinstance(trial.outcome, Failure):
             return trial is not None
@@ -249,11 +249,11 @@ class Study:
         return self._plain_score(trial.outcome) < OUTLIER_SHARE * best
 
     def _plain_score(self, outcome: Outcome) -> float:
-        """Whatever its speed: that is one measurement, and may be an outlier."""
+        """Returns the score without a penalty for low speed, as that is one measurement and may be an outlier."""
         return (self._objective.score(outcome) or 0.0) if isinstance(outcome, Measurement) else 0.0
 
     def _steps_between(self, a: Point, b: Point) -> int:
-        """One for another word, and for numbers as many as there are choices from one to the other."""
+        """Counts one for another word, and for numbers the choices from one to the other."""
         return sum(
             1 if isinstance(a[name], str) else abs(choices.index(a[name]) - choices.index(b[name]))
             for name, choices in self._choices.items()
@@ -261,21 +261,21 @@ class Study:
         )
 
     def reconsider(self, policy: Policy) -> None:
-        """Forgets a failure: what once failed on a busy machine may run now, and without a baseline nothing does."""
+        """Forgets a failure: on a busy machine it may have been chance, and nothing works without a baseline."""
         trial = self._outcomes.get(policy)
         if trial is not None and isinstance(trial.outcome, Failure):
             del self._outcomes[policy]
             self.trials.remove(trial)
 
     def tell(self, suggestion: Suggestion, trial: Trial) -> None:
-        """Takes in an outcome, and writes it down."""
-        self.trials.append(trial)  # first of all: a storage that fails now must not lose it
+        """Adds an outcome and stores it."""
+        self.trials.append(trial)  # first, so that a storage that fails now does not lose it
         self._outcomes[trial.policy] = trial
         self._note_size(trial)
         self._store.tell(suggestion.handle, trial)
 
     def forget(self, suggestion: Suggestion) -> None:
-        """Leaves a suggestion unmeasured, to be asked for again another time."""
+        """Leaves a suggestion unmeasured, so that it can be asked for again."""
         self._store.forget(suggestion.handle)
 
     def _seen(self) -> dict[int, Seen]:
@@ -304,9 +304,9 @@ def open_study(
 ) -> Study:
     """Opens or resumes a study: `where` is a folder (a journal file in it) or a database URL.
 
-    Policies of the space that do not fit into memory are left out. Whatever the `objective`, it is the same study.
-    Optuna keeps the points as of the space `stored`, by default the same: a space that was cut to what is sound this
-    time must not be another one to it.
+    Policies of the space that do not fit into memory are left out. Every `objective` uses the same study.
+    Optuna keeps the points as points of the space `stored`, by default `space`: a space that this run has cut to its
+    sound points must not look like another space.
     Raises `StudyError` if the storage cannot be used.
     """
     store = open_store(where, name, stored or space)
@@ -314,7 +314,7 @@ def open_study(
 
 
 def _traits(policy: Policy, point: Point) -> Point:
-    """What makes a policy fast or slow: the point, but a FP32 math mode that acts on nothing has no part in it."""
+    """Returns the settings that decide speed: the point, with an FP32 math mode that acts on nothing marked unused."""
     return point if policy.uses_fp32_math or "fp32_math" not in point else Point({**point, "fp32_math": UNUSED})
 
 

@@ -1,9 +1,9 @@
-"""What a policy that was not measured may do, from those that were: a Gaussian process over settings and their pairs.
+"""Predicts unmeasured policies from measured ones: a Gaussian process over settings and their pairs.
 
-The speed of a policy is, on a logarithm, nearly a sum: what each setting brings, what pairs of settings bring
-together (half precision and channels_last), and a little that is the policy's own. A process whose kernel is that
-sum (Duvenaud et al., "Additive Gaussian Processes", 2011) learns what a space of 10,000 policies holds from two to
-three hundred trials (reports/replay). Pure: it knows points and numbers.
+The logarithm of a policy's speed is nearly a sum: one part for each setting, one for pairs of settings (half precision
+and channels_last), and a little that is the policy's own. A process whose kernel is that sum (Duvenaud et al.,
+"Additive Gaussian Processes", 2011) learns a space of 10,000 policies from two to three hundred trials
+(reports/replay). Pure: it uses only points and numbers.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ __all__ = ["Belief", "Floats", "Surrogate"]
 
 Floats = NDArray[np.float64]
 
-# What is tried for each prior, and the likeliest kept: the variance that one setting brings, as a share of that of
-# all trials; what a pair of settings brings besides, as a share of theirs; a measurement's standard deviation.
+# The values tried for each prior; the likeliest is kept. They are: the variance of one setting's effect, as a share
+# of that of all trials; the added variance of a pair, as a share of its settings'; a measurement's standard deviation.
 EFFECTS = (1e-4, 0.003, 0.05, 0.4)
 PAIR_SHARES = (0.03, 0.1, 0.3)
 NOISES = (0.005, 0.02, 0.05)
 FIRST_GUESS = (0.1, 0.1, 0.02)
 TRIPLE_SHARE = 0.5
 OWN_SHARE = 1e-4
-# Priors are looked for again once there are so many times the trials they were found on.
+# Priors are fitted again once there are this many times the trials they were fitted on.
 GROWN = 1.4
 # Ordered numbers (a batch size, a depth): the likeness of neighbours falls to 1/e over this many steps.
 REACH_STEPS = 2.0
 # A measurement this many standard deviations from what the others say counts as an outlier.
 OUTLIER = 3.5
 OUTLIER_NOISE = 10.0
-# Room for so many trials at first; it is doubled as it is needed.
+# Rows for trials at first; they are doubled as needed.
 FIRST_ROWS = 32
-# Deviations are computed anew for so many of the points that may reach highest: at this many deviations above the mean.
+# Deviations are computed anew for this many of the points that may reach highest: this many deviations above the mean.
 WORTH_A_LOOK, REACHES = 500, 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Belief:
-    """The logarithm of every point's speed: what is expected, and its standard deviation."""
+    """The logarithm of every point's speed: its expected value and its standard deviation."""
 
     mean: Floats
     deviation: Floats
 
     def improvement(self, over: float) -> Floats:
-        """The expected improvement over a value (Jones et al., "Efficient Global Optimization", 1998)."""
+        """Returns the expected improvement over a value (Jones et al., "Efficient Global Optimization", 1998)."""
         from scipy.special import ndtr
 
         gap = self.mean - over
@@ -61,7 +61,7 @@ class Belief:
 
 
 class Surrogate:
-    """Beliefs about the points of one space. What it keeps between calls saves time, and changes little."""
+    """Beliefs about the points of one space. Results kept between calls save time and change little."""
 
     def __init__(self, knobs: Sequence[Knob], points: Sequence[Point]) -> None:
         self._codes = np.array([[knob.choices.index(point[knob.name]) for knob in knobs] for point in points])
@@ -75,11 +75,11 @@ class Surrogate:
 
     @property
     def size(self) -> int:
-        """How many points there are."""
+        """The number of points."""
         return len(self._codes)
 
     def belief(self, seen: Mapping[int, float]) -> Belief:
-        """What to believe of every point, having seen the logarithm of the speed of some, by index."""
+        """Returns the belief about every point; `seen` has the logarithm of the speed of some, by index."""
         indices, values = list(seen), np.array(list(seen.values()))
         centre, spread = float(np.median(values)), max(float(values.std()), 0.01)
         values = (values - centre) / spread
@@ -93,14 +93,14 @@ class Surrogate:
         fit = fit.without_outliers(values)
         cross = self._covariances_of(indices)
         mean: Floats = fit.coefficients @ cross
-        # With every trial deviations fall (but where one is found to be an outlier): an older one is rather too large.
+        # Each trial lowers deviations (unless it shows an outlier), so an older one is rather too large than too small.
         unknown = np.isinf(self._deviation).any()
         worth = np.arange(self.size) if unknown else np.argsort(-(mean + REACHES * self._deviation))[:WORTH_A_LOOK]
         self._deviation[worth] = _deviation_of(fit, cross[:, worth], self._prior.variance)
         return Belief(centre + spread * mean, spread * self._deviation)
 
     def _covariances_of(self, indices: Sequence[int]) -> Floats:
-        """(some, every): each point's covariance with every point, computed once, copied only if the order changed."""
+        """Returns (some, every) covariances between points, computed once, copied only if the order changed."""
         for index in indices:
             if index not in self._rows:
                 self._rows[index] = len(self._rows)
@@ -111,21 +111,21 @@ class Surrogate:
         return self._covariances[: len(rows)] if rows == list(range(len(rows))) else self._covariances[rows]
 
     def _likenesses(self, some: Sequence[int], others: Sequence[int]) -> Floats:
-        """(knobs, some, others): how alike their values are."""
+        """Returns (knobs, some, others): how alike their values are."""
         rows, columns = self._codes[list(some)], self._codes[list(others)]
         return np.stack([matrix[np.ix_(rows[:, k], columns[:, k])] for k, matrix in enumerate(self._alike)])
 
 
 @dataclass(frozen=True, slots=True)
 class _Prior:
-    """What settings can bring, before anything was seen; in units of the trials' spread, the noise aside."""
+    """The effects of settings assumed before any trial; in units of the trials' spread, except the noise."""
 
     effects: Floats
     pair_share: float
     noise: float
 
     def kernel(self, alike: Floats) -> Floats:
-        """The covariance of the points behind (knobs, some, others) likenesses."""
+        """Returns the covariance of points from their (knobs, some, others) likenesses."""
         rooted = np.sqrt(self.effects)[:, None, None] * alike
         one, two, three = rooted.sum(axis=0), (rooted**2).sum(axis=0), (rooted**3).sum(axis=0)
         pairs, triples = (one**2 - two) / 2, (one**3 - 3 * one * two + 2 * three) / 6  # Newton's identities
@@ -136,12 +136,12 @@ class _Prior:
 
     @property
     def variance(self) -> float:
-        """Of any one point."""
+        """The variance of any one point."""
         return float(self.kernel(np.ones((len(self.effects), 1, 1)))[0, 0])
 
 
 def _likeliest(prior: _Prior, among: Floats, values: Floats, spread: float) -> _Prior:
-    """The prior that explains the values best, one of its numbers changed at a time."""
+    """Returns the prior that explains the values best, with one of its numbers changed at a time."""
 
     def likelihood(one: _Prior) -> float:
         return _solved(one.kernel(among), values, np.full(len(values), one.noise / spread)).likelihood
@@ -162,7 +162,7 @@ class _Fit:
     likelihood: float
 
     def without_outliers(self, values: Floats) -> _Fit:
-        """The same with far more noise where a value is far from what all the others say of it."""
+        """Returns the fit with far more noise at values that are far from what all the others predict."""
         inverse = np.linalg.inv(self.cholesky @ self.cholesky.T)
         variance = 1 / np.diag(inverse)
         surprise = np.abs(self.coefficients * variance) / np.sqrt(variance)
@@ -181,7 +181,6 @@ def _solved(kernel: Floats, values: Floats, noise: Floats) -> _Fit:
 
 
 def _deviation_of(fit: _Fit, cross: Floats, variance: float) -> Floats:
-    """Each point's standard deviation."""
     from scipy.linalg import solve_triangular
 
     reduced = solve_triangular(fit.cholesky, cross, lower=True)
@@ -190,7 +189,7 @@ def _deviation_of(fit: _Fit, cross: Floats, variance: float) -> Floats:
 
 
 def _likeness(choices: Sequence[Value]) -> Floats:
-    """1 for the same choice; for another 0, or between ordered numbers less with each step."""
+    """Returns 1 for the same choice; for another 0, or between ordered numbers less with each step."""
     count = len(choices)
     if any(isinstance(choice, bool | str) for choice in choices):
         return np.eye(count)

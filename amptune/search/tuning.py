@@ -38,9 +38,9 @@ from amptune.workload.protocol import Workload
 
 __all__ = ["TuningInterrupted", "run_tuning", "tune", "tune_with"]
 
-# The comparisons behind the search are kept at most this share of the time there is once the workload is built.
+# The comparisons after the search get at most this share of the time that is left once the workload is built.
 PROOF_SHARE = 0.5
-# The proof is not kept more time than for these launches of its contenders.
+# The proof gets no more time than this many launches of its contenders take.
 LAUNCHES_KEPT = 20
 NO_ENERGY = "the objective energy cannot be pursued here: this machine reports no energy"
 
@@ -79,14 +79,14 @@ def tune(
     `"train.py:workload"`. `budget_s` is wall-clock seconds, final comparison included; `trials` bounds the
     number of policies tried. `space` names a search space or its file, `pins` fixes knobs by name, `study`
     is a folder or a database URL to remember trials in (default: under `.amptune/`). `batch_size` is a number, or
-    "auto" to search it too; `global_batch` is the samples of one optimizer step over all `devices`, which batches are
-    accumulated to. `compile` says whether to try torch.compile; by default the budget does.
+    "auto" to search it too. `global_batch` is the samples of one optimizer step over all `devices`; batches are
+    accumulated to reach it. `compile` says whether to try torch.compile; by default the budget decides.
 
     The `objective` is samples per second; or "memory", the least peak memory at no less than `least_speed` times the
     baseline's samples per second (default: 1); or "energy", joules per sample, where the GPU counts them. One study
-    answers all three.
+    serves all three.
 
-    Raises an `AmptuneError` of the fitting kind, and `TuningInterrupted` on Ctrl-C, with the best so far.
+    Raises a subclass of `AmptuneError`, and `TuningInterrupted` on Ctrl-C, with the best so far.
     """
     source = source_of(workload)
     name = workload.name or "workload" if isinstance(workload, Workload) else workload
@@ -115,7 +115,7 @@ def tune(
 def run_tuning(request: TuningRequest, observer: Observer, evaluator: Evaluator | None = None) -> Decision:
     """Tunes on `evaluator`, by default this machine's workers, and closes it.
 
-    Raises an `AmptuneError`, or `TuningInterrupted` with what was found by then.
+    Raises an `AmptuneError`, or `TuningInterrupted` with the decision so far.
     """
     with _locked(request.folder):
         evaluator = evaluator or _workers(request)
@@ -131,14 +131,14 @@ def run_tuning(request: TuningRequest, observer: Observer, evaluator: Evaluator 
 
 
 def _workers(request: TuningRequest) -> WorkerEvaluator:
-    """Workers of this machine, whose batches are of the size that was asked for."""
+    """Returns workers on this machine, with the batch size that was asked for."""
     size = request.wanted.batch_size
     source = request.source if size is None or size == "auto" else replace(request.source, batch_size=size)
     return WorkerEvaluator(source, request.device, request.folder / "workers.log", request.wanted.memory_mib)
 
 
 def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) -> Decision:
-    """The same on any evaluator: this machine, or a recording of one."""
+    """Tunes on any evaluator: this machine, or a recording of one."""
     before_s = request.budget.spent_s
     prepared = evaluator.prepare(request.budget.left_to_prepare_s)
     prepare_s = request.budget.spent_s - before_s
@@ -163,7 +163,7 @@ def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) 
 
 
 def _conclude(run: TuningRun, decision: Decision | None) -> None:
-    """Writes down what was decided, so that the study says the same when it is asked."""
+    """Records the decision, so that the study can repeat it later."""
     if decision is not None:
         run.study.conclude(run.request.run, choice_of(decision))
 
@@ -201,12 +201,12 @@ def _search_and_prove(evaluator: Evaluator, run: TuningRun, prepare_s: float, ob
     proof = run.enter_proof()
     if len(proof.contest.finalists) > 1:
         run.judge_ahead()
-        with suppress(StudyError):  # no worker can be started any more: what was measured by now decides
+        with suppress(StudyError):  # no worker can be started any more: the measurements so far decide
             prove(evaluator, proof, request.budget, run.prepared.start_s, observer, run.judge.rejects)
 
 
 def _proof_s(study: Study, budget: Budget, prepare_s: float, start_s: float) -> float:
-    """The time to keep for the comparisons, at what starting a worker and a trial have cost so far."""
+    """Returns the seconds to keep for the comparisons, by the cost so far of starting a worker and of a trial."""
     costs = sorted(trial.seconds for trial in study.trials)
     typical_s = costs[len(costs) // 2] if costs else 0.0
     contenders = min(2 + FINALISTS, len(costs))
@@ -220,7 +220,7 @@ def _with_time_for_the_rest(request: TuningRequest) -> TuningRequest:
 
 
 def _leaves_the_batch(request: TuningRequest) -> bool:
-    """Whether the batch size is the user's own, and another might be worth knowing of."""
+    """Returns True if the batch size is the user's own, and another might be worth knowing of."""
     wanted = request.wanted
     return request.objective == THROUGHPUT and wanted.batch_size != "auto" and wanted.global_batch is None
 
@@ -231,7 +231,7 @@ def _told_of_a_larger_batch(evaluator: Evaluator, decision: Decision, request: T
 
 
 def _nothing_feasible(study: Study, candidates: Candidates) -> Exception:
-    """Why there is no decision: the user's own error where it is one, else the baseline's failure."""
+    """Returns why there is no decision: the user's own error if there is one, else the baseline's failure."""
     trial = study.trial_of(candidates.baseline)
     if trial is None:
         return NothingFeasibleError("the baseline could not be measured within the budget; give more with --budget")
@@ -248,7 +248,7 @@ def _keeping(request: TuningRequest, observer: Observer) -> Observer:
 def _locked(folder: Path) -> Iterator[None]:
     """Keeps a second tuner out of the study's folder. Raises `StudyError` if there is one, or no folder can be made.
 
-    A folder that was made for nothing, as what was asked for is not there, goes again.
+    A folder made here is removed again if the device, space or target that was asked for does not exist.
     """
     is_new, is_for_nothing = not folder.exists(), False
     try:

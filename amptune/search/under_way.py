@@ -1,4 +1,4 @@
-"""A tuning run under way: what is known so far, and the decision that can be made of it at any moment."""
+"""A tuning run in progress: all that is known so far, from which a decision can be made at any moment."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from amptune.search.study import Study, open_study
 
 __all__ = ["FINALISTS", "TuningRun"]
 
-# The fastest trials stand in the finals: as many as there is time for enough launches of, within these bounds. With
-# seven contenders 70 s were enough for one round, which tells nothing (SE-ResNeXt50 on a slow host of an H200).
+# The fastest trials enter the finals: as many as time allows enough launches of, within these bounds. With seven
+# contenders 70 s were enough for one round, which tells nothing (SE-ResNeXt50 on a slow host of an H200).
 FEWEST_FINALISTS, FINALISTS, MOST_FINALISTS = 3, 4, 8
-# The numerics of so many of them are judged ahead: an unsound one that is fast would make sound ones look beaten.
+# The numerics of this many finalists are judged ahead: a fast unsound one would make sound ones look beaten.
 JUDGED_AHEAD = 2
-# For its batches the gate compiles a graph anew, with dropout twice: in so many times the seconds of training's
-# (BERT-base on an H200: 31 s, where compiling for training took 27). It is done ahead of the comparison up to this
-# share of the time there is for that, else when there is time left.
+# The gate compiles a graph anew for its batches, with dropout twice, in this many times the seconds of compiling for
+# training (BERT-base on an H200: 31 s instead of 27). That is done before the comparison if it takes at most this share
+# of the comparison's time, else if there is time left.
 GRAPH_TIMES, GRAPH_SHARE = 1.3, 0.2
-# Beyond the budget, to judge the winner.
+# Seconds beyond the budget for judging the winner.
 GRACE_S = 8.0
 
 
 @dataclass
 class TuningRun:
-    """A tuning run under way: what a decision can be made of at any moment.
+    """A tuning run in progress, from which a decision can be made at any moment.
 
     `findings` are those from before the search.
     """
@@ -59,7 +59,7 @@ class TuningRun:
 
     @cached_property
     def study(self) -> Study:
-        """Opened when it is first asked for: once the space is narrowed, or when that is interrupted."""
+        """The study, opened at first use: after the space is narrowed, or when that is interrupted."""
         candidates = self.candidates
         name, space, stored = candidates.study_name, candidates.space, candidates.stored
         study = open_study(
@@ -97,15 +97,15 @@ class TuningRun:
 
     @cached_property
     def _earlier(self) -> tuple[Round, ...]:
-        """What former runs of the study have compared, as far as the samples are kept."""
+        """The rounds that former runs of the study compared, as far as the samples are kept."""
         former = [run for run in self.study.runs() if run != self.request.run]
         kept = read_comparisons(self.request.folder, former) if former else ()
         return tuple(one for comparison in kept for one in comparison.by(self.request.objective).rounds)
 
     def narrow(self, evaluator: Evaluator, observer: Observer) -> None:
-        """Which modules there are reasons to keep in FP32, and which batch sizes there are: what has to be measured.
+        """Measures which modules there are reasons to keep in FP32, and which batch sizes there are.
 
-        Modules are timed by themselves and each dtype judged; then, where it was asked for, the largest batches found.
+        Modules are timed by themselves and each dtype is judged; then the largest batches are found, if asked for.
         """
         request, prepared = self.request, self.prepared
         observer(GroundworkStarted(groundwork="modules"))
@@ -123,13 +123,13 @@ class TuningRun:
             self.findings += tuple(self.sizes.findings)
 
     def enter_proof(self) -> Proof:
-        """Who is compared behind the search: the baseline, stock PyTorch, AMP recipes and the fastest trials."""
+        """Begins the comparison after the search: the baseline, stock PyTorch, AMP recipes and the fastest trials."""
         time_s = FINALS_SHARE * self.request.budget.left_s
         self.proof = self._proof_of(_finalists(self.study, self.candidates, self.prepared.start_s, time_s))
         return self.proof
 
     def judge_ahead(self) -> None:
-        """Judges the fastest finalists before they are compared, and the graph of the first, where that is no waste."""
+        """Judges the fastest finalists before they are compared, and the graph of the first if that is no waste."""
         assert self.proof is not None  # noqa: S101  # enter_proof makes it
         place = {policy: i for i, policy in enumerate(self.study.ranked())}
         ranked = sorted((p for p in self.proof.contest.finalists if p in place), key=place.__getitem__)
@@ -142,7 +142,7 @@ class TuningRun:
             self.judge.judge_graph(sound)
 
     def sound_decision(self) -> Decision | None:
-        """The decision, its winner judged where there is time; one that is rejected leaves it to another."""
+        """Returns the decision with its winner judged if there is time; a rejected winner is replaced by another."""
         decision = self.decision(provisional=False)
         while decision is not None and self.request.budget.left_s > -GRACE_S:
             winner = decision.winner
@@ -156,7 +156,7 @@ class TuningRun:
         return decision
 
     def _graph_s(self, policy: Policy) -> float:
-        """How long it takes to judge a compiled policy as it is."""
+        """Returns the seconds to judge a policy together with its compiled graph."""
         return GRAPH_TIMES * compiled_s(policy, {trial.policy: trial.outcome for trial in self.study.trials})
 
     def decision(self, *, provisional: bool) -> Decision | None:
@@ -204,9 +204,9 @@ class TuningRun:
 
 
 def _finalists(study: Study, candidates: Candidates, start_s: float, time_s: float) -> tuple[Policy, ...]:
-    """Who is compared, each once: as many as `time_s` is enough for, the fastest trials before the known-good policies.
+    """Returns the policies to compare: as many as fit into `time_s`, the fastest trials before the known-good policies.
 
-    In any case the baseline, stock PyTorch, the best of the AMP recipes and the few fastest; what failed costs nothing.
+    The baseline, stock PyTorch, the best AMP recipe and the few fastest are always among them; failures cost nothing.
     """
     measured = study.ranked()
     ranked = [policy for policy in measured if policy in study]

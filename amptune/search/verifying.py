@@ -1,4 +1,4 @@
-"""Does a policy's claim still hold? The policy against its baseline, measured again on this machine."""
+"""Verifies a policy's claim: measures the policy and its baseline again on this machine."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ __all__ = ["MARGIN", "Claim", "Verification", "claim_of", "verify", "verify_with
 
 # The new interval has to reach the claimed speed-up less this share of it.
 MARGIN = 0.02
-# A policy's or a baseline's own step time that moved by more than this is named when a claim fails.
+# If a claim fails, the policy's or the baseline's step time is named if it moved by more than this share.
 MOVED = 0.03
-# An interval wider than this (half its width, relative) does not say that a claim holds by reaching it.
+# An interval wider than this (half its width, relative) does not confirm a claim by reaching it.
 TELLING = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What a policy file says of itself: so many times the speed of the baseline, and each one's ms a step.
+    """The claim of a policy file: its speed as a multiple of the baseline's, and the ms per step of both.
 
-    One that was tuned for memory or energy claims a `gain` in that besides: the baseline's over its own.
+    A policy tuned for memory or energy also claims a `gain` in that figure: the baseline's over its own.
     """
 
     policy: Policy
@@ -61,27 +61,27 @@ class Claim:
         return (1 - MARGIN) * self.speedup
 
     def is_met_by(self, speedup: Ratio, gain: Ratio | None) -> bool:
-        """Whether both intervals reach what is claimed less 2 %."""
+        """Returns True if both intervals reach what is claimed less 2 %."""
         return all(ratio is not None and ratio.high >= needed for ratio, needed in self._beside(speedup, gain))
 
     def is_clear(self, speedup: Ratio, gain: Ratio | None) -> bool:
-        """Whether each whole interval is on one side of what is needed."""
+        """Returns True if each interval, from enough launches, is entirely on one side of what is needed."""
         known = [(ratio, needed) for ratio, needed in self._beside(speedup, gain) if ratio is not None]
         return all(r.launches >= ENOUGH_LAUNCHES and not r.low < needed <= r.high for r, needed in known)
 
     def is_left_open_by(self, speedup: Ratio, gain: Ratio | None) -> bool:
-        """Whether one of the intervals reaches what is needed, and what misses it by far too."""
+        """Returns True if an interval reaches what is needed but is so wide that it also misses it by far."""
         known = [(ratio, needed) for ratio, needed in self._beside(speedup, gain) if ratio is not None]
         return any(r.low < needed <= r.high and not r.half_width <= TELLING for r, needed in known)
 
     def _beside(self, speedup: Ratio, gain: Ratio | None) -> list[tuple[Ratio | None, float]]:
-        """What was measured, and what of it is needed."""
+        """Returns each measured ratio with the ratio that is needed."""
         return [(speedup, self.needed)] + ([] if self.gain is None else [(gain, (1 - MARGIN) * self.gain)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """The claim beside what was measured now; `speedup` is None where the policy failed."""
+    """The claim and what was measured now; `speedup` is None if the policy failed."""
 
     claim: Claim
     policy: Standing
@@ -94,19 +94,19 @@ class Verification:
 
     @property
     def holds(self) -> bool:
-        """Whether the new intervals reach what is claimed less 2 %, and are narrow enough to say so."""
+        """True if the new intervals reach what is claimed less 2 %, and are narrow enough to confirm it."""
         return self.speedup is not None and self.claim.is_met_by(self.speedup, self.gain) and not self.undecided
 
     @property
     def undecided(self) -> bool:
-        """Whether the claim may be met, and may be missed by far."""
+        """True if the claim may be met, and may be missed by far."""
         speedup, gain = self.speedup, self.gain
         met = speedup is not None and self.claim.is_met_by(speedup, gain)
         return met and speedup is not None and self.claim.is_left_open_by(speedup, gain)
 
 
 def claim_of(policy_file: PolicyFile) -> Claim:
-    """What there is to verify. Raises `ClaimError` where the file claims nothing."""
+    """Returns the claim to verify. Raises `ClaimError` if the file claims nothing."""
     evidence: Any = policy_file.evidence
     if "speedup" not in evidence:
         name = f"policy {policy_file.name!r}" if policy_file.name else "this policy"
@@ -139,11 +139,11 @@ def verify(
 ) -> Verification:
     """Measures a policy's claim again, on this machine unless an `evaluator` is given: `amptune verify` as a function.
 
-    Raises `ClaimError` where the file claims nothing, `HardwareMismatchError` on another machine,
-    `NothingFeasibleError` if the baseline fails, and what the workload raises.
+    Raises `ClaimError` if the file claims nothing, `HardwareMismatchError` on another machine,
+    `NothingFeasibleError` if the baseline fails, and any error that the workload raises.
     """
     claim_of(policy_file)
-    if evaluator is None:  # before a model is built that may be far too large here
+    if evaluator is None:  # checked before a model is built that may be far too large here
         require_valid(policy_file, dict(probe(device).labels))
     source = source_of(workload)
     with (
@@ -154,7 +154,7 @@ def verify(
 
 
 def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, observer: Observer) -> Verification:
-    """The same on any evaluator: policy and baseline in turn, launch after launch, until the ratio is known to ±1 %."""
+    """Verifies on any evaluator: policy and baseline in turn, launch after launch, until the ratio is known to ±1 %."""
     claim = claim_of(policy_file)
     prepared = evaluator.prepare(budget.left_to_prepare_s)
     labels = {**dict(prepared.hardware.labels), "model": prepared.subject.model_digest}
@@ -204,7 +204,7 @@ def _sized(policy: Policy, prepared: Prepared) -> Policy:
 
 
 def _answer(found: Verification) -> Finding:
-    """The verdict, with the two figures."""
+    """Returns the verdict as a finding, with the two figures."""
     claimed = f"{found.claim.speedup:g}× claimed"
     if found.speedup is None:
         return Finding(code="policy-fails", message=f"the policy fails here: {found.policy.failure}; {claimed}")
@@ -230,7 +230,7 @@ def _answer(found: Verification) -> Finding:
 
 
 def _gain_in_words(found: Verification) -> str:
-    """Nothing for a claim of speed alone."""
+    """Returns the gain in words; "" for a claim of speed alone."""
     if found.gain is None or found.claim.gain is None:
         return ""
     now, claimed = use_of(found.claim.objective, found.gain), 1 / found.claim.gain
@@ -238,7 +238,7 @@ def _gain_in_words(found: Verification) -> str:
 
 
 def _moved(found: Verification) -> Iterator[Finding]:
-    """Whose step takes another time than when the policy was tuned: it tells which of the two to look at."""
+    """Yields a finding for each of the two whose step time has changed, to tell which one to look at."""
     before_and_now = (
         ("policy", found.claim.step_ms, found.policy.step_ms),
         ("baseline", found.claim.baseline_ms, found.baseline.step_ms),

@@ -1,4 +1,4 @@
-"""What is tuned: the user's model, data, loss and optimizer, as four callables."""
+"""The workload to tune: the user's model, data, loss and optimizer, as four callables."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Workload:
       the device by amptune. Fresh data at each call is best; constant data works.
     - `loss(model, batch)` runs the forward pass and returns a scalar tensor.
     - `optimizer(model)` builds the optimizer over the model's parameters.
-    - `step(tuned, model, optimizer, batch)` replaces `loss` where a step is not forward, loss, backward,
-      optimizer step; it does all of that, with `tuned.autocast()` and `tuned.scaler`, and returns the loss.
-    - `batch_size` is what training uses today, and so the baseline's.
-    - `loader(batch_size)` returns what training iterates over, such as its DataLoader: batches as from `batch`.
-      The policy that was found is then tried in a loop over it. Without it, that loop calls `batch` at each step.
-    - `evaluate(model)` may judge a trained model by one number, and `evaluate_tolerance` say how far a policy's may be
-      from FP32's after a moment of training; then that decides whether the numerics are sound.
+    - `step(tuned, model, optimizer, batch)` replaces `loss` if a step is not forward, loss, backward, optimizer
+      step; it does the whole step, with `tuned.autocast()` and `tuned.scaler`, and returns the loss.
+    - `batch_size` is the size training uses today; the baseline uses it too.
+    - `loader(batch_size)` returns an iterable of batches like those of `batch`, such as training's DataLoader.
+      amptune then tries the winning policy in a loop over it. Without it, that loop calls `batch` at each step.
+    - `evaluate(model)` may rate a trained model by one number. `evaluate_tolerance` is then the largest allowed
+      difference between a policy's number and FP32's after a short training; it decides if the numerics are sound.
     """
 
     model: Callable[[], torch.nn.Module]
@@ -46,7 +46,7 @@ class Workload:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises `TargetError` naming every part that is missing or cannot be called, all at once."""
+        """Raises one `TargetError` that names every part that is missing or cannot be called."""
         wrong = [
             f"{part} must be a function, not {type(value).__name__}"
             for part in ("model", "batch", "optimizer", "loss", "step", "loader", "evaluate")

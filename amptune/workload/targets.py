@@ -1,4 +1,4 @@
-"""Targets: how a command line names a workload, `file.py:name` or `package.module:name`."""
+"""Targets: names of workloads on a command line, `file.py:name` or `package.module:name`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Target", "load_workload", "parse_target", "source_digest"]
 
 
 class Target(str):
-    """A target's text, known to have the right form; `place` is the file or module, `attribute` the name in it."""
+    """A target's text in valid form; `place` is the file or module, `attribute` the name in it."""
 
     __slots__ = ()
 
@@ -33,7 +33,7 @@ class Target(str):
         return self.rpartition(":")[2]
 
     def absolute(self) -> str:
-        """The same target wherever a process stands: a file's path made absolute."""
+        """Returns the target with its file path made absolute, so that it is valid in any working directory."""
         return f"{Path(self.place).resolve()}:{self.attribute}" if self.is_file else str(self)
 
     @property
@@ -42,7 +42,7 @@ class Target(str):
 
 
 def parse_target(text: str) -> Target:
-    """Checks form and file without running any of it; raises `TargetError`."""
+    """Checks the form and that the file exists, without running the file. Raises `TargetError`."""
     target = Target(text)
     if not target.place or not target.attribute.isidentifier():
         raise TargetError(f"{text!r} is no target: write FILE.py:NAME or PACKAGE.MODULE:NAME, as in train.py:workload")
@@ -52,9 +52,9 @@ def parse_target(text: str) -> Target:
 
 
 def load_workload(target: Target) -> Workload:
-    """Imports the target and returns its workload, named after the attribute where it has no name of its own.
+    """Imports the target and returns its workload, named after the attribute if it has no name.
 
-    Raises `TargetError` if there is no such thing or it is no workload, `UserCodeError` if its code raises.
+    Raises `TargetError` if the target does not exist or is no workload, `UserCodeError` if its code raises.
     """
     found = _attribute(_import(target), target)
     if callable(found) and not isinstance(found, Workload | type):
@@ -69,7 +69,7 @@ def load_workload(target: Target) -> Workload:
 
 
 def source_digest(target: Target) -> str:
-    """SHA-256 of the source file behind a target, whose change makes earlier measurements void."""
+    """Returns the SHA-256 of a target's source file; a change makes earlier measurements invalid."""
     if target.is_file:
         return _digest_of(Path(target.place))
     spec = importlib.util.find_spec(target.place)
@@ -96,7 +96,7 @@ def _import(target: Target) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Imports a script as its own module: its folder importable as under `python script.py`, `__main__` guard off."""
+    """Imports a script as a module: its folder is importable as in `python script.py`, `__main__` code does not run."""
     sys.path.insert(0, str(path.parent))
     name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"amptune_target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -1,4 +1,4 @@
-"""The edge to the user's own code: its exceptions come out as one `UserCodeError` that says where."""
+"""Boundary to the user's own code: turns its exceptions into `UserCodeError`, which names the place."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _LIBRARIES = tuple({str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("
 
 @contextmanager
 def user_code(doing: str) -> Iterator[None]:
-    """Turns whatever the user's code raises while `doing` something into `UserCodeError`, `SystemExit` included."""
+    """Turns any exception of the user's code while `doing` something into `UserCodeError`, even `SystemExit`."""
     try:
         yield
     except AmptuneError:
         raise
-    except BaseException as error:  # a script that parses arguments calls sys.exit: it must not end the worker
+    except BaseException as error:  # argument parsers call sys.exit, which must not end the worker
         where = where_in_user_code(error.__traceback__)
         kind = type(error).__name__
         place = f" ({where})" if where else ""
@@ -32,7 +32,7 @@ def user_code(doing: str) -> Iterator[None]:
 
 
 def where_in_user_code(trace: TracebackType | None) -> str | None:
-    """`file:line` of the innermost frame that is neither amptune's nor an installed library's."""
+    """Returns `file:line` of the innermost frame that is neither amptune's nor an installed library's."""
     for frame in reversed(traceback.extract_tb(trace)):
         if _is_the_users(frame.filename):
             return f"{frame.filename}:{frame.lineno}"

@@ -1,1 +1,1 @@
-"""What a framework needs beyond `amptune.apply`; each module imports its framework, and nothing imports them."""
+"""Support for training frameworks. Each module imports its framework; no other part of amptune imports them."""

@@ -1,4 +1,4 @@
-"""Accelerate: what to build an `Accelerator` with, and applying a policy beside one, before its `prepare()`."""
+"""Accelerate: the arguments to build an `Accelerator` with, and applying a policy before its `prepare()`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _REMEDY = 'Build it as Accelerator(**accelerator_kwargs("policy.yaml"), …).'
 
 
 def accelerator_kwargs(policy: str | PathLike[str] | Policy | PolicyFile) -> dict[str, Any]:
-    """What the policy decides of `Accelerator(**accelerator_kwargs("policy.yaml"))`.
+    """Returns the arguments that the policy decides: `Accelerator(**accelerator_kwargs("policy.yaml"))`.
 
-    Its scaler takes no maximum. Raises `PolicyApplyError` for half weights, and for a static loss scale.
+    Accelerate's scaler has no maximum. Raises `PolicyApplyError` for half weights, and for a static loss scale.
     """
     settings = settings_of(read_policy(policy))
     require_own_scaler(settings, "Accelerate")
@@ -52,10 +52,10 @@ def apply_before_prepare(
     *,
     any_hardware: bool = False,
 ) -> Tuned:
-    """`amptune.apply` for a model that `accelerator.prepare()` is to autocast, to scale the loss of and to compile.
+    """Applies the policy, but leaves autocast, loss scaling and compiling to `accelerator.prepare()`.
 
-    Raises `PolicyApplyError` for a model that was prepared already, and if the accelerator autocasts or compiles
-    otherwise than the policy says.
+    Raises `PolicyApplyError` for a model that was prepared already, and if the accelerator's autocast or compile
+    setting differs from the policy's.
     """
     if getattr(model, "_is_accelerate_prepared", False):
         raise PolicyApplyError(

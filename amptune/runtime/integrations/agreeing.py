@@ -1,4 +1,4 @@
-"""A framework that casts and compiles by itself must do so as the policy says: what it was told is held against it."""
+"""Checks that a framework that casts and compiles by itself has the same settings as the policy."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["Told", "apply_uncompiled", "require_agreement", "require_own_scaler"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What a framework was told to do, in a policy's words."""
+    """The settings a framework was given, in a policy's words."""
 
     autocast: str
     compile: str
 
 
 def require_agreement(policy: Policy, told: Told, *, remedy: str) -> None:
-    """Raises `PolicyApplyError` with every setting in which the framework departs from the policy."""
+    """Raises `PolicyApplyError` with every setting in which the framework differs from the policy."""
     differing = [
         f"\n  {name}: {getattr(told, name)} here, {getattr(policy, name)} in the policy"
         for name in ("autocast", "compile")
@@ -53,7 +53,7 @@ def require_own_scaler(policy: Policy, framework: str) -> None:
 
 
 def apply_uncompiled(policy: Policy | PolicyFile, model: nn.Module, *, any_hardware: bool) -> Tuned:
-    """`amptune.apply`, save that compiling is left to the framework; CUDA graphs, which none has, are left out."""
+    """Applies the policy, but leaves compiling to the framework, and leaves out CUDA graphs, which no framework has."""
     settings = policy if isinstance(policy, Policy) else policy.policy
     if settings.cuda_graphs:
         warnings.warn(

@@ -21,19 +21,18 @@ __all__ = ["fully_shard"]
 
 
 def fully_shard(module: nn.Module, tuned: Tuned, **options: Any) -> nn.Module:
-    """PyTorch's `fully_shard`, in the precision of the policy; `options` are its own, save `mp_policy`.
+    """Calls PyTorch's `fully_shard` in the precision of the policy; `options` are its options except `mp_policy`.
 
         for block in model.blocks:
             fully_shard(block, tuned)
         fully_shard(model, tuned)
 
-    Comes after `amptune.apply` and before the optimizer. Each module inside that is kept in FP32 becomes a unit of
-    its own, with a gather of its own. Gradients are reduced in FP32, as in training on one device. The loop stays
-    as it is, `tuned.autocast()` included: it casts inputs operation by operation, so units do not cast theirs.
+    Call it after `amptune.apply` and before the optimizer is built. Each inner module that is kept in FP32 becomes a
+    unit with its own gather. Gradients are reduced in FP32, as in training on one device. The loop stays as it is,
+    `tuned.autocast()` included: autocast casts inputs operation by operation, so units do not cast theirs.
 
-    Raises `PolicyApplyError` for what FSDP2 cannot do: sharding weights that are not contiguous, or those that a module
-    in FP32 shares with others; and where the policy records CUDA graphs, or holds weights in half, which FSDP2 does by
-    itself.
+    Raises `PolicyApplyError` for weights that FSDP2 cannot shard (not contiguous, or shared by an FP32 module with
+    others), and if the policy records CUDA graphs or holds weights in half, which FSDP2 does by itself.
     """
     if tuned.policy.weights == "half":
         raise PolicyApplyError(NOT_FOR_FSDP2)
@@ -44,7 +43,7 @@ def fully_shard(module: nn.Module, tuned: Tuned, **options: Any) -> nn.Module:
         )
     _require_shardable(module, options)
     excluded = {inner for inner in tuned.model.modules() if precision_of(inner) in ("fp32", "fp32-cast")}
-    for inner in reversed(list(module.modules())):  # what is inside comes first
+    for inner in reversed(list(module.modules())):  # inner modules before those that hold them
         if inner in excluded and inner is not module and _can_be_unit(inner):
             _require_own_weights(inner, tuned.model)
             _shard(inner, torch.float32, options)
@@ -76,7 +75,7 @@ def _require_shardable(module: nn.Module, options: dict[str, Any]) -> None:
 
 
 def _require_own_weights(module: nn.Module, model: nn.Module) -> None:
-    """FSDP2 would untie them without a word: a unit replaces its weights in its own modules alone."""
+    """Raises `PolicyApplyError` for shared weights. FSDP2 silently unties them: a unit replaces only its own."""
     own, inside = set(module.parameters()), set(module.modules())
     others = {name: other for name, other in model.named_modules() if other not in inside}
     for name, other in others.items():

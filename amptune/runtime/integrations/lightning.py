@@ -10,7 +10,7 @@ from amptune.errors import PolicyApplyError
 from amptune.runtime.integrations.agreeing import apply_uncompiled
 from amptune.runtime.reading import read_policy, settings_of
 
-# Lightning is published under two names whose classes are strangers to each other: the one that is in use counts.
+# Lightning is published under two names with unrelated classes: take the one that is in use.
 _goes_by_its_older_name = "lightning.pytorch" not in sys.modules and (
     "pytorch_lightning" in sys.modules or find_spec("lightning") is None
 )
@@ -31,26 +31,26 @@ if TYPE_CHECKING:
 
 __all__ = ["PolicyPrecision"]
 
-# As `Trainer(precision=…)` has it.
+# The names that `Trainer(precision=…)` accepts.
 _PRECISION = {"off": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "half": "16-true"}
 
 
 class PolicyPrecision(MixedPrecision):
-    """Trains as a policy says, in place of `Trainer(precision=…)`; the model is as it was when fit() returns.
+    """A plugin that trains as a policy says, in place of `Trainer(precision=…)`; undone when fit() returns.
 
-    `submodule` is the attribute of the LightningModule that holds the model the policy was found for, and whose
-    paths its rules name; left out, that is the LightningModule itself. Batches get the policy's memory format, and
-    optimizers are fused, by themselves. What else a Trainer needs is in `.policy`:
+    `submodule` is the attribute of the LightningModule that holds the model of the policy, whose paths its rules name;
+    the default is the LightningModule itself. The plugin converts batches to the policy's memory format and fuses
+    optimizers. A Trainer's other settings are in `.policy`:
     `Trainer(plugins=[precision], accumulate_grad_batches=precision.policy.accumulate)`.
 
-    Raises what `amptune.apply` raises when fit() begins, and `PolicyApplyError` if the policy compiles and the model
-    was not compiled: Lightning compiles by `trainer.fit(torch.compile(model))`.
+    fit() raises the errors of `amptune.apply`, and `PolicyApplyError` if the policy compiles and the model was not
+    compiled: Lightning compiles by `trainer.fit(torch.compile(model))`.
     """
 
     def __init__(
         self, policy: str | PathLike[str] | Policy | PolicyFile, *, submodule: str = "", any_hardware: bool = False
     ) -> None:
-        # Not MixedPrecision's own: it refuses training without autocast, and makes a scaler before the device is known.
+        # No super().__init__(): it refuses training without autocast, and makes a scaler before the device is known.
         self._source = read_policy(policy)
         self._submodule = submodule
         self._any_hardware = any_hardware
@@ -66,7 +66,7 @@ class PolicyPrecision(MixedPrecision):
         return module
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
-        """Comes when the model is on its device, which the scaler and fused kernels go by."""
+        """Sets up optimizers and scaler here, as both depend on the device and the model is on its device now."""
         tuned = self._applied()
         for optimizer in optimizers:
             tuned.optimizer(optimizer)
@@ -78,12 +78,12 @@ class PolicyPrecision(MixedPrecision):
         return self._applied().batch(data)
 
     def autocast_context_manager(self) -> torch.amp.autocast:
-        # Lightning caches no casts: a validation inside a training step would leave some that have no gradient
-        # (https://github.com/pytorch/pytorch/issues/65766).
+        # Without a cache, as in Lightning: a validation inside a training step would leave cached casts that have no
+        # gradient (https://github.com/pytorch/pytorch/issues/65766).
         return self._applied().autocast(cache_enabled=False)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The scaler's state goes by the name of Lightning's own plugin, so that either reads the other's."""
+        """Saves the scaler's state under the name of Lightning's own plugin, so that each loads the other's."""
         if own := checkpoint.pop(type(self).__qualname__, None):
             checkpoint[MixedPrecision.__qualname__] = own
 

@@ -26,10 +26,10 @@ _REMEDY = 'Build them as TrainingArguments(**training_arguments("policy.yaml"), 
 
 
 def training_arguments(policy: str | PathLike[str] | Policy | PolicyFile) -> dict[str, Any]:
-    """What the policy decides of `TrainingArguments(**training_arguments("policy.yaml"), output_dir=…)`.
+    """Returns what the policy decides of `TrainingArguments(**training_arguments("policy.yaml"), output_dir=…)`.
 
-    `tf32` is not among it: the callback sets the FP32 math, on machines without TF32 too. Raises `PolicyApplyError` for
-    half weights, and for a static loss scale; the Trainer's scaler takes no maximum.
+    `tf32` is left out: the callback sets the FP32 math, on machines without TF32 too. The Trainer's scaler has no
+    maximum. Raises `PolicyApplyError` for half weights, and for a static loss scale.
     """
     settings = settings_of(read_policy(policy))
     require_own_scaler(settings, "The Trainer")
@@ -46,14 +46,14 @@ def training_arguments(policy: str | PathLike[str] | Policy | PolicyFile) -> dic
 
 
 class PolicyCallback(TrainerCallback):
-    """Applies a policy when the Trainer is built: `Trainer(model, args, callbacks=[PolicyCallback("policy.yaml")])`.
+    """A callback that applies a policy: `Trainer(model, args, callbacks=[PolicyCallback("policy.yaml")])`.
 
-    The Trainer autocasts, scales the loss and compiles by itself, as the arguments say; the optimizer is fused where
-    the policy says so. The model stays as it trained until `callback.tuned.undo()`, so that evaluate() and predict()
-    see the same. Batches keep their memory format; the first convolution converts them.
+    The Trainer autocasts, scales the loss and compiles by itself, as its arguments say; the optimizer is fused if the
+    policy says so. The policy stays on the model until `callback.tuned.undo()`, so evaluate() and predict() run under
+    it too. Batches keep their memory format; the first convolution converts them.
 
-    Raises what `amptune.apply` raises, and `PolicyApplyError` if the arguments depart from the policy, or if training
-    begins with a model that the callback has not seen.
+    Building the Trainer raises the errors of `amptune.apply`, and `PolicyApplyError` if the arguments differ from the
+    policy; training raises `PolicyApplyError` if it begins with a model that the callback has not seen.
     """
 
     def __init__(self, policy: str | PathLike[str] | Policy | PolicyFile, *, any_hardware: bool = False) -> None:
@@ -87,7 +87,7 @@ class PolicyCallback(TrainerCallback):
         optimizer: Any,
         **_: Any,
     ) -> None:
-        """The first time that the optimizer is there, and the scaler with it."""
+        """Sets up the optimizer and the scaler, which exist from here on."""
         if self.tuned is None or model is not self._model:
             raise PolicyApplyError(
                 "training begins with a model that has no policy: pass PolicyCallback as Trainer(callbacks=[…]), not "

@@ -1,6 +1,6 @@
-"""Bundled workloads, written from the published architectures; importing this package stays light.
+"""Bundled workloads, written from the published architectures; importing this package loads none of them.
 
-Targets read `amptune.workload.zoo:resnet50`: each name is a function that returns a `Workload`.
+A target is written `amptune.workload.zoo:resnet50`: each name is a function that returns a `Workload`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NAMES", "workload"]
 
-# No module is called like its workload: importing `zoo.digits` would put the module in the function's place.
+# No module has its workload's name: importing a module `zoo.digits` would replace the function `digits`.
 _MODULES = {
     "conv1": "convolution",
     "mlp3": "perceptron",
@@ -36,7 +36,7 @@ NAMES: tuple[str, ...] = tuple(_MODULES)
 
 
 def workload(name: str) -> Workload:
-    """The bundled workload of that name, at its published size. Raises `TargetError` if there is none."""
+    """Returns the bundled workload of that name, at its published size. Raises `TargetError` if there is none."""
     if name not in _MODULES:
         raise TargetError(f"{name!r} is no bundled workload; there are {', '.join(NAMES)}")
     return _builder(name)()

@@ -1,4 +1,4 @@
-"""Multi-head self-attention (Vaswani et al., 2017, arXiv:1706.03762), as BERT and GPT-2 share it."""
+"""Multi-head self-attention (Vaswani et al., 2017, arXiv:1706.03762), shared by BERT and GPT-2."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["SelfAttention"]
 
 
 class SelfAttention(nn.Module):
-    """Maps (batch, tokens, width) to the same shape; query, key and value come of one projection."""
+    """Self-attention from (batch, tokens, width) to the same shape; one projection gives query, key and value."""
 
     def __init__(self, width: int, heads: int, *, dropout: float, causal: bool = False) -> None:
         super().__init__()

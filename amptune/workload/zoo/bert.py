@@ -18,7 +18,7 @@ __all__ = ["bert_base"]
 _VOCABULARY = 30522
 _MASK = 103  # the [MASK] token of the published vocabulary
 _MASKED_SHARE = 0.15
-_UNMASKED = -100  # what cross_entropy ignores by default
+_UNMASKED = -100  # the target that cross_entropy ignores by default
 _DROPOUT = 0.1
 _EPSILON = 1e-12
 
@@ -37,7 +37,7 @@ def bert_base(*, width: int = 768, layers: int = 12, tokens: int = 512, batch_si
 
 
 class MaskedLanguageModel(nn.Module):
-    """Maps token numbers (batch, tokens) to logits (batch, tokens, vocabulary)."""
+    """A BERT that maps token numbers (batch, tokens) to logits (batch, tokens, vocabulary)."""
 
     def __init__(self, width: int, layers: int, tokens: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class MaskedLanguageModel(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """The sum of what a token is, where it stands, and which segment it is of (here all of the first)."""
+    """The sum of word, position and segment embeddings; all tokens are in the first segment here."""
 
     def __init__(self, width: int, tokens: int) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def _draw(module: nn.Module) -> None:
 
 
 def _masked_text(n: int, *, tokens: int) -> tuple[Tensor, Tensor]:
-    """Token numbers with 15 % masked, and what stood there; both of shape (n, tokens)."""
+    """Returns token numbers with 15 % masked, and the original tokens there; both of shape (n, tokens)."""
     text = torch.randint(_VOCABULARY, (n, tokens))
     masked = torch.rand(n, tokens) < _MASKED_SHARE
     return text.masked_fill(masked, _MASK), text.masked_fill(~masked, _UNMASKED)

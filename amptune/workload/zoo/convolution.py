@@ -1,6 +1,6 @@
-"""One strided convolution with 3 input channels, as a question on PyTorch's forum had it.
+"""One strided convolution with 3 input channels, from a question on PyTorch's forum.
 
-Whether half precision and channels_last pay here turns from one GPU to the next.
+Half precision and channels_last make it faster on some GPUs and slower on others.
 """
 
 from __future__ import annotations

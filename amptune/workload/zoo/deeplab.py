@@ -35,7 +35,7 @@ def deeplabv3plus(*, classes: int = 19, height: int = 512, width: int = 896, bat
 
 
 class DeepLabV3Plus(nn.Module):
-    """Logits per pixel: coarse context, sharpened by the features of the backbone's first stage."""
+    """A network from images to logits per pixel: coarse context, refined by the first stage's features."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class DeepLabV3Plus(nn.Module):
 
 
 class AtrousPyramid(nn.Module):
-    """Atrous spatial pyramid pooling: the same features seen at several dilations, and as one average."""
+    """Atrous spatial pyramid pooling: convolutions of the features at several dilations, and their average."""
 
     def __init__(self, inputs: int, outputs: int, *, rates: tuple[int, ...] = (6, 12, 18)) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def _resized(x: Tensor, *, like: Tensor) -> Tensor:
 
 
 def _scenes(n: int, *, height: int, width: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Images of shape (n, 3, height, width) and a label per pixel, one class's worth of them unlabelled."""
+    """Returns images (n, 3, height, width) and a label per pixel; about 1 / (classes + 1) are unlabelled."""
     labels = torch.randint(classes + 1, (n, height, width))
     return torch.randn(n, 3, height, width), labels.masked_fill(labels == classes, _UNLABELLED)
 

@@ -1,6 +1,6 @@
 """DenseNet-161 (Huang et al., 2016, arXiv:1608.06993) on CIFAR-10's image size, with the ImageNet stem.
 
-Its many small kernels make the step bound by launches: a stern test of noisy timings.
+Its many small kernels make the step launch-bound, which gives noisy timings: a hard test for measuring.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def densenet161(*, classes: int = 10, side: int = 32, batch_size: int = 256) -> 
 
 
 class DenseLayer(nn.Module):
-    """Appends `_GROWTH` new channels to those it is given."""
+    """A layer that appends `_GROWTH` new channels to its input."""
 
     def __init__(self, inputs: int) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ def gpt2(*, width: int = 768, layers: int = 12, tokens: int = 1024, batch_size: 
 
 
 class CausalLanguageModel(nn.Module):
-    """Maps token numbers (batch, tokens) to the next tokens' logits (batch, tokens, vocabulary)."""
+    """A GPT-2 that maps token numbers (batch, tokens) to the next tokens' logits (batch, tokens, vocabulary)."""
 
     def __init__(self, width: int, layers: int, tokens: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class CausalLanguageModel(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward network, each normalized before and added to its input."""
+    """Attention, then a feed-forward network; each has its input normalized and its output added to that input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
 
 def _draw(model: nn.Module, layers: int) -> None:
-    """Normal weights; those added to the residual stream are smaller, by the number of such sums."""
+    """Draws normal weights; for layers that add to the residual stream, std is divided by sqrt(number of sums)."""
     for name, weights in model.named_parameters():
         if name.endswith("output.weight"):
             nn.init.normal_(weights, std=0.02 / sqrt(2 * layers))
@@ -89,7 +89,7 @@ def _draw(model: nn.Module, layers: int) -> None:
 
 
 def _text(n: int, *, tokens: int) -> Tensor:
-    """Token numbers of shape (n, tokens + 1): each but the last is read, each but the first is predicted."""
+    """Returns token numbers (n, tokens + 1): all but the last are inputs, all but the first are targets."""
     return torch.randint(_VOCABULARY, (n, tokens + 1))
 
 

@@ -1,6 +1,6 @@
-"""A small convolution network on real images: the 1,797 handwritten digits that scikit-learn carries.
+"""A small convolution network on real images: the 1,797 handwritten digits in scikit-learn.
 
-Small enough for a laptop's CPU, and, its data being real, a training run of it can be judged.
+The network is small enough for a laptop's CPU. The data is real, so the accuracy of a training run has a meaning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["digits"]
 
 
 def digits(*, batch_size: int = 64) -> Workload:
-    """Raises `TargetError` where scikit-learn is not installed."""
+    """Returns the workload. Raises `TargetError` if scikit-learn is not installed."""
     if find_spec("sklearn") is None:
         raise TargetError("digits: its images come with scikit-learn, not installed: pip install 'amptune[digits]'")
     return Workload(
@@ -51,14 +51,14 @@ def _model() -> nn.Sequential:
 
 
 def _batch(n: int) -> tuple[Tensor, Tensor]:
-    """Images of shape (n, 1, 32, 32) and labels of shape (n,), drawn from the training part with replacement."""
+    """Returns images (n, 1, 32, 32) and labels (n,), drawn from the training part with replacement."""
     images, _, labels, _ = _scans()
     drawn = torch.randint(len(images), (n,))
     return images[drawn], labels[drawn]
 
 
 def _loader(batch_size: int) -> DataLoader[Any]:
-    """The training part, shuffled, sample by sample; with replacement where a batch is larger than all of it."""
+    """Returns a shuffled loader of single samples; it draws with replacement if a batch exceeds the training part."""
     images, _, labels, _ = _scans()
     dataset = TensorDataset(images, labels)
     larger = batch_size > len(dataset)
@@ -69,7 +69,7 @@ def _loader(batch_size: int) -> DataLoader[Any]:
 
 @torch.no_grad()
 def _accuracy(model: nn.Module) -> float:
-    """The share of the held-out fifth that is recognized."""
+    """Returns the share of the held-out fifth that is recognized."""
     _, images, _, labels = _scans()
     device = next(model.parameters()).device
     was_training = model.training
@@ -82,12 +82,12 @@ def _accuracy(model: nn.Module) -> float:
 
 @cache
 def _scans() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images, test images, training labels, test labels: a split that is the same on every machine."""
+    """Returns training images, test images, training labels, test labels; the split is equal on every machine."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
     scans = load_digits()
-    # 8x8 pixels of 0 to 16 become (n, 1, 32, 32) of 0 to 1, each pixel a square of four by four.
+    # 8x8 pixels of 0 to 16 become (n, 1, 32, 32) of 0 to 1, each pixel repeated 4x4.
     images = (scans.images / 16).astype("float32").repeat(4, axis=1).repeat(4, axis=2)[:, None]
     parts = train_test_split(images, scans.target, test_size=0.2, random_state=0, stratify=scans.target)
     training, test, training_labels, test_labels = map(torch.from_numpy, parts)

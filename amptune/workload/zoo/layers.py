@@ -1,4 +1,4 @@
-"""Pieces that several of the bundled networks are made of."""
+"""Layers that several of the bundled networks share."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 def named(**children: nn.Module) -> nn.Sequential:
-    """A Sequential whose children have names, so that a policy can speak of `layer1.0.body.conv2`."""
+    """Returns a Sequential whose children have names, so that a policy can name `layer1.0.body.conv2`."""
     return nn.Sequential(OrderedDict(children))
 
 
 def conv(inputs: int, outputs: int, kernel: int, *, stride: int = 1, dilation: int = 1, groups: int = 1) -> nn.Conv2d:
-    """A convolution padded to keep the image's size (before its stride); no bias, for a BatchNorm follows or leads."""
+    """Returns a convolution padded to keep the image size (before its stride); no bias, as a BatchNorm is adjacent."""
     padding = dilation * (kernel // 2)
     return nn.Conv2d(inputs, outputs, kernel, stride, padding, dilation, groups, bias=False)
 
@@ -36,7 +36,7 @@ def conv_bn_relu(inputs: int, outputs: int, kernel: int, *, stride: int = 1, dil
 
 
 def he_normal(network: Network) -> Network:
-    """The same network, its convolutions drawn anew as in He et al., 2015 (arXiv:1502.01852)."""
+    """Redraws the network's convolutions as in He et al., 2015 (arXiv:1502.01852), and returns the network."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, nonlinearity="relu")

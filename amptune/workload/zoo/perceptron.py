@@ -1,4 +1,4 @@
-"""Three wide Linear layers: the model of PyTorch's AMP recipe, where half precision does pay.
+"""Three wide Linear layers: the model of PyTorch's AMP recipe, which is faster in half precision.
 
 https://docs.pytorch.org/tutorials/recipes/recipes/amp_recipe.html
 """

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = ["adamw", "classification", "cross_entropy", "in_memory", "labelled_images", "sgd"]
 
-# How many batches' worth of samples a loader holds: pinned memory is scarce, and 128 images of 224² are 77 MB.
+# Number of batches a loader holds in memory: pinned memory is scarce, and 128 images of 224² take 77 MB.
 _BATCHES_HELD = 4
 
 
 def classification(*, name: str, model: Callable[[], nn.Module], classes: int, side: int, batch_size: int) -> Workload:
-    """An image classifier trained by SGD on random square images of `side` pixels."""
+    """Returns a workload: an image classifier trained by SGD on random square images of `side` pixels."""
     images = partial(labelled_images, side=side, classes=classes)
     return Workload(
         name=name,
@@ -41,7 +41,7 @@ def classification(*, name: str, model: Callable[[], nn.Module], classes: int, s
 
 
 def labelled_images(n: int, *, side: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Images of shape (n, 3, side, side) and labels of shape (n,)."""
+    """Returns images of shape (n, 3, side, side) and labels of shape (n,)."""
     return torch.randn(n, 3, side, side), torch.randint(classes, (n,))
 
 
@@ -51,7 +51,7 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
-    """A tenth of the usual rate of 0.1: only a run's first steps are taken here, and those need a warm-up."""
+    """Returns SGD with a tenth of the usual rate of 0.1: only a run's first steps are taken, which need a warm-up."""
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
 
 
@@ -60,10 +60,10 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def in_memory(batch_size: int, *, batch: Callable[[int], Any]) -> DataLoader[Any]:
-    """A DataLoader over samples that `batch` drew once: what an input pipeline gives that is never the limit.
+    """Returns a DataLoader over samples that `batch` drew once: an input pipeline that is never the bottleneck.
 
-    Copying to the device remains, from pinned memory where there is a GPU; loading and collating cost nothing,
-    so no worker process could be faster.
+    Only copying to the device remains, from pinned memory if there is a GPU. Loading and collating cost nothing,
+    so worker processes could not make it faster.
     """
     samples = batch(_BATCHES_HELD * batch_size)
     if torch.cuda.is_available():
@@ -72,7 +72,7 @@ def in_memory(batch_size: int, *, batch: Callable[[int], Any]) -> DataLoader[Any
 
 
 class _Windows(IterableDataset[Any]):
-    """Batches of neighbouring samples, beginning anywhere, in random order: views, which nothing has to copy."""
+    """Batches of neighbouring samples with random starts, given as views, so that nothing is copied."""
 
     def __init__(self, samples: Any, batch_size: int) -> None:
         self._samples = samples
@@ -85,5 +85,5 @@ class _Windows(IterableDataset[Any]):
 
 
 def _as_they_are(batch: Any) -> Any:
-    """Instead of DataLoader's own conversion, which makes lists of tuples."""
+    """Replaces DataLoader's own conversion, which turns tuples into lists."""
     return batch

@@ -1,4 +1,4 @@
-"""ResNet (He et al., 2015, arXiv:1512.03385), in its v1.5 form: a bottleneck strides in its 3x3 convolution.
+"""ResNet (He et al., 2015, arXiv:1512.03385), in its v1.5 form: a bottleneck has its stride in the 3x3 convolution.
 
 The v1.5 form is that of Goyal et al., 2017 (arXiv:1706.02677).
 """
@@ -35,7 +35,7 @@ def resnet50(*, classes: int = 1000, side: int = 224, batch_size: int = 128) -> 
 
 
 class Residual(nn.Module):
-    """relu(body(x) + x), with a 1x1 convolution on the shortcut where the shape changes."""
+    """A residual block, relu(body(x) + x), with a 1x1 convolution on the shortcut if the shape changes."""
 
     def __init__(self, body: nn.Sequential, inputs: int, outputs: int, *, stride: int = 1) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def bottleneck_body(
 
 
 def stages(block: Block, depths: Sequence[int], *, last_dilation: int = 1) -> dict[str, nn.Module]:
-    """The stem and the stages `layer1` to `layer4`, by name.
+    """Returns the stem and the stages `layer1` to `layer4`, by name.
 
     With `last_dilation` above 1 the last stage dilates instead of striding: output stride 16, not 32.
     """
@@ -109,7 +109,7 @@ def _stem() -> nn.Sequential:
 
 
 def residual_network(block: Block, depths: Sequence[int], *, features: int, classes: int) -> nn.Sequential:
-    """A classifier over `stages`, the last of which gives `features` channels."""
+    """Returns a classifier over `stages`, the last of which has `features` output channels."""
     return he_normal(
         named(
             **stages(block, depths),

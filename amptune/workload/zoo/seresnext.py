@@ -1,4 +1,4 @@
-"""SE-ResNeXt-50 32x4d on CIFAR-10's image size: grouped convolutions, and channels weighed by what they hold.
+"""SE-ResNeXt-50 32x4d on CIFAR-10's image size: grouped convolutions, and a computed gate for each channel.
 
 Xie et al., 2016 (arXiv:1611.05431) and Hu et al., 2017 (arXiv:1709.01507).
 """
@@ -26,7 +26,7 @@ def seresnext50(*, classes: int = 10, side: int = 32, batch_size: int = 256) -> 
 
 
 class SqueezeExcitation(nn.Module):
-    """Scales each channel by a gate between 0 and 1 that is read off the whole image."""
+    """A layer that scales each channel by a gate between 0 and 1, computed from the whole image."""
 
     def __init__(self, channels: int, *, reduction: int = 16) -> None:
         super().__init__()

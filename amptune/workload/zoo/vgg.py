@@ -1,7 +1,7 @@
 """VGG-16 with batch normalization (Simonyan & Zisserman, 2014, arXiv:1409.1556) on CIFAR-10's image size.
 
-It keeps the paper's classifier of three Linear layers, 119 million of its 134 million weights: on small
-images, casting them at each step can cost more than half precision saves.
+It keeps the paper's classifier of three Linear layers, which has 119 million of the 134 million weights. On
+small images, casting these weights at each step can cost more time than half precision saves.
 """
 
 from __future__ import annotations
