@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from amptune.errors import AmptuneError as AmptuneError
+    from amptune.hardware.detect import probe as probe
     from amptune.hardware.machine import Hardware as Hardware
-    from amptune.hardware.probing import probe as probe
     from amptune.policy.file import PolicyFile as PolicyFile
     from amptune.policy.loading import load as load
     from amptune.policy.loading import save as save
@@ -47,7 +47,7 @@ _HOME = {
     "Workload": "amptune.workload.protocol",
     "apply": "amptune.runtime.applying",
     "load": "amptune.policy.loading",
-    "probe": "amptune.hardware.probing",
+    "probe": "amptune.hardware.detect",
     "save": "amptune.policy.loading",
     "tune": "amptune.search.tuning",
 }

@@ -17,7 +17,7 @@ __all__ = ["probe_command"]
 @json_option
 def probe_command(device: str | None, as_json: bool) -> None:
     """Show what this machine can do: GPU, precisions, memory, versions, labels."""
-    from amptune.hardware.probing import probe
+    from amptune.hardware.detect import probe
     from amptune.report.terminal import print_hardware
 
     hardware = probe(device)

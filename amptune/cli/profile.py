@@ -83,7 +83,7 @@ def resolve_command(file: str, labels: tuple[str, ...], as_json: bool) -> None:
 
 def _labels(given: tuple[str, ...]) -> dict[str, str]:
     if not given:
-        from amptune.hardware.probing import probe
+        from amptune.hardware.detect import probe
 
         return dict(probe().labels)
     pairs = [text.partition("=") for text in given]

@@ -142,7 +142,7 @@ def start(setting: Setting, environment: Mapping[str, str], start_method: str | 
 
 def prepare() -> Prepared:
     """Builds the workload and inspects its model. Raises `TargetError`, `UserCodeError` or `DeviceError`."""
-    from amptune.hardware.probing import probe
+    from amptune.hardware.detect import probe
     from amptune.measure.inspecting import inspect_model
     from amptune.measure.memory import available_mib
 
@@ -282,8 +282,8 @@ def _bench() -> Bench:
     if _State.bench is None:
         import torch
 
+        from amptune.hardware.detect import probe
         from amptune.hardware.nvml import open_gpu
-        from amptune.hardware.probing import probe
         from amptune.measure.bench import Bench
         from amptune.measure.memory import limit_memory
 

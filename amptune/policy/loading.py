@@ -34,7 +34,7 @@ def load(path: str | os.PathLike[str]) -> PolicyFile:
     found = load_any(path)
     if isinstance(found, PolicyFile):
         return found
-    from amptune.hardware.probing import probe
+    from amptune.hardware.detect import probe
 
     return resolve(found, dict(probe().labels)).policy_file
 

@@ -29,7 +29,7 @@ def _check_space(path: str) -> tuple[Finding, ...]:
 
 
 def _check_policy_or_profile(path: str) -> tuple[str, tuple[Finding, ...]]:
-    from amptune.hardware.probing import probe
+    from amptune.hardware.detect import probe
     from amptune.policy.loading import load_any
     from amptune.policy.matching import require_valid
     from amptune.policy.profile import Profile, resolve

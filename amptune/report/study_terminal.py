@@ -42,7 +42,7 @@ def _front(answer: Answer) -> Table:
         table.add_column(heading, justify="right" if heading and heading != "numerics" else "left", no_wrap=True)
     table.add_column("policy")
     for point in _with_the_named(answer, shown):
-        table.add_row(*_row(answer, point, energy=energy))
+        table.add_row(*_study_row(answer, point, energy=energy))
     return table
 
 
@@ -53,7 +53,7 @@ def _with_the_named(answer: Answer, shown: Sequence[Point]) -> Iterator[Point]:
     yield from sorted([*shown, *others], key=lambda point: -point.samples_per_s)
 
 
-def _row(answer: Answer, point: Point, *, energy: bool) -> tuple[str, ...]:
+def _study_row(answer: Answer, point: Point, *, energy: bool) -> tuple[str, ...]:
     joules = point.energy_j_per_sample
     return (
         role_of(answer, point.policy),

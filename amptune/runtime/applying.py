@@ -109,7 +109,7 @@ def _read(
 def _validity(policy: PolicyFile, model: nn.Module, *, any_hardware: bool) -> tuple[Finding, ...]:
     if not policy.valid_for:
         return ()
-    from amptune.hardware.probing import probe
+    from amptune.hardware.detect import probe
     from amptune.policy.matching import require_valid
 
     labels = dict(probe(_gpu_of(model)).labels)

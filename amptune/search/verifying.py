@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from amptune.errors import ClaimError, NothingFeasibleError, ObjectiveError
+from amptune.hardware.detect import probe
 from amptune.hardware.machine import Hardware
-from amptune.hardware.probing import probe
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.noticing import noticed
 from amptune.measure.subject import Prepared

@@ -15,7 +15,7 @@ from simulated.recorded import Interference
 from amptune.cli.entry import cli
 from amptune.cli.tune import _baseline
 from amptune.errors import FileFormatError
-from amptune.hardware.probing import probe
+from amptune.hardware.detect import probe
 from amptune.measure.outcome import Failure
 from amptune.measure.subject import Prepared
 from amptune.policy.loading import load

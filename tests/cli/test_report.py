@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from commands import WORKLOADS, Machine, run
 
-from amptune.hardware.probing import probe
+from amptune.hardware.detect import probe
 
 TUNE = ("tune", "train.py:small", "--budget", "200s")
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from amptune.hardware.cpu import read_cpu
+from amptune.hardware.detect import read_cpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

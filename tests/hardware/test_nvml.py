@@ -10,7 +10,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from amptune.hardware.gpu import as_torch_has_it, with_readings
+from amptune.hardware.detect import as_torch_has_it, with_readings
 from amptune.hardware.machine import Gpu
 from amptune.hardware.nvml import NvmlAbsent, NvmlGpu, connect, open_gpu
 

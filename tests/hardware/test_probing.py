@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from amptune.errors import DeviceError
-from amptune.hardware.probing import probe
+from amptune.hardware.detect import probe
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -19,7 +19,7 @@ def used_mib():
     handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
     return sum(pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles) // 2**20
 before = used_mib()
-from amptune.hardware.probing import probe
+from amptune.hardware.detect import probe
 probe("cuda:0")
 print(used_mib() - before)
 """
@@ -73,7 +73,7 @@ def test_malformed_labels_of_the_site_are_an_error(monkeypatch: pytest.MonkeyPat
 
 def test_importing_the_room_imports_nothing_heavy() -> None:
     modules = fresh_interpreter(
-        "import amptune.hardware.probing, amptune.hardware.machine, sys; print(*sys.modules)"
+        "import amptune.hardware.detect, amptune.hardware.machine, sys; print(*sys.modules)"
     ).split()
     assert "amptune.hardware.nvml" in modules
     assert not {"torch", "pynvml", "psutil", "pydantic", "optuna"} & set(modules)

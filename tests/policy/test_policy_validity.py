@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from amptune.errors import HardwareMismatchError
-from amptune.hardware.probing import probe
+from amptune.hardware.detect import probe
 from amptune.policy.file import PolicyFile
 from amptune.policy.loading import load, save
 from amptune.policy.matching import require_valid

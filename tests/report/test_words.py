@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from amptune.errors import ClaimError, FileFormatError
-from amptune.hardware.probing import probe
+from amptune.hardware.detect import probe
 from amptune.measure.outcome import Failure, Measurement
 from amptune.policy.file import PolicyFile
 from amptune.policy.loading import load

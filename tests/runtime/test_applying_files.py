@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from amptune.errors import HardwareMismatchError, PolicyApplyError
-from amptune.hardware.probing import probe
+from amptune.hardware.detect import probe
 from amptune.policy.file import PolicyFile
 from amptune.policy.loading import save
 from amptune.policy.profile import Entry, Profile

@@ -25,7 +25,7 @@ _MODULES = {
     "resnet50": "resnet",
     "vgg16": "vgg",
     "densenet161": "densenet",
-    "seresnext50": "seresnext",
+    "seresnext50": "resnet",
     "deeplabv3plus": "deeplab",
     "bert_base": "bert",
     "gpt2": "gpt",
