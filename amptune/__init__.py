@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from amptune.errors import AmptuneError as AmptuneError
     from amptune.hardware.detect import probe as probe
     from amptune.hardware.machine import Hardware as Hardware
-    from amptune.policy.file import PolicyFile as PolicyFile
-    from amptune.policy.loading import load as load
-    from amptune.policy.loading import save as save
+    from amptune.policy.file_io import load as load
+    from amptune.policy.file_io import save as save
+    from amptune.policy.policy_file import PolicyFile as PolicyFile
     from amptune.policy.profile import Profile as Profile
     from amptune.policy.settings import Fp32Rule as Fp32Rule
     from amptune.policy.settings import HalfRule as HalfRule
@@ -39,16 +39,16 @@ _HOME = {
     "Hardware": "amptune.hardware.machine",
     "LossScale": "amptune.policy.settings",
     "Policy": "amptune.policy.settings",
-    "PolicyFile": "amptune.policy.file",
+    "PolicyFile": "amptune.policy.policy_file",
     "PolicyDriftWarning": "amptune.runtime.applying",
     "PolicyMisuseWarning": "amptune.runtime.misuse",
     "Profile": "amptune.policy.profile",
     "Tuned": "amptune.runtime.tuned",
     "Workload": "amptune.workload.protocol",
     "apply": "amptune.runtime.applying",
-    "load": "amptune.policy.loading",
+    "load": "amptune.policy.file_io",
     "probe": "amptune.hardware.detect",
-    "save": "amptune.policy.loading",
+    "save": "amptune.policy.file_io",
     "tune": "amptune.search.tuning",
 }
 

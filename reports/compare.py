@@ -27,9 +27,9 @@ from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.outcome import Effort, Measurement, Outcome, outcome_from_dict, outcome_to_dict
 from amptune.measure.subject import Prepared
 from amptune.measure.worker import Source
-from amptune.policy.loading import save
+from amptune.policy.file_io import save
+from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.policy.wire import policy_from_dict, policy_to_dict
 from amptune.report.progress import progress_for
 from amptune.search.budget import Budget
 from amptune.search.decision import Standing, standings_of

@@ -36,8 +36,8 @@ from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.outcome import Effort, Failure, Measurement, Outcome, outcome_from_dict, outcome_to_dict
 from amptune.measure.subject import Prepared
 from amptune.measure.worker import Source
+from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import AUTOTUNED_MODES, STOCK, CompileMode, Policy
-from amptune.policy.wire import policy_from_dict, policy_to_dict
 from amptune.search.budget import Budget
 from amptune.workload.zoo import NAMES
 

@@ -38,8 +38,8 @@ from amptune.errors import AmptuneError
 from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.outcome import Measurement, Outcome
 from amptune.measure.worker import Source
+from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.policy.wire import policy_from_dict, policy_to_dict
 from amptune.report.progress import progress_for
 from amptune.search.budget import Budget
 from amptune.search.decision import standings_of

@@ -40,9 +40,9 @@ from compare import earlier_grid  # beside this program
 from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.outcome import Measurement, Outcome
 from amptune.measure.worker import Source
-from amptune.policy.loading import load
+from amptune.policy.file_io import load
+from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.policy.wire import policy_from_dict, policy_to_dict
 from amptune.report.progress import progress_for
 from amptune.search.budget import Budget
 from amptune.search.decision import standings_of

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import amptune
-from amptune.policy.loading import parse_policy
+from amptune.policy.file_io import parse_policy
 from amptune.policy.yaml_text import parse
 
 REPOSITORY = Path(__file__).resolve().parent.parent

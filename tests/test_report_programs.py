@@ -29,8 +29,8 @@ from measurements import took
 
 from amptune.errors import AmptuneError
 from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
+from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import STOCK, CompileMode, Policy
-from amptune.policy.wire import policy_to_dict
 from amptune.search.budget import Budget
 
 MACHINE = {"workload": "w", "hardware": "H", "software": {}, "model": "m", "batch_size": 64, "convolutions": False}
@@ -495,7 +495,7 @@ def test_the_start_is_timed_with_a_policy_that_fits_this_machine() -> None:
 @pytest.mark.slow
 def test_a_place_that_no_test_notices_is_told(tmp_path: Path) -> None:
     test = "tests/policy/test_presets.py"
-    seen = {"file": "amptune/policy/presets.py", "old": "def is_preset", "new": "def was_preset", "test": test}
+    seen = {"file": "amptune/policy/policy_file.py", "old": "def is_preset", "new": "def was_preset", "test": test}
     unseen = {**seen, "old": '"""', "new": '"""'}
     dull = {"file": "amptune/search/trial.py", "old": "from __future__", "new": "from  __future__", "test": test}
     assert suite.broken([seen], tmp_path / "seen.txt") == 0

@@ -13,7 +13,7 @@ import pytest
 
 import amptune
 from amptune.measure.outcome import Measurement, outcome_from_dict
-from amptune.policy.wire import policy_from_dict
+from amptune.policy.serialization import policy_from_dict
 from amptune.search.ratios import ratio_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent

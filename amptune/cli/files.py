@@ -39,7 +39,7 @@ def explain_command(file: str, objective: str | None, least_speed: float | None,
 
     With --objective: which of the policies in its evidence that no other beats would be taken for that.
     """
-    from amptune.policy.loading import load
+    from amptune.policy.file_io import load
     from amptune.report.explaining import explain
 
     if objective is not None or least_speed is not None:
@@ -53,7 +53,7 @@ def explain_command(file: str, objective: str | None, least_speed: float | None,
 
 
 def _explain_objective(file: str, name: str, least_speed: float | None, *, as_json: bool) -> None:
-    from amptune.policy.loading import load
+    from amptune.policy.file_io import load
     from amptune.report.explaining import explain_for
     from amptune.search.objective import objective_of
 
@@ -75,7 +75,7 @@ def schema_command(kind: str, as_json: bool) -> None:  # noqa: ARG001  # JSON it
 
         schema = space_schema()
     else:
-        from amptune.policy.json_schema import schema_of
+        from amptune.policy.serialization import schema_of
 
         schema = schema_of("policy" if kind == "policy" else "profile")
     click.echo(json.dumps(schema, indent=2))

@@ -24,7 +24,7 @@ def profile_group() -> None:
 def build_command(policies: tuple[str, ...], output: str, as_json: bool) -> None:
     """Put POLICIES into one profile; each is matched by the GPU it was tuned on."""
     from amptune.errors import FileFormatError, Problem
-    from amptune.policy.loading import load_any, save
+    from amptune.policy.file_io import load_any, save
     from amptune.policy.profile import Profile, entry_for
 
     if Path(output).resolve() in {Path(path).resolve() for path in policies}:
@@ -56,9 +56,9 @@ def build_command(policies: tuple[str, ...], output: str, as_json: bool) -> None
 def resolve_command(file: str, labels: tuple[str, ...], as_json: bool) -> None:
     """Show which entry of a profile this machine (or the labels given) would take, and why not the others."""
     from amptune.errors import FileFormatError, Problem
-    from amptune.policy.loading import dumps, load_any
+    from amptune.policy.file_io import dumps, load_any
     from amptune.policy.profile import Profile, resolve
-    from amptune.policy.wire import policy_to_dict
+    from amptune.policy.serialization import policy_to_dict
 
     profile = load_any(file)
     if not isinstance(profile, Profile):

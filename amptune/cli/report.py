@@ -31,7 +31,7 @@ def report_command(
     STUDY is a study's folder, a database URL, or the TARGET that was tuned. Trials, comparisons and what the numerics
     gate said are read back; what rests on a single trial is said to, with the command that proves it.
     """
-    from amptune.policy.loading import require_writable
+    from amptune.policy.file_io import require_writable
     from amptune.report.page import page_of
     from amptune.report.study_terminal import print_answer
     from amptune.search.answering import findings_of
@@ -84,7 +84,7 @@ def _place(study: str) -> Path | str:
 
 
 def _as_data(answer: Answer) -> dict[str, Any]:
-    from amptune.policy.wire import policy_to_dict
+    from amptune.policy.serialization import policy_to_dict
     from amptune.search.answering import command_of, findings_of
 
     choice, record = answer.choice, answer.record

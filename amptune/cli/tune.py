@@ -53,7 +53,7 @@ def tune_command(session: Session, /, output: str, as_json: bool, report: str | 
     The same command again resumes its study: what was measured is not measured twice.
     """
     session.start_importing()
-    from amptune.policy.loading import require_writable
+    from amptune.policy.file_io import require_writable
     from amptune.report.progress import progress_for
     from amptune.search.tuning import TuningInterrupted, run_tuning
 
@@ -123,8 +123,8 @@ def _request(
 
 
 def _baseline(text: str) -> Policy:
-    from amptune.policy.loading import load
-    from amptune.policy.presets import is_preset
+    from amptune.policy.file_io import load
+    from amptune.policy.policy_file import is_preset
     from amptune.policy.settings import STOCK, amp_recipe
 
     named = {"stock": STOCK, "amp-fp16": amp_recipe("fp16"), "amp-bf16": amp_recipe("bf16")}
@@ -173,7 +173,7 @@ def _batch_size(text: str | None) -> int | Literal["auto"] | None:
 def _deliver(decision: Decision, output: str, *, as_json: bool) -> None:
     """Writes the policy and prints the result; if the file cannot be written, the policy goes to stdout."""
     from amptune.errors import OutputError
-    from amptune.policy.loading import dumps, save
+    from amptune.policy.file_io import dumps, save
     from amptune.report.terminal import print_decision
 
     try:
@@ -205,7 +205,7 @@ def _report(decision: Decision, request: TuningRequest, output: str | None) -> N
 
 
 def _as_data(decision: Decision, output: str) -> dict[str, Any]:
-    from amptune.policy.wire import policy_to_dict
+    from amptune.policy.serialization import policy_to_dict
 
     speedup, gain = decision.speedup, decision.gain
     return {

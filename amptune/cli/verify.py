@@ -33,7 +33,7 @@ def verify_command(session: Session, policy: str, target: str, budget: float, de
     claimed speed-up less 2 %: exit code 0, else 1, with what changed. 4 on hardware the policy is not for.
     """
     session.start_importing()
-    from amptune.policy.loading import load
+    from amptune.policy.file_io import load
     from amptune.report.progress import progress_for
     from amptune.report.terminal import print_verification
     from amptune.search.verifying import verify

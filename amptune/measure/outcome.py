@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from amptune.policy.wire import adapter_for
+from amptune.policy.serialization import adapter_for
 
 __all__ = [
     "ENERGY_S",

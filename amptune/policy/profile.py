@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from amptune.errors import HardwareMismatchError
 from amptune.hardware.labels import is_software_label
-from amptune.policy.file import PolicyFile
+from amptune.policy.policy_file import PolicyFile
 
 __all__ = ["Entry", "Profile", "Rejected", "Resolution", "entry_for", "resolve"]
 

@@ -2,6 +2,8 @@
 
 A file is read as strictly as JSON Schema would, except for common spellings: `10.0` is a whole number, `on` and
 `yes` mean true, and an unquoted `0` is text if text is expected.
+
+Finds the keys that a JSON Schema allows at a path in a document.
 """
 
 from __future__ import annotations
@@ -13,16 +15,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from amptune.errors import FileFormatError, Problem
-from amptune.policy.allowed import allowed_keys
-from amptune.policy.plain import as_it_stands
-from amptune.policy.wire import adapter_for
+from amptune.policy.fast_path import as_it_stands
+from amptune.policy.serialization import adapter_for
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
     from amptune.policy.yaml_text import Document
 
-__all__ = ["validate"]
+__all__ = [
+    "allowed_keys",
+    "validate",
+]
+
 
 T = TypeVar("T")
 Path = tuple[str | int, ...]
@@ -200,3 +205,34 @@ def _in_words(error: ErrorDetails) -> str:
     if error["type"] in _WORDS:
         return f"{given!r} {_WORDS[error['type']]}"
     return f"{given!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+Schema = Mapping[str, Any]
+
+
+def allowed_keys(schema: Schema, path: Sequence[str | int]) -> tuple[str, ...]:
+    """Returns the keys the object at `path` may have, in the schema's order; empty if the schema names none."""
+    level = [schema]
+    for part in path:
+        level = [child for node in level for child in _children(schema, node, part)]
+    return tuple(dict.fromkeys(key for node in level for key in _resolved(schema, node).get("properties", {})))
+
+
+def _children(root: Schema, node: Schema, part: str | int) -> Iterator[Schema]:
+    node = _resolved(root, node)
+    for choice in (*node.get("anyOf", ()), node):
+        choice = _resolved(root, choice)
+        if isinstance(part, int) and isinstance(choice.get("items"), Mapping):
+            yield from _choices(root, choice["items"])
+        elif part in choice.get("properties", {}):
+            yield from _choices(root, choice["properties"][part])
+
+
+def _choices(root: Schema, node: Schema) -> Iterator[Schema]:
+    node = _resolved(root, node)
+    yield from (node.get("anyOf") or (node,))
+
+
+def _resolved(root: Schema, node: Schema) -> Schema:
+    reference = node.get("$ref")
+    return root["$defs"][reference.rpartition("/")[2]] if reference else node

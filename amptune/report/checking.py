@@ -9,7 +9,7 @@ __all__ = ["check_file"]
 
 def check_file(path: str) -> tuple[str, tuple[Finding, ...]]:
     """Returns (kind of file, notes). Raises `FileFormatError` if malformed, `HardwareMismatchError` if invalid here."""
-    from amptune.policy.presets import is_preset
+    from amptune.policy.policy_file import is_preset
     from amptune.policy.yaml_text import read
 
     if is_preset(path):
@@ -30,8 +30,8 @@ def _check_space(path: str) -> tuple[Finding, ...]:
 
 def _check_policy_or_profile(path: str) -> tuple[str, tuple[Finding, ...]]:
     from amptune.hardware.detect import probe
-    from amptune.policy.loading import load_any
-    from amptune.policy.matching import require_valid
+    from amptune.policy.file_io import load_any
+    from amptune.policy.hardware_match import require_valid
     from amptune.policy.profile import Profile, resolve
 
     found = load_any(path)

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from amptune.errors import ClaimError, ObjectiveError
-from amptune.policy.file import PolicyFile
+from amptune.policy.policy_file import PolicyFile
+from amptune.policy.serialization import in_one_line
 from amptune.policy.settings import Fp32Rule, Policy
-from amptune.policy.wire import in_one_line
 from amptune.search.gains import FIGURES, aim_of, goal_of
 from amptune.search.objective import Objective
 from amptune.search.pareto import Point, best_point

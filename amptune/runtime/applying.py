@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from amptune.errors import PolicyApplyError
+from amptune.policy.file_io import kind_of, read_policy
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.runtime.batch_statistics import FiniteStatistics
@@ -20,7 +21,6 @@ from amptune.runtime.global_flags import keep_autocast_out_of_compiled_backward,
 from amptune.runtime.kept_in_fp32 import require_convertible
 from amptune.runtime.layout import convert_model, convertible
 from amptune.runtime.precisions import kept_by, precisions_of
-from amptune.runtime.reading import kind_of, read_policy
 from amptune.runtime.swapping import obstacle, overlaid, swap, swapped_class, unswap
 from amptune.runtime.tuned import Tuned
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from os import PathLike
 
-    from amptune.policy.file import PolicyFile
+    from amptune.policy.policy_file import PolicyFile
     from amptune.policy.settings import CompileMode
     from amptune.runtime.graphed_model import GraphedModel
     from amptune.runtime.guarding import Guard
@@ -110,7 +110,7 @@ def _validity(policy: PolicyFile, model: nn.Module, *, any_hardware: bool) -> tu
     if not policy.valid_for:
         return ()
     from amptune.hardware.detect import probe
-    from amptune.policy.matching import require_valid
+    from amptune.policy.hardware_match import require_valid
 
     labels = dict(probe(_gpu_of(model)).labels)
     if "model" in policy.valid_for:

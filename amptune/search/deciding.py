@@ -9,8 +9,8 @@ from itertools import pairwise
 from amptune.hardware.machine import Hardware
 from amptune.measure.noticing import noticed
 from amptune.measure.subject import Prepared, Subject
-from amptune.policy.file import Evidence, PolicyFile
 from amptune.policy.findings import Finding
+from amptune.policy.policy_file import Evidence, PolicyFile
 from amptune.policy.settings import Policy
 from amptune.search.ablation import Ablated, ablated, dropped
 from amptune.search.compile_costs import compile_findings

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from amptune.measure.outcome import Measurement, Outcome
 from amptune.measure.subject import Prepared
-from amptune.policy.file import Evidence
+from amptune.policy.policy_file import Evidence
+from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import Policy
-from amptune.policy.wire import policy_to_dict
 from amptune.search.ablation import Ablated
 from amptune.search.decision import Standing
 from amptune.search.gate import ILL_CONDITIONED, Judgement

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from amptune.measure.outcome import Measurement
+from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import Policy
-from amptune.policy.wire import policy_from_dict, policy_to_dict
 from amptune.search.objective import Objective
 from amptune.search.trial import Trial
 

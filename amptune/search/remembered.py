@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import Policy
-from amptune.policy.wire import policy_from_dict, policy_to_dict
 from amptune.search.gate import Judgement
 from amptune.search.judging import graphs_like, is_exempt, numerics_of_policy, without_graph
 from amptune.search.objective import Objective

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from amptune.measure.outcome import Outcome, outcome_from_dict, outcome_to_dict
+from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import Policy
-from amptune.policy.wire import policy_from_dict, policy_to_dict
 from amptune.search.events import ComparisonStarted, ContenderMeasured, Event, Observer, Stage
 from amptune.search.objective import Objective
 from amptune.search.ratios import Round

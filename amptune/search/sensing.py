@@ -12,8 +12,8 @@ from amptune.measure.evaluator import Evaluator
 from amptune.measure.outcome import Failure
 from amptune.measure.sensitivity import Sensitivity
 from amptune.measure.subject import Prepared
+from amptune.policy.serialization import adapter_for
 from amptune.policy.settings import Fp32Math, Policy
-from amptune.policy.wire import adapter_for
 from amptune.search.budget import Budget
 from amptune.search.exclusions import Ladder, ladder_by_time
 from amptune.search.space import Space

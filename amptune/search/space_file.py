@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import amptune
 from amptune.errors import FileFormatError, Problem, SpaceError
 from amptune.hardware.machine import Gpu, Hardware
-from amptune.policy.wire import adapter_for
+from amptune.policy.serialization import adapter_for
 from amptune.policy.yaml_text import Document, read, validate
 from amptune.search.space import (
     EXCLUSIONS,

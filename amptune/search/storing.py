@@ -18,8 +18,8 @@ from optuna.trial import TrialState
 
 from amptune.errors import StudyError
 from amptune.measure.outcome import Failure, outcome_from_dict, outcome_to_dict
+from amptune.policy.serialization import in_one_line, policy_from_dict, policy_to_dict
 from amptune.policy.settings import Policy
-from amptune.policy.wire import in_one_line, policy_from_dict, policy_to_dict
 from amptune.search.remembered import Choice, Judged, StudyRecord, TuningRecord, without_password
 from amptune.search.space import BATCH_SIZE, Knob, Point, Space
 from amptune.search.trial import Trial

@@ -15,11 +15,11 @@ from amptune.hardware.machine import Hardware
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.noticing import noticed
 from amptune.measure.subject import Prepared
-from amptune.policy.file import PolicyFile
 from amptune.policy.findings import Finding
-from amptune.policy.matching import require_valid
+from amptune.policy.hardware_match import require_valid
+from amptune.policy.policy_file import PolicyFile
+from amptune.policy.serialization import policy_from_dict
 from amptune.policy.settings import STOCK, Policy
-from amptune.policy.wire import policy_from_dict
 from amptune.search.budget import Budget
 from amptune.search.decision import Standing, settled, standings_of
 from amptune.search.events import Observer

@@ -18,7 +18,7 @@ from amptune.errors import FileFormatError
 from amptune.hardware.detect import probe
 from amptune.measure.outcome import Failure
 from amptune.measure.subject import Prepared
-from amptune.policy.loading import load
+from amptune.policy.file_io import load
 from amptune.policy.settings import Policy
 
 REPOSITORY = Path(__file__).resolve().parents[2]

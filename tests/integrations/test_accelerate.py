@@ -12,7 +12,7 @@ from training import POLICY, Net, batches, net, same_weights, train_plainly
 
 import amptune
 from amptune.errors import HardwareMismatchError, PolicyApplyError
-from amptune.policy.file import PolicyFile
+from amptune.policy.policy_file import PolicyFile
 from amptune.policy.settings import Fp32Rule, LossScale, Policy
 from amptune.runtime.applying import PolicyDriftWarning
 

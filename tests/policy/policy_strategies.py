@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from amptune.policy.file import Evidence, PolicyFile
+from amptune.policy.policy_file import Evidence, PolicyFile
 from amptune.policy.profile import Entry, Profile
 from amptune.policy.settings import Autocast, CompileMode, Fp32Rule, HalfRule, LossScale, Policy, Reason
 

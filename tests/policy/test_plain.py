@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_strategies import plain, policy_files, profiles
 
-from amptune.policy.file import PolicyFile
-from amptune.policy.loading import dumps, save
-from amptune.policy.plain import as_it_stands
+from amptune.policy.fast_path import as_it_stands
+from amptune.policy.file_io import dumps, save
+from amptune.policy.policy_file import PolicyFile
 from amptune.policy.profile import Profile
+from amptune.policy.serialization import PolicyBody, PolicyDocument, ProfileDocument, adapter_for, policy_file_to_dict
 from amptune.policy.settings import Fp32Rule, LossScale, Policy
-from amptune.policy.wire import PolicyBody, PolicyDocument, ProfileDocument, adapter_for, policy_file_to_dict
 from amptune.policy.yaml_text import parse
 
 SCHEMA = {"schema": "amptune.policy/1"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from amptune.errors import FileFormatError
-from amptune.policy.loading import parse_policy
+from amptune.policy.file_io import parse_policy
 from amptune.policy.yaml_text import parse
 
 HEAD = "schema: amptune.policy/1\n"

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amptune.errors import FileFormatError
-from amptune.policy.file import PolicyFile
-from amptune.policy.loading import load, parse_policy
+from amptune.policy.file_io import load, parse_policy
+from amptune.policy.policy_file import PolicyFile
 from amptune.policy.yaml_text import parse, read
 
 HEAD = "schema: amptune.policy/1\n"

@@ -8,11 +8,11 @@ from typing import Any
 from hypothesis import given, settings
 from policy_strategies import policies, policy_files, profiles
 
-from amptune.policy.file import PolicyFile
-from amptune.policy.loading import dumps, parse_policy
+from amptune.policy.file_io import dumps, parse_policy
+from amptune.policy.policy_file import PolicyFile
 from amptune.policy.profile import Profile
+from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import Fp32Rule, HalfRule, LossScale, Policy, Reason
-from amptune.policy.wire import policy_from_dict, policy_to_dict
 from amptune.policy.yaml_text import parse
 
 EVERYTHING = Policy(

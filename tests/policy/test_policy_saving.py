@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from policy_strategies import policy_files, profiles
 
 from amptune.errors import OutputError
-from amptune.policy.file import PolicyFile
-from amptune.policy.json_schema import schema_of
-from amptune.policy.loading import dumps, save
+from amptune.policy.file_io import dumps, save
+from amptune.policy.policy_file import PolicyFile
 from amptune.policy.profile import Profile
+from amptune.policy.serialization import schema_of
 from amptune.policy.settings import Policy
 from amptune.policy.yaml_text import parse
 

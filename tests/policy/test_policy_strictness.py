@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from amptune.errors import FileFormatError
-from amptune.policy.file import PolicyFile
-from amptune.policy.loading import parse_policy, save
+from amptune.policy.file_io import parse_policy, save
+from amptune.policy.policy_file import PolicyFile
 from amptune.policy.profile import Entry, Profile, resolve
 from amptune.policy.settings import STOCK, Fp32Rule, Policy
 from amptune.policy.yaml_text import parse

@@ -8,9 +8,9 @@ import pytest
 
 from amptune.errors import HardwareMismatchError
 from amptune.hardware.detect import probe
-from amptune.policy.file import PolicyFile
-from amptune.policy.loading import load, save
-from amptune.policy.matching import require_valid
+from amptune.policy.file_io import load, save
+from amptune.policy.hardware_match import require_valid
+from amptune.policy.policy_file import PolicyFile
 from amptune.policy.profile import Entry, Profile, resolve
 from amptune.policy.settings import STOCK, Policy
 

@@ -7,7 +7,7 @@ import pytest
 
 import amptune
 from amptune.errors import FileFormatError
-from amptune.policy.loading import dumps, load, load_any, parse_policy
+from amptune.policy.file_io import dumps, load, load_any, parse_policy
 from amptune.policy.settings import LossScale, Policy
 from amptune.policy.yaml_text import parse
 

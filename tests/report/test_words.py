@@ -11,8 +11,8 @@ import pytest
 from amptune.errors import ClaimError, FileFormatError
 from amptune.hardware.detect import probe
 from amptune.measure.outcome import Failure, Measurement
-from amptune.policy.file import PolicyFile
-from amptune.policy.loading import load
+from amptune.policy.file_io import load
+from amptune.policy.policy_file import PolicyFile
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, Reason, amp_recipe
 from amptune.report.checking import check_file
 from amptune.report.explaining import explain, explain_for

@@ -10,8 +10,8 @@ from torch import nn
 
 from amptune.errors import HardwareMismatchError, PolicyApplyError
 from amptune.hardware.detect import probe
-from amptune.policy.file import PolicyFile
-from amptune.policy.loading import save
+from amptune.policy.file_io import save
+from amptune.policy.policy_file import PolicyFile
 from amptune.policy.profile import Entry, Profile
 from amptune.policy.settings import Fp32Rule, Policy
 from amptune.runtime.applying import PolicyDriftWarning, apply

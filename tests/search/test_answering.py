@@ -14,8 +14,8 @@ from test_tuning import request_in
 from amptune.errors import NothingFeasibleError, ObjectiveError, StudyError
 from amptune.measure.numerics import Parity
 from amptune.measure.outcome import Failure
+from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.policy.wire import policy_to_dict
 from amptune.search.answering import Answer, answer_of, choice_of, command_of, findings_of
 from amptune.search.budget import Budget
 from amptune.search.candidates import GlobalBatch

@@ -11,7 +11,7 @@ import pytest
 
 from amptune.measure.sensitivity import InHalf, ModuleSensitivity, Sensitivity, Stream
 from amptune.measure.subject import Module, Subject
-from amptune.policy.wire import adapter_for
+from amptune.policy.serialization import adapter_for
 from amptune.search.exclusions import ladder_by_time
 from amptune.search.pricing import Price, savings_in_order
 

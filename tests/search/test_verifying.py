@@ -12,8 +12,8 @@ from simulated.recorded import H200, RecordedEvaluator, recorded_ms
 
 from amptune.errors import ClaimError, HardwareMismatchError, NothingFeasibleError
 from amptune.measure.outcome import Failure
-from amptune.policy.file import Evidence, PolicyFile
-from amptune.policy.loading import load, save
+from amptune.policy.file_io import load, save
+from amptune.policy.policy_file import Evidence, PolicyFile
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.budget import Budget
 from amptune.search.ratios import Ratio

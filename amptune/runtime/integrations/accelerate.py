@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import GradScalerKwargs, TorchDynamoPlugin
 
 from amptune.errors import PolicyApplyError
+from amptune.policy.file_io import read_policy, settings_of
 from amptune.runtime.integrations.agreeing import Told, apply_uncompiled, require_agreement, require_own_scaler
-from amptune.runtime.reading import read_policy, settings_of
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
 
-    from amptune.policy.file import PolicyFile
+    from amptune.policy.policy_file import PolicyFile
     from amptune.policy.settings import Policy
     from amptune.runtime.tuned import Tuned
 

@@ -13,7 +13,7 @@ from amptune.runtime.applying import PolicyDriftWarning, apply
 if TYPE_CHECKING:
     from torch import nn
 
-    from amptune.policy.file import PolicyFile
+    from amptune.policy.policy_file import PolicyFile
     from amptune.runtime.tuned import Tuned
 
 __all__ = ["Told", "apply_uncompiled", "require_agreement", "require_own_scaler"]

@@ -1,4 +1,7 @@
-"""Reads, checks and writes policy and profile files. A file is data; nothing in it can run code."""
+"""Reads, checks and writes policy and profile files. A file is data; nothing in it can run code.
+
+Reads the argument `policy` of the functions that apply one: a path, a `Policy` or a `PolicyFile`.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,12 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from amptune.errors import FileFormatError, OutputError
-from amptune.policy.file import PolicyFile
-from amptune.policy.presets import is_preset, preset
+from amptune.errors import FileFormatError, OutputError, PolicyApplyError
+from amptune.policy.policy_file import PolicyFile, is_preset, preset
 from amptune.policy.profile import Entry, Profile, resolve
-from amptune.policy.settings import Policy
-from amptune.policy.wire import (
+from amptune.policy.serialization import (
     POLICY_SCHEMA,
     PROFILE_SCHEMA,
     PolicyDocument,
@@ -21,9 +22,25 @@ from amptune.policy.wire import (
     policy_file_from,
     policy_file_to_dict,
 )
+from amptune.policy.settings import Policy
 from amptune.policy.yaml_text import Document, dump, read, validate
 
-__all__ = ["dumps", "load", "load_any", "parse_policy", "require_writable", "save"]
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from amptune.policy.policy_file import PolicyFile
+
+__all__ = [
+    "dumps",
+    "kind_of",
+    "load",
+    "load_any",
+    "parse_policy",
+    "read_policy",
+    "require_writable",
+    "save",
+    "settings_of",
+]
 
 
 def load(path: str | os.PathLike[str]) -> PolicyFile:
@@ -146,3 +163,31 @@ def _with_labels_as_written(document: Document) -> Any:
 def _holds_labels(path: tuple[str | int, ...], key: str) -> bool:
     inside_policy = not path or path[-1] in ("policy", "default")
     return (key == "valid_for" and inside_policy) or (key == "match" and path[:1] == ("entries",))
+
+
+def read_policy(policy: str | PathLike[str] | Policy | PolicyFile) -> Policy | PolicyFile:
+    """Loads a path (from a profile, the entry that fits this machine); returns a policy as it is.
+
+    Raises `PolicyApplyError` for any other argument, and the errors of `amptune.load`.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    from amptune.policy.policy_file import PolicyFile
+
+    if isinstance(policy, str | os.PathLike):
+        policy = load(policy)
+    if not isinstance(policy, PolicyFile):
+        raise PolicyApplyError(
+            f"a policy is a path, an amptune.Policy or what amptune.load(path) returns, not {kind_of(policy)}"
+        )
+    return policy
+
+
+def settings_of(policy: Policy | PolicyFile) -> Policy:
+    """Returns the settings alone, without the measurements of a policy file."""
+    return policy if isinstance(policy, Policy) else policy.policy
+
+
+def kind_of(value: object) -> str:
+    """Returns the kind of a value, for error messages about a wrong argument."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

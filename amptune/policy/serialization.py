@@ -1,6 +1,8 @@
 """Policies as plain data, in the form of YAML and JSON files, derived field by field from the dataclasses.
 
 The classes here exist only for pydantic: they hold `Policy`'s fields and the keys that only a file has.
+
+JSON Schemas (draft 2020-12) of the file formats, generated from the types that validate the files.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from amptune.policy.file import Evidence, PolicyFile
+from amptune.policy.policy_file import Evidence, PolicyFile
 from amptune.policy.settings import Policy
 
 if TYPE_CHECKING:
@@ -28,7 +30,9 @@ __all__ = [
     "policy_file_to_dict",
     "policy_from_dict",
     "policy_to_dict",
+    "schema_of",
 ]
+
 
 POLICY_SCHEMA = "amptune.policy/1"
 PROFILE_SCHEMA = "amptune.profile/1"
@@ -130,3 +134,12 @@ def _without_defaults(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_defaults(item) for name, item in value.items() if item is not None and item is not False}
     return value
+
+
+_KINDS = {"policy": PolicyDocument, "profile": ProfileDocument}
+
+
+def schema_of(kind: Literal["policy", "profile"]) -> dict[str, Any]:
+    """Returns the JSON Schema of a policy or a profile file."""
+    schema: dict[str, Any] = adapter_for(_KINDS[kind]).json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"amptune {kind}", **schema}

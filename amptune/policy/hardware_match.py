@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from amptune.errors import HardwareMismatchError
 from amptune.hardware.labels import is_software_label
-from amptune.policy.file import PolicyFile
 from amptune.policy.findings import Finding
+from amptune.policy.policy_file import PolicyFile
 
 __all__ = ["drift", "mismatches", "require_valid"]
 
