@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from amptune.policy.settings import HalfRule as HalfRule
     from amptune.policy.settings import LossScale as LossScale
     from amptune.policy.settings import Policy as Policy
-    from amptune.runtime.applying import PolicyDriftWarning as PolicyDriftWarning
-    from amptune.runtime.applying import apply as apply
-    from amptune.runtime.misuse import PolicyMisuseWarning as PolicyMisuseWarning
+    from amptune.runtime.apply_policy import PolicyDriftWarning as PolicyDriftWarning
+    from amptune.runtime.apply_policy import apply as apply
+    from amptune.runtime.guard.misuse import PolicyMisuseWarning as PolicyMisuseWarning
     from amptune.runtime.tuned import Tuned as Tuned
     from amptune.search.deciding import Decision as Decision
     from amptune.search.tuning import tune as tune
@@ -40,12 +40,12 @@ _HOME = {
     "LossScale": "amptune.policy.settings",
     "Policy": "amptune.policy.settings",
     "PolicyFile": "amptune.policy.policy_file",
-    "PolicyDriftWarning": "amptune.runtime.applying",
-    "PolicyMisuseWarning": "amptune.runtime.misuse",
+    "PolicyDriftWarning": "amptune.runtime.apply_policy",
+    "PolicyMisuseWarning": "amptune.runtime.guard.misuse",
     "Profile": "amptune.policy.profile",
     "Tuned": "amptune.runtime.tuned",
     "Workload": "amptune.workload.protocol",
-    "apply": "amptune.runtime.applying",
+    "apply": "amptune.runtime.apply_policy",
     "load": "amptune.policy.file_io",
     "probe": "amptune.hardware.detect",
     "save": "amptune.policy.file_io",

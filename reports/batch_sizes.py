@@ -48,7 +48,7 @@ from amptune.measure.memory import limit_memory
 from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.worker import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.runtime.nested import map_tensors
+from amptune.runtime.tensor_tree import map_tensors
 from amptune.search.memory_model import MemoryModel
 from amptune.search.memory_runs import FixedPart
 from amptune.search.sizing import find_largest

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from amptune.policy.settings import Policy
-from amptune.runtime.applying import apply
+from amptune.runtime.apply_policy import apply
 from amptune.runtime.layout import convert_batch, convert_model
-from amptune.runtime.nested import map_tensors
+from amptune.runtime.tensor_tree import map_tensors
 from amptune.workload.zoo import NAMES, workload
 
 WAYS = ("eager", "amptune", "make_graphed_callables", "cudagraphs", "reduce-overhead")

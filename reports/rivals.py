@@ -360,7 +360,7 @@ def run_autotune(name: str, budget_s: float, device: str | None, answer: Path) -
     import pytorch_autotune  # type: ignore[import-not-found,unused-ignore]  # no dependency of amptune
     import torch
 
-    from amptune.runtime.nested import map_tensors
+    from amptune.runtime.tensor_tree import map_tensors
     from amptune.workload.zoo import workload as bundled
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from amptune.policy.settings import Fp32Rule, Policy
-from amptune.runtime.applying import apply
+from amptune.runtime.apply_policy import apply
 
 POLICY = Policy(autocast="bf16", fp32_modules=(Fp32Rule(path="head"),))
 

@@ -10,7 +10,7 @@ import torch
 
 from amptune.measure.bench import Bench, bytes_of
 from amptune.measure.numerics import Spread
-from amptune.runtime.nested import map_tensors, tensors_in
+from amptune.runtime.tensor_tree import map_tensors, tensors_in
 
 __all__ = ["Feed", "batches_of", "fingerprint_of"]
 

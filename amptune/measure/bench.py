@@ -25,9 +25,9 @@ from amptune.measure.readings import Instruments
 from amptune.measure.sampling import Sampler, WarmUp
 from amptune.measure.stepping import Stepper
 from amptune.policy.settings import Policy
-from amptune.runtime.applying import apply
-from amptune.runtime.graphed_model import GraphedModel
-from amptune.runtime.nested import map_tensors, tensors_in
+from amptune.runtime.apply_policy import apply
+from amptune.runtime.graphs.graphed_model import GraphedModel
+from amptune.runtime.tensor_tree import map_tensors, tensors_in
 from amptune.runtime.tuned import Tuned
 from amptune.workload.protocol import Workload
 from amptune.workload.user_errors import user_code

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from amptune.errors import TargetError
 from amptune.measure.stopwatch import Stopwatch, hold_device
-from amptune.runtime.nested import map_tensors
+from amptune.runtime.tensor_tree import map_tensors
 from amptune.workload.protocol import Workload
 from amptune.workload.user_errors import user_code
 

@@ -16,9 +16,9 @@ from amptune.measure.failing import failure_of
 from amptune.measure.subject import Leaf, Module, Subject
 from amptune.policy.settings import STOCK
 from amptune.runtime.digest import model_digest
-from amptune.runtime.fused_optimizer import is_fusable
-from amptune.runtime.nested import map_tensors
-from amptune.runtime.selection import has_forward
+from amptune.runtime.module_precision import has_forward
+from amptune.runtime.optimizer import is_fusable
+from amptune.runtime.tensor_tree import map_tensors
 
 __all__ = ["inspect_model"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from amptune.measure.stopwatch import hold_device
-from amptune.runtime.nested import map_tensors, tensors_in
+from amptune.runtime.tensor_tree import map_tensors, tensors_in
 
 __all__ = ["Call", "Ran", "Replay", "floating_in", "kept_as_it_is", "later_ms", "versions_of"]
 

@@ -22,7 +22,7 @@ from amptune.measure.replaying import Call, Ran, Replay, floating_in, kept_as_it
 from amptune.measure.sensitivity import Half, InHalf, ModuleSensitivity, Sensitivity, Stream
 from amptune.measure.training import Training
 from amptune.policy.settings import Policy
-from amptune.runtime.nested import map_tensors, tensors_in
+from amptune.runtime.tensor_tree import map_tensors, tensors_in
 
 __all__ = ["sense"]
 

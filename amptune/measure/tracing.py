@@ -19,7 +19,7 @@ from amptune.measure.failing import NonFiniteError
 from amptune.measure.trace import ModuleTrace, Reach
 from amptune.measure.training import Training
 from amptune.policy.settings import Policy
-from amptune.runtime.nested import tensors_in
+from amptune.runtime.tensor_tree import tensors_in
 
 __all__ = ["trace_step"]
 

@@ -1,4 +1,7 @@
-"""The result of `amptune.apply`: a policy applied to a model, with everything a training loop needs of it."""
+"""The result of `amptune.apply`: a policy applied to a model, with everything a training loop needs of it.
+
+The device type of a model, in a form that is cheap to ask several times in every step.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amptune.errors import PolicyApplyError
-from amptune.runtime.fused_optimizer import fuse
+from amptune.runtime.guard.guard import WatchedScaler
 from amptune.runtime.layout import convert_batch
-from amptune.runtime.loss_scaling import PolicyScaler, scaler_for
-from amptune.runtime.watched_scaler import WatchedScaler
-from amptune.runtime.whereabouts import Whereabouts
+from amptune.runtime.optimizer import fuse
+from amptune.runtime.scaler import PolicyScaler, scaler_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -23,12 +25,18 @@ if TYPE_CHECKING:
 
     from amptune.policy.findings import Finding
     from amptune.policy.settings import Policy
-    from amptune.runtime.batch_statistics import FiniteStatistics
-    from amptune.runtime.graphed_model import GraphedModel
-    from amptune.runtime.guarding import Guard
-    from amptune.runtime.half_training import HalfTraining
+    from amptune.runtime.batch_norm import FiniteStatistics
+    from amptune.runtime.graphs.graphed_model import GraphedModel
+    from amptune.runtime.guard.guard import Guard
+    from amptune.runtime.half.training import HalfTraining
 
-__all__ = ["AUTOCAST_DTYPES", "Tuned"]
+
+__all__ = [
+    "AUTOCAST_DTYPES",
+    "Tuned",
+    "Whereabouts",
+]
+
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -185,3 +193,47 @@ class Tuned:
         if isinstance(scaler, WatchedScaler):
             scaler.guard = self._guard
         return scaler
+
+
+class Whereabouts:
+    """The present device type of a model, by its first parameter, or else its first buffer.
+
+    The tensor's place in the model is remembered, as searching the model takes longer than all else that a policy does
+    in a step. If a module on the path to the tensor was replaced, or the tensor removed, the search runs again.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._way: tuple[tuple[Mapping[str, Any], str, nn.Module], ...] = ()
+        self._holder: Mapping[str, Any] = {}
+        self._name = ""
+
+    @property
+    def device_type(self) -> str:
+        """The device type; `cpu` for a model without parameters and buffers."""
+        tensor = self._holder.get(self._name)
+        for children, name, child in self._way:
+            if children.get(name) is not child:
+                tensor = None
+        if tensor is None:
+            tensor = next(self._tensors(), None)
+        return "cpu" if tensor is None else str(tensor.device.type)
+
+    def _tensors(self) -> Iterator[Any]:
+        """Yields parameters, then buffers, and notes the path to each."""
+        for kind in ("_parameters", "_buffers"):
+            for path, module in self._model.named_modules():
+                self._holder = getattr(module, kind)
+                self._way = tuple(self._steps(path))
+                for name, tensor in self._holder.items():
+                    if tensor is not None:
+                        self._name = name
+                        yield tensor
+
+    def _steps(self, path: str) -> Iterator[tuple[Mapping[str, Any], str, nn.Module]]:
+        module = self._model
+        for name in path.split(".") if path else ():
+            child = module._modules[name]
+            assert child is not None  # noqa: S101  # named_modules() has just been there
+            yield module._modules, name, child
+            module = child

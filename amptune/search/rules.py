@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from amptune.measure.subject import Module
 from amptune.policy.settings import Fp32Rule
-from amptune.runtime.selection import matcher_of
+from amptune.runtime.module_precision import matcher_of
 
 __all__ = ["covered_by", "general_rules"]
 

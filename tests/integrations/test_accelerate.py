@@ -14,7 +14,7 @@ import amptune
 from amptune.errors import HardwareMismatchError, PolicyApplyError
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.settings import Fp32Rule, LossScale, Policy
-from amptune.runtime.applying import PolicyDriftWarning
+from amptune.runtime.apply_policy import PolicyDriftWarning
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 

@@ -16,7 +16,7 @@ from training import POLICY, Net, batches, net
 
 from amptune.errors import PolicyApplyError
 from amptune.policy.settings import Fp32Rule, Policy
-from amptune.runtime.applying import apply
+from amptune.runtime.apply_policy import apply
 from amptune.runtime.integrations.fsdp import fully_shard
 from amptune.runtime.tuned import Tuned
 

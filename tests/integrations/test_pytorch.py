@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from training import POLICY, Batch, Net, batches, net, same_weights
 
 from amptune.policy.settings import Fp32Rule, LossScale, Policy
-from amptune.runtime.applying import apply
+from amptune.runtime.apply_policy import apply
 from amptune.runtime.tuned import Tuned
 
 FP16 = replace(POLICY, autocast="fp16", loss_scale=LossScale(init=256))

@@ -16,7 +16,7 @@ from amptune.measure.bench import Bench
 from amptune.measure.inspecting import inspect_model
 from amptune.measure.outcome import Effort, Failure, Measurement
 from amptune.policy.settings import STOCK, amp_recipe
-from amptune.runtime.loss_scaling import PolicyScaler
+from amptune.runtime.scaler import PolicyScaler
 
 QUICK = Effort(warmup_s=0.05, measure_s=0.01, min_steps=2)
 CPU = torch.device("cpu")

@@ -16,9 +16,9 @@ from healthy import HEALTHY
 from torch import Tensor, nn
 
 from amptune.policy.settings import STOCK, Autocast, Fp32Rule, Policy
-from amptune.runtime.applying import apply
-from amptune.runtime.nested import map_tensors
-from amptune.runtime.selection import has_forward
+from amptune.runtime.apply_policy import apply
+from amptune.runtime.module_precision import has_forward
+from amptune.runtime.tensor_tree import map_tensors
 from amptune.runtime.tuned import Tuned
 from amptune.workload.protocol import Workload
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from amptune.policy.settings import Policy
-from amptune.runtime.applying import apply
+from amptune.runtime.apply_policy import apply
 from amptune.runtime.tuned import Tuned
 
 FP16 = Policy(autocast="fp16")

@@ -10,7 +10,7 @@ from taped import TapeRecorder
 from torch import nn
 
 from amptune.policy.findings import Finding
-from amptune.runtime.graphed_model import GraphedModel
+from amptune.runtime.graphs.graphed_model import GraphedModel
 
 Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], Any]
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from amptune.errors import PolicyApplyError
 from amptune.policy.settings import Fp32Rule, LossScale, Policy
-from amptune.runtime.applying import apply
+from amptune.runtime.apply_policy import apply
 from amptune.runtime.tuned import Tuned
 
 EVERYTHING = Policy(
@@ -379,7 +379,7 @@ def test_autocast_can_be_entered_inside_a_compiled_function() -> None:
 
 def test_what_training_imports_is_light() -> None:
     program = (
-        "import sys; import amptune.runtime.applying; "
+        "import sys; import amptune.runtime.apply_policy; "
         "print([name for name in ('optuna', 'click', 'rich', 'pydantic', 'yaml') if name in sys.modules])"
     )
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -14,7 +14,7 @@ from amptune.policy.file_io import save
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.profile import Entry, Profile
 from amptune.policy.settings import Fp32Rule, Policy
-from amptune.runtime.applying import PolicyDriftWarning, apply
+from amptune.runtime.apply_policy import PolicyDriftWarning, apply
 from amptune.runtime.digest import model_digest
 
 HERE = dict(probe().labels)

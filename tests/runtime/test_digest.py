@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from amptune.policy.settings import Fp32Rule, Policy
-from amptune.runtime.applying import apply
+from amptune.runtime.apply_policy import apply
 from amptune.runtime.digest import model_digest
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from amptune.runtime.fused_optimizer import fuse
+from amptune.runtime.optimizer import fuse
 
 Build = Callable[[Any], torch.optim.Optimizer]
 

@@ -12,7 +12,7 @@ import torch
 from torch._functorch import config as functorch_config
 
 from amptune.policy.settings import Fp32Math
-from amptune.runtime.global_flags import (
+from amptune.runtime.flags import (
     keep_autocast_out_of_compiled_backward,
     set_cudnn_benchmark,
     set_fp32_math,

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from amptune.policy.settings import Policy
-from amptune.runtime.applying import PolicyDriftWarning, apply
-from amptune.runtime.recordings import NOT_RECORDED
+from amptune.runtime.apply_policy import PolicyDriftWarning, apply
+from amptune.runtime.graphs.passes import NOT_RECORDED
 
 pytestmark = [
     pytest.mark.gpu,

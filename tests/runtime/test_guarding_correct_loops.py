@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.utils.checkpoint import checkpoint
 
 from amptune.policy.settings import LossScale, Policy
-from amptune.runtime.applying import apply
+from amptune.runtime.apply_policy import apply
 from amptune.runtime.tuned import Tuned
 
 STEPS = 4

@@ -21,11 +21,11 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 import amptune
 from amptune.policy.settings import Policy
-from amptune.runtime import process_hooks
-from amptune.runtime.applying import apply
-from amptune.runtime.guarding import WATCHED_STEPS
-from amptune.runtime.loss_scaling import PolicyScaler
-from amptune.runtime.misuse import Misuse, Place, PolicyMisuseWarning
+from amptune.runtime.apply_policy import apply
+from amptune.runtime.guard import gradient_marks as process_hooks
+from amptune.runtime.guard.guard import WATCHED_STEPS
+from amptune.runtime.guard.misuse import Misuse, Place, PolicyMisuseWarning
+from amptune.runtime.scaler import PolicyScaler
 from amptune.runtime.tuned import Tuned
 
 # Importing Inductor uses what torch itself deprecates (2.11 to 2.13: torch.jit.script_method).

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from amptune.policy.settings import LossScale, Policy
-from amptune.runtime.applying import apply
-from amptune.runtime.misuse import PolicyMisuseWarning
+from amptune.runtime.apply_policy import apply
+from amptune.runtime.guard.misuse import PolicyMisuseWarning
 from amptune.runtime.tuned import Tuned
 
 
@@ -297,7 +297,7 @@ def test_a_scale_that_begins_below_one_has_not_collapsed() -> None:
 
 
 def test_what_shows_late_is_noticed_after_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("amptune.runtime.guarding.UPDATES_BETWEEN_LOOKS", 10)
+    monkeypatch.setattr("amptune.runtime.guard.guard.UPDATES_BETWEEN_LOOKS", 10)
 
     def loop(tuned: Tuned, model: nn.Module) -> None:
         train(tuned, sgd(model), steps=30)

@@ -16,9 +16,9 @@ from torch import nn
 import amptune
 from amptune.errors import PolicyApplyError
 from amptune.policy.settings import Fp32Rule, HalfRule, LossScale, Policy
-from amptune.runtime import kept_in_fp32
-from amptune.runtime.applying import apply
-from amptune.runtime.misuse import PolicyMisuseWarning
+from amptune.runtime.apply_policy import apply
+from amptune.runtime.guard.misuse import PolicyMisuseWarning
+from amptune.runtime.half import training as kept_in_fp32
 from amptune.runtime.tuned import Tuned
 
 O2 = Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True, loss_scale=LossScale(max=2.0**24))

@@ -11,7 +11,7 @@ from test_half_weights import O2, O3, adamw, batches, momentum, net, same, state
 from torch import nn
 
 from amptune.policy.settings import LossScale
-from amptune.runtime.applying import apply
+from amptune.runtime.apply_policy import apply
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from amptune.policy.settings import LossScale, Policy
-from amptune.runtime.applying import apply
-from amptune.runtime.loss_scaling import scaler_for
+from amptune.runtime.apply_policy import apply
+from amptune.runtime.scaler import scaler_for
 
 
 def used_scaler(policy: Policy) -> Any:

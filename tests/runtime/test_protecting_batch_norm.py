@@ -9,8 +9,8 @@ from loops import FP16, Net, codes, images, loss_of, sgd, train
 from torch import nn
 
 from amptune.policy.settings import Policy
-from amptune.runtime.applying import apply
-from amptune.runtime.batch_statistics import FiniteStatistics, poisoned
+from amptune.runtime.apply_policy import apply
+from amptune.runtime.batch_norm import FiniteStatistics, poisoned
 from amptune.runtime.tuned import Tuned
 
 

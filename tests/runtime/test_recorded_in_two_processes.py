@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amptune.policy.findings import Finding
-from amptune.runtime.cuda_recorder import CudaRecorder
-from amptune.runtime.graphed_model import GraphedModel
+from amptune.runtime.graphs.graphed_model import GraphedModel
+from amptune.runtime.graphs.recorder import CudaRecorder
 
 Tensors = dict[str, torch.Tensor]
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from amptune.errors import PolicyApplyError
 from amptune.policy.settings import Fp32Rule
-from amptune.runtime.selection import select
+from amptune.runtime.module_precision import select
 
 
 class Block(nn.Module):

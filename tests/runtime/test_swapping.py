@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from amptune.errors import PolicyApplyError
-from amptune.runtime.swapping import Precision, overlaid, swap, swapped_class, unswap
+from amptune.runtime.class_swap import Precision, overlaid, swap, swapped_class, unswap
 
 bf16 = torch.bfloat16
 Pair = namedtuple("Pair", ["left", "right"])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from amptune.policy.settings import CompileMode, Fp32Math, Fp32Rule, Policy
-from amptune.runtime.applying import apply
+from amptune.runtime.apply_policy import apply
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from amptune.policy.settings import Policy
-from amptune.runtime.applying import apply
-from amptune.runtime.whereabouts import Whereabouts
+from amptune.runtime.apply_policy import apply
+from amptune.runtime.tuned import Whereabouts
 
 
 def net() -> nn.Sequential:

@@ -12,7 +12,7 @@ from torch import nn
 
 from amptune.measure.subject import Module
 from amptune.policy.settings import Fp32Rule
-from amptune.runtime.selection import has_forward, select
+from amptune.runtime.module_precision import has_forward, select
 from amptune.search.rules import general_rules
 
 

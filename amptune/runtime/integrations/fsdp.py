@@ -8,8 +8,8 @@ import torch
 from torch.distributed import fsdp
 
 from amptune.errors import PolicyApplyError
-from amptune.runtime.half_training import NOT_FOR_FSDP2
-from amptune.runtime.swapping import precision_of
+from amptune.runtime.class_swap import precision_of
+from amptune.runtime.half.training import NOT_FOR_FSDP2
 from amptune.runtime.tuned import AUTOCAST_DTYPES
 
 if TYPE_CHECKING:

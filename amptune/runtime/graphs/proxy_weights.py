@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from amptune.runtime.gradient_dtype import take_gradients_as
-from amptune.runtime.host_effects import NotRecordableError
-from amptune.runtime.model_state import DEPTH, OF_EVERY_MODULE, table_in
+from amptune.runtime.graphs.host_effects import NotRecordableError
+from amptune.runtime.graphs.model_state import DEPTH, OF_EVERY_MODULE, table_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

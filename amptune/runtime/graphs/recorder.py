@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
-from amptune.runtime.host_effects import NotRecordableError
+from amptune.runtime.graphs.host_effects import NotRecordableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
     from torch.utils.hooks import RemovableHandle
 
-    from amptune.runtime.misuse import Misuse, Place
+    from amptune.runtime.guard.misuse import Misuse, Place
 
 __all__ = ["CheckpointWatch"]
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amptune.errors import PolicyApplyError
 from amptune.runtime.gradient_dtype import take_gradients_as_they_come
-from amptune.runtime.nested import map_tensors
+from amptune.runtime.tensor_tree import map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -14,7 +14,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
 from amptune.errors import AmptuneError
-from amptune.runtime.model_state import DEPTH, HOOKS, OF_EVERY_MODULE, PLAIN, table_in
+from amptune.runtime.graphs.model_state import DEPTH, HOOKS, OF_EVERY_MODULE, PLAIN, table_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amptune.errors import PolicyApplyError
-from amptune.runtime.half_weights import HALF
+from amptune.runtime.half.weights import HALF
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-    from amptune.runtime.half_weights import HalfWeights, HeldWeight
+    from amptune.runtime.half.weights import HalfWeights, HeldWeight
 
 __all__ = ["MasterWeights", "parameters_of", "require_unrounded_state", "state_in"]
 

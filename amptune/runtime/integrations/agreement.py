@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from amptune.errors import PolicyApplyError
 from amptune.policy.settings import Policy
-from amptune.runtime.applying import PolicyDriftWarning, apply
+from amptune.runtime.apply_policy import PolicyDriftWarning, apply
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from amptune.runtime.cuda_recorder import CudaRecorder
-from amptune.runtime.recordings import Recordings
+from amptune.runtime.graphs.passes import Recordings
+from amptune.runtime.graphs.recorder import CudaRecorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from amptune.policy.findings import Finding
-    from amptune.runtime.cuda_recorder import Recorder
+    from amptune.runtime.graphs.recorder import Recorder
 
 __all__ = ["GraphedModel"]
 

@@ -15,13 +15,13 @@ from amptune.errors import PolicyApplyError
 from amptune.policy.file_io import kind_of, read_policy
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
-from amptune.runtime.batch_statistics import FiniteStatistics
+from amptune.runtime.batch_norm import FiniteStatistics
+from amptune.runtime.class_swap import obstacle, overlaid, swap, swapped_class, unswap
 from amptune.runtime.digest import model_digest
-from amptune.runtime.global_flags import keep_autocast_out_of_compiled_backward, set_cudnn_benchmark, set_fp32_math
-from amptune.runtime.kept_in_fp32 import require_convertible
+from amptune.runtime.flags import keep_autocast_out_of_compiled_backward, set_cudnn_benchmark, set_fp32_math
+from amptune.runtime.half.training import require_convertible
 from amptune.runtime.layout import convert_model, convertible
-from amptune.runtime.precisions import kept_by, precisions_of
-from amptune.runtime.swapping import obstacle, overlaid, swap, swapped_class, unswap
+from amptune.runtime.module_precision import kept_by, precisions_of
 from amptune.runtime.tuned import Tuned
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     from amptune.policy.policy_file import PolicyFile
     from amptune.policy.settings import CompileMode
-    from amptune.runtime.graphed_model import GraphedModel
-    from amptune.runtime.guarding import Guard
-    from amptune.runtime.half_training import HalfTraining
-    from amptune.runtime.selection import Selected
-    from amptune.runtime.swapping import Precision
+    from amptune.runtime.class_swap import Precision
+    from amptune.runtime.graphs.graphed_model import GraphedModel
+    from amptune.runtime.guard.guard import Guard
+    from amptune.runtime.half.training import HalfTraining
+    from amptune.runtime.module_precision import Selected
 
 __all__ = ["PolicyDriftWarning", "apply"]
 
@@ -233,21 +233,21 @@ def _half_training(
 ) -> HalfTraining | None:
     if settings.weights != "half":
         return None
-    from amptune.runtime.half_training import HalfTraining  # few policies need it, and importing it takes time
-    from amptune.runtime.half_weights import HalfWeights
+    from amptune.runtime.half.training import HalfTraining  # few policies need it, and importing it takes time
+    from amptune.runtime.half.weights import HalfWeights
 
     kept = kept_by(settings, model, selected)
     return HalfTraining(HalfWeights.of(model, kept, masters=settings.master_weights))
 
 
 def _guard(settings: Policy, model: nn.Module, called: nn.Module) -> Guard:
-    from amptune.runtime.guarding import Guard  # few trainings have one, and importing it takes time
+    from amptune.runtime.guard.guard import Guard  # few trainings have one, and importing it takes time
 
     return Guard(settings, model, called)
 
 
 def _graphed(model: nn.Module, steps: ExitStack) -> GraphedModel:
-    from amptune.runtime.graphed_model import GraphedModel  # few trainings have one, and importing it takes time
+    from amptune.runtime.graphs.graphed_model import GraphedModel  # few trainings have one, and importing it takes time
 
     graphed = GraphedModel(model, lambda finding: warnings.warn(str(finding), PolicyDriftWarning, stacklevel=2))
     steps.callback(graphed.recordings.end)

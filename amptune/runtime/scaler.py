@@ -12,8 +12,8 @@ from amptune.policy.settings import LossScale
 
 if TYPE_CHECKING:
     from amptune.policy.settings import Policy
-    from amptune.runtime.batch_statistics import FiniteStatistics
-    from amptune.runtime.half_training import HalfTraining
+    from amptune.runtime.batch_norm import FiniteStatistics
+    from amptune.runtime.half.training import HalfTraining
 
 __all__ = ["PolicyScaler", "scaler_for"]
 

@@ -14,16 +14,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
-from amptune.runtime.host_effects import NotRecordableError, obstacle_in, without_effects
-from amptune.runtime.model_state import ModelState
-from amptune.runtime.recording import CONSTANTS, Recording, is_kept
+from amptune.runtime.graphs.capture import CONSTANTS, Recording, is_kept
+from amptune.runtime.graphs.host_effects import NotRecordableError, obstacle_in, without_effects
+from amptune.runtime.graphs.model_state import ModelState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.utils._pytree import TreeSpec
 
-    from amptune.runtime.cuda_recorder import Recorder
+    from amptune.runtime.graphs.recorder import Recorder
 
 __all__ = ["NOT_RECORDED", "Recordings"]
 

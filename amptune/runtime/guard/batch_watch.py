@@ -9,13 +9,13 @@ from torch import nn
 
 from amptune.policy.settings import CUDA_GRAPH_MODES
 from amptune.runtime.layout import convertible, is_in_another_format
-from amptune.runtime.nested import tensors_in
+from amptune.runtime.tensor_tree import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from amptune.policy.settings import Policy
-    from amptune.runtime.misuse import Misuse
+    from amptune.runtime.guard.misuse import Misuse
 
 __all__ = ["BatchWatch"]
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from amptune.runtime.gradient_marks import GradientMarks
-from amptune.runtime.misuse import Misuse, Place, frames_above
-from amptune.runtime.nested import tensors_in
-from amptune.runtime.process_hooks import unwatch, watch
+from amptune.runtime.guard.gradient_marks import GradientMarks, unwatch, watch
+from amptune.runtime.guard.misuse import Misuse, Place, frames_above
+from amptune.runtime.tensor_tree import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from amptune.policy.settings import Policy
-    from amptune.runtime.gradient_marks import Mark
+    from amptune.runtime.guard.gradient_marks import Mark
 
 __all__ = ["StepWatch"]
 

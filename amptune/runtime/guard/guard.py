@@ -3,6 +3,8 @@
 It watches through hooks on parameters, optimizer steps and the model's forward, and removes them after
 `WATCHED_STEPS` steps. Some mistakes show only later: it checks checkpoints when they are made, and the loss scale and
 BatchNorm's statistics once in `UPDATES_BETWEEN_LOOKS` updates of the loss scaler.
+
+The loss scaler of a guarded training loop: it works as usual, and reports its calls to the guard.
 """
 
 from __future__ import annotations
@@ -12,21 +14,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amptune.runtime.batch_statistics import poisoned
-from amptune.runtime.batch_watch import BatchWatch
-from amptune.runtime.checkpoint_watch import CheckpointWatch
-from amptune.runtime.misuse import Misuse
-from amptune.runtime.step_watch import StepWatch
+from amptune.runtime.batch_norm import poisoned
+from amptune.runtime.guard.batch_watch import BatchWatch
+from amptune.runtime.guard.checkpoint_watch import CheckpointWatch
+from amptune.runtime.guard.misuse import Misuse
+from amptune.runtime.guard.step_watch import StepWatch
+from amptune.runtime.scaler import PolicyScaler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import nn
 
     from amptune.policy.findings import Finding
     from amptune.policy.settings import Policy
 
-__all__ = ["UPDATES_BETWEEN_LOOKS", "WATCHED_STEPS", "Guard"]
+
+__all__ = ["UPDATES_BETWEEN_LOOKS", "WATCHED_STEPS", "Guard", "WatchedScaler"]
+
 
 # Steps of the optimizer that steps most often.
 WATCHED_STEPS = 20
@@ -143,3 +149,43 @@ class Guard:
 def _is_capturing() -> bool:
     """Returns True while a CUDA graph is being recorded: nothing may wait for the device then."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+class WatchedScaler(PolicyScaler):
+    """A `PolicyScaler` that reports to `guard`, if it has one; a copy has none."""
+
+    guard: Guard | None = None
+
+    def scale(self, outputs: Any) -> Any:
+        scaled = super().scale(outputs)
+        if self.guard is not None and self.is_enabled():
+            self.guard.after_scale(scaled)
+        return scaled
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        super().unscale_(optimizer)
+        if self.guard is not None and self.is_enabled():
+            self.guard.after_unscale(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        if self.guard is not None:
+            self.guard.before_scaler_step(optimizer, has_closure=bool(args or kwargs))
+        return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        super().update(new_scale)
+        if self.guard is not None and self.is_enabled():
+            self.guard.after_update(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.guard is not None:
+            self.guard.checkpoints.scaler_saved()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self.guard is not None:
+            self.guard.checkpoints.scaler_loaded()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "guard": None}

@@ -16,17 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from amptune.runtime.gradient_edges import edges_for
-from amptune.runtime.host_effects import NotRecordableError
-from amptune.runtime.stand_ins import standing_in
-from amptune.runtime.tensor_watch import TensorWatch, place_of
+from amptune.runtime.graphs.host_effects import NotRecordableError
+from amptune.runtime.graphs.proxy_weights import standing_in
+from amptune.runtime.graphs.tensor_use import TensorWatch, edges_for, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import nn
 
-    from amptune.runtime.cuda_recorder import Recorder
+    from amptune.runtime.graphs.recorder import Recorder
 
 __all__ = ["CONSTANTS", "Recording", "is_kept"]
 

@@ -1,0 +1,1 @@
+"""Recorded training passes (CUDA graphs), and when they may be replayed in the model's place."""

@@ -1,0 +1,1 @@
+"""Warns of mistakes in a training loop that harm training and raise nothing."""

@@ -1,0 +1,179 @@
+"""Training with weights in half: the weights, their optimizers, and the loss scaler's access to both.
+
+FP32 checkpoints of a model with half weights, under the same names; also for its parts and modules around it.
+
+The modules that keep FP32 weights when a policy holds the others in half, and a check that this is possible.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from amptune.errors import PolicyApplyError
+from amptune.runtime.gradient_dtype import CAN_DIFFER
+from amptune.runtime.half.masters import MasterWeights, parameters_of, require_unrounded_state, state_in
+from amptune.runtime.half.weights import HALF
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from amptune.runtime.half.weights import HalfWeights
+
+
+__all__ = ["NOT_FOR_FSDP2", "HalfTraining", "checkpoint_in_fp32", "modules_kept", "require_convertible"]
+
+
+NOT_FOR_FSDP2 = (
+    "weights: half holds whole weights in half, and FSDP2 shards FP32 weights and gathers them in half by itself, "
+    "which is the same: use fully_shard(…, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)) and a policy "
+    "whose weights are fp32"
+)
+
+
+class HalfTraining:
+    """The half weights of one model, with what its optimizers need to train them, until `undo`."""
+
+    def __init__(self, held: HalfWeights) -> None:
+        self.held = held
+        self._checkpoints = checkpoint_in_fp32(held)
+        self._masters: weakref.WeakKeyDictionary[torch.optim.Optimizer, MasterWeights] = weakref.WeakKeyDictionary()
+        self._plain: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def serve(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives the optimizer master weights if the policy has them, and converts its state to their dtype or to half.
+
+        Raises `PolicyApplyError` for sharded weights, and for an optimizer that cannot have master weights.
+        """
+        _require_unsharded(optimizer)
+        if not self.held.has_masters:
+            state_in(HALF, optimizer, self.held)  # it may have trained the model in FP32 until now
+            self._plain.add(optimizer)
+        elif optimizer not in self._masters:
+            require_unrounded_state(optimizer, self.held)
+            self._masters[optimizer] = MasterWeights(self.held, optimizer)
+
+    def lent_to(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Returns a context in which the optimizer holds the parameters that its steps update."""
+        masters = self._masters.get(optimizer)
+        return nullcontext() if masters is None else masters.lent(optimizer)
+
+    @contextmanager
+    def stepping(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Wraps a step: the optimizer holds the model's own parameters afterwards, even if the step was interrupted.
+
+        Raises `PolicyApplyError` for an optimizer that would update half weights in place of their masters.
+        """
+        masters = self._masters.get(optimizer)
+        if masters is None:
+            self._require_no_masters(optimizer)
+        try:
+            yield
+        finally:
+            if masters is not None:
+                masters.take_back(optimizer)
+
+    def _require_no_masters(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.held.has_masters and any(parameter in self.held for parameter in parameters_of(optimizer)):
+            raise PolicyApplyError(
+                "the policy trains FP32 master weights, which this optimizer does not have: "
+                "optimizer = tuned.optimizer(optimizer) gives it them"
+            )
+
+    def widen_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        self.held.widen_gradients(parameters_of(optimizer))
+
+    def undo(self) -> None:
+        """Converts the weights back to FP32; their optimizers continue with them."""
+        for optimizer, masters in self._masters.items():
+            masters.remove(optimizer)
+        for optimizer in self._plain:
+            state_in(torch.float32, optimizer, self.held)
+        self._masters.clear()
+        for handle in self._checkpoints:
+            handle.remove()
+        self.held.undo()
+
+
+def _require_unsharded(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `PolicyApplyError` if PyTorch's fully_shard has sharded the optimizer's weights."""
+    if any(type(parameter.data).__name__ == "DTensor" for parameter in parameters_of(optimizer)):
+        raise PolicyApplyError(NOT_FOR_FSDP2)
+
+
+def checkpoint_in_fp32(held: HalfWeights) -> list[RemovableHandle]:
+    """Makes state_dict() and load_state_dict() of the modules work in FP32, until the handles are removed."""
+    handles: list[RemovableHandle] = []
+    for module in held.modules:
+        if module._parameters or module._buffers:
+            handles += [
+                module.register_state_dict_post_hook(_Saves(held)),  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(_Loads(held)),  # type: ignore[no-untyped-call]
+            ]
+    return handles
+
+
+@dataclass(slots=True)
+class _Saves:
+    """A hook that makes state_dict() return FP32. A class, so that a copied model gets a hook with its own weights."""
+
+    held: HalfWeights
+    _from_public_api: bool = False  # set by PyTorch
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name, tensor, value in self.held.fp32_values(module):
+            if state.get(prefix + name, tensor) is not tensor:  # keep_vars asks for the tensors themselves
+                state[prefix + name] = value
+
+
+@dataclass(slots=True)
+class _Loads:
+    """A hook that gives the masters the loaded values before load_state_dict() rounds them."""
+
+    held: HalfWeights
+
+    def __call__(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+    ) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise PolicyApplyError(
+                "load_state_dict(assign=True) would replace the half weights of this policy: load without assign, or "
+                "before the policy is applied"
+            )
+        self.held.take_masters(module, state, prefix)
+
+
+def modules_kept(model: nn.Module, named: Collection[nn.Module], *, keep_batchnorm: bool) -> set[nn.Module]:
+    """Returns the named modules, all modules inside them, and BatchNorm if the policy says so."""
+    kept = {inner for module in named for inner in module.modules()}
+    if keep_batchnorm:  # as in Apex: a BatchNorm without weights has nothing to keep
+        kept |= {module for module in model.modules() if isinstance(module, _BatchNorm) and module.affine}
+    return kept
+
+
+def require_convertible(model: nn.Module, kept: Collection[nn.Module], *, masters: bool) -> None:
+    """Raises `PolicyApplyError` if the weights cannot be held in half as the policy asks."""
+    if masters and not CAN_DIFFER:
+        raise PolicyApplyError(
+            f"master_weights need gradients in FP32 for weights in half, which PyTorch has since 2.10; this is "
+            f"{torch.__version__}: use a newer one, or autocast fp16, which needs no master weights"
+        )
+    owners: dict[nn.Parameter, str] = {}
+    for path, module in model.named_modules():
+        if module in kept:
+            owners |= {p: path for p in module._parameters.values() if p is not None}
+    for path, module in model.named_modules():
+        tied = [] if module in kept else [p for p in module._parameters.values() if p is not None and p in owners]
+        if tied:
+            raise PolicyApplyError(
+                f"{owners[tied[0]]} stays in FP32 and shares a weight with {path or 'the model itself'}, whose "
+                "weights are to be in half: keep both in FP32 (fp32_modules), or untie them"
+            )
