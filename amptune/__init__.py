@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from amptune.runtime.tuned import Tuned as Tuned
     from amptune.search.deciding import Decision as Decision
     from amptune.search.tuning import tune as tune
-    from amptune.workload.protocol import Workload as Workload
+    from amptune.workload.workload import Workload as Workload
 
 __version__ = "0.1.0"
 
@@ -44,7 +44,7 @@ _HOME = {
     "PolicyMisuseWarning": "amptune.runtime.guard.misuse",
     "Profile": "amptune.policy.profile",
     "Tuned": "amptune.runtime.tuned",
-    "Workload": "amptune.workload.protocol",
+    "Workload": "amptune.workload.workload",
     "apply": "amptune.runtime.apply_policy",
     "load": "amptune.policy.file_io",
     "probe": "amptune.hardware.detect",

@@ -52,7 +52,7 @@ from amptune.runtime.tensor_tree import map_tensors
 from amptune.search.memory_model import MemoryModel
 from amptune.search.memory_runs import FixedPart
 from amptune.search.sizing import find_largest
-from amptune.workload.protocol import Workload
+from amptune.workload.workload import Workload
 from amptune.workload.zoo import workload as bundled
 
 WORKLOADS = ("resnet50", "densenet161", "bert_base", "deeplabv3plus")

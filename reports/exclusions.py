@@ -29,8 +29,8 @@ from amptune.measure.sensitivity import Half, Sensitivity
 from amptune.policy.settings import Policy
 from amptune.search.exclusions import ladder_by_time
 from amptune.search.ratios import ratio_of
-from amptune.workload.protocol import Workload
 from amptune.workload.targets import load_workload, parse_target
+from amptune.workload.workload import Workload
 
 WORKLOADS = (
     ("conv1", "contiguous"),

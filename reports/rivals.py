@@ -62,7 +62,7 @@ from amptune.workload.zoo import NAMES
 if TYPE_CHECKING:
     import torch
 
-    from amptune.workload.protocol import Workload
+    from amptune.workload.workload import Workload
 
 SCHEMA = "amptune.rivals/1"
 SEED = 1

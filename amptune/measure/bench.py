@@ -29,8 +29,8 @@ from amptune.runtime.apply_policy import apply
 from amptune.runtime.graphs.graphed_model import GraphedModel
 from amptune.runtime.tensor_tree import map_tensors, tensors_in
 from amptune.runtime.tuned import Tuned
-from amptune.workload.protocol import Workload
 from amptune.workload.user_errors import user_code
+from amptune.workload.workload import Workload
 
 __all__ = ["Bench", "bytes_of"]
 

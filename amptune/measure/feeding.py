@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from amptune.errors import TargetError
 from amptune.measure.stopwatch import Stopwatch, hold_device
 from amptune.runtime.tensor_tree import map_tensors
-from amptune.workload.protocol import Workload
 from amptune.workload.user_errors import user_code
+from amptune.workload.workload import Workload
 
 __all__ = ["Epochs", "Feed"]
 

@@ -11,8 +11,8 @@ import torch
 from amptune.errors import TargetError
 from amptune.measure.failing import NonFiniteError
 from amptune.runtime.tuned import Tuned
-from amptune.workload.protocol import Workload
 from amptune.workload.user_errors import user_code
+from amptune.workload.workload import Workload
 
 __all__ = ["Stepper"]
 

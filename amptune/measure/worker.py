@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from amptune.measure.sensitivity import Half, Sensitivity
     from amptune.measure.speed_profile import StepProfile
     from amptune.measure.trace import ModuleTrace
-    from amptune.workload.protocol import Workload
+    from amptune.workload.workload import Workload
 
 __all__ = [
     "Reply",

@@ -28,7 +28,7 @@ from amptune.search.judging import Judge
 from amptune.search.numeric_findings import sound_finding, where_fp32_breaks
 from amptune.search.repairing import Cure
 from amptune.search.request import source_of
-from amptune.workload.protocol import Workload
+from amptune.workload.workload import Workload
 
 __all__ = ["Diagnosis", "DtypeDiagnosis", "diagnose"]
 

@@ -16,8 +16,8 @@ from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.budget import Budget
 from amptune.search.candidates import Wanted
 from amptune.search.objective import THROUGHPUT, Objective
-from amptune.workload.protocol import Workload
 from amptune.workload.targets import parse_target
+from amptune.workload.workload import Workload
 
 __all__ = ["TuningRequest", "place_of", "source_of"]
 

@@ -34,7 +34,7 @@ from amptune.search.samples import keeping_samples
 from amptune.search.searching import search
 from amptune.search.study import Study
 from amptune.search.under_way import FINALISTS, TuningRun
-from amptune.workload.protocol import Workload
+from amptune.workload.workload import Workload
 
 __all__ = ["TuningInterrupted", "run_tuning", "tune", "tune_with"]
 

@@ -28,7 +28,7 @@ from amptune.search.gains import use_of
 from amptune.search.objective import THROUGHPUT, Objective
 from amptune.search.ratios import ENOUGH_LAUNCHES, Ratio, Round, ratio_between
 from amptune.search.request import source_of
-from amptune.workload.protocol import Workload
+from amptune.workload.workload import Workload
 
 __all__ = ["MARGIN", "Claim", "Verification", "claim_of", "verify", "verify_with"]
 

@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any
 
 from amptune.errors import TargetError
-from amptune.workload.protocol import Workload
 from amptune.workload.user_errors import user_code
+from amptune.workload.workload import Workload
 
 __all__ = ["Target", "load_workload", "parse_target", "source_digest"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name all of PyTorch's users give it
 
-from amptune.workload.protocol import Workload
+from amptune.workload.workload import Workload
 
 __all__ = ["HEALTHY"]
 

@@ -20,7 +20,7 @@ from amptune.runtime.apply_policy import apply
 from amptune.runtime.module_precision import has_forward
 from amptune.runtime.tensor_tree import map_tensors
 from amptune.runtime.tuned import Tuned
-from amptune.workload.protocol import Workload
+from amptune.workload.workload import Workload
 
 # Claims about planted faults, held by some hundred trainings; the gate that they are given to is tested elsewhere.
 pytestmark = pytest.mark.slow

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from amptune.errors import TargetError, UserCodeError
-from amptune.workload.protocol import Workload
 from amptune.workload.targets import load_workload, parse_target, source_digest
+from amptune.workload.workload import Workload
 
 WORKLOAD = """
 from torch import nn, optim, randn

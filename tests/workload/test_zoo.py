@@ -16,7 +16,7 @@ from amptune.errors import TargetError
 from amptune.workload import zoo
 
 if TYPE_CHECKING:
-    from amptune.workload.protocol import Workload
+    from amptune.workload.workload import Workload
 
 # Each at a size that one core steps through in about a second.
 SMALL: dict[str, dict[str, int]] = {

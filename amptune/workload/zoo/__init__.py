@@ -13,7 +13,7 @@ from amptune.errors import TargetError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from amptune.workload.protocol import Workload
+    from amptune.workload.workload import Workload
 
 __all__ = ["NAMES", "workload"]
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from amptune.workload.protocol import Workload
-from amptune.workload.zoo.attention import SelfAttention
-from amptune.workload.zoo.layers import named
+from amptune.workload.workload import Workload
+from amptune.workload.zoo.layers import SelfAttention, named
 from amptune.workload.zoo.recipes import adamw, in_memory
 
 __all__ = ["bert_base"]

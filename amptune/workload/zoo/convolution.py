@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from amptune.workload.protocol import Workload
+from amptune.workload.workload import Workload
 from amptune.workload.zoo.layers import named
 from amptune.workload.zoo.recipes import in_memory, sgd
 

@@ -15,7 +15,7 @@ from amptune.workload.zoo.layers import conv, he_normal, named
 from amptune.workload.zoo.recipes import classification
 
 if TYPE_CHECKING:
-    from amptune.workload.protocol import Workload
+    from amptune.workload.workload import Workload
 
 __all__ = ["densenet161"]
 

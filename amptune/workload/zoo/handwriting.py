@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from amptune.errors import TargetError
-from amptune.workload.protocol import Workload
+from amptune.workload.workload import Workload
 from amptune.workload.zoo.layers import conv_bn_relu, he_normal, named
 from amptune.workload.zoo.recipes import cross_entropy, sgd
 

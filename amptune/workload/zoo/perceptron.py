@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from amptune.workload.protocol import Workload
+from amptune.workload.workload import Workload
 from amptune.workload.zoo.layers import named
 from amptune.workload.zoo.recipes import in_memory, sgd
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
 from amptune.runtime.tensor_tree import map_tensors
-from amptune.workload.protocol import Workload
+from amptune.workload.workload import Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

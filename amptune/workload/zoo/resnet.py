@@ -1,6 +1,10 @@
 """ResNet (He et al., 2015, arXiv:1512.03385), in its v1.5 form: a bottleneck has its stride in the 3x3 convolution.
 
 The v1.5 form is that of Goyal et al., 2017 (arXiv:1706.02677).
+
+SE-ResNeXt-50 32x4d on CIFAR-10's image size: grouped convolutions, and a computed gate for each channel.
+
+Xie et al., 2016 (arXiv:1611.05431) and Hu et al., 2017 (arXiv:1709.01507).
 """
 
 from __future__ import annotations
@@ -16,9 +20,20 @@ from amptune.workload.zoo.layers import conv, conv_bn, he_normal, named
 from amptune.workload.zoo.recipes import classification
 
 if TYPE_CHECKING:
-    from amptune.workload.protocol import Workload
+    from amptune.workload.workload import Workload
 
-__all__ = ["Block", "Residual", "bottleneck", "bottleneck_body", "residual_network", "resnet18", "resnet50", "stages"]
+__all__ = [
+    "Block",
+    "Residual",
+    "bottleneck",
+    "bottleneck_body",
+    "residual_network",
+    "resnet18",
+    "resnet50",
+    "seresnext50",
+    "stages",
+]
+
 
 # block(inputs, width, *, stride=1, dilation=1)
 Block = Callable[..., "Residual"]
@@ -118,3 +133,33 @@ def residual_network(block: Block, depths: Sequence[int], *, features: int, clas
             fc=nn.Linear(features, classes),
         )
     )
+
+
+def seresnext50(*, classes: int = 10, side: int = 32, batch_size: int = 256) -> Workload:
+    model = partial(residual_network, _block, (3, 4, 6, 3), features=2048, classes=classes)
+    return classification(name="seresnext50", model=model, classes=classes, side=side, batch_size=batch_size)
+
+
+class SqueezeExcitation(nn.Module):
+    """A layer that scales each channel by a gate between 0 and 1, computed from the whole image."""
+
+    def __init__(self, channels: int, *, reduction: int = 16) -> None:
+        super().__init__()
+        self.gate = named(
+            pool=nn.AdaptiveAvgPool2d(1),
+            reduce=nn.Conv2d(channels, channels // reduction, 1),
+            relu=nn.ReLU(inplace=True),
+            expand=nn.Conv2d(channels // reduction, channels, 1),
+            sigmoid=nn.Sigmoid(),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate: Tensor = self.gate(x)
+        return x * gate
+
+
+def _block(inputs: int, width: int, *, stride: int = 1, dilation: int = 1) -> Residual:
+    outputs = 4 * width
+    body = bottleneck_body(inputs, 2 * width, outputs, stride=stride, dilation=dilation, groups=32)
+    body.add_module("se", SqueezeExcitation(outputs))
+    return Residual(body, inputs, outputs, stride=stride)
