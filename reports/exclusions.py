@@ -2,7 +2,7 @@
 
     python reports/exclusions.py --out reports/numerics/exclusions_h200
 
-For each workload and memory format, every module is timed by itself (`amptune.measure.sensing`); the first rungs of the
+For each workload and memory format, every module is timed by itself (`amptune.measure.modules.sensitivity_pass`); the first rungs of the
 ladder that follows from that are then timed against plain bf16 autocast, all in turn, round after round in one process.
 FP32 is TF32 where the GPU has it. Writes OUT.json with the samples, and prints a table. `--sensing` times the
 instrumented step alone, on a model of 1,000 modules too, and says what memory it takes.
@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from amptune.measure.bench import Bench
-from amptune.measure.inspecting import inspect_model
-from amptune.measure.outcome import Effort, Measurement
-from amptune.measure.sensing import sense
-from amptune.measure.sensitivity import Half, Sensitivity
+from amptune.measure.bench.bench import Bench
+from amptune.measure.modules.inspection import inspect_model
+from amptune.measure.modules.sensitivity_pass import sense
+from amptune.measure.results.module_numerics import Half, Sensitivity
+from amptune.measure.results.outcome import Effort, Measurement
 from amptune.policy.settings import Policy
 from amptune.search.exclusions import ladder_by_time
 from amptune.search.ratios import ratio_of

@@ -28,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "numer
 from faults import FAULTS, Fault  # found by the line above
 from healthy import HEALTHY  # and by it
 
-from amptune.measure.bench import Bench
-from amptune.measure.inspecting import inspect_model
-from amptune.measure.judging import judge, make_reference
-from amptune.measure.numerics import Parity, Reference
-from amptune.measure.trace import ModuleTrace
-from amptune.measure.tracing import trace_step
+from amptune.measure.bench.bench import Bench
+from amptune.measure.modules.inspection import inspect_model
+from amptune.measure.numerics.parity import judge, make_reference
+from amptune.measure.numerics.traces import trace_step
+from amptune.measure.results.module_numerics import ModuleTrace
+from amptune.measure.results.training_runs import Parity, Reference
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.budget import Budget
 from amptune.search.gate import judged

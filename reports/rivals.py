@@ -36,8 +36,8 @@ from oracle import EFFORT, Oracle, Row, compile_caches, machine_of, read, requir
 
 from amptune.errors import AmptuneError
 from amptune.measure.evaluator import WorkerEvaluator
-from amptune.measure.outcome import Measurement, Outcome
-from amptune.measure.worker import Source
+from amptune.measure.results.outcome import Measurement, Outcome
+from amptune.measure.workers.worker import Source
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.report.progress import progress_for
@@ -438,7 +438,7 @@ def timed(step: Callable[[], object], device: str) -> list[float]:
     """Its steps' times in ms, warm."""
     import torch
 
-    from amptune.measure.clock import clock_for
+    from amptune.measure.bench.clocks import clock_for
 
     clock = clock_for(torch.device(device))
     clock.time_steps(step, 10)

@@ -48,7 +48,7 @@ from simulated.landscape import (  # found by the line above
 )
 from simulated.recorded import RecordedEvaluator, recorded_ms
 
-from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
+from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.budget import Budget
 from amptune.search.candidates import candidates_for

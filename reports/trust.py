@@ -38,8 +38,8 @@ from typing import Any
 from compare import earlier_grid  # beside this program
 
 from amptune.measure.evaluator import WorkerEvaluator
-from amptune.measure.outcome import Measurement, Outcome
-from amptune.measure.worker import Source
+from amptune.measure.results.outcome import Measurement, Outcome
+from amptune.measure.workers.worker import Source
 from amptune.policy.file_io import load
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe

@@ -20,10 +20,10 @@ from simulated.recorded import RecordedEvaluator, recorded_ms
 from amptune.cli.entry import cli
 from amptune.cli.session import Session
 from amptune.measure.evaluator import Evaluator
-from amptune.measure.loop_timing import LoopTiming
-from amptune.measure.numerics import Parity
-from amptune.measure.outcome import Effort, Failure, Outcome
-from amptune.measure.speed_profile import OperationTime, StepProfile
+from amptune.measure.results.loop_timing import LoopTiming
+from amptune.measure.results.outcome import Effort, Failure, Outcome
+from amptune.measure.results.step_profile import OperationTime, StepProfile
+from amptune.measure.results.training_runs import Parity
 from amptune.policy.settings import Policy
 
 __all__ = ["WORKLOADS", "Done", "Machine", "budget_here", "process", "run", "start", "wait_for_trials"]

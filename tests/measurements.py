@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from amptune.measure.outcome import Measurement
+from amptune.measure.results.outcome import Measurement
 
 __all__ = ["took"]
 

@@ -28,7 +28,7 @@ import torch
 from measurements import took
 
 from amptune.errors import AmptuneError
-from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
+from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import STOCK, CompileMode, Policy
 from amptune.search.budget import Budget

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import amptune
-from amptune.measure.outcome import Measurement, outcome_from_dict
+from amptune.measure.results.outcome import Measurement, outcome_from_dict
 from amptune.policy.serialization import policy_from_dict
 from amptune.search.ratios import ratio_of
 

@@ -81,7 +81,7 @@ def test_the_check_of_imports_can_fail() -> None:
         ("optuna", {"search/storing.py"}),
         ("yaml", {"policy/yaml_text.py"}),
         ("pynvml", {"hardware/nvml.py"}),
-        ("pebble", {"measure/processes.py"}),
+        ("pebble", {"measure/workers/processes.py"}),
         (
             "click",
             {

@@ -30,7 +30,7 @@ class Session:
 
     def start_importing(self) -> None:
         """Starts importing the workers' modules in parallel with this process, unless `evaluator` is given."""
-        from amptune.measure.processes import start_importing
+        from amptune.measure.workers.processes import start_importing
 
         if self.evaluator is None:
             start_importing()

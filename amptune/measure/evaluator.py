@@ -9,16 +9,15 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from amptune.errors import NothingFeasibleError
-from amptune.measure import worker
-from amptune.measure.loop_timing import LoopTiming
-from amptune.measure.numerics import Parity, Reference
-from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
-from amptune.measure.processes import WorkerProcess, cores, stop_all, workers_that_fit
-from amptune.measure.sensitivity import Half, Sensitivity
-from amptune.measure.speed_profile import StepProfile
-from amptune.measure.subject import Prepared
-from amptune.measure.trace import ModuleTrace
-from amptune.measure.worker import Setting, Source
+from amptune.measure.results.loop_timing import LoopTiming
+from amptune.measure.results.module_numerics import Half, ModuleTrace, Sensitivity
+from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
+from amptune.measure.results.step_profile import StepProfile
+from amptune.measure.results.subject import Prepared
+from amptune.measure.results.training_runs import Parity, Reference
+from amptune.measure.workers import worker
+from amptune.measure.workers.processes import WorkerProcess, cores, stop_all, workers_that_fit
+from amptune.measure.workers.worker import Setting, Source
 from amptune.policy.settings import STOCK, Policy
 
 __all__ = ["Evaluator", "WorkerEvaluator"]

@@ -9,7 +9,7 @@ from html import escape
 from importlib.resources import files
 from itertools import chain, repeat
 
-from amptune.measure.outcome import Failure, Measurement
+from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy, amp_recipe
 from amptune.report.chart import Kind, Mark, scatter

@@ -9,7 +9,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.status import Status
 
-from amptune.measure.outcome import Failure, Measurement
+from amptune.measure.results.outcome import Failure, Measurement
 from amptune.search.events import (
     ComparisonStarted,
     Compiling,

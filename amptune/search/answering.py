@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from amptune.errors import ObjectiveError, StudyError
-from amptune.measure.outcome import Failure, Measurement
+from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.ablation import Ablated, ablated

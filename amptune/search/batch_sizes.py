@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from amptune.measure.outcome import Effort, Outcome
-from amptune.measure.subject import Prepared
+from amptune.measure.results.outcome import Effort, Outcome
+from amptune.measure.results.subject import Prepared
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.budget import Budget

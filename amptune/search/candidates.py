@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from amptune.errors import SpaceError
-from amptune.measure.subject import Prepared, Subject
+from amptune.measure.results.subject import Prepared, Subject
 from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
 from amptune.search.exclusions import Ladder, ladder_by_intensity

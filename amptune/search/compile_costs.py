@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from amptune.measure.outcome import Failure, Measurement, Outcome
+from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.findings import Finding
 from amptune.policy.settings import AUTOTUNED_MODES, Policy
 from amptune.search.trial import Trial

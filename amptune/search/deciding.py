@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from amptune.hardware.machine import Hardware
-from amptune.measure.noticing import noticed
-from amptune.measure.subject import Prepared, Subject
+from amptune.measure.bench.readings import noticed
+from amptune.measure.results.subject import Prepared, Subject
 from amptune.policy.findings import Finding
 from amptune.policy.policy_file import Evidence, PolicyFile
 from amptune.policy.settings import Policy

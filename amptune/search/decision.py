@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
-from amptune.measure.outcome import Failure, Measurement
+from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.gains import gain_in_words, goal_of

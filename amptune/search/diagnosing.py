@@ -11,12 +11,12 @@ from typing import Literal
 
 from amptune.errors import NothingFeasibleError
 from amptune.hardware.machine import Hardware
+from amptune.measure.breakdown.slow_findings import speed_findings
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
-from amptune.measure.loop_timing import limits_of
-from amptune.measure.outcome import Effort, Failure
-from amptune.measure.slowness import speed_findings
-from amptune.measure.speed_profile import StepProfile
-from amptune.measure.subject import Prepared, Subject
+from amptune.measure.results.loop_timing import limits_of
+from amptune.measure.results.outcome import Effort, Failure
+from amptune.measure.results.step_profile import StepProfile
+from amptune.measure.results.subject import Prepared, Subject
 from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.budget import Budget

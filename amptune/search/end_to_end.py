@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from amptune.errors import StudyError
-from amptune.measure.loop_timing import LoopTiming, compare_with_loop
-from amptune.measure.outcome import Failure
+from amptune.measure.results.loop_timing import LoopTiming, compare_with_loop
+from amptune.measure.results.outcome import Failure
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.budget import Budget

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from amptune.measure.outcome import Outcome
-from amptune.measure.subject import Prepared
+from amptune.measure.results.outcome import Outcome
+from amptune.measure.results.subject import Prepared
 from amptune.policy.settings import Policy
 from amptune.search.gate import Judgement
 from amptune.search.objective import THROUGHPUT, Objective

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
-from amptune.measure.outcome import Measurement, Outcome
-from amptune.measure.subject import Prepared
+from amptune.measure.results.outcome import Measurement, Outcome
+from amptune.measure.results.subject import Prepared
 from amptune.policy.policy_file import Evidence
 from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import Policy

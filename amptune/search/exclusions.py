@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from amptune.measure.sensitivity import Half, Sensitivity
-from amptune.measure.subject import Leaf, Subject
+from amptune.measure.results.module_numerics import Half, Sensitivity
+from amptune.measure.results.subject import Leaf, Subject
 from amptune.policy.settings import Fp32Rule, HalfRule, Reason
 from amptune.search.pricing import Price, savings_in_order
 from amptune.search.rules import covered_by, general_rules

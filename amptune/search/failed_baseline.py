@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from amptune.errors import NothingFeasibleError, TargetError, UserCodeError
-from amptune.measure.outcome import Failure
+from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import Policy
 
 __all__ = ["error_of_baseline"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from amptune.measure.evaluator import Evaluator
-from amptune.measure.outcome import ENERGY_S, Effort, Failure, Measurement, Outcome
+from amptune.measure.results.outcome import ENERGY_S, Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import Policy
 from amptune.search.budget import Budget
 from amptune.search.decision import settled

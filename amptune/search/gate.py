@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from amptune.measure.numerics import ModuleParity, Parity
+from amptune.measure.results.training_runs import ModuleParity, Parity
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 
-from amptune.measure.outcome import Failure, Measurement
+from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import CompileMode, Fp32Math, MemoryFormat, Policy
 from amptune.search.compile_costs import expected_compile_s
 from amptune.search.study import Study

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from amptune.measure.subject import Subject
+from amptune.measure.results.subject import Subject
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Fp32Rule, Policy
 from amptune.search.gate import Judgement

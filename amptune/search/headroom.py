@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from amptune.measure.outcome import Effort, Measurement
-from amptune.measure.subject import Prepared
+from amptune.measure.results.outcome import Effort, Measurement
+from amptune.measure.results.subject import Prepared
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.batch_sizes import Runner, sizer_for

@@ -9,9 +9,9 @@ from typing import Protocol, TypeVar
 
 from amptune.errors import StudyError
 from amptune.measure.evaluator import Evaluator
-from amptune.measure.numerics import Parity
-from amptune.measure.outcome import Failure
-from amptune.measure.trace import ModuleTrace
+from amptune.measure.results.module_numerics import ModuleTrace
+from amptune.measure.results.outcome import Failure
+from amptune.measure.results.training_runs import Parity
 from amptune.policy.settings import Fp32Math, Policy
 from amptune.search.budget import Budget
 from amptune.search.events import Observer, PolicyJudged

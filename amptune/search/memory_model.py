@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from amptune.measure.outcome import Outcome
+from amptune.measure.results.outcome import Outcome
 from amptune.policy.settings import CompileMode, MemoryFormat, Policy, Weights
 from amptune.search.memory_fit import Fit, fit_of
 from amptune.search.memory_runs import FixedPart, Line, Observation, line_through, observation_of

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from amptune.measure.outcome import Measurement, Outcome
+from amptune.measure.results.outcome import Measurement, Outcome
 
 __all__ = ["FixedPart", "Line", "Observation", "line_through", "observation_of"]
 

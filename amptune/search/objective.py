@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from amptune.errors import ObjectiveError
-from amptune.measure.outcome import Effort, Measurement, Outcome
+from amptune.measure.results.outcome import Effort, Measurement, Outcome
 
 __all__ = ["OBJECTIVES", "SPEED_SLACK", "THROUGHPUT", "Objective", "ObjectiveName", "Yardstick", "objective_of"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from amptune.measure.outcome import Measurement
+from amptune.measure.results.outcome import Measurement
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import Policy
 from amptune.search.objective import Objective

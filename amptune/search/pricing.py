@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from amptune.measure.sensitivity import Half, ModuleSensitivity, Sensitivity
+from amptune.measure.results.module_numerics import Half, ModuleSensitivity, Sensitivity
 
 __all__ = ["Price", "Saving", "savings_in_order"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from amptune.measure.outcome import Failure, Outcome
+from amptune.measure.results.outcome import Failure, Outcome
 from amptune.policy.settings import Policy
 from amptune.search.decision import Verdict, is_worth_a_change, verdict_of
 from amptune.search.finals import ROUNDS_PER_LAUNCH

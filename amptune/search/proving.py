@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from amptune.measure.evaluator import Evaluator
-from amptune.measure.outcome import Failure
+from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import Policy
 from amptune.search.ablation import variants_of
 from amptune.search.budget import Budget

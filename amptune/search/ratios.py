@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from amptune.measure.outcome import Measurement, Outcome
+from amptune.measure.results.outcome import Measurement, Outcome
 from amptune.policy.settings import Policy
 from amptune.search.objective import SPEED_SLACK, THROUGHPUT, Objective
 

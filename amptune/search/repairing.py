@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from amptune.measure.outcome import Failure
-from amptune.measure.subject import Subject
-from amptune.measure.trace import ModuleTrace, suspects
+from amptune.measure.results.module_numerics import ModuleTrace, suspects
+from amptune.measure.results.outcome import Failure
+from amptune.measure.results.subject import Subject
 from amptune.policy.settings import Fp32Rule, Policy, Reason
 from amptune.search.culprits import smallest_cure
 from amptune.search.judging import Judge, OutOfTimeError

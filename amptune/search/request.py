@@ -11,7 +11,7 @@ from uuid import uuid4
 import cloudpickle
 
 from amptune.errors import TargetError
-from amptune.measure.worker import Source
+from amptune.measure.workers.worker import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.budget import Budget
 from amptune.search.candidates import Wanted

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import cache
 from typing import NamedTuple
 
-from amptune.measure.subject import Module
+from amptune.measure.results.subject import Module
 from amptune.policy.settings import Fp32Rule
 from amptune.runtime.module_precision import matcher_of
 

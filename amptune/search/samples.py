@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from amptune.measure.outcome import Outcome, outcome_from_dict, outcome_to_dict
+from amptune.measure.results.outcome import Outcome, outcome_from_dict, outcome_to_dict
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import Policy
 from amptune.search.events import ComparisonStarted, ContenderMeasured, Event, Observer, Stage

@@ -10,7 +10,7 @@ from statistics import median
 
 from amptune.errors import StudyError
 from amptune.measure.evaluator import Evaluator
-from amptune.measure.outcome import ENERGY_S, Effort, Failure, Measurement, Outcome
+from amptune.measure.results.outcome import ENERGY_S, Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import AUTOTUNED_MODES, Policy
 from amptune.search.budget import Budget
 from amptune.search.compile_costs import cold_s, expected_compile_s

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from amptune.measure.evaluator import Evaluator
-from amptune.measure.outcome import Failure
-from amptune.measure.sensitivity import Sensitivity
-from amptune.measure.subject import Prepared
+from amptune.measure.results.module_numerics import Sensitivity
+from amptune.measure.results.outcome import Failure
+from amptune.measure.results.subject import Prepared
 from amptune.policy.serialization import adapter_for
 from amptune.policy.settings import Fp32Math, Policy
 from amptune.search.budget import Budget

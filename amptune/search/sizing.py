@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from amptune.measure.outcome import Failure, Measurement, Outcome
+from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.budget import Clock
 from amptune.search.memory_model import MemoryModel, arm_of

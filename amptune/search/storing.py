@@ -17,7 +17,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from amptune.errors import StudyError
-from amptune.measure.outcome import Failure, outcome_from_dict, outcome_to_dict
+from amptune.measure.results.outcome import Failure, outcome_from_dict, outcome_to_dict
 from amptune.policy.serialization import in_one_line, policy_from_dict, policy_to_dict
 from amptune.policy.settings import Policy
 from amptune.search.remembered import Choice, Judged, StudyRecord, TuningRecord, without_password

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from amptune.errors import StudyError
-from amptune.measure.outcome import Failure, Measurement, Outcome
+from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.settings import Policy
 from amptune.search.ablation import variants_of
 from amptune.search.events import Event, Observer, PolicyJudged

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from amptune.measure.outcome import Measurement, Outcome
+from amptune.measure.results.outcome import Measurement, Outcome
 from amptune.policy.settings import Policy
 from amptune.search.objective import Objective
 

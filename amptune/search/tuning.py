@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from amptune.errors import DeviceError, NothingFeasibleError, ObjectiveError, SpaceError, StudyError, TargetError
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
-from amptune.measure.outcome import Failure
+from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.answering import choice_of
 from amptune.search.budget import Budget

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from amptune.measure.evaluator import Evaluator
-from amptune.measure.subject import Prepared
+from amptune.measure.results.subject import Prepared
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.batch_sizes import NO_SIZES, BatchSizes, batch_sizes_for

@@ -12,9 +12,9 @@ from typing import Any
 from amptune.errors import ClaimError, NothingFeasibleError, ObjectiveError
 from amptune.hardware.detect import probe
 from amptune.hardware.machine import Hardware
+from amptune.measure.bench.readings import noticed
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
-from amptune.measure.noticing import noticed
-from amptune.measure.subject import Prepared
+from amptune.measure.results.subject import Prepared
 from amptune.policy.findings import Finding
 from amptune.policy.hardware_match import require_valid
 from amptune.policy.policy_file import PolicyFile

@@ -16,8 +16,8 @@ from amptune.cli.entry import cli
 from amptune.cli.tune import _baseline
 from amptune.errors import FileFormatError
 from amptune.hardware.detect import probe
-from amptune.measure.outcome import Failure
-from amptune.measure.subject import Prepared
+from amptune.measure.results.outcome import Failure
+from amptune.measure.results.subject import Prepared
 from amptune.policy.file_io import load
 from amptune.policy.settings import Policy
 
@@ -336,7 +336,7 @@ def test_what_was_tuned_is_verified(folder: Path) -> None:
 def test_a_claim_made_on_other_hardware_exits_with_4_before_anything_is_built(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("amptune.measure.processes.start_importing", lambda: None)
+    monkeypatch.setattr("amptune.measure.workers.processes.start_importing", lambda: None)
     monkeypatch.setattr("amptune.search.verifying.WorkerEvaluator", None)
     claiming(folder, 2.0, labels='{nvidia.com/gpu.product: "NVIDIA-Nothing"}')
     done = run("verify", "policy.yaml", "train.py:endless", folder=folder)

@@ -12,7 +12,7 @@ from commands import WORKLOADS, Machine, run
 from in_this_process import measuring_here
 from simulated.recorded import recorded_ms
 
-from amptune.measure.subject import Prepared
+from amptune.measure.results.subject import Prepared
 from amptune.policy.settings import Policy
 
 BASE = ["tune", "train.py:small", "--budget", "200s"]

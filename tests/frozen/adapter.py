@@ -16,14 +16,13 @@ from amptune.cli.entry import cli
 from amptune.cli.session import Session
 from amptune.errors import AmptuneError
 from amptune.hardware.machine import Cpu, Gpu, Hardware, Software
-from amptune.measure.loop_timing import LoopTiming
-from amptune.measure.numerics import Parity
-from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
-from amptune.measure.sensitivity import Half, Sensitivity
-from amptune.measure.speed_profile import StepProfile
-from amptune.measure.subject import Leaf, Module, Prepared, Subject
-from amptune.measure.trace import ModuleTrace, Reach
-from amptune.measure.worker import Source
+from amptune.measure.results.loop_timing import LoopTiming
+from amptune.measure.results.module_numerics import Half, ModuleTrace, Reach, Sensitivity
+from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
+from amptune.measure.results.step_profile import StepProfile
+from amptune.measure.results.subject import Leaf, Module, Prepared, Subject
+from amptune.measure.results.training_runs import Parity
+from amptune.measure.workers.worker import Source
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
 from amptune.search.budget import Budget
 from amptune.search.candidates import Candidates, GlobalBatch, Wanted, candidates_for
@@ -97,7 +96,11 @@ def command(*arguments: str, evaluator: Any = None, clock: Callable[[], float] =
     """Runs `amptune` with these arguments in this process; an `evaluator` stands for the machine, by its own clock."""
     stdout, stderr, code = StringIO(), StringIO(), None
     session = Session(started=clock(), clock=clock, evaluator=evaluator)
-    with redirect_stdout(stdout), redirect_stderr(stderr), mock.patch("amptune.measure.processes.start_importing"):
+    with (
+        redirect_stdout(stdout),
+        redirect_stderr(stderr),
+        mock.patch("amptune.measure.workers.processes.start_importing"),
+    ):
         try:
             cli.main(arguments, prog_name="amptune", obj=session)
         except SystemExit as ended:

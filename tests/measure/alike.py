@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from amptune.measure.bench import LEAST_FIRST_STEPS
-from amptune.measure.outcome import Measurement
+from amptune.measure.bench.bench import LEAST_FIRST_STEPS
+from amptune.measure.results.outcome import Measurement
 
 
 def trained_alike(first: Measurement, second: Measurement) -> bool:

@@ -13,10 +13,10 @@ from functools import cache
 from pathlib import Path
 
 from amptune.hardware.machine import Cpu, Gpu, Hardware, Software
-from amptune.measure.distilling import distil
-from amptune.measure.slowness import speed_findings
-from amptune.measure.speed_profile import StepProfile
-from amptune.measure.step_trace import Kernel, Op, StepTrace
+from amptune.measure.breakdown.figures import distil
+from amptune.measure.breakdown.slow_findings import speed_findings
+from amptune.measure.breakdown.step_trace import Kernel, Op, StepTrace
+from amptune.measure.results.step_profile import StepProfile
 from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from amptune import Policy, Workload
 from amptune.errors import TargetError
-from amptune.measure.bench import Bench
-from amptune.measure.inspecting import inspect_model
-from amptune.measure.outcome import Effort, Failure, Measurement
+from amptune.measure.bench.bench import Bench
+from amptune.measure.modules.inspection import inspect_model
+from amptune.measure.results.outcome import Effort, Failure, Measurement
 from amptune.policy.settings import STOCK, amp_recipe
 from amptune.runtime.scaler import PolicyScaler
 

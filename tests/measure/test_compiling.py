@@ -17,9 +17,9 @@ from test_bench import CPU, QUICK, measured, workload_of
 from torch import nn
 
 from amptune import Policy
-from amptune.measure import bench as bench_module
-from amptune.measure.bench import Bench
-from amptune.measure.outcome import Effort, Failure
+from amptune.measure.bench import bench as bench_module
+from amptune.measure.bench.bench import Bench
+from amptune.measure.results.outcome import Effort, Failure
 from amptune.policy.settings import STOCK
 
 # PyTorch's own, when its compiler is imported.
@@ -150,8 +150,8 @@ def test_a_trial_above_the_memory_allowed_is_out_of_memory() -> None:
 
 
 def test_large_batches_are_held_twice_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("amptune.measure.bench.LARGE_BYTES", 1000)
-    monkeypatch.setattr("amptune.measure.bench.KEPT_BYTES", 1500)
+    monkeypatch.setattr("amptune.measure.bench.bench.LARGE_BYTES", 1000)
+    monkeypatch.setattr("amptune.measure.bench.bench.KEPT_BYTES", 1500)
     bench = Bench(workload_of(nn.Linear(8, 8)), CPU)
     assert len(bench.batches(4)) == 3
     assert len(bench.batches(64)) == 2

@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from amptune import Policy, Workload
 from amptune.errors import TargetError, UserCodeError
-from amptune.measure.bench import Bench
-from amptune.measure.failing import NonFiniteError, TooSlowError
-from amptune.measure.judging import judge, make_reference
-from amptune.measure.numerics import Parity, Reference
-from amptune.measure.training import Training
+from amptune.measure.bench.bench import Bench
+from amptune.measure.bench.failures import NonFiniteError, TooSlowError
+from amptune.measure.numerics.parity import judge, make_reference
+from amptune.measure.numerics.short_training import Training
+from amptune.measure.results.training_runs import Parity, Reference
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, amp_recipe
 from amptune.runtime.tuned import Tuned
 

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from amptune import Policy, Workload
 from amptune.errors import TargetError, UserCodeError
 from amptune.measure import feeding, looping, stopwatch
-from amptune.measure.bench import Bench
-from amptune.measure.feeding import Epochs
-from amptune.measure.loop_timing import LoopTiming, compare_with_loop
-from amptune.measure.looping import run_loop
-from amptune.measure.outcome import Effort, Measurement
+from amptune.measure.bench.bench import Bench
+from amptune.measure.loop.feed import Epochs
+from amptune.measure.loop.own_loop import run_loop
+from amptune.measure.results.loop_timing import LoopTiming, compare_with_loop
+from amptune.measure.results.outcome import Effort, Measurement
 from amptune.policy.settings import STOCK, amp_recipe
 
 CPU = torch.device("cpu")

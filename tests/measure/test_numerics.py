@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from amptune.measure.comparing import compare
-from amptune.measure.numerics import Gradients, LossCurve, Parity, Reference, Run, Thoroughness
-from amptune.measure.sketching import MOST_COLUMNS, Sketcher
+from amptune.measure.numerics.parity import compare
+from amptune.measure.numerics.sketches import MOST_COLUMNS, Sketcher
+from amptune.measure.results.training_runs import Gradients, LossCurve, Parity, Reference, Run, Thoroughness
 from amptune.policy.settings import STOCK
 
 each_size = pytest.mark.parametrize("shape", [(1,), (7, 5), (100, 90), (3000, 64), (1024, 1024)], ids=str)

@@ -12,10 +12,10 @@ import asking
 import pytest
 
 from amptune.measure.evaluator import WorkerEvaluator
-from amptune.measure.loop_timing import LoopTiming
-from amptune.measure.processes import WorkerProcess, stop_all
-from amptune.measure.subject import Prepared
-from amptune.measure.worker import Setting, Source, prepare
+from amptune.measure.results.loop_timing import LoopTiming
+from amptune.measure.results.subject import Prepared
+from amptune.measure.workers.processes import WorkerProcess, stop_all
+from amptune.measure.workers.worker import Setting, Source, prepare
 from amptune.policy.settings import STOCK
 
 LIMIT_S = 240.0  # a minute on a slow and busy machine is nothing; the whole test has 300 s

@@ -12,12 +12,12 @@ from test_bench import workload_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from amptune.measure.bench import Bench
-from amptune.measure.distilling import distil
-from amptune.measure.kernel_names import kind_of_kernel
-from amptune.measure.profiling import profile_step
-from amptune.measure.speed_profile import StepProfile
-from amptune.measure.step_trace import MODULE_RANGE, STEP_RANGE, Kernel, Op, StepTrace, read_trace
+from amptune.measure.bench.bench import Bench
+from amptune.measure.breakdown.figures import distil
+from amptune.measure.breakdown.operation_kinds import kind_of_kernel
+from amptune.measure.breakdown.profiler import profile_step
+from amptune.measure.breakdown.step_trace import MODULE_RANGE, STEP_RANGE, Kernel, Op, StepTrace, read_trace
+from amptune.measure.results.step_profile import StepProfile
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 
 CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ def test_profiling_leaves_the_model_as_it_was() -> None:
 
 
 def test_steps_with_too_many_events_are_cut_short_and_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("amptune.measure.profiling.MAX_EVENTS", 10)
+    monkeypatch.setattr("amptune.measure.breakdown.profiler.MAX_EVENTS", 10)
     profile = profiled(classifier(), STOCK, steps=3, shape=(64,))
     assert (profile.steps, profile.cut_short) == (1, True)
 

@@ -13,9 +13,8 @@ import pytest
 from scripted import HW_THERMAL, IDLE, POWER_CAP, ScriptedMemory, ScriptedNvml
 
 from amptune.hardware.nvml import NvmlGpu
-from amptune.measure.noticing import noticed
-from amptune.measure.outcome import Failure, Measurement, Outcome
-from amptune.measure.readings import CLOCK_CODES, Instruments, Readings, contamination, with_busy_clocks
+from amptune.measure.bench.readings import CLOCK_CODES, Instruments, Readings, contamination, noticed, with_busy_clocks
+from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.findings import Finding
 
 CLEAN = Readings(clock_event_reasons=0, sm_clock_mhz=1980, temperature_c=40, energy_j=1.0, foreign_processes=())

@@ -13,12 +13,12 @@ from scripted import HW_THERMAL, POWER_CAP, SW_THERMAL, ScriptedClock, ScriptedM
 from test_bench import CPU, workload_of
 from torch import nn
 
-from amptune.measure import bench as bench_module
-from amptune.measure.bench import Bench
-from amptune.measure.clock import CpuClock, CudaClock
-from amptune.measure.outcome import Effort, Measurement, outcome_from_dict, outcome_to_dict
-from amptune.measure.readings import Instruments
-from amptune.measure.sampling import MAX_REPEATS, Sample, Sampler, is_steady, median_half_width
+from amptune.measure.bench import bench as bench_module
+from amptune.measure.bench.bench import Bench
+from amptune.measure.bench.clocks import CpuClock, CudaClock
+from amptune.measure.bench.readings import Instruments
+from amptune.measure.bench.timed_block import MAX_REPEATS, Sample, Sampler, is_steady, median_half_width
+from amptune.measure.results.outcome import Effort, Measurement, outcome_from_dict, outcome_to_dict
 from amptune.policy.settings import STOCK
 
 EFFORT = Effort(warmup_s=5.0, measure_s=0.5, precision=0.02, min_steps=5, max_steps=200, time_limit_s=1000.0)

@@ -9,8 +9,8 @@ import pytest
 from recorded_steps import HOPPER, machine
 
 from amptune.hardware.machine import Gpu
-from amptune.measure.slowness import speed_findings
-from amptune.measure.speed_profile import (
+from amptune.measure.breakdown.slow_findings import speed_findings
+from amptune.measure.results.step_profile import (
     CastTime,
     GroupedConvolution,
     LayoutTime,

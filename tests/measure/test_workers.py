@@ -13,9 +13,9 @@ from alike import trained_alike
 
 from amptune.errors import TargetError, UserCodeError
 from amptune.measure.evaluator import WorkerEvaluator
-from amptune.measure.loop_timing import LoopTiming
-from amptune.measure.outcome import Effort, Failure, Measurement
-from amptune.measure.worker import Source
+from amptune.measure.results.loop_timing import LoopTiming
+from amptune.measure.results.outcome import Effort, Failure, Measurement
+from amptune.measure.workers.worker import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 
 # Of all that must succeed, on a slow and busy machine too; a whole test has 300 s.

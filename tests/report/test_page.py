@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 from measurements import took
 
-from amptune.measure.outcome import Failure, Measurement
+from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.report.chart import Mark, axis_for, scatter
 from amptune.report.page import page_of

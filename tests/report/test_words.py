@@ -10,7 +10,7 @@ import pytest
 
 from amptune.errors import ClaimError, FileFormatError
 from amptune.hardware.detect import probe
-from amptune.measure.outcome import Failure, Measurement
+from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.file_io import load
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, Reason, amp_recipe

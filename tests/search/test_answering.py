@@ -12,8 +12,8 @@ from test_objective import BF16, ENERGY, FP16, MEMORY, peak_mib, recording, spee
 from test_tuning import request_in
 
 from amptune.errors import NothingFeasibleError, ObjectiveError, StudyError
-from amptune.measure.numerics import Parity
-from amptune.measure.outcome import Failure
+from amptune.measure.results.outcome import Failure
+from amptune.measure.results.training_runs import Parity
 from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.answering import Answer, answer_of, choice_of, command_of, findings_of

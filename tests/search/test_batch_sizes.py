@@ -14,8 +14,8 @@ from simulated.recorded import FIXED_MIB, MEMORY_MIB, SAMPLE_MIB, RecordedEvalua
 from test_tuning import request_in
 
 from amptune.errors import SpaceError
-from amptune.measure.outcome import Effort, Failure, Outcome
-from amptune.measure.subject import Prepared
+from amptune.measure.results.outcome import Effort, Failure, Outcome
+from amptune.measure.results.subject import Prepared
 from amptune.policy.settings import Policy
 from amptune.search.budget import Budget
 from amptune.search.candidates import GlobalBatch, Wanted, candidates_for

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from measurements import took
 
-from amptune.measure.outcome import Failure, Outcome
+from amptune.measure.results.outcome import Failure, Outcome
 from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.compile_costs import cold_s, compile_findings, expected_compile_s

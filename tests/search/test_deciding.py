@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from measurements import took
 
-from amptune.measure.outcome import Measurement, Outcome
+from amptune.measure.results.outcome import Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.deciding import _verdict_of_looks, _verdict_of_trials
 from amptune.search.decision import Verdict

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 from measurements import took
 
-from amptune.measure.outcome import Failure, Measurement
+from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
 from amptune.search.decision import Verdict, departure_count, settled, standings_of, verdict_of
 from amptune.search.ratios import Round

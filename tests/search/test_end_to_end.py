@@ -9,8 +9,8 @@ import pytest
 from simulated.recorded import RecordedEvaluator
 from test_tuning import tuned_on
 
-from amptune.measure.loop_timing import LoopTiming
-from amptune.measure.outcome import Failure
+from amptune.measure.results.loop_timing import LoopTiming
+from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import Policy
 from amptune.search.budget import Budget
 from amptune.search.deciding import Decision

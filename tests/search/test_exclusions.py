@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from simulated.recorded import BODY, HEAD, NORM, STEM, RecordedEvaluator
 
-from amptune.measure.subject import Leaf, Subject
+from amptune.measure.results.subject import Leaf, Subject
 from amptune.policy.settings import Fp32Rule
 from amptune.search.exclusions import groups_by_intensity, ladder_by_intensity
 

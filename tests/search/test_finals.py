@@ -8,7 +8,7 @@ import pytest
 from simulated.landscape import NO_TROUBLE, SimulatedClock, SyntheticEvaluator, landscape_of
 from simulated.recorded import RecordedEvaluator
 
-from amptune.measure.outcome import Failure, Outcome
+from amptune.measure.results.outcome import Failure, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.budget import Budget
 from amptune.search.finals import FAR_BEHIND_LOOKS, MAX_LAUNCHES, ROUNDS_PER_LAUNCH, Comparison

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from amptune.measure.numerics import BufferParity, ModuleParity, Parity
-from amptune.measure.outcome import Failure
+from amptune.measure.results.outcome import Failure
+from amptune.measure.results.training_runs import BufferParity, ModuleParity, Parity
 from amptune.policy.settings import amp_recipe
 from amptune.search.gate import ILL_CONDITIONED, judged
 

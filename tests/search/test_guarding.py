@@ -12,10 +12,10 @@ from simulated.landscape import SimulatedClock
 from simulated.recorded import RecordedEvaluator, recorded_ms
 from test_tuning import request_in, tuned_on
 
-from amptune.measure.numerics import ModuleParity, Parity
-from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
-from amptune.measure.subject import Module, Prepared
-from amptune.measure.trace import ModuleTrace, Reach
+from amptune.measure.results.module_numerics import ModuleTrace, Reach
+from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
+from amptune.measure.results.subject import Module, Prepared
+from amptune.measure.results.training_runs import ModuleParity, Parity
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, Reason, amp_recipe
 from amptune.search.ablation import variants_of
 from amptune.search.budget import Budget

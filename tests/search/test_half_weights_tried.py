@@ -14,9 +14,9 @@ from torch import nn
 
 from amptune import Workload
 from amptune.errors import SpaceError
-from amptune.measure.numerics import Parity
-from amptune.measure.outcome import Failure, Measurement
-from amptune.measure.trace import ModuleTrace, Reach
+from amptune.measure.results.module_numerics import ModuleTrace, Reach
+from amptune.measure.results.outcome import Failure, Measurement
+from amptune.measure.results.training_runs import Parity
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, Reason, amp_recipe
 from amptune.search.ablation import variants_of
 from amptune.search.candidates import Candidates, Wanted, candidates_for

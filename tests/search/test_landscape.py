@@ -23,7 +23,7 @@ from simulated.landscape import (
     replay,
 )
 
-from amptune.measure.outcome import Effort, Failure, Measurement
+from amptune.measure.results.outcome import Effort, Failure, Measurement
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
 
 BF16 = amp_recipe("bf16", memory_format="channels_last")

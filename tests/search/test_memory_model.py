@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from measurements import took
 
-from amptune.measure.outcome import Failure, Measurement, Outcome
+from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Fp32Math, Policy, amp_recipe
 from amptune.search.memory_fit import Fit
 from amptune.search.memory_model import Arm, MemoryModel, arm_of

@@ -13,7 +13,7 @@ from simulated.recorded import RecordedEvaluator
 from test_tuning import request_in
 
 from amptune.errors import ObjectiveError
-from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
+from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.ablation import ablated
 from amptune.search.budget import Budget

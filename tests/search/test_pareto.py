@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_objective import measured
 
-from amptune.measure.outcome import Failure
+from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.objective import THROUGHPUT, Objective
 from amptune.search.pareto import Point, best_point, front_of, points_of, spread_along

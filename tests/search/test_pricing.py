@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from amptune.measure.sensitivity import InHalf, ModuleSensitivity, Sensitivity, Stream
-from amptune.measure.subject import Module, Subject
+from amptune.measure.results.module_numerics import InHalf, ModuleSensitivity, Sensitivity, Stream
+from amptune.measure.results.subject import Module, Subject
 from amptune.policy.serialization import adapter_for
 from amptune.search.exclusions import ladder_by_time
 from amptune.search.pricing import Price, savings_in_order
@@ -18,7 +18,7 @@ from amptune.search.pricing import Price, savings_in_order
 
 @cache
 def recorded(workload: str) -> Sensitivity:
-    """As `amptune.measure.sensing` gave it on an H200, torch 2.11, FP32 in TF32, contiguous."""
+    """As `amptune.measure.modules.sensitivity_pass` gave it on an H200, torch 2.11, FP32 in TF32, contiguous."""
     content = json.loads((Path(__file__).parent / "h200_sensitivity.json").read_text())
     found: Sensitivity = adapter_for(Sensitivity).validate_python(content[workload])
     return found

@@ -10,7 +10,7 @@ import pytest
 from simulated.recorded import RecordedEvaluator, recorded_ms
 from test_tuning import request_in
 
-from amptune.measure.outcome import Failure
+from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.candidates import Wanted, candidates_for
 from amptune.search.deciding import Decision

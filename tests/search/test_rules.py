@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from amptune.measure.subject import Module
+from amptune.measure.results.subject import Module
 from amptune.policy.settings import Fp32Rule
 from amptune.runtime.module_precision import has_forward, select
 from amptune.search.rules import general_rules

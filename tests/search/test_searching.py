@@ -16,7 +16,7 @@ from simulated.landscape import SimulatedClock
 from simulated.recorded import RecordedEvaluator, recorded_ms
 from test_tuning import request_in
 
-from amptune.measure.outcome import Effort, Failure, Measurement, Outcome
+from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.budget import Budget
 from amptune.search.candidates import Wanted, candidates_for

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from measurements import took
 
-from amptune.measure.outcome import Failure, FailureKind, Measurement, Outcome
+from amptune.measure.results.outcome import Failure, FailureKind, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.memory_model import MemoryModel
 from amptune.search.memory_runs import FixedPart

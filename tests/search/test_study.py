@@ -13,7 +13,7 @@ from optuna.storages import InMemoryStorage
 from simulated.recorded import RecordedEvaluator, recorded_ms
 from test_tuning import OOM, request_in
 
-from amptune.measure.outcome import Effort, Failure, Outcome
+from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
 from amptune.search.candidates import Candidates, Wanted, candidates_for
 from amptune.search.events import Event, SearchEnded, TrialEnded

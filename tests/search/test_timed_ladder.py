@@ -13,9 +13,9 @@ from test_guarding import Faulty
 from test_pricing import recorded
 from test_tuning import request_in, tuned_on
 
-from amptune.measure.outcome import Failure
-from amptune.measure.sensitivity import Half, Sensitivity
-from amptune.measure.subject import Module, Prepared
+from amptune.measure.results.module_numerics import Half, Sensitivity
+from amptune.measure.results.outcome import Failure
+from amptune.measure.results.subject import Module, Prepared
 from amptune.policy.settings import STOCK, HalfRule, Policy, amp_recipe
 from amptune.search.budget import Budget
 from amptune.search.candidates import Wanted, candidates_for

@@ -12,8 +12,8 @@ from simulated.landscape import SimulatedClock
 from simulated.recorded import Interference, RecordedEvaluator, grid, recorded_ms
 
 from amptune.errors import AmptuneError, NothingFeasibleError, StudyError, UserCodeError
-from amptune.measure.outcome import Effort, Failure, Outcome
-from amptune.measure.worker import Source
+from amptune.measure.results.outcome import Effort, Failure, Outcome
+from amptune.measure.workers.worker import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.report.explaining import explain_for
 from amptune.report.terminal import print_decision

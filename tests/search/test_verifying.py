@@ -11,7 +11,7 @@ import pytest
 from simulated.recorded import H200, RecordedEvaluator, recorded_ms
 
 from amptune.errors import ClaimError, HardwareMismatchError, NothingFeasibleError
-from amptune.measure.outcome import Failure
+from amptune.measure.results.outcome import Failure
 from amptune.policy.file_io import load, save
 from amptune.policy.policy_file import Evidence, PolicyFile
 from amptune.policy.settings import STOCK, Policy, amp_recipe

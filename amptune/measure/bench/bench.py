@@ -1,0 +1,328 @@
+"""The bench: one workload, built once in a worker and measured under one policy after another."""
+
+from __future__ import annotations
+
+import gc
+import math
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from amptune.errors import TargetError
+from amptune.hardware.nvml import NvmlGpu
+from amptune.measure.bench.clocks import clock_for
+from amptune.measure.bench.compilation import Compilations
+from amptune.measure.bench.failures import NonFiniteError, failure_of
+from amptune.measure.bench.peak_memory import memory_for
+from amptune.measure.bench.readings import Instruments
+from amptune.measure.bench.step import Stepper
+from amptune.measure.bench.timed_block import Sampler, WarmUp
+from amptune.measure.results.outcome import Effort, Measurement, Outcome
+from amptune.policy.settings import Policy
+from amptune.runtime.apply_policy import apply
+from amptune.runtime.graphs.graphed_model import GraphedModel
+from amptune.runtime.tensor_tree import map_tensors, tensors_in
+from amptune.runtime.tuned import Tuned
+from amptune.workload.user_errors import user_code
+from amptune.workload.workload import Workload
+
+__all__ = ["Bench", "bytes_of"]
+
+SEED = 0
+# Enough different batches that a step cannot profit from one cached input, few enough to keep on the device. Batches
+# larger than any cache: two, as in training that copies the next batch while it works on the current one.
+BATCHES, LARGE_BATCHES = 3, 2
+LARGE_BYTES = 256 * 2**20
+# Batches of other sizes stay on the CPU while their total size is below this.
+KEPT_BYTES = 2**30
+# The losses of the first steps are kept to compare policies; fewer if a step is slow. CUDA graphs are recorded in the
+# second step, so only a later step shows their step time.
+FIRST_STEPS = 8
+LEAST_FIRST_STEPS, LEAST_FIRST_STEPS_COMPILED = 3, 5
+FIRST_STEPS_S = 2.0
+# A step too slow to be of interest is timed only this often.
+SLOW_STEPS = 2
+# CUDA graphs keep their memory between trials of one policy, up to this share of the device's memory.
+GRAPHS_SHARE = 1 / 8
+
+
+class Bench:
+    """A built workload that runs trials. Between them the model is on the CPU; all start from its initial weights.
+
+    `seed` is used for weights, batches and training. A trial whose peak is above `memory_mib` fails. Building raises
+    `TargetError` or `UserCodeError`. `measure` returns a failed trial as a value; it raises only if the device's memory
+    cannot be freed.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        device: torch.device,
+        nvml: NvmlGpu | None = None,
+        *,
+        seed: int = SEED,
+        memory_mib: float | None = None,
+    ) -> None:
+        self.workload = workload
+        self._seed = seed
+        self.device = device
+        self._memory_mib = memory_mib
+        self._clock = clock_for(device)
+        self._memory = memory_for(device)
+        self._sampler = Sampler(self._clock, Instruments(nvml, self._memory))
+        self._batches: dict[tuple[int, int | None], list[Any]] = {}
+        self._compilations = Compilations()
+        self._tuned: Tuned | None = None
+        self._build()
+
+    def _build(self) -> None:
+        self._compilations.forget()
+        self.model = _built_model(self.workload, self._seed)
+        self._initial = [tensor.detach().clone() for tensor in self._state()]
+        self._initial_sums: tuple[float, ...] | None = None
+        self._kinds = self._kinds_of_state()
+        self._modes = {module: module.training for module in self.model.modules()}
+
+    def measure(self, policy: Policy, effort: Effort) -> Outcome:
+        """Trains for a short time under the policy, from the initial weights."""
+        try:
+            return self._trial(policy, effort)
+        except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
+            traceback.print_exc()  # into the worker's log
+            return failure_of(error)
+        finally:
+            self.release()
+
+    def _trial(self, policy: Policy, effort: Effort) -> Measurement:
+        """Runs one trial in its own frame: batches and optimizer state are freed before memory is given back."""
+        with self.on_device(policy) as (tuned, stepper):
+            return self._measure(tuned, stepper, effort)
+
+    @contextmanager
+    def on_device(self, policy: Policy, batches: Iterator[Any] | None = None) -> Iterator[tuple[Tuned, Stepper]]:
+        """Yields the model on its device under the policy, and its training step; restores everything afterwards.
+
+        Each step takes the next of `batches`, which must be on the device; the default is a cycle of a few batches.
+        """
+        self._restore()
+        self._compilations.begin(policy)
+        batches = batches or cycle(self._on_device(policy.batch_size or self.workload.batch_size))
+        self._memory.reset()
+        self.model.to(self.device)
+        _seed_everything(self._seed)
+        # never with the guard, whatever the environment says: its time would be in the figures
+        with apply(policy, self.model, any_hardware=True, guard=False) as tuned:
+            self._tuned = tuned
+            try:
+                yield tuned, Stepper(self.workload, tuned, batches)
+            finally:
+                self._tuned = None
+
+    def _measure(self, tuned: Tuned, stepper: Stepper, effort: Effort) -> Measurement:
+        started_s = self._clock.now_s()
+        eager = tuned.policy.compile == "off" and not tuned.policy.cuda_graphs
+        least = LEAST_FIRST_STEPS if eager else LEAST_FIRST_STEPS_COMPILED
+        losses, norm, last_ms = self._first_steps(stepper, least)
+        if isinstance(tuned.model, GraphedModel):
+            tuned.model.recordings.require_some()
+        warm_s = self._clock.now_s()
+        compiled = self._compilations.graphs
+        slow = effort.abandon_above_ms is not None and last_ms > effort.abandon_above_ms
+        warm_up = WarmUp(step_ms=last_ms) if slow else self._sampler.warm_up(stepper, last_ms, effort)
+        warmup_s = self._clock.now_s() - warm_s
+        sample = self._sampler.sample(stepper, warm_up.step_ms, _glance(effort) if slow else effort, started_s)
+        warmup_steps = len(losses) + warm_up.steps
+        steps = warmup_steps + sample.steps
+        if not math.isfinite(stepper.last_loss):
+            raise NonFiniteError(f"the loss is {stepper.last_loss} after {steps} steps")
+        skipped = stepper.require_sound(self.model, steps)
+        batches = tuned.accumulate if self.workload.step is None else 1  # the user's own step gets one
+        samples = (tuned.policy.batch_size or self.workload.batch_size) * batches
+        allocated, reserved = self._memory.peak_mib()
+        self._require_within_limit(allocated)
+        kept = sample.kept
+        return Measurement(
+            samples_per_step=samples,
+            step_ms=kept.step_ms,
+            warmup_s=warmup_s,
+            warmup_steps=warmup_steps,
+            peak_allocated_mib=allocated,
+            peak_reserved_mib=reserved,
+            losses=losses,
+            gradient_norm=norm,
+            skipped_share=skipped,
+            alloc_retries=self._memory.alloc_retries(),
+            energy_j_per_sample=None if kept.energy_j is None else kept.energy_j / (samples * len(kept.step_ms)),
+            clock_event_reasons=kept.after.clock_event_reasons,
+            abandoned=slow,
+            steady=warm_up.steady,
+            discarded=sample.discarded,
+            startup_s=max(0.0, warm_s - started_s - len(losses) * last_ms / 1000),
+            graph_breaks=self._compilations.breaks,
+            recompiled=self._compilations.graphs - compiled,
+            contaminated_by=kept.contaminated_by,
+            sm_clock_mhz=kept.after.sm_clock_mhz,
+            temperature_c=kept.after.temperature_c,
+        )
+
+    def _require_within_limit(self, peak_mib: float) -> None:
+        """Raises `MemoryError` above the limit; only a CPU needs this, a GPU's allocator enforces its limit."""
+        if self._memory_mib is not None and peak_mib > self._memory_mib:
+            allowed = f"{self._memory_mib:,.0f}" if self._memory_mib >= 1 else f"{self._memory_mib:.2g}"
+            raise MemoryError(f"its peak of {peak_mib:,.0f} MiB is above the {allowed} MiB allowed")
+
+    def _first_steps(self, stepper: Stepper, least: int) -> tuple[tuple[float, ...], float | None, float]:
+        """Returns (losses, gradient norm of the first step, time of the last step in ms)."""
+        start_s = self._clock.now_s()
+        loss, norm = stepper.first_step()
+        losses = [loss]
+        took_ms = 0.0
+        while len(losses) < FIRST_STEPS and (len(losses) < least or self._clock.now_s() - start_s < FIRST_STEPS_S):
+            (took_ms,) = self._clock.time_steps(lambda: losses.append(float(stepper())), 1)
+        broken = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
+        if broken is not None:
+            raise NonFiniteError(f"the loss is {losses[broken]} at step {broken + 1}")
+        return tuple(losses), norm, took_ms
+
+    def _on_device(self, samples: int) -> list[Any]:
+        cached = self.batches(samples)
+        return [map_tensors(lambda tensor: tensor.to(self.device, copy=True), batch) for batch in cached]
+
+    def batches(self, samples: int, count: int | None = None) -> list[Any]:
+        """Returns the same batches for every policy, drawn once under a fixed seed and kept on the CPU.
+
+        Without a `count` there are a few, or two if they are large.
+        """
+        if (samples, count) not in self._batches:
+            self._make_room()
+            drawn = self._drawn(samples, count)
+            self._require_another_size(samples, drawn[0])
+            self._batches[samples, count] = drawn
+        return self._batches[samples, count]
+
+    def _require_another_size(self, samples: int, batch: Any) -> None:
+        """Raises `TargetError` if `batch(n)` ignores n: large batches would look fast."""
+        own = self.workload.batch_size
+        known = self._batches.get((own, None))
+        if samples == own or known is None:
+            return
+        shapes, own_shapes = ([tensor.shape for tensor in tensors_in(one)] for one in (batch, known[0]))
+        if shapes == own_shapes:
+            raise TargetError(
+                f"batch({samples}) gives tensors of the same shapes as batch({own}): it is to give n samples"
+            )
+
+    def _drawn(self, samples: int, count: int | None) -> list[Any]:
+        _seed_everything(self._seed)
+        with user_code(f"batch({samples})"):
+            batches = [self.workload.batch(samples)]
+            if count is None and bytes_of(batches) >= LARGE_BYTES:
+                return batches * LARGE_BATCHES  # one batch twice: drawing large batches takes seconds
+            return batches + [self.workload.batch(samples) for _ in range((count or BATCHES) - 1)]
+
+    def _make_room(self) -> None:
+        """Drops batches of other sizes than the workload's own if they have grown large in total."""
+        others = [key for key in self._batches if key[0] != self.workload.batch_size]
+        if bytes_of([self._batches[key] for key in others]) > KEPT_BYTES:
+            for key in others:
+                del self._batches[key]
+
+    def restart(self, offset: int = 0) -> None:
+        """Restores the initial weights and seeds random generators with seed + `offset`; only within `on_device`."""
+        self._put_back()
+        _seed_everything(self._seed + offset)
+
+    def fingerprint(self, batches: Sequence[Any]) -> tuple[float, ...]:
+        """Returns sums of weights and batches; processes with comparable gradients have equal ones."""
+        if self._initial_sums is None:
+            self._initial_sums = _sums_of(self._initial)
+        return self._initial_sums + _sums_of(batches)
+
+    def _state(self) -> list[torch.Tensor]:
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    def _kinds_of_state(self) -> list[tuple[torch.Size, torch.dtype, bool]]:
+        return [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in self._state()]
+
+    def _restore(self) -> None:
+        if self._kinds_of_state() != self._kinds:
+            self._build()  # training made, dropped or converted a parameter or buffer; copying cannot undo that
+        self._put_back()
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        for tensor, initial in zip(self._state(), self._initial, strict=True):
+            if 0 not in tensor.stride():  # an expanded buffer: nothing can write to it
+                tensor.copy_(initial) if self._tuned is None else self._tuned.write(tensor, initial)
+            tensor.grad = None
+        for module, training in self._modes.items():
+            module.training = training
+
+    def release(self) -> None:
+        """Frees the device's memory for other workers."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        gc.collect()
+        if self.device.type == "cuda":
+            self.model.to("cpu")
+            torch._C._cuda_clearCublasWorkspaces()  # they hold 64 MiB on Hopper
+            torch.cuda.empty_cache()
+            if torch.cuda.memory_reserved() > GRAPHS_SHARE * torch.cuda.get_device_properties(self.device).total_memory:
+                self._compilations.forget()
+                torch.cuda.empty_cache()
+
+
+def bytes_of(batches: Sequence[Any]) -> int:
+    """Returns the size in bytes of the tensors in them, at any depth."""
+    return sum(tensor.nbytes for tensor in tensors_in(list(batches)))
+
+
+def _sums_of(tensors: Sequence[Any]) -> tuple[float, ...]:
+    """Returns the sum of the magnitudes in each tensor, at any depth."""
+    return tuple(
+        float((tensor.byte() if tensor.dtype is torch.bool else tensor.detach().abs()).sum(dtype=torch.float64))
+        for tensor in tensors_in(list(tensors))
+    )
+
+
+def _built_model(workload: Workload, seed: int) -> torch.nn.Module:
+    """Builds the workload's model and initialises lazy modules. Raises `TargetError`, `UserCodeError`."""
+    _seed_everything(seed)
+    with user_code("model()"):
+        model = workload.model()
+    if not isinstance(model, torch.nn.Module):
+        raise TargetError(f"{workload.name}: model() returned {type(model).__name__}, not a torch.nn.Module")
+    if any(is_lazy(parameter) for parameter in (*model.parameters(), *model.buffers())):
+        _initialise_lazy(model, workload)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TargetError(f"{workload.name}: the model has no parameters that require a gradient; nothing to train")
+    return model
+
+
+def _initialise_lazy(model: torch.nn.Module, workload: Workload) -> None:
+    """Runs one forward pass, which gives lazy modules their shapes."""
+    if workload.loss is None:
+        raise TargetError(f"{workload.name}: its lazy modules have no shapes yet; run one forward pass in model()")
+    with torch.no_grad(), user_code("the first forward pass, for lazy modules"):
+        workload.loss(model, workload.batch(workload.batch_size))
+
+
+def _seed_everything(seed: int) -> None:
+    import random
+
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed)  # users draw from the global generator
+    torch.manual_seed(seed)
+
+
+def _glance(effort: Effort) -> Effort:
+    """Returns the effort for a policy too slow to be of interest: `SLOW_STEPS` steps, not timed again."""
+    return replace(effort, measure_s=0.0, min_steps=SLOW_STEPS, time_limit_s=0.0)

@@ -1,0 +1,174 @@
+"""Clocks for timing steps: CUDA events on a GPU, where the host runs ahead; a monotonic clock on a CPU.
+
+Stopwatches that split a loop's time into laps on the device's clock, without waiting for the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, Literal, Protocol
+
+import torch
+
+__all__ = [
+    "Clock",
+    "CpuClock",
+    "CudaClock",
+    "Lap",
+    "Stopwatch",
+    "clock_for",
+    "hold_device",
+    "stopwatch_for",
+]
+
+
+class Clock(Protocol):
+    """A clock that times steps back to back and tells the current time."""
+
+    def time_steps(
+        self, step: Callable[[], object], count: int, while_busy: Callable[[], object] = lambda: None
+    ) -> list[float]:
+        """Runs `step` `count` times and returns each step's time in ms, from the end of the step before it.
+
+        `while_busy` is called once, after the last step was given to the device and before waiting for it. It can
+        therefore read a GPU's sensors while the GPU is busy. It must not use the device itself.
+        """
+        ...
+
+    def now_s(self) -> float:
+        """Returns seconds on a monotonic clock with an arbitrary zero."""
+        ...
+
+
+class CudaClock:
+    """A clock of CUDA events between steps. It synchronises only at the end: the queue stays full, as in training."""
+
+    def time_steps(
+        self, step: Callable[[], object], count: int, while_busy: Callable[[], object] = lambda: None
+    ) -> list[float]:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]  # type: ignore[no-untyped-call]
+        marks[0].record()
+        for mark in marks[1:]:
+            step()
+            mark.record()
+        while_busy()
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) for before, after in pairwise(marks)]
+
+    def now_s(self) -> float:
+        return time.perf_counter()
+
+
+class CpuClock:
+    """A clock of `time.perf_counter` around each step. All work is done when the last step returns."""
+
+    def time_steps(
+        self, step: Callable[[], object], count: int, while_busy: Callable[[], object] = lambda: None
+    ) -> list[float]:
+        times = []
+        for _ in range(count):
+            start = time.perf_counter()
+            step()
+            times.append(1000 * (time.perf_counter() - start))
+        while_busy()
+        return times
+
+    def now_s(self) -> float:
+        return time.perf_counter()
+
+
+def clock_for(device: torch.device) -> Clock:
+    return CudaClock() if device.type == "cuda" else CpuClock()
+
+
+Lap = Literal["wait", "copy", "step"]
+
+# How many laps the host may be ahead of the device: 8 batches of 3 laps. With more, a step of few launches (a CUDA
+# graph) would run seconds past the end and keep that many batches in pinned memory. With fewer, the queue would drain.
+_AHEAD = 24
+# Clock cycles per ms at about the fastest existing GPU clock (2 GHz): a slower GPU is held longer.
+_CYCLES_PER_MS = 2_000_000
+
+
+class Stopwatch(Protocol):
+    """A sum of laps of each kind. A mark ends one lap and begins the next."""
+
+    def reset(self) -> None:
+        """Waits for the device, then begins the first lap."""
+        ...
+
+    def mark(self, lap: Lap) -> None:
+        """Marks the end of this lap in the device's queue."""
+        ...
+
+    def totals_ms(self) -> dict[Lap, float]:
+        """Waits for the device; returns the sums of the laps since `reset`, in ms."""
+        ...
+
+
+class CudaStopwatch:
+    """A stopwatch of CUDA events, read long after they were recorded."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[Lap, Any]] = deque()
+        self._totals_ms: dict[Lap, float] = _no_laps()
+
+    def reset(self) -> None:
+        torch.cuda.synchronize()
+        self._marks.clear()
+        self._totals_ms = _no_laps()
+        self.mark("step")
+
+    def mark(self, lap: Lap) -> None:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has not typed it
+        event.record()
+        self._marks.append((lap, event))
+        if len(self._marks) > _AHEAD:
+            self._read_oldest()
+
+    def totals_ms(self) -> dict[Lap, float]:
+        while len(self._marks) > 1:
+            self._read_oldest()
+        torch.cuda.synchronize()  # waits for other streams too
+        return self._totals_ms
+
+    def _read_oldest(self) -> None:
+        _, start = self._marks.popleft()
+        lap, end = self._marks[0]
+        end.synchronize()
+        self._totals_ms[lap] += start.elapsed_time(end)
+
+
+class CpuStopwatch:
+    """A stopwatch on `time.perf_counter`: on a CPU the work is done when the call returns."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._totals_ms: dict[Lap, float] = _no_laps()
+        self._last_s = time.perf_counter()
+
+    def mark(self, lap: Lap) -> None:
+        now_s = time.perf_counter()
+        self._totals_ms[lap] += 1000 * (now_s - self._last_s)
+        self._last_s = now_s
+
+    def totals_ms(self) -> dict[Lap, float]:
+        return self._totals_ms
+
+
+def hold_device(ms: float) -> None:
+    """Keeps the GPU busy for about `ms` before the next queued work, so that the host can run ahead."""
+    torch.cuda._sleep(int(ms * _CYCLES_PER_MS))  # type: ignore[no-untyped-call]  # torch's tests' own
+
+
+def stopwatch_for(device: torch.device) -> Stopwatch:
+    return CudaStopwatch() if device.type == "cuda" else CpuStopwatch()
+
+
+def _no_laps() -> dict[Lap, float]:
+    return {"wait": 0.0, "copy": 0.0, "step": 0.0}

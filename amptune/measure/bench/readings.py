@@ -1,0 +1,244 @@
+"""Readings of the instruments around a block of steps, and detection of disturbances.
+
+A CPU has no such instruments yet: its readings are None, except the allocator's, and detect nothing.
+
+Findings about the machine, made from the measurements of a run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from amptune.measure.results.outcome import Measurement, Outcome
+from amptune.policy.findings import Finding
+
+if TYPE_CHECKING:
+    from amptune.hardware.nvml import NvmlGpu
+    from amptune.measure.bench.peak_memory import PeakMemory
+
+__all__ = [
+    "ALLOC_RETRIES",
+    "CLOCK_CODES",
+    "FOREIGN_PROCESS",
+    "Instruments",
+    "Readings",
+    "contamination",
+    "noticed",
+    "with_busy_clocks",
+]
+
+
+POWER_CAP = "power-cap"
+LOW_CLOCK = "low-clock"
+ALLOC_RETRIES = "alloc-retries"
+FOREIGN_PROCESS = "foreign-process"
+
+# `nvmlClocksEventReason*` of nvml.h. Harmless and left out: idle 0x1, application clocks 0x2, sync boost 0x10,
+# display clocks 0x100.
+_SLOWED = {
+    0x4: POWER_CAP,
+    0x8: "hw-slowdown",
+    0x20: "sw-thermal",
+    0x40: "hw-thermal",
+    0x80: "power-brake",
+}
+CLOCK_CODES = frozenset({*_SLOWED.values(), LOW_CLOCK})
+# nvbench discards a sample measured under this share of the GPU's clock (--throttle-threshold, default 75).
+LOW_CLOCK_SHARE = 0.75
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readings:
+    """One reading of all instruments; None for an instrument that is missing or gives no value.
+
+    `energy_j` counts from the loading of the driver, `alloc_retries` from the beginning of the trial.
+    `foreign_processes` are the ids of processes on this GPU that are not amptune's.
+    """
+
+    clock_event_reasons: int | None = None
+    sm_clock_mhz: int | None = None
+    temperature_c: int | None = None
+    energy_j: float | None = None
+    alloc_retries: int = 0
+    foreign_processes: tuple[int, ...] | None = None
+
+
+class Instruments:
+    """The instruments of one GPU (`nvml` is None for a CPU, or without NVML) and of this process's allocator."""
+
+    def __init__(self, nvml: NvmlGpu | None, memory: PeakMemory) -> None:
+        self._nvml = nvml
+        self._memory = memory
+        self._kin: frozenset[int] = frozenset()
+
+    def read(self) -> Readings:
+        """Reads all instruments after the device has finished. Energy is read first, to include only the steps."""
+        energy_j = self._nvml.energy_j() if self._nvml else None
+        return replace(
+            self.clocks(),
+            energy_j=energy_j,
+            alloc_retries=self._memory.alloc_retries(),
+            foreign_processes=self._foreign_processes(),
+        )
+
+    def clocks(self) -> Readings:
+        """Reads clocks and temperature while the device is busy, without waiting for it."""
+        if self._nvml is None:
+            return Readings()
+        return Readings(
+            clock_event_reasons=self._nvml.clock_event_reasons(),
+            sm_clock_mhz=self._nvml.sm_clock_mhz(),
+            temperature_c=self._nvml.temperature_c(),
+        )
+
+    def sm_clock_max_mhz(self) -> int | None:
+        return self._nvml.sm_clock_max_mhz() if self._nvml else None
+
+    def _foreign_processes(self) -> tuple[int, ...] | None:
+        """Returns foreign processes. Updates amptune's own only if one is seen: that scans the whole machine."""
+        if self._nvml is None:
+            return None
+        strangers = self._nvml.foreign_processes(self._kin)
+        if strangers:
+            self._kin = _kin()
+            strangers = self._nvml.foreign_processes(self._kin)
+        return strangers
+
+
+def with_busy_clocks(after: Readings, busy: Sequence[Readings]) -> Readings:
+    """Returns `after` with clocks and temperature replaced by the worst ones read while the device was busy."""
+    return replace(
+        after,
+        clock_event_reasons=_any_of([reading.clock_event_reasons for reading in busy]),
+        sm_clock_mhz=min((r.sm_clock_mhz for r in busy if r.sm_clock_mhz is not None), default=None),
+        temperature_c=max((r.temperature_c for r in busy if r.temperature_c is not None), default=None),
+    )
+
+
+def contamination(before: Readings, after: Readings, sm_clock_max_mhz: int | None) -> tuple[str, ...]:
+    """Returns the codes of the disturbances of a block of steps, empty if it was clean.
+
+    `after` holds the clocks of the busy device (`with_busy_clocks`). The clocks in `before` are ignored: NVML's reasons
+    outlast their cause, an H200's power cap by 0.5 s. A low clock has its own code only if NVML gives no reason for it.
+    """
+    reasons = after.clock_event_reasons or 0
+    found = [code for bit, code in _SLOWED.items() if reasons & bit]
+    if not found and _is_low(after.sm_clock_mhz, sm_clock_max_mhz):
+        found.append(LOW_CLOCK)
+    if after.alloc_retries > before.alloc_retries:
+        found.append(ALLOC_RETRIES)
+    if before.foreign_processes or after.foreign_processes:
+        found.append(FOREIGN_PROCESS)
+    return tuple(found)
+
+
+def _is_low(sm_clock_mhz: int | None, sm_clock_max_mhz: int | None) -> bool:
+    if sm_clock_mhz is None or sm_clock_max_mhz is None:
+        return False
+    return sm_clock_mhz < LOW_CLOCK_SHARE * sm_clock_max_mhz
+
+
+def _any_of(masks: Sequence[int | None]) -> int | None:
+    known = [mask for mask in masks if mask is not None]
+    if not known:
+        return None
+    union = 0
+    for mask in known:
+        union |= mask
+    return union
+
+
+def _kin() -> frozenset[int]:
+    """Returns the ids of this process's parent and all its descendants: amptune's workers are siblings."""
+    import psutil
+
+    try:
+        parent = psutil.Process().parent()
+        return frozenset() if parent is None else frozenset({parent.pid, *(p.pid for p in parent.children(True))})
+    except psutil.Error:  # it has ended, or access is denied
+        return frozenset()
+
+
+_Codes = tuple[str, ...]
+
+_WORDS = {
+    "power-cap": "the GPU ran at its power cap",
+    "hw-slowdown": "the GPU was slowed down (HW slowdown)",
+    "sw-thermal": "the GPU was thermally throttled (SW thermal)",
+    "hw-thermal": "the GPU was thermally throttled (HW thermal)",
+    "power-brake": "the GPU was slowed down from outside (HW power brake)",
+    "low-clock": "the GPU's clock was under 75 % of its highest, for no reason NVML gives",
+    ALLOC_RETRIES: "the GPU's memory was so short that the allocator had to empty its cache",
+    FOREIGN_PROCESS: "another process was on the GPU",
+}
+
+
+def noticed(outcomes: Iterable[Outcome]) -> tuple[Finding, ...]:
+    """Returns a finding for each disturbance: `throttled`, `foreign-process`, `allocator-thrashing`, `unsteady`.
+
+    The figures count blocks of steps; those of `unsteady` count trials. Trials abandoned early are left out.
+    """
+    measured = [outcome for outcome in outcomes if isinstance(outcome, Measurement) and not outcome.abandoned]
+    found = (
+        _disturbed("throttled", CLOCK_CODES, measured),
+        _disturbed("foreign-process", {FOREIGN_PROCESS}, measured),
+        _disturbed("allocator-thrashing", {ALLOC_RETRIES}, measured),
+        _unsteady(measured),
+    )
+    return tuple(finding for finding in found if finding is not None)
+
+
+def _disturbed(code: str, causes: Collection[str], measured: Sequence[Measurement]) -> Finding | None:
+    discarded = [_among(causes, why.split("+")) for m in measured for why in m.discarded]
+    kept = [_among(causes, m.contaminated_by) for m in measured]
+    if not any(discarded) and not any(kept):
+        return None
+    return Finding(
+        code=code,
+        message=_message(discarded, kept),
+        figures={
+            "discarded": sum(map(bool, discarded)),
+            "kept": sum(map(bool, kept)),
+            "of": len(discarded) + len(kept),
+        },
+    )
+
+
+def _message(discarded: Sequence[_Codes], kept: Sequence[_Codes]) -> str:
+    if all(kept) and {code for codes in (*discarded, *kept) for code in codes} == {POWER_CAP}:
+        return "the GPU ran at its power cap throughout; so will training"
+    parts = []
+    if count := sum(map(bool, discarded)):
+        were = "was" if count == 1 else "were"
+        parts.append(
+            f"{count} of {len(discarded) + len(kept)} blocks {were} discarded and repeated: {_in_words(discarded)}"
+        )
+    if count := sum(map(bool, kept)):
+        were = "was" if count == 1 else "were"
+        parts.append(f"{count} of {len(kept)} measurements {were} taken nevertheless: {_in_words(kept)}")
+    return "; ".join(parts)
+
+
+def _in_words(blocks: Sequence[_Codes]) -> str:
+    """Returns the causes in words, the most frequent first."""
+    counts = Counter(code for block in blocks for code in block)
+    return ", ".join(_WORDS[code] for code, _ in counts.most_common())
+
+
+def _among(causes: Collection[str], codes: Iterable[str]) -> _Codes:
+    return tuple(code for code in codes if code in causes)
+
+
+def _unsteady(measured: Sequence[Measurement]) -> Finding | None:
+    count = sum(not measurement.steady for measurement in measured)
+    if count == 0:
+        return None
+    return Finding(
+        code="unsteady",
+        message=f"in {count} of {len(measured)} measurements the step time was not steady when its warm-up ran out of "
+        "time",
+        figures={"discarded": 0, "kept": count, "of": len(measured)},
+    )

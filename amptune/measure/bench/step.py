@@ -1,0 +1,120 @@
+"""One training step of the user's workload, run as in the README's loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from amptune.errors import TargetError
+from amptune.measure.bench.failures import NonFiniteError
+from amptune.runtime.tuned import Tuned
+from amptune.workload.user_errors import user_code
+from amptune.workload.workload import Workload
+
+__all__ = ["Stepper"]
+
+
+class Stepper:
+    """A callable that runs one training step on the next batch: forward, loss, backward, optimizer step.
+
+    It is built after the policy was applied and makes its own optimizer, so each trial starts from fresh state.
+    """
+
+    def __init__(self, workload: Workload, tuned: Tuned, batches: Iterator[Any]) -> None:
+        self._workload = workload
+        self._tuned = tuned
+        self._batches = batches
+        self._after_backward: Callable[[], None] | None = None
+        self._loss = torch.tensor(math.nan)
+        with user_code("building the optimizer"):
+            optimizer = workload.optimizer(tuned.model)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TargetError(f"optimizer(model) returned {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        self._optimizer = tuned.optimizer(optimizer)
+
+    def __call__(self) -> torch.Tensor:
+        """Runs one optimizer step; returns the detached loss (of the last micro-batch)."""
+        if self._workload.step is not None:
+            loss = self._workload.step(self._tuned, self._tuned.model, self._optimizer, next(self._batches))
+            self._loss = _require_scalar("step", loss).detach()
+        else:
+            self._loss = self._recipe().detach()
+        return self._loss
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    def before_optimizer(self, look: Callable[[torch.optim.Optimizer], None]) -> None:
+        """Registers `look` to be called before each optimizer step that the loss scaler does not skip."""
+        self._optimizer.register_step_pre_hook(lambda optimizer, _args, _kwargs: look(optimizer))
+
+    @property
+    def last_loss(self) -> float:
+        """Loss of the last step; reading it waits for the device."""
+        return float(self._loss)
+
+    def _recipe(self) -> torch.Tensor:
+        assert self._workload.loss is not None  # noqa: S101  # Workload checks: either loss or step
+        tuned = self._tuned
+        for _ in range(tuned.accumulate):
+            with tuned.autocast():
+                loss = _require_scalar("loss", self._workload.loss(tuned.model, tuned.batch(next(self._batches))))
+                scaled = loss / tuned.accumulate
+            scaled = tuned.scaler.scale(scaled)
+            scaled.backward()  # type: ignore[no-untyped-call]  # torch has not typed it
+        if self._after_backward:
+            self._after_backward()
+        tuned.scaler.step(self._optimizer)
+        tuned.scaler.update()
+        self._optimizer.zero_grad()
+        return loss
+
+    def first_step(self) -> tuple[float, float | None]:
+        """Runs the first step; returns (loss, gradient norm).
+
+        The norm is None for a workload with its own step, or if the first loss scale was too large.
+        """
+        norms: list[float] = []
+        self._after_backward = lambda: norms.append(self._gradient_norm())
+        loss = float(self())
+        self._after_backward = None
+        return loss, norms[0] if norms and math.isfinite(norms[0]) else None
+
+    def _gradient_norm(self) -> float:
+        gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        return float(norm) / float(self._tuned.scaler.get_scale())
+
+    def require_sound(self, model: torch.nn.Module, steps: int) -> float:
+        """Returns the share of `steps` that the loss scaler skipped. Raises `NonFiniteError` if training broke."""
+        for kind, named in (("weight", model.named_parameters()), ("buffer", model.named_buffers())):
+            for name, tensor in named:
+                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                    raise NonFiniteError(f"{kind} {name} is not finite after {steps} steps")
+        skipped = self._skipped_steps()
+        if steps >= _ENOUGH_TO_SETTLE and skipped >= steps:
+            raise NonFiniteError(f"the loss scaler skipped all of {steps} steps: every gradient overflowed")
+        return min(1.0, skipped / steps)
+
+    def _skipped_steps(self) -> int:
+        """Returns the number of skipped steps: each halves the scale; growth within a trial is too rare to hide it."""
+        scaler = self._tuned.scaler
+        if not scaler.is_enabled():
+            return 0
+        initial = scaler._init_scale  # torch has no public access to it
+        return max(0, round(torch.tensor(initial / scaler.get_scale()).log2().item()))
+
+
+def _require_scalar(part: str, loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise TargetError(f"{part} returned {kind}, not a scalar tensor")
+    return loss
+
+
+# From a scale of 65536 a healthy model skips at most a few steps until its scale has settled.
+_ENOUGH_TO_SETTLE = 8

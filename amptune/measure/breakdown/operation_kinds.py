@@ -1,0 +1,125 @@
+"""Classification of operations by the names and arguments that the profiler records.
+
+Classification of GPU kernels by name. Names change with library versions; unknown names count as `other`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import cache
+from typing import Literal
+
+from amptune.measure.breakdown.step_trace import Op
+
+__all__ = [
+    "KernelKind",
+    "bytes_cast",
+    "groups_and_channels",
+    "is_cast",
+    "is_convolution",
+    "is_matmul",
+    "is_product",
+    "kind_of_kernel",
+    "kind_of_operation",
+    "unaligned_dims",
+]
+
+
+_BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1}
+_HALF = {"c10::Half", "c10::BFloat16"}
+# Positions of `input` and `groups` among the arguments (PyTorch's native_functions.yaml).
+_CONVOLUTIONS = {"aten::convolution": (0, 8), "aten::convolution_backward": (1, 9)}
+# Position of the left matrix among the arguments.
+_MATMULS = {"aten::mm": 0, "aten::addmm": 1, "aten::_addmm_activation": 1, "aten::bmm": 0, "aten::baddbmm": 1}
+_PRODUCTS = re.compile(
+    r"aten::(convolution|_?convolution_\w+|cudnn_convolution\w*|mkldnn_convolution\w*|\w*addmm\w*|mm|bmm|baddbmm|addmv|mv|"
+    r"\w*scaled_dot_product\w*|\w*_rnn\w*|mkldnn_linear\w*)$"
+)
+_VARIANT = re.compile(r"^aten::_?(?:native_|cudnn_|miopen_|mkldnn_)?|(?:_with_indices)?(?:_backward)?(?:_data)?_?$")
+
+
+def is_cast(op: Op) -> bool:
+    """Returns True if it copies more than one number to another floating-point type, as every `.to` does."""
+    if op.name != "aten::copy_" or len(op.types) < 2:
+        return False
+    to, of = op.types[:2]
+    return to != of and to in _BYTES and of in _BYTES and math.prod(op.shapes[0]) > 1
+
+
+def bytes_cast(cast: Op) -> int:
+    """Returns the bytes that the cast reads and writes."""
+    return math.prod(cast.shapes[0]) * sum(_BYTES[type_] for type_ in cast.types[:2])
+
+
+def is_convolution(op: Op) -> bool:
+    return op.name in _CONVOLUTIONS
+
+
+def is_matmul(op: Op) -> bool:
+    return op.name in _MATMULS
+
+
+def is_product(op: Op) -> bool:
+    """Returns True for a matrix product, a convolution, or an operation made of them (attention, recurrent layers)."""
+    return _PRODUCTS.match(op.name) is not None
+
+
+def groups_and_channels(convolution: Op) -> tuple[int, int]:
+    """Returns (groups, input channels)."""
+    input_at, groups_at = _CONVOLUTIONS[convolution.name]
+    values, shapes = convolution.values, convolution.shapes
+    groups = int(values[groups_at]) if len(values) > groups_at and values[groups_at].isdigit() else 1
+    known = len(shapes) > input_at and len(shapes[input_at]) > 1
+    return groups, shapes[input_at][1] if known else groups
+
+
+def unaligned_dims(op: Op) -> tuple[int, int, int] | None:
+    """Returns (m, n, k) of a half-precision matrix product if one of them is not a multiple of 8, otherwise None."""
+    at = _MATMULS.get(op.name)
+    if at is None or len(op.shapes) < at + 2 or op.types[at] not in _HALF:
+        return None
+    left, right = op.shapes[at : at + 2]
+    m, n, k = left[-2], right[-1], left[-1]
+    return (m, n, k) if m % 8 or n % 8 or k % 8 else None
+
+
+def kind_of_operation(op: Op) -> str:
+    """Returns the name without variants, as the user knows it: `batch_norm` for `aten::native_batch_norm_backward`."""
+    return _VARIANT.sub("", op.name) if op.name.startswith("aten::") else op.name
+
+
+KernelKind = Literal["layout", "tensor-core", "plain", "other"]
+
+# cuDNN's conversions between NCHW and NHWC, and the padding of channels that goes with them.
+_LAYOUT = re.compile(
+    r"nchwto\w*nhwc|nhwcto\w*nchw|nchw2nhwc|nhwc2nchw|convert_?tensor|tensortransform|addpadding|"
+    r"transpose_readwrite|kcrstorsck|nchwtonchw",
+    re.IGNORECASE,
+)
+# The shape of a tensor-core instruction (s16816 is m16n8k16 into FP32), its name, or a type only tensor cores compute.
+_TENSOR_CORE = re.compile(
+    r"[shi]_?(?:884|1688|16816|16832|161616)|tensorop|tensor\d+x\d+x\d+|[hiw]g?mma|gmma|nvjet|"
+    r"xmma\w*(?:bf16|f16|tf32)|cutlass\w*(?:bf16|f16|tf32)|flash|fmha|sdpa",
+    re.IGNORECASE,
+)
+# Products without tensor cores. `xmma` is NVIDIA's name for a kernel generator, not for a unit.
+_PLAIN = re.compile(
+    r"simt|ffma|sgemm|gemv|gemmsn|gemmk1|grouped_direct|depthwise|convolve|winograd|fft|xmma|"
+    r"[dw]grad\w*engine|dgrad2d|wgrad2d|conv2d|conv3d|dot_kernel|gemm",
+    re.IGNORECASE,
+)
+
+
+@cache
+def kind_of_kernel(name: str) -> KernelKind:
+    """Returns the kind; `plain` is a matrix product or convolution without tensor cores, `other` is anything else."""
+    if _LAYOUT.search(name):
+        return "layout"
+    if "init_device_workspace" in name:  # named after the product it prepares
+        return "other"
+    if "simt" in name or "ffma" in name:  # cutlass names both the type and the unit
+        return "plain"
+    if _TENSOR_CORE.search(name):
+        return "tensor-core"
+    return "plain" if _PLAIN.search(name) else "other"

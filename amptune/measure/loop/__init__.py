@@ -1,0 +1,1 @@
+"""Times the user's own training loop under a policy."""

@@ -1,0 +1,214 @@
+"""Feeding of batches as in training: from the user's loader, epoch after epoch, onto the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from amptune.errors import TargetError
+from amptune.measure.bench.clocks import Stopwatch, hold_device
+from amptune.runtime.tensor_tree import map_tensors
+from amptune.workload.user_errors import user_code
+from amptune.workload.workload import Workload
+
+__all__ = ["Epochs", "Feed"]
+
+_END = object()
+
+
+class Epochs:
+    """An endless iterator over the loader's batches on the host; a loader that ends is started again.
+
+    A workload without a loader gets a DataLoader that calls `batch` each time. Raises `TargetError` if there is
+    nothing to iterate over, `UserCodeError` if the user's code raises.
+    """
+
+    def __init__(self, workload: Workload, batch_size: int, device: torch.device) -> None:
+        self.source: Literal["loader", "batch"] = "batch" if workload.loader is None else "loader"
+        self._call = f"{self.source}({batch_size})"
+        self._build: Callable[[], Iterable[Any]] = (
+            partial(_fresh_batches, workload, batch_size, pinned=device.type == "cuda")
+            if workload.loader is None
+            else partial(workload.loader, batch_size)
+        )
+        self._loader: Iterable[Any] | None = None
+        self._iterator: Iterator[Any] = iter(())
+        self._given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = self._next()
+        if batch is _END:
+            self._begin_epoch()
+            batch = self._next()
+        if batch is _END:
+            raise TargetError(self._nothing_left())
+        self._given += 1
+        return batch
+
+    def _next(self) -> Any:
+        with user_code(self._call):
+            return next(self._iterator, _END)
+
+    def _begin_epoch(self) -> None:
+        with user_code(self._call):
+            if self._loader is None or isinstance(self._loader, Iterator):  # an iterator is spent after one pass
+                self._loader = self._build()
+        if not isinstance(self._loader, Iterable):
+            kind = type(self._loader).__name__
+            raise TargetError(f"{self._call} returned {kind}, not what training iterates over, such as a DataLoader")
+        with user_code(self._call):
+            self._iterator = iter(self._loader)
+
+    def _nothing_left(self) -> str:
+        if self._given == 0:
+            return f"{self._call} yields no batch: is its dataset empty, or smaller than one batch with drop_last=True?"
+        return (
+            f"{self._call} yields no batch after the first {self._given}: it is spent after one epoch; "
+            "return a DataLoader, or a new iterator at each call"
+        )
+
+    def close(self) -> None:
+        """Ends the loader's worker processes, even if another reference would keep them alive."""
+        iterator, self._iterator = self._iterator, iter(())
+        loader, self._loader = self._loader, None
+        if isinstance(loader, DataLoader):
+            shut_down = getattr(iterator, "_shutdown_workers", lambda: None)  # torch has no public way
+            shut_down()
+            if loader._iterator is iterator:
+                loader._iterator = None  # persistent workers: the next epoch would wait for the ended ones
+
+
+class Feed:
+    """An iterator over batches on the device, with laps: one for waiting, one for copying, then the step's.
+
+    `wait_s` is the time the host was blocked for batches, `host_s` that plus its time to copy them. `samples` counts
+    the samples handed out. With `hold_ms` the device is held that long before each step, so the host can run ahead.
+    """
+
+    def __init__(self, workload: Workload, batch_size: int, device: torch.device, stopwatch: Stopwatch) -> None:
+        self.wait_s = 0.0
+        self.host_s = 0.0
+        self.samples = 0
+        self.pinned = True
+        self.hold_ms = 0.0
+        self._epochs = Epochs(workload, batch_size, device)
+        self._counter = SampleCounter(workload, batch_size)
+        self._device = device
+        self._stopwatch = stopwatch
+
+    @property
+    def source(self) -> Literal["loader", "batch"]:
+        return self._epochs.source
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._stopwatch.mark("step")
+        start = time.perf_counter()
+        batch = next(self._epochs)
+        self.wait_s += time.perf_counter() - start
+        self._stopwatch.mark("wait")
+        self.samples += self._counter.samples_in(batch)
+        batch = map_tensors(self._to_device, batch)
+        if self.hold_ms:
+            hold_device(self.hold_ms)
+        self._stopwatch.mark("copy")
+        self.host_s += time.perf_counter() - start
+        return batch
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._device.type == "cpu" or tensor.device.type != "cpu":
+            return tensor.to(self._device)
+        pinned = tensor.is_pinned()
+        self.pinned = self.pinned and pinned
+        return tensor.to(self._device, non_blocking=pinned)
+
+    def close(self) -> None:
+        """Ends the loader's worker processes."""
+        self._epochs.close()
+
+
+class SampleCounter:
+    """A counter of the samples in each batch: the last batch of an epoch may be smaller.
+
+    `batch(n)` tells which axis holds the samples. If no axis has length n (packed sequences, graphs), each batch counts
+    as n samples. Raises `TargetError` if the loader's batches are not of the requested size: its samples per second
+    could not be compared with a policy's.
+    """
+
+    def __init__(self, workload: Workload, batch_size: int) -> None:
+        self._workload = workload
+        self._batch_size = batch_size
+        self._axis: tuple[int, int] | None = None
+        self._first = True
+
+    def samples_in(self, batch: Any) -> int:
+        if self._first and self._workload.loader is not None:
+            self._axis = self._axis_of_samples(batch)
+        self._first = False
+        return self._batch_size if self._axis is None else _lengths(batch).get(self._axis, self._batch_size)
+
+    def _axis_of_samples(self, batch: Any) -> tuple[int, int] | None:
+        """Returns (tensor's index in the batch, axis) where both `batch(n)` and the loader's batch have length n."""
+        n = self._batch_size
+        with user_code(f"batch({n})"):
+            expected = _lengths(self._workload.batch(n))
+        whole = [axis for axis, length in expected.items() if length == n]
+        there = _lengths(batch)
+        found = next((axis for axis in whole if there.get(axis) == n), None)
+        if whole and found is None:
+            shapes = _shapes(batch)
+            raise TargetError(
+                f"loader({n}) begins with a batch of tensors of shape {shapes}, none of {n} samples: "
+                "its batches must be as from batch(n), and of the size it is called with"
+            )
+        return found
+
+
+def _lengths(batch: Any) -> dict[tuple[int, int], int]:
+    return {(i, axis): length for i, shape in enumerate(_shapes(batch)) for axis, length in enumerate(shape)}
+
+
+def _shapes(batch: Any) -> list[tuple[int, ...]]:
+    shapes: list[tuple[int, ...]] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        shapes.append(() if tensor.is_nested else tuple(tensor.shape))
+        return tensor
+
+    map_tensors(note, batch)
+    return shapes
+
+
+class _Fresh(IterableDataset[Any]):
+    """A dataset that calls `batch(n)` for every batch."""
+
+    def __init__(self, workload: Workload, batch_size: int) -> None:
+        self._workload = workload
+        self._batch_size = batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self._workload.batch(self._batch_size)
+
+
+def _fresh_batches(workload: Workload, batch_size: int, *, pinned: bool) -> DataLoader[Any]:
+    """Pins batches itself: DataLoader does not pin dataclasses and turns tuples into lists (torch 2.9)."""
+    return DataLoader(_Fresh(workload, batch_size), batch_size=None, collate_fn=_pinned if pinned else _as_it_is)
+
+
+def _pinned(batch: Any) -> Any:
+    return map_tensors(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor, batch)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

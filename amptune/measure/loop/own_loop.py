@@ -1,0 +1,108 @@
+"""Short runs of the user's training loop under a policy, with fresh data at every step, timed by wall clock.
+
+The tuner times steps over a few batches that are already on the device. This loop loads and copies batches as training
+does, and so checks if training reaches the tuner's speed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from amptune.measure.bench.bench import Bench
+from amptune.measure.bench.clocks import Stopwatch, stopwatch_for
+from amptune.measure.bench.step import Stepper
+from amptune.measure.loop.feed import Feed
+from amptune.measure.results.loop_timing import LoopTiming, compare_with_loop
+from amptune.policy.settings import Policy
+from amptune.workload.user_errors import user_code
+
+__all__ = ["LoopTiming", "compare_with_loop", "run_loop"]
+
+# Number of single steps probed after the timed part: up to this many within half a second, at least two.
+_PROBES = 5
+_PROBES_MS = 500.0
+# The device is held for this multiple of the host's time for a step, so the host is done before it begins.
+_HOLD = 1.5
+
+
+def run_loop(bench: Bench, policy: Policy, seconds: float, warmup_s: float = 1.0) -> LoopTiming:
+    """Trains for `seconds` over the workload's loader, from the initial weights.
+
+    The warm-up is the first step, with any compiling, and then `warmup_s` more. At least one step is timed; a step or
+    batch that has begun is not interrupted. Raises `TargetError` if the loader yields no batches or batches of a wrong
+    size, `UserCodeError` for any other error in the loop, including out of memory.
+    """
+    stopwatch = stopwatch_for(bench.device)
+    feed = Feed(bench.workload, policy.batch_size or bench.workload.batch_size, bench.device, stopwatch)
+    try:
+        with bench.on_device(policy, feed) as (_, stepper), user_code("the training loop"):
+            return _Loop(stepper, feed, stopwatch).timing(bench.device, seconds, warmup_s)
+    finally:
+        feed.close()
+        bench.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    step: Stepper
+    feed: Feed
+    stopwatch: Stopwatch
+
+    def timing(self, device: torch.device, seconds: float, warmup_s: float) -> LoopTiming:
+        self.step()
+        self._run(warmup_s)
+        self.stopwatch.reset()
+        samples, wait_s, start = self.feed.samples, self.feed.wait_s, time.perf_counter()
+        steps = self._run(seconds, at_least=1)
+        self.stopwatch.mark("step")
+        totals_ms = self.stopwatch.totals_ms()
+        took_s = time.perf_counter() - start
+        copy_ms, step_ms = totals_ms["copy"] / steps, totals_ms["step"] / steps
+        samples_per_s = (self.feed.samples - samples) / took_s
+        wait_ms = 1000 * (self.feed.wait_s - wait_s) / steps
+        host_ms, busy_ms = self._probe(step_ms) if device.type == "cuda" else (step_ms, None)
+        return LoopTiming(
+            samples_per_s=samples_per_s,
+            steps=steps,
+            seconds=took_s,
+            wait_ms=wait_ms,
+            copy_ms=copy_ms,
+            step_ms=step_ms,
+            idle_ms=max(0.0, 1000 * took_s / steps - copy_ms - step_ms),
+            host_ms=host_ms,
+            busy_ms=busy_ms,
+            pinned=self.feed.pinned if device.type == "cuda" else None,
+            source=self.feed.source,
+        )
+
+    def _run(self, seconds: float, *, at_least: int = 0) -> int:
+        """Runs steps until the time is over; returns their number."""
+        steps, end = 0, time.perf_counter() + seconds
+        while steps < at_least or time.perf_counter() < end:
+            self.step()
+            steps += 1
+        return steps
+
+    def _probe(self, step_ms: float) -> tuple[float, float]:
+        """Returns (ms the host needs to enqueue a step, ms the device needs for a step that was enqueued ahead)."""
+        count = max(2, min(_PROBES, round(_PROBES_MS / step_ms)))
+        host_ms = statistics.median(self._host_ms() for _ in range(count))
+        self.feed.hold_ms = _HOLD * host_ms
+        return host_ms, statistics.median(self._busy_ms() for _ in range(count))
+
+    def _host_ms(self) -> float:
+        self.stopwatch.reset()
+        fed_s, start = self.feed.host_s, time.perf_counter()
+        self.step()
+        return 1000 * (time.perf_counter() - start - (self.feed.host_s - fed_s))
+
+    def _busy_ms(self) -> float:
+        """Returns the device's time for a step; the device is held after its batch while the host enqueues the step."""
+        self.stopwatch.reset()
+        self.step()
+        self.stopwatch.mark("step")
+        return self.stopwatch.totals_ms()["step"]

@@ -1,0 +1,1 @@
+"""Times each module by itself, and compares its results in half with those in FP32."""

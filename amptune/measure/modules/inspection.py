@@ -1,0 +1,130 @@
+"""Inspection of the model in one instrumented training step: leaf modules, their order and their work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from amptune.measure.bench.bench import Bench
+from amptune.measure.bench.failures import failure_of
+from amptune.measure.results.subject import Leaf, Module, Subject
+from amptune.policy.settings import STOCK
+from amptune.runtime.digest import model_digest
+from amptune.runtime.module_precision import has_forward
+from amptune.runtime.optimizer import is_fusable
+from amptune.runtime.tensor_tree import map_tensors
+
+__all__ = ["inspect_model"]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Figures of one module from its hooks, summed over its calls."""
+
+    flops: int = 0
+    cast_numel: int = 0
+    called: int | None = None
+
+
+def inspect_model(bench: Bench, source_digest: str) -> Subject:
+    """Runs one FP32 step with hooks on every leaf.
+
+    If the step fails, the leaves' figures stay 0; the baseline's own trial reports the failure.
+    """
+    leaves = {path: module for path, module in bench.model.named_modules() if not any(module.children())}
+    seen = {path: _Seen() for path in leaves}
+    fusable = False
+    try:
+        with bench.on_device(STOCK) as (_, stepper), _watching(leaves, seen):
+            fusable = is_fusable(stepper.optimizer)
+            stepper()
+    except Exception as error:  # noqa: BLE001  # reported by the baseline's trial, which repeats it
+        print(f"the instrumented step failed: {failure_of(error)}", flush=True)  # noqa: T201  # into the worker's log
+    finally:
+        bench.release()
+    return Subject(
+        name=bench.workload.name or "workload",
+        source_digest=source_digest,
+        model_digest=model_digest(bench.model),
+        batch_size=bench.workload.batch_size,
+        parameters=sum(p.numel() for p in bench.model.parameters()),
+        leaves=tuple(_leaf(path, module, seen[path]) for path, module in leaves.items()),
+        convolution_dims=frozenset(len(m.kernel_size) for m in leaves.values() if _is_convolution(m)),
+        modules=tuple(_module(path, module) for path, module in bench.model.named_modules() if path),
+        root_types=_types_of(bench.model),
+        tolerance=bench.workload.evaluate_tolerance,
+        fusable=fusable,
+        own_step=bench.workload.step is not None,
+    )
+
+
+@contextmanager
+def _watching(leaves: dict[str, nn.Module], seen: dict[str, _Seen]) -> Iterator[None]:
+    order = iter(range(1_000_000))
+
+    def note(path: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        mine = seen[path]
+        mine.called = next(order) if mine.called is None else mine.called
+        mine.flops += _flops(module, inputs, output)
+        mine.cast_numel += _numel(inputs) + sum(p.numel() for p in module.parameters(recurse=False))
+
+    hooks = [
+        module.register_forward_hook(lambda m, i, o, path=path: note(path, m, i, o)) for path, module in leaves.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _module(path: str, module: nn.Module) -> Module:
+    return Module(path=path, types=_types_of(module), runs=has_forward(module))
+
+
+def _types_of(module: nn.Module) -> tuple[str, ...]:
+    return tuple(kind.__name__ for kind in type(module).__mro__ if kind is not object)
+
+
+def _leaf(path: str, module: nn.Module, seen: _Seen) -> Leaf:
+    return Leaf(
+        path=path,
+        type=type(module).__name__,
+        parameters=sum(p.numel() for p in module.parameters(recurse=False)),
+        flops=seen.flops,
+        cast_numel=seen.cast_numel,
+        called=seen.called,
+    )
+
+
+def _flops(module: nn.Module, inputs: Any, output: Any) -> int:
+    """Returns the multiplications and additions of one forward call; 0 for modules that are no matrix product."""
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        return 2 * _numel(inputs) * (module.out_channels // module.groups) * math.prod(module.kernel_size)
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return 2 * _numel(output) * (module.in_channels // module.groups) * math.prod(module.kernel_size)
+    if isinstance(module, nn.Linear):
+        return 2 * _numel(output) * module.in_features
+    return 0
+
+
+def _numel(value: Any) -> int:
+    total = 0
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        total += tensor.numel()
+        return tensor
+
+    map_tensors(count, value)
+    return total
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.conv._ConvNd)

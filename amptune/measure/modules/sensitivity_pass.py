@@ -1,0 +1,295 @@
+"""Sensitivity to half precision, from one instrumented training step. When the backward pass reaches a module, this
+module alone is run again, in FP32 and in half.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from amptune.measure.bench.bench import Bench
+from amptune.measure.modules.replay import Call, Ran, Replay, floating_in, kept_as_it_is, later_ms, versions_of
+from amptune.measure.numerics.dropout import without_dropout
+from amptune.measure.numerics.short_training import Training
+from amptune.measure.results.module_numerics import Half, InHalf, ModuleSensitivity, Sensitivity, Stream
+from amptune.policy.settings import Policy
+from amptune.runtime.tensor_tree import map_tensors, tensors_in
+
+__all__ = ["sense"]
+
+DTYPES: dict[Half, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Modules of one type and shape share their times: this many runs of them are timed in total.
+TIMED_RUNS = 3
+# GradScaler's first scale, used for fp16 gradients.
+LOSS_SCALE = {"bf16": 1.0, "fp16": 65536.0}
+# A cast of this many FP32 bytes measures the cost of casts per byte.
+CAST_BYTES = 2**26
+
+
+def sense(bench: Bench, policy: Policy, dtypes: Sequence[Half]) -> Sensitivity:
+    """Measures every module without children in one FP32 step, under `policy`'s FP32 math.
+
+    Inputs are held until the backward pass reaches their module, as training does for most of them. One module at a
+    time is run again; its buffers and the random generators are restored afterwards. `left_out` names each module that
+    cannot be run again: it has no gradient, raises an error, or its inputs are overwritten.
+    """
+    start_s = time.perf_counter()
+    with Training.on(bench, policy) as training, without_dropout(bench.model), _out_of_place(bench.model):
+        step_ms = 1000 * training.step_s()
+        training.restart()
+        watch = _Watch(bench, dtypes)
+        with watch.hooked():
+            training.step()
+        return Sensitivity(
+            modules=tuple(watch.found()),
+            left_out=watch.left_out(),
+            cast_ms_per_byte=_cast_ms_per_byte(bench.device, DTYPES[dtypes[0]]),
+            step_ms=step_ms,
+            seconds=time.perf_counter() - start_s,
+        )
+
+
+@dataclass
+class _Seen:
+    """Figures of one module, summed over its calls; they stay on the device until the step is over."""
+
+    calls: int = 0
+    key: tuple[Any, ...] = ()
+    stream: Stream = "follows"
+    input_bytes: int = 0
+    output_bytes: int = 0
+    cast_bytes: int = 0
+    producers: dict[str, None] = field(default_factory=dict)
+    largest: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+    sums: dict[tuple[Half, str], list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+
+
+class _Watch:
+    """Hooks on every module without children, and the figures that they collect."""
+
+    def __init__(self, bench: Bench, dtypes: Sequence[Half]) -> None:
+        self._model = bench.model
+        self._device = bench.device
+        self._dtypes = dtypes
+        self._seen: dict[str, _Seen] = {}
+        self._times: dict[tuple[Any, ...], list[Callable[[], float]]] = defaultdict(list)
+        self._made_by: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._versions: dict[str, list[int]] = {}
+        self._busy = False
+        self._failed: dict[str, str] = {}
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        hooks = []
+        for path, module in self._model.named_modules():
+            if not any(module.children()):
+                hooks.append(module.register_forward_pre_hook(self._before(path), with_kwargs=True))
+                hooks.append(module.register_forward_hook(self._after(path), with_kwargs=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def left_out(self) -> dict[str, str]:
+        without = {path: "no gradient passes through it" for path, seen in self._seen.items() if not seen.calls}
+        return without | self._failed
+
+    def _before(self, path: str) -> Callable[..., None]:
+        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._versions[path] = versions_of((args, kwargs))
+
+        return before
+
+    def _after(self, path: str) -> Callable[..., None]:
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not self._busy:
+                self._called(path, module, args, kwargs, output)
+
+        return after
+
+    def _called(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Holds the call's inputs until the gradient of its output is known."""
+        seen = self._seen.setdefault(path, _Seen())
+        taken, given = floating_in((args, kwargs)), floating_in(output)
+        seen.producers |= dict.fromkeys(maker for tensor in taken if (maker := self._maker_of(tensor)) is not None)
+        self._made_by |= {id(tensor): (weakref.ref(tensor), path) for tensor in given}
+        wanted = [tensor for tensor in given if tensor.requires_grad]
+        if not wanted:
+            return
+        need = [tensor.requires_grad for tensor in tensors_in((args, kwargs))]
+        held_args, held_kwargs = map_tensors(torch.Tensor.detach, (args, kwargs))
+        call = Call(module, held_args, held_kwargs, need, self._versions[path])
+        _on_gradients(wanted, lambda gradients: self._replay(path, call, gradients))
+
+    def _maker_of(self, tensor: torch.Tensor) -> str | None:
+        made, path = self._made_by.get(id(tensor), (None, None))
+        return path if made is not None and made() is tensor else None
+
+    def _replay(self, path: str, call: Call, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Runs the call again in FP32 and in half; an error leaves out only this module."""
+        if call.done:  # another backward pass over the same graph
+            return
+        self._busy = True
+        try:
+            with torch.enable_grad(), kept_as_it_is(call.module, self._device):
+                self._look(self._seen[path], call, gradients)
+                self._time(call, gradients)
+        except Exception as error:  # noqa: BLE001  # the module may raise anything when it is run by itself
+            self._failed[path] = f"{type(error).__name__}: {error}"
+        finally:
+            call.finish()
+            self._busy = False
+
+    def _look(self, seen: _Seen, call: Call, gradients: Sequence[torch.Tensor | None]) -> None:
+        if not call.intact:
+            raise RuntimeError("its inputs are written to, by itself or by what comes after")
+        given = [gradient for gradient in gradients if gradient is not None]
+        fp32 = Replay(call, gradients, None, self._device, 1.0).run()
+        weights = list(call.module.parameters())
+        seen.calls += 1
+        seen.key = call.key
+        with kept_as_it_is(call.module, self._device):
+            seen.stream = self._stream_of(call)
+        seen.input_bytes += sum(4 * tensor.numel() for tensor in floating_in((call.args, call.kwargs)))
+        seen.output_bytes += sum(4 * tensor.numel() for tensor in fp32.outputs)
+        # Counted once for all calls: autocast caches the casts of weights.
+        seen.cast_bytes = sum(6 * weight.numel() for weight in weights) * (seen.stream == "half")
+        for name, tensors in (("activation", fp32.outputs), ("weight", weights), ("gradient", given)):
+            seen.largest[name] += [tensor.detach().abs().amax() for tensor in tensors if tensor.numel()]
+        for dtype in self._dtypes:
+            half = Replay(call, gradients, DTYPES[dtype], self._device, LOSS_SCALE[dtype]).run()
+            _compare(seen, dtype, fp32, half, given)
+
+    def _stream_of(self, call: Call) -> Stream:
+        """Returns the stream, from the output dtypes for FP32 inputs and for half inputs."""
+        dtype = DTYPES[self._dtypes[0]]
+        with torch.no_grad(), torch.autocast(self._device.type, dtype=dtype):
+            of_fp32, of_half = (
+                [tensor.dtype for tensor in floating_in(call.module(*args, **kwargs))]
+                for args, kwargs, _ in (call.inputs(None), call.inputs(dtype))
+            )
+        if dtype in of_fp32:
+            return "half"
+        return "follows" if dtype in of_half else "fp32"
+
+    def _time(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> None:
+        # Dropout is switched off here, so its time would not be that of training.
+        if len(self._times[call.key, None]) >= TIMED_RUNS or "Dropout" in type(call.module).__name__:
+            return
+        for dtype in (None, *self._dtypes):
+            scale = 1.0 if dtype is None else LOSS_SCALE[dtype]
+            replay = Replay(call, gradients, None if dtype is None else DTYPES[dtype], self._device, scale)
+            replay.run()
+            self._times[call.key, dtype].append(later_ms(replay.backpropagate, self._device))
+
+    def _ms(self, seen: _Seen, dtype: Half | None) -> float | None:
+        """Returns the fastest timed run, times the number of calls; first runs may include one-time costs."""
+        times = [later() for later in self._times.get((seen.key, dtype), ())]
+        return min(times) * seen.calls if times else None
+
+    def found(self) -> Iterator[ModuleSensitivity]:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        for path, seen in self._seen.items():
+            if seen.calls and path not in self._failed:
+                yield ModuleSensitivity(
+                    path=path,
+                    calls=seen.calls,
+                    fp32_ms=self._ms(seen, None),
+                    half={dtype: self._in_half(seen, dtype) for dtype in self._dtypes},
+                    stream=seen.stream,
+                    input_bytes=seen.input_bytes,
+                    output_bytes=seen.output_bytes,
+                    cast_bytes=seen.cast_bytes,
+                    producers=tuple(seen.producers),
+                    **{f"{name}_max": _largest(seen.largest[name]) for name in ("activation", "weight", "gradient")},
+                )
+
+    def _in_half(self, seen: _Seen, dtype: Half) -> InHalf:
+        def total(name: str) -> float:
+            return float(sum(value.item() for value in seen.sums[dtype, name]))
+
+        size, apart, product, size_half = (total(name) for name in ("size", "apart", "product", "size_half"))
+        return InHalf(
+            ms=self._ms(seen, dtype),
+            loss_effect=_finite_or(math.inf, math.sqrt(total("loss"))),
+            gradient_error=_finite_or(math.inf, math.sqrt(apart / size) if size else 0.0),
+            gradient_cosine=_finite_or(0.0, product / math.sqrt(size * size_half) if size and size_half else 1.0),
+            overflow=total("overflow") / max(1.0, total("elements")),
+            underflow=total("underflow") / max(1.0, total("nonzero")),
+        )
+
+
+def _compare(seen: _Seen, dtype: Half, fp32: Ran, half: Ran, gradients: Sequence[torch.Tensor]) -> None:
+    def sums(name: str) -> list[torch.Tensor]:
+        return seen.sums[dtype, name]
+
+    for a, b, gradient in zip(half.outputs, fp32.outputs, gradients, strict=True):
+        change = torch.where(a == b, 0.0, a.float() - b.float())  # infinities in both are no change
+        sums("loss").append((gradient.float() * change).square().sum())
+    for a, b in zip(half.weights or half.inputs, fp32.weights or fp32.inputs, strict=True):
+        sums("apart").append((a - b).square().sum())
+        sums("size").append(b.square().sum())
+        sums("size_half").append(a.square().sum())
+        sums("product").append((a * b).sum())
+    kind = torch.finfo(DTYPES[dtype])
+    for tensor, scale in [(out, 1.0) for out in fp32.outputs] + [(g, LOSS_SCALE[dtype]) for g in gradients]:
+        sums("elements").append(torch.tensor(tensor.numel()))
+        sums("overflow").append((torch.isfinite(tensor) & (tensor.abs() * scale > kind.max)).sum())
+    for gradient in gradients:
+        sums("nonzero").append(torch.count_nonzero(gradient))
+        # Half of the smallest nonzero number is rounded to 0.
+        smallest = kind.smallest_normal * kind.eps / 2
+        sums("underflow").append(((gradient != 0) & (gradient.abs() * LOSS_SCALE[dtype] <= smallest)).sum())
+
+
+def _cast_ms_per_byte(device: torch.device, dtype: torch.dtype) -> float:
+    """Returns a cast's time per byte read or written, when launched behind other work."""
+    tensor = torch.ones(CAST_BYTES // 4, device=device)
+    tensor.to(dtype)
+    times = [later_ms(lambda: tensor.to(dtype), device) for _ in range(TIMED_RUNS)]
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return min(later() for later in times) / (1.5 * CAST_BYTES)
+
+
+@contextmanager
+def _out_of_place(model: nn.Module) -> Iterator[None]:
+    """Switches off in-place modules: their inputs are held for later."""
+    changed = [module for module in model.modules() if vars(module).get("inplace") is True]
+    for module in changed:
+        module.inplace = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.inplace = True  # type: ignore[assignment]
+
+
+def _on_gradients(tensors: Sequence[torch.Tensor], look: Callable[[Sequence[torch.Tensor | None]], None]) -> None:
+    """Registers `look` to be called when the gradients of all tensors are known.
+
+    One tensor gets a plain hook: a multi-grad hook is not called if the backward pass starts there (torch 2.13).
+    """
+    if len(tensors) == 1:
+        tensors[0].register_hook(lambda gradient: look([gradient]))  # type: ignore[no-untyped-call]
+    else:
+        torch.autograd.graph.register_multi_grad_hook(tensors, look)
+
+
+def _finite_or(otherwise: float, value: float) -> float:
+    return value if math.isfinite(value) else otherwise
+
+
+def _largest(values: Sequence[torch.Tensor]) -> float:
+    return float(torch.stack([value.float() for value in values]).max()) if values else 0.0

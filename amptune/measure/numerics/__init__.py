@@ -1,0 +1,1 @@
+"""Compares training under a policy with training in FP32."""

@@ -1,0 +1,100 @@
+"""Batches on which numerics are judged: the same for every policy, handed out one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from amptune.measure.bench.bench import Bench, bytes_of
+from amptune.measure.results.training_runs import Spread
+from amptune.runtime.tensor_tree import map_tensors, tensors_in
+
+__all__ = ["Feed", "batches_of", "fingerprint_of"]
+
+# Number of batches drawn; fewer are used if a step is slow.
+MOST_BATCHES = 8
+# Minimum number of samples in a part of a batch: BatchNorm needs at least two.
+SMALLEST_PART = 4
+# Batches up to this total size stay on the device after their first use.
+RESIDENT_BYTES = 2**30
+
+
+@dataclass
+class Feed:
+    """An iterator over copies of the batch at `at`; `batches` are a workload's batches or the parts of one."""
+
+    batches: list[Any]
+    spread: Spread
+    device: torch.device
+    at: int = 0
+    _resident: dict[int, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._stay = bytes_of(self.batches) <= RESIDENT_BYTES
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._stay:
+            return self._moved(self.batches[self.at])
+        if self.at not in self._resident:
+            self._resident[self.at] = self._moved(self.batches[self.at])
+        return map_tensors(torch.Tensor.clone, self._resident[self.at])
+
+    def keep(self, count: int) -> None:
+        """Drops all but the first `count` batches."""
+        self.batches = self.batches[:count]
+
+    def forget(self) -> None:
+        """Frees the device's memory."""
+        self._resident.clear()
+
+    def _moved(self, batch: Any) -> Any:
+        return map_tensors(lambda tensor: tensor.to(self.device, copy=True), batch)
+
+
+def fingerprint_of(bench: Bench) -> tuple[float, ...]:
+    """Returns a fingerprint; two processes with equal ones train from the same weights on the same data."""
+    batches, _ = batches_of(bench, divided=False)
+    return bench.fingerprint(batches[:1])
+
+
+def batches_of(bench: Bench, *, divided: bool) -> tuple[list[Any], Spread]:
+    """Returns (batches to train on, source of their spread): the workload's batches, or a constant one or its parts."""
+    samples = bench.workload.batch_size
+    batches = bench.batches(samples, MOST_BATCHES)
+    if any(not _same(batch, batches[0]) for batch in batches[1:]):
+        return batches, "batches"
+    parts = min(MOST_BATCHES, samples // SMALLEST_PART)
+    if not divided or parts < 2 or not _is_divisible(batches[0], samples):
+        return batches[:1], "none"
+    return [_part(batches[0], samples, parts, which) for which in range(parts)], "parts"
+
+
+def _same(a: Any, b: Any) -> bool:
+    ours, theirs = tensors_in(a), tensors_in(b)
+    return len(ours) == len(theirs) and all(
+        x.shape == y.shape and torch.equal(x, y) for x, y in zip(ours, theirs, strict=True)
+    )
+
+
+def _is_divisible(batch: Any, samples: int) -> bool:
+    return any(tensor.dim() and tensor.size(0) == samples for tensor in tensors_in(batch))
+
+
+def _part(batch: Any, samples: int, parts: int, which: int) -> Any:
+    """Returns part `which` of `parts` of a batch along its first dimension."""
+    size = samples // parts
+
+    def narrowed(tensor: torch.Tensor) -> torch.Tensor:
+        of_samples = tensor.dim() and tensor.size(0) == samples
+        return tensor.narrow(0, which * size, size) if of_samples else tensor
+
+    return map_tensors(narrowed, batch)

@@ -1,0 +1,214 @@
+"""Training of the workload under one policy, restarted from the initial weights as often as needed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from amptune.errors import TargetError
+from amptune.measure.bench.bench import Bench
+from amptune.measure.bench.failures import NonFiniteError
+from amptune.measure.bench.step import Stepper
+from amptune.measure.numerics.batches import Feed, batches_of
+from amptune.measure.numerics.dropout import without_dropout
+from amptune.measure.numerics.sketches import Sketcher
+from amptune.measure.results.training_runs import Floats, Gradients, LossCurve
+from amptune.policy.settings import Policy
+from amptune.runtime.tuned import Tuned
+from amptune.workload.user_errors import user_code
+
+__all__ = ["Training"]
+
+# The loss scale of 65536 can be halved this often until it is below 1e-5, where scaling has no use.
+MOST_HALVINGS = 33
+# Only buffers up to this many elements are compared with FP32's.
+LARGEST_BUFFER = 2**16
+# Distance between the seeds of two runs.
+SEED_STRIDE = 10_000
+
+
+@dataclass
+class Training:
+    """The workload's training step under one policy, which can restart from the initial weights."""
+
+    bench: Bench
+    tuned: Tuned
+    feed: Feed
+    _captured: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _taken: int = 0
+    _buffers: list[tuple[torch.nn.Module, dict[str, torch.Tensor | None]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._buffers = [(module, dict(module._buffers)) for module in self.bench.model.modules()]
+
+    @staticmethod
+    @contextmanager
+    def on(bench: Bench, policy: Policy, *, divided: bool = False) -> Iterator[Training]:
+        """Yields training on the bench's device, over batches of the workload's own size.
+
+        With `divided`, and if all batches are equal, it trains over the parts of one batch.
+        """
+        feed = Feed(*batches_of(bench, divided=divided), device=bench.device)
+        try:
+            with bench.on_device(_bare(policy), feed) as (tuned, _):
+                training = Training(bench, tuned, feed)
+                try:
+                    yield training
+                finally:
+                    training._put_buffers_back()
+                    training.__dict__.pop("sketcher", None)  # its signs take a byte for every parameter
+        finally:
+            feed.forget()
+            bench.release()
+
+    @cached_property
+    def sketcher(self) -> Sketcher:
+        """The sketcher, made when gradients are first needed: tracing and sensing may not need it."""
+        return Sketcher(self.bench.model)
+
+    def restart(self, offset: int = 0) -> None:
+        """Restores the initial weights and buffers, and seeds the random generators with seed + `offset`."""
+        self._put_buffers_back()
+        self.bench.restart(offset)
+
+    def step(self) -> None:
+        """Takes one training step with a fresh optimizer."""
+        self._step(self._stepper())
+
+    def step_s(self) -> float:
+        """Returns the seconds of the second step; the first one may include one-time costs."""
+        stepper = self._stepper()
+        float(self._step(stepper)[0])
+        start_s = time.perf_counter()
+        float(self._step(stepper)[0])
+        return time.perf_counter() - start_s
+
+    def gradients(
+        self, count: int, *, seed: int = 0, prepare: Callable[[torch.nn.Module], None] | None = None
+    ) -> Gradients:
+        """Returns gradients of the first `count` batches, each from initial weights (after `prepare`), no dropout."""
+        sketches, nonzero, losses = [], [], []
+        with without_dropout(self.tuned.model):
+            stepper = self._stepper(capture=True)
+            for self.feed.at in range(count):
+                losses.append(self._capture_one(stepper, SEED_STRIDE * seed + self.feed.at, prepare))
+                # Summed over the optimizer steps of one training step: a GAN takes several.
+                sketch, counts = (torch.stack(parts).sum(0) for parts in zip(*self._captured, strict=True))
+                self._require_finite(sketch)
+                sketches.append(sketch.numpy())
+                nonzero.append(counts.numpy())
+        return Gradients(sketches=np.stack(sketches), nonzero=np.stack(nonzero), losses=tuple(losses))
+
+    def curve(self, order: Sequence[int], seed: int = 0) -> LossCurve:
+        """Trains from the initial weights over the batches in this order; returns the loss curve.
+
+        In the first epoch a step that the loss scaler skips is repeated, because its scale is still coming down.
+        """
+        self.restart(SEED_STRIDE * seed)
+        stepper = self._stepper()
+        losses: list[torch.Tensor] = []
+        skipped, settling = 0, MOST_HALVINGS
+        for place, self.feed.at in enumerate(order):
+            loss, went = self._step(stepper)
+            while not went and place < len(self.feed) and settling:
+                settling -= 1
+                loss, went = self._step(stepper)
+            skipped += not went
+            losses.append(loss.reshape(()))
+        found = torch.stack(losses).float().tolist()
+        broken = next((i for i, loss in enumerate(found) if not math.isfinite(loss)), None)
+        if broken is not None:
+            raise NonFiniteError(f"the loss is {found[broken]} at step {broken + 1}")
+        stepper.require_sound(self.tuned.model, self._taken)  # repeated steps count too: the scale came down in them
+        return LossCurve(
+            losses=tuple(found),
+            skipped=skipped,
+            scale=float(self.tuned.scaler.get_scale()),
+            buffers=self._floating_buffers(),
+            evaluated=self._evaluated(),
+        )
+
+    def _floating_buffers(self) -> dict[str, Floats]:
+        """Returns the buffers that are small enough to be statistics, not tables."""
+        named = self.bench.model.named_buffers()
+        small = ((name, one) for name, one in named if one.is_floating_point() and one.numel() <= LARGEST_BUFFER)
+        return {name: one.detach().float().flatten().cpu().numpy().copy() for name, one in small}
+
+    def _put_buffers_back(self) -> None:
+        """Restores the original buffers: the step may have replaced, made or dropped some."""
+        for module, buffers in self._buffers:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+    def _capture_one(self, stepper: Stepper, seed: int, prepare: Callable[[torch.nn.Module], None] | None) -> float:
+        """Repeats the step until a gradient was captured before an optimizer step; returns the loss."""
+        for _ in range(MOST_HALVINGS):
+            self.restart(seed)
+            if prepare is not None:
+                prepare(self.tuned.model)
+            self._captured.clear()
+            last, went = self._step(stepper)
+            loss = float(last)
+            if not math.isfinite(loss):
+                raise NonFiniteError(f"the loss is {loss} in the first step of batch {self.feed.at + 1}")
+            if self._captured and went:
+                return loss
+        if not self.tuned.scaler.is_enabled():
+            raise TargetError(
+                f"the optimizer that optimizer(model) returned took no step in {MOST_HALVINGS} training steps"
+            )
+        raise NonFiniteError("the gradient overflows at every loss scale, so no step is taken")
+
+    def _capture(self, optimizer: torch.optim.Optimizer) -> None:
+        """Captures gradients before an optimizer step, unless they overflowed: some optimizers skip by themselves."""
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is None or not float(found_inf):
+            scale = getattr(optimizer, "grad_scale", None)
+            self._captured.append(self.sketcher(1.0 if scale is None else scale))
+
+    def _require_finite(self, sketch: torch.Tensor) -> None:
+        if not torch.isfinite(sketch).all():
+            where = torch.nonzero(~torch.isfinite(sketch)).flatten().tolist()
+            modules = dict.fromkeys(self.sketcher.module_of[i] for i in self.sketcher.parameters_of(where))
+            first, more = next(iter(modules)), len(modules) - 1
+            others = f" and those of {more} modules more" if more else ""
+            raise NonFiniteError(f"the gradient of {first or 'the model itself'}{others} is not finite", tuple(modules))
+
+    def _step(self, stepper: Stepper) -> tuple[torch.Tensor, bool]:
+        """Returns (the loss, True if the loss scaler did not skip the step)."""
+        scaler = self.tuned.scaler
+        before = scaler.get_scale()
+        self._taken += 1
+        loss = stepper()
+        return loss, not scaler.is_enabled() or scaler.get_scale() >= before
+
+    def _stepper(self, *, capture: bool = False) -> Stepper:
+        stepper = Stepper(self.bench.workload, self.tuned, self.feed)
+        if capture:
+            stepper.before_optimizer(self._capture)
+        return stepper
+
+    def _evaluated(self) -> float | None:
+        evaluate = self.bench.workload.evaluate
+        if evaluate is None:
+            return None
+        with user_code("evaluate(model)"), torch.no_grad():
+            evaluated = float(evaluate(self.tuned.model))
+        if not math.isfinite(evaluated):
+            raise NonFiniteError(f"evaluate(model) gives {evaluated}")
+        return evaluated
+
+
+def _bare(policy: Policy) -> Policy:
+    """Returns the policy with the workload's own batch, unaccumulated, without CUDA graphs: only precision matters.
+
+    A CUDA graph runs the same kernels, but hooks on modules and gradients do not run inside it.
+    """
+    return replace(policy, batch_size=None, accumulate=1, cuda_graphs=False)

@@ -1,0 +1,1 @@
+"""The values that measuring returns. No machine, no clock, no files."""

@@ -1,0 +1,167 @@
+"""Effects of half precision on each module alone, on its time and on its numbers, as values.
+
+Traces of one training step, module by module, that show where numbers under a policy differ from FP32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = [
+    "Half",
+    "InHalf",
+    "ModuleSensitivity",
+    "ModuleTrace",
+    "Reach",
+    "Sensitivity",
+    "Stream",
+    "suspects",
+]
+
+
+Half = Literal["bf16", "fp16"]
+
+# Dtype of a module's output under autocast: always half (a matrix product), that of the input (a ReLU), or always FP32
+# (a LayerNorm on CUDA).
+Stream = Literal["half", "follows", "fp32"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InHalf:
+    """One module in half precision, with all others in FP32.
+
+    `ms` is its forward and backward time with half inputs, including the casts of its weights. `loss_effect` is the
+    change of the loss by its rounding, to first order: the root of the sum of (gradient x change of output) squared.
+    `gradient_error` and `gradient_cosine` compare its weights' gradients (its inputs' if it has no weights) with those
+    in FP32; they are infinite and 0 if the gradients break in half. `overflow` is the share of outputs and of
+    gradients (times the initial loss scale) that the dtype cannot hold, `underflow` that of gradients that become 0.
+    """
+
+    ms: float | None
+    loss_effect: float
+    gradient_error: float
+    gradient_cosine: float
+    overflow: float
+    underflow: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleSensitivity:
+    """One module without children, over all its calls in one step.
+
+    `fp32_ms` is its forward and backward time in FP32. `input_bytes` and `output_bytes` are the sizes of its
+    floating-point tensors in FP32. `cast_bytes` are the bytes that autocast reads and writes to cast its weights. The
+    `_max` fields are the largest magnitudes in FP32. `producers` are the paths of modules whose outputs are its inputs.
+    """
+
+    path: str
+    calls: int
+    fp32_ms: float | None
+    half: Mapping[Half, InHalf] = field(hash=False)
+    stream: Stream
+    input_bytes: int
+    output_bytes: int
+    cast_bytes: int
+    activation_max: float
+    weight_max: float
+    gradient_max: float
+    producers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivity:
+    """The modules in the order of their first calls. `left_out` maps modules that could not be measured to the reason.
+
+    `cast_ms_per_byte` is a cast's time per byte read or written, `step_ms` the time of a whole step in FP32.
+    """
+
+    modules: tuple[ModuleSensitivity, ...]
+    left_out: Mapping[str, str] = field(hash=False)
+    cast_ms_per_byte: float
+    step_ms: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """The numbers at one place: the largest magnitude under the policy and in FP32, and the error between them.
+
+    `error` is the relative root mean square of the difference, infinite if the policy's numbers are not finite where
+    FP32's are. `largest` is infinite or NaN if such a number occurred.
+    """
+
+    largest: float
+    largest_fp32: float
+    error: float
+
+    @property
+    def broken(self) -> bool:
+        """True if the policy's largest magnitude is not finite but FP32's is."""
+        return not math.isfinite(self.largest) and math.isfinite(self.largest_fp32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleTrace:
+    """One module in one step: its inputs and outputs, and their gradients.
+
+    `gradients_in` are the gradients of its outputs, `gradients_out` those of its inputs, `weights` those of its own
+    parameters. A place is None without a floating-point tensor (or gradient). Traces are ordered by the end of the
+    first forward calls.
+    """
+
+    path: str
+    type: str
+    inputs: Reach | None
+    outputs: Reach | None
+    gradients_in: Reach | None
+    gradients_out: Reach | None
+    weights: Reach | None
+
+    @property
+    def breaks_forward(self) -> bool:
+        """True if the inputs are finite and the outputs are not."""
+        return self.outputs is not None and self.outputs.broken and not (self.inputs is not None and self.inputs.broken)
+
+    @property
+    def breaks_backward(self) -> bool:
+        """True if inputs and incoming gradients are finite but the gradients of inputs or weights are not."""
+        comes = [reach for reach in (self.inputs, self.gradients_in) if reach is not None]
+        leaves = [reach for reach in (self.gradients_out, self.weights) if reach is not None]
+        return not any(reach.broken for reach in comes) and any(reach.broken for reach in leaves)
+
+    @property
+    def adds(self) -> float:
+        """Error added by the module, relative to the incoming error: the largest of forward and backward."""
+        return max(
+            _added(self.outputs, self.inputs),
+            _added(self.gradients_out, self.inputs, self.gradients_in),
+            _added(self.weights, self.inputs, self.gradients_in),
+        )
+
+
+def suspects(traces: Sequence[ModuleTrace]) -> list[str]:
+    """Returns the paths of all modules, the most suspicious first.
+
+    First come the modules that break the forward pass, in forward order. Then come those that break the backward pass,
+    the last module first. The others follow by how much error they add.
+    """
+    forward = [trace for trace in traces if trace.breaks_forward]
+    backward = [trace for trace in reversed(traces) if trace.breaks_backward]
+    others = sorted(traces, key=lambda trace: -trace.adds)
+    return list(dict.fromkeys(trace.path for trace in (*forward, *backward, *others) if trace.path))
+
+
+# An error smaller than this is rounding; without this floor, growth from almost 0 would look large.
+ROUNDING = 0.01
+# Finite value used for the error of a number that is not finite, so that it can be written down.
+BROKEN = 1e4
+
+
+def _added(after: Reach | None, *before: Reach | None) -> float:
+    if after is None:
+        return 0.0
+    came = min(BROKEN, max(reach.error if reach is not None else 0.0 for reach in before))
+    return max(0.0, min(after.error, BROKEN) - came) / (came + ROUNDING)

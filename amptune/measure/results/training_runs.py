@@ -1,0 +1,177 @@
+"""Values that describe how training under a policy differs from training in FP32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from amptune.measure.results.outcome import Failure
+from amptune.policy.settings import Policy
+
+__all__ = [
+    "ROUNDING",
+    "BufferParity",
+    "Floats",
+    "Gradients",
+    "LossCurve",
+    "ModuleParity",
+    "Parity",
+    "Reference",
+    "Rounding",
+    "Run",
+    "Spread",
+    "Thoroughness",
+]
+
+Floats = NDArray[np.float32]
+
+# Source of the spread of FP32 gradients: different batches, or the parts of one batch if all batches are equal.
+Spread = Literal["batches", "parts", "none"]
+
+# Precision of a product's inputs: bf16 has 8 bits, fp16 and TF32 have 11.
+Rounding = Literal["bf16", "fp16"]
+# Relative root mean square of the rounding error with that many bits: at most half a unit in the last place, evenly
+# distributed.
+ROUNDING: Mapping[Rounding, float] = {"bf16": 2**-8 / math.sqrt(12), "fp16": 2**-11 / math.sqrt(12)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thoroughness:
+    """The amount of training in a judgement: gradients of `batches`, and a loss curve of `epochs` over them.
+
+    `replicas` is the number of extra FP32 curves, each with another data order and seed. They show how much a user's
+    runs differ from each other.
+    """
+
+    batches: int = 8
+    epochs: int = 4
+    replicas: int = 2
+
+    @property
+    def reference_steps(self) -> int:
+        """Training steps for the reference: the gradients, a few of them four times, and the loss curves."""
+        return self.batches * (1 + self.epochs * (1 + self.replicas)) + 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """Sketches of the unscaled gradients of several batches from the initial weights.
+
+    `sketches` has the shape (batches, columns). `nonzero` (batches, parameters) counts nonzero elements.
+    """
+
+    sketches: Floats
+    nonzero: NDArray[np.int64]
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossCurve:
+    """The losses of training from the initial weights over the batches, epoch after epoch.
+
+    `skipped` counts the steps that the loss scaler skipped after its scale had first settled. `scale`, `buffers` (the
+    floating-point ones, flat and by name) and `evaluated` (the result of the workload's `evaluate`) are from the end.
+    """
+
+    losses: tuple[float, ...]
+    skipped: int = 0
+    scale: float = 1.0
+    buffers: Mapping[str, Floats] = field(default_factory=dict, hash=False)
+    evaluated: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The gradients and the loss curve of training under one policy."""
+
+    gradients: Gradients
+    curve: LossCurve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """Training in FP32, and how much FP32 runs differ; made once and compared with every candidate.
+
+    `columns` holds each parameter's slice of a sketch, `module_of` the path of its module. `rounded` holds gradients
+    from weights with random changes as large as rounding errors, `reseeded` those under another seed than the run's;
+    both are of the first batches. `fingerprint` shows if another process has the same weights and batches.
+    """
+
+    policy: Policy
+    run: Run
+    rounded: Mapping[Rounding, Gradients]
+    reseeded: Gradients
+    replicas: tuple[LossCurve, ...]
+    columns: tuple[slice, ...]
+    module_of: tuple[str, ...]
+    spread: Spread
+    thoroughness: Thoroughness
+    fingerprint: tuple[float, ...]
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleParity:
+    """One module's gradients under a policy, compared with FP32, over all its parameters.
+
+    All figures are relative to the FP32 gradient. `error` is the root mean square of the difference over batches,
+    beyond the effect of another seed. `bias` is the length of the mean difference over that of the mean gradient. The
+    yardsticks are `noise`, the spread of FP32 gradients between batches, and `rounding`, the effect of rounded weights
+    in FP32. `size` is the gradient's length, and `slope` the part of FP32's gradient in it (the slope of a regression
+    over the same batches); both are 1 if equal to FP32. `vanished` is the share of FP32's nonzero elements that are 0
+    under the policy. `share` is the length of the module's FP32 gradient relative to the whole model's.
+    """
+
+    path: str
+    error: float
+    bias: float
+    noise: float
+    rounding: float
+    size: float
+    slope: float
+    vanished: float
+    share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferParity:
+    """A buffer at the end of the loss curve, such as BatchNorm's running statistics.
+
+    `off` is its distance from FP32's buffer, `apart` that of FP32's replicas, both relative to FP32's buffer.
+    """
+
+    path: str
+    off: float
+    apart: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parity:
+    """Training under a policy, compared with training in FP32.
+
+    `drift` is the distance of the loss curve above FP32's, the largest of any epoch, relative to the distance between
+    FP32's replicas (at least a floor). `drift_share` is that distance relative to the loss; `below` is the distance
+    below FP32's, in the unit of `drift`. `buffers` are those that training changes. `skipped_share` is the share of
+    steps that the loss scaler skipped after it had settled at `scale`. `evaluated` and `evaluated_fp32` are the results
+    of the workload's `evaluate`. If training broke, `failure` gives the reason and `broken` the modules whose gradients
+    broke; the other fields are then empty.
+    """
+
+    modules: tuple[ModuleParity, ...] = ()
+    spread: Spread = "batches"
+    drift: float = 0.0
+    drift_share: float = 0.0
+    below: float = 0.0
+    buffers: tuple[BufferParity, ...] = ()
+    skipped_share: float = 0.0
+    scale: float = 1.0
+    evaluated: float | None = None
+    evaluated_fp32: float | None = None
+    failure: Failure | None = None
+    broken: tuple[str, ...] = ()
+    seconds: float = 0.0

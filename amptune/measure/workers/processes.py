@@ -1,0 +1,210 @@
+"""Worker processes: each is a pool of one process, so its death affects no other worker.
+
+The pool is pebble's: it enforces time limits from outside, notices a dead process and starts another.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.context import BaseContext, SpawnContext, SpawnProcess
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import pebble
+import psutil
+
+from amptune.errors import StudyError
+from amptune.measure.results.outcome import Failure
+from amptune.measure.workers.worker import Setting, start
+
+__all__ = ["WorkerProcess", "cores", "start_importing", "stop_all", "workers_that_fit"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Limit until a spawned process takes its first task; it imports nothing heavy before.
+LAUNCH_LIMIT_S = 30.0
+ANY_NUMBER = 8
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Lets a process start without importing the parent's `__main__` again.
+
+    A worker does not need `__main__`, because the workload is passed as a target or pickled by value. A training script
+    without a `__main__` guard would start tuning again in every worker.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+class _SpawnWithoutMain(SpawnProcess):
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:  # noqa: N802  # the name multiprocessing calls
+        with _without_main():
+            return SpawnProcess._Popen(process_obj)
+
+
+class _Spawning(SpawnContext):
+    Process = _SpawnWithoutMain
+
+
+if sys.platform == "linux":
+    from multiprocessing import forkserver
+    from multiprocessing.context import ForkServerContext, ForkServerProcess
+
+    class _ForkWithoutMain(ForkServerProcess):
+        @staticmethod
+        def _Popen(process_obj: Any) -> Any:  # noqa: N802
+            with _without_main():
+                return ForkServerProcess._Popen(process_obj)
+
+    class _Forking(ForkServerContext):
+        Process = _ForkWithoutMain
+
+
+def start_importing() -> None:
+    """Starts the imports that all workers need in the process they are forked from, if possible; returns at once.
+
+    On Linux that process is multiprocessing's fork server. If the program has already started it, workers do missing
+    imports themselves.
+    """
+    _fork_server_runs()
+
+
+def _fork_server_runs() -> bool:
+    """Starts the fork server; returns False if it cannot have a socket: a long TMPDIR makes the path too long."""
+    if sys.platform != "linux":
+        return False
+    forkserver.set_forkserver_preload(["amptune.measure.workers.preloaded"])
+    try:
+        forkserver.ensure_running()
+    except OSError:
+        return False
+    return True
+
+
+def _context() -> BaseContext:
+    return _Forking() if _fork_server_runs() else _Spawning()
+
+
+class WorkerProcess:
+    """One process, started at the first call and replaced after it dies, hangs or is stopped."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._pool: pebble.ProcessPool | None = None
+
+    def call(self, limit_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Failure:
+        """Runs the function in the worker; returns its result, or a failure (`timeout`, `crash`, `oom`).
+
+        `limit_s` includes the start of a process that does not run yet: importing torch, opening a CUDA context,
+        building the model. An exception of the function is raised here.
+        """
+        return self.begin(limit_s, function, *args, **kwargs)()
+
+    def begin(
+        self, limit_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> Callable[[], T | Failure]:
+        """Starts the function in the worker; returns a function that waits and answers as `call` does."""
+        kills_before = _kernel_oom_kills()
+        future = self._running().schedule(function, args=args, kwargs=kwargs, timeout=limit_s)
+
+        def answer() -> T | Failure:
+            try:
+                # pebble counts from the task's start and would never notice a process that dies before.
+                result: T = future.result(timeout=limit_s + LAUNCH_LIMIT_S)
+            except FutureTimeoutError:
+                self.stop()
+                return Failure(kind="timeout", message=f"no answer within {limit_s:.0f} s; the worker was replaced")
+            except BrokenProcessPool as broken:
+                self.stop()
+                why = f"no worker process can be started (its log is {self._setting.log}): {broken}"
+                raise StudyError(why) from broken
+            except pebble.ProcessExpired as expired:
+                self.stop()
+                return _death(expired.exitcode, _kernel_oom_kills() > kills_before, self._setting.log)
+            return result
+
+        return answer
+
+    @property
+    def runs(self) -> bool:
+        return self._pool is not None
+
+    def stop(self) -> None:
+        """Ends the process at once; the next call starts another."""
+        stop_all([self])
+
+    def _running(self) -> pebble.ProcessPool:
+        if self._pool is None:
+            self._pool = pebble.ProcessPool(
+                max_workers=1,
+                initializer=start,
+                initargs=(self._setting, dict(os.environ), multiprocessing.get_start_method(allow_none=True)),
+                context=_context(),
+            )
+        return self._pool
+
+
+def stop_all(processes: Iterable[WorkerProcess]) -> None:
+    """Ends all processes in parallel: one with a CUDA context takes a fifth of a second to end."""
+    pools = []
+    for process in processes:
+        if process._pool is not None:
+            process._pool.stop()  # type: ignore[no-untyped-call]  # pebble has not typed it
+            pools.append(process._pool)
+            process._pool = None
+    for pool in pools:
+        pool.join()
+
+
+def cores() -> int:
+    """Returns the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def workers_that_fit() -> int:
+    """Returns how many more workers of the largest current size fit into two thirds of the available memory."""
+    largest = max((_resident_bytes(child) for child in psutil.Process().children(recursive=True)), default=0)
+    return int(psutil.virtual_memory().available * 2 / 3 / largest) if largest else ANY_NUMBER
+
+
+def _resident_bytes(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.Error:  # the process has just ended
+        return 0
+
+
+def _death(exitcode: int | None, killed_by_kernel: bool, log: Path) -> Failure:
+    if killed_by_kernel and exitcode == -signal.SIGKILL:
+        return Failure(kind="oom", message="the kernel killed the worker for its memory")
+    if exitcode is not None and exitcode < 0:
+        how = f"was ended by {signal.Signals(-exitcode).name}"
+    else:
+        how = f"ended with exit code {exitcode}"
+    return Failure(kind="crash", message=f"the worker {how}; its output is in {log}")
+
+
+def _kernel_oom_kills() -> int:
+    """Returns how many processes of this control group the kernel killed for memory (cgroup v2); 0 if unknown."""
+    try:
+        group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
+        events = Path("/sys/fs/cgroup") / group.lstrip("/") / "memory.events"
+        lines = events.read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))

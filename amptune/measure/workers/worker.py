@@ -1,0 +1,325 @@
+"""Tasks inside a worker process. Its stdout and stderr go to the study's log, its answers through the pool's pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import io
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from amptune.measure.results.outcome import Effort, Failure, Outcome
+from amptune.measure.results.subject import Prepared
+from amptune.policy.settings import Policy
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from amptune.measure.bench.bench import Bench
+    from amptune.measure.results.loop_timing import LoopTiming
+    from amptune.measure.results.module_numerics import Half, ModuleTrace, Sensitivity
+    from amptune.measure.results.step_profile import StepProfile
+    from amptune.measure.results.training_runs import Parity, Reference
+    from amptune.workload.workload import Workload
+
+__all__ = [
+    "Reply",
+    "Setting",
+    "Source",
+    "get_ready",
+    "judge",
+    "measure",
+    "prepare",
+    "profile",
+    "refer",
+    "sense",
+    "start",
+    "trace",
+    "train",
+]
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """The source of a worker's workload: a target's text, or a `Workload` pickled by value (cloudpickle).
+
+    `batch_size` replaces the workload's own batch size.
+    """
+
+    target: str | None = None
+    pickled: bytes | None = None
+    batch_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """The settings of a fresh worker. `device` None means the best one; `log` receives what the user's code prints.
+
+    A trial that needs more device memory than `memory_mib` fails as out of memory, even if more is free.
+    """
+
+    source: Source
+    device: str | None
+    log: Path
+    memory_mib: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """An outcome, and whether its process is unusable from now on (a sticky CUDA error)."""
+
+    outcome: Outcome
+    broken: bool = False
+
+
+# Just enough steps to compile a policy's graphs.
+A_FEW_STEPS = Effort(warmup_s=0.0, measure_s=0.0, min_steps=1)
+# A worker that prints in every step must not fill the disk.
+MAX_LOG_BYTES = 20 * 2**20
+
+
+class _State:
+    """The process's single bench. The first task builds it, so a failed start-up is the answer to that task."""
+
+    setting: Setting
+    bench: Bench | None = None
+
+
+class _Log(io.RawIOBase):
+    """The stream for the user's prints. A full disk loses prints but does not fail the trial."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._left = MAX_LOG_BYTES
+
+    def write(self, data: Buffer, /) -> int:
+        kept = bytes(data)[: self._left]
+        self._left -= len(kept)
+        with contextlib.suppress(OSError):
+            os.write(self._descriptor, kept)
+        return memoryview(data).nbytes
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+
+def start(setting: Setting, environment: Mapping[str, str], start_method: str | None) -> None:
+    """Initializes a pool's process: takes the parent's environment, sends output to the log, ignores Ctrl-C.
+
+    Processes of the user's code (a DataLoader's) start as in training, by `start_method`.
+    """
+    os.environ.clear()
+    os.environ.update(environment)
+    multiprocessing.set_start_method(start_method, force=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    log = os.open(setting.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    stream = io.TextIOWrapper(io.BufferedWriter(_Log(log)), encoding="utf-8", errors="replace", line_buffering=True)
+    sys.stdout = sys.stderr = stream
+    if setting.source.target is not None:
+        sys.argv = [setting.source.target.rpartition(":")[0]]
+    _State.setting = setting
+
+
+def prepare() -> Prepared:
+    """Builds the workload and inspects its model. Raises `TargetError`, `UserCodeError` or `DeviceError`."""
+    from amptune.hardware.detect import probe
+    from amptune.measure.bench.peak_memory import available_mib
+    from amptune.measure.modules.inspection import inspect_model
+
+    limit = _State.setting.memory_mib
+    began_s = time.monotonic()
+    try:
+        bench = _bench()
+        start_s = time.monotonic() - began_s
+        return Prepared(
+            hardware=probe(_State.setting.device),
+            subject=inspect_model(bench, _source_digest(_State.setting.source)),
+            memory_mib=min(available_mib(bench.device), math.inf if limit is None else limit),
+            start_s=start_s,
+        )
+    except Exception:
+        traceback.print_exc()  # into the log; the caller gets only the message
+        raise
+
+
+def get_ready(policy: Policy, at_once: int) -> Outcome | None:
+    """Builds the workload before its first trial and warms the process up; `at_once` workers do so at the same time.
+
+    If the policy uses torch.compile, compiles it (CPU work) and returns the outcome of its first steps. A failure is
+    reported by the trial.
+    """
+    from amptune.measure.bench.failures import failure_of
+    from amptune.measure.workers.warm_start import warm_up
+
+    try:
+        with _sharing_threads(at_once):
+            warm_up(_bench().device)
+        if policy.compile == "off":
+            return None
+        _share_compilers(at_once)
+        return _bench().measure(policy, A_FEW_STEPS)
+    except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
+        traceback.print_exc()  # into the log
+        return failure_of(error)
+
+
+@contextlib.contextmanager
+def _sharing_threads(among: int) -> Iterator[None]:
+    """Limits the process to its share of CPU threads: workers that all use every thread would wait for each other.
+
+    Not used for compiling, because the thread count is compiled in.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // among))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _share_compilers(among: int) -> None:
+    """Limits this worker's compile processes to its share: torch.compile would start one for every core."""
+    import torch._inductor.config as inductor
+
+    from amptune.measure.workers.processes import cores
+
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        inductor.compile_threads = max(1, cores() // among)
+
+
+def measure(policy: Policy, effort: Effort) -> Reply:
+    """Runs one trial. A bench that cannot be built, or be restored after a CUDA error, also gives a failure."""
+    from amptune.measure.bench.failures import cuda_is_broken, failure_of
+
+    try:
+        outcome = _bench().measure(policy, effort)
+    except Exception as error:  # noqa: BLE001  # whatever it was, it costs this worker and this trial
+        traceback.print_exc()  # into the log
+        return Reply(outcome=failure_of(error), broken=True)
+    return Reply(outcome=outcome, broken=cuda_is_broken())
+
+
+def train(policy: Policy, seconds: float) -> LoopTiming | Failure:
+    """Times the step alone, then the workload's training loop for `seconds`; an error in the loop is a failure."""
+    from amptune.measure.loop.own_loop import run_loop
+
+    def timing() -> LoopTiming:
+        alone = _bench().measure(policy, Effort(warmup_s=seconds / 2, measure_s=seconds / 5))
+        found = run_loop(_bench(), policy, seconds)
+        return found if isinstance(alone, Failure) else replace(found, alone_samples_per_s=alone.samples_per_s)
+
+    return _attempt(timing)
+
+
+def refer(fp32: Policy, seconds: float) -> Reference | Failure:
+    """Trains in FP32 for about `seconds`, to make the reference for the numerics of policies."""
+    from amptune.measure.numerics.parity import make_reference
+
+    return _attempt(lambda: make_reference(_bench(), fp32, seconds))
+
+
+def judge(policy: Policy, reference: Reference) -> Parity:
+    """Compares training under the policy with the reference."""
+    from amptune.measure.numerics.parity import judge
+
+    return judge(_bench(), policy, reference)
+
+
+def trace(policy: Policy, fp32: Policy) -> tuple[ModuleTrace, ...] | Failure:
+    """Traces one step module by module, to find where numbers go wrong."""
+    from amptune.measure.numerics.traces import trace_step
+
+    return _attempt(lambda: trace_step(_bench(), policy, fp32))
+
+
+def sense(policy: Policy, dtypes: tuple[Half, ...]) -> Sensitivity | Failure:
+    """Measures the effect of half precision on each module alone."""
+    from amptune.measure.modules.sensitivity_pass import sense
+
+    return _attempt(lambda: sense(_bench(), policy, dtypes))
+
+
+def profile(policy: Policy) -> StepProfile | Failure:
+    """Profiles the time of a step."""
+    from amptune.measure.breakdown.profiler import profile_step
+
+    return _attempt(lambda: profile_step(_bench(), policy))
+
+
+def _attempt(act: Callable[[], T]) -> T | Failure:
+    from amptune.measure.bench.failures import failure_of
+
+    try:
+        return act()
+    except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
+        traceback.print_exc()  # into the log
+        return failure_of(error)
+
+
+def _bench() -> Bench:
+    if _State.bench is None:
+        import torch
+
+        from amptune.hardware.detect import probe
+        from amptune.hardware.nvml import open_gpu
+        from amptune.measure.bench.bench import Bench
+        from amptune.measure.bench.peak_memory import limit_memory
+
+        gpu = probe(_State.setting.device).gpu
+        if gpu is not None:
+            torch.cuda.set_device(gpu.index)
+        device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu.index)
+        nvml = open_gpu(gpu.uuid) if gpu is not None and gpu.uuid else None
+        limit = _State.setting.memory_mib
+        if limit is not None:
+            limit_memory(device, limit)
+        workload = _workload(_State.setting.source)
+        gc.collect()
+        gc.freeze()  # imported objects are then skipped by each trial's garbage collection
+        _State.bench = Bench(workload, device, nvml, memory_mib=limit)
+    return _State.bench
+
+
+def _workload(source: Source) -> Workload:
+    own = _own_workload(source)
+    return own if source.batch_size is None else replace(own, batch_size=source.batch_size)
+
+
+def _own_workload(source: Source) -> Workload:
+    if source.target is not None:
+        from amptune.workload.targets import load_workload, parse_target
+
+        return load_workload(parse_target(source.target))
+    import cloudpickle
+
+    unpickle: Callable[[bytes | None], Workload] = cloudpickle.loads
+    return unpickle(source.pickled)
+
+
+def _source_digest(source: Source) -> str:
+    if source.target is not None:
+        from amptune.workload.targets import parse_target, source_digest
+
+        return source_digest(parse_target(source.target))
+    return hashlib.sha256(source.pickled or b"").hexdigest()
