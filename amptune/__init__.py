@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from amptune.runtime.apply_policy import apply as apply
     from amptune.runtime.guard.misuse import PolicyMisuseWarning as PolicyMisuseWarning
     from amptune.runtime.tuned import Tuned as Tuned
-    from amptune.search.deciding import Decision as Decision
-    from amptune.search.tuning import tune as tune
+    from amptune.search.decide.decision import Decision as Decision
+    from amptune.search.pipeline import tune as tune
     from amptune.workload.workload import Workload as Workload
 
 __version__ = "0.1.0"
 
 _HOME = {
     "AmptuneError": "amptune.errors",
-    "Decision": "amptune.search.deciding",
+    "Decision": "amptune.search.decide.decision",
     "Fp32Rule": "amptune.policy.settings",
     "HalfRule": "amptune.policy.settings",
     "Hardware": "amptune.hardware.machine",
@@ -49,7 +49,7 @@ _HOME = {
     "load": "amptune.policy.file_io",
     "probe": "amptune.hardware.detect",
     "save": "amptune.policy.file_io",
-    "tune": "amptune.search.tuning",
+    "tune": "amptune.search.pipeline",
 }
 
 __all__ = [*_HOME, "__version__"]  # names of the table above

@@ -5,7 +5,7 @@
     python reports/batch_sizes.py --out reports/h200/batch_sizes --table
 
 For each workload, under the AMP recipe in bf16 and in stock PyTorch, each finder runs in a process of its own:
-amptune's (`amptune.search.sizing`), Lightning's in both modes, accelerate's from 16,384 down. Each has the device for
+amptune's (`amptune.search.batch_size.largest`), Lightning's in both modes, accelerate's from 16,384 down. Each has the device for
 itself, one after the other; or with --memory that many GiB of it, which PyTorch's allocator keeps to, all four at the
 same time (what is found is a size and not a speed). Then sizes between the largest that ran for anyone and the smallest
 above it that did not are tried in fresh processes, until the two are within 1 %. A try is three training steps, with
@@ -49,9 +49,9 @@ from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcom
 from amptune.measure.workers.worker import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.runtime.tensor_tree import map_tensors
-from amptune.search.memory_model import MemoryModel
-from amptune.search.memory_runs import FixedPart
-from amptune.search.sizing import find_largest
+from amptune.search.batch_size.largest import find_largest
+from amptune.search.batch_size.memory_model import MemoryModel
+from amptune.search.batch_size.memory_runs import FixedPart
 from amptune.workload.workload import Workload
 from amptune.workload.zoo import workload as bundled
 

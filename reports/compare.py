@@ -31,11 +31,11 @@ from amptune.policy.file_io import save
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.report.progress import progress_for
-from amptune.search.budget import Budget
-from amptune.search.decision import Standing, standings_of
-from amptune.search.finals import Comparison
-from amptune.search.ratios import Round
-from amptune.search.tuning import tune
+from amptune.search.decide.comparison import Comparison
+from amptune.search.pipeline import tune
+from amptune.search.plan.budget import Budget
+from amptune.search.table.ratio import Round
+from amptune.search.table.verdict import Standing, standings_of
 from amptune.workload.zoo import NAMES
 
 FINALS_S = 45.0

@@ -27,8 +27,8 @@ from amptune.measure.modules.sensitivity_pass import sense
 from amptune.measure.results.module_numerics import Half, Sensitivity
 from amptune.measure.results.outcome import Effort, Measurement
 from amptune.policy.settings import Policy
-from amptune.search.exclusions import ladder_by_time
-from amptune.search.ratios import ratio_of
+from amptune.search.space.exclusions import ladder_by_time
+from amptune.search.table.ratio import ratio_of
 from amptune.workload.targets import load_workload, parse_target
 from amptune.workload.workload import Workload
 

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
-from amptune.search.culprits import smallest_cure
+from amptune.search.gate.repair import smallest_cure
 
 SIZES = (64, 256, 1024)
 CULPRITS = (1, 2, 4)

@@ -35,11 +35,11 @@ from amptune.measure.numerics.traces import trace_step
 from amptune.measure.results.module_numerics import ModuleTrace
 from amptune.measure.results.training_runs import Parity, Reference
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.budget import Budget
-from amptune.search.gate import judged
-from amptune.search.judging import Judge
-from amptune.search.numeric_findings import findings_of
-from amptune.search.repairing import cure_of, traces_of
+from amptune.search.gate.judge import Judge
+from amptune.search.gate.judgement import judged
+from amptune.search.gate.numeric_findings import findings_of
+from amptune.search.gate.repair import cure_of, traces_of
+from amptune.search.plan.budget import Budget
 from amptune.workload.targets import load_workload, parse_target
 
 DTYPES = ("bf16", "fp16")

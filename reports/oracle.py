@@ -38,7 +38,7 @@ from amptune.measure.results.subject import Prepared
 from amptune.measure.workers.worker import Source
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import AUTOTUNED_MODES, STOCK, CompileMode, Policy
-from amptune.search.budget import Budget
+from amptune.search.plan.budget import Budget
 from amptune.workload.zoo import NAMES
 
 SCHEMA = "amptune.oracle/1"

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from simulated.landscape import WORKLOADS, Replay, Trouble, replay, same_twice, trouble_of  # found by the line above
 
-from amptune.search.ratios import Ratio
+from amptune.search.table.ratio import Ratio
 
 Row = TypeVar("Row")
 

@@ -41,8 +41,7 @@ from amptune.measure.workers.worker import Source
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.report.progress import progress_for
-from amptune.search.budget import Budget
-from amptune.search.decision import standings_of
+from amptune.search.decide.comparison import Comparison
 from amptune.search.events import (
     Compiling,
     ContenderMeasured,
@@ -54,9 +53,10 @@ from amptune.search.events import (
     TrialEnded,
     WorkloadBuilt,
 )
-from amptune.search.finals import Comparison
-from amptune.search.ratios import Ratio, Round, ratio_between
-from amptune.search.tuning import tune
+from amptune.search.pipeline import tune
+from amptune.search.plan.budget import Budget
+from amptune.search.table.ratio import Ratio, Round, ratio_between
+from amptune.search.table.verdict import standings_of
 from amptune.workload.zoo import NAMES
 
 if TYPE_CHECKING:

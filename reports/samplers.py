@@ -50,12 +50,12 @@ from simulated.recorded import RecordedEvaluator, recorded_ms
 
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.budget import Budget
-from amptune.search.candidates import candidates_for
-from amptune.search.searching import search
-from amptune.search.space import Forbidden, Knob, Point, Space, Value, forbidden_because, points
-from amptune.search.study import Study, open_study
-from amptune.search.trial import Trial
+from amptune.search.plan.budget import Budget
+from amptune.search.sampler.study import Study, open_study
+from amptune.search.space.candidates import candidates_for
+from amptune.search.space.knobs import Forbidden, Knob, Point, Space, Value, forbidden_because, points
+from amptune.search.table.trial import Trial
+from amptune.search.trials import search
 
 SCHEMA = "amptune.samplers/1"
 GRID = Path(__file__).resolve().parent.parent / "tests" / "simulated" / "h200_grid.json"

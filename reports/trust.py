@@ -44,12 +44,12 @@ from amptune.policy.file_io import load
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.report.progress import progress_for
-from amptune.search.budget import Budget
-from amptune.search.decision import standings_of
+from amptune.search.decide.comparison import Comparison
+from amptune.search.decide.samples import FILE_NAME, from_line
 from amptune.search.events import ContenderMeasured
-from amptune.search.finals import Comparison
-from amptune.search.ratios import ENOUGH_LAUNCHES, Ratio, Round, launches_of, ratio_between
-from amptune.search.samples import FILE_NAME, from_line
+from amptune.search.plan.budget import Budget
+from amptune.search.table.ratio import ENOUGH_LAUNCHES, Ratio, Round, launches_of, ratio_between
+from amptune.search.table.verdict import standings_of
 from amptune.workload.zoo import NAMES, workload
 
 PREPARE_LIMIT_S = 300.0

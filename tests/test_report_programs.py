@@ -31,7 +31,7 @@ from amptune.errors import AmptuneError
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import STOCK, CompileMode, Policy
-from amptune.search.budget import Budget
+from amptune.search.plan.budget import Budget
 
 MACHINE = {"workload": "w", "hardware": "H", "software": {}, "model": "m", "batch_size": 64, "convolutions": False}
 
@@ -497,7 +497,7 @@ def test_a_place_that_no_test_notices_is_told(tmp_path: Path) -> None:
     test = "tests/policy/test_presets.py"
     seen = {"file": "amptune/policy/policy_file.py", "old": "def is_preset", "new": "def was_preset", "test": test}
     unseen = {**seen, "old": '"""', "new": '"""'}
-    dull = {"file": "amptune/search/trial.py", "old": "from __future__", "new": "from  __future__", "test": test}
+    dull = {"file": "amptune/search/table/trial.py", "old": "from __future__", "new": "from  __future__", "test": test}
     assert suite.broken([seen], tmp_path / "seen.txt") == 0
     assert suite.broken([seen, unseen, dull], tmp_path / "all.txt") == 1
     told = [line.split()[0] for line in (tmp_path / "all.txt").read_text().splitlines()[::2]]

@@ -14,7 +14,7 @@ import pytest
 import amptune
 from amptune.measure.results.outcome import Measurement, outcome_from_dict
 from amptune.policy.serialization import policy_from_dict
-from amptune.search.ratios import ratio_of
+from amptune.search.table.ratio import ratio_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 H200 = REPOSITORY / "reports" / "h200"

@@ -71,14 +71,14 @@ def test_imports_point_only_to_rooms_above(path: Path) -> None:
 
 
 def test_the_check_of_imports_can_fail() -> None:
-    assert downward("policy", "from amptune.search.study import Study") == ["amptune.search.study"]
+    assert downward("policy", "from amptune.search.sampler.study import Study") == ["amptune.search.sampler.study"]
     assert downward("policy", "def f():\n    import amptune.cli.entry") == ["amptune.cli.entry"]
 
 
 @pytest.mark.parametrize(
     ("library", "allowed"),
     [
-        ("optuna", {"search/storing.py"}),
+        ("optuna", {"search/sampler/storage.py"}),
         ("yaml", {"policy/yaml_text.py"}),
         ("pynvml", {"hardware/nvml.py"}),
         ("pebble", {"measure/workers/processes.py"}),

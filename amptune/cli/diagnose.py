@@ -12,7 +12,7 @@ from amptune.cli.options import SECONDS, json_option, print_json
 from amptune.cli.session import Session, pass_session
 
 if TYPE_CHECKING:
-    from amptune.search.diagnosing import Diagnosis, DtypeDiagnosis
+    from amptune.search.diagnosis import Diagnosis, DtypeDiagnosis
 
 __all__ = ["diagnose_command"]
 
@@ -34,7 +34,7 @@ def diagnose_command(session: Session, target: str, budget: float, device: str |
     session.start_importing()
     from amptune.report.progress import progress_for
     from amptune.report.terminal import print_diagnosis
-    from amptune.search.diagnosing import diagnose
+    from amptune.search.diagnosis import diagnose
 
     with progress_for(sys.stderr) as observer:
         time, machine = session.budget(budget), session.evaluator

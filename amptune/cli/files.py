@@ -55,7 +55,7 @@ def explain_command(file: str, objective: str | None, least_speed: float | None,
 def _explain_objective(file: str, name: str, least_speed: float | None, *, as_json: bool) -> None:
     from amptune.policy.file_io import load
     from amptune.report.explaining import explain_for
-    from amptune.search.objective import objective_of
+    from amptune.search.table.objective import objective_of
 
     chosen, sentences = explain_for(load(file), objective_of(name, least_speed))
     if as_json:
@@ -71,7 +71,7 @@ def _explain_objective(file: str, name: str, least_speed: float | None, *, as_js
 def schema_command(kind: str, as_json: bool) -> None:  # noqa: ARG001  # JSON it is in any case
     """Print the JSON Schema of a file format, for an editor or another checker."""
     if kind == "space":
-        from amptune.search.space_file import space_schema
+        from amptune.search.space.space_file import space_schema
 
         schema = space_schema()
     else:

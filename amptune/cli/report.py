@@ -12,7 +12,7 @@ import click
 from amptune.cli.options import json_option, objective_options, print_json
 
 if TYPE_CHECKING:
-    from amptune.search.answering import Answer
+    from amptune.search.decide.study_report import Answer
 
 __all__ = ["report_command"]
 
@@ -34,7 +34,7 @@ def report_command(
     from amptune.policy.file_io import require_writable
     from amptune.report.page import page_of
     from amptune.report.study_terminal import print_answer
-    from amptune.search.answering import findings_of
+    from amptune.search.decide.study_report import findings_of
 
     if output is not None:
         require_writable(output)
@@ -60,10 +60,10 @@ def write_page(page: str, output: str) -> None:
 
 
 def _answer(study: str, name: str | None, objective: str | None, least_speed: float | None) -> Answer:
-    from amptune.search.answering import answer_of
-    from amptune.search.objective import objective_of
-    from amptune.search.samples import read_comparisons
-    from amptune.search.storing import recall
+    from amptune.search.decide.samples import read_comparisons
+    from amptune.search.decide.study_report import answer_of
+    from amptune.search.sampler.storage import recall
+    from amptune.search.table.objective import objective_of
 
     where = _place(study)
     record = recall(where, name)
@@ -85,7 +85,7 @@ def _place(study: str) -> Path | str:
 
 def _as_data(answer: Answer) -> dict[str, Any]:
     from amptune.policy.serialization import policy_to_dict
-    from amptune.search.answering import command_of, findings_of
+    from amptune.search.decide.study_report import command_of, findings_of
 
     choice, record = answer.choice, answer.record
     return {

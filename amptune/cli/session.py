@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from amptune.search.budget import Budget, Clock
+from amptune.search.plan.budget import Budget, Clock
 
 if TYPE_CHECKING:
     from amptune.measure.evaluator import Evaluator

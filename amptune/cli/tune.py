@@ -14,9 +14,9 @@ from amptune.cli.session import Session, pass_session
 
 if TYPE_CHECKING:
     from amptune.policy.settings import Policy
-    from amptune.search.candidates import GlobalBatch
-    from amptune.search.deciding import Decision
+    from amptune.search.decide.decision import Decision
     from amptune.search.request import TuningRequest
+    from amptune.search.space.candidates import GlobalBatch
 
 __all__ = ["tune_command"]
 
@@ -55,7 +55,7 @@ def tune_command(session: Session, /, output: str, as_json: bool, report: str | 
     session.start_importing()
     from amptune.policy.file_io import require_writable
     from amptune.report.progress import progress_for
-    from amptune.search.tuning import TuningInterrupted, run_tuning
+    from amptune.search.pipeline import TuningInterrupted, run_tuning
 
     require_writable(output)
     if report is not None:
@@ -97,9 +97,9 @@ def _request(
     objective: str,
     least_speed: float | None,
 ) -> TuningRequest:
-    from amptune.search.candidates import Wanted
-    from amptune.search.objective import objective_of
     from amptune.search.request import TuningRequest, place_of, source_of
+    from amptune.search.space.candidates import Wanted
+    from amptune.search.table.objective import objective_of
 
     folder, storage = place_of(study, target)
     return TuningRequest(
@@ -151,7 +151,7 @@ def _pin(text: str) -> tuple[str, str]:
 
 
 def _global_batch(samples: int | None, devices: int) -> GlobalBatch | None:
-    from amptune.search.candidates import GlobalBatch
+    from amptune.search.space.candidates import GlobalBatch
 
     if samples is None and devices != 1:
         raise click.BadParameter("says something together with --global-batch alone", param_hint="--devices")
@@ -193,9 +193,9 @@ def _report(decision: Decision, request: TuningRequest, output: str | None) -> N
         return
     from amptune.cli.report import write_page
     from amptune.report.page import page_of
-    from amptune.search.answering import answer_of, choice_of
-    from amptune.search.samples import read_comparisons
-    from amptune.search.storing import recall
+    from amptune.search.decide.samples import read_comparisons
+    from amptune.search.decide.study_report import answer_of, choice_of
+    from amptune.search.sampler.storage import recall
 
     record = recall(request.study, run=request.run)
     comparisons = read_comparisons(request.folder, [tuning.run for tuning in record.tunings])

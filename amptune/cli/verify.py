@@ -11,7 +11,7 @@ from amptune.cli.options import SECONDS, json_option, print_json
 from amptune.cli.session import Session, pass_session
 
 if TYPE_CHECKING:
-    from amptune.search.verifying import Verification
+    from amptune.search.verification import Verification
 
 __all__ = ["verify_command"]
 
@@ -36,7 +36,7 @@ def verify_command(session: Session, policy: str, target: str, budget: float, de
     from amptune.policy.file_io import load
     from amptune.report.progress import progress_for
     from amptune.report.terminal import print_verification
-    from amptune.search.verifying import verify
+    from amptune.search.verification import verify
 
     policy_file = load(policy)
     with progress_for(sys.stderr) as observer:

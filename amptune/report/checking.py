@@ -22,7 +22,7 @@ def check_file(path: str) -> tuple[str, tuple[Finding, ...]]:
 
 
 def _check_space(path: str) -> tuple[Finding, ...]:
-    from amptune.search.space_file import load_space
+    from amptune.search.space.space_file import load_space
 
     load_space(path)
     return ()

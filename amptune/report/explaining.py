@@ -11,9 +11,9 @@ from amptune.errors import ClaimError, ObjectiveError
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.serialization import in_one_line
 from amptune.policy.settings import Fp32Rule, Policy
-from amptune.search.gains import FIGURES, aim_of, goal_of
-from amptune.search.objective import Objective
-from amptune.search.pareto import Point, best_point
+from amptune.search.decide.pareto import Point, best_point
+from amptune.search.table.gains import FIGURES, aim_of, goal_of
+from amptune.search.table.objective import Objective
 
 __all__ = ["explain", "explain_for"]
 

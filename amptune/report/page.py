@@ -13,13 +13,13 @@ from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy, amp_recipe
 from amptune.report.chart import Kind, Mark, scatter
-from amptune.search.ablation import Ablated
-from amptune.search.answering import Answer, command_of
-from amptune.search.decision import Standing
-from amptune.search.gains import FIGURES
-from amptune.search.pareto import Point, front_of
-from amptune.search.ratios import Ratio
-from amptune.search.trial import Trial
+from amptune.search.decide.pareto import Point, front_of
+from amptune.search.decide.study_report import Answer, command_of
+from amptune.search.table.ablation import Ablated
+from amptune.search.table.gains import FIGURES
+from amptune.search.table.ratio import Ratio
+from amptune.search.table.trial import Trial
+from amptune.search.table.verdict import Standing
 
 __all__ = ["page_of"]
 

@@ -25,7 +25,7 @@ from amptune.search.events import (
     TrialStarted,
     WorkloadBuilt,
 )
-from amptune.search.objective import Objective
+from amptune.search.table.objective import Objective
 
 __all__ = ["describe", "progress_for"]
 

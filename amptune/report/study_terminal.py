@@ -10,8 +10,8 @@ from rich.table import Table
 
 from amptune.policy.settings import Policy
 from amptune.report.terminal import console_for
-from amptune.search.answering import Answer, command_of, findings_of
-from amptune.search.pareto import MOST_POINTS, Point, spread_along
+from amptune.search.decide.pareto import MOST_POINTS, Point, spread_along
+from amptune.search.decide.study_report import Answer, command_of, findings_of
 
 __all__ = ["print_answer"]
 

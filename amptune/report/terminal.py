@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from amptune.search.gains import FIGURES
+from amptune.search.table.gains import FIGURES
 
 if TYPE_CHECKING:
     from amptune.hardware.machine import Cpu, Gpu, Hardware
-    from amptune.search.ablation import Ablated
-    from amptune.search.deciding import Decision
-    from amptune.search.decision import Standing
-    from amptune.search.diagnosing import Diagnosis
-    from amptune.search.objective import Objective
-    from amptune.search.verifying import Verification
+    from amptune.search.decide.decision import Decision
+    from amptune.search.diagnosis import Diagnosis
+    from amptune.search.table.ablation import Ablated
+    from amptune.search.table.objective import Objective
+    from amptune.search.table.verdict import Standing
+    from amptune.search.verification import Verification
 
 __all__ = ["console_for", "print_decision", "print_diagnosis", "print_hardware", "print_verification"]
 

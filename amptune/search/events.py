@@ -12,9 +12,9 @@ from typing import Literal
 from amptune.measure.results.outcome import Outcome
 from amptune.measure.results.subject import Prepared
 from amptune.policy.settings import Policy
-from amptune.search.gate import Judgement
-from amptune.search.objective import THROUGHPUT, Objective
-from amptune.search.trial import Trial
+from amptune.search.gate.judgement import Judgement
+from amptune.search.table.objective import THROUGHPUT, Objective
+from amptune.search.table.trial import Trial
 
 __all__ = [
     "ComparisonStarted",

@@ -1,220 +1,220 @@
-"""The comparison: contenders are measured in turn, in rounds and launches, so that drift affects all of them alike."""
+"""The stages that lead from finalists to a proven winner.
+
+The finals choose it. If there is time, refinements look for something faster among the runners-up and one step away
+from it. The ablation measures the result anew, beside the baseline and without one setting at a time.
+"""
 
 from __future__ import annotations
 
-import math
-import random
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from amptune.measure.evaluator import Evaluator
-from amptune.measure.results.outcome import ENERGY_S, Effort, Failure, Measurement, Outcome
+from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import Policy
-from amptune.search.budget import Budget
-from amptune.search.decision import settled
-from amptune.search.events import ComparisonStarted, ContenderMeasured, Observer, Stage
-from amptune.search.objective import THROUGHPUT, Objective, Yardstick
-from amptune.search.ratios import (
-    ENOUGH_LAUNCHES,
-    LAUNCHES_DIFFER,
-    Round,
-    best_among,
-    is_fast_enough,
-    launches_of,
-    ratio_between,
-    spread_within_launches,
-)
+from amptune.search.decide.comparison import Comparison, Enough
+from amptune.search.decide.comparisons import Match, Proof
+from amptune.search.events import Observer
+from amptune.search.plan.budget import Budget
+from amptune.search.plan.compile_costs import cold_s
+from amptune.search.table.ablation import variants_of
+from amptune.search.table.ratio import ENOUGH_LAUNCHES, Round, is_fast_enough, launches_of, places_in, ratio_between
+from amptune.search.table.verdict import NARROW, is_worth_a_change, settled, verdict_of
 
-__all__ = ["MAX_LAUNCHES", "ROUNDS_PER_LAUNCH", "Comparison", "Enough"]
+__all__ = ["FINALS_SHARE", "prove"]
 
-# One outlier does not move the median of three, so a launch has at least three rounds. More launches usually tell more
-# than more rounds.
-ROUNDS_PER_LAUNCH = 3
-MOST_ROUNDS_PER_LAUNCH = 12
-MAX_LAUNCHES = 30
-# A policy below this share of the best score in all its looks, at least this many, is not measured any more.
-FAR_BEHIND = 0.75
-FAR_BEHIND_LOOKS = 2
-# If a speed is needed, only a policy with this many times that speed, in the same look, can put others far behind.
-SURELY_FAST = 1.05
-# A policy that is shown to be worse than the best by this margin is not measured any more either. The margin is there
-# because this is tested after each launch, and an interval that just excludes 1 would often be luck. It is larger with
-# few launches, as all of them may be unlucky.
-CLEARLY, CLEARLY_IN_FEW_LAUNCHES = 0.02, 0.10
-FINAL_EFFORT = Effort(warmup_s=2.0, measure_s=0.4, min_steps=6, precision=0.003, energy_s=ENERGY_S)
-SHORTEST_LIMIT_S, LONGEST_LIMIT_S = 10.0, 120.0
-SHORTEST_ROUND_S = 1e-3
-# A worker that dies or hangs once may be an accident; running out of memory is not.
-ACCIDENTS = ("crash", "timeout")
-ATTEMPTS = 2
-
-Enough = Callable[[Sequence[Round]], bool]
+# Shares of the time after the search: for the finals, and at least for the ablation.
+FINALS_SHARE, ABLATION_SHARE = 0.4, 0.3
+# A policy is measured beside another one only if compiling it takes at most this share of the time left.
+COLD_SHARE = 0.2
+# At most this many neighbours are measured beside a candidate at once: each costs a process in every launch.
+NEIGHBOURS = 4
 
 
-@dataclass(kw_only=True)
-class Comparison:
-    """A comparison of policies with each other, within a budget.
+def prove(
+    evaluator: Evaluator,
+    proof: Proof,
+    budget: Budget,
+    start_s: float,
+    observer: Observer,
+    rejects: Callable[[Policy], bool] = lambda _: False,
+) -> None:
+    """Compares until the winner is known, refined, confirmed, and free of useless settings; or the budget is spent.
 
-    `tried` holds the earlier outcomes of the policies. A policy that failed, earlier or here, is not measured again. A
-    policy that is far behind, earlier and here, or clearly beaten, is dropped, so that those that may win get more
-    launches. The baseline always stays, and so do the `kept` policies, which the comparison is about. A policy that may
-    not win, or may be too slow for the `objective`, is measured but does not cause others to be dropped. The speed
-    needed is relative to the `pacer`, by default the baseline; a policy that is too slow is beaten.
-
-    Each launch takes about `start_s` seconds to start. `reserve_s` of the budget should be left for what comes next.
+    `rejects` judges the numerics of a policy that is about to win; the proof's contest then knows the result too.
     """
+    stages = _Stages(evaluator, proof, budget, start_s, observer, rejects)
+    ablation_s = ABLATION_SHARE * budget.left_s
+    stages.finals((1 - FINALS_SHARE) * budget.left_s, ablation_s)
+    stages.refine(ablation_s)
+    stages.ablate()
+
+
+@dataclass
+class _Stages:
+    """The stages of one proof; each continues from what the earlier ones found."""
 
     evaluator: Evaluator
-    policies: Sequence[Policy]
-    baseline: Policy
+    proof: Proof
     budget: Budget
-    stage: Stage
+    start_s: float
     observer: Observer
-    objective: Objective = THROUGHPUT
-    pacer: Policy | None = None
-    seed: int = 0
-    kept: Collection[Policy] = ()
-    tried: Mapping[Policy, Outcome] = field(default_factory=dict)
-    may_win: Callable[[Policy], bool] = lambda _: True
-    start_s: float = 0.0
-    reserve_s: float = 0.0
+    rejects: Callable[[Policy], bool]
+    # Seconds that one contender of a launch took in the finals.
+    place_s: float = 0.0
 
-    _rounds: list[Round] = field(default_factory=list, init=False)
-    _beaten: set[Policy] = field(default_factory=set, init=False)
-    _far_behind: dict[Policy, list[bool]] = field(default_factory=lambda: defaultdict(list), init=False)
-    _failed: set[Policy] = field(init=False)
-    _launch_s: float = field(init=False)
-    _shuffle: random.Random = field(init=False)
+    def finals(self, reserve_s: float, ablation_s: float) -> None:
+        """Measures the finalists until their order is known, or only `reserve_s` is left.
 
-    def __post_init__(self) -> None:
-        self._failed = {policy for policy, outcome in self.tried.items() if isinstance(outcome, Failure)}
-        self._shuffle = random.Random(self.seed)  # noqa: S311  # an order of measuring, no secret
-        self._launch_s = self.start_s
-        self._look_at(self.tried)
-
-    def rounds(self, enough: Enough | None = None) -> Iterator[Round]:
-        """Yields rounds in which each policy was measured once, in random order; at least one round.
-
-        Each launch starts a fresh process for every contender. Launches go on until the rounds are `enough` (by
-        default, until every ratio is known to ±1 %) or the budget is too short for another launch. If it is too short
-        for the first one, the processes that already run are used.
+        If there is time to refine the winner before `ablation_s` are left, it stops as soon as a winner can be told.
         """
-        enough = enough or (lambda rounds: settled(rounds, self.baseline))
-        policies, left_s = tuple(self.policies), self.budget.left_s
-        self.observer(ComparisonStarted(stage=self.stage, policies=policies, left_s=left_s))
-        for launch in range(MAX_LAUNCHES):
+        contest, before_s = self.proof.contest, self.budget.left_s
+
+        def enough(rounds: Sequence[Round]) -> bool:
+            if settled(rounds, contest.baseline):
+                return True
+            verdict = verdict_of(rounds, contest.baseline, contest.may_win)
+            if verdict is None or verdict.keeps_the_baseline:
+                return verdict is None
+            launches = launches_of(rounds)
+            refinement_s = ENOUGH_LAUNCHES * (before_s - self.budget.left_s) / launches
+            ample = self.budget.left_s - ablation_s > refinement_s
+            return (launches >= ENOUGH_LAUNCHES and ample) or self.budget.left_s < reserve_s
+
+        comparison = Comparison(
+            evaluator=self.evaluator,
+            policies=contest.finalists,
+            baseline=contest.baseline,
+            budget=self.budget,
+            stage="finals",
+            observer=self.observer,
+            objective=contest.objective,
+            seed=contest.seed,
+            tried=contest.tried,
+            may_win=contest.may_win,
+            start_s=self.start_s,
+            reserve_s=reserve_s,
+        )
+        for one in comparison.rounds(enough):
+            self.proof.finals.append(one)
+        self.place_s = (before_s - self.budget.left_s) / max(1, places_in(self.proof.finals))
+
+    def refine(self, reserve_s: float) -> None:
+        """Measures policies that may be better beside the winner, and repeats with a better one, while there is time.
+
+        First come the finalists that are not beaten, then the policies one step from the winner. If a speed is needed,
+        the baseline runs beside them.
+        """
+        contest, runners_up = self.proof.contest, self.proof.runners_up
+        budget = self.budget.less(reserve_s)
+        seen = {policy for one in self.proof.finals for policy in one.outcomes} - set(runners_up)
+        while (candidate := self._candidate()) is not None:
+            near = dict.fromkeys([*runners_up, *contest.neighbours(candidate)])
+            allowed = (policy for policy in near if policy not in seen and contest.may_refine(policy))
+            new = [policy for policy in allowed if self._is_soon_compiled(policy)][:NEIGHBOURS]
+            launch_s = (1 + len(new) + contest.objective.needs_speed) * self.place_s
+            if not new or budget.left_s < ENOUGH_LAUNCHES * launch_s:
+                return
+            seen.update(new)
+            match = Match(candidate=candidate)
+            self.proof.refinements.append(match)
+            pacer = (contest.baseline,) if contest.objective.needs_speed else ()
+            comparison = Comparison(
+                evaluator=self.evaluator,
+                policies=(candidate, *new, *pacer),
+                baseline=candidate,
+                budget=budget,
+                stage="refinement",
+                observer=self.observer,
+                objective=contest.objective,
+                pacer=contest.baseline,
+                kept=pacer,
+                seed=contest.seed - len(self.proof.refinements),
+            )
+            for one in comparison.rounds(_enough_refinement(match, contest.baseline)):
+                match.rounds.append(one)
+
+    def ablate(self) -> None:
+        """Measures the winner and its variants anew, and repeats this with a variant that is preferred."""
+        contest = self.proof.contest
+        for candidate in self._candidates():
+            ablation = Match(candidate=candidate)
+            self.proof.ablations.append(ablation)
+            variants = filter(self._is_soon_compiled, (variant.policy for variant in variants_of(candidate)))
+            beside = dict.fromkeys([contest.baseline, *self.proof.candidates_beside(candidate), *variants])
+            comparison = Comparison(
+                evaluator=self.evaluator,
+                policies=tuple(beside),
+                baseline=contest.baseline,
+                budget=self.budget,
+                stage="ablation",
+                observer=self.observer,
+                objective=contest.objective,
+                seed=contest.seed + len(self.proof.ablations),
+                kept=(candidate,),
+                may_win=self.proof.may_win(ablation),
+            )
+            for one in comparison.rounds(self._enough_ablation(ablation)):
+                ablation.rounds.append(one)
+
+    def _is_soon_compiled(self, policy: Policy) -> bool:
+        """Returns True if the policy's graph is in a cache, or compiling it takes a small part of the time left."""
+        return cold_s(policy, self.proof.contest.tried) <= COLD_SHARE * self.budget.left_s
+
+    def _candidates(self) -> Iterator[Policy]:
+        """Yields the winner so far, then each simpler one that its ablation prefers, while there is time for it."""
+        proof, tried = self.proof, set[Policy]()
+        candidate = self._candidate() if self.budget.left_s >= self.start_s else None
+        while candidate is not None and candidate not in tried:
+            tried.add(candidate)
             before_s = self.budget.left_s
-            if launch > 0 or before_s > self.start_s:
-                self.evaluator.launch(self._contenders())
-            yield from self._launch(launch, before_s)
-            self._drop_the_beaten()
-            if enough(self._rounds) or self.budget.left_s < self._launch_s or not self._goes_on():
+            yield candidate
+            last = proof.ablations[-1]
+            launch_s = (before_s - self.budget.left_s) / max(1, launches_of(last.rounds))
+            if self.budget.left_s < ENOUGH_LAUNCHES * launch_s:
                 return
+            candidate = self._candidate()
 
-    def _launch(self, launch: int, before_s: float) -> Iterator[Round]:
-        """Yields the rounds of one launch, as many as are useful and fit the time; the very first one always runs."""
-        start_s = round_s = 0.0
-        done = 0
-        while done < self._rounds_worth(done, start_s, round_s):
-            if self._rounds and (self.budget.left_s < round_s or not self._goes_on()):
-                return
-            round_began_s = self.budget.left_s
-            outcomes = self._outcomes(launch)
-            if self._rounds and outcomes.keys() != set(self._contenders()):
-                return  # the time ran out within the round; an incomplete round compares nothing
-            self._failed |= {policy for policy, outcome in outcomes.items() if isinstance(outcome, Failure)}
-            self._look_at(outcomes)
-            self._rounds.append(Round(launch=launch, outcomes=outcomes, objective=self.objective))
-            yield self._rounds[-1]
-            round_s = round_began_s - self.budget.left_s
-            start_s = start_s or before_s - self.budget.left_s
-            done += 1
-            self._launch_s = max(self.start_s, start_s + (ROUNDS_PER_LAUNCH - 1) * round_s)
+    def _candidate(self) -> Policy | None:
+        """Returns the proof's candidate once it passed the numerics gate, or None."""
+        while (candidate := self.proof.candidate) is not None and self.rejects(candidate):
+            pass  # the proof has another one now
+        return candidate
 
-    def _rounds_worth(self, done: int, start_s: float, round_s: float) -> int:
-        """Returns how many rounds a launch should have; `done` are over, the first `start_s` after the launch began.
+    def _enough_ablation(self, ablation: Match) -> Enough:
+        """Returns a test of enough rounds: all is known to ±1 %, or a setting is shown to be dropped."""
+        baseline = self.proof.contest.baseline
 
-        The number gives the narrowest interval for the time (the optimum allocation of two-stage sampling: Cochran,
-        "Sampling Techniques", 1977, section 10.6), as far as it leaves time for enough launches.
-        """
-        if not done:
-            return ROUNDS_PER_LAUNCH
-        round_s = max(round_s, SHORTEST_ROUND_S)
-        costs, spread = max(0.0, start_s - round_s) / round_s, spread_within_launches(self._rounds, self.baseline)
-        launches_to_come = max(0, ENOUGH_LAUNCHES - launches_of(self._rounds))
-        time_s = self.budget.left_s - self.reserve_s + done * round_s - launches_to_come * (start_s - round_s)
-        in_time = time_s / round_s / (1 + launches_to_come)
-        best = math.sqrt(costs) * spread / LAUNCHES_DIFFER
-        return max(ROUNDS_PER_LAUNCH, int(min(best, in_time, MOST_ROUNDS_PER_LAUNCH)))
+        def enough(rounds: Sequence[Round]) -> bool:
+            if settled(rounds, baseline):
+                return True
+            if launches_of(rounds) < ENOUGH_LAUNCHES:
+                return False
+            verdict = self.proof.verdict_on(Match(candidate=ablation.candidate, rounds=list(rounds)))
+            if verdict is None:
+                return True
+            winner = verdict.winner.policy
+            another = not verdict.keeps_the_baseline and winner != ablation.candidate
+            ratio = ratio_between(rounds, winner, ablation.candidate)
+            return another and (ratio.low > 1 or ratio.half_width < NARROW)
 
-    def _contenders(self) -> list[Policy]:
-        """Returns the policies that are still measured, the baseline included."""
-        return [policy for policy in self.policies if policy == self.baseline or not self._is_out(policy)]
+        return enough
 
-    def _is_out(self, policy: Policy) -> bool:
-        looks = self._far_behind[policy]
-        hopeless = len(looks) >= FAR_BEHIND_LOOKS and all(looks)
-        return policy in self._failed or (policy not in self.kept and (hopeless or policy in self._beaten))
 
-    def _look_at(self, outcomes: Mapping[Policy, Outcome]) -> None:
-        """Notes which policies are far behind the best one that may win."""
-        pace = outcomes.get(self.pacer or self.baseline)
-        yardstick = Yardstick(self.objective, pace if isinstance(pace, Measurement) else None)
-        measured = {policy: one for policy, one in outcomes.items() if isinstance(one, Measurement)}
-        scores = {policy: yardstick.score(one) or 0.0 for policy, one in measured.items()}
-        least = SURELY_FAST if self.objective.needs_speed else 0.0
-        sure = [policy for policy, one in measured.items() if yardstick.share_of_needed_speed(one) >= least]
-        best = max((scores[policy] for policy in sure if self._is_eligible(policy)), default=0.0)
-        for policy, score in scores.items():
-            self._far_behind[policy].append(score < FAR_BEHIND * best)
+def _enough_refinement(match: Match, baseline: Policy) -> Enough:
+    """Returns a test of enough rounds: something better was found, or cannot exist."""
 
-    def _drop_the_beaten(self) -> None:
-        """Drops policies shown to be worse than the best, or too slow: more measurements would not change that."""
-        contenders, pacer = self._contenders(), self.pacer or self.baseline
-        clearly = CLEARLY if launches_of(self._rounds) >= ENOUGH_LAUNCHES else CLEARLY_IN_FEW_LAUNCHES
-        eligible = [
-            p for p in contenders if self._is_eligible(p) and is_fast_enough(self._rounds, p, pacer, surely=True)
-        ]
-        if eligible:
-            best = best_among(self._rounds, eligible)
-            ratios = {policy: ratio_between(self._rounds, best, policy) for policy in contenders}
-            self._beaten |= {policy for policy, ratio in ratios.items() if ratio.shows_more_than(1 + clearly)}
-        if self.objective.needs_speed:
-            needed = (1 - clearly) * self.objective.least_speed
-            speeds = {p: ratio_between(self._rounds, p, pacer, by=THROUGHPUT) for p in contenders}
-            self._beaten |= {policy for policy, speed in speeds.items() if speed.launches and speed.high < needed}
+    def enough(rounds: Sequence[Round]) -> bool:
+        outcomes = [pair for one in rounds for pair in one.outcomes.items()]
+        failed = {policy for policy, outcome in outcomes if isinstance(outcome, Failure)}
+        rivals = {policy for policy, _ in outcomes} - failed - {match.candidate, baseline}
+        fast = {policy for policy in rivals if is_fast_enough(rounds, policy, baseline)}
+        ratios = {rival: ratio_between(rounds, rival, match.candidate) for rival in fast}
+        none = all(ratio.value <= 1 or ratio.high <= 1 + NARROW for ratio in ratios.values())
+        found = any(
+            is_worth_a_change(ratio) and is_fast_enough(rounds, rival, baseline, surely=True)
+            for rival, ratio in ratios.items()
+        )
+        return found or (none and launches_of(rounds) >= ENOUGH_LAUNCHES)
 
-    def _outcomes(self, launch: int) -> dict[Policy, Outcome]:
-        """Returns each contender measured once; contenders for which the time ran out are missing."""
-        outcomes: dict[Policy, Outcome] = {}
-        if not self._rounds:  # policies that failed before enter the comparison with their failure
-            outcomes = {policy: self.tried[policy] for policy in self.policies if policy in self._failed}
-        contenders = self._contenders()
-        for policy in self._shuffle.sample(contenders, len(contenders)):
-            outcome = self._measure(policy)
-            if outcome is not None:
-                outcomes[policy] = outcome
-                self.observer(ContenderMeasured(stage=self.stage, launch=launch, policy=policy, outcome=outcome))
-        return outcomes
-
-    def _measure(self, policy: Policy) -> Outcome | None:
-        """Returns None if the budget, not the policy, cut the measurement short: that says nothing about the policy."""
-        for attempt in range(ATTEMPTS):
-            limit_s = min(LONGEST_LIMIT_S, max(SHORTEST_LIMIT_S, self.budget.left_s))
-            effort = self.objective.effort(replace(FINAL_EFFORT, time_limit_s=limit_s))
-            outcome = self.evaluator.measure(policy, effort)
-            if not isinstance(outcome, Failure) or outcome.kind not in ACCIDENTS:
-                return outcome
-            if outcome.kind == "timeout" and limit_s < LONGEST_LIMIT_S:
-                return None
-            if attempt + 1 == ATTEMPTS or self.budget.left_s < SHORTEST_LIMIT_S:
-                break
-        return outcome
-
-    def _is_eligible(self, policy: Policy) -> bool:
-        return policy == self.baseline or self.may_win(policy)
-
-    def _goes_on(self) -> bool:
-        """Returns whether the baseline runs and another policy is left to compare it with."""
-        return self.baseline not in self._failed and len(self._contenders()) > 1
+    return enough

@@ -13,9 +13,9 @@ import cloudpickle
 from amptune.errors import TargetError
 from amptune.measure.workers.worker import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.budget import Budget
-from amptune.search.candidates import Wanted
-from amptune.search.objective import THROUGHPUT, Objective
+from amptune.search.plan.budget import Budget
+from amptune.search.space.candidates import Wanted
+from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.workload.targets import parse_target
 from amptune.workload.workload import Workload
 

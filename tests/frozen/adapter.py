@@ -24,17 +24,17 @@ from amptune.measure.results.subject import Leaf, Module, Prepared, Subject
 from amptune.measure.results.training_runs import Parity
 from amptune.measure.workers.worker import Source
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
-from amptune.search.budget import Budget
-from amptune.search.candidates import Candidates, GlobalBatch, Wanted, candidates_for
-from amptune.search.deciding import Decision
+from amptune.search.decide.comparison import Comparison
+from amptune.search.decide.decision import Decision
 from amptune.search.events import ComparisonStarted, Event
-from amptune.search.exclusions import groups_by_intensity
-from amptune.search.finals import Comparison
-from amptune.search.objective import objective_of
-from amptune.search.ratios import Ratio, ratio_between
+from amptune.search.pipeline import tune_with
+from amptune.search.plan.budget import Budget
 from amptune.search.request import TuningRequest
-from amptune.search.space import points
-from amptune.search.tuning import tune_with
+from amptune.search.space.candidates import Candidates, GlobalBatch, Wanted, candidates_for
+from amptune.search.space.exclusions import groups_by_intensity
+from amptune.search.space.knobs import points
+from amptune.search.table.objective import objective_of
+from amptune.search.table.ratio import Ratio, ratio_between
 
 __all__ = [
     "STOCK",

@@ -14,12 +14,12 @@ from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.report.chart import Mark, axis_for, scatter
 from amptune.report.page import page_of
-from amptune.search.answering import Answer, answer_of, findings_of
-from amptune.search.objective import THROUGHPUT, Objective
-from amptune.search.ratios import Round
-from amptune.search.remembered import Judged, StudyRecord, TuningRecord
-from amptune.search.samples import KeptComparison
-from amptune.search.trial import Trial
+from amptune.search.decide.samples import KeptComparison
+from amptune.search.decide.study_report import Answer, answer_of, findings_of
+from amptune.search.sampler.records import Judged, StudyRecord, TuningRecord
+from amptune.search.table.objective import THROUGHPUT, Objective
+from amptune.search.table.ratio import Round
+from amptune.search.table.trial import Trial
 
 BF16, FP16 = amp_recipe("bf16"), amp_recipe("fp16")
 LAST = amp_recipe("bf16", memory_format="channels_last")

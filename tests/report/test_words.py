@@ -18,10 +18,10 @@ from amptune.report.checking import check_file
 from amptune.report.explaining import explain, explain_for
 from amptune.report.progress import describe, progress_for
 from amptune.report.terminal import _parity_in_words, print_hardware
+from amptune.search.decide.pareto import Point
 from amptune.search.events import SearchEnded, TrialEnded, TrialStarted
-from amptune.search.objective import THROUGHPUT, Objective
-from amptune.search.pareto import Point
-from amptune.search.trial import Trial
+from amptune.search.table.objective import THROUGHPUT, Objective
+from amptune.search.table.trial import Trial
 
 MEASURED = Measurement(
     samples_per_step=32,

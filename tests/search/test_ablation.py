@@ -4,8 +4,8 @@ import pytest
 from test_decision import rounds_of
 
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, amp_recipe
-from amptune.search.ablation import ablated, dropped, variants_of
-from amptune.search.ratios import Round
+from amptune.search.table.ablation import ablated, dropped, variants_of
+from amptune.search.table.ratio import Round
 
 STEM, HEAD = Fp32Rule(path="stem"), Fp32Rule(path="head")
 FULL = Policy(autocast="fp16", fp32_math="tf32", fp32_modules=(STEM, HEAD), memory_format="channels_last")

@@ -16,17 +16,17 @@ from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import Parity
 from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.answering import Answer, answer_of, choice_of, command_of, findings_of
-from amptune.search.budget import Budget
-from amptune.search.candidates import GlobalBatch
-from amptune.search.deciding import Decision
+from amptune.search.decide.decision import Decision
+from amptune.search.decide.samples import FILE_NAME, KeptComparison, comparisons_of, keeping_samples, read_comparisons
+from amptune.search.decide.study_report import Answer, answer_of, choice_of, command_of, findings_of
 from amptune.search.events import ContenderMeasured, Event
-from amptune.search.objective import THROUGHPUT, Objective
-from amptune.search.ratios import Round
-from amptune.search.remembered import StudyRecord, without_password
-from amptune.search.samples import FILE_NAME, KeptComparison, comparisons_of, keeping_samples, read_comparisons
-from amptune.search.storing import recall
-from amptune.search.tuning import TuningInterrupted, tune_with
+from amptune.search.pipeline import TuningInterrupted, tune_with
+from amptune.search.plan.budget import Budget
+from amptune.search.sampler.records import StudyRecord, without_password
+from amptune.search.sampler.storage import recall
+from amptune.search.space.candidates import GlobalBatch
+from amptune.search.table.objective import THROUGHPUT, Objective
+from amptune.search.table.ratio import Round
 
 SMALLEST = amp_recipe("bf16", memory_format="channels_last")
 

@@ -17,12 +17,12 @@ from amptune.errors import SpaceError
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.subject import Prepared
 from amptune.policy.settings import Policy
-from amptune.search.budget import Budget
-from amptune.search.candidates import GlobalBatch, Wanted, candidates_for
-from amptune.search.deciding import Decision
-from amptune.search.headroom import larger_batch
-from amptune.search.memory_model import arm_of
-from amptune.search.tuning import tune_with
+from amptune.search.batch_size.memory_model import arm_of
+from amptune.search.decide.decision import Decision
+from amptune.search.larger_batch import larger_batch
+from amptune.search.pipeline import tune_with
+from amptune.search.plan.budget import Budget
+from amptune.search.space.candidates import GlobalBatch, Wanted, candidates_for
 
 OWN = 128
 LARGEST = int((MEMORY_MIB - FIXED_MIB) / SAMPLE_MIB)

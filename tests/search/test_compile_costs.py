@@ -11,8 +11,8 @@ from measurements import took
 from amptune.measure.results.outcome import Failure, Outcome
 from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.compile_costs import cold_s, compile_findings, expected_compile_s
-from amptune.search.trial import Trial
+from amptune.search.plan.compile_costs import cold_s, compile_findings, expected_compile_s
+from amptune.search.table.trial import Trial
 
 EAGER = amp_recipe("fp16")
 COMPILED = replace(EAGER, compile="default")

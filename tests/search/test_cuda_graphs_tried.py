@@ -8,13 +8,13 @@ import pytest
 from simulated.recorded import RecordedEvaluator
 
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.ablation import variants_of
-from amptune.search.candidates import Candidates, Wanted, candidates_for
-from amptune.search.judging import is_exempt, numerics_of_policy
-from amptune.search.memory_model import arm_of
-from amptune.search.proposing import features_of, with_features
-from amptune.search.space import Knob, Point, points
-from amptune.search.space_file import load_space, space_names
+from amptune.search.batch_size.memory_model import arm_of
+from amptune.search.gate.judge import is_exempt, numerics_of_policy
+from amptune.search.sampler.acquisition import features_of, with_features
+from amptune.search.space.candidates import Candidates, Wanted, candidates_for
+from amptune.search.space.knobs import Knob, Point, points
+from amptune.search.space.space_file import load_space, space_names
+from amptune.search.table.ablation import variants_of
 
 GRAPHS = Policy(autocast="bf16", memory_format="channels_last", cuda_graphs=True, fused_optimizer=True)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from amptune.search.culprits import smallest_cure
+from amptune.search.gate.repair import smallest_cure
 
 Members = frozenset[str]
 SIZES = [(n, d) for n in (64, 256, 1024) for d in (1, 2, 4)]

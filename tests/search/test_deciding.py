@@ -10,12 +10,12 @@ from measurements import took
 
 from amptune.measure.results.outcome import Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.deciding import _verdict_of_looks, _verdict_of_trials
-from amptune.search.decision import Verdict
-from amptune.search.objective import THROUGHPUT, Objective, objective_of
-from amptune.search.proof import Contest, Match, Proof
-from amptune.search.ratios import Round
-from amptune.search.trial import Trial
+from amptune.search.decide.comparisons import Contest, Match, Proof
+from amptune.search.decide.decision import _verdict_of_looks, _verdict_of_trials
+from amptune.search.table.objective import THROUGHPUT, Objective, objective_of
+from amptune.search.table.ratio import Round
+from amptune.search.table.trial import Trial
+from amptune.search.table.verdict import Verdict
 
 BF16, FP16 = amp_recipe("bf16"), amp_recipe("fp16")
 BF16_LAST, FP16_LAST = (amp_recipe(dtype, memory_format="channels_last") for dtype in ("bf16", "fp16"))

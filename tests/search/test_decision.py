@@ -7,8 +7,8 @@ from measurements import took
 
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
-from amptune.search.decision import Verdict, departure_count, settled, standings_of, verdict_of
-from amptune.search.ratios import Round
+from amptune.search.table.ratio import Round
+from amptune.search.table.verdict import Verdict, departure_count, settled, standings_of, verdict_of
 
 AMP = amp_recipe("bf16")
 AMP_LAST = amp_recipe("bf16", memory_format="channels_last")

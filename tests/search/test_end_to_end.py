@@ -12,9 +12,9 @@ from test_tuning import tuned_on
 from amptune.measure.results.loop_timing import LoopTiming
 from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import Policy
-from amptune.search.budget import Budget
-from amptune.search.deciding import Decision
-from amptune.search.end_to_end import checked_in_a_loop, loop_s
+from amptune.search.decide.decision import Decision
+from amptune.search.loop_check import checked_in_a_loop, loop_s
+from amptune.search.plan.budget import Budget
 
 
 @dataclass

@@ -6,7 +6,7 @@ from simulated.recorded import BODY, HEAD, NORM, STEM, RecordedEvaluator
 
 from amptune.measure.results.subject import Leaf, Subject
 from amptune.policy.settings import Fp32Rule
-from amptune.search.exclusions import groups_by_intensity, ladder_by_intensity
+from amptune.search.space.exclusions import groups_by_intensity, ladder_by_intensity
 
 
 def subject_of(*leaves: Leaf) -> Subject:

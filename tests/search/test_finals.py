@@ -10,9 +10,9 @@ from simulated.recorded import RecordedEvaluator
 
 from amptune.measure.results.outcome import Failure, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.budget import Budget
-from amptune.search.finals import FAR_BEHIND_LOOKS, MAX_LAUNCHES, ROUNDS_PER_LAUNCH, Comparison
-from amptune.search.ratios import ENOUGH_LAUNCHES, Round, launches_of
+from amptune.search.decide.comparison import FAR_BEHIND_LOOKS, MAX_LAUNCHES, ROUNDS_PER_LAUNCH, Comparison
+from amptune.search.plan.budget import Budget
+from amptune.search.table.ratio import ENOUGH_LAUNCHES, Round, launches_of
 
 FAST = amp_recipe("fp16", memory_format="channels_last")
 RIVAL = amp_recipe("fp16", memory_format="channels_last", cudnn_benchmark=True)

@@ -17,14 +17,14 @@ from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcom
 from amptune.measure.results.subject import Module, Prepared
 from amptune.measure.results.training_runs import ModuleParity, Parity
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, Reason, amp_recipe
-from amptune.search.ablation import variants_of
-from amptune.search.budget import Budget
-from amptune.search.deciding import Decision
+from amptune.search.decide.decision import Decision
 from amptune.search.events import Event, PolicyJudged
-from amptune.search.guarding import guard_against
-from amptune.search.judging import Judge, fp32_of
-from amptune.search.repairing import cure_of, traces_of
-from amptune.search.tuning import TuningInterrupted, tune_with
+from amptune.search.gate.judge import Judge, fp32_of
+from amptune.search.gate.repair import cure_of, traces_of
+from amptune.search.groundwork import guard_against
+from amptune.search.pipeline import TuningInterrupted, tune_with
+from amptune.search.plan.budget import Budget
+from amptune.search.table.ablation import variants_of
 
 UNSOUND = Parity(
     modules=(

@@ -18,17 +18,17 @@ from amptune.measure.results.module_numerics import ModuleTrace, Reach
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.measure.results.training_runs import Parity
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, Reason, amp_recipe
-from amptune.search.ablation import variants_of
-from amptune.search.candidates import Candidates, Wanted, candidates_for
-from amptune.search.decision import departure_count
+from amptune.search.batch_size.memory_model import arm_of
 from amptune.search.events import Event, PolicyJudged, TrialEnded
-from amptune.search.gate import judged
-from amptune.search.judging import fp32_of, graphs_like, is_exempt
-from amptune.search.memory_model import arm_of
-from amptune.search.numeric_findings import findings_of
-from amptune.search.space import points
-from amptune.search.space_file import load_space, space_names
-from amptune.search.tuning import tune
+from amptune.search.gate.judge import fp32_of, graphs_like, is_exempt
+from amptune.search.gate.judgement import judged
+from amptune.search.gate.numeric_findings import findings_of
+from amptune.search.pipeline import tune
+from amptune.search.space.candidates import Candidates, Wanted, candidates_for
+from amptune.search.space.knobs import points
+from amptune.search.space.space_file import load_space, space_names
+from amptune.search.table.ablation import variants_of
+from amptune.search.table.verdict import departure_count
 
 O2 = Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True)
 WITH_HALF_WEIGHTS = {"maxwell", "pascal-6.0", "pascal-6.1", "turing", "volta"}

@@ -16,9 +16,9 @@ from measurements import took
 
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Fp32Math, Policy, amp_recipe
-from amptune.search.memory_fit import Fit
-from amptune.search.memory_model import Arm, MemoryModel, arm_of
-from amptune.search.memory_runs import FixedPart, Observation, observation_of
+from amptune.search.batch_size.memory_fit import Fit
+from amptune.search.batch_size.memory_model import Arm, MemoryModel, arm_of
+from amptune.search.batch_size.memory_runs import FixedPart, Observation, observation_of
 
 LIMIT_MIB = 140_000.0
 WEIGHTS = FixedPart.of_weights(25_000_000)

@@ -15,16 +15,16 @@ from test_tuning import request_in
 from amptune.errors import ObjectiveError
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.ablation import ablated
-from amptune.search.budget import Budget
-from amptune.search.deciding import Decision
-from amptune.search.decision import Verdict, settled, standings_of, verdict_of
+from amptune.search.decide.comparison import Comparison
+from amptune.search.decide.decision import Decision
 from amptune.search.events import Event, SearchStarted, TrialEnded
-from amptune.search.finals import Comparison
-from amptune.search.gains import gain_in_words, goal_of
-from amptune.search.objective import OBJECTIVES, THROUGHPUT, Objective, Yardstick, objective_of
-from amptune.search.ratios import Ratio, Round, is_fast_enough, ratio_between
-from amptune.search.tuning import tune_with
+from amptune.search.pipeline import tune_with
+from amptune.search.plan.budget import Budget
+from amptune.search.table.ablation import ablated
+from amptune.search.table.gains import gain_in_words, goal_of
+from amptune.search.table.objective import OBJECTIVES, THROUGHPUT, Objective, Yardstick, objective_of
+from amptune.search.table.ratio import Ratio, Round, is_fast_enough, ratio_between
+from amptune.search.table.verdict import Verdict, settled, standings_of, verdict_of
 
 MEMORY, ENERGY = Objective("memory"), Objective("energy")
 BF16, FP16 = amp_recipe("bf16"), amp_recipe("fp16")

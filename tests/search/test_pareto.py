@@ -9,9 +9,9 @@ from test_objective import measured
 
 from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.objective import THROUGHPUT, Objective
-from amptune.search.pareto import Point, best_point, front_of, points_of, spread_along
-from amptune.search.trial import Trial
+from amptune.search.decide.pareto import Point, best_point, front_of, points_of, spread_along
+from amptune.search.table.objective import THROUGHPUT, Objective
+from amptune.search.table.trial import Trial
 
 figures = st.floats(min_value=1e-3, max_value=1e6)
 # Few different values, so that many are equal.

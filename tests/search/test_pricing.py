@@ -12,8 +12,7 @@ import pytest
 from amptune.measure.results.module_numerics import InHalf, ModuleSensitivity, Sensitivity, Stream
 from amptune.measure.results.subject import Module, Subject
 from amptune.policy.serialization import adapter_for
-from amptune.search.exclusions import ladder_by_time
-from amptune.search.pricing import Price, savings_in_order
+from amptune.search.space.exclusions import Price, ladder_by_time, savings_in_order
 
 
 @cache

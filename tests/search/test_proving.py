@@ -12,12 +12,12 @@ from test_tuning import request_in
 
 from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.candidates import Wanted, candidates_for
-from amptune.search.deciding import Decision
+from amptune.search.decide.decision import Decision
+from amptune.search.decide.samples import FILE_NAME, from_line, keeping_samples
 from amptune.search.events import ComparisonStarted, ContenderMeasured, Event
-from amptune.search.ratios import ENOUGH_LAUNCHES
-from amptune.search.samples import FILE_NAME, from_line, keeping_samples
-from amptune.search.tuning import TuningInterrupted, tune_with
+from amptune.search.pipeline import TuningInterrupted, tune_with
+from amptune.search.space.candidates import Wanted, candidates_for
+from amptune.search.table.ratio import ENOUGH_LAUNCHES
 
 BEST = amp_recipe("fp16", memory_format="channels_last")
 

@@ -9,7 +9,7 @@ import pytest
 from measurements import took
 
 from amptune.policy.settings import STOCK
-from amptune.search.ratios import ENOUGH_LAUNCHES, Ratio, Round, ratio_between, ratio_of
+from amptune.search.table.ratio import ENOUGH_LAUNCHES, Ratio, Round, ratio_between, ratio_of
 
 
 def launches(rng: random.Random, truth: float, *, count: int, between: float, within: float) -> list[list[float]]:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import pytest
 from simulated.landscape import NO_TROUBLE, WORKLOADS, Replay, Trouble, replay, same_twice
 
-from amptune.search.ratios import Ratio
+from amptune.search.table.ratio import Ratio
 
 TUNINGS = 100
 BUDGET_S, SHORT_S = 1800.0, 150.0

@@ -13,7 +13,7 @@ from torch import nn
 from amptune.measure.results.subject import Module
 from amptune.policy.settings import Fp32Rule
 from amptune.runtime.module_precision import has_forward, select
-from amptune.search.rules import general_rules
+from amptune.search.space.module_rules import general_rules
 
 
 class Norm(nn.Module):

@@ -18,15 +18,15 @@ from test_tuning import request_in
 
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.budget import Budget
-from amptune.search.candidates import Wanted, candidates_for
-from amptune.search.deciding import Decision
+from amptune.search.decide.decision import Decision
 from amptune.search.events import Event, SearchEnded, TrialEnded
-from amptune.search.objective import THROUGHPUT, Yardstick, objective_of
-from amptune.search.searching import _effort, _least_s, _of_two
-from amptune.search.study import Study
-from amptune.search.trial import Trial
-from amptune.search.tuning import tune_with
+from amptune.search.pipeline import tune_with
+from amptune.search.plan.budget import Budget
+from amptune.search.sampler.study import Study
+from amptune.search.space.candidates import Wanted, candidates_for
+from amptune.search.table.objective import THROUGHPUT, Yardstick, objective_of
+from amptune.search.table.trial import Trial
+from amptune.search.trials import _effort, _least_s, _of_two
 
 NO_GRAPHS = Failure(kind="error", message="a graph cannot be captured here")
 NO_COMPILER = Failure(kind="unsupported", message="no working C++ compiler found")

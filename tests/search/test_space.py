@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from amptune.errors import SpaceError
 from amptune.policy.settings import Policy
-from amptune.search.space import (
+from amptune.search.space.knobs import (
     Forbidden,
     Knob,
     Point,
@@ -25,7 +25,7 @@ from amptune.search.space import (
     restrict,
     with_knob,
 )
-from amptune.search.space_file import load_space
+from amptune.search.space.space_file import load_space
 
 CHOICES: dict[str, tuple[Value, ...]] = {
     "autocast": ("off", "bf16", "fp16"),

@@ -14,8 +14,8 @@ import yaml
 from amptune.errors import FileFormatError, SpaceError
 from amptune.hardware.generations import GENERATIONS, generation_of
 from amptune.hardware.machine import Cpu, Gpu, Hardware, Software
-from amptune.search.space import KNOBS, Space, legal_values, points
-from amptune.search.space_file import load_space, space_for, space_names, space_schema, spaces_folder
+from amptune.search.space.knobs import KNOBS, Space, legal_values, points
+from amptune.search.space.space_file import load_space, space_for, space_names, space_schema, spaces_folder
 
 NAMES = (
     "ada",

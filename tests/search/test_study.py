@@ -15,11 +15,11 @@ from test_tuning import OOM, request_in
 
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
-from amptune.search.candidates import Candidates, Wanted, candidates_for
 from amptune.search.events import Event, SearchEnded, TrialEnded
-from amptune.search.study import Study, open_study
-from amptune.search.trial import Trial
-from amptune.search.tuning import tune_with
+from amptune.search.pipeline import tune_with
+from amptune.search.sampler.study import Study, open_study
+from amptune.search.space.candidates import Candidates, Wanted, candidates_for
+from amptune.search.table.trial import Trial
 
 WINNER = amp_recipe("fp16", memory_format="channels_last")
 

@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from amptune.search.proposing import Proposer, Seen
-from amptune.search.space import Knob, Point, Value
-from amptune.search.surrogate import Surrogate
+from amptune.search.sampler.acquisition import Proposer, Seen
+from amptune.search.sampler.surrogate import Surrogate
+from amptune.search.space.knobs import Knob, Point, Value
 
 KNOBS = (
     Knob(name="autocast", choices=("off", "bf16", "fp16")),
@@ -65,9 +65,9 @@ def test_what_nobody_looked_at_stays_uncertain_however_little_is_expected_of_it(
     exact, quick = Surrogate(KNOBS, POINTS), Surrogate(KNOBS, POINTS)
     for count in range(5, len(order)):
         seen = {i: log_speed(POINTS[i]) for i in order[:count]}
-        monkeypatch.setattr("amptune.search.surrogate.WORTH_A_LOOK", len(POINTS))
+        monkeypatch.setattr("amptune.search.sampler.surrogate.WORTH_A_LOOK", len(POINTS))
         true = exact.belief(seen).deviation
-        monkeypatch.setattr("amptune.search.surrogate.WORTH_A_LOOK", 10)
+        monkeypatch.setattr("amptune.search.sampler.surrogate.WORTH_A_LOOK", 10)
         found = quick.belief(seen).deviation
         assert (found >= 0.85 * true).all()
     unseen = [i for i in range(len(POINTS)) if i not in order]

@@ -17,13 +17,13 @@ from amptune.measure.results.module_numerics import Half, Sensitivity
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Module, Prepared
 from amptune.policy.settings import STOCK, HalfRule, Policy, amp_recipe
-from amptune.search.budget import Budget
-from amptune.search.candidates import Wanted, candidates_for
 from amptune.search.events import Event
-from amptune.search.exclusions import Ladder
-from amptune.search.sensing import FILE, timed_ladder
-from amptune.search.space import Space, restrict
-from amptune.search.tuning import TuningInterrupted, tune_with
+from amptune.search.groundwork import FILE, timed_ladder
+from amptune.search.pipeline import TuningInterrupted, tune_with
+from amptune.search.plan.budget import Budget
+from amptune.search.space.candidates import Wanted, candidates_for
+from amptune.search.space.exclusions import Ladder
+from amptune.search.space.knobs import Space, restrict
 
 
 @dataclass

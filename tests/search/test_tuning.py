@@ -17,13 +17,13 @@ from amptune.measure.workers.worker import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.report.explaining import explain_for
 from amptune.report.terminal import print_decision
-from amptune.search.budget import Budget
-from amptune.search.candidates import Wanted
-from amptune.search.deciding import Decision
+from amptune.search.decide.decision import Decision
 from amptune.search.events import Event, SearchEnded, SearchStarted, TrialEnded
-from amptune.search.objective import THROUGHPUT
+from amptune.search.pipeline import TuningInterrupted, tune, tune_with
+from amptune.search.plan.budget import Budget
 from amptune.search.request import TuningRequest
-from amptune.search.tuning import TuningInterrupted, tune, tune_with
+from amptune.search.space.candidates import Wanted
+from amptune.search.table.objective import THROUGHPUT
 
 OOM = Failure(kind="oom", message="CUDA out of memory")
 

@@ -15,9 +15,9 @@ from amptune.measure.results.outcome import Failure
 from amptune.policy.file_io import load, save
 from amptune.policy.policy_file import Evidence, PolicyFile
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.budget import Budget
-from amptune.search.ratios import Ratio
-from amptune.search.verifying import Verification, claim_of, verify_with
+from amptune.search.plan.budget import Budget
+from amptune.search.table.ratio import Ratio
+from amptune.search.verification import Verification, claim_of, verify_with
 
 BEST = amp_recipe("fp16", memory_format="channels_last", batch_size=128)
 TRUE = recorded_ms("resnet50", STOCK) / recorded_ms("resnet50", BEST)

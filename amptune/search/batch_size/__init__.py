@@ -1,0 +1,1 @@
+"""The largest batch that fits, and the batch sizes to search."""

@@ -1,0 +1,134 @@
+"""The batch sizes to search: up to the largest that fits, which is confirmed by running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from amptune.measure.results.outcome import Effort, Outcome
+from amptune.measure.results.subject import Prepared
+from amptune.policy.findings import Finding
+from amptune.policy.settings import Policy
+from amptune.search.batch_size.largest import LargestBatch, Sizer
+from amptune.search.batch_size.memory_model import Arm, MemoryModel, arm_of
+from amptune.search.batch_size.memory_runs import FixedPart
+from amptune.search.batch_size.next_size import MOST_TIMES_OWN_ON_CPU
+from amptune.search.plan.budget import Budget
+from amptune.search.space.candidates import GlobalBatch
+
+__all__ = ["NO_SIZES", "BatchSizes", "Runner", "batch_sizes_for", "sizer_for"]
+
+# The share of the budget for finding the largest batches, and the time limit of each run.
+SHARE = 0.15
+PROBE_LIMIT_S = 60.0
+# A few steps are enough: the optimizer's state exists from the second one on.
+PROBE = Effort(warmup_s=0.0, measure_s=0.0, min_steps=1, max_steps=1)
+# Besides the largest sizes, the workload's own size times powers of two is searched, from own / LEAST_PART on. Beyond
+# own * FINE_UP_TO the factor is four: there the speed hardly depends on the size.
+LEAST_PART, FINE_UP_TO = 2, 8
+# With a global batch, about this many of the sizes that divide it are searched, evenly spread.
+MOST_SIZES = 12
+
+
+class Runner(Protocol):
+    """An object that measures a policy while nothing else uses the device's memory."""
+
+    def measure_alone(self, policy: Policy, effort: Effort) -> Outcome: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizes:
+    """The sizes to search, the largest that fits under each policy that was tried, and the fitted memory model."""
+
+    sizes: tuple[int, ...]
+    largest: tuple[tuple[Policy, LargestBatch], ...] = ()
+    model: MemoryModel = field(default_factory=lambda: MemoryModel(limit_mib=float("inf")))
+
+    @property
+    def fits(self) -> Callable[[Policy], bool]:
+        """A function that returns False if a policy, which names its batch size, clearly does not fit into memory."""
+        known: dict[tuple[Arm, int], bool] = {}
+
+        def fits(policy: Policy) -> bool:
+            if policy.batch_size is None:
+                return True
+            key = arm_of(policy), policy.batch_size
+            if key not in known:
+                known[key] = not self.model.predicts_oom(policy, policy.batch_size)
+            return known[key]
+
+        return fits
+
+    @property
+    def findings(self) -> Iterator[Finding]:
+        for policy, found in self.largest:
+            figures = {"batch_size": found.batch_size, "peak_mib": found.peak_mib, "limit_mib": found.limit_mib}
+            words = replace(policy, batch_size=None, accumulate=1)
+            yield Finding(code="largest-batch", message=f"{words}: {found}", figures=figures)
+
+
+# Used if the batch size is not searched.
+NO_SIZES = BatchSizes(sizes=())
+
+
+def batch_sizes_for(
+    runner: Runner, arms: tuple[Policy, ...], prepared: Prepared, budget: Budget, whole: GlobalBatch | None
+) -> BatchSizes:
+    """Finds the largest batch under each policy of `arms`, and the sizes between it and the workload's own."""
+    until_s = budget.left_s - SHARE * budget.seconds
+    sizer = sizer_for(runner, prepared, whole, left_s=lambda: budget.left_s - until_s)
+    if sizer is None:
+        return NO_SIZES
+    largest = tuple((policy, sizer.largest(policy)) for policy in arms)
+    found = [one.batch_size for _, one in largest if one.batch_size is not None]
+    sizes = _between(prepared.subject.batch_size, found, whole)
+    return BatchSizes(sizes=sizes, largest=largest, model=sizer.model)
+
+
+def sizer_for(
+    runner: Runner, prepared: Prepared, whole: GlobalBatch | None, *, left_s: Callable[[], float]
+) -> Sizer | None:
+    """Returns an object that finds the largest batch sizes; None if the size of the memory is unknown."""
+    own, on_gpu = prepared.subject.batch_size, prepared.hardware.device != "cpu"
+    if prepared.memory_mib is None:
+        return None
+    fixed = FixedPart.of_weights(prepared.subject.parameters) if on_gpu else FixedPart()
+
+    def run(policy: Policy) -> Outcome:
+        # Accumulated gradients take memory too, from the second batch on.
+        together = 1 if whole is None or policy.batch_size is None else min(2, whole.per_device // policy.batch_size)
+        limit_s = min(PROBE_LIMIT_S, max(1.0, left_s()))
+        return runner.measure_alone(replace(policy, accumulate=together), replace(PROBE, time_limit_s=limit_s))
+
+    return Sizer(
+        run=run,
+        model=MemoryModel(limit_mib=prepared.memory_mib, fixed=fixed),
+        own_batch_size=own,
+        allowed=_allowed(prepared, whole),
+        left_s=left_s,
+    )
+
+
+def _allowed(prepared: Prepared, whole: GlobalBatch | None) -> tuple[int, ...] | None:
+    """Returns the only sizes to try; None if any size may be tried."""
+    if whole is not None:
+        return whole.batch_sizes
+    if prepared.hardware.device == "cpu":
+        own, most = prepared.subject.batch_size, MOST_TIMES_OWN_ON_CPU
+        return tuple(own * factor for factor in range(1, most + 1))
+    return None
+
+
+def _between(own: int, largest: list[int], whole: GlobalBatch | None) -> tuple[int, ...]:
+    """Returns the own size times powers of two and the largest; with a global batch, some of its divisors instead."""
+    highest = max([own, *largest])
+    if whole is not None:
+        sizes = [n for n in whole.batch_sizes if max(1, own // LEAST_PART) <= n <= highest]
+        step = max(1, len(sizes) // MOST_SIZES)
+        return tuple(sorted({*sizes[::-step], *largest}))
+    powers, size = [], max(1, own // LEAST_PART)
+    while size <= highest:
+        powers.append(size)
+        size *= 2 if size < FINE_UP_TO * own else 4
+    return tuple(sorted({*powers, *largest}))

@@ -1,0 +1,223 @@
+"""Finds the largest batch that fits, with few runs and a prediction after each; every answer is a size that ran."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from amptune.measure.results.outcome import Failure, Measurement, Outcome
+from amptune.policy.settings import STOCK, Policy
+from amptune.search.batch_size.memory_model import MemoryModel, arm_of
+from amptune.search.batch_size.next_size import MOST_PROBES, Allowed, Outlook, Sizes
+from amptune.search.plan.budget import Clock
+from amptune.search.table.trial import Trial
+
+__all__ = ["LargestBatch", "Probe", "Sizer", "find_largest"]
+
+# This many sizes may fail for another reason than memory: a data set or a model that takes no more.
+MOST_REFUSALS = 3
+# Room for a probe that takes longer than expected.
+SLACK = 1.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """One run at one batch size, and the seconds it cost."""
+
+    batch_size: int
+    outcome: Outcome
+    seconds: float
+
+    @property
+    def is_oom(self) -> bool:
+        return isinstance(self.outcome, Failure) and self.outcome.kind == "oom"
+
+    @property
+    def is_refused(self) -> bool:
+        """True if it failed for another reason than memory."""
+        return isinstance(self.outcome, Failure) and not self.is_oom
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestBatch:
+    """The largest batch that ran within the limit, None if none did, and why no larger one was tried.
+
+    It ran under the policy or another one of its arm, which needs about as much memory. `peak_mib` is what the
+    allocator reserved in that run, `allocated_mib` the part of it in use. `alloc_retries` above 0 means that it had to
+    flush its cache to find room, which slows training down. No batch above `at_most` is expected to run. `probes` are
+    the runs of this search in order; earlier knowledge is not among them.
+    """
+
+    batch_size: int | None
+    limit_mib: float
+    because: str
+    peak_mib: float = 0.0
+    allocated_mib: float = 0.0
+    alloc_retries: int = 0
+    at_most: int | None = None
+    probes: tuple[Probe, ...] = ()
+
+    @property
+    def margin(self) -> float:
+        """The share of the limit that is left free."""
+        return 1 - self.peak_mib / self.limit_mib
+
+    @property
+    def ooms(self) -> int:
+        return sum(probe.is_oom for probe in self.probes)
+
+    def __str__(self) -> str:
+        runs = f"{len(self.probes)} run{'' if len(self.probes) == 1 else 's'}, {self.ooms} out of memory"
+        if self.batch_size is None:
+            return f"no batch size is known to fit into {self.limit_mib:.0f} MiB: {self.because} ({runs})"
+        return (
+            f"largest batch {self.batch_size}: {self.peak_mib:.0f} of {self.limit_mib:.0f} MiB, {self.margin:.1%} "
+            f"left free; {self.because} ({runs})"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """The seconds of a probe of `batch_size`: its steps, which take longer for a larger batch, and the rest."""
+
+    batch_size: int
+    steps_s: float
+    rest_s: float
+
+    @staticmethod
+    def of(probe: Probe) -> Pace | None:
+        if not isinstance(probe.outcome, Measurement):
+            return None
+        steps = probe.outcome.warmup_steps + len(probe.outcome.step_ms)
+        steps_s = min(probe.seconds, steps * probe.outcome.median_ms / 1000)
+        return Pace(batch_size=probe.batch_size, steps_s=steps_s, rest_s=probe.seconds - steps_s)
+
+    def seconds_for(self, batch_size: int) -> float:
+        return SLACK * (self.rest_s + self.steps_s * batch_size / self.batch_size)
+
+
+@dataclass
+class Sizer:
+    """A search for the largest batch of one policy after another; `model` keeps what it learns of memory.
+
+    `run` measures a policy briefly at the policy's batch size and may take `left_s()` seconds; the caller enforces
+    that. Sizes are those of `Sizes.around`, so an answer among `allowed` ones may miss one up to 3 % larger.
+    """
+
+    run: Callable[[Policy], Outcome]
+    model: MemoryModel
+    own_batch_size: int
+    allowed: Allowed | None = None
+    left_s: Callable[[], float] = lambda: math.inf
+    clock: Clock = time.monotonic
+    most_probes: int = MOST_PROBES
+    _pace: Pace | None = None
+    _sizes: Sizes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._sizes = Sizes.around(self.own_batch_size, self.allowed)
+
+    def learn(self, trials: Iterable[Trial]) -> None:
+        """Adds what trials at any batch size say about memory."""
+        sizes = ((trial, trial.policy.batch_size or self.own_batch_size) for trial in trials)
+        self.model = self.model.with_outcomes((trial.policy, size, trial.outcome) for trial, size in sizes)
+
+    def predicts_oom(self, policy: Policy) -> bool:
+        """Returns True if the policy clearly does not fit at its batch size."""
+        return self.model.predicts_oom(policy, policy.batch_size or self.own_batch_size)
+
+    def may_try(self, policy: Policy) -> bool:
+        """Returns True if the policy's batch size is one of those to be tried, and may fit."""
+        size = policy.batch_size or self.own_batch_size
+        return size <= self._sizes.cap and self._sizes.holds(size) and not self.predicts_oom(policy)
+
+    def largest(self, policy: Policy) -> LargestBatch:
+        """Returns the largest batch of the policy, whatever batch size it has itself."""
+        probes: list[Probe] = []
+        because = self._next(policy, probes)
+        while isinstance(because, int):
+            probe = self._probe(policy, because)
+            probes.append(probe)
+            refused = [one for one in probes if one.is_refused]
+            because = self._next_below(policy, probes, refused) if refused else self._next(policy, probes)
+        return self._answer(policy, tuple(probes), because)
+
+    def _next(self, policy: Policy, probes: Sequence[Probe]) -> int | str:
+        """Returns the size to run next, or why there is none."""
+        size = self._outlook(policy, probes).next_size()
+        if isinstance(size, str):
+            return size
+        if len(probes) >= self.most_probes:
+            return f"{len(probes)} runs are enough"
+        if self.left_s() < (self._pace.seconds_for(size) if self._pace else 0.0):
+            return f"there is no time to try {size}"
+        return size
+
+    def _next_below(self, policy: Policy, probes: Sequence[Probe], refused: Sequence[Probe]) -> int | str:
+        """Returns a size half way down, in ratio, from one that the model or the data refuse, memory aside."""
+        least = min(refused, key=lambda probe: probe.batch_size)
+        because = f"a batch of {least.batch_size} fails: {least.outcome}"
+        best = self._outlook(policy, probes).best
+        ok = best.batch_size if best is not None else 0
+        size = self._sizes.at_most(math.isqrt(max(1, ok) * least.batch_size))
+        hung = isinstance(least.outcome, Failure) and least.outcome.kind == "timeout"
+        is_over = hung or len(refused) >= MOST_REFUSALS or len(probes) >= self.most_probes
+        return size if size > ok and not is_over else because
+
+    def _outlook(self, policy: Policy, probes: Sequence[Probe]) -> Outlook:
+        return Outlook(
+            fit=self.model.fit(policy),
+            seen=self.model.seen.get(arm_of(policy), ()),
+            sizes=self._sizes,
+            own=self.own_batch_size,
+            limit_mib=self.model.limit_mib,
+            ooms=sum(probe.is_oom for probe in probes),
+            left=max(1, self.most_probes - len(probes)),
+        )
+
+    def _probe(self, policy: Policy, size: int) -> Probe:
+        before_s = self.clock()
+        outcome = self.run(replace(policy, batch_size=size))
+        probe = Probe(batch_size=size, outcome=outcome, seconds=self.clock() - before_s)
+        self.model = self.model.with_outcome(policy, size, outcome)
+        self._pace = Pace.of(probe) or self._pace
+        return probe
+
+    def _answer(self, policy: Policy, probes: tuple[Probe, ...], because: str) -> LargestBatch:
+        outlook = self._outlook(policy, probes)
+        answer = LargestBatch(batch_size=None, limit_mib=outlook.limit_mib, because=because, probes=probes)
+        if outlook.best is None or outlook.fit is None:
+            return answer
+        return replace(
+            answer,
+            batch_size=outlook.best.batch_size,
+            peak_mib=outlook.best.reserved_mib,
+            allocated_mib=outlook.best.allocated_mib,
+            alloc_retries=outlook.best.alloc_retries,
+            at_most=outlook.top(outlook.fit),
+        )
+
+
+def find_largest(
+    run: Callable[[int], Outcome],
+    own_batch_size: int,
+    limit_mib: float,
+    *,
+    model: MemoryModel | None = None,
+    policy: Policy = STOCK,
+    allowed: Allowed | None = None,
+    left_s: Callable[[], float] = lambda: math.inf,
+    clock: Clock = time.monotonic,
+) -> LargestBatch:
+    """Returns the largest batch of one policy; `run` measures it at a size, `model` is earlier knowledge of memory."""
+    sizer = Sizer(
+        run=lambda sized: run(sized.batch_size or own_batch_size),
+        model=replace(model or MemoryModel(limit_mib=limit_mib), limit_mib=limit_mib),
+        own_batch_size=own_batch_size,
+        allowed=allowed,
+        left_s=left_s,
+        clock=clock,
+    )
+    return sizer.largest(policy)

@@ -1,0 +1,1 @@
+"""From comparisons to the decision, its evidence and its findings."""

@@ -1,0 +1,191 @@
+"""The evidence in a policy file: the machines and models that it holds for, and the figures behind it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, cast
+
+from amptune.measure.results.outcome import Measurement, Outcome
+from amptune.measure.results.subject import Prepared
+from amptune.policy.policy_file import Evidence
+from amptune.policy.serialization import policy_to_dict
+from amptune.policy.settings import Policy
+from amptune.search.decide.pareto import Point, front_of, spread_along
+from amptune.search.gate.judgement import ILL_CONDITIONED, Judgement
+from amptune.search.table.ablation import Ablated
+from amptune.search.table.objective import Objective
+from amptune.search.table.ratio import Round
+from amptune.search.table.trial import Trial
+from amptune.search.table.verdict import Standing
+
+if TYPE_CHECKING:
+    from amptune.search.decide.decision import Decision
+
+__all__ = ["evidence_of", "in_order", "labels_of", "numerics_of", "parity_of"]
+
+# Prefixes of the labels that the evidence depends on. Others (driver, site labels) do not change which policy wins.
+_HOLDS_FOR = {
+    "cuda": ("nvidia.com/gpu.product", "nvidia.com/gpu.memory", "nvidia.com/gpu.compute.", "torch", "cudnn"),
+    "cpu": ("kubernetes.io/arch", "feature.node.kubernetes.io/cpu-", "torch"),
+}
+
+
+def labels_of(prepared: Prepared) -> dict[str, str]:
+    """Returns `valid_for`: the labels of this machine that matter, and the model's digest."""
+    prefixes = _HOLDS_FOR[prepared.hardware.device]
+    labels = {name: value for name, value in prepared.hardware.labels if name.startswith(prefixes)}
+    return {**labels, "model": prepared.subject.model_digest}
+
+
+def evidence_of(
+    decision: Decision, rounds: Sequence[Round], judgement: Judgement | None, points: Sequence[Point] = ()
+) -> Evidence:
+    """Returns the policy file's `evidence`, from the comparisons (or, provisionally, from the trials).
+
+    `points` are the sound trials; the evidence keeps those that no other trial beats. Keys have the order of the
+    format, so that a reader meets the claim before the figures of all finalists.
+    """
+    verdict = decision.verdict
+    winner, baseline = verdict.winner, verdict.baseline
+    own: Any = _own_figures(winner)
+    evidence = Evidence(
+        baseline=_figures(baseline),
+        parity=parity_of(decision.trials, rounds, winner.policy, baseline.policy) | numerics_of(judgement),
+        finalists=[_figures(standing) for standing in decision.finalists],
+        findings=[finding.as_dict() for finding in decision.findings],
+        tuned_on=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        trials=len(decision.trials),
+        seconds=round(decision.seconds, 1),
+    )
+    evidence.update(own)
+    if decision.amp_recipe is not None:
+        evidence["amp_recipe"] = _figures(decision.amp_recipe)
+    if decision.ablation:
+        evidence["ablation"] = {one.variant.setting: _bought(one, decision.objective) for one in decision.ablation}
+    if decision.provisional:
+        evidence["provisional"] = True
+    if points:
+        evidence["pareto"] = [point.as_dict() for point in spread_along(front_of(points))]
+        trial = next((point for point in points if point.policy == baseline.policy), None)
+        evidence["baseline"] |= {} if trial is None else {"trial": trial.figures}
+    evidence.update(_of_objective(decision))
+    return in_order(evidence)
+
+
+def _of_objective(decision: Decision) -> Evidence:
+    """Returns the objective and its gain; nothing for throughput, as its gain is the speedup."""
+    objective, gain = decision.objective, decision.gain
+    if objective.name == "throughput":
+        return Evidence()
+    found = Evidence(objective=objective.name, gain=_digits(gain.value))
+    if not math.isinf(gain.high):
+        found["gain_ci95"] = [_digits(gain.low), _digits(gain.high)]
+    if objective.needs_speed:
+        found["least_speed"] = objective.least_speed
+    return found
+
+
+def in_order(evidence: Evidence) -> Evidence:
+    """Returns the evidence with its keys in the order of the format."""
+    found: Any = evidence
+    return cast("Evidence", {key: found[key] for key in Evidence.__annotations__ if key in found})
+
+
+def parity_of(trials: Sequence[Trial], rounds: Sequence[Round], policy: Policy, baseline: Policy) -> dict[str, float]:
+    """Returns how far the first steps under `policy` are from the baseline's, from the same weights and batches.
+
+    Losses are compared by their largest relative deviation, the first gradient's L2 norm by its relative deviation.
+    `fp32_loss_deviation` compares the baseline's own runs, which differ only by the GPU's order of summation.
+    """
+    looks = [{trial.policy: trial.outcome for trial in trials}, *(one.outcomes for one in rounds)]
+    own, reference = _measurements(looks, policy), _measurements(looks, baseline)
+    if not own or not reference:
+        return {}
+    first = reference[0]
+    if own[0].samples_per_step != first.samples_per_step:
+        return {}  # losses of different batches cannot be compared
+    parity = {"loss_deviation": max(_loss_deviation(m, first) for m in own)}
+    if len(reference) > 1:
+        parity["fp32_loss_deviation"] = max(_loss_deviation(m, first) for m in reference[1:])
+    if first.gradient_norm and own[0].gradient_norm is not None:
+        parity["gradient_norm_deviation"] = abs(own[0].gradient_norm / first.gradient_norm - 1)
+    return {name: float(f"{value:.3g}") for name, value in parity.items()}
+
+
+def numerics_of(judgement: Judgement | None) -> dict[str, Any]:
+    """Returns the figures of the numerics gate, and the largest share used of what it allows."""
+    if judgement is None:
+        return {}
+    parity = judgement.parity
+    compared = [module for module in parity.modules if module.rounding < ILL_CONDITIONED]
+    figures: dict[str, Any] = {
+        "share_of_allowed": judgement.used,
+        "gradient_bias": max((module.bias for module in compared), default=None),
+        "gradient_error": max((module.error for module in compared), default=None),
+        "gradient_noise_fp32": statistics.median(module.noise for module in parity.modules) if parity.modules else None,
+        "loss_drift": parity.drift_share,
+        "loss_drift_of_fp32_spread": parity.drift,
+        "skipped_share": parity.skipped_share,
+        "evaluated": parity.evaluated,
+        "evaluated_fp32": parity.evaluated_fp32,
+    }
+    rounded = {name: float(f"{value:.3g}") for name, value in figures.items() if value is not None}
+    return rounded | {"modules": len(parity.modules), "modules_compared": len(compared), "spread_from": parity.spread}
+
+
+def _measurements(looks: Sequence[Mapping[Policy, Outcome]], policy: Policy) -> list[Measurement]:
+    return [outcome for look in looks if isinstance(outcome := look.get(policy), Measurement)]
+
+
+def _loss_deviation(a: Measurement, b: Measurement) -> float:
+    pairs = zip(a.losses, b.losses, strict=False)
+    return max((abs(x - y) / max(abs(y), 1e-12) for x, y in pairs), default=0.0)
+
+
+def _figures(standing: Standing) -> dict[str, Any]:
+    """Returns one finalist as plain data: its policy and what was measured, or how it failed."""
+    figures: dict[str, Any] = {"policy": policy_to_dict(standing.policy)}
+    if standing.failure is not None:
+        return {**figures, "failure": {"kind": standing.failure.kind, "message": standing.failure.message}}
+    return {**figures, **_own_figures(standing)}
+
+
+def _own_figures(standing: Standing) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "samples_per_s": _rounded(standing.samples_per_s),
+        "step_ms": _rounded(standing.step_ms),
+        "step_ms_ci95": standing.step_ms_ci95 and [_rounded(limit) for limit in standing.step_ms_ci95],
+        "peak_memory_mib": standing.peak_memory_mib and round(standing.peak_memory_mib),
+        "energy_j_per_sample": _rounded(standing.energy_j_per_sample),
+    }
+    ratio = standing.vs_baseline
+    if ratio is not None:
+        figures["speedup"] = _rounded(ratio.value)
+        if not math.isinf(ratio.high):
+            figures["speedup_ci95"] = [_rounded(ratio.low), _rounded(ratio.high)]
+        figures["launches"] = ratio.launches
+    if standing.too_slow:
+        figures["too_slow"] = True
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+def _bought(one: Ablated, objective: Objective) -> dict[str, Any]:
+    figures = {
+        "value": one.variant.value,
+        "reverted_to": one.variant.reverted_to,
+        "buys": _rounded(one.buys.value),
+        "buys_ci95": None if math.isinf(one.buys.high) else [_rounded(one.buys.low), _rounded(one.buys.high)],
+    }
+    return figures if objective.name == "throughput" else {**figures, "speed": _rounded(one.speed.value)}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else _digits(value)
+
+
+def _digits(value: float) -> float:
+    """Rounds to four significant digits: more than the measurement's precision, and still easy to read."""
+    return float(f"{value:.4g}")

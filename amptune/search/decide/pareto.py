@@ -1,0 +1,129 @@
+"""The Pareto set of policies by speed, memory and energy, and the best of them for an objective. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from amptune.measure.results.outcome import Measurement
+from amptune.policy.serialization import policy_from_dict, policy_to_dict
+from amptune.policy.settings import Policy
+from amptune.search.table.objective import Objective
+from amptune.search.table.trial import Trial
+
+__all__ = ["MOST_POINTS", "Point", "best_point", "front_of", "points_of", "score_of", "spread_along"]
+
+# Keeps a policy file short.
+MOST_POINTS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A policy with its three figures; `judged` is set if the numerics gate passed it or had nothing to judge.
+
+    An energy that was not measured counts as more than any other.
+    """
+
+    policy: Policy
+    samples_per_s: float
+    peak_memory_mib: float
+    energy_j_per_sample: float | None = None
+    judged: bool = False
+
+    @property
+    def costs(self) -> tuple[float, float, float]:
+        """The figures as costs: less is better in each."""
+        joules = self.energy_j_per_sample
+        return -self.samples_per_s, self.peak_memory_mib, math.inf if joules is None else joules
+
+    def dominates(self, other: Point) -> bool:
+        """Returns True if this point is at least as good in every figure, and better in one."""
+        mine, theirs = self.costs, other.costs
+        return mine != theirs and all(own <= its for own, its in zip(mine, theirs, strict=True))
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The known figures, to four digits."""
+        figures = {
+            "samples_per_s": self.samples_per_s,
+            "peak_memory_mib": self.peak_memory_mib,
+            "energy_j_per_sample": self.energy_j_per_sample,
+        }
+        return {name: float(f"{value:.4g}") for name, value in figures.items() if value is not None}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns an entry of `evidence.pareto`; `from_dict` is the inverse except for rounded digits."""
+        return {"policy": policy_to_dict(self.policy), **self.figures, "judged": self.judged}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Point:
+        """Reads what `as_dict` writes. Raises `KeyError`, `TypeError` or `ValueError` for anything else."""
+        joules = data.get("energy_j_per_sample")
+        return Point(
+            policy=policy_from_dict(data["policy"]),
+            samples_per_s=float(data["samples_per_s"]),
+            peak_memory_mib=float(data["peak_memory_mib"]),
+            energy_j_per_sample=None if joules is None else float(joules),
+            judged=bool(data.get("judged", False)),
+        )
+
+
+def points_of(
+    trials: Iterable[Trial], is_rejected: Callable[[Policy], bool], is_judged: Callable[[Policy], bool]
+) -> tuple[Point, ...]:
+    """Returns the trials that ran and that the numerics gate has not rejected."""
+    return tuple(
+        Point(
+            policy=trial.policy,
+            samples_per_s=trial.outcome.samples_per_s,
+            peak_memory_mib=trial.outcome.peak_allocated_mib,
+            energy_j_per_sample=trial.outcome.energy_j_per_sample,
+            judged=is_judged(trial.policy),
+        )
+        for trial in trials
+        if isinstance(trial.outcome, Measurement) and not is_rejected(trial.policy)
+    )
+
+
+def front_of(points: Iterable[Point]) -> tuple[Point, ...]:
+    """Returns the points that no other dominates, fastest first; of equal points the first."""
+    front: list[Point] = []
+    for point in sorted(points, key=lambda point: point.costs):  # a dominating point comes earlier
+        if not any(other.costs == point.costs or other.dominates(point) for other in front):
+            front.append(point)
+    return tuple(front)
+
+
+def spread_along(front: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
+    """Returns at most `most` points, in their order: the best in each figure, then the farthest from those chosen.
+
+    Distances are taken on logarithms, so that they do not depend on units.
+    """
+    if len(front) <= most:
+        return tuple(front)
+    places = [_place(point) for point in front]
+    ends = (min(range(len(front)), key=lambda i: front[i].costs[axis]) for axis in range(3))
+    chosen = list(dict.fromkeys(ends))[:most]
+    while len(chosen) < most:
+        gaps = {i: min(math.dist(places[i], places[j]) for j in chosen) for i in range(len(front)) if i not in chosen}
+        chosen.append(max(gaps, key=gaps.__getitem__))
+    return tuple(front[i] for i in sorted(chosen))
+
+
+def score_of(point: Point, objective: Objective) -> float | None:
+    """Returns the objective's score of a point."""
+    return objective.score_of(point.samples_per_s, point.peak_memory_mib, point.energy_j_per_sample)
+
+
+def best_point(points: Iterable[Point], objective: Objective, baseline_samples_per_s: float) -> Point | None:
+    """Returns the objective's best point of those fast enough; None if no point has the figure or the speed."""
+    fast = (point for point in points if objective.allows_speed(point.samples_per_s / baseline_samples_per_s))
+    scores = {point: score for point in fast if (score := score_of(point, objective)) is not None}
+    return max(scores, key=scores.__getitem__, default=None)
+
+
+def _place(point: Point) -> tuple[float, float, float]:
+    joules = point.energy_j_per_sample
+    return math.log(point.samples_per_s), math.log(point.peak_memory_mib), math.log(joules) if joules else 0.0

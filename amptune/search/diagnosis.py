@@ -1,0 +1,194 @@
+"""`amptune diagnose` as a function: why a training step is slow, and where its numbers break in half precision."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from amptune.errors import NothingFeasibleError
+from amptune.hardware.machine import Hardware
+from amptune.measure.breakdown.slow_findings import speed_findings
+from amptune.measure.evaluator import Evaluator, WorkerEvaluator
+from amptune.measure.results.loop_timing import limits_of
+from amptune.measure.results.outcome import Effort, Failure
+from amptune.measure.results.step_profile import StepProfile
+from amptune.measure.results.subject import Prepared, Subject
+from amptune.policy.findings import Finding
+from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.search.events import Event, Observer, PolicyJudged
+from amptune.search.gate.judge import Judge
+from amptune.search.gate.judgement import Judgement
+from amptune.search.gate.numeric_findings import sound_finding, where_fp32_breaks
+from amptune.search.gate.repair import Cure
+from amptune.search.groundwork import examined
+from amptune.search.plan.budget import Budget
+from amptune.search.request import source_of
+from amptune.search.table.trial import error_of_baseline
+from amptune.workload.workload import Workload
+
+__all__ = ["Diagnosis", "DtypeDiagnosis", "diagnose"]
+
+# A short measurement of the baseline's step: the step has to run before anything else is examined.
+GLANCE = Effort(warmup_s=1.0, measure_s=0.2)
+# The share of the budget for finding what cures each dtype. The profiles and the loop have no share: they take seconds.
+NUMERICS_SHARE = 0.6
+LOOP_S = 2.0
+SHORTEST_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DtypeDiagnosis:
+    """Training under autocast in one dtype: the judgement of the numerics gate, where training breaks, and the cure.
+
+    `cure` is None if the dtype is sound, nothing cures it, or there was no time to find out: `findings` say which.
+    """
+
+    policy: Policy
+    judgement: Judgement | None
+    cure: Cure | None
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """The problems of a workload. `findings` begin with what breaks training, then what makes it slow."""
+
+    hardware: Hardware
+    subject: Subject
+    numerics: tuple[DtypeDiagnosis, ...]
+    profiles: tuple[tuple[Policy, StepProfile], ...]
+    findings: tuple[Finding, ...]
+    seconds: float
+
+
+def diagnose(
+    workload: Workload | str,
+    *,
+    budget: Budget,
+    device: str | None = None,
+    observer: Observer | None = None,
+    evaluator: Evaluator | None = None,
+) -> Diagnosis:
+    """Examines a workload under autocast in every dtype of the machine, and under stock PyTorch.
+
+    The machine is this one unless an `evaluator` is given. Raises the workload's own errors, and `NothingFeasibleError`
+    if even stock PyTorch does not run.
+    """
+    source = source_of(workload)
+    with (
+        tempfile.TemporaryDirectory(prefix="amptune-") as folder,
+        closing(evaluator or WorkerEvaluator(source, device, Path(folder) / "workers.log")) as machine,
+    ):
+        return _Examination(machine, budget, observer or (lambda _: None)).result()
+
+
+@dataclass
+class _Examination:
+    evaluator: Evaluator
+    budget: Budget
+    observer: Observer
+
+    def result(self) -> Diagnosis:
+        prepared = self.evaluator.prepare(self.budget.left_to_prepare_s)
+        outcome = self.evaluator.measure(STOCK, replace(GLANCE, time_limit_s=max(SHORTEST_S, self.budget.left_s)))
+        if isinstance(outcome, Failure):
+            raise self._error_of(outcome)
+        numerics = tuple(self._numerics(prepared))
+        profiles, slow = self._speed(prepared)
+        return Diagnosis(
+            hardware=prepared.hardware,
+            subject=prepared.subject,
+            numerics=numerics,
+            profiles=profiles,
+            findings=(*_in_order(numerics), *slow, *self._input(numerics)),
+            seconds=self.budget.spent_s,
+        )
+
+    def _error_of(self, failure: Failure) -> Exception:
+        """Returns why stock PyTorch does not run and, if its numbers break, where."""
+        error = error_of_baseline(STOCK, failure)
+        if failure.kind != "nonfinite":
+            return error
+        traces = self.evaluator.trace(STOCK, STOCK, max(SHORTEST_S, self.budget.left_s))
+        where = "" if isinstance(traces, Failure) else f"; {where_fp32_breaks(traces)}"
+        return NothingFeasibleError(f"{error}{where}")
+
+    def _numerics(self, prepared: Prepared) -> Iterator[DtypeDiagnosis]:
+        time = replace(self.budget, seconds=NUMERICS_SHARE * self.budget.seconds)
+        judge = Judge(
+            self.evaluator, STOCK, time, self._tell, prepared.subject.tolerance, share=1.0, reference_share=0.2
+        )
+        for recipe in _recipes(prepared.hardware):
+            yield _dtype(judge, recipe, prepared.subject)
+
+    def _tell(self, event: Event) -> None:
+        """Passes an event on with the time left of the user's budget, not of the share for numerics."""
+        self.observer(replace(event, left_s=self.budget.left_s) if isinstance(event, PolicyJudged) else event)
+
+    def _speed(self, prepared: Prepared) -> tuple[tuple[tuple[Policy, StepProfile], ...], tuple[Finding, ...]]:
+        """Profiles the AMP recipe, which most people use, and stock PyTorch."""
+        profiles: list[tuple[Policy, StepProfile]] = []
+        findings: list[Finding] = []
+        for policy in (*_recipes(prepared.hardware)[:1], STOCK):
+            if self.budget.left_s <= 0:
+                message = f"there was no time to profile the step under {policy}; give more with --budget"
+                findings.append(Finding(code="not-profiled", message=message, figures={"policy": str(policy)}))
+                continue
+            profile = self.evaluator.profile(policy, max(SHORTEST_S, self.budget.left_s))
+            if isinstance(profile, Failure):
+                message = f"the step could not be profiled: {profile}"
+                findings.append(Finding(code="not-profiled", message=message, figures={"policy": str(policy)}))
+                continue
+            profiles.append((policy, profile))
+            found = speed_findings(profile, prepared.hardware, policy)
+            findings += [_under(policy, finding) for finding in found]
+        return tuple(profiles), tuple(findings)
+
+    def _input(self, numerics: Sequence[DtypeDiagnosis]) -> Iterator[Finding]:
+        """Yields what limits a training loop besides its step, if there is time to look."""
+        if self.budget.left_s <= 0:
+            return
+        sound = [one.policy for one in numerics if one.judgement is not None and one.judgement.passes]
+        policy = sound[0] if sound else STOCK
+        timing = self.evaluator.train(policy, LOOP_S, max(SHORTEST_S, self.budget.left_s))
+        if isinstance(timing, Failure):
+            yield Finding(code="end-to-end-failed", message=f"the training loop with fresh data failed: {timing}")
+            return
+        yield from (_under(policy, finding) for finding in limits_of(timing) if finding.code != "host-bound")
+
+
+def _recipes(hardware: Hardware) -> tuple[Policy, ...]:
+    """Returns the AMP recipe in the dtypes that this machine has, bf16 first. Any CPU computes both, if slowly."""
+    bf16 = hardware.gpu is None or hardware.gpu.bf16
+    dtypes: tuple[Literal["bf16", "fp16"], ...] = ("bf16", "fp16") if bf16 else ("fp16",)
+    return tuple(amp_recipe(dtype) for dtype in dtypes)
+
+
+def _dtype(judge: Judge, recipe: Policy, subject: Subject) -> DtypeDiagnosis:
+    judgement = judge.judgement_of(recipe)
+    if judgement is None:
+        message = f"the numerics of {recipe} could not be judged: {judge.unjudged_because(recipe)}"
+        finding = Finding(code="not-judged", message=message, figures={"autocast": recipe.autocast})
+        return DtypeDiagnosis(policy=recipe, judgement=None, cure=None, findings=(finding,))
+    if judgement.passes:
+        return DtypeDiagnosis(policy=recipe, judgement=judgement, cure=None, findings=(sound_finding(judgement),))
+    cure, findings = examined(judge, judgement, subject)
+    return DtypeDiagnosis(policy=recipe, judgement=judgement, cure=cure, findings=findings)
+
+
+def _in_order(numerics: Sequence[DtypeDiagnosis]) -> Iterator[Finding]:
+    """Yields the findings of unsound dtypes first."""
+    for sound in (False, True):
+        for one in numerics:
+            if (one.judgement is not None and one.judgement.passes) is sound:
+                yield from one.findings
+
+
+def _under(policy: Policy, finding: Finding) -> Finding:
+    """Returns the finding with the policy that it was seen under."""
+    message = f"under {policy}, {finding.message}"
+    return replace(finding, message=message, figures={"policy": str(policy), **finding.figures})

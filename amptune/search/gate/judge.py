@@ -1,0 +1,206 @@
+"""The judge: measures policies for the numerics gate, each once, and remembers the judgements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
+
+from amptune.errors import StudyError
+from amptune.measure.evaluator import Evaluator
+from amptune.measure.results.module_numerics import ModuleTrace
+from amptune.measure.results.outcome import Failure
+from amptune.measure.results.training_runs import Parity
+from amptune.policy.settings import Fp32Math, Policy
+from amptune.search.events import Observer, PolicyJudged
+from amptune.search.gate.judgement import Judgement, judged
+from amptune.search.plan.budget import Budget
+
+__all__ = ["Judge", "OutOfTimeError", "fp32_of", "graphs_like", "is_exempt", "numerics_of_policy", "without_graph"]
+
+# Shares of the budget: for the FP32 reference, made once; for the reference and all judgements until a cure is found.
+REFERENCE_SHARE, SHARE = 0.08, 0.25
+# The least time for the reference, even if the budget is short: one made in less time says too little.
+SHORTEST_REFERENCE_S = 2.0
+# The least time limit of a judgement, however little time is left: the judgement may be about the winner.
+SHORTEST_S = 15.0
+# The math modes of FP32 operations, the most precise first.
+_BY_PRECISION: tuple[Fp32Math, ...] = ("ieee", "stock", "tf32")
+
+
+class OutOfTimeError(Exception):
+    """The gate's share of the budget is used up."""
+
+
+def fp32_of(baseline: Policy) -> Policy:
+    """Returns the user's own FP32, the reference for all policies; stock PyTorch's if the baseline trains in half."""
+    return Policy(fp32_math=baseline.fp32_math if baseline.precision == "off" else "stock")
+
+
+def is_exempt(policy: Policy, baseline: Policy) -> bool:
+    """Returns whether a policy needs no judgement: as precise as the user's FP32, or computes like the baseline."""
+    precision = _BY_PRECISION.index
+    as_precise = precision(policy.fp32_math) <= precision(fp32_of(baseline).fp32_math)
+    plain = policy.precision == "off" and policy.compile == "off" and as_precise
+    return plain or numerics_of_policy(policy) == numerics_of_policy(baseline)
+
+
+@dataclass
+class Judge:
+    """A judge of policies that remembers its judgements; `failure` says why nothing can be judged (any more).
+
+    `share` of the budget is for the FP32 reference, which takes `reference_share` of the budget, and for judgements
+    while a cure is looked for. A policy that lacked the memory or time to be judged is neither sound nor unsound.
+    """
+
+    evaluator: Evaluator
+    baseline: Policy
+    budget: Budget
+    observer: Observer
+    tolerance: float | None = None
+    share: float = SHARE
+    reference_share: float = REFERENCE_SHARE
+    failure: Failure | None = None
+    spent_s: float = 0.0
+    _judgements: dict[Policy, Judgement] = field(default_factory=dict)
+    _unjudged: dict[Policy, Failure] = field(default_factory=dict)
+
+    @property
+    def judgements(self) -> Mapping[Policy, Judgement]:
+        return self._judgements
+
+    def is_exempt(self, policy: Policy) -> bool:
+        """Returns whether a policy needs no judgement."""
+        return is_exempt(policy, self.baseline)
+
+    def judgement_of(self, policy: Policy) -> Judgement | None:
+        """Returns None if the policy is exempt or cannot be judged. A compiled policy is judged without its graph."""
+        self._judge(without_graph(policy))
+        return None if self.is_exempt(policy) else self.known(policy)
+
+    def judge_graph(self, policy: Policy) -> None:
+        """Judges a compiled policy with its graph, which takes time: it is compiled anew for the gate's batches."""
+        self._judge(policy)
+
+    def known(self, policy: Policy) -> Judgement | None:
+        """Returns the judgement of the policy, or else that of the policy without its graph."""
+        whole, plain = numerics_of_policy(policy), numerics_of_policy(without_graph(policy))
+        return self._judgements.get(whole, self._judgements.get(plain))
+
+    def unjudged_because(self, policy: Policy) -> Failure | None:
+        """Returns why the policy could not be judged; None if there is no such reason."""
+        return self._unjudged.get(numerics_of_policy(policy), self.failure)
+
+    def rejection_of(self, policy: Policy) -> Judgement | None:
+        """Returns the judgement that the policy failed, without its graph or with it; None if it failed neither."""
+        plain = without_graph(policy)
+        found = [] if self.is_exempt(plain) else [self._judgements.get(numerics_of_policy(plain))]
+        found += [] if self.is_exempt(policy) else [self._of_graph(policy)]
+        return next((judgement for judgement in found if judgement is not None and not judgement.passes), None)
+
+    def has_rejected(self, policy: Policy) -> bool:
+        return self.rejection_of(policy) is not None
+
+    def has_passed(self, policy: Policy) -> bool:
+        """Returns whether the policy is exempt or passed the gate; a compiled one may have passed without its graph."""
+        judgement = self.known(policy)
+        return self.is_exempt(without_graph(policy)) if judgement is None else judgement.passes
+
+    def is_open(self, policy: Policy) -> bool:
+        """Returns whether a policy, without its graph, was not judged yet and can be."""
+        return self._is_open(without_graph(policy))
+
+    def is_graph_open(self, policy: Policy) -> bool:
+        """Returns whether a policy is compiled and its graph can be judged, with no graph in its dtype judged yet."""
+        return policy.compile != "off" and self._of_graph(policy) is None and self._is_open(policy)
+
+    def rejects(self, policy: Policy) -> bool:
+        """Judges the policy if needed; returns whether it must not win."""
+        judgement = self.judgement_of(policy)
+        return judgement is not None and not judgement.passes
+
+    def trace(self, policy: Policy) -> tuple[ModuleTrace, ...] | Failure:
+        """Returns where the numbers of a step go wrong, module by module."""
+        with self._counted():
+            return self.evaluator.trace(policy, fp32_of(self.baseline), self._limit_s)
+
+    @property
+    def has_time(self) -> bool:
+        """True if any of the judge's share of the budget is left."""
+        return self.spent_s <= self.share * self.budget.seconds and self.budget.left_s > 0
+
+    def require_time(self) -> None:
+        """Raises `OutOfTimeError` if the judge's share of the budget is used up."""
+        if not self.has_time:
+            raise OutOfTimeError
+
+    @property
+    def _limit_s(self) -> float:
+        return max(SHORTEST_S, self.budget.left_s)
+
+    def _of_graph(self, policy: Policy) -> Judgement | None:
+        return next(graphs_like(policy, self._judgements.values()), None)
+
+    def _judge(self, policy: Policy) -> None:
+        if self._is_open(policy):
+            parity = self._parity_of(numerics_of_policy(policy))
+            if isinstance(parity, Failure):
+                self.failure = parity
+            else:
+                self._note(numerics_of_policy(policy), parity)
+
+    def _is_open(self, policy: Policy) -> bool:
+        own = numerics_of_policy(policy)
+        seen = own in self._judgements or own in self._unjudged
+        return self.failure is None and not seen and not self.is_exempt(policy)
+
+    def _parity_of(self, policy: Policy) -> Parity | Failure:
+        seconds = max(SHORTEST_REFERENCE_S, self.reference_share * self.budget.seconds)
+        try:
+            with self._counted():
+                return self.evaluator.judge(policy, fp32_of(self.baseline), seconds, self._limit_s)
+        except StudyError as error:  # no worker can be started any more
+            return Failure(kind="crash", message=str(error))
+
+    def _note(self, policy: Policy, parity: Parity) -> None:
+        """Keeps a judgement; a policy that did not run stays unjudged, as its trials fail too if that matters."""
+        if parity.failure is not None and parity.failure.kind != "nonfinite":
+            self._unjudged[policy] = parity.failure
+            return
+        self._judgements[policy] = judged(policy, parity, self.tolerance)
+        self.observer(PolicyJudged(judgement=self._judgements[policy], left_s=self.budget.left_s))
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        before_s = self.budget.spent_s
+        try:
+            yield
+        finally:
+            self.spent_s += self.budget.spent_s - before_s
+
+
+def without_graph(policy: Policy) -> Policy:
+    """Returns the policy without torch.compile: the same computation by PyTorch's own kernels."""
+    return replace(policy, compile="off")
+
+
+class _OfPolicy(Protocol):
+    @property
+    def policy(self) -> Policy: ...
+
+
+J = TypeVar("J", bound=_OfPolicy)
+
+
+def graphs_like(policy: Policy, judged: Iterable[J]) -> Iterator[J]:
+    """Yields the entries for a compiled policy's graph, then for others in its dtype: a compiler breaks both alike."""
+    graphs = [one for one in judged if "off" not in (policy.compile, one.policy.compile)]
+    own = numerics_of_policy(policy)
+    yield from (one for one in graphs if numerics_of_policy(one.policy) == own)
+    yield from (one for one in graphs if one.policy.precision == policy.precision)
+
+
+def numerics_of_policy(policy: Policy) -> Policy:
+    """Returns the policy with only the settings that its numerics depend on."""
+    return replace(policy, batch_size=None, accumulate=1, cuda_graphs=False, fused_optimizer=False)

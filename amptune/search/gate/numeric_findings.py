@@ -1,0 +1,136 @@
+"""Findings about numerics, in words: where they break first, and which modules in FP32 cure that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from amptune.measure.results.module_numerics import ModuleTrace, Reach, suspects
+from amptune.policy.findings import Finding
+from amptune.policy.settings import Policy
+from amptune.search.gate.judgement import Judgement
+from amptune.search.gate.repair import Cure
+
+__all__ = ["findings_of", "sound_finding", "where_fp32_breaks"]
+
+# A module that multiplies the error by less than this is not its origin.
+LEAST_TO_BLAME = 2.0
+# The largest number each dtype holds.
+LARGEST = {"fp16": 65504.0, "bf16": 3.3895e38}
+
+
+def sound_finding(judgement: Judgement) -> Finding:
+    policy = judgement.policy
+    return Finding(code="sound", message=f"{_named(policy)} is {judgement}", figures=_figures(policy))
+
+
+def where_fp32_breaks(traces: Sequence[ModuleTrace]) -> str:
+    """Returns in words in which module an FP32 step becomes non-finite; inner modules come first."""
+    for trace in traces:
+        comes_finite = trace.inputs is None or math.isfinite(trace.inputs.largest)
+        if trace.outputs is not None and not math.isfinite(trace.outputs.largest) and comes_finite:
+            name = trace.path or "the model itself"
+            return f"in {name} ({trace.type}) what comes in is finite{_size(trace.inputs)}, and what goes out is not"
+    if any(trace.inputs is not None and not math.isfinite(trace.inputs.largest) for trace in traces):
+        return "what the model is given is not finite: look at the batches"
+    return "what every module gives in the first step is finite: look at the loss function, and at the steps behind"
+
+
+def findings_of(
+    judgement: Judgement, cure: Cure | None, traces: Sequence[ModuleTrace], *, out_of_time: bool = False
+) -> Iterator[Finding]:
+    """Yields a finding for each module at fault, the most suspicious first, then one about the cure."""
+    for culprit in _culprits(cure, traces):
+        yield _where(culprit, judgement.policy)
+    yield _unsound(judgement, out_of_time=out_of_time) if cure is None else _cure(judgement, cure)
+
+
+def _culprits(cure: Cure | None, traces: Sequence[ModuleTrace]) -> list[ModuleTrace]:
+    """Returns the modules of the cure, the most suspicious first; without a cure the first that breaks, if any."""
+    of = {trace.path: trace for trace in traces}
+    ranked = suspects(traces)
+    if cure is not None:
+        return [of[path] for path in ranked if path in cure.modules]
+    return [of[path] for path in ranked[:1] if of[path].breaks_forward or of[path].breaks_backward]
+
+
+def _cure(judgement: Judgement, cure: Cure) -> Finding:
+    policy, rules = judgement.policy, [str(rule) for rule in cure.rules]
+    named = " + ".join(rules)
+    left = ", and no module of these can be left out" if len(cure.modules) > 1 else ""
+    left = left if cure.minimal else " (perhaps fewer would do: there was no time to find out)"
+    return Finding(
+        code="cure",
+        message=f"{_named(policy)} is not as good as FP32 ({judgement}); with {named} in FP32 it is{left}",
+        figures={**_figures(policy), "modules": list(cure.modules), "rules": rules, "judgements": cure.judgements},
+    )
+
+
+def _unsound(judgement: Judgement, *, out_of_time: bool) -> Finding:
+    policy = judgement.policy
+    why = (
+        "there was no time to find the modules behind it; give more with --budget"
+        if out_of_time
+        else "no modules in FP32 cure that, so it begins outside of them: in the loss function, or in the model's own "
+        "forward; compute that part under torch.autocast(device_type, enabled=False), its inputs cast with .float()"
+    )
+    message = f"{_named(policy)} is not as good as FP32 ({judgement}); {why}"
+    return Finding(code="unsound", message=message, figures=_figures(policy))
+
+
+def _named(policy: Policy) -> str:
+    return "training with half weights" if policy.weights == "half" else f"autocast {policy.autocast}"
+
+
+def _figures(policy: Policy) -> dict[str, Any]:
+    return {"autocast": policy.autocast} | ({"weights": "half"} if policy.weights == "half" else {})
+
+
+def _where(trace: ModuleTrace, policy: Policy) -> Finding:
+    reached = trace.outputs
+    if trace.breaks_forward:
+        code, message = "first-nonfinite", f"its inputs are finite{_size(trace.inputs)}, its output is not"
+    elif trace.breaks_backward:
+        came = f"the gradient that comes to it is finite{_size(trace.gradients_in)}"
+        code, message = "first-nonfinite-gradient", f"{came}, what it makes of that is not"
+        reached = trace.gradients_out or trace.weights
+    elif trace.adds < LEAST_TO_BLAME:
+        code = "breaks-behind"
+        message = (
+            "nothing goes wrong in it by itself, but in what is computed outside of any module, around it: in FP32 it "
+            "takes and gives FP32"
+        )
+        reached = None
+    else:
+        times = f"{trace.adds:.3g} times as large"
+        code, message = "first-inaccurate", f"it makes the relative error of what passes through it {times}"
+        reached = None
+    if reached is not None:
+        message += _overflow(reached.largest_fp32, "bf16" if policy.autocast == "bf16" else "fp16")
+    return Finding(
+        code=code,
+        message=f"{'with half weights' if policy.weights == 'half' else f'under {_named(policy)}'} {message}",
+        module=trace.path,
+        figures={
+            **_figures(policy),
+            "type": trace.type,
+            "inputs_largest": trace.inputs and trace.inputs.largest,
+            "outputs_largest": trace.outputs and trace.outputs.largest,
+            "outputs_largest_fp32": trace.outputs and trace.outputs.largest_fp32,
+            "gradients_largest": trace.gradients_in and trace.gradients_in.largest,
+            "adds": trace.adds,
+        },
+    )
+
+
+def _overflow(largest_fp32: float, dtype: str) -> str:
+    """Tells by the value in FP32 whether the output itself is too large, or something computed on the way."""
+    holds = f"{dtype} holds {LARGEST[dtype]:.4g} at most"
+    if largest_fp32 > LARGEST[dtype]:
+        return f"; in FP32 it reaches {largest_fp32:.3g}, and {holds}"
+    return f"; in FP32 it reaches {largest_fp32:.3g}, so it is something computed inside that overflows ({holds})"
+
+
+def _size(reach: Reach | None) -> str:
+    return "" if reach is None else f" (largest {reach.largest:.3g})"

@@ -1,0 +1,64 @@
+"""The speed that a larger batch would give, for a tuning that keeps the user's batch size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from amptune.measure.results.outcome import Effort, Measurement
+from amptune.measure.results.subject import Prepared
+from amptune.policy.findings import Finding
+from amptune.policy.settings import Policy
+from amptune.search.batch_size.batch_sizes import Runner, sizer_for
+from amptune.search.decide.decision import Decision
+from amptune.search.plan.budget import Budget
+
+__all__ = ["kept_s", "larger_batch"]
+
+# The share of the budget, and the most seconds.
+SHARE, LONGEST_S = 0.04, 20.0
+# Twice the batch is reported if it trains this many times as fast, and four times the batch if it gains that again.
+WORTH_TELLING = 1.05
+LOOK = Effort(warmup_s=0.5, measure_s=0.2, min_steps=3)
+
+
+def kept_s(budget: Budget) -> float:
+    """Returns the seconds to reserve for measuring larger batches."""
+    return min(LONGEST_S, SHARE * budget.seconds)
+
+
+def larger_batch(runner: Runner, decision: Decision, budget: Budget) -> Finding | None:
+    """Returns a finding on the speed of a larger batch under the winner; None if it gains little or is unknown.
+
+    The batch is doubled while there is time, it fits into memory, and the last doubling gained speed.
+    """
+    prepared = Prepared(hardware=decision.hardware, subject=decision.subject, memory_mib=decision.memory_mib)
+    sizer = sizer_for(runner, prepared, None, left_s=lambda: budget.left_s)
+    policy, own = decision.policy, decision.policy.batch_size or decision.subject.batch_size
+    if sizer is None:
+        return None
+    sizer.learn(decision.trials)
+    first = best = _look(runner, replace(policy, batch_size=own), budget)
+    while best is not None:
+        larger = replace(policy, batch_size=2 * best.samples_per_step // policy.accumulate)
+        found = _look(runner, larger, budget) if sizer.may_try(larger) else None
+        if found is None or found.samples_per_s < WORTH_TELLING * best.samples_per_s:
+            break
+        best = found
+    if first is None or best is None or best is first:
+        return None
+    size, gain = best.samples_per_step // policy.accumulate, best.samples_per_s / first.samples_per_s
+    return Finding(
+        code="larger-batch",
+        message=f"batches of {size} instead of {own} would train {gain:.2f} times as many samples a second, with a "
+        f"peak of {best.peak_allocated_mib:,.0f} MiB: --batch-size auto searches that (what training learns from a "
+        "larger batch is another question; --global-batch N keeps it as it is)",
+        figures={"batch_size": size, "gain": gain, "peak_memory_mib": best.peak_allocated_mib},
+    )
+
+
+def _look(runner: Runner, policy: Policy, budget: Budget) -> Measurement | None:
+    """Returns a short measurement; None if there is no time for it, or it fails."""
+    if budget.left_s < 1:
+        return None
+    outcome = runner.measure_alone(policy, replace(LOOK, time_limit_s=budget.left_s))
+    return outcome if isinstance(outcome, Measurement) else None

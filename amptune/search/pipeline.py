@@ -1,0 +1,272 @@
+"""Tuning, as one pipeline: prepare, narrow the space, search, compare the finalists, decide."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from filelock import FileLock, Timeout
+
+from amptune.errors import DeviceError, NothingFeasibleError, ObjectiveError, SpaceError, StudyError, TargetError
+from amptune.measure.evaluator import Evaluator, WorkerEvaluator
+from amptune.measure.results.outcome import Failure
+from amptune.policy.settings import STOCK, Policy
+from amptune.search.compile_schedule import GraphsAtOnce
+from amptune.search.decide.comparison import ROUNDS_PER_LAUNCH
+from amptune.search.decide.decision import Decision
+from amptune.search.decide.samples import keeping_samples
+from amptune.search.decide.study_report import choice_of
+from amptune.search.events import Observer, SearchStarted, WorkloadBuilt
+from amptune.search.finals import prove
+from amptune.search.gate.judge import Judge
+from amptune.search.larger_batch import kept_s, larger_batch
+from amptune.search.loop_check import checked_in_a_loop, loop_s
+from amptune.search.plan.budget import Budget
+from amptune.search.request import TuningRequest, place_of, source_of
+from amptune.search.run import FINALISTS, TuningRun
+from amptune.search.sampler.study import Study
+from amptune.search.space.candidates import Candidates, GlobalBatch, Wanted, candidates_for
+from amptune.search.table.objective import THROUGHPUT, ObjectiveName, objective_of
+from amptune.search.table.trial import error_of_baseline
+from amptune.search.trials import search
+from amptune.workload.workload import Workload
+
+__all__ = ["TuningInterrupted", "run_tuning", "tune", "tune_with"]
+
+# The comparisons after the search get at most this share of the time that is left once the workload is built.
+PROOF_SHARE = 0.5
+# The proof gets no more time than this many launches of its contenders take.
+LAUNCHES_KEPT = 20
+NO_ENERGY = "the objective energy cannot be pursued here: this machine reports no energy"
+
+
+class TuningInterrupted(KeyboardInterrupt):
+    """Ctrl-C (or SIGTERM, on the command line) during tuning; `decision` is the best so far, provisional, or None."""
+
+    def __init__(self, decision: Decision | None) -> None:
+        super().__init__("tuning was interrupted")
+        self.decision = decision
+
+
+def tune(
+    workload: Workload | str,
+    *,
+    budget_s: float = 300.0,
+    trials: int | None = None,
+    space: str | Path | None = None,
+    pins: Mapping[str, str] | None = None,
+    baseline: Policy = STOCK,
+    batch_size: int | Literal["auto"] | None = None,
+    global_batch: int | None = None,
+    devices: int = 1,
+    max_memory_mib: float | None = None,
+    compile: bool | None = None,  # noqa: A002  # the policy's own name for it
+    device: str | None = None,
+    study: str | Path | None = None,
+    seed: int = 0,
+    objective: ObjectiveName = "throughput",
+    least_speed: float | None = None,
+    observer: Observer | None = None,
+) -> Decision:
+    """Finds the best policy for a workload on this machine: `amptune tune` as a function.
+
+    `workload` is a `Workload` (its functions travel to the worker processes by value) or a target such as
+    `"train.py:workload"`. `budget_s` is wall-clock seconds, final comparison included; `trials` bounds the
+    number of policies tried. `space` names a search space or its file, `pins` fixes knobs by name, `study`
+    is a folder or a database URL to remember trials in (default: under `.amptune/`). `batch_size` is a number, or
+    "auto" to search it too. `global_batch` is the samples of one optimizer step over all `devices`; batches are
+    accumulated to reach it. `compile` says whether to try torch.compile; by default the budget decides.
+
+    The `objective` is samples per second; or "memory", the least peak memory at no less than `least_speed` times the
+    baseline's samples per second (default: 1); or "energy", joules per sample, where the GPU counts them. One study
+    serves all three.
+
+    Raises a subclass of `AmptuneError`, and `TuningInterrupted` on Ctrl-C, with the best so far.
+    """
+    source = source_of(workload)
+    name = workload.name or "workload" if isinstance(workload, Workload) else workload
+    folder, storage = place_of(study, name)
+    request = TuningRequest(
+        source=source,
+        wanted=Wanted(
+            baseline=baseline,
+            space=space,
+            pins=pins or {},
+            batch_size=batch_size,
+            global_batch=None if global_batch is None else GlobalBatch(samples=global_batch, devices=devices),
+            compile=compile,
+            memory_mib=max_memory_mib,
+        ),
+        budget=Budget(seconds=budget_s, trials=trials),
+        folder=folder,
+        study=storage,
+        device=device,
+        seed=seed,
+        objective=objective_of(objective, least_speed),
+    )
+    return run_tuning(request, observer or (lambda _: None))
+
+
+def run_tuning(request: TuningRequest, observer: Observer, evaluator: Evaluator | None = None) -> Decision:
+    """Tunes on `evaluator`, by default this machine's workers, and closes it.
+
+    Raises an `AmptuneError`, or `TuningInterrupted` with the decision so far.
+    """
+    with _locked(request.folder):
+        evaluator = evaluator or _workers(request)
+        try:
+            decision = tune_with(evaluator, _with_time_for_the_rest(request), _keeping(request, observer))
+            try:
+                decision = checked_in_a_loop(evaluator, decision, request.budget)
+                return _told_of_a_larger_batch(evaluator, decision, request)
+            except KeyboardInterrupt:
+                raise TuningInterrupted(decision) from None
+        finally:
+            evaluator.close()
+
+
+def _workers(request: TuningRequest) -> WorkerEvaluator:
+    """Returns workers on this machine, with the batch size that was asked for."""
+    size = request.wanted.batch_size
+    source = request.source if size is None or size == "auto" else replace(request.source, batch_size=size)
+    return WorkerEvaluator(source, request.device, request.folder / "workers.log", request.wanted.memory_mib)
+
+
+def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) -> Decision:
+    """Tunes on any evaluator: this machine, or a recording of one."""
+    before_s = request.budget.spent_s
+    prepared = evaluator.prepare(request.budget.left_to_prepare_s)
+    prepare_s = request.budget.spent_s - before_s
+    observer(WorkloadBuilt(prepared=prepared, left_s=request.budget.left_s))
+    if request.objective.name == "energy" and prepared.hardware.gpu is None:
+        raise ObjectiveError(f"{NO_ENERGY}: it is read from a GPU, and {prepared.hardware.name} is none")
+    candidates = candidates_for(prepared, request.wanted)
+    judge = Judge(evaluator, candidates.baseline, request.budget, observer, prepared.subject.tolerance)
+    run = TuningRun(request, prepared, candidates, judge)
+    try:
+        run.narrow(evaluator, observer)
+        _search_and_prove(evaluator, run, prepare_s, observer)
+        decision = run.sound_decision()
+    except KeyboardInterrupt:
+        decision = run.decision(provisional=True)
+        _conclude(run, decision)
+        raise TuningInterrupted(decision) from None
+    if decision is None:
+        raise _nothing_feasible(run.study, candidates)
+    _conclude(run, decision)
+    return decision
+
+
+def _conclude(run: TuningRun, decision: Decision | None) -> None:
+    """Records the decision, so that the study can repeat it later."""
+    if decision is not None:
+        run.study.conclude(run.request.run, choice_of(decision))
+
+
+def _search_and_prove(evaluator: Evaluator, run: TuningRun, prepare_s: float, observer: Observer) -> None:
+    request, study, candidates = run.request, run.study, run.candidates
+    study.reconsider(candidates.baseline)
+    study.measure_first(candidates.first)
+    observer(
+        SearchStarted(
+            architecture=candidates.space.architecture,
+            size=study.size,
+            remembered=len(study.trials),
+            study=str(request.study),
+            left_s=request.budget.left_s,
+        )
+    )
+    search(
+        study,
+        evaluator,
+        request.budget,
+        baseline=candidates.baseline,
+        soon=candidates.soon,
+        graphs_at_once=GraphsAtOnce(
+            most=evaluator.graphs_at_once,
+            leaves=len(run.prepared.subject.leaves),
+            memory_mib=run.prepared.memory_mib or math.inf,
+        ),
+        reserve_s=lambda: _proof_s(study, request.budget, prepare_s, run.prepared.start_s),
+        observer=observer,
+    )
+    baseline = study.trial_of(candidates.baseline)
+    if baseline is None or study.yardstick.score(baseline.outcome) is None:
+        return
+    proof = run.enter_proof()
+    if len(proof.contest.finalists) > 1:
+        run.judge_ahead()
+        with suppress(StudyError):  # no worker can be started any more: the measurements so far decide
+            prove(evaluator, proof, request.budget, run.prepared.start_s, observer, run.judge.rejects)
+
+
+def _proof_s(study: Study, budget: Budget, prepare_s: float, start_s: float) -> float:
+    """Returns the seconds to keep for the comparisons, by the cost so far of starting a worker and of a trial."""
+    costs = sorted(trial.seconds for trial in study.trials)
+    typical_s = costs[len(costs) // 2] if costs else 0.0
+    contenders = min(2 + FINALISTS, len(costs))
+    wanted_s = LAUNCHES_KEPT * (start_s + ROUNDS_PER_LAUNCH * contenders * typical_s)
+    return min(PROOF_SHARE * (budget.seconds - prepare_s), wanted_s)
+
+
+def _with_time_for_the_rest(request: TuningRequest) -> TuningRequest:
+    rest_s = loop_s(request.budget) + (kept_s(request.budget) if _leaves_the_batch(request) else 0.0)
+    return replace(request, budget=request.budget.less(rest_s))
+
+
+def _leaves_the_batch(request: TuningRequest) -> bool:
+    """Returns True if the batch size is the user's own, and another might be worth knowing of."""
+    wanted = request.wanted
+    return request.objective == THROUGHPUT and wanted.batch_size != "auto" and wanted.global_batch is None
+
+
+def _told_of_a_larger_batch(evaluator: Evaluator, decision: Decision, request: TuningRequest) -> Decision:
+    finding = larger_batch(evaluator, decision, request.budget) if _leaves_the_batch(request) else None
+    return decision if finding is None else decision.with_findings([finding])
+
+
+def _nothing_feasible(study: Study, candidates: Candidates) -> Exception:
+    """Returns why there is no decision: the user's own error if there is one, else the baseline's failure."""
+    trial = study.trial_of(candidates.baseline)
+    if trial is None:
+        return NothingFeasibleError("the baseline could not be measured within the budget; give more with --budget")
+    if not isinstance(trial.outcome, Failure):
+        return ObjectiveError(f"{NO_ENERGY}: none could be read while the baseline ran")
+    return error_of_baseline(candidates.baseline, trial.outcome)
+
+
+def _keeping(request: TuningRequest, observer: Observer) -> Observer:
+    return keeping_samples(request.folder, observer, request.run)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps a second tuner out of the study's folder. Raises `StudyError` if there is one, or no folder can be made.
+
+    A folder made here is removed again if the device, space or target that was asked for does not exist.
+    """
+    is_new, is_for_nothing = not folder.exists(), False
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock")
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise StudyError(
+            f"another amptune is tuning in {folder}; wait for it, or name another folder with --study"
+        ) from None
+    except OSError as error:
+        raise StudyError(f"the study's folder {folder} cannot be used: {error}") from error
+    try:
+        yield
+    except (DeviceError, SpaceError, TargetError):
+        is_for_nothing = is_new
+        raise
+    finally:
+        lock.release()
+        if is_for_nothing:
+            shutil.rmtree(folder, ignore_errors=True)

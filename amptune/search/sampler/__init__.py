@@ -1,0 +1,1 @@
+"""The study: which policy to measure next, and where trials are stored."""

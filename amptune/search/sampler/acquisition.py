@@ -1,0 +1,180 @@
+"""Chooses the point of a space to measure next: the one that promises the most for its time. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
+
+from amptune.policy.settings import AUTOTUNED_MODES, CUDA_GRAPH_MODES
+from amptune.search.plan.compile_costs import AUTOTUNE_S, COMPILE_S
+from amptune.search.sampler.surrogate import Belief, Floats, Surrogate
+from amptune.search.space.knobs import Knob, Point, Value
+
+__all__ = ["AUTOTUNED", "CUDA_GRAPHS", "Proposal", "Proposer", "Seen", "features_of", "with_features"]
+
+Strings = NDArray[np.str_]
+Codes = NDArray[np.int64]
+
+# Features that a surrogate sees in place of torch.compile's modes: is there a compiled graph, do CUDA graphs launch the
+# kernels, were the kernels timed against others.
+COMPILED, CUDA_GRAPHS, AUTOTUNED = "compile", "cuda_graphs", "autotuned"
+# Settings that make a trial expensive: plans to be timed, graphs to be compiled, kernels to be timed. These extra
+# seconds are assumed until a similar trial was measured; cuDNN's plans of ResNet-50 took 10 to 25 s on an H200.
+DEAR_S = {COMPILED: COMPILE_S, AUTOTUNED: AUTOTUNE_S - COMPILE_S, "cudnn_benchmark": 10.0}
+# torch.compile ignores these knobs: two points that differ only in them share a graph. A compiled trial with its graph
+# in a cache takes this much longer than an eager one.
+NOT_COMPILED = ("fused_optimizer", "cudnn_benchmark")
+FROM_CACHE_S = 1.5
+# An infeasible point counts as this share of the worst score, so that its neighbours become suspect.
+INFEASIBLE_SHARE = 0.7
+# A score is a surprise if it is this many standard deviations, and at least this much (on the logarithm), too low.
+SURPRISING, LEAST_SURPRISE = 2.0, 0.07
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """The result of one point's trial: its score, higher is better (None if it failed), and the seconds it cost."""
+
+    score: float | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A point by its index; `gain` is its expected improvement over the best, on the logarithm of the score.
+
+    A score below `least` would be a surprise: an outlier, or a wrong expectation. `cost` is the expected time of the
+    trial over that of the cheapest one.
+    """
+
+    index: int
+    gain: float
+    least: float = 0.0
+    cost: float = 1.0
+
+
+class Proposer:
+    """A source of proposals: points of one space that were not measured yet."""
+
+    def __init__(self, knobs: Sequence[Knob], points: Sequence[Point], *, seed: int) -> None:
+        self._surrogate = Surrogate(knobs, points)
+        self._values = {knob.name: np.array([str(point[knob.name]) for point in points]) for knob in knobs}
+        self._dear = np.stack([self._is_dear(name, len(points)) for name in DEAR_S])
+        self._compiled = self._dear[list(DEAR_S).index(COMPILED)]
+        self._graph = _codes([values for name, values in self._values.items() if name not in NOT_COMPILED], len(points))
+        self._random = random.Random(seed)  # noqa: S311  # a choice of what to measure, no secret
+
+    def next(
+        self, seen: Mapping[int, Seen], fixed: Mapping[str, Value], left_out: Collection[int] = ()
+    ) -> Proposal | None:
+        """Returns the point that promises most per second; None if every point with the `fixed` values was seen."""
+        free = self._free(seen, fixed)
+        free[list(left_out)] = False
+        if not free.any():
+            return None
+        belief = self.belief(seen)
+        if belief is None:
+            return Proposal(index=self._random.choice(np.flatnonzero(free).tolist()), gain=math.inf)
+        feasible = [index for index, one in seen.items() if one.score is not None]
+        gain = np.where(free, belief.improvement(float(belief.mean[feasible].max())), -1.0)
+        seconds = self._seconds(seen)
+        chosen = int((gain / seconds).argmax())
+        surprise = max(SURPRISING * float(belief.deviation[chosen]), LEAST_SURPRISE)
+        least = math.exp(float(belief.mean[chosen]) - surprise)
+        cost = max(1.0, float(seconds[chosen] / seconds.min()))
+        return Proposal(index=chosen, gain=float(gain[chosen]), least=least, cost=cost)
+
+    def belief(self, seen: Mapping[int, Seen]) -> Belief | None:
+        """Returns the belief about every point; None if fewer than two scores are known."""
+        scores = {index: one.score for index, one in seen.items() if one.score is not None}
+        if len(scores) < 2:
+            return None
+        bad = INFEASIBLE_SHARE * min(scores.values())
+        return self._surrogate.belief({index: math.log(scores.get(index, bad)) for index in seen})
+
+    def _free(self, seen: Mapping[int, Seen], fixed: Mapping[str, Value]) -> NDArray[np.bool_]:
+        free = np.ones(self._surrogate.size, dtype=bool)
+        free[list(seen)] = False
+        for name, value in fixed.items():
+            free &= self._values[name] == str(value)
+        return free
+
+    def _is_dear(self, name: str, count: int) -> NDArray[np.bool_]:
+        """Returns a mask of the points that have this expensive setting."""
+        values = self._values.get(name)
+        return np.zeros(count, dtype=bool) if values is None else (values != "off") & (values != "False")
+
+    def _seconds(self, seen: Mapping[int, Seen]) -> Floats:
+        """Returns the seconds that a trial of each point will cost.
+
+        That is the mean of trials with the same expensive settings. If there is none, it is the highest estimate from
+        trials with some of these settings plus the assumed seconds of the others. A graph compiled before is cached.
+        """
+        costs: dict[tuple[bool, ...], list[float]] = defaultdict(list)
+        from_cache: list[float] = []
+        graphs: set[int] = set()
+        for index, one in seen.items():
+            known = bool(self._compiled[index]) and int(self._graph[index]) in graphs
+            (from_cache if known else costs[tuple(self._dear[:, index].tolist())]).append(one.seconds)
+            graphs |= {int(self._graph[index])} if self._compiled[index] else set()
+        means = {kind: fmean(some) for kind, some in costs.items()}
+        seconds = np.full(self._surrogate.size, fmean(one.seconds for one in seen.values()))
+        for kind in itertools.product((False, True), repeat=len(DEAR_S)):
+            alike = (self._dear == np.array(kind)[:, None]).all(axis=0)
+            seconds[alike] = means.get(kind) or _reckoned(kind, means) or seconds[alike]
+        cached = self._compiled & np.isin(self._graph, list(graphs))
+        seconds[cached] = fmean(from_cache) if from_cache else float(seconds.min()) + FROM_CACHE_S
+        positive: Floats = np.maximum(seconds, 1e-3)
+        return positive
+
+
+def _codes(columns: Sequence[Strings], count: int) -> Codes:
+    """Returns a number for each combination of values that occurs in the columns."""
+    codes = np.zeros(count, dtype=np.int64)
+    for column in columns:
+        _, own = np.unique(column, return_inverse=True)
+        _, codes = np.unique(codes * (int(own.max()) + 1) + own, return_inverse=True)
+    return codes
+
+
+def features_of(point: Point) -> Point:
+    """Returns the point as a surrogate sees it: modes of torch.compile become features such as `cuda_graphs`."""
+    if COMPILED not in point:
+        return point
+    mode = str(point[COMPILED])
+    made_of = {
+        COMPILED: "off" if mode == "off" else "on",
+        CUDA_GRAPHS: mode in CUDA_GRAPH_MODES or bool(point.get(CUDA_GRAPHS)),
+        AUTOTUNED: mode in AUTOTUNED_MODES,
+    }
+    return Point({**point, **made_of})
+
+
+def with_features(knobs: Sequence[Knob]) -> list[Knob]:
+    """Returns the knobs of points that `features_of` made."""
+    made_of = [
+        Knob(name=COMPILED, choices=("off", "on")),
+        Knob(name=CUDA_GRAPHS, choices=(False, True)),
+        Knob(name=AUTOTUNED, choices=(False, True)),
+    ]
+    if all(knob.name != COMPILED for knob in knobs):
+        return list(knobs)
+    return [*(knob for knob in knobs if knob.name not in (COMPILED, CUDA_GRAPHS)), *made_of]
+
+
+def _reckoned(kind: tuple[bool, ...], means: Mapping[tuple[bool, ...], float]) -> float | None:
+    """Returns the assumed seconds of a kind of trial; None if no cheaper kind has been measured."""
+    extras = [
+        mean + sum(s for s, has, had in zip(DEAR_S.values(), kind, seen, strict=True) if has and not had)
+        for seen, mean in means.items()
+        if all(has or not had for has, had in zip(kind, seen, strict=True))
+    ]
+    return max(extras, default=None)

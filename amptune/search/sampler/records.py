@@ -1,0 +1,173 @@
+"""Records that a study keeps: its tuning runs and their decisions, its trials, its judgements. Values."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from amptune.policy.serialization import policy_from_dict, policy_to_dict
+from amptune.policy.settings import Policy
+from amptune.search.gate.judge import graphs_like, is_exempt, numerics_of_policy, without_graph
+from amptune.search.gate.judgement import Judgement
+from amptune.search.table.objective import Objective
+from amptune.search.table.ratio import Ratio
+from amptune.search.table.trial import Trial
+
+__all__ = ["Basis", "Choice", "Judged", "StudyRecord", "TuningRecord", "without_password"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningRecord:
+    """One tuning run: what was tuned, where, and against which baseline. `began` is UTC, ISO 8601.
+
+    `target` is the workload's name on the command line, None if it came from Python. `folder` has the raw samples of
+    the comparisons. `options` are those of `amptune tune` that select the same study.
+    """
+
+    run: str
+    began: str
+    workload: str
+    target: str | None
+    folder: str
+    hardware: str
+    batch_size: int
+    baseline: Policy
+    objective: Objective
+    options: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain data for the study; `from_dict` is the inverse."""
+        return {
+            "run": self.run,
+            "began": self.began,
+            "workload": self.workload,
+            "target": self.target,
+            "folder": self.folder,
+            "hardware": self.hardware,
+            "batch_size": self.batch_size,
+            "baseline": policy_to_dict(self.baseline),
+            "objective": self.objective.name,
+            "least_speed": self.objective.least_speed,
+            "options": list(self.options),
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> TuningRecord:
+        rest = {name: data[name] for name in ("run", "began", "workload", "target", "folder", "hardware", "batch_size")}
+        return TuningRecord(
+            **rest,
+            baseline=policy_from_dict(data["baseline"]),
+            objective=Objective(data["objective"], data["least_speed"]),
+            options=tuple(map(str, data.get("options", ()))),
+        )
+
+
+# The basis of a choice: a comparison with enough launches, one with fewer, a single trial, or nothing was better.
+Basis = Literal["comparison", "few-launches", "trial", "nothing-better"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A policy and its gain over the baseline; the ratios have no interval if single trials gave them."""
+
+    policy: Policy
+    gain: Ratio
+    speedup: Ratio
+    basis: Basis
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain data for the study; `from_dict` is the inverse."""
+        ratios = {"gain": _ratio_to_dict(self.gain), "speedup": _ratio_to_dict(self.speedup)}
+        return {"policy": policy_to_dict(self.policy), **ratios, "basis": self.basis}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Choice:
+        return Choice(
+            policy=policy_from_dict(data["policy"]),
+            gain=_ratio_from_dict(data["gain"]),
+            speedup=_ratio_from_dict(data["speedup"]),
+            basis=data["basis"],
+        )
+
+
+def _ratio_to_dict(ratio: Ratio) -> dict[str, Any]:
+    """Returns plain data, with None for infinity, which JSON lacks."""
+    return {**asdict(ratio), "high": None if math.isinf(ratio.high) else ratio.high}
+
+
+def _ratio_from_dict(data: Mapping[str, Any]) -> Ratio:
+    return Ratio(**{**data, "high": math.inf if data["high"] is None else data["high"]})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """The numerics gate's result for a policy: if it is as good as FP32, and the share of the tolerance it uses."""
+
+    policy: Policy
+    passes: bool
+    used: float
+    words: str
+
+    @staticmethod
+    def of(judgement: Judgement) -> Judged:
+        return Judged(policy=judgement.policy, passes=judgement.passes, used=judgement.used, words=str(judgement))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain data for the study; `from_dict` is the inverse."""
+        return {"policy": policy_to_dict(self.policy), "passes": self.passes, "used": self.used, "words": self.words}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Judged:
+        return Judged(**{**data, "policy": policy_from_dict(data["policy"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyRecord:
+    """A study read back: its tuning runs, the last one last, and all their trials.
+
+    `where` is its folder or database URL; `decided` maps run names to their choices. Policies `outside` the searched
+    space, which the user's wishes limit, were measured for comparison and cannot win.
+    """
+
+    name: str
+    where: str
+    tunings: tuple[TuningRecord, ...]
+    trials: tuple[Trial, ...]
+    judged: tuple[Judged, ...] = ()
+    outside: frozenset[Policy] = frozenset()
+    decided: Mapping[str, Choice] = field(default_factory=dict)
+
+    @property
+    def last(self) -> TuningRecord:
+        return self.tunings[-1]
+
+    def judgement_of(self, policy: Policy) -> Judged | None:
+        """Returns the last judgement of a policy with these numerics; for a compiled one, else without its graph."""
+        return self._judged_as(policy) or self._judged_as(without_graph(policy))
+
+    def has_rejected(self, policy: Policy) -> bool:
+        """Returns True if it was judged and failed; or its dtype failed, and it lacks the rules that cure that."""
+        plain, baseline = without_graph(policy), self.last.baseline
+        found = [] if is_exempt(plain, baseline) else [self._judged_as(plain)]
+        if not is_exempt(policy, baseline):
+            found.append(next(graphs_like(policy, reversed(self.judged)), None))
+        if found and not any(found) and not any(rule.is_needed for rule in policy.fp32_modules):
+            found = [self._judged_as(policy.recipe)]
+        return any(judged is not None and not judged.passes for judged in found)
+
+    def has_passed(self, policy: Policy) -> bool:
+        """Returns True if there was nothing to judge, or it was found to be as good as FP32."""
+        judged = self.judgement_of(policy)
+        return is_exempt(without_graph(policy), self.last.baseline) if judged is None else judged.passes
+
+    def _judged_as(self, policy: Policy) -> Judged | None:
+        own = numerics_of_policy(policy)
+        return next((one for one in reversed(self.judged) if numerics_of_policy(one.policy) == own), None)
+
+
+def without_password(where: str) -> str:
+    """Returns a database URL without its password, to be shown in a page or a command; a folder unchanged."""
+    return re.sub(r"(://[^:/@]*):[^@/]*@", r"\1:***@", where)

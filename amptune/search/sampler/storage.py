@@ -1,0 +1,253 @@
+"""The storage of a study: its trials, and the records beside them. The only import of Optuna."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.storages import BaseStorage, JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
+
+from amptune.errors import StudyError
+from amptune.measure.results.outcome import Failure, outcome_from_dict, outcome_to_dict
+from amptune.policy.serialization import in_one_line, policy_from_dict, policy_to_dict
+from amptune.policy.settings import Policy
+from amptune.search.sampler.records import Choice, Judged, StudyRecord, TuningRecord, without_password
+from amptune.search.space.knobs import BATCH_SIZE, Knob, Point, Space
+from amptune.search.table.trial import Trial
+
+__all__ = ["JOURNAL", "Handle", "Store", "open_store", "recall"]
+
+JOURNAL = "journal.log"
+SQLITE = "sqlite:///"
+# Prefixes of the names of a study's attributes.
+TUNING, JUDGED, DECIDED = "tuning", "judged", "decided"
+# Larger than any batch.
+LARGEST_BATCH = 2**31
+
+# A trial that was asked for and has no outcome yet.
+Handle = optuna.Trial
+
+
+class Store:
+    """One study in its storage. Every method raises `StudyError` if the storage fails."""
+
+    def __init__(self, study: optuna.Study, space: Space) -> None:
+        self._study = study
+        self._distributions = _distributions(space)
+
+    def trials(self) -> list[Trial]:
+        """Returns the trials that have an outcome, in their order."""
+        return sorted(_remembered(self._study), key=lambda trial: trial.number)
+
+    def ask(self, point: Point | None) -> Handle:
+        """Begins a trial of a point of the space; None is for a policy outside of it, which is kept too."""
+        with _storage_errors():
+            if point is None:
+                return self._study.ask()
+            self._study.enqueue_trial(dict(point))
+            return self._study.ask(self._distributions)
+
+    def tell(self, handle: Handle, trial: Trial) -> None:
+        """Writes the outcome. An infeasible trial is complete too, with its constraint violated: it was measured."""
+        with _storage_errors():
+            handle.set_user_attr("policy", policy_to_dict(trial.policy))
+            handle.set_user_attr("outcome", outcome_to_dict(trial.outcome))
+            handle.set_user_attr("seconds", trial.seconds)
+            handle.set_constraint("feasible", 1.0 if isinstance(trial.outcome, Failure) else 0.0)
+            self._study.tell(handle, trial.samples_per_s)
+
+    def forget(self, handle: Handle) -> None:
+        """Ends a trial that was not measured."""
+        with _storage_errors():
+            self._study.tell(handle, state=TrialState.FAIL)
+
+    def runs(self) -> list[str]:
+        """Returns the names of the recorded tuning runs."""
+        with _storage_errors():
+            return [key.removeprefix(f"{TUNING} ") for key in self._study.user_attrs if key.startswith(f"{TUNING} ")]
+
+    def note_tuning(self, tuning: TuningRecord) -> None:
+        """Records that a tuning run uses the study."""
+        with _storage_errors():
+            self._study.set_user_attr(f"{TUNING} {tuning.run}", tuning.as_dict())
+
+    def note_decided(self, run: str, choice: Choice) -> None:
+        """Records the choice of a tuning run."""
+        with _storage_errors():
+            self._study.set_user_attr(f"{DECIDED} {run}", choice.as_dict())
+
+    def note_judged(self, judged: Judged) -> None:
+        """Records the numerics gate's judgement of a policy."""
+        digest = hashlib.sha256(str(judged.policy).encode()).hexdigest()[:12]
+        with _storage_errors():
+            self._study.set_user_attr(f"{JUDGED} {digest}", judged.as_dict())
+
+
+def open_store(where: Path | str, name: str, space: Space) -> Store:
+    """Opens or resumes a study: `where` is a folder (a journal file in it) or a database URL.
+
+    Raises `StudyError` if the storage cannot be used.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with warnings.catch_warnings(), _storage_errors():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        study = optuna.create_study(storage=_storage(where), study_name=name, direction="maximize", load_if_exists=True)
+        return Store(study, space)
+
+
+def recall(where: Path | str, name: str | None = None, *, run: str | None = None) -> StudyRecord:
+    """Reads a study back: the study `name`, that of a tuning `run`, or the last one in which a policy ran.
+
+    Raises `StudyError` if there is none, or the storage cannot be read.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if isinstance(where, Path) and not (where / JOURNAL).is_file():
+        raise StudyError(f"there is no study in {where}: it has no {JOURNAL}; `amptune tune --study {where}` makes one")
+    if isinstance(where, str) and where.startswith(SQLITE) and not Path(where.removeprefix(SQLITE)).is_file():
+        raise StudyError(f"there is no study in {where}: to read it would make an empty database")
+    with warnings.catch_warnings(), _storage_errors(), _broken_records(where):
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        storage = JournalStorage(_backend(where)) if isinstance(where, Path) else optuna.storages.get_storage(where)
+        return _record_of(_chosen(storage, where, name, run), where)
+
+
+def _chosen(storage: BaseStorage, where: Path | str, name: str | None, run: str | None) -> optuna.Study:
+    names = [study.study_name for study in storage.get_all_studies()]
+    if name is not None and name not in names:
+        raise StudyError(f"{where} holds no study {name!r}, but {', '.join(sorted(names)) or 'none'}")
+    studies = [optuna.load_study(study_name=one, storage=storage) for one in names if name in (None, one)]
+    studies = [study for study in studies if run is None or f"{TUNING} {run}" in study.user_attrs]
+    tried = [study for study in studies if study.get_trials(deepcopy=False)]
+    last = max(list(filter(_ran, tried)) or tried, key=_last_tuned, default=None)
+    if last is None:
+        raise StudyError(f"there are no trials in {where}: `amptune tune --study {where}` makes some")
+    return last
+
+
+def _ran(study: optuna.Study) -> bool:
+    """Returns True if any trial succeeded."""
+    return any(value > 0 for trial in study.get_trials(deepcopy=False) for value in trial.values or ())
+
+
+def _last_tuned(study: optuna.Study) -> tuple[str, str]:
+    """Returns when a tuning last began, then when a trial did: a tuning that remembers all its trials makes none."""
+    trials = (trial.datetime_start for trial in study.get_trials(deepcopy=False))
+    tunings = (value["began"] for key, value in study.user_attrs.items() if key.startswith(f"{TUNING} "))
+    return max(tunings, default=""), max((one.isoformat() for one in trials if one is not None), default="")
+
+
+def _record_of(study: optuna.Study, where: Path | str) -> StudyRecord:
+    attributes = study.user_attrs
+    kept: dict[str, dict[str, Any]] = {TUNING: {}, JUDGED: {}, DECIDED: {}}
+    for key, value in attributes.items():
+        kind, _, name = key.partition(" ")
+        kept.get(kind, {})[name] = value
+    tunings = sorted(map(TuningRecord.from_dict, kept[TUNING].values()), key=lambda tuning: tuning.began)
+    trials = tuple(sorted(_remembered(study), key=lambda trial: trial.number))
+    if not trials:
+        raise StudyError(f"no trial of the study {study.study_name} in {where} came to an end: nothing was measured")
+    if not tunings:
+        raise StudyError(
+            f"the study in {where} does not say what its baseline is, being of an earlier amptune; "
+            "`amptune tune` with the same study once more adds that"
+        )
+    return StudyRecord(
+        name=study.study_name,
+        where=without_password(str(where)),
+        tunings=tuple(tunings),
+        trials=trials,
+        judged=tuple(map(Judged.from_dict, kept[JUDGED].values())),
+        outside=_outside(study, trials),
+        decided={run: Choice.from_dict(choice) for run, choice in kept[DECIDED].items()},
+    )
+
+
+def _outside(study: optuna.Study, trials: Sequence[Trial]) -> frozenset[Policy]:
+    """Returns the policies that were asked for without being a point of the space."""
+    free = {trial.number for trial in study.get_trials(deepcopy=False) if not trial.params}
+    return frozenset(trial.policy for trial in trials if trial.number in free)
+
+
+@contextmanager
+def _broken_records(where: Path | str) -> Iterator[None]:
+    """Turns records that are no study's (a half-written file, another program's) into a `StudyError`."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        raise StudyError(f"the study in {where} is broken and cannot be read: {in_one_line(error)}") from error
+
+
+def _backend(folder: Path) -> JournalFileBackend:
+    return JournalFileBackend(str(folder / JOURNAL))
+
+
+def _storage(where: Path | str) -> BaseStorage:
+    if isinstance(where, Path):
+        where.mkdir(parents=True, exist_ok=True)
+        _drop_half_a_line(where / JOURNAL)
+        return JournalStorage(_backend(where))
+    return optuna.storages.get_storage(where)
+
+
+def _drop_half_a_line(journal: Path) -> None:
+    """Drops half a record at the end, left by a full disk or a power cut, which Optuna could never read past."""
+    if not journal.exists():
+        return
+    content = journal.read_bytes()
+    if content and not content.endswith(b"\n"):
+        journal.write_bytes(content[: content.rfind(b"\n") + 1])
+
+
+def _distributions(space: Space) -> dict[str, BaseDistribution]:
+    return {knob.name: _distribution(knob) for knob in space.knobs}
+
+
+def _distribution(knob: Knob) -> BaseDistribution:
+    """Returns Optuna's form of the choices: a range of integers, or categories; for batch sizes any integer."""
+    choices: tuple[Any, ...] = knob.choices
+    if knob.name == BATCH_SIZE:
+        return IntDistribution(1, LARGEST_BATCH, log=True)
+    whole = [choice for choice in choices if isinstance(choice, int) and not isinstance(choice, bool)]
+    if len(whole) == len(choices) and whole == list(range(whole[0], whole[-1] + 1)):
+        return IntDistribution(whole[0], whole[-1])
+    return CategoricalDistribution(choices)
+
+
+def _remembered(study: optuna.Study) -> Iterator[Trial]:
+    for frozen in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+        attributes: Mapping[str, Any] = frozen.user_attrs
+        if "outcome" in attributes:
+            yield Trial(
+                number=frozen.number,
+                policy=policy_from_dict(attributes["policy"]),
+                outcome=outcome_from_dict(attributes["outcome"]),
+                seconds=attributes["seconds"],
+            )
+
+
+def _first_line(error: BaseException | None) -> str:
+    """Returns an error's first line, as links to web pages follow; its cause names the missing database driver."""
+    words = str(error).partition("\n")[0]
+    missing = error.__cause__ or error.__context__ if isinstance(error, ImportError) else None
+    return words if missing is None else f"{words} ({missing})"
+
+
+class _storage_errors:  # noqa: N801  # reads as a function at its uses
+    """Turns the failure of a storage (full disk, broken journal, unreachable database) into `StudyError`."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError | json.JSONDecodeError | ImportError) or (
+            kind is not None and kind.__module__.startswith(("sqlalchemy", "optuna.exc"))
+        ):
+            raise StudyError(f"the study cannot be read or written: {_first_line(error)}") from error

@@ -1,0 +1,197 @@
+"""Predicts unmeasured policies from measured ones: a Gaussian process over settings and their pairs.
+
+The logarithm of a policy's speed is nearly a sum: one part for each setting, one for pairs of settings (half precision
+and channels_last), and a little that is the policy's own. A process whose kernel is that sum (Duvenaud et al.,
+"Additive Gaussian Processes", 2011) learns a space of 10,000 policies from two to three hundred trials
+(reports/replay). Pure: it uses only points and numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from amptune.search.space.knobs import Knob, Point, Value
+
+__all__ = ["Belief", "Floats", "Surrogate"]
+
+Floats = NDArray[np.float64]
+
+# The values tried for each prior; the likeliest is kept. They are: the variance of one setting's effect, as a share
+# of that of all trials; the added variance of a pair, as a share of its settings'; a measurement's standard deviation.
+EFFECTS = (1e-4, 0.003, 0.05, 0.4)
+PAIR_SHARES = (0.03, 0.1, 0.3)
+NOISES = (0.005, 0.02, 0.05)
+FIRST_GUESS = (0.1, 0.1, 0.02)
+TRIPLE_SHARE = 0.5
+OWN_SHARE = 1e-4
+# Priors are fitted again once there are this many times the trials they were fitted on.
+GROWN = 1.4
+# Ordered numbers (a batch size, a depth): the likeness of neighbours falls to 1/e over this many steps.
+REACH_STEPS = 2.0
+# A measurement this many standard deviations from what the others say counts as an outlier.
+OUTLIER = 3.5
+OUTLIER_NOISE = 10.0
+# Rows for trials at first; they are doubled as needed.
+FIRST_ROWS = 32
+# Deviations are computed anew for this many of the points that may reach highest: this many deviations above the mean.
+WORTH_A_LOOK, REACHES = 500, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Belief:
+    """The logarithm of every point's speed: its expected value and its standard deviation."""
+
+    mean: Floats
+    deviation: Floats
+
+    def improvement(self, over: float) -> Floats:
+        """Returns the expected improvement over a value (Jones et al., "Efficient Global Optimization", 1998)."""
+        from scipy.special import ndtr
+
+        gap = self.mean - over
+        ratio = gap / self.deviation
+        density = np.exp(-0.5 * ratio**2) / math.sqrt(2 * math.pi)
+        expected: Floats = gap * ndtr(ratio) + self.deviation * density
+        return expected
+
+
+class Surrogate:
+    """Beliefs about the points of one space. Results kept between calls save time and change little."""
+
+    def __init__(self, knobs: Sequence[Knob], points: Sequence[Point]) -> None:
+        self._codes = np.array([[knob.choices.index(point[knob.name]) for knob in knobs] for point in points])
+        self._alike = [_likeness(knob.choices) for knob in knobs]
+        effect, pair_share, noise = FIRST_GUESS
+        self._prior = _Prior(np.full(len(knobs), effect), pair_share, noise)
+        self._prior_of = 0
+        self._rows: dict[int, int] = {}
+        self._covariances: Floats = np.empty((FIRST_ROWS, len(points)))
+        self._deviation = np.full(len(points), math.inf)
+
+    @property
+    def size(self) -> int:
+        """The number of points."""
+        return len(self._codes)
+
+    def belief(self, seen: Mapping[int, float]) -> Belief:
+        """Returns the belief about every point; `seen` has the logarithm of the speed of some, by index."""
+        indices, values = list(seen), np.array(list(seen.values()))
+        centre, spread = float(np.median(values)), max(float(values.std()), 0.01)
+        values = (values - centre) / spread
+        among = self._likenesses(indices, indices)
+        if len(seen) >= GROWN * self._prior_of:
+            self._prior = _likeliest(self._prior, among, values, spread)
+            self._prior_of = len(seen)
+            self._rows.clear()
+            self._deviation = np.full(self.size, math.inf)
+        fit = _solved(self._prior.kernel(among), values, np.full(len(values), self._prior.noise / spread))
+        fit = fit.without_outliers(values)
+        cross = self._covariances_of(indices)
+        mean: Floats = fit.coefficients @ cross
+        # Each trial lowers deviations (unless it shows an outlier), so an older one is rather too large than too small.
+        unknown = np.isinf(self._deviation).any()
+        worth = np.arange(self.size) if unknown else np.argsort(-(mean + REACHES * self._deviation))[:WORTH_A_LOOK]
+        self._deviation[worth] = _deviation_of(fit, cross[:, worth], self._prior.variance)
+        return Belief(centre + spread * mean, spread * self._deviation)
+
+    def _covariances_of(self, indices: Sequence[int]) -> Floats:
+        """Returns (some, every) covariances between points, computed once, copied only if the order changed."""
+        for index in indices:
+            if index not in self._rows:
+                self._rows[index] = len(self._rows)
+                if len(self._rows) > len(self._covariances):
+                    self._covariances = np.concatenate([self._covariances, np.empty_like(self._covariances)])
+                self._covariances[self._rows[index]] = self._prior.kernel(self._likenesses([index], range(self.size)))
+        rows = [self._rows[index] for index in indices]
+        return self._covariances[: len(rows)] if rows == list(range(len(rows))) else self._covariances[rows]
+
+    def _likenesses(self, some: Sequence[int], others: Sequence[int]) -> Floats:
+        """Returns (knobs, some, others): how alike their values are."""
+        rows, columns = self._codes[list(some)], self._codes[list(others)]
+        return np.stack([matrix[np.ix_(rows[:, k], columns[:, k])] for k, matrix in enumerate(self._alike)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Prior:
+    """The effects of settings assumed before any trial; in units of the trials' spread, except the noise."""
+
+    effects: Floats
+    pair_share: float
+    noise: float
+
+    def kernel(self, alike: Floats) -> Floats:
+        """Returns the covariance of points from their (knobs, some, others) likenesses."""
+        rooted = np.sqrt(self.effects)[:, None, None] * alike
+        one, two, three = rooted.sum(axis=0), (rooted**2).sum(axis=0), (rooted**3).sum(axis=0)
+        pairs, triples = (one**2 - two) / 2, (one**3 - 3 * one * two + 2 * three) / 6  # Newton's identities
+        own = OWN_SHARE * alike.prod(axis=0)
+        main = np.tensordot(self.effects, alike, axes=1)
+        together: Floats = main + self.pair_share * pairs + TRIPLE_SHARE * self.pair_share * triples + own
+        return together
+
+    @property
+    def variance(self) -> float:
+        """The variance of any one point."""
+        return float(self.kernel(np.ones((len(self.effects), 1, 1)))[0, 0])
+
+
+def _likeliest(prior: _Prior, among: Floats, values: Floats, spread: float) -> _Prior:
+    """Returns the prior that explains the values best, with one of its numbers changed at a time."""
+
+    def likelihood(one: _Prior) -> float:
+        return _solved(one.kernel(among), values, np.full(len(values), one.noise / spread)).likelihood
+
+    for knob in range(len(prior.effects)):
+        effects = [np.where(np.arange(len(prior.effects)) == knob, effect, prior.effects) for effect in EFFECTS]
+        prior = max([prior, *(replace(prior, effects=one) for one in effects)], key=likelihood)
+    prior = max([replace(prior, pair_share=share) for share in PAIR_SHARES], key=likelihood)
+    return max([replace(prior, noise=noise) for noise in NOISES], key=likelihood)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    kernel: Floats
+    noise: Floats
+    cholesky: Floats
+    coefficients: Floats
+    likelihood: float
+
+    def without_outliers(self, values: Floats) -> _Fit:
+        """Returns the fit with far more noise at values that are far from what all the others predict."""
+        inverse = np.linalg.inv(self.cholesky @ self.cholesky.T)
+        variance = 1 / np.diag(inverse)
+        surprise = np.abs(self.coefficients * variance) / np.sqrt(variance)
+        if not (surprise > OUTLIER).any():
+            return self
+        return _solved(self.kernel, values, self.noise * np.where(surprise > OUTLIER, OUTLIER_NOISE, 1.0))
+
+
+def _solved(kernel: Floats, values: Floats, noise: Floats) -> _Fit:
+    from scipy.linalg import cho_solve
+
+    cholesky: Floats = np.asarray(np.linalg.cholesky(kernel + np.diag(noise**2 + 1e-9)))
+    coefficients: Floats = cho_solve((cholesky, True), values)
+    likelihood = -0.5 * float(values @ coefficients) - float(np.log(np.diag(cholesky)).sum())
+    return _Fit(kernel, noise, cholesky, coefficients, likelihood)
+
+
+def _deviation_of(fit: _Fit, cross: Floats, variance: float) -> Floats:
+    from scipy.linalg import solve_triangular
+
+    reduced = solve_triangular(fit.cholesky, cross, lower=True)
+    deviation: Floats = np.sqrt(np.maximum(variance - (reduced**2).sum(axis=0), 1e-12))
+    return deviation
+
+
+def _likeness(choices: Sequence[Value]) -> Floats:
+    """Returns 1 for the same choice; for another 0, or between ordered numbers less with each step."""
+    count = len(choices)
+    if any(isinstance(choice, bool | str) for choice in choices):
+        return np.eye(count)
+    steps = np.abs(np.subtract.outer(np.arange(count), np.arange(count)))
+    return np.asarray(np.exp(-steps / REACH_STEPS))

@@ -1,0 +1,1 @@
+"""The policies to try: knobs, space files, starting points, FP32 exclusions."""

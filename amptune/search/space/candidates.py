@@ -1,0 +1,367 @@
+"""The candidates for one workload on one machine: the search space narrowed to both, and its points as policies."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from amptune.errors import SpaceError
+from amptune.measure.results.subject import Prepared, Subject
+from amptune.policy.findings import Finding
+from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
+from amptune.search.space.exclusions import Ladder, ladder_by_intensity
+from amptune.search.space.knobs import (
+    BATCH_SIZE,
+    BATCHNORM,
+    EXCLUSIONS,
+    HALF,
+    MASTERS,
+    OF_WEIGHTS,
+    WEIGHTS,
+    Point,
+    Space,
+    digest,
+    forbidden_because,
+    is_in,
+    pin,
+    restrict,
+    stock_value,
+    with_knob,
+)
+from amptune.search.space.space_file import load_space, space_for
+
+__all__ = ["Candidates", "GlobalBatch", "Wanted", "candidates_for"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalBatch:
+    """The samples of one optimizer step, over all devices: batch_size × accumulate × devices, exactly.
+
+    Raises `SpaceError` if they cannot be divided evenly among the devices.
+    """
+
+    samples: int
+    devices: int = 1
+
+    def __post_init__(self) -> None:
+        if self.samples % self.devices:
+            raise SpaceError(
+                f"a global batch of {self.samples} cannot be shared out evenly among {self.devices} devices"
+            )
+
+    @property
+    def per_device(self) -> int:
+        return self.samples // self.devices
+
+    def allows(self, batch_size: int) -> bool:
+        """Returns whether a whole number of batches adds up to the global batch."""
+        return self.per_device % batch_size == 0
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The batch sizes that it allows, the smallest first."""
+        small = [n for n in range(1, math.isqrt(self.per_device) + 1) if self.allows(n)]
+        return tuple(sorted({*small, *(self.per_device // n for n in small)}))
+
+    def kept_by(self, policy: Policy) -> Finding:
+        """Returns a finding that says how a policy's batches add up to the global batch."""
+        size, accumulate = policy.batch_size, policy.accumulate
+        devices = f" × {self.devices} devices" if self.devices > 1 else ""
+        return Finding(
+            code="global-batch",
+            message=f"the global batch stays {self.samples}: {size} × accumulate {accumulate}{devices}",
+            figures={"samples": self.samples, "devices": self.devices, "accumulate": accumulate, "batch_size": size},
+        )
+
+    def require(self, batch_size: int) -> None:
+        """Raises `SpaceError`, with the nearest allowed sizes, if the batch size does not divide the global batch."""
+        if not self.allows(batch_size):
+            near = sorted(sorted(self.batch_sizes, key=lambda n: abs(math.log(n / batch_size)))[:NEAREST])
+            each = f"{self.per_device} samples a device" if self.devices > 1 else f"{self.samples} samples"
+            raise SpaceError(
+                f"batches of {batch_size} do not add up to the global batch's {each}; name one that does with "
+                f"--batch-size: {', '.join(map(str, near))}"
+            )
+
+
+# The number of batch sizes that an error suggests in place of one that is not allowed.
+NEAREST = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The user's wishes for the search.
+
+    `batch_size` is None (the workload's own), a number to run the workload with instead, or "auto" to search it.
+    `compile` says whether to try torch.compile; None leaves that to the space and the budget. No policy may take more
+    than `memory_mib` of the device's memory.
+    """
+
+    baseline: Policy
+    space: str | Path | None = None
+    pins: Mapping[str, str]
+    batch_size: int | Literal["auto"] | None = None
+    global_batch: GlobalBatch | None = None
+    compile: bool | None = None
+    memory_mib: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """The policies that a search may try.
+
+    The `first` are measured before the sampler proposes anything; the best of the `known_good` also enter the finals.
+    `stored` is the space that a study is kept under; values that fail the numerics gate are removed from `space` only.
+    If `batch_size` is None, the workload's own is used.
+    """
+
+    space: Space
+    ladder: Ladder
+    batch_size: int | None
+    global_batch: GlobalBatch | None
+    study_name: str
+    baseline: Policy
+    amp_recipes: tuple[Policy, ...]
+    known_good: tuple[Policy, ...]
+    stored: Space
+    safeguards: Mapping[str, tuple[Fp32Rule, ...]] = field(default_factory=dict)
+
+    def policy_of(self, point: Point) -> Policy:
+        """Returns the policy for a point of the space; settings without effect there keep stock PyTorch's value."""
+        settings: dict[str, Any] = {"batch_size": self.batch_size, **point}
+        settings["accumulate"] = _accumulate(settings["batch_size"], self.global_batch)
+        depth = settings.pop("fp32_exclusions", 0)
+        autocast = settings.get("autocast", "off")
+        half = self.ladder.half if settings.pop(HALF, False) and autocast != "off" else ()
+        if autocast != "off" or settings.get(WEIGHTS) != "half":
+            settings |= {name: stock_value(name) for name in OF_WEIGHTS}
+        if settings.get("compile", "off") != "off":
+            settings.pop("cuda_graphs", None)
+        layout = settings.get("memory_format", "contiguous")
+        faster = self.ladder.rules(depth, autocast, layout) if autocast != "off" else ()
+        policy = Policy(**settings, half_modules=half)
+        needed = self.safeguards.get(policy.precision, ())
+        policy = replace(policy, fp32_modules=tuple(dict.fromkeys([*needed, *faster])))
+        return policy if policy.uses_fp32_math else replace(policy, fp32_math=STOCK.fp32_math)
+
+    def guarded(self, safeguards: Mapping[str, tuple[Fp32Rule, ...] | None]) -> Candidates:
+        """Returns these candidates with the rules that each precision's numerics need; one with None is not tried."""
+        kept = {precision: rules for precision, rules in safeguards.items() if rules is not None}
+        space = self.space
+        for name in ("autocast", WEIGHTS):
+            sound = tuple(one for one in space.choices(name) if safeguards.get(str(one), ()) is not None)
+            space = restrict(space, name, sound) if sound else space
+        return replace(self, space=space, safeguards=kept)
+
+    def allows(self, policy: Policy) -> bool:
+        """Returns whether the space, with the user's pins, allows each setting of a policy, tried or not."""
+        settings = {knob.name: knob.choices for knob in self.space.knobs if knob.name not in (EXCLUSIONS, HALF)}
+        if policy.weights == "fp32":  # master weights and BatchNorm's dtype have no meaning then
+            settings = {name: choices for name, choices in settings.items() if name not in (MASTERS, BATCHNORM)}
+        faster = [rule for rule in policy.fp32_modules if not rule.is_needed]
+        point: dict[str, Any] = {name: getattr(policy, name) for name in settings}
+        point |= {EXCLUSIONS: len(faster), HALF: bool(policy.half_modules)}
+        if forbidden_because(self.space, point) is not None:
+            return False
+        depths = self.space.choices(EXCLUSIONS)
+        few_enough = not depths or is_in(0, depths) or bool(faster)
+        halves = self.space.choices(HALF)
+        as_wished = not halves or is_in(point[HALF], halves)
+        return few_enough and as_wished and all(is_in(point[name], choices) for name, choices in settings.items())
+
+    @property
+    def halves_alone(self) -> tuple[Policy, ...]:
+        """One plain policy for each precision below FP32 in the space: autocast in each dtype, then half weights."""
+        dtypes: list[Any] = [dtype for dtype in self.space.choices("autocast") if dtype != "off"]
+        recipes = [amp_recipe(dtype) for dtype in dtypes]
+        if "half" in self.space.choices(WEIGHTS):
+            safest: Any = {name: is_in(True, self.space.choices(name)) for name in (MASTERS, BATCHNORM)}
+            recipes.append(Policy(weights="half", **safest))
+        return tuple(recipes)
+
+    @property
+    def soon(self) -> tuple[Policy, ...]:
+        """The policies measured before any slow one: the known-good policies, and starting points with CUDA graphs.
+
+        A CUDA graph is recorded in a second, and several times as fast as eager steps if these wait for the host.
+        """
+        recorded = [policy for policy in map(self.policy_of, self.space.try_first) if policy.cuda_graphs]
+        return tuple(dict.fromkeys([self.known_good[0], *self.amp_recipes, *recorded, *self.known_good]))
+
+    @property
+    def first(self) -> tuple[Policy, ...]:
+        tried = (self.policy_of(point) for point in self.space.try_first)
+        return tuple(dict.fromkeys([self.baseline, *self.soon, *self._plain, *tried, *self._in_larger_batches]))
+
+    @property
+    def _plain(self) -> Iterator[Policy]:
+        """Stock PyTorch and plain autocast, as far as the space has them; only pinned settings differ."""
+        stock = {
+            knob.name: stock_value(knob.name) if is_in(stock_value(knob.name), knob.choices) else knob.choices[0]
+            for knob in self.space.knobs
+            if knob.name != BATCH_SIZE
+        }
+        if BATCH_SIZE in {knob.name for knob in self.space.knobs}:
+            stock[BATCH_SIZE] = self.batch_size or self.space.choices(BATCH_SIZE)[0]
+        for dtype in self.space.choices("autocast"):
+            point = Point({**stock, "autocast": dtype})
+            if forbidden_because(self.space, point) is None:
+                yield self.policy_of(point)
+
+    @property
+    def _in_larger_batches(self) -> Iterator[Policy]:
+        """If batch sizes are searched: stock PyTorch and one dtype's recipes at some sizes, up to half of the largest.
+
+        The fastest dtype or layout there may differ from that at the workload's own size, and need no exclusions.
+        """
+        sizes = [int(size) for size in self.space.choices(BATCH_SIZE)]
+        top = [size for size in sizes if size <= max(sizes) / 2]
+        dtype = self.amp_recipes[0].autocast if self.amp_recipes else "off"
+        for size in top[-1:] + top[-3:-2]:
+            if self.batch_size is not None and size > self.batch_size:
+                for policy in self.known_good:
+                    if policy.autocast in ("off", dtype):
+                        yield _sized(policy, size, self.global_batch)
+
+
+def candidates_for(
+    prepared: Prepared, wanted: Wanted, ladder: Ladder | None = None, sizes: Collection[int] = ()
+) -> Candidates:
+    """Narrows the machine's space to what can matter for this model, then to what the user pinned.
+
+    Without a `ladder`, modules to exclude are ordered by their arithmetic intensity. `sizes` are the batch sizes to
+    search besides the workload's own, if the user asked for that.
+
+    Raises an `AmptuneError` for a space that does not exist or a pin that means nothing.
+    """
+    subject = prepared.subject
+    ladder = ladder or ladder_by_intensity(subject)
+    space = load_space(wanted.space) if wanted.space else space_for(prepared.hardware)
+    space = _narrowed(space, subject, ladder.height)
+    recipes = _amp_recipes(space)
+    if ladder.half:
+        space = with_knob(space, HALF, (False, True), stock=False)
+    space = _compiling(space, wanted)
+    for name, value in wanted.pins.items():
+        space = pin(space, name, value)
+    space = _with_half_weights(space, wanted)
+    own_size = subject.batch_size
+    batch_size = own_size if wanted.batch_size == "auto" or wanted.global_batch is not None else None
+    if wanted.batch_size == "auto":
+        space = with_knob(space, BATCH_SIZE, tuple(sorted({*sizes, own_size})), stock=own_size)
+    own = wanted.baseline.batch_size if wanted.baseline.batch_size != own_size else None
+    if wanted.global_batch is not None:
+        for size in (own_size, own or own_size):
+            _require_shares(wanted.global_batch, size, subject)
+    known_good = tuple(_sized(policy, batch_size, wanted.global_batch) for policy in (STOCK, *recipes))
+    return Candidates(
+        space=space,
+        stored=space,
+        ladder=ladder,
+        batch_size=batch_size,
+        global_batch=wanted.global_batch,
+        study_name=_study_name(prepared, space, own_size, wanted.memory_mib),
+        baseline=_sized(wanted.baseline, own or batch_size, wanted.global_batch),
+        amp_recipes=tuple(policy for policy in known_good[1:] if policy.memory_format == "contiguous"),
+        known_good=known_good,
+    )
+
+
+def _sized(policy: Policy, batch_size: int | None, whole: GlobalBatch | None) -> Policy:
+    accumulate = policy.accumulate if whole is None else _accumulate(batch_size, whole)
+    return replace(policy, batch_size=batch_size, accumulate=accumulate)
+
+
+def _accumulate(batch_size: int | None, whole: GlobalBatch | None) -> int:
+    return 1 if whole is None or batch_size is None else whole.per_device // batch_size
+
+
+def _require_shares(whole: GlobalBatch, batch_size: int, subject: Subject) -> None:
+    if subject.own_step:
+        raise SpaceError(
+            "a global batch needs a workload with a loss: how a step of your own accumulates is its affair"
+        )
+    whole.require(batch_size)
+
+
+def _compiling(space: Space, wanted: Wanted) -> Space:
+    """Applies `--compile` or `--no-compile` to the space."""
+    modes, pinned = space.choices("compile"), wanted.pins.get("compile")
+    if pinned is not None and wanted.compile is (pinned == "off"):
+        said = "--compile" if wanted.compile else "--no-compile"
+        raise SpaceError(f"{said} and --set compile={pinned} contradict each other; leave one of them out")
+    if wanted.compile is False and modes:
+        return restrict(space, "compile", ("off",))
+    if wanted.compile and not [mode for mode in modes if mode != "off"]:
+        raise SpaceError(f"the search space of {space.architecture} has no torch.compile to try")
+    return space
+
+
+def _with_half_weights(space: Space, wanted: Wanted) -> Space:
+    """Turns autocast off if half weights are pinned, and adds master weights and BatchNorm in FP32 unless set."""
+    asked = [name for name in (MASTERS, BATCHNORM) if wanted.pins.get(name, "").lower() in ("true", "on")]
+    if asked and "half" not in space.choices(WEIGHTS):
+        raise SpaceError(f"--set {asked[0]}=true means nothing for FP32 weights; add --set weights=half")
+    if space.choices(WEIGHTS) != ("half",):
+        return space
+    autocast = wanted.pins.get("autocast", "off")
+    if autocast != "off":
+        raise SpaceError(
+            f"--set weights=half and --set autocast={autocast} contradict each other; leave one of them out"
+        )
+    for name in (MASTERS, BATCHNORM):
+        if not space.choices(name):
+            space = with_knob(space, name, (True,), stock=True)
+    return restrict(space, "autocast", ("off",))
+
+
+def _narrowed(space: Space, subject: Subject, rungs: int) -> Space:
+    """Drops values that cannot matter: layouts and cuDNN plans without convolutions, depths above the ladder's top.
+
+    If the optimizer cannot be fused, the starting points are tried without fusing it.
+    """
+    formats = {"contiguous"}
+    formats |= {"channels_last"} if 2 in subject.convolution_dims else set()
+    formats |= {"channels_last_3d"} if 3 in subject.convolution_dims else set()
+    allowed: dict[str, Any] = {
+        "memory_format": lambda value: value in formats,
+        "cudnn_benchmark": lambda value: bool(subject.convolution_dims) or not value,
+        "fp32_exclusions": lambda value: value <= rungs,
+        "fused_optimizer": lambda value: subject.fusable or not value,
+    }
+    if not subject.fusable and space.choices("fused_optimizer"):
+        unfused = dict.fromkeys(Point({**point, "fused_optimizer": False}) for point in space.try_first)
+        space = replace(space, try_first=tuple(unfused))
+    for knob in space.knobs:
+        if knob.name in allowed:
+            choices = tuple(filter(allowed[knob.name], knob.choices))
+            space = restrict(space, knob.name, choices or (stock_value(knob.name),))
+    return space
+
+
+def _amp_recipes(space: Space) -> tuple[Policy, ...]:
+    """Returns the AMP recipe in every dtype of this machine, contiguous and in the model's channels-last format."""
+    dtypes: list[Any] = [dtype for dtype in space.choices("autocast") if dtype != "off"]
+    formats = space.choices("memory_format") or ("contiguous",)
+    return tuple(amp_recipe(dtype, memory_format=layout) for layout in formats for dtype in dtypes)
+
+
+def _study_name(prepared: Prepared, space: Space, batch_size: int, memory_mib: float | None) -> str:
+    """Returns a readable name and a hash of everything whose change makes earlier measurements invalid."""
+    subject, software = prepared.subject, prepared.hardware.software
+    parts = [
+        subject.source_digest,
+        subject.model_digest,
+        str(batch_size),
+        prepared.hardware.name,
+        str(prepared.hardware.gpu and (prepared.hardware.gpu.memory_mib, prepared.hardware.gpu.power_limit_w)),
+        software.torch,
+        str(software.cudnn),
+        digest(space),
+        *([] if memory_mib is None else [f"{memory_mib:g} MiB"]),
+    ]
+    return f"{subject.name}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:12]}"

@@ -1,0 +1,281 @@
+"""The modules to try keeping in FP32, most promising first: a ladder of rules whose depth is one integer knob.
+
+If the modules were timed, they are ordered by the ms that keeping them in FP32 saves. Otherwise groups of modules are
+read off the model and ordered by arithmetic intensity: half precision pays if a module does much arithmetic per
+element that autocast has to cast for it (a roofline's x axis).
+
+Estimates the time saved by keeping modules in FP32, from each module's own time and the casts between them. Pure.
+
+A module passes on the dtype of its input or has one of its own. Under autocast a matrix product returns half for any
+input, a ReLU returns its input's dtype, and a module kept in FP32 returns FP32. The dtype that reaches a module, and
+the casts for it, therefore follow from the modules before it. Neighbours both kept in FP32 need no cast between them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from amptune.measure.results.module_numerics import Half, ModuleSensitivity, Sensitivity
+from amptune.measure.results.subject import Leaf, Subject
+from amptune.policy.settings import Fp32Rule, HalfRule, Reason
+from amptune.search.space.module_rules import covered_by, general_rules
+
+__all__ = [
+    "Group",
+    "Ladder",
+    "Price",
+    "Saving",
+    "groups_by_intensity",
+    "ladder_by_intensity",
+    "ladder_by_time",
+    "savings_in_order",
+]
+
+
+Rules = tuple[Fp32Rule, ...]
+
+# Savings become small after a few rungs, and each rung costs trials.
+MOST_RUNGS = 6
+
+# A module with this share of all parameters is a group by itself: its weights are cast in every step.
+HEAVY_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The modules that one rule keeps in FP32; `name` says what they are (`stem`, `classifier`, `Conv2d`, …)."""
+
+    name: str
+    rule: Fp32Rule
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per element cast, over the whole group."""
+        return sum(leaf.flops for leaf in self.leaves) / max(1, sum(leaf.cast_numel for leaf in self.leaves))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ladder:
+    """The FP32 rules of each depth; a depth covers all that the depths before it cover.
+
+    `timed` holds one ladder for each (dtype, memory format) in which the modules were timed; `rungs` is used if none
+    were. `half` names modules whose output autocast makes FP32 although half came in: casts that may be saved.
+    """
+
+    rungs: tuple[Rules, ...] = ()
+    timed: Mapping[tuple[str, str], tuple[Rules, ...]] = field(default_factory=dict)
+    half: tuple[HalfRule, ...] = ()
+
+    @property
+    def height(self) -> int:
+        return max(map(len, self.timed.values())) if self.timed else len(self.rungs)
+
+    def rules(self, depth: int, autocast: str = "", memory_format: str = "") -> Rules:
+        """Returns the rules of this depth, or of the last rung if the ladder is shorter."""
+        rungs = self.timed.get((autocast, memory_format), self.rungs if not self.timed else ())
+        return rungs[min(depth, len(rungs)) - 1] if depth and rungs else ()
+
+
+def ladder_by_intensity(subject: Subject) -> Ladder:
+    """Returns a ladder by arithmetic intensity: each rung has one more group than the rung before it."""
+    rules = [group.rule for group in groups_by_intensity(subject)]
+    return Ladder(rungs=tuple(tuple(rules[: depth + 1]) for depth in range(len(rules))))
+
+
+def ladder_by_time(subject: Subject, sensed: Mapping[str, Sensitivity]) -> Ladder:
+    """Returns ladders from the modules' times: a rung for every step in which keeping more modules saves more time.
+
+    `sensed` holds the times by memory format.
+    """
+    timed: dict[tuple[str, str], tuple[Rules, ...]] = {}
+    for memory_format, sensitivity in sensed.items():
+        for dtype in {dtype for module in sensitivity.modules for dtype in module.half}:
+            timed[dtype, memory_format] = tuple(_rungs_by_time(subject, sensitivity, dtype))
+    return Ladder(timed=timed, half=_kept_wide(subject, sensed))
+
+
+def _kept_wide(subject: Subject, sensed: Mapping[str, Sensitivity]) -> tuple[HalfRule, ...]:
+    """Returns rules for the modules that always output FP32, except the last module: a loss needs FP32 input."""
+    modules = next(iter(sensed.values())).modules if sensed else ()
+    paths = {module.path for module in subject.modules}
+    wide = [module.path for module in modules[:-1] if module.stream == "fp32" and module.path in paths]
+    rules = general_rules(wide, subject.modules, root_types=subject.root_types)
+    return tuple(HalfRule(path=rule.path, type=rule.type) for rule in rules)
+
+
+def _rungs_by_time(subject: Subject, sensitivity: Sensitivity, dtype: Half) -> Iterator[Rules]:
+    price = Price(sensitivity, dtype)
+    paths = {module.path for module in subject.modules}
+    kept: list[str] = []
+    for saving in savings_in_order(sensitivity, dtype)[:MOST_RUNGS]:
+        kept += [path for path in saving.modules if path in paths]  # the model itself has no path for a rule
+        if kept:
+            rules = general_rules(kept, subject.modules, root_types=subject.root_types)
+            yield tuple(_with_saving(rule, price, subject, kept) for rule in rules)
+
+
+def _with_saving(rule: Fp32Rule, price: Price, subject: Subject, kept: Sequence[str]) -> Fp32Rule:
+    """Returns the rule with the ms a step that the modules it covers save by themselves."""
+    saves_ms = price.saved(covered_by(rule, kept, subject.modules))
+    return replace(rule, reason=Reason(saves_ms=float(f"{saves_ms:.3g}")))
+
+
+def groups_by_intensity(subject: Subject) -> tuple[Group, ...]:
+    """Returns the stem, the classifier, heavy modules and each type, least intense first, normalisations last.
+
+    A group whose modules are all in the groups before it is left out: it would change nothing.
+    """
+    products = sorted((leaf for leaf in subject.leaves if leaf.flops), key=lambda leaf: leaf.called or 0)
+    matrix_groups = sorted(
+        [*_ends(products), *_heavy(products, subject.parameters), *_types(products)], key=lambda group: group.intensity
+    )
+    normalisations = [leaf for leaf in subject.leaves if leaf.parameters and "Norm" in leaf.type]
+    return tuple(_without_repeats([*matrix_groups, *_types(normalisations)]))
+
+
+def _ends(products: Sequence[Leaf]) -> Iterator[Group]:
+    """Yields the first matrix product the model runs, and the last with its neighbours of the same type and parent."""
+    if not products:
+        return
+    yield _single("stem", products[0])
+    last = products[-1]
+    parent = last.path.rpartition(".")[0]
+    family = [leaf for leaf in products if leaf.path.rpartition(".")[0] == parent]
+    if parent and all(leaf.type == last.type for leaf in family):
+        yield Group(name="classifier", rule=Fp32Rule(path=parent), leaves=tuple(family))
+    else:
+        yield _single("classifier", last)
+
+
+def _heavy(products: Iterable[Leaf], parameters: int) -> Iterator[Group]:
+    for leaf in products:
+        if leaf.parameters >= HEAVY_SHARE * parameters:
+            yield _single(f"weights of {leaf.path}", leaf)
+
+
+def _types(leaves: Sequence[Leaf]) -> Iterator[Group]:
+    for kind in dict.fromkeys(leaf.type for leaf in leaves):
+        yield Group(name=kind, rule=Fp32Rule(type=kind), leaves=tuple(leaf for leaf in leaves if leaf.type == kind))
+
+
+def _single(name: str, leaf: Leaf) -> Group:
+    rule = Fp32Rule(path=leaf.path) if leaf.path else Fp32Rule(type=leaf.type)
+    return Group(name=name, rule=rule, leaves=(leaf,))
+
+
+def _without_repeats(groups: Iterable[Group]) -> Iterator[Group]:
+    covered: set[str] = set()
+    for group in groups:
+        paths = {leaf.path for leaf in group.leaves}
+        if not paths <= covered:
+            covered |= paths
+            yield group
+
+
+# A step that is expected to save less than this share of the time in all modules is not worth a policy.
+WORTHWHILE = 0.003
+# Among choices that save at least this share of the best saving, the one with the fewest modules is taken.
+NEARLY = 0.9
+# A cast reads two bytes and writes four per element, or the reverse: 1.5 times the element's size in FP32.
+CAST_SHARE = 1.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """Modules to keep in FP32 in addition to earlier ones, and the ms per step that they save together."""
+
+    modules: tuple[str, ...]
+    saves_ms: float
+
+
+@dataclass(frozen=True)
+class Price:
+    """The cost of a step in ms over the timed modules, with some of them kept in FP32."""
+
+    sensitivity: Sensitivity
+    dtype: Half
+    _sources: list[list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        place = {module.path: i for i, module in enumerate(self.sensitivity.modules)}
+        known = [[place[path] for path in m.producers if path in place] for m in self.sensitivity.modules]
+        # A tensor made outside of modules (an addition, a view) counts as made by the module before.
+        sources = [[j for j in own if j < i] or ([i - 1] if i else []) for i, own in enumerate(known)]
+        object.__setattr__(self, "_sources", sources)
+
+    def of(self, kept: Collection[str]) -> float:
+        total = 0.0
+        wide: list[bool] = []  # whether a module's output is FP32
+        for module, sources in zip(self.sensitivity.modules, self._sources, strict=True):
+            comes_wide = not sources or any(wide[j] for j in sources)
+            total += self._ms(module, module.path in kept, comes_wide, first=not sources)
+            follows = comes_wide if module.stream == "follows" else module.stream == "fp32"
+            wide.append(module.path in kept or follows)
+        return total
+
+    def saved(self, kept: Collection[str]) -> float:
+        """Returns the ms that keeping these modules in FP32 saves over keeping none."""
+        return self.of(()) - self.of(kept)
+
+    def own_gain_ms(self, modules: Collection[str]) -> float:
+        """Returns the ms that FP32 saves inside these modules, without the casts around them."""
+        own = [module for module in self.sensitivity.modules if module.path in modules]
+        return sum((module.half[self.dtype].ms or 0.0) - (module.fp32_ms or 0.0) for module in own)
+
+    def _ms(self, module: ModuleSensitivity, kept: bool, comes_wide: bool, *, first: bool) -> float:
+        fp32_ms, half_ms = module.fp32_ms or 0.0, module.half[self.dtype].ms or 0.0
+        passes = 1 if first else 2  # the gradient is cast back, unless there is none
+        cast_ms = passes * CAST_SHARE * module.input_bytes * self.sensitivity.cast_ms_per_byte
+        if kept:
+            return fp32_ms + (0.0 if comes_wide else cast_ms)
+        if module.stream == "half":
+            return half_ms + (cast_ms if comes_wide else 0.0)
+        return fp32_ms if comes_wide else half_ms
+
+
+def savings_in_order(sensitivity: Sensitivity, dtype: Half) -> tuple[Saving, ...]:
+    """Chooses greedily which modules to keep in FP32, the largest saving first, while more of them save time.
+
+    Modules of one type and shape take the same time and are kept or not together. Two neighbouring kinds may pay only
+    together.
+    """
+    price = Price(sensitivity, dtype)
+    least_ms = WORTHWHILE * price.of(())
+    choices = list(_choices(sensitivity.modules))
+    kept: frozenset[str] = frozenset()
+    now_ms = price.of(kept)
+    found: list[Saving] = []
+    while choices:
+        cost = {choice: price.of(kept | choice) for choice in choices}
+        most_ms = now_ms - min(cost.values())
+        if most_ms <= least_ms:
+            break
+        best = min(
+            (choice for choice in choices if now_ms - cost[choice] >= NEARLY * most_ms),
+            key=lambda choice: (len(choice), -price.own_gain_ms(choice)),
+        )
+        saves_ms = now_ms - cost[best]
+        found.append(Saving(modules=tuple(sorted(best - kept)), saves_ms=saves_ms))
+        kept, now_ms = kept | best, cost[best]
+        choices = [choice for choice in choices if not choice <= kept]
+    return tuple(found)
+
+
+def _choices(modules: Sequence[ModuleSensitivity]) -> Iterator[frozenset[str]]:
+    kinds: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    kind_of = {module.path: _kind_of(module) for module in modules}
+    for module in modules:
+        if module.fp32_ms is not None:
+            kinds[kind_of[module.path]].append(module.path)
+    yield from map(frozenset, kinds.values())
+    near = {(kind_of[path], kind_of[module.path]) for module in modules for path in module.producers if path in kind_of}
+    yield from (frozenset(kinds[a]) | frozenset(kinds[b]) for a, b in near if a != b)
+
+
+def _kind_of(module: ModuleSensitivity) -> tuple[object, ...]:
+    """Returns a key that modules of one type and shape share, as they share their measured times."""
+    times = tuple(half.ms for half in module.half.values())
+    return (module.fp32_ms, times, module.input_bytes, module.output_bytes, module.stream)

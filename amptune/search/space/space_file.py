@@ -1,0 +1,208 @@
+"""Search space files: found by name or by hardware, read, checked."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import amptune
+from amptune.errors import FileFormatError, Problem, SpaceError
+from amptune.hardware.machine import Gpu, Hardware
+from amptune.policy.serialization import adapter_for
+from amptune.policy.yaml_text import Document, read, validate
+from amptune.search.space.knobs import (
+    EXCLUSIONS,
+    KNOBS,
+    Forbidden,
+    Knob,
+    Point,
+    Space,
+    Value,
+    forbidden_because,
+    is_in,
+    legal_values,
+    points,
+    stock_value,
+)
+
+__all__ = ["load_space", "parse_space", "space_for", "space_names", "space_schema", "spaces_folder"]
+
+SPACE_SCHEMA = "amptune.space/1"
+NO_TENSOR_CORES = "turing-gtx16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ForbidBody:
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    when: dict[str, Any]
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SpaceDocument:
+    """The file's shape; what its values may be is checked behind it."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    schema: Literal["amptune.space/1"]
+    architecture: str
+    compute_capability: list[str]
+    knobs: dict[str, list[Any]]
+    try_first: list[dict[str, Any]] | None = None
+    forbid: list[_ForbidBody] | None = None
+
+
+def spaces_folder(package: Path | None = None) -> Path:
+    """Returns the folder of the spaces: inside the package (in a wheel), else beside it (in a checkout)."""
+    package = package or Path(amptune.__file__).resolve().parent
+    inside = package / "search_spaces"
+    return inside if inside.is_dir() else package.parent / "search_spaces"
+
+
+def space_names() -> tuple[str, ...]:
+    """Returns the names of the spaces that come with amptune."""
+    return tuple(sorted(path.stem for path in spaces_folder().glob("*.yaml")))
+
+
+def load_space(name_or_path: str | Path) -> Space:
+    """Returns a space by name or file. Raises `SpaceError` if there is none, `FileFormatError` if it is malformed."""
+    if str(name_or_path) in space_names():
+        return parse_space(read(spaces_folder() / f"{name_or_path}.yaml"))
+    if Path(name_or_path).is_file():
+        return parse_space(read(name_or_path))
+    names = space_names()
+    close = difflib.get_close_matches(str(name_or_path), names, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise SpaceError(f"{str(name_or_path)!r} is no file and no space of amptune's; {hint}there are {', '.join(names)}")
+
+
+def space_for(hardware: Hardware) -> Space:
+    """Returns the space of this machine's GPU, or of the CPU; an unknown newer GPU gets the one for its features."""
+    return load_space("cpu" if hardware.gpu is None else _name_for(hardware.gpu))
+
+
+def parse_space(document: Document) -> Space:
+    """Returns the space in a document. Raises `FileFormatError` with every problem and its line."""
+    data = document.data
+    if isinstance(data, dict) and data.get("schema") != SPACE_SCHEMA:
+        said = "this key is missing" if "schema" not in data else f"{data['schema']!r} is not known"
+        raise FileFormatError([document.problem(("schema",), f"schema: {said}; amptune reads {SPACE_SCHEMA}")])
+    body = validate(document, _SpaceDocument)
+    problems = list(_knob_problems(document, body)) or list(_point_problems(document, body))
+    if problems:
+        raise FileFormatError(problems)
+    return _space_of(body)
+
+
+def space_schema() -> dict[str, Any]:
+    """Returns the JSON Schema of a space file."""
+    schema: dict[str, Any] = adapter_for(_SpaceDocument).json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "amptune search space"}
+
+
+def _name_for(gpu: Gpu) -> str:
+    """Chooses by compute capability, then by generation, then by the GPU's features, as a new name says nothing."""
+    if gpu.compute_capability >= (7, 5) and not gpu.tensor_cores:
+        return NO_TENSOR_CORES
+    capability = ".".join(map(str, gpu.compute_capability))
+    names = [name for name in space_names() if name != NO_TENSOR_CORES]
+    exact = (name for name in names if capability in load_space(name).compute_capability)
+    by_name = (name for name in names if name == gpu.generation)
+    able = "blackwell" if gpu.fp8 else "ampere" if gpu.bf16 else "turing" if gpu.tensor_cores else "maxwell"
+    return next(exact, None) or next(by_name, able)
+
+
+def _space_of(body: _SpaceDocument) -> Space:
+    return Space(
+        architecture=body.architecture,
+        compute_capability=tuple(body.compute_capability),
+        knobs=tuple(Knob(name=name, choices=tuple(choices)) for name, choices in body.knobs.items()),
+        try_first=tuple(_completed(point, body) for point in body.try_first or ()),
+        forbid=tuple(
+            Forbidden(when=tuple((name, _as_tuple(values)) for name, values in rule.when.items()), because=rule.because)
+            for rule in body.forbid or ()
+        ),
+    )
+
+
+def _completed(point: Mapping[str, Value], body: _SpaceDocument) -> Point:
+    """Returns a starting point that has stock PyTorch's value, or the knob's first, for each knob it leaves out."""
+    stock = {
+        name: stock_value(name) if stock_value(name) in values else values[0] for name, values in body.knobs.items()
+    }
+    return Point({**stock, **point})
+
+
+def _knob_problems(document: Document, body: _SpaceDocument) -> Iterator[Problem]:
+    for name, choices in body.knobs.items():
+        if name not in KNOBS:
+            yield document.problem(
+                ("knobs", name), f"unknown knob {name!r}; the knobs are {', '.join(KNOBS)}", key=True
+            )
+            continue
+        if not choices:
+            yield document.problem(("knobs", name), f"{name}: a knob needs at least one value")
+        for index, value in enumerate(choices):
+            if not _is_legal(name, value):
+                yield document.problem(("knobs", name, index), f"{name}: {value!r} is not {_legal_in_words(name)}")
+            elif is_in(value, choices[:index]):
+                yield document.problem(("knobs", name, index), f"{name}: {value!r} stands here twice")
+
+
+def _point_problems(document: Document, body: _SpaceDocument) -> Iterator[Problem]:
+    for index, point in enumerate(body.try_first or ()):
+        wrong = list(_values_outside(document, ("try_first", index), point, body))
+        yield from wrong
+        reason = None if wrong else forbidden_because(_space_of(body), _completed(point, body))
+        if reason is not None:
+            yield document.problem(("try_first", index), f"this starting point is forbidden: {reason}")
+    for index, rule in enumerate(body.forbid or ()):
+        if not rule.when:
+            yield document.problem(("forbid", index), "when: names no knob, and so would forbid everything")
+        if not rule.because.strip():
+            yield document.problem(("forbid", index, "because"), "because: say why, with a source")
+        yield from _values_outside(document, ("forbid", index, "when"), rule.when, body)
+    if body.forbid and next(points(_space_of(body)), None) is None:
+        yield document.problem(("forbid",), "forbid: these rules leave nothing to try", key=True)
+
+
+def _values_outside(
+    document: Document, path: tuple[str | int, ...], point: Mapping[str, Any], body: _SpaceDocument
+) -> Iterator[Problem]:
+    for name, values in point.items():
+        choices = body.knobs.get(name)
+        if choices is None:
+            yield document.problem((*path, name), f"{name!r} is no knob of this space", key=True)
+            continue
+        for value in _as_tuple(values):
+            if not is_in(value, choices):
+                offered = ", ".join(_word(choice) for choice in choices)
+                yield document.problem(
+                    (*path, name), f"{name}: {_word(value)} is not among this knob's values {offered}"
+                )
+
+
+def _is_legal(name: str, value: Any) -> bool:
+    legal = legal_values(name)
+    if legal is None:
+        least = 0 if name == EXCLUSIONS else 1
+        return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return isinstance(value, type(legal[0])) and value in legal
+
+
+def _legal_in_words(name: str) -> str:
+    legal = legal_values(name)
+    return "a whole number" if legal is None else "one of " + ", ".join(map(_word, legal))
+
+
+def _word(value: Any) -> str:
+    """Returns a value as the file spells it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _as_tuple(values: Any) -> tuple[Any, ...]:
+    return tuple(values) if isinstance(values, list) else (values,)

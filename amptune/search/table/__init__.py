@@ -1,0 +1,1 @@
+"""Trials, rounds and ratios, and the verdict that follows from them. Pure."""

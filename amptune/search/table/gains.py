@@ -1,0 +1,73 @@
+"""Words for gains and goals, for each objective. Pure."""
+
+from __future__ import annotations
+
+from amptune.search.table.objective import Objective
+from amptune.search.table.ratio import Ratio
+
+__all__ = ["FIGURES", "FOUND", "aim_of", "gain_in_words", "goal_of", "seen_in_words", "use_of"]
+
+# The figure of each objective, as a table's heading.
+FIGURES = {"throughput": "speed", "memory": "peak memory", "energy": "energy per sample"}
+_WHAT = {"memory": "memory of the baseline", "energy": "energy of the baseline per sample"}
+# Completes the phrase "was found to".
+FOUND = {"throughput": "be faster", "memory": "use less memory", "energy": "use less energy"}
+
+
+def aim_of(objective: Objective) -> str:
+    """Returns the aim of the objective: "the least peak memory at the baseline's throughput"."""
+    match objective.name:
+        case "throughput":
+            return "the most samples per second"
+        case "energy":
+            return "the least energy per sample"
+        case "memory":
+            return f"the least peak memory at {_least_speed(objective)}"
+
+
+def goal_of(objective: Objective) -> str:
+    """Returns the goal for a policy: "to be faster", "to use less memory at the baseline's throughput"."""
+    match objective.name:
+        case "throughput":
+            return "to be faster"
+        case "energy":
+            return "to use less energy per sample"
+        case "memory":
+            return f"to use less memory at {_least_speed(objective)}"
+
+
+def gain_in_words(objective: Objective, gain: Ratio | None, speedup: Ratio | None) -> str:
+    """Returns the gain of a policy that was compared with the baseline, with intervals if there are any.
+
+    For example "1.52× [1.50, 1.54] the speed of the baseline", or "uses 0.61 times the memory of the baseline at 1.02
+    times its throughput".
+    """
+    if gain is None or speedup is None:
+        return "not compared"
+    if objective.name == "throughput":
+        return f"{gain} the speed of the baseline"
+    return f"{use_of(objective, gain)} at {_times(speedup)} times its throughput"
+
+
+def seen_in_words(objective: Objective, gain: Ratio, speedup: Ratio) -> str:
+    """Returns the gain seen in a single trial, which has no interval."""
+    if objective.name == "throughput":
+        return f"{gain.value:.2f} times the speed of the baseline"
+    return f"uses {1 / gain.value:.2f} times the {_WHAT[objective.name]} at {speedup.value:.2f} times its throughput"
+
+
+def use_of(objective: Objective, gain: Ratio) -> str:
+    """Returns a policy's use of memory or energy: "uses 0.61 times the memory of the baseline"."""
+    return f"uses {_times(gain.inverse)} times the {_WHAT[objective.name]}"
+
+
+def _least_speed(objective: Objective) -> str:
+    share = objective.least_speed
+    return "the baseline's throughput" if share == 1 else f"{share:g} times the baseline's throughput"
+
+
+def _times(ratio: Ratio) -> str:
+    """Formats a ratio, without its interval if that is negligible: peak memory is the same every time."""
+    if ratio.half_width < 0.0005:
+        return f"{ratio.value:.2f}" if abs(ratio.value - 1) >= 0.05 else f"{ratio.value:.3f}"
+    return str(ratio).replace("×", "")

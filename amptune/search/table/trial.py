@@ -1,0 +1,63 @@
+"""A trial: one policy and its outcome.
+
+The error to raise if the baseline failed: without a baseline there is nothing to compare with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from amptune.errors import NothingFeasibleError, TargetError, UserCodeError
+from amptune.measure.results.outcome import Failure, Measurement, Outcome
+from amptune.policy.settings import Policy
+from amptune.search.table.objective import Objective
+
+__all__ = [
+    "TRIAL_NOISE",
+    "Trial",
+    "error_of_baseline",
+    "noise_of",
+]
+
+
+# Two short trials do not show a smaller difference: drift alone reached 13 % within 45 s. On a GPU a peak is equal in
+# every trial except for the allocator's rounding; on a CPU not quite.
+TRIAL_NOISE, TRIAL_NOISE_OF_MEMORY = 0.1, 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One policy's trial; `number` counts from 0 within a study, `seconds` is its cost, also if it failed."""
+
+    number: int
+    policy: Policy
+    outcome: Outcome
+    seconds: float
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples per second; 0 if the trial failed, which is worse than any policy that runs."""
+        return self.outcome.samples_per_s if isinstance(self.outcome, Measurement) else 0.0
+
+    @property
+    def again_s(self) -> float:
+        """The seconds it would cost once more, with its graphs in a cache."""
+        startup_s = self.outcome.startup_s if isinstance(self.outcome, Measurement) else 0.0
+        return max(0.0, self.seconds - startup_s)
+
+
+def noise_of(objective: Objective) -> float:
+    """Returns the gain that two short trials cannot show: a gain of this share or less may be none."""
+    return TRIAL_NOISE_OF_MEMORY if objective.name == "memory" else TRIAL_NOISE
+
+
+def error_of_baseline(baseline: Policy, failure: Failure) -> Exception:
+    """Returns the user's own error if that made the baseline fail, else an error that says the baseline fails."""
+    if failure.exception == "TargetError":
+        return TargetError(failure.message)
+    if failure.kind == "error":
+        place = f" ({failure.where})" if failure.where else ""
+        text = f"the training step raised {failure.exception}: {failure.message}{place}"
+        return UserCodeError(text, kind=failure.exception or "Exception", where=failure.where)
+    hint = "; name a smaller batch with --batch-size, or another --baseline" if failure.kind == "oom" else ""
+    return NothingFeasibleError(f"the baseline ({baseline}) fails, so nothing can be held against it: {failure}{hint}")
