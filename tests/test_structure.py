@@ -105,7 +105,7 @@ def test_the_check_of_imports_can_fail() -> None:
         ("pytorch_lightning", {"runtime/integrations/lightning.py"}),
         ("transformers", {"runtime/integrations/transformers.py"}),
         ("accelerate", {"runtime/integrations/accelerate.py"}),
-        ("rich", {"report/progress.py", "report/terminal.py", "report/study_terminal.py"}),
+        ("rich", {"report/progress.py", "report/terminal.py"}),
     ],
 )
 def test_a_library_is_imported_where_it_belongs_alone(library: str, allowed: set[str]) -> None:

@@ -40,7 +40,7 @@ def explain_command(file: str, objective: str | None, least_speed: float | None,
     With --objective: which of the policies in its evidence that no other beats would be taken for that.
     """
     from amptune.policy.file_io import load
-    from amptune.report.explaining import explain
+    from amptune.report.explanation import explain
 
     if objective is not None or least_speed is not None:
         _explain_objective(file, objective or "throughput", least_speed, as_json=as_json)
@@ -54,7 +54,7 @@ def explain_command(file: str, objective: str | None, least_speed: float | None,
 
 def _explain_objective(file: str, name: str, least_speed: float | None, *, as_json: bool) -> None:
     from amptune.policy.file_io import load
-    from amptune.report.explaining import explain_for
+    from amptune.report.explanation import explain_for
     from amptune.search.table.objective import objective_of
 
     chosen, sentences = explain_for(load(file), objective_of(name, least_speed))

@@ -33,7 +33,7 @@ def report_command(
     """
     from amptune.policy.file_io import require_writable
     from amptune.report.page import page_of
-    from amptune.report.study_terminal import print_answer
+    from amptune.report.terminal import print_answer
     from amptune.search.decide.study_report import findings_of
 
     if output is not None:

@@ -15,7 +15,7 @@ from amptune.policy.file_io import load
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, Reason, amp_recipe
 from amptune.report.checking import check_file
-from amptune.report.explaining import explain, explain_for
+from amptune.report.explanation import explain, explain_for
 from amptune.report.progress import describe, progress_for
 from amptune.report.terminal import _parity_in_words, print_hardware
 from amptune.search.decide.pareto import Point

@@ -15,7 +15,7 @@ from amptune.errors import AmptuneError, NothingFeasibleError, StudyError, UserC
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.workers.worker import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.report.explaining import explain_for
+from amptune.report.explanation import explain_for
 from amptune.report.terminal import print_decision
 from amptune.search.decide.decision import Decision
 from amptune.search.events import Event, SearchEnded, SearchStarted, TrialEnded
