@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from amptune.cli.files import check_file
 from amptune.errors import ClaimError, FileFormatError
 from amptune.hardware.detect import probe
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.file_io import load
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, Reason, amp_recipe
-from amptune.report.checking import check_file
 from amptune.report.explanation import explain, explain_for
 from amptune.report.progress import describe, progress_for
 from amptune.report.terminal import _parity_in_words, print_hardware
