@@ -16,7 +16,7 @@ from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Prepared
 from amptune.measure.results.training_runs import Parity, Reference
 from amptune.measure.workers import worker
-from amptune.measure.workers.processes import WorkerProcess, cores, stop_all, workers_that_fit
+from amptune.measure.workers.processes import WorkerProcess, stop_all, workers_that_fit
 from amptune.measure.workers.worker import Setting, Source
 from amptune.policy.settings import STOCK, Policy
 
@@ -119,7 +119,7 @@ class WorkerEvaluator:
 
     @property
     def graphs_at_once(self) -> int:
-        return max(1, cores() // CORES_PER_GRAPH)
+        return max(1, worker.cores() // CORES_PER_GRAPH)
 
     def compile(self, policies: Sequence[Policy], limit_s: float) -> Mapping[Policy, float]:
         stop_all([self._workers.pop(policy) for policy in policies if policy in self._workers])

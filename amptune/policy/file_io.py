@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from amptune.errors import FileFormatError, OutputError, PolicyApplyError
+from amptune.errors import FileFormatError, OutputError
 from amptune.policy.policy_file import PolicyFile, is_preset, preset
 from amptune.policy.profile import Entry, Profile, resolve
 from amptune.policy.serialization import (
@@ -23,23 +23,19 @@ from amptune.policy.serialization import (
     policy_file_to_dict,
 )
 from amptune.policy.settings import Policy
-from amptune.policy.yaml_text import Document, dump, read, validate
+from amptune.policy.validation import validate
+from amptune.policy.yaml_text import Document, dump, read
 
 if TYPE_CHECKING:
-    from os import PathLike
-
     from amptune.policy.policy_file import PolicyFile
 
 __all__ = [
     "dumps",
-    "kind_of",
     "load",
     "load_any",
     "parse_policy",
-    "read_policy",
     "require_writable",
     "save",
-    "settings_of",
 ]
 
 
@@ -163,31 +159,3 @@ def _with_labels_as_written(document: Document) -> Any:
 def _holds_labels(path: tuple[str | int, ...], key: str) -> bool:
     inside_policy = not path or path[-1] in ("policy", "default")
     return (key == "valid_for" and inside_policy) or (key == "match" and path[:1] == ("entries",))
-
-
-def read_policy(policy: str | PathLike[str] | Policy | PolicyFile) -> Policy | PolicyFile:
-    """Loads a path (from a profile, the entry that fits this machine); returns a policy as it is.
-
-    Raises `PolicyApplyError` for any other argument, and the errors of `amptune.load`.
-    """
-    if isinstance(policy, Policy):
-        return policy
-    from amptune.policy.policy_file import PolicyFile
-
-    if isinstance(policy, str | os.PathLike):
-        policy = load(policy)
-    if not isinstance(policy, PolicyFile):
-        raise PolicyApplyError(
-            f"a policy is a path, an amptune.Policy or what amptune.load(path) returns, not {kind_of(policy)}"
-        )
-    return policy
-
-
-def settings_of(policy: Policy | PolicyFile) -> Policy:
-    """Returns the settings alone, without the measurements of a policy file."""
-    return policy if isinstance(policy, Policy) else policy.policy
-
-
-def kind_of(value: object) -> str:
-    """Returns the kind of a value, for error messages about a wrong argument."""
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

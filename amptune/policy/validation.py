@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from amptune.errors import FileFormatError, Problem
 from amptune.policy.fast_path import as_it_stands
 from amptune.policy.serialization import adapter_for
+from amptune.policy.yaml_text import Document
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-    from amptune.policy.yaml_text import Document
 
 __all__ = [
     "allowed_keys",

@@ -17,9 +17,8 @@ from typing import Any
 import yaml
 
 from amptune.errors import FileFormatError, Problem
-from amptune.policy.validation import validate
 
-__all__ = ["Document", "dump", "parse", "read", "validate"]
+__all__ = ["Document", "dump", "parse", "read"]
 
 Path_ = tuple[str | int, ...]
 Place = tuple[int, int]

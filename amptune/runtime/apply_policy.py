@@ -12,17 +12,17 @@ import torch
 from torch import nn
 
 from amptune.errors import PolicyApplyError
-from amptune.policy.file_io import kind_of, read_policy
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.runtime.batch_norm import FiniteStatistics
 from amptune.runtime.class_swap import obstacle, overlaid, swap, swapped_class, unswap
 from amptune.runtime.digest import model_digest
 from amptune.runtime.flags import keep_autocast_out_of_compiled_backward, set_cudnn_benchmark, set_fp32_math
-from amptune.runtime.half.training import require_convertible
 from amptune.runtime.layout import convert_model, convertible
-from amptune.runtime.module_precision import kept_by, precisions_of
+from amptune.runtime.module_precision import precisions_of
+from amptune.runtime.policy_argument import kind_of, read_policy
 from amptune.runtime.tuned import Tuned
+from amptune.runtime.weights import PLAIN_WEIGHTS, Weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from amptune.runtime.class_swap import Precision
     from amptune.runtime.graphs.graphed_model import GraphedModel
     from amptune.runtime.guard.guard import Guard
-    from amptune.runtime.half.training import HalfTraining
     from amptune.runtime.module_precision import Selected
 
 __all__ = ["PolicyDriftWarning", "apply"]
@@ -75,13 +74,12 @@ def apply(
     _require_swappable(selected)
     if selected or settings.memory_format != "contiguous" or settings.cuda_graphs:
         _require_unsharded(model)
-    if settings.weights == "half":
-        require_convertible(model, kept_by(settings, model, selected), masters=settings.master_weights)
+    weights = _weights(settings, model, selected)
     for finding in drift:
         warnings.warn(str(finding), PolicyDriftWarning, stacklevel=2)
     findings = (*drift, *_without_effect(settings, model))
     guarded = os.environ.get(_GUARD, "") not in ("", "0") if guard is None else guard
-    return _apply(settings, model, selected, findings, guarded=guarded, protect_batch_norm=protect_batch_norm)
+    return _apply(settings, model, selected, weights, findings, guarded=guarded, protect_batch_norm=protect_batch_norm)
 
 
 def _require_plain(model: nn.Module) -> None:
@@ -178,6 +176,7 @@ def _apply(
     settings: Policy,
     model: nn.Module,
     selected: Sequence[tuple[Selected, Precision]],
+    weights: Weights,
     findings: Sequence[Finding],
     *,
     guarded: bool,
@@ -194,9 +193,8 @@ def _apply(
         for one, precision in selected:
             swap(one.module, precision)
             steps.callback(unswap, one.module)
-        half_training = _half_training(settings, model, selected)
-        if half_training is not None:
-            steps.callback(half_training.undo)
+        weights.convert()
+        steps.callback(weights.undo)
         graphed = _graphed(model, steps) if settings.cuda_graphs else None
         called = graphed or (model if settings.compile == "off" else _compiled(settings.compile, model, steps))
         guard = _guard(settings, model, called) if guarded else None
@@ -211,33 +209,22 @@ def _apply(
         settings,
         model,
         model=called,
-        findings=[*findings, *_without_half_weights(half_training)],
+        findings=[*findings, *weights.findings()],
         undo=undo,
         guard=guard,
         statistics=statistics,
-        half_training=half_training,
+        weights=weights,
         graphed=graphed,
     )
 
 
-def _without_half_weights(half_training: HalfTraining | None) -> Iterator[Finding]:
-    if half_training is not None and half_training.held.is_empty:
-        yield Finding(
-            code="half-weights-without-effect",
-            message="the model has no FP32 weights that are not to stay in FP32, so weights: half changes none",
-        )
-
-
-def _half_training(
-    settings: Policy, model: nn.Module, selected: Sequence[tuple[Selected, Precision]]
-) -> HalfTraining | None:
+def _weights(settings: Policy, model: nn.Module, selected: Sequence[tuple[Selected, Precision]]) -> Weights:
+    """Returns the hook for how the policy holds weights. Raises `PolicyApplyError` if the model cannot have them so."""
     if settings.weights != "half":
-        return None
+        return PLAIN_WEIGHTS
     from amptune.runtime.half.training import HalfTraining  # few policies need it, and importing it takes time
-    from amptune.runtime.half.weights import HalfWeights
 
-    kept = kept_by(settings, model, selected)
-    return HalfTraining(HalfWeights.of(model, kept, masters=settings.master_weights))
+    return HalfTraining(settings, model, selected)
 
 
 def _guard(settings: Policy, model: nn.Module, called: nn.Module) -> Guard:

@@ -1,12 +1,8 @@
-"""The modules that the rules of a policy name. Reads the model, changes nothing.
-
-The precision that each module of a model gets under a policy. Reads the model, changes nothing.
-"""
+"""The modules that a policy's rules name, and the precision that each one gets. Changes nothing."""
 
 from __future__ import annotations
 
 import difflib
-import re
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,8 +10,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from amptune.errors import PolicyApplyError
+from amptune.policy.patterns import matcher_of
 from amptune.policy.settings import Fp32Rule, Policy
-from amptune.runtime.half.training import modules_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,8 +24,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Selected",
     "has_forward",
-    "kept_by",
-    "matcher_of",
     "precisions_of",
     "runnable_in",
     "select",
@@ -88,28 +82,9 @@ def _paths_by_module(model: nn.Module) -> dict[nn.Module, list[str]]:
     return paths
 
 
-def matcher_of(rule: ModuleRule) -> Callable[[str, Sequence[str]], bool]:
-    """Returns a function that tells if a rule names a module, from its path and the names of its class and bases."""
-    if rule.path is None:
-        return lambda _, types: rule.type in types
-    pattern = _pattern(rule.path)
-    return lambda path, _: pattern.fullmatch(path and path + ".") is not None
-
-
 def _matches(rule: ModuleRule) -> Callable[[str, nn.Module], bool]:
     names = matcher_of(rule)
     return lambda path, module: names(path, [base.__name__ for base in type(module).__mro__])
-
-
-def _pattern(path: str) -> re.Pattern[str]:
-    """Returns a pattern for paths with a dot after every name, so that `**` can stand for no name at all."""
-    names = path.split(".")
-    return re.compile("".join(r"(?:[^.]+\.)*" if name == "**" else _name_pattern(name) for name in names))
-
-
-def _name_pattern(name: str) -> str:
-    inside = r"[^.]+" if name == "*" else re.escape(name).replace(r"\*", r"[^.]*")
-    return inside + r"\."
 
 
 def runnable_in(module: nn.Module) -> Iterator[nn.Module]:
@@ -183,12 +158,6 @@ def _around_half_weights(model: nn.Module, wide: Sequence[Selected]) -> Iterator
             yield Selected(path=path, module=top), "half-weights"
     for one in wide:
         yield one, "fp32-weights" if one.module not in tops else "fp32"
-
-
-def kept_by(settings: Policy, model: nn.Module, selected: Sequence[tuple[Selected, Precision]]) -> set[nn.Module]:
-    """Returns the modules that keep FP32 weights when the others are half."""
-    named = [one.module for one, precision in selected if precision in ("fp32", "fp32-weights")]
-    return modules_kept(model, named, keep_batchnorm=settings.keep_batchnorm_fp32)
 
 
 def _precision_of(rule: ModuleRule | None) -> Precision:

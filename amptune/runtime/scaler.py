@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amptune.policy.settings import LossScale
+from amptune.runtime.weights import PLAIN_WEIGHTS, Weights
 
 if TYPE_CHECKING:
     from amptune.policy.settings import Policy
     from amptune.runtime.batch_norm import FiniteStatistics
-    from amptune.runtime.half.training import HalfTraining
 
 __all__ = ["PolicyScaler", "scaler_for"]
 
@@ -28,15 +27,15 @@ class PolicyScaler(torch.amp.GradScaler):
     Such a run saves an empty state, which an enabled GradScaler refuses to load. (A disabled one ignores any state.)
     It loads the result of `apex.amp.state_dict()` too. The policy may give the scale a maximum, and decides if the
     scale moves, whatever is loaded; a step that overflows is always skipped. Each update makes `statistics`, if
-    there are any, finite. With `half_training`, half gradients are accepted.
+    there are any, finite. With half `weights`, half gradients are accepted.
     """
 
     statistics: FiniteStatistics | None = None
-    half_training: HalfTraining | None = None
+    weights: Weights = PLAIN_WEIGHTS
     policy_scale: LossScale = LossScale()
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        with nullcontext() if self.half_training is None else self.half_training.stepping(optimizer):
+        with self.weights.stepping(optimizer):
             return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -69,14 +68,12 @@ class PolicyScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        if self.half_training is not None:
-            self.half_training.widen_gradients(optimizer)
-        allow_fp16 = allow_fp16 or self.half_training is not None
-        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        self.weights.widen_gradients(optimizer)
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16 or self.weights.in_half)
 
     def __getstate__(self) -> dict[str, Any]:
         # both belong to one model, and not to a copy of the scaler
-        return {**super().__getstate__(), "statistics": None, "half_training": None}
+        return {**super().__getstate__(), "statistics": None, "weights": PLAIN_WEIGHTS}
 
 
 def scaler_for(policy: Policy, device_type: str, kind: type[PolicyScaler] = PolicyScaler) -> PolicyScaler:

@@ -5,16 +5,15 @@ The device type of a model, in a form that is cheap to ask several times in ever
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amptune.errors import PolicyApplyError
-from amptune.runtime.guard.guard import WatchedScaler
 from amptune.runtime.layout import convert_batch
 from amptune.runtime.optimizer import fuse
 from amptune.runtime.scaler import PolicyScaler, scaler_for
+from amptune.runtime.weights import PLAIN_WEIGHTS, Weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from amptune.runtime.batch_norm import FiniteStatistics
     from amptune.runtime.graphs.graphed_model import GraphedModel
     from amptune.runtime.guard.guard import Guard
-    from amptune.runtime.half.training import HalfTraining
 
 
 __all__ = [
@@ -58,7 +56,7 @@ class Tuned:
         undo: Callable[[], None],
         guard: Guard | None = None,
         statistics: FiniteStatistics | None = None,
-        half_training: HalfTraining | None = None,
+        weights: Weights = PLAIN_WEIGHTS,
         graphed: GraphedModel | None = None,
     ) -> None:
         self.policy = policy
@@ -69,7 +67,7 @@ class Tuned:
         self._undo = undo
         self._guard = guard
         self._statistics = statistics
-        self._half_training = half_training
+        self._weights = weights
         self._graphed = graphed
         self._scalers: dict[str, PolicyScaler] = {}
         self._active = True
@@ -118,8 +116,7 @@ class Tuned:
                 f"tuned.optimizer() takes a built torch.optim.Optimizer, not {type(optimizer).__name__}: "
                 "tuned.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))"
             )
-        if self._half_training is not None and self._active:
-            self._half_training.serve(optimizer)
+        self._weights.serve(optimizer)
         if self.policy.fused_optimizer:
             self._fuse(optimizer)
         if self._guard is not None:
@@ -127,18 +124,14 @@ class Tuned:
         return optimizer
 
     def _fuse(self, optimizer: torch.optim.Optimizer) -> None:
-        with nullcontext() if self._half_training is None else self._half_training.lent_to(optimizer):
+        with self._weights.lent_to(optimizer):
             finding = fuse(optimizer)
         if finding is not None:
             self._findings.append(finding)
 
     def write(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Gives a parameter or buffer of the model an FP32 value; a master of a tensor in half keeps that value."""
-        if self._half_training is None or not self._active:
-            with torch.no_grad():
-                tensor.copy_(value)
-        else:
-            self._half_training.held.write(tensor, value)
+        self._weights.write(tensor, value)
 
     def batch(self, batch: Any) -> Any:
         """Returns the batch in the policy's memory format: tensors at any depth of tuples, dicts and dataclasses."""
@@ -172,8 +165,9 @@ class Tuned:
         if self._active:
             self._undo()
             self._active = False
+            self._weights = PLAIN_WEIGHTS
             for scaler in self._scalers.values():
-                scaler.statistics = scaler.half_training = None
+                scaler.statistics, scaler.weights = None, PLAIN_WEIGHTS
             self.model = self._plain_model
             if self._guard is not None:
                 self._guard.undo()
@@ -187,11 +181,12 @@ class Tuned:
         self.undo()
 
     def _new_scaler(self, device_type: str) -> PolicyScaler:
-        scaler = scaler_for(self.policy, device_type, PolicyScaler if self._guard is None else WatchedScaler)
+        if self._guard is None:
+            scaler = scaler_for(self.policy, device_type)
+        else:
+            scaler = self._guard.watched_scaler(device_type)
         if self._active:
-            scaler.statistics, scaler.half_training = self._statistics, self._half_training
-        if isinstance(scaler, WatchedScaler):
-            scaler.guard = self._guard
+            scaler.statistics, scaler.weights = self._statistics, self._weights
         return scaler
 
 

@@ -10,8 +10,7 @@ from amptune.measure.results.loop_timing import LoopTiming, compare_with_loop
 from amptune.measure.results.outcome import Failure
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
-from amptune.search.decide.decision import Decision
-from amptune.search.decide.evidence import in_order
+from amptune.search.decide.decision import Decision, in_order
 from amptune.search.plan.budget import Budget
 
 __all__ = ["Trainer", "checked_in_a_loop", "loop_s"]

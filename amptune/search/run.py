@@ -13,7 +13,8 @@ from amptune.policy.settings import Policy
 from amptune.search.batch_size.batch_sizes import NO_SIZES, BatchSizes, batch_sizes_for
 from amptune.search.decide.comparison import ROUNDS_PER_LAUNCH
 from amptune.search.decide.comparisons import Contest, Proof
-from amptune.search.decide.decision import Decision, decide
+from amptune.search.decide.conclusion import decide
+from amptune.search.decide.decision import Decision
 from amptune.search.decide.samples import read_comparisons
 from amptune.search.events import GroundworkStarted, Observer
 from amptune.search.finals import FINALS_SHARE

@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from amptune import Policy, Workload
 from amptune.errors import TargetError, UserCodeError
-from amptune.measure import feeding, looping, stopwatch
+from amptune.measure.bench import clocks
 from amptune.measure.bench.bench import Bench
+from amptune.measure.loop import feed, own_loop
 from amptune.measure.loop.feed import Epochs
 from amptune.measure.loop.own_loop import run_loop
 from amptune.measure.results.loop_timing import LoopTiming, compare_with_loop
@@ -56,7 +57,7 @@ class ScriptedTime:
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> ScriptedTime:
     scripted = ScriptedTime()
-    for module in (looping, feeding, stopwatch):
+    for module in (own_loop, feed, clocks):
         monkeypatch.setattr(module, "time", scripted)
     return scripted
 

@@ -11,7 +11,7 @@ from measurements import took
 from amptune.measure.results.outcome import Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.decide.comparisons import Contest, Match, Proof
-from amptune.search.decide.decision import _verdict_of_looks, _verdict_of_trials
+from amptune.search.decide.conclusion import _verdict_of_looks, _verdict_of_trials
 from amptune.search.table.objective import THROUGHPUT, Objective, objective_of
 from amptune.search.table.ratio import Round
 from amptune.search.table.trial import Trial

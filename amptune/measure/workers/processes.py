@@ -25,7 +25,7 @@ from amptune.errors import StudyError
 from amptune.measure.results.outcome import Failure
 from amptune.measure.workers.worker import Setting, start
 
-__all__ = ["WorkerProcess", "cores", "start_importing", "stop_all", "workers_that_fit"]
+__all__ = ["WorkerProcess", "start_importing", "stop_all", "workers_that_fit"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -169,11 +169,6 @@ def stop_all(processes: Iterable[WorkerProcess]) -> None:
             process._pool = None
     for pool in pools:
         pool.join()
-
-
-def cores() -> int:
-    """Returns the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def workers_that_fit() -> int:

@@ -36,6 +36,7 @@ __all__ = [
     "Reply",
     "Setting",
     "Source",
+    "cores",
     "get_ready",
     "judge",
     "measure",
@@ -202,10 +203,13 @@ def _share_compilers(among: int) -> None:
     """Limits this worker's compile processes to its share: torch.compile would start one for every core."""
     import torch._inductor.config as inductor
 
-    from amptune.measure.workers.processes import cores
-
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         inductor.compile_threads = max(1, cores() // among)
+
+
+def cores() -> int:
+    """Returns the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def measure(policy: Policy, effort: Effort) -> Reply:

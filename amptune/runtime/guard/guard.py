@@ -19,7 +19,7 @@ from amptune.runtime.guard.batch_watch import BatchWatch
 from amptune.runtime.guard.checkpoint_watch import CheckpointWatch
 from amptune.runtime.guard.misuse import Misuse
 from amptune.runtime.guard.step_watch import StepWatch
-from amptune.runtime.scaler import PolicyScaler
+from amptune.runtime.scaler import PolicyScaler, scaler_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,6 +58,13 @@ class Guard:
     @property
     def findings(self) -> Sequence[Finding]:
         return self._misuse.findings
+
+    def watched_scaler(self, device_type: str) -> PolicyScaler:
+        """Returns the policy's loss scaler, which tells this guard what it does."""
+        scaler = scaler_for(self._policy, device_type, WatchedScaler)
+        if isinstance(scaler, WatchedScaler):
+            scaler.guard = self
+        return scaler
 
     def undo(self) -> None:
         if self._is_on:

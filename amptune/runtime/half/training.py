@@ -1,8 +1,6 @@
-"""Training with weights in half: the weights, their optimizers, and the loss scaler's access to both.
+"""Training with weights in half: the weights, their optimizers, their checkpoints, and the loss scaler's access.
 
-FP32 checkpoints of a model with half weights, under the same names; also for its parts and modules around it.
-
-The modules that keep FP32 weights when a policy holds the others in half, and a check that this is possible.
+Checkpoints are in FP32 under the model's own names; also those of its parts and of modules around it.
 """
 
 from __future__ import annotations
@@ -16,21 +14,24 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from amptune.errors import PolicyApplyError
+from amptune.policy.findings import Finding
 from amptune.runtime.gradient_dtype import CAN_DIFFER
 from amptune.runtime.half.masters import MasterWeights, parameters_of, require_unrounded_state, state_in
-from amptune.runtime.half.weights import HALF
+from amptune.runtime.half.weights import HALF, HalfWeights
+from amptune.runtime.weights import Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
 
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-    from amptune.runtime.half.weights import HalfWeights
+    from amptune.policy.settings import Policy
+    from amptune.runtime.class_swap import Precision
+    from amptune.runtime.module_precision import Selected
 
 
-__all__ = ["NOT_FOR_FSDP2", "HalfTraining", "checkpoint_in_fp32", "modules_kept", "require_convertible"]
-
+__all__ = ["NOT_FOR_FSDP2", "HalfTraining"]
 
 NOT_FOR_FSDP2 = (
     "weights: half holds whole weights in half, and FSDP2 shards FP32 weights and gathers them in half by itself, "
@@ -39,14 +40,34 @@ NOT_FOR_FSDP2 = (
 )
 
 
-class HalfTraining:
-    """The half weights of one model, with what its optimizers need to train them, until `undo`."""
+class HalfTraining(Weights):
+    """The half weights of one model, with what its optimizers need to train them, from `convert` until `undo`.
 
-    def __init__(self, held: HalfWeights) -> None:
-        self.held = held
-        self._checkpoints = checkpoint_in_fp32(held)
+    Modules `selected` for FP32 keep FP32 weights. Raises `PolicyApplyError` if the others cannot be held in half.
+    """
+
+    in_half = True
+
+    def __init__(self, policy: Policy, model: nn.Module, selected: Sequence[tuple[Selected, Precision]]) -> None:
+        named = [one.module for one, precision in selected if precision in ("fp32", "fp32-weights")]
+        self._model = model
+        self._kept = _modules_kept(model, named, keep_batchnorm=policy.keep_batchnorm_fp32)
+        _require_convertible(model, self._kept, masters=policy.master_weights)
+        self._held = HalfWeights(masters=policy.master_weights)
+        self._checkpoints: list[RemovableHandle] = []
         self._masters: weakref.WeakKeyDictionary[torch.optim.Optimizer, MasterWeights] = weakref.WeakKeyDictionary()
         self._plain: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def convert(self) -> None:
+        self._held = HalfWeights.of(self._model, self._kept, masters=self._held.has_masters)
+        self._checkpoints = _checkpoint_in_fp32(self._held)
+
+    def findings(self) -> Iterator[Finding]:
+        if self._held.is_empty:
+            yield Finding(
+                code="half-weights-without-effect",
+                message="the model has no FP32 weights that are not to stay in FP32, so weights: half changes none",
+            )
 
     def serve(self, optimizer: torch.optim.Optimizer) -> None:
         """Gives the optimizer master weights if the policy has them, and converts its state to their dtype or to half.
@@ -54,12 +75,12 @@ class HalfTraining:
         Raises `PolicyApplyError` for sharded weights, and for an optimizer that cannot have master weights.
         """
         _require_unsharded(optimizer)
-        if not self.held.has_masters:
-            state_in(HALF, optimizer, self.held)  # it may have trained the model in FP32 until now
+        if not self._held.has_masters:
+            state_in(HALF, optimizer, self._held)  # it may have trained the model in FP32 until now
             self._plain.add(optimizer)
         elif optimizer not in self._masters:
-            require_unrounded_state(optimizer, self.held)
-            self._masters[optimizer] = MasterWeights(self.held, optimizer)
+            require_unrounded_state(optimizer, self._held)
+            self._masters[optimizer] = MasterWeights(self._held, optimizer)
 
     def lent_to(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """Returns a context in which the optimizer holds the parameters that its steps update."""
@@ -82,25 +103,28 @@ class HalfTraining:
                 masters.take_back(optimizer)
 
     def _require_no_masters(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.held.has_masters and any(parameter in self.held for parameter in parameters_of(optimizer)):
+        if self._held.has_masters and any(parameter in self._held for parameter in parameters_of(optimizer)):
             raise PolicyApplyError(
                 "the policy trains FP32 master weights, which this optimizer does not have: "
                 "optimizer = tuned.optimizer(optimizer) gives it them"
             )
 
     def widen_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        self.held.widen_gradients(parameters_of(optimizer))
+        self._held.widen_gradients(parameters_of(optimizer))
+
+    def write(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        self._held.write(tensor, value)
 
     def undo(self) -> None:
         """Converts the weights back to FP32; their optimizers continue with them."""
         for optimizer, masters in self._masters.items():
             masters.remove(optimizer)
         for optimizer in self._plain:
-            state_in(torch.float32, optimizer, self.held)
+            state_in(torch.float32, optimizer, self._held)
         self._masters.clear()
         for handle in self._checkpoints:
             handle.remove()
-        self.held.undo()
+        self._held.undo()
 
 
 def _require_unsharded(optimizer: torch.optim.Optimizer) -> None:
@@ -109,7 +133,7 @@ def _require_unsharded(optimizer: torch.optim.Optimizer) -> None:
         raise PolicyApplyError(NOT_FOR_FSDP2)
 
 
-def checkpoint_in_fp32(held: HalfWeights) -> list[RemovableHandle]:
+def _checkpoint_in_fp32(held: HalfWeights) -> list[RemovableHandle]:
     """Makes state_dict() and load_state_dict() of the modules work in FP32, until the handles are removed."""
     handles: list[RemovableHandle] = []
     for module in held.modules:
@@ -151,7 +175,7 @@ class _Loads:
         self.held.take_masters(module, state, prefix)
 
 
-def modules_kept(model: nn.Module, named: Collection[nn.Module], *, keep_batchnorm: bool) -> set[nn.Module]:
+def _modules_kept(model: nn.Module, named: Collection[nn.Module], *, keep_batchnorm: bool) -> set[nn.Module]:
     """Returns the named modules, all modules inside them, and BatchNorm if the policy says so."""
     kept = {inner for module in named for inner in module.modules()}
     if keep_batchnorm:  # as in Apex: a BatchNorm without weights has nothing to keep
@@ -159,7 +183,7 @@ def modules_kept(model: nn.Module, named: Collection[nn.Module], *, keep_batchno
     return kept
 
 
-def require_convertible(model: nn.Module, kept: Collection[nn.Module], *, masters: bool) -> None:
+def _require_convertible(model: nn.Module, kept: Collection[nn.Module], *, masters: bool) -> None:
     """Raises `PolicyApplyError` if the weights cannot be held in half as the policy asks."""
     if masters and not CAN_DIFFER:
         raise PolicyApplyError(

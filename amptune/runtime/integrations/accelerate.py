@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import GradScalerKwargs, TorchDynamoPlugin
 
 from amptune.errors import PolicyApplyError
-from amptune.policy.file_io import read_policy, settings_of
 from amptune.runtime.integrations.agreement import Told, apply_uncompiled, require_agreement, require_own_scaler
+from amptune.runtime.policy_argument import read_policy, settings_of
 
 if TYPE_CHECKING:
     from os import PathLike

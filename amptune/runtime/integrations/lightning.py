@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from amptune.errors import PolicyApplyError
-from amptune.policy.file_io import read_policy, settings_of
 from amptune.runtime.integrations.agreement import apply_uncompiled
+from amptune.runtime.policy_argument import read_policy, settings_of
 
 # Lightning is published under two names with unrelated classes: take the one that is in use.
 _goes_by_its_older_name = "lightning.pytorch" not in sys.modules and (

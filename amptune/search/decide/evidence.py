@@ -6,13 +6,14 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from amptune.measure.results.outcome import Measurement, Outcome
 from amptune.measure.results.subject import Prepared
 from amptune.policy.policy_file import Evidence
 from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import Policy
+from amptune.search.decide.decision import Decision, in_order
 from amptune.search.decide.pareto import Point, front_of, spread_along
 from amptune.search.gate.judgement import ILL_CONDITIONED, Judgement
 from amptune.search.table.ablation import Ablated
@@ -21,10 +22,7 @@ from amptune.search.table.ratio import Round
 from amptune.search.table.trial import Trial
 from amptune.search.table.verdict import Standing
 
-if TYPE_CHECKING:
-    from amptune.search.decide.decision import Decision
-
-__all__ = ["evidence_of", "in_order", "labels_of", "numerics_of", "parity_of"]
+__all__ = ["evidence_of", "labels_of", "numerics_of", "parity_of"]
 
 # Prefixes of the labels that the evidence depends on. Others (driver, site labels) do not change which policy wins.
 _HOLDS_FOR = {
@@ -86,12 +84,6 @@ def _of_objective(decision: Decision) -> Evidence:
     if objective.needs_speed:
         found["least_speed"] = objective.least_speed
     return found
-
-
-def in_order(evidence: Evidence) -> Evidence:
-    """Returns the evidence with its keys in the order of the format."""
-    found: Any = evidence
-    return cast("Evidence", {key: found[key] for key in Evidence.__annotations__ if key in found})
 
 
 def parity_of(trials: Sequence[Trial], rounds: Sequence[Round], policy: Policy, baseline: Policy) -> dict[str, float]:

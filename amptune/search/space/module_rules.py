@@ -9,8 +9,8 @@ from functools import cache
 from typing import NamedTuple
 
 from amptune.measure.results.subject import Module
+from amptune.policy.patterns import matcher_of
 from amptune.policy.settings import Fp32Rule
-from amptune.runtime.module_precision import matcher_of
 
 __all__ = ["covered_by", "general_rules"]
 

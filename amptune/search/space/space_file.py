@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import amptune
 from amptune.errors import FileFormatError, Problem, SpaceError
 from amptune.hardware.machine import Gpu, Hardware
 from amptune.policy.serialization import adapter_for
-from amptune.policy.yaml_text import Document, read, validate
+from amptune.policy.validation import validate
+from amptune.policy.yaml_text import Document, read
 from amptune.search.space.knobs import (
     EXCLUSIONS,
     KNOBS,
@@ -58,7 +58,7 @@ class _SpaceDocument:
 
 def spaces_folder(package: Path | None = None) -> Path:
     """Returns the folder of the spaces: inside the package (in a wheel), else beside it (in a checkout)."""
-    package = package or Path(amptune.__file__).resolve().parent
+    package = package or Path(__file__).resolve().parents[2]
     inside = package / "search_spaces"
     return inside if inside.is_dir() else package.parent / "search_spaces"
 
