@@ -5,12 +5,12 @@
     python reports/batch_sizes.py --out reports/h200/batch_sizes --table
 
 For each workload, under the AMP recipe in bf16 and in stock PyTorch, each finder runs in a process of its own:
-amptune's (`amptune.search.batch_size.largest`), Lightning's in both modes, accelerate's from 16,384 down. Each has the device for
-itself, one after the other; or with --memory that many GiB of it, which PyTorch's allocator keeps to, all four at the
-same time (what is found is a size and not a speed). Then sizes between the largest that ran for anyone and the smallest
-above it that did not are tried in fresh processes, until the two are within 1 %. A try is three training steps, with
-the workload's own model, loss and optimizer. Every try counts, and so does every one that went out of memory: each is
-written down before it begins. --limit is in seconds, for each workload and setting; a finder that is stopped by it is
+amptune's (`amptune.search.batch_size.largest`), Lightning's in both modes, accelerate's from 16,384 down. Each has the
+device for itself, one after the other; or with --memory that many GiB of it, which PyTorch's allocator keeps to, all
+four at the same time (what is found is a size and not a speed). Then sizes between the largest that ran for anyone and
+the smallest above it that did not are tried in fresh processes, until the two are within 1 %. A try is three training
+steps, with the workload's own model, loss and optimizer. Every try counts, and so does every one that went out of
+memory: each is written down before it begins. --limit is in seconds, for each workload and setting; a finder that is stopped by it is
 shown with what it had. --finders names those that are to run. Seconds are those of the whole process, with its start.
 
 Data is made the same cheap way for all, or drawing it would take longest: 16 samples, repeated. For amptune this is

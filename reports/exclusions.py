@@ -2,8 +2,9 @@
 
     python reports/exclusions.py --out reports/numerics/exclusions_h200
 
-For each workload and memory format, every module is timed by itself (`amptune.measure.modules.sensitivity_pass`); the first rungs of the
-ladder that follows from that are then timed against plain bf16 autocast, all in turn, round after round in one process.
+For each workload and memory format, every module is timed by itself (`amptune.measure.modules.sensitivity_pass`);
+the first rungs of the ladder that follows from that are then timed against plain bf16 autocast, all in turn, round
+after round in one process.
 FP32 is TF32 where the GPU has it. Writes OUT.json with the samples, and prints a table. `--sensing` times the
 instrumented step alone, on a model of 1,000 modules too, and says what memory it takes.
 """

@@ -1,7 +1,4 @@
-"""The commands about files: `amptune check`, `amptune explain`, `amptune schema`.
-
-Checks that a file of any of amptune's three kinds is well formed and valid on this machine.
-"""
+"""The commands about files: `amptune check`, `amptune explain`, `amptune schema`."""
 
 from __future__ import annotations
 
@@ -12,12 +9,7 @@ import click
 from amptune.cli.options import json_option, objective_options, print_json
 from amptune.policy.findings import Finding
 
-__all__ = [
-    "check_command",
-    "check_file",
-    "explain_command",
-    "schema_command",
-]
+__all__ = ["check_command", "check_file", "explain_command", "schema_command"]
 
 
 @click.command("check", short_help="Is a policy, profile or space well formed, and valid here?")

@@ -1,10 +1,6 @@
-"""Reads the real machine: NVML and torch for the GPU, the system for the CPU. Allocates nothing on the GPU.
+"""Reads the real machine: NVML and torch for the GPU; /proc, /sys, the cgroup and psutil for the CPU.
 
-Builds a `Gpu` from torch's device properties, the table of generations, and NVML's readings.
-
-Reads the CPU and its memory: from /proc, /sys and the cgroup on Linux, from psutil elsewhere.
-
-All files are read below `root`, so a test can supply the files of another machine.
+Allocates nothing on the GPU. The CPU's files are read below `root`, so a test can supply those of another machine.
 """
 
 from __future__ import annotations
@@ -27,12 +23,7 @@ if TYPE_CHECKING:
 
     from amptune.hardware.nvml import NvmlGpu
 
-__all__ = [
-    "as_torch_has_it",
-    "probe",
-    "read_cpu",
-    "with_readings",
-]
+__all__ = ["as_torch_has_it", "probe", "read_cpu", "with_readings"]
 
 
 def probe(device: str | None = None) -> Hardware:

@@ -1,7 +1,4 @@
-"""Reads, checks and writes policy and profile files. A file is data; nothing in it can run code.
-
-Reads the argument `policy` of the functions that apply one: a path, a `Policy` or a `PolicyFile`.
-"""
+"""Reads, checks and writes policy and profile files. A file is data; nothing in it can run code."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from amptune.errors import FileFormatError, OutputError
 from amptune.policy.policy_file import PolicyFile, is_preset, preset
@@ -26,17 +23,7 @@ from amptune.policy.settings import Policy
 from amptune.policy.validation import validate
 from amptune.policy.yaml_text import Document, dump, read
 
-if TYPE_CHECKING:
-    from amptune.policy.policy_file import PolicyFile
-
-__all__ = [
-    "dumps",
-    "load",
-    "load_any",
-    "parse_policy",
-    "require_writable",
-    "save",
-]
+__all__ = ["dumps", "load", "load_any", "parse_policy", "require_writable", "save"]
 
 
 def load(path: str | os.PathLike[str]) -> PolicyFile:

@@ -1,6 +1,6 @@
 """Content of a policy file: the settings, the machine they are valid for, and the measured evidence.
 
-Preset policies: the opt levels of NVIDIA's Apex, for training code that used `apex.amp.initialize`.
+Presets are policies by name: the opt levels of NVIDIA's Apex, for training code that used `apex.amp.initialize`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,7 @@ from typing_extensions import TypedDict
 from amptune.errors import FileFormatError, Problem
 from amptune.policy.settings import LossScale, Policy
 
-__all__ = [
-    "APEX_LEVELS",
-    "Evidence",
-    "PolicyFile",
-    "is_preset",
-    "preset",
-]
+__all__ = ["APEX_LEVELS", "Evidence", "PolicyFile", "is_preset", "preset"]
 
 
 class Evidence(TypedDict, total=False):

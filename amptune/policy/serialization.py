@@ -1,8 +1,7 @@
-"""Policies as plain data, in the form of YAML and JSON files, derived field by field from the dataclasses.
+"""Policies as plain data, in the form of YAML and JSON files, and the JSON Schemas of these files.
 
-The classes here exist only for pydantic: they hold `Policy`'s fields and the keys that only a file has.
-
-JSON Schemas (draft 2020-12) of the file formats, generated from the types that validate the files.
+Both follow field by field from the dataclasses. The classes here exist only for pydantic: they hold `Policy`'s fields
+and the keys that only a file has.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ __all__ = [
     "policy_to_dict",
     "schema_of",
 ]
-
 
 POLICY_SCHEMA = "amptune.policy/1"
 PROFILE_SCHEMA = "amptune.profile/1"

@@ -2,8 +2,6 @@
 
 A file is read as strictly as JSON Schema would, except for common spellings: `10.0` is a whole number, `on` and
 `yes` mean true, and an unquoted `0` is text if text is expected.
-
-Finds the keys that a JSON Schema allows at a path in a document.
 """
 
 from __future__ import annotations
@@ -22,12 +20,7 @@ from amptune.policy.yaml_text import Document
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-
-__all__ = [
-    "allowed_keys",
-    "validate",
-]
-
+__all__ = ["allowed_keys", "validate"]
 
 T = TypeVar("T")
 Path = tuple[str | int, ...]

@@ -1,7 +1,4 @@
-"""Prints the commands' results on stdout: tables if a table reads better, else plain text.
-
-Prints a study's answer on a terminal.
-"""
+"""Prints the results of the commands on stdout: tables if a table reads better, else plain text."""
 
 from __future__ import annotations
 
@@ -27,15 +24,7 @@ if TYPE_CHECKING:
     from amptune.search.table.verdict import Standing
     from amptune.search.verification import Verification
 
-__all__ = [
-    "console_for",
-    "print_answer",
-    "print_decision",
-    "print_diagnosis",
-    "print_hardware",
-    "print_verification",
-]
-
+__all__ = ["console_for", "print_answer", "print_decision", "print_diagnosis", "print_hardware", "print_verification"]
 
 _WIDTH_ELSEWHERE = 150
 

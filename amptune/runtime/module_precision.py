@@ -16,19 +16,10 @@ from amptune.policy.settings import Fp32Rule, Policy
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from torch import nn
-
     from amptune.policy.settings import ModuleRule
     from amptune.runtime.class_swap import Precision
 
-__all__ = [
-    "Selected",
-    "has_forward",
-    "precisions_of",
-    "runnable_in",
-    "select",
-]
-
+__all__ = ["Selected", "has_forward", "precisions_of", "runnable_in", "select"]
 
 # The names that torch.compile, and DistributedDataParallel or DataParallel, put before every path.
 _WRAPPER_NAMES = ("_orig_mod", "module")

@@ -1,7 +1,4 @@
-"""The result of `amptune.apply`: a policy applied to a model, with everything a training loop needs of it.
-
-The device type of a model, in a form that is cheap to ask several times in every step.
-"""
+"""The result of `amptune.apply`: a policy applied to a model, with everything a training loop needs of it."""
 
 from __future__ import annotations
 
@@ -28,13 +25,7 @@ if TYPE_CHECKING:
     from amptune.runtime.graphs.graphed_model import GraphedModel
     from amptune.runtime.guard.guard import Guard
 
-
-__all__ = [
-    "AUTOCAST_DTYPES",
-    "Tuned",
-    "Whereabouts",
-]
-
+__all__ = ["AUTOCAST_DTYPES", "Tuned", "Whereabouts"]
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -12,13 +12,7 @@ from amptune.policy.settings import CompileMode, Fp32Math, MemoryFormat, Policy
 from amptune.search.plan.compile_costs import expected_compile_s
 from amptune.search.sampler.study import Study
 
-__all__ = [
-    "GraphsAtOnce",
-    "best_of_dtypes",
-    "cannot_compile",
-    "instead_of",
-    "one_of_each_kind",
-]
+__all__ = ["GraphsAtOnce", "best_of_dtypes", "cannot_compile", "instead_of", "one_of_each_kind"]
 
 # If graphs are compiled one after another, the best policies of this many dtypes are compiled.
 DTYPES_COMPILED = 2

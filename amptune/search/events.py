@@ -33,7 +33,6 @@ __all__ = [
     "WorkloadBuilt",
 ]
 
-
 # The purpose of a comparison: to choose a winner, to look for a faster policy close to it, to measure what each of its
 # settings buys, to check a claim.
 Stage = Literal["finals", "refinement", "ablation", "verify"]

@@ -1,6 +1,6 @@
-"""The check before the search that each precision trains as well as FP32, and the modules it needs in FP32 if not.
+"""Groundwork before the search: the numerics of each precision, and the time of every module by itself.
 
-Times every module by itself before the search, and keeps the times beside the study.
+Each precision is checked to train as well as FP32, else with which modules in FP32. The times are kept with the study.
 """
 
 from __future__ import annotations
@@ -27,12 +27,7 @@ from amptune.search.plan.budget import Budget
 from amptune.search.space.exclusions import Ladder, ladder_by_time
 from amptune.search.space.knobs import Space
 
-__all__ = [
-    "Guard",
-    "examined",
-    "guard_against",
-    "timed_ladder",
-]
+__all__ = ["Guard", "examined", "guard_against", "timed_ladder"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""Clocks for timing steps: CUDA events on a GPU, where the host runs ahead; a monotonic clock on a CPU.
+"""Clocks that time steps, and stopwatches that split a loop's time into laps.
 
-Stopwatches that split a loop's time into laps on the device's clock, without waiting for the device.
+On a GPU both use CUDA events, since the host runs ahead of it, and do not wait for it; on a CPU a monotonic clock.
 """
 
 from __future__ import annotations
@@ -13,16 +13,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-__all__ = [
-    "Clock",
-    "CpuClock",
-    "CudaClock",
-    "Lap",
-    "Stopwatch",
-    "clock_for",
-    "hold_device",
-    "stopwatch_for",
-]
+__all__ = ["Clock", "CpuClock", "CudaClock", "Lap", "Stopwatch", "clock_for", "hold_device", "stopwatch_for"]
 
 
 class Clock(Protocol):

@@ -1,8 +1,6 @@
-"""Readings of the instruments around a block of steps, and detection of disturbances.
+"""Readings of the instruments around a block of steps, the disturbances they show, and findings about them.
 
 A CPU has no such instruments yet: its readings are None, except the allocator's, and detect nothing.
-
-Findings about the machine, made from the measurements of a run.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ __all__ = [
     "noticed",
     "with_busy_clocks",
 ]
-
 
 POWER_CAP = "power-cap"
 LOW_CLOCK = "low-clock"

@@ -1,6 +1,6 @@
-"""Classification of operations by the names and arguments that the profiler records.
+"""Classifies operations by the names and arguments that the profiler records, and GPU kernels by their names.
 
-Classification of GPU kernels by name. Names change with library versions; unknown names count as `other`.
+Names of kernels change with library versions; unknown names count as `other`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ __all__ = [
     "kind_of_operation",
     "unaligned_dims",
 ]
-
 
 _BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1}
 _HALF = {"c10::Half", "c10::BFloat16"}

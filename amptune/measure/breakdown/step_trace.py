@@ -1,6 +1,6 @@
-"""One step as recorded by PyTorch's profiler, in plain values; read from its trace, or from a recording of one.
+"""One step as recorded by PyTorch's profiler, in plain values, and how its operations nest.
 
-Nesting of profiled operations, and the module that each one runs for.
+It is read from the profiler's trace, or from a recording of one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["MODULE_RANGE", "STEP_RANGE", "Kernel", "Nesting", "Op", "StepTrace", "read_trace"]
-
 
 # Prefix of the ranges that mark a call of a module's forward; the module's path follows.
 MODULE_RANGE = "amptune.module:"

@@ -1,6 +1,4 @@
-"""Judging of numerics: trains shortly in FP32 and under a policy on the same batches, and compares them.
-
-Distance between a run and the reference, computed from recorded values alone.
+"""Trains shortly in FP32 and under a policy on the same batches, and compares the two.
 
 Gradients are compared as sketches. A sketch holds, for each parameter's gradient, a fixed number of sums of its
 elements under random signs. It is linear: the sketch of a difference is the difference of the sketches. It preserves
@@ -39,12 +37,7 @@ from amptune.measure.results.training_runs import (
 )
 from amptune.policy.settings import Policy
 
-__all__ = [
-    "compare",
-    "judge",
-    "make_reference",
-]
-
+__all__ = ["compare", "judge", "make_reference"]
 
 # Number of batches on which FP32 is compared with itself (weights rounded, another seed).
 SELF_BATCHES = 2

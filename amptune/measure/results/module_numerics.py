@@ -1,7 +1,4 @@
-"""Effects of half precision on each module alone, on its time and on its numbers, as values.
-
-Traces of one training step, module by module, that show where numbers under a policy differ from FP32.
-"""
+"""The effects of half precision on each module: alone, on its time and its numbers; and within one training step."""
 
 from __future__ import annotations
 
@@ -10,17 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = [
-    "Half",
-    "InHalf",
-    "ModuleSensitivity",
-    "ModuleTrace",
-    "Reach",
-    "Sensitivity",
-    "Stream",
-    "suspects",
-]
-
+__all__ = ["Half", "InHalf", "ModuleSensitivity", "ModuleTrace", "Reach", "Sensitivity", "Stream", "suspects"]
 
 Half = Literal["bf16", "fp16"]
 

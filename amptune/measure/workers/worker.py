@@ -49,7 +49,6 @@ __all__ = [
     "train",
 ]
 
-
 T = TypeVar("T")
 
 

@@ -1,6 +1,6 @@
-"""Checks the tensors a pass reads and writes: a recorded one can use only inputs, weights, buffers and its own.
+"""Finds the tensors that a pass reads and writes, and where its backward pass takes the gradients of weights.
 
-Finds the points in the autograd graph at which a recorded backward pass takes the gradients of weights.
+A recorded pass can use only inputs, weights, buffers and its own tensors.
 """
 
 from __future__ import annotations
@@ -17,12 +17,7 @@ from amptune.runtime.graphs.host_effects import NotRecordableError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-__all__ = [
-    "TensorWatch",
-    "edges_for",
-    "place_of",
-]
-
+__all__ = ["TensorWatch", "edges_for", "place_of"]
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 

@@ -1,8 +1,7 @@
 """Marks on the gradients of a model's parameters: how new each gradient is, and whether it is scaled.
 
-Hooks that the guards of a process share: one before every optimizer step, and one before gradients are clipped.
-
-Both exist while a guard watches. If a guard is dropped without undo, they stay, idle, until the next guard ends.
+The hooks before every optimizer step, and before gradients are clipped, are shared by the guards of a process. They
+exist while a guard watches; if a guard is dropped without undo, they stay, idle, until the next guard ends.
 """
 
 from __future__ import annotations
@@ -20,14 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = [
-    "GradientMarks",
-    "Mark",
-    "Watcher",
-    "unwatch",
-    "watch",
-]
-
+__all__ = ["GradientMarks", "Mark", "Watcher", "unwatch", "watch"]
 
 Origin = Literal["none", "plain loss", "scaled loss", "unscaled"]
 

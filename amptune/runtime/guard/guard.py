@@ -2,9 +2,7 @@
 
 It watches through hooks on parameters, optimizer steps and the model's forward, and removes them after
 `WATCHED_STEPS` steps. Some mistakes show only later: it checks checkpoints when they are made, and the loss scale and
-BatchNorm's statistics once in `UPDATES_BETWEEN_LOOKS` updates of the loss scaler.
-
-The loss scaler of a guarded training loop: it works as usual, and reports its calls to the guard.
+BatchNorm's statistics once in `UPDATES_BETWEEN_LOOKS` updates of the loss scaler, which reports its calls to it.
 """
 
 from __future__ import annotations
@@ -24,15 +22,12 @@ from amptune.runtime.scaler import PolicyScaler, scaler_for
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from torch import nn
 
     from amptune.policy.findings import Finding
     from amptune.policy.settings import Policy
 
-
 __all__ = ["UPDATES_BETWEEN_LOOKS", "WATCHED_STEPS", "Guard", "WatchedScaler"]
-
 
 # Steps of the optimizer that steps most often.
 WATCHED_STEPS = 20

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from amptune.runtime.class_swap import Precision
     from amptune.runtime.module_precision import Selected
 
-
 __all__ = ["NOT_FOR_FSDP2", "HalfTraining"]
 
 NOT_FOR_FSDP2 = (

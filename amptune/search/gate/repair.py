@@ -1,7 +1,4 @@
-"""Finds the few modules that must stay in FP32 for a policy to pass the numerics gate.
-
-Group testing: finds the few of many modules that must stay in FP32, in few measurements.
-"""
+"""Finds the few modules that must stay in FP32 for a policy to pass the numerics gate, by group testing."""
 
 from __future__ import annotations
 
@@ -16,13 +13,7 @@ from amptune.policy.settings import Fp32Rule, Policy, Reason
 from amptune.search.gate.judge import Judge, OutOfTimeError
 from amptune.search.space.module_rules import general_rules
 
-__all__ = [
-    "Cure",
-    "cure_of",
-    "smallest_cure",
-    "traces_of",
-]
-
+__all__ = ["Cure", "cure_of", "smallest_cure", "traces_of"]
 
 # A trace shows only the first module that breaks; the next one shows once that is in FP32. This many are followed.
 MOST_SUSPECTS = 4

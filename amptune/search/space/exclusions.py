@@ -4,8 +4,6 @@ If the modules were timed, they are ordered by the ms that keeping them in FP32 
 read off the model and ordered by arithmetic intensity: half precision pays if a module does much arithmetic per
 element that autocast has to cast for it (a roofline's x axis).
 
-Estimates the time saved by keeping modules in FP32, from each module's own time and the casts between them. Pure.
-
 A module passes on the dtype of its input or has one of its own. Under autocast a matrix product returns half for any
 input, a ReLU returns its input's dtype, and a module kept in FP32 returns FP32. The dtype that reaches a module, and
 the casts for it, therefore follow from the modules before it. Neighbours both kept in FP32 need no cast between them.
@@ -32,7 +30,6 @@ __all__ = [
     "ladder_by_time",
     "savings_in_order",
 ]
-
 
 Rules = tuple[Fp32Rule, ...]
 

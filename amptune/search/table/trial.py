@@ -1,7 +1,4 @@
-"""A trial: one policy and its outcome.
-
-The error to raise if the baseline failed: without a baseline there is nothing to compare with.
-"""
+"""A trial: one policy and its outcome; and the error to raise if the baseline's trial failed."""
 
 from __future__ import annotations
 
@@ -12,13 +9,7 @@ from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.settings import Policy
 from amptune.search.table.objective import Objective
 
-__all__ = [
-    "TRIAL_NOISE",
-    "Trial",
-    "error_of_baseline",
-    "noise_of",
-]
-
+__all__ = ["TRIAL_NOISE", "Trial", "error_of_baseline", "noise_of"]
 
 # Two short trials do not show a smaller difference: drift alone reached 13 % within 45 s. On a GPU a peak is equal in
 # every trial except for the allocator's rounding; on a CPU not quite.

@@ -1,6 +1,6 @@
 """Layers that several of the bundled networks share.
 
-Multi-head self-attention (Vaswani et al., 2017, arXiv:1706.03762), shared by BERT and GPT-2.
+BERT and GPT-2 share multi-head self-attention (Vaswani et al., 2017, arXiv:1706.03762).
 """
 
 from __future__ import annotations
@@ -11,15 +11,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = [
-    "SelfAttention",
-    "conv",
-    "conv_bn",
-    "conv_bn_relu",
-    "he_normal",
-    "named",
-]
-
+__all__ = ["SelfAttention", "conv", "conv_bn", "conv_bn_relu", "he_normal", "named"]
 
 Network = TypeVar("Network", bound=nn.Module)
 

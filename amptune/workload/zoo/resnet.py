@@ -1,10 +1,8 @@
-"""ResNet (He et al., 2015, arXiv:1512.03385), in its v1.5 form: a bottleneck has its stride in the 3x3 convolution.
+"""ResNet (He et al., 2015, arXiv:1512.03385), and SE-ResNeXt, which is built of the same blocks.
 
-The v1.5 form is that of Goyal et al., 2017 (arXiv:1706.02677).
-
-SE-ResNeXt-50 32x4d on CIFAR-10's image size: grouped convolutions, and a computed gate for each channel.
-
-Xie et al., 2016 (arXiv:1611.05431) and Hu et al., 2017 (arXiv:1709.01507).
+ResNet is in its v1.5 form (Goyal et al., 2017, arXiv:1706.02677): a bottleneck has its stride in the 3x3 convolution.
+SE-ResNeXt-50 32x4d, on CIFAR-10's image size, has grouped convolutions and a computed gate for each channel
+(Xie et al., 2016, arXiv:1611.05431; Hu et al., 2017, arXiv:1709.01507).
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ __all__ = [
     "seresnext50",
     "stages",
 ]
-
 
 # block(inputs, width, *, stride=1, dilation=1)
 Block = Callable[..., "Residual"]
