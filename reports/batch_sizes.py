@@ -10,8 +10,9 @@ device for itself, one after the other; or with --memory that many GiB of it, wh
 four at the same time (what is found is a size and not a speed). Then sizes between the largest that ran for anyone and
 the smallest above it that did not are tried in fresh processes, until the two are within 1 %. A try is three training
 steps, with the workload's own model, loss and optimizer. Every try counts, and so does every one that went out of
-memory: each is written down before it begins. --limit is in seconds, for each workload and setting; a finder that is stopped by it is
-shown with what it had. --finders names those that are to run. Seconds are those of the whole process, with its start.
+memory: each is written down before it begins. --limit is in seconds, for each workload and setting; a finder that is
+stopped by it is shown with what it had. --finders names those that are to run. Seconds are those of the whole
+process, with its start.
 
 Data is made the same cheap way for all, or drawing it would take longest: 16 samples, repeated. For amptune this is
 done on the host, as its worker copies batches from there, three of them; for the others on the device, one.

@@ -35,7 +35,7 @@ from amptune.search.decide.comparison import Comparison
 from amptune.search.pipeline import tune
 from amptune.search.plan.budget import Budget
 from amptune.search.table.ratio import Round
-from amptune.search.table.verdict import Standing, standings_of
+from amptune.search.table.verdict import Contender, contenders_of
 from amptune.workload.zoo import NAMES
 
 FINALS_S = 45.0
@@ -44,7 +44,7 @@ HOPELESS = 2.5
 
 
 @dataclass(frozen=True)
-class Contender:
+class Column:
     """One column of the table."""
 
     name: str
@@ -84,11 +84,11 @@ def report(name: str, out: Path, budget_s: float, device: str | None, reuse: Pat
         try:
             prepared = evaluator.prepare(300.0)
             grid = earlier_grid(name, reuse) if reuse else measure_grid(evaluator, prepared, decision.policy.batch_size)
-            contenders = contenders_of(decision.policy, grid)
+            columns = columns_of(decision.policy, grid)
             comparison = Comparison(
                 evaluator=evaluator,
-                policies=tuple(dict.fromkeys(contender.policy for contender in contenders)),
-                baseline=contenders[0].policy,
+                policies=tuple(dict.fromkeys(column.policy for column in columns)),
+                baseline=columns[0].policy,
                 budget=Budget(seconds=FINALS_S),
                 stage="finals",
                 observer=observer,
@@ -108,7 +108,7 @@ def report(name: str, out: Path, budget_s: float, device: str | None, reuse: Pat
         "trials": [_row(trial.policy, trial.outcome, seconds=trial.seconds) for trial in decision.trials],
         "grid": [_row(policy, outcome) for policy, outcome in grid.items()],
         "finals": [[_row(policy, outcome) for policy, outcome in one.outcomes.items()] for one in rounds],
-        "contenders": [_contender(contender, rounds, contenders[0].policy) for contender in contenders],
+        "contenders": [_contender(column, rounds, columns[0].policy) for column in columns],
     }
     (out / f"{name}.json").write_text(json.dumps(data, indent=1) + os.linesep)
 
@@ -148,19 +148,19 @@ def _without(row: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name != key}
 
 
-def contenders_of(tuned: Policy, grid: dict[Policy, Outcome]) -> list[Contender]:
+def columns_of(tuned: Policy, grid: dict[Policy, Outcome]) -> list[Column]:
     """The columns of the table. The grid's three fastest go in, since one measurement does not say which is best."""
     batch_size = tuned.batch_size
     alive = {policy: outcome for policy, outcome in grid.items() if isinstance(outcome, Measurement)}
     fastest = sorted(alive, key=lambda policy: alive[policy].median_ms)[:3]
     return [
-        Contender("stock", replace(STOCK, batch_size=batch_size)),
-        Contender("fp32 (ieee)", Policy(fp32_math="ieee", batch_size=batch_size)),
-        Contender("tf32", Policy(fp32_math="tf32", batch_size=batch_size)),
-        Contender("amp fp16", amp_recipe("fp16", batch_size=batch_size)),
-        Contender("amp bf16", amp_recipe("bf16", batch_size=batch_size)),
-        *(Contender(f"grid {i + 1}", policy) for i, policy in enumerate(fastest)),
-        Contender("tuned", tuned),
+        Column("stock", replace(STOCK, batch_size=batch_size)),
+        Column("fp32 (ieee)", Policy(fp32_math="ieee", batch_size=batch_size)),
+        Column("tf32", Policy(fp32_math="tf32", batch_size=batch_size)),
+        Column("amp fp16", amp_recipe("fp16", batch_size=batch_size)),
+        Column("amp bf16", amp_recipe("bf16", batch_size=batch_size)),
+        *(Column(f"grid {i + 1}", policy) for i, policy in enumerate(fastest)),
+        Column("tuned", tuned),
     ]
 
 
@@ -190,18 +190,18 @@ def _line(report: dict[str, Any], columns: Sequence[str]) -> str:
     )
 
 
-def _contender(contender: Contender, rounds: Sequence[Round], baseline: Policy) -> dict[str, Any]:
-    standing: Standing = next(s for s in standings_of(rounds, baseline) if s.policy == contender.policy)
-    ratio = standing.vs_baseline
+def _contender(column: Column, rounds: Sequence[Round], baseline: Policy) -> dict[str, Any]:
+    contender: Contender = next(s for s in contenders_of(rounds, baseline) if s.policy == column.policy)
+    ratio = contender.vs_baseline
     return {
-        "name": contender.name,
-        "words": str(replace(contender.policy, batch_size=None)),
-        "policy": policy_to_dict(contender.policy),
-        "step_ms": standing.step_ms,
-        "step_ms_ci95": standing.step_ms_ci95,
-        "peak_memory_mib": standing.peak_memory_mib,
+        "name": column.name,
+        "words": str(replace(column.policy, batch_size=None)),
+        "policy": policy_to_dict(column.policy),
+        "step_ms": contender.step_ms,
+        "step_ms_ci95": contender.step_ms_ci95,
+        "peak_memory_mib": contender.peak_memory_mib,
         "vs_stock": ratio and [ratio.value, ratio.low, ratio.high],
-        "failure": str(standing.failure) if standing.failure else None,
+        "failure": str(contender.failure) if contender.failure else None,
     }
 
 

@@ -56,7 +56,7 @@ from amptune.search.events import (
 from amptune.search.pipeline import tune
 from amptune.search.plan.budget import Budget
 from amptune.search.table.ratio import Ratio, Round, ratio_between
-from amptune.search.table.verdict import standings_of
+from amptune.search.table.verdict import contenders_of
 from amptune.workload.zoo import NAMES
 
 if TYPE_CHECKING:
@@ -273,8 +273,8 @@ def compared(
     """
     if oracle is None:
         raise AmptuneError(f"there is no oracle to compare with: python reports/oracle.py {name}")
-    contenders = contenders_of(data, oracle)
-    policies = list(dict.fromkeys(contenders.values()))
+    named = named_policies(data, oracle)
+    policies = list(dict.fromkeys(named.values()))
     finals_s = min(arguments.finals, limit.left_s - first_compile_s(policies, oracle.rows) - COMPARISON_MORE_S)
     if finals_s < SHORTEST_FINALS_S:
         return None
@@ -300,14 +300,14 @@ def compared(
             stage="finals",
             observer=progress,
             seed=SEED,
-            kept=frozenset(p for contender, p in contenders.items() if not contender.startswith("amp ")),
+            kept=frozenset(p for contender, p in named.items() if not contender.startswith("amp ")),
             tried=tried,
         )
         rounds = list(comparison.rounds())
     return {
         "machine": machine,
         "finals_s": round(finals_s, 1),
-        "contenders": {contender: policy_to_dict(policy) for contender, policy in contenders.items()},
+        "contenders": {contender: policy_to_dict(policy) for contender, policy in named.items()},
         "rounds": [{"launch": one.launch, "rows": [_line(p, o) for p, o in one.outcomes.items()]} for one in rounds],
     }
 
@@ -324,15 +324,15 @@ def first_compile_s(policies: Sequence[Policy], rows: Sequence[Row]) -> float:
     return sum(seconds.get(mode, UNKNOWN_COMPILE_S) for mode in modes)
 
 
-def contenders_of(data: Mapping[str, Any], oracle: Oracle) -> dict[str, Policy]:
+def named_policies(data: Mapping[str, Any], oracle: Oracle) -> dict[str, Policy]:
     """Who is compared, by name; several names may be of one policy."""
-    contenders = {"stock": STOCK, "amp bf16": amp_recipe("bf16"), "amp fp16": amp_recipe("fp16")}
-    contenders["amptune"] = policy_from_dict(data["amptune"]["policy"])
+    named = {"stock": STOCK, "amp bf16": amp_recipe("bf16"), "amp fp16": amp_recipe("fp16")}
+    named["amptune"] = policy_from_dict(data["amptune"]["policy"])
     chosen = data["autotune"].get("config")
     if chosen is not None:
-        contenders["pytorch-autotune"] = policy_of_autotune(chosen, fused=data["autotune"]["fused"])
+        named["pytorch-autotune"] = policy_of_autotune(chosen, fused=data["autotune"]["fused"])
     fastest = oracle.fastest(ORACLE_ROWS)
-    return contenders | {f"oracle {place}": row.policy for place, row in enumerate(fastest, start=1)}
+    return named | {f"oracle {place}": row.policy for place, row in enumerate(fastest, start=1)}
 
 
 def policy_of_autotune(config: Mapping[str, Any], *, fused: bool) -> Policy:
@@ -480,8 +480,8 @@ def summary_of(data: Mapping[str, Any], oracle: Oracle) -> Summary:
     """The figures behind the raw samples."""
     names = {name: policy_from_dict(policy) for name, policy in data["comparison"]["contenders"].items()}
     rounds = [_round(one) for one in data["comparison"]["rounds"]]
-    standings = {standing.policy: standing for standing in standings_of(rounds, STOCK)}
-    ms = {name: standings[policy].step_ms if policy in standings else None for name, policy in names.items()}
+    contenders = {contender.policy: contender for contender in contenders_of(rounds, STOCK)}
+    ms = {name: contenders[policy].step_ms if policy in contenders else None for name, policy in names.items()}
     own, autotune = names["amptune"], data["autotune"]
     best = _fastest(ms, "oracle")
     recipe = _fastest(ms, "amp ")

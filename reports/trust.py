@@ -49,7 +49,7 @@ from amptune.search.decide.samples import FILE_NAME, from_line
 from amptune.search.events import ContenderMeasured
 from amptune.search.plan.budget import Budget
 from amptune.search.table.ratio import ENOUGH_LAUNCHES, Ratio, Round, launches_of, ratio_between
-from amptune.search.table.verdict import standings_of
+from amptune.search.table.verdict import contenders_of
 from amptune.workload.zoo import NAMES, workload
 
 PREPARE_LIMIT_S = 300.0
@@ -180,7 +180,7 @@ def regret(name: str, place: Place, seconds: float, grid_best: int) -> dict[str,
     with comparing(name, place) as evaluator, progress_for(sys.stderr) as observer:
         prepared = evaluator.prepare(PREPARE_LIMIT_S)
         stock = replace(STOCK, batch_size=prepared.subject.batch_size)
-        names = contenders(name, stock, place, grid_best)
+        names = named_policies(name, stock, place, grid_best)
         budget = Budget(seconds=seconds)
         comparison = Comparison(
             evaluator=evaluator,
@@ -192,8 +192,8 @@ def regret(name: str, place: Place, seconds: float, grid_best: int) -> dict[str,
             seed=seed,
         )
         rounds = tuple(comparison.rounds())
-    standings = standings_of(rounds, stock)
-    best = standings[0].policy
+    contenders = contenders_of(rounds, stock)
+    best = contenders[0].policy
     hardware = prepared.hardware
     return {
         "workload": name,
@@ -205,21 +205,21 @@ def regret(name: str, place: Place, seconds: float, grid_best: int) -> dict[str,
         "launches": launches_of(rounds),
         "contenders": [
             {
-                "names": names[standing.policy],
-                "words": _words(standing.policy),
-                "policy": policy_to_dict(standing.policy),
-                "step_ms": standing.step_ms,
-                "vs_stock": standing.vs_baseline and numbers(standing.vs_baseline),
-                "best_over_this": numbers(ratio_between(rounds, best, standing.policy)),
-                "failure": str(standing.failure) if standing.failure else None,
+                "names": names[contender.policy],
+                "words": _words(contender.policy),
+                "policy": policy_to_dict(contender.policy),
+                "step_ms": contender.step_ms,
+                "vs_stock": contender.vs_baseline and numbers(contender.vs_baseline),
+                "best_over_this": numbers(ratio_between(rounds, best, contender.policy)),
+                "failure": str(contender.failure) if contender.failure else None,
             }
-            for standing in standings
+            for contender in contenders
         ],
         "comparison": comparison_of(blocks_of(rounds)),
     }
 
 
-def contenders(name: str, stock: Policy, place: Place, grid_best: int) -> dict[Policy, list[str]]:
+def named_policies(name: str, stock: Policy, place: Place, grid_best: int) -> dict[Policy, list[str]]:
     """Who is compared, and under which names: stock, what the tunings found, the fastest of the grid."""
     names: dict[Policy, list[str]] = defaultdict(list)
     names[stock].append("stock")

@@ -12,7 +12,7 @@ import click
 from amptune.cli.options import json_option, objective_options, print_json
 
 if TYPE_CHECKING:
-    from amptune.search.decide.study_report import Answer
+    from amptune.search.decide.study_report import StudyReport
 
 __all__ = ["report_command"]
 
@@ -33,20 +33,20 @@ def report_command(
     """
     from amptune.policy.file_io import require_writable
     from amptune.report.page import page_of
-    from amptune.report.terminal import print_answer
+    from amptune.report.terminal import print_study_report
     from amptune.search.decide.study_report import findings_of
 
     if output is not None:
         require_writable(output)
-    answer = _answer(study, name, objective, least_speed)
+    study_report = _answer(study, name, objective, least_speed)
     if output is not None:
-        write_page(page_of(answer, findings_of(answer)), output)
+        write_page(page_of(study_report, findings_of(study_report)), output)
     if as_json:
-        print_json("amptune.report/1", {"output": output, **_as_data(answer)})
+        print_json("amptune.report/1", {"output": output, **_as_data(study_report)})
     elif output is not None:
-        click.echo(f"wrote {output}: {answer.sentence}")
+        click.echo(f"wrote {output}: {study_report.sentence}")
     else:
-        print_answer(answer, sys.stdout)
+        print_study_report(study_report, sys.stdout)
 
 
 def write_page(page: str, output: str) -> None:
@@ -59,9 +59,9 @@ def write_page(page: str, output: str) -> None:
         raise OutputError(f"the report cannot be written to {output}: {error}") from error
 
 
-def _answer(study: str, name: str | None, objective: str | None, least_speed: float | None) -> Answer:
+def _answer(study: str, name: str | None, objective: str | None, least_speed: float | None) -> StudyReport:
     from amptune.search.decide.samples import read_comparisons
-    from amptune.search.decide.study_report import answer_of
+    from amptune.search.decide.study_report import study_report_of
     from amptune.search.sampler.storage import recall
     from amptune.search.table.objective import objective_of
 
@@ -70,7 +70,7 @@ def _answer(study: str, name: str | None, objective: str | None, least_speed: fl
     last = record.last.objective
     asked = objective_of(objective or last.name, least_speed) if objective or least_speed is not None else last
     folder = where if isinstance(where, Path) else Path(record.last.folder)
-    return answer_of(record, read_comparisons(folder, [tuning.run for tuning in record.tunings]), asked)
+    return study_report_of(record, read_comparisons(folder, [tuning.run for tuning in record.tunings]), asked)
 
 
 def _place(study: str) -> Path | str:
@@ -83,26 +83,26 @@ def _place(study: str) -> Path | str:
     return own if own.is_dir() and not Path(study).is_dir() else Path(study)
 
 
-def _as_data(answer: Answer) -> dict[str, Any]:
+def _as_data(study_report: StudyReport) -> dict[str, Any]:
     from amptune.policy.serialization import policy_to_dict
     from amptune.search.decide.study_report import command_of, findings_of
 
-    choice, record = answer.choice, answer.record
+    choice, record = study_report.decision, study_report.record
     return {
         "study": record.name,
         "workload": record.last.workload,
         "hardware": record.last.hardware,
-        "objective": answer.objective.name,
-        "least_speed": answer.objective.least_speed if answer.objective.needs_speed else None,
+        "objective": study_report.objective.name,
+        "least_speed": study_report.objective.least_speed if study_report.objective.needs_speed else None,
         "policy": policy_to_dict(choice.policy),
         "gain": choice.gain.value,
         "gain_ci95": [choice.gain.low, choice.gain.high],
         "speedup": choice.speedup.value,
         "speedup_ci95": [choice.speedup.low, choice.speedup.high],
         "basis": choice.basis,
-        "pareto": [point.as_dict() for point in answer.front],
+        "pareto": [point.as_dict() for point in study_report.front],
         "trials": len(record.trials),
-        "failures": dict(Counter(failure.kind for _, failure in answer.failures)),
-        "command": command_of(answer),
-        "findings": [finding.as_dict() for finding in findings_of(answer)],
+        "failures": dict(Counter(failure.kind for _, failure in study_report.failures)),
+        "command": command_of(study_report),
+        "findings": [finding.as_dict() for finding in findings_of(study_report)],
     }

@@ -194,13 +194,15 @@ def _report(decision: Decision, request: TuningRequest, output: str | None) -> N
     from amptune.cli.report import write_page
     from amptune.report.page import page_of
     from amptune.search.decide.samples import read_comparisons
-    from amptune.search.decide.study_report import answer_of, choice_of
+    from amptune.search.decide.study_report import decision_record_of, study_report_of
     from amptune.search.sampler.storage import recall
 
     record = recall(request.study, run=request.run)
     comparisons = read_comparisons(request.folder, [tuning.run for tuning in record.tunings])
-    answer = replace(answer_of(record, comparisons, decision.objective), choice=choice_of(decision))
-    write_page(page_of(answer, decision.findings), output)
+    study_report = replace(
+        study_report_of(record, comparisons, decision.objective), decision=decision_record_of(decision)
+    )
+    write_page(page_of(study_report, decision.findings), output)
     click.echo(f"report written to {output}", err=True)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-__all__ = ["Axis", "Kind", "Mark", "axis_for", "scatter"]
+__all__ = ["Axis", "ChartMark", "Kind", "axis_for", "scatter"]
 
 Kind = Literal["trial", "front", "rejected", "recipe", "baseline", "winner"]
 
@@ -25,7 +25,7 @@ ORDER: tuple[Kind, ...] = ("trial", "rejected", "front", "recipe", "baseline", "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class ChartMark:
     """A point of the chart; `title` is shown when the mouse is on the point, `label` beside it."""
 
     x: float
@@ -70,7 +70,7 @@ def axis_for(label: str, values: Sequence[float], start: float, end: float) -> A
     return Axis(label=label, low=low, high=high, start=start, end=end, step=_round_step((high - low) / TICKS))
 
 
-def scatter(marks: Sequence[Mark], x_label: str, y_label: str) -> str:
+def scatter(marks: Sequence[ChartMark], x_label: str, y_label: str) -> str:
     """Returns the chart; up and left is better, and a staircase joins the marks that no other mark beats."""
     x = axis_for(x_label, [mark.x for mark in marks], LEFT, WIDTH - RIGHT)
     y = axis_for(y_label, [mark.y for mark in marks], HEIGHT - BOTTOM, TOP)
@@ -104,7 +104,7 @@ def _grid(x: Axis, y: Axis) -> Iterator[str]:
     )
 
 
-def _frontier(marks: Sequence[Mark], x: Axis, y: Axis) -> str:
+def _frontier(marks: Sequence[ChartMark], x: Axis, y: Axis) -> str:
     """Returns a staircase along the marks that no other beats; no accepted mark is left of it or above it."""
     best = -math.inf
     corners: list[tuple[float, float]] = []
@@ -120,7 +120,7 @@ def _frontier(marks: Sequence[Mark], x: Axis, y: Axis) -> str:
     return f'<polyline class="frontier" points="{points}"/>'
 
 
-def _drawn(mark: Mark, x: Axis, y: Axis) -> str:
+def _drawn(mark: ChartMark, x: Axis, y: Axis) -> str:
     at, up = x.place(mark.x), y.place(mark.y)
     return f'<g class="{mark.kind}"><title>{escape(mark.title)}</title>{_shape(mark.kind, at, up)}</g>'
 
@@ -142,7 +142,7 @@ def _shape(kind: Kind, x: float, y: float) -> str:
             return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>'
 
 
-def _labels(marks: Sequence[Mark], x: Axis, y: Axis) -> Iterator[str]:
+def _labels(marks: Sequence[ChartMark], x: Axis, y: Axis) -> Iterator[str]:
     """Yields labels beside their marks, on a side with room; a label that would cover another moves below it."""
     taken: list[tuple[float, float, float]] = []
     for mark in sorted(marks, key=lambda mark: y.place(mark.y)):

@@ -11,7 +11,7 @@ from amptune.errors import ClaimError, ObjectiveError
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.serialization import in_one_line
 from amptune.policy.settings import Fp32Rule, Policy
-from amptune.search.decide.pareto import Point, best_point
+from amptune.search.decide.pareto import ParetoPoint, best_point
 from amptune.search.table.gains import FIGURES, aim_of, goal_of
 from amptune.search.table.objective import Objective
 
@@ -49,7 +49,7 @@ def explain(policy_file: PolicyFile) -> tuple[str, ...]:
         return (*_settings(policy_file.policy), *_evidence(policy_file.evidence), *_validity(policy_file.valid_for))
 
 
-def explain_for(policy_file: PolicyFile, objective: Objective) -> tuple[Point | None, tuple[str, ...]]:
+def explain_for(policy_file: PolicyFile, objective: Objective) -> tuple[ParetoPoint | None, tuple[str, ...]]:
     """Returns the best policy on record for an objective, and sentences on what that policy costs.
 
     The policy is None if no policy on record is fast enough. Raises `ClaimError` if the file lacks the figures.
@@ -81,9 +81,9 @@ def _baseline_of(evidence: Mapping[str, Any]) -> Mapping[str, Any]:
     return trial
 
 
-def _points(evidence: Mapping[str, Any]) -> list[Point]:
+def _points(evidence: Mapping[str, Any]) -> list[ParetoPoint]:
     with _readable("evidence.pareto"):
-        return [Point.from_dict(data) for data in evidence.get("pareto", ())]
+        return [ParetoPoint.from_dict(data) for data in evidence.get("pareto", ())]
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def _readable(what: str) -> Iterator[None]:
         raise ClaimError(f"{what} is not what `amptune tune` writes: {in_one_line(error)}") from error
 
 
-def _costs(chosen: Point, policy_file: PolicyFile) -> Iterator[str]:
+def _costs(chosen: ParetoPoint, policy_file: PolicyFile) -> Iterator[str]:
     """Yields the figures of a point, compared with the baseline's and with those of the file's policy."""
     evidence: Any = policy_file.evidence
     own_point = next((point for point in _points(evidence) if _same(point.policy, policy_file.policy)), None)

@@ -12,14 +12,14 @@ from itertools import chain, repeat
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy, amp_recipe
-from amptune.report.chart import Kind, Mark, scatter
-from amptune.search.decide.pareto import Point, front_of
-from amptune.search.decide.study_report import Answer, command_of
+from amptune.report.chart import ChartMark, Kind, scatter
+from amptune.search.decide.pareto import ParetoPoint, front_of
+from amptune.search.decide.study_report import StudyReport, command_of
 from amptune.search.table.ablation import Ablated
 from amptune.search.table.gains import FIGURES
 from amptune.search.table.ratio import Ratio
 from amptune.search.table.trial import Trial
-from amptune.search.table.verdict import Standing
+from amptune.search.table.verdict import Contender
 
 __all__ = ["page_of"]
 
@@ -27,9 +27,9 @@ _ROLES = {"winner": "answer", "baseline": "baseline", "recipe": "AMP recipe"}
 Rows = Iterable[Sequence[str]]
 
 
-def page_of(answer: Answer, findings: Sequence[Finding]) -> str:
+def page_of(study_report: StudyReport, findings: Sequence[Finding]) -> str:
     """Returns the page, from the answer down to the single trials. All text is escaped."""
-    last = answer.record.last
+    last = study_report.record.last
     title = f"{last.workload} on {last.hardware}"
     style = (files("amptune.report") / "page.css").read_text(encoding="utf-8")
     return "\n".join(
@@ -37,131 +37,137 @@ def page_of(answer: Answer, findings: Sequence[Finding]) -> str:
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>",
-            *_sections(answer, findings, title),
+            *_sections(study_report, findings, title),
             "</main>\n</body>\n</html>\n",
         ]
     )
 
 
-def _sections(answer: Answer, findings: Sequence[Finding], title: str) -> Iterator[str]:
-    yield from _heading(answer, title)
-    if answer.standings:
-        yield _section("Compared in turn, in processes of their own", _finalists(answer))
-    yield from _charts(answer)
-    if answer.ablation:
-        yield _section("What each setting buys", _settings(answer))
+def _sections(study_report: StudyReport, findings: Sequence[Finding], title: str) -> Iterator[str]:
+    yield from _heading(study_report, title)
+    if study_report.contenders:
+        yield _section("Compared in turn, in processes of their own", _finalists(study_report))
+    yield from _charts(study_report)
+    if study_report.ablation:
+        yield _section("What each setting buys", _settings(study_report))
     if findings:
         yield _section("Findings", _list(map(str, findings)))
-    yield _section(f"All {len(answer.record.trials)} trials", _trials(answer))
-    if answer.failures:
-        yield _section("Failures", _failures(answer))
+    yield _section(f"All {len(study_report.record.trials)} trials", _trials(study_report))
+    if study_report.failures:
+        yield _section("Failures", _failures(study_report))
 
 
-def _heading(answer: Answer, title: str) -> Iterator[str]:
-    last = answer.record.last
-    state = "proven" if answer.is_proven else "unproven"
-    badge = "nothing better" if answer.keeps_the_baseline else "proven" if answer.is_proven else "not proven yet"
-    yield f'<header>\n<p class="eyebrow">amptune · {escape(answer.objective.name)}</p>\n<h1>{escape(title)}</h1>'
-    yield f'<div class="answer {state}">\n<p class="sentence">{escape(answer.sentence)}</p>'
-    yield f'<p><span class="badge">{badge}</span> {escape(answer.grounds)}</p>'
-    if not answer.is_proven:
-        yield f"<p>To prove or refute it:</p>\n<pre>{escape(command_of(answer))}</pre>"
+def _heading(study_report: StudyReport, title: str) -> Iterator[str]:
+    last = study_report.record.last
+    state = "proven" if study_report.is_proven else "unproven"
+    badge = (
+        "nothing better"
+        if study_report.keeps_the_baseline
+        else "proven"
+        if study_report.is_proven
+        else "not proven yet"
+    )
+    yield f'<header>\n<p class="eyebrow">amptune · {escape(study_report.objective.name)}</p>\n<h1>{escape(title)}</h1>'
+    yield f'<div class="answer {state}">\n<p class="sentence">{escape(study_report.sentence)}</p>'
+    yield f'<p><span class="badge">{badge}</span> {escape(study_report.grounds)}</p>'
+    if not study_report.is_proven:
+        yield f"<p>To prove or refute it:</p>\n<pre>{escape(command_of(study_report))}</pre>"
     began = last.began[:16].replace("T", " ")
     yield f'</div>\n<p class="small">batch size {escape(str(last.batch_size))} · '
     yield f"baseline {escape(str(last.baseline))} · "
-    yield f"study {escape(answer.record.name)} · last tuned {escape(began)} UTC</p>\n</header>"
+    yield f"study {escape(study_report.record.name)} · last tuned {escape(began)} UTC</p>\n</header>"
 
 
-def _finalists(answer: Answer) -> str:
-    used = answer.objective.name != "throughput"
+def _finalists(study_report: StudyReport) -> str:
+    used = study_report.objective.name != "throughput"
     headings = ["", "policy", "samples/s", "ms/step", "peak MiB", "J/sample", "speed vs. baseline", "95 %"]
-    headings += [f"{FIGURES[answer.objective.name]} vs. baseline", "95 %"] if used else []
-    recipe = _recipe_of(answer)
-    kinds = [_kind_of(answer, standing.policy, recipe)[0] for standing in answer.standings]
-    cells = (_standing(standing, used=used) for standing in answer.standings)
+    headings += [f"{FIGURES[study_report.objective.name]} vs. baseline", "95 %"] if used else []
+    recipe = _recipe_of(study_report)
+    kinds = [_kind_of(study_report, contender.policy, recipe)[0] for contender in study_report.contenders]
+    cells = (_standing(contender, used=used) for contender in study_report.contenders)
     return _table(headings, ([_ROLES.get(kind, ""), *row] for kind, row in zip(kinds, cells, strict=True)), kinds)
 
 
-def _standing(standing: Standing, *, used: bool) -> list[str]:
-    policy = str(standing.policy)
-    if standing.failure is not None:
-        return [policy, standing.failure.kind]
-    gain = standing.gain.inverse if standing.gain is not None and standing.merit else None
-    slow = " (too slow)" if standing.too_slow else ""
+def _standing(contender: Contender, *, used: bool) -> list[str]:
+    policy = str(contender.policy)
+    if contender.failure is not None:
+        return [policy, contender.failure.kind]
+    gain = contender.gain.inverse if contender.gain is not None and contender.merit else None
+    slow = " (too slow)" if contender.too_slow else ""
     own = [_value(gain), _interval(gain)] if used else []
     return [
         policy,
-        _number(standing.samples_per_s),
-        _number(standing.step_ms),
-        _number(standing.peak_memory_mib),
-        _number(standing.energy_j_per_sample),
-        _value(standing.vs_baseline) + slow,
-        _interval(standing.vs_baseline),
+        _number(contender.samples_per_s),
+        _number(contender.step_ms),
+        _number(contender.peak_memory_mib),
+        _number(contender.energy_j_per_sample),
+        _value(contender.vs_baseline) + slow,
+        _interval(contender.vs_baseline),
         *own,
     ]
 
 
-def _charts(answer: Answer) -> Iterator[str]:
+def _charts(study_report: StudyReport) -> Iterator[str]:
     """Yields charts of throughput over peak memory, and over energy if it was measured."""
-    memory = [(point, point.peak_memory_mib) for point in _plotted(answer)]
-    yield _section("Throughput and peak memory", _chart(answer, memory, "peak memory, MiB") + _KEY)
-    energy = [(p, p.energy_j_per_sample) for p in _plotted(answer) if p.energy_j_per_sample is not None]
+    memory = [(point, point.peak_memory_mib) for point in _plotted(study_report)]
+    yield _section("Throughput and peak memory", _chart(study_report, memory, "peak memory, MiB") + _KEY)
+    energy = [(p, p.energy_j_per_sample) for p in _plotted(study_report) if p.energy_j_per_sample is not None]
     if energy:
-        yield _section("Throughput and energy", _chart(answer, energy, "energy, J per sample") + _KEY)
+        yield _section("Throughput and energy", _chart(study_report, energy, "energy, J per sample") + _KEY)
 
 
-def _plotted(answer: Answer) -> list[Point]:
+def _plotted(study_report: StudyReport) -> list[ParetoPoint]:
     """Returns all trials that ran, including those the numerics gate rejected."""
     return [
-        Point(
+        ParetoPoint(
             policy=trial.policy,
             samples_per_s=trial.outcome.samples_per_s,
             peak_memory_mib=trial.outcome.peak_allocated_mib,
             energy_j_per_sample=trial.outcome.energy_j_per_sample,
         )
-        for trial in answer.record.trials
+        for trial in study_report.record.trials
         if isinstance(trial.outcome, Measurement)
     ]
 
 
-def _chart(answer: Answer, points: Sequence[tuple[Point, float]], x_label: str) -> str:
-    sound = {point.policy for point in answer.points}
+def _chart(study_report: StudyReport, points: Sequence[tuple[ParetoPoint, float]], x_label: str) -> str:
+    sound = {point.policy for point in study_report.points}
     plane = [replace(p, peak_memory_mib=x, energy_j_per_sample=None) for p, x in points if p.policy in sound]
     front = {point.policy for point in front_of(plane)}
-    recipe = _recipe_of(answer)
+    recipe = _recipe_of(study_report)
     marks = []
     for point, x in points:
-        kind, label = _kind_of(answer, point.policy, recipe)
+        kind, label = _kind_of(study_report, point.policy, recipe)
         if kind == "trial":
             kind = "rejected" if point.policy not in sound else "front" if point.policy in front else "trial"
         title = f"{point.policy}: {point.samples_per_s:,.4g} samples/s, {x:,.4g} {x_label.split(', ')[1]}"
-        marks.append(Mark(x=x, y=point.samples_per_s, kind=kind, title=title, label=label))
+        marks.append(ChartMark(x=x, y=point.samples_per_s, kind=kind, title=title, label=label))
     return f"<figure>\n{scatter(marks, x_label, 'samples per second')}\n</figure>"
 
 
-def _kind_of(answer: Answer, policy: Policy, recipe: Policy | None) -> tuple[Kind, str]:
-    if policy == answer.choice.policy:
-        return "winner", "baseline: keep it" if answer.keeps_the_baseline else f"answer: {_short(policy)}"
-    if policy == answer.baseline.policy:
+def _kind_of(study_report: StudyReport, policy: Policy, recipe: Policy | None) -> tuple[Kind, str]:
+    if policy == study_report.decision.policy:
+        return "winner", "baseline: keep it" if study_report.keeps_the_baseline else f"answer: {_short(policy)}"
+    if policy == study_report.baseline.policy:
         return "baseline", f"baseline: {_short(policy)}"
     if policy == recipe:
         return "recipe", f"AMP recipe: {_short(policy)}"
     return "trial", ""
 
 
-def _recipe_of(answer: Answer) -> Policy | None:
+def _recipe_of(study_report: StudyReport) -> Policy | None:
     """Returns the faster of the AMP recipes that were tried and ran, or None."""
-    size = answer.baseline.policy.batch_size
+    size = study_report.baseline.policy.batch_size
     recipes = [amp_recipe("bf16", batch_size=size), amp_recipe("fp16", batch_size=size)]
-    ran = [point for point in answer.points if point.policy in recipes]
+    ran = [point for point in study_report.points if point.policy in recipes]
     return max(ran, key=lambda point: point.samples_per_s).policy if ran else None
 
 
-def _settings(answer: Answer) -> str:
-    used = answer.objective.name != "throughput"
+def _settings(study_report: StudyReport) -> str:
+    used = study_report.objective.name != "throughput"
     headings = ["setting", "value", "speed with it / without", "95 %"]
-    headings += [f"{FIGURES[answer.objective.name]} with it / without", "95 %"] if used else []
-    return _table(headings, (_bought(one, used=used) for one in answer.ablation))
+    headings += [f"{FIGURES[study_report.objective.name]} with it / without", "95 %"] if used else []
+    return _table(headings, (_bought(one, used=used) for one in study_report.ablation))
 
 
 def _bought(one: Ablated, *, used: bool) -> list[str]:
@@ -170,16 +176,18 @@ def _bought(one: Ablated, *, used: bool) -> list[str]:
     return [one.variant.setting, value, _value(one.speed), _interval(one.speed), *own]
 
 
-def _trials(answer: Answer) -> str:
+def _trials(study_report: StudyReport) -> str:
     """Returns a table of all trials, the best for the objective first, failures last."""
 
     def place(trial: Trial) -> tuple[bool, float]:
         failed = isinstance(trial.outcome, Failure)
-        return failed, 0.0 if isinstance(trial.outcome, Failure) else -(answer.objective.score(trial.outcome) or 0.0)
+        return failed, 0.0 if isinstance(trial.outcome, Failure) else -(
+            study_report.objective.score(trial.outcome) or 0.0
+        )
 
     headings = ["#", "policy", "samples/s", "ms/step", "peak MiB", "J/sample", "numerics"]
-    trials = sorted(answer.record.trials, key=place)
-    return _table(headings, (_trial(trial, _numerics(answer, trial.policy)) for trial in trials))
+    trials = sorted(study_report.record.trials, key=place)
+    return _table(headings, (_trial(trial, _numerics(study_report, trial.policy)) for trial in trials))
 
 
 def _trial(trial: Trial, numerics: str) -> list[str]:
@@ -190,19 +198,20 @@ def _trial(trial: Trial, numerics: str) -> list[str]:
     return [*head, *map(_number, figures), numerics]
 
 
-def _numerics(answer: Answer, policy: Policy) -> str:
+def _numerics(study_report: StudyReport, policy: Policy) -> str:
     """Returns the numerics gate's result for a policy, as text."""
-    judged = answer.record.judgement_of(policy)
-    if answer.record.has_rejected(policy):
+    judged = study_report.record.judgement_of(policy)
+    if study_report.record.has_rejected(policy):
         return "rejected"
     if judged is not None and judged.passes:
         return f"passed, {judged.used:.0%} of what is allowed"
-    return "as FP32" if answer.record.has_passed(policy) else "not judged"
+    return "as FP32" if study_report.record.has_passed(policy) else "not judged"
 
 
-def _failures(answer: Answer) -> str:
+def _failures(study_report: StudyReport) -> str:
     rows = (
-        (failure.kind, str(trial.policy), failure.message, failure.where or "") for trial, failure in answer.failures
+        (failure.kind, str(trial.policy), failure.message, failure.where or "")
+        for trial, failure in study_report.failures
     )
     return _table(["kind", "policy", "message", "where"], rows)
 

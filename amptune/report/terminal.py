@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from amptune.policy.settings import Policy
-from amptune.search.decide.pareto import MOST_POINTS, Point, spread_along
-from amptune.search.decide.study_report import Answer, command_of, findings_of
+from amptune.search.decide.pareto import MOST_POINTS, ParetoPoint, spread_along
+from amptune.search.decide.study_report import StudyReport, command_of, findings_of
 from amptune.search.table.gains import FIGURES
 
 if TYPE_CHECKING:
@@ -21,10 +21,17 @@ if TYPE_CHECKING:
     from amptune.search.diagnosis import Diagnosis
     from amptune.search.table.ablation import Ablated
     from amptune.search.table.objective import Objective
-    from amptune.search.table.verdict import Standing
+    from amptune.search.table.verdict import Contender
     from amptune.search.verification import Verification
 
-__all__ = ["console_for", "print_answer", "print_decision", "print_diagnosis", "print_hardware", "print_verification"]
+__all__ = [
+    "console_for",
+    "print_decision",
+    "print_diagnosis",
+    "print_hardware",
+    "print_study_report",
+    "print_verification",
+]
 
 _WIDTH_ELSEWHERE = 150
 
@@ -102,7 +109,7 @@ def print_hardware(hardware: Hardware, stream: TextIO) -> None:
 def _comparison(decision: Decision) -> Table:
     table = Table(title=f"{decision.subject.name} on {decision.hardware.name}", title_justify="left", box=None)
     shown = _shown(decision)
-    energy = any(standing.energy_j_per_sample is not None for standing in shown)
+    energy = any(contender.energy_j_per_sample is not None for contender in shown)
     objective = decision.objective.name
     own = () if objective == "throughput" else (f"{objective} vs. baseline",)
     headings = (
@@ -118,17 +125,17 @@ def _comparison(decision: Decision) -> Table:
     for heading in headings:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     table.add_column("policy")
-    for standing in shown:
-        cells = _row(standing, _role(standing, decision), energy=energy, used=bool(own))
-        table.add_row(*cells, *("" for _ in range(len(headings) - len(cells))), str(standing.policy))
+    for contender in shown:
+        cells = _row(contender, _role(contender, decision), energy=energy, used=bool(own))
+        table.add_row(*cells, *("" for _ in range(len(headings) - len(cells))), str(contender.policy))
     return table
 
 
-def _shown(decision: Decision) -> list[Standing]:
+def _shown(decision: Decision) -> list[Contender]:
     """Returns the finalists; winner and baseline have the figures of the comparison that supports the claim."""
     claimed = {decision.verdict.winner.policy: decision.verdict.winner, decision.baseline.policy: decision.baseline}
-    others = [standing for standing in decision.finalists if standing.policy not in claimed]
-    return sorted([*claimed.values(), *others], key=lambda standing: standing.place)
+    others = [contender for contender in decision.finalists if contender.policy not in claimed]
+    return sorted([*claimed.values(), *others], key=lambda contender: contender.place)
 
 
 def _bought(ablation: Sequence[Ablated], objective: Objective) -> Table:
@@ -147,33 +154,33 @@ def _bought(ablation: Sequence[Ablated], objective: Objective) -> Table:
     return table
 
 
-def _role(standing: Standing, decision: Decision) -> str:
+def _role(contender: Contender, decision: Decision) -> str:
     roles = []
-    if standing is decision.verdict.winner:
+    if contender is decision.verdict.winner:
         roles.append("winner")
-    if standing.policy == decision.baseline.policy:
+    if contender.policy == decision.baseline.policy:
         roles.append("baseline")
-    elif decision.amp_recipe is not None and standing.policy == decision.amp_recipe.policy:
+    elif decision.amp_recipe is not None and contender.policy == decision.amp_recipe.policy:
         roles.append("AMP recipe")
     return ", ".join(roles)
 
 
-def _row(standing: Standing, role: str, *, energy: bool, used: bool) -> tuple[str, ...]:
+def _row(contender: Contender, role: str, *, energy: bool, used: bool) -> tuple[str, ...]:
     """Returns the cells before the policy's own cell; fewer if the policy failed."""
-    if standing.failure is not None or standing.step_ms is None:
-        return (role, str(standing.failure and standing.failure.kind))
-    interval = standing.step_ms_ci95
-    ratio, joules = standing.vs_baseline, standing.energy_j_per_sample
-    slow = " too slow" if standing.too_slow else ""
+    if contender.failure is not None or contender.step_ms is None:
+        return (role, str(contender.failure and contender.failure.kind))
+    interval = contender.step_ms_ci95
+    ratio, joules = contender.vs_baseline, contender.energy_j_per_sample
+    slow = " too slow" if contender.too_slow else ""
     return (
         role,
-        f"{standing.step_ms:.3f}",
+        f"{contender.step_ms:.3f}",
         "" if interval is None else f"{interval[0]:.3f}-{interval[1]:.3f}",
-        f"{standing.samples_per_s:,.1f}",
-        f"{standing.peak_memory_mib:,.0f}",
+        f"{contender.samples_per_s:,.1f}",
+        f"{contender.peak_memory_mib:,.0f}",
         *((("" if joules is None else f"{joules:.4g}"),) if energy else ()),
         "" if ratio is None else f"{ratio.value:.2f}×{slow}",
-        *((f"{1 / standing.merit:.2f}×" if standing.merit else "",) if used else ()),
+        *((f"{1 / contender.merit:.2f}×" if contender.merit else "",) if used else ()),
     )
 
 
@@ -232,47 +239,47 @@ def console_for(stream: TextIO) -> Console:
     return Console(file=stream, highlight=False, width=width)
 
 
-def print_answer(answer: Answer, stream: TextIO) -> None:
+def print_study_report(study_report: StudyReport, stream: TextIO) -> None:
     """Prints the answer, the Pareto set, the number of failures, and the command that proves the answer."""
-    console, record = console_for(stream), answer.record
+    console, record = console_for(stream), study_report.record
     last = record.last
-    console.print(f"{last.workload} on {last.hardware}, for {answer.objective.name}", style="bold", markup=False)
-    for finding in findings_of(answer):
+    console.print(f"{last.workload} on {last.hardware}, for {study_report.objective.name}", style="bold", markup=False)
+    for finding in findings_of(study_report):
         console.print(f"• {finding}", markup=False)
-    console.print(_front(answer))
-    failures = Counter(failure.kind for _, failure in answer.failures)
+    console.print(_front(study_report))
+    failures = Counter(failure.kind for _, failure in study_report.failures)
     if failures:
         words = ", ".join(f"{count} {kind}" for kind, count in failures.items())
-        console.print(f"\n{len(answer.failures)} of {len(record.trials)} trials failed: {words}", markup=False)
-    console.print(f"\nTo measure it anew: {command_of(answer)}", markup=False)
+        console.print(f"\n{len(study_report.failures)} of {len(record.trials)} trials failed: {words}", markup=False)
+    console.print(f"\nTo measure it anew: {command_of(study_report)}", markup=False)
 
 
-def _front(answer: Answer) -> Table:
+def _front(study_report: StudyReport) -> Table:
     """Returns the Pareto set as a table, with each policy's role."""
-    shown = spread_along(answer.front)
+    shown = spread_along(study_report.front)
     energy = any(point.energy_j_per_sample is not None for point in shown)
-    more = "" if len(shown) == len(answer.front) else f" ({MOST_POINTS} of {len(answer.front)})"
+    more = "" if len(shown) == len(study_report.front) else f" ({MOST_POINTS} of {len(study_report.front)})"
     title = f"\nwhat no policy beats in everything{more}, beside the baseline"
     table = Table(title=title, title_justify="left", box=None)
     for heading in ("", "samples/s", "peak MiB", *(("J/sample",) if energy else ()), "numerics"):
         table.add_column(heading, justify="right" if heading and heading != "numerics" else "left", no_wrap=True)
     table.add_column("policy")
-    for point in _with_the_named(answer, shown):
-        table.add_row(*_study_row(answer, point, energy=energy))
+    for point in _with_the_named(study_report, shown):
+        table.add_row(*_study_row(study_report, point, energy=energy))
     return table
 
 
-def _with_the_named(answer: Answer, shown: Sequence[Point]) -> Iterator[Point]:
+def _with_the_named(study_report: StudyReport, shown: Sequence[ParetoPoint]) -> Iterator[ParetoPoint]:
     """Yields the points, fastest first, plus winner and baseline, which need not be in the Pareto set."""
-    named = {answer.choice.policy, answer.baseline.policy}
-    others = [point for point in answer.points if point.policy in named and point not in shown]
+    named = {study_report.decision.policy, study_report.baseline.policy}
+    others = [point for point in study_report.points if point.policy in named and point not in shown]
     yield from sorted([*shown, *others], key=lambda point: -point.samples_per_s)
 
 
-def _study_row(answer: Answer, point: Point, *, energy: bool) -> tuple[str, ...]:
+def _study_row(study_report: StudyReport, point: ParetoPoint, *, energy: bool) -> tuple[str, ...]:
     joules = point.energy_j_per_sample
     return (
-        role_of(answer, point.policy),
+        role_of(study_report, point.policy),
         f"{point.samples_per_s:,.1f}",
         f"{point.peak_memory_mib:,.0f}",
         *((("" if joules is None else f"{joules:.4g}"),) if energy else ()),
@@ -281,7 +288,7 @@ def _study_row(answer: Answer, point: Point, *, energy: bool) -> tuple[str, ...]
     )
 
 
-def role_of(answer: Answer, policy: Policy) -> str:
+def role_of(study_report: StudyReport, policy: Policy) -> str:
     """Returns a policy's role in an answer, or an empty string."""
-    roles = {answer.choice.policy: "answer", answer.baseline.policy: "baseline"}
-    return "answer: baseline" if answer.keeps_the_baseline and policy in roles else roles.get(policy, "")
+    roles = {study_report.decision.policy: "answer", study_report.baseline.policy: "baseline"}
+    return "answer: baseline" if study_report.keeps_the_baseline and policy in roles else roles.get(policy, "")

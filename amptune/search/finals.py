@@ -13,7 +13,7 @@ from amptune.measure.evaluator import Evaluator
 from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import Policy
 from amptune.search.decide.comparison import Comparison, Enough
-from amptune.search.decide.comparisons import Match, Proof
+from amptune.search.decide.comparisons import CandidateRounds, Comparisons
 from amptune.search.events import Observer
 from amptune.search.plan.budget import Budget
 from amptune.search.plan.compile_costs import cold_s
@@ -33,7 +33,7 @@ NEIGHBOURS = 4
 
 def prove(
     evaluator: Evaluator,
-    proof: Proof,
+    comparisons: Comparisons,
     budget: Budget,
     start_s: float,
     observer: Observer,
@@ -43,7 +43,7 @@ def prove(
 
     `rejects` judges the numerics of a policy that is about to win; the proof's contest then knows the result too.
     """
-    stages = _Stages(evaluator, proof, budget, start_s, observer, rejects)
+    stages = _Stages(evaluator, comparisons, budget, start_s, observer, rejects)
     ablation_s = ABLATION_SHARE * budget.left_s
     stages.finals((1 - FINALS_SHARE) * budget.left_s, ablation_s)
     stages.refine(ablation_s)
@@ -55,7 +55,7 @@ class _Stages:
     """The stages of one proof; each continues from what the earlier ones found."""
 
     evaluator: Evaluator
-    proof: Proof
+    comparisons: Comparisons
     budget: Budget
     start_s: float
     observer: Observer
@@ -68,12 +68,12 @@ class _Stages:
 
         If there is time to refine the winner before `ablation_s` are left, it stops as soon as a winner can be told.
         """
-        contest, before_s = self.proof.contest, self.budget.left_s
+        eligibility, before_s = self.comparisons.eligibility, self.budget.left_s
 
         def enough(rounds: Sequence[Round]) -> bool:
-            if settled(rounds, contest.baseline):
+            if settled(rounds, eligibility.baseline):
                 return True
-            verdict = verdict_of(rounds, contest.baseline, contest.may_win)
+            verdict = verdict_of(rounds, eligibility.baseline, eligibility.may_win)
             if verdict is None or verdict.keeps_the_baseline:
                 return verdict is None
             launches = launches_of(rounds)
@@ -83,21 +83,21 @@ class _Stages:
 
         comparison = Comparison(
             evaluator=self.evaluator,
-            policies=contest.finalists,
-            baseline=contest.baseline,
+            policies=eligibility.finalists,
+            baseline=eligibility.baseline,
             budget=self.budget,
             stage="finals",
             observer=self.observer,
-            objective=contest.objective,
-            seed=contest.seed,
-            tried=contest.tried,
-            may_win=contest.may_win,
+            objective=eligibility.objective,
+            seed=eligibility.seed,
+            tried=eligibility.tried,
+            may_win=eligibility.may_win,
             start_s=self.start_s,
             reserve_s=reserve_s,
         )
         for one in comparison.rounds(enough):
-            self.proof.finals.append(one)
-        self.place_s = (before_s - self.budget.left_s) / max(1, places_in(self.proof.finals))
+            self.comparisons.finals.append(one)
+        self.place_s = (before_s - self.budget.left_s) / max(1, places_in(self.comparisons.finals))
 
     def refine(self, reserve_s: float) -> None:
         """Measures policies that may be better beside the winner, and repeats with a better one, while there is time.
@@ -105,20 +105,20 @@ class _Stages:
         First come the finalists that are not beaten, then the policies one step from the winner. If a speed is needed,
         the baseline runs beside them.
         """
-        contest, runners_up = self.proof.contest, self.proof.runners_up
+        eligibility, runners_up = self.comparisons.eligibility, self.comparisons.runners_up
         budget = self.budget.less(reserve_s)
-        seen = {policy for one in self.proof.finals for policy in one.outcomes} - set(runners_up)
+        seen = {policy for one in self.comparisons.finals for policy in one.outcomes} - set(runners_up)
         while (candidate := self._candidate()) is not None:
-            near = dict.fromkeys([*runners_up, *contest.neighbours(candidate)])
-            allowed = (policy for policy in near if policy not in seen and contest.may_refine(policy))
+            near = dict.fromkeys([*runners_up, *eligibility.neighbours(candidate)])
+            allowed = (policy for policy in near if policy not in seen and eligibility.may_refine(policy))
             new = [policy for policy in allowed if self._is_soon_compiled(policy)][:NEIGHBOURS]
-            launch_s = (1 + len(new) + contest.objective.needs_speed) * self.place_s
+            launch_s = (1 + len(new) + eligibility.objective.needs_speed) * self.place_s
             if not new or budget.left_s < ENOUGH_LAUNCHES * launch_s:
                 return
             seen.update(new)
-            match = Match(candidate=candidate)
-            self.proof.refinements.append(match)
-            pacer = (contest.baseline,) if contest.objective.needs_speed else ()
+            match = CandidateRounds(candidate=candidate)
+            self.comparisons.refinements.append(match)
+            pacer = (eligibility.baseline,) if eligibility.objective.needs_speed else ()
             comparison = Comparison(
                 evaluator=self.evaluator,
                 policies=(candidate, *new, *pacer),
@@ -126,50 +126,50 @@ class _Stages:
                 budget=budget,
                 stage="refinement",
                 observer=self.observer,
-                objective=contest.objective,
-                pacer=contest.baseline,
+                objective=eligibility.objective,
+                pacer=eligibility.baseline,
                 kept=pacer,
-                seed=contest.seed - len(self.proof.refinements),
+                seed=eligibility.seed - len(self.comparisons.refinements),
             )
-            for one in comparison.rounds(_enough_refinement(match, contest.baseline)):
+            for one in comparison.rounds(_enough_refinement(match, eligibility.baseline)):
                 match.rounds.append(one)
 
     def ablate(self) -> None:
         """Measures the winner and its variants anew, and repeats this with a variant that is preferred."""
-        contest = self.proof.contest
+        eligibility = self.comparisons.eligibility
         for candidate in self._candidates():
-            ablation = Match(candidate=candidate)
-            self.proof.ablations.append(ablation)
+            ablation = CandidateRounds(candidate=candidate)
+            self.comparisons.ablations.append(ablation)
             variants = filter(self._is_soon_compiled, (variant.policy for variant in variants_of(candidate)))
-            beside = dict.fromkeys([contest.baseline, *self.proof.candidates_beside(candidate), *variants])
+            beside = dict.fromkeys([eligibility.baseline, *self.comparisons.candidates_beside(candidate), *variants])
             comparison = Comparison(
                 evaluator=self.evaluator,
                 policies=tuple(beside),
-                baseline=contest.baseline,
+                baseline=eligibility.baseline,
                 budget=self.budget,
                 stage="ablation",
                 observer=self.observer,
-                objective=contest.objective,
-                seed=contest.seed + len(self.proof.ablations),
+                objective=eligibility.objective,
+                seed=eligibility.seed + len(self.comparisons.ablations),
                 kept=(candidate,),
-                may_win=self.proof.may_win(ablation),
+                may_win=self.comparisons.may_win(ablation),
             )
             for one in comparison.rounds(self._enough_ablation(ablation)):
                 ablation.rounds.append(one)
 
     def _is_soon_compiled(self, policy: Policy) -> bool:
         """Returns True if the policy's graph is in a cache, or compiling it takes a small part of the time left."""
-        return cold_s(policy, self.proof.contest.tried) <= COLD_SHARE * self.budget.left_s
+        return cold_s(policy, self.comparisons.eligibility.tried) <= COLD_SHARE * self.budget.left_s
 
     def _candidates(self) -> Iterator[Policy]:
         """Yields the winner so far, then each simpler one that its ablation prefers, while there is time for it."""
-        proof, tried = self.proof, set[Policy]()
+        comparisons, tried = self.comparisons, set[Policy]()
         candidate = self._candidate() if self.budget.left_s >= self.start_s else None
         while candidate is not None and candidate not in tried:
             tried.add(candidate)
             before_s = self.budget.left_s
             yield candidate
-            last = proof.ablations[-1]
+            last = comparisons.ablations[-1]
             launch_s = (before_s - self.budget.left_s) / max(1, launches_of(last.rounds))
             if self.budget.left_s < ENOUGH_LAUNCHES * launch_s:
                 return
@@ -177,20 +177,20 @@ class _Stages:
 
     def _candidate(self) -> Policy | None:
         """Returns the proof's candidate once it passed the numerics gate, or None."""
-        while (candidate := self.proof.candidate) is not None and self.rejects(candidate):
+        while (candidate := self.comparisons.candidate) is not None and self.rejects(candidate):
             pass  # the proof has another one now
         return candidate
 
-    def _enough_ablation(self, ablation: Match) -> Enough:
+    def _enough_ablation(self, ablation: CandidateRounds) -> Enough:
         """Returns a test of enough rounds: all is known to ±1 %, or a setting is shown to be dropped."""
-        baseline = self.proof.contest.baseline
+        baseline = self.comparisons.eligibility.baseline
 
         def enough(rounds: Sequence[Round]) -> bool:
             if settled(rounds, baseline):
                 return True
             if launches_of(rounds) < ENOUGH_LAUNCHES:
                 return False
-            verdict = self.proof.verdict_on(Match(candidate=ablation.candidate, rounds=list(rounds)))
+            verdict = self.comparisons.verdict_on(CandidateRounds(candidate=ablation.candidate, rounds=list(rounds)))
             if verdict is None:
                 return True
             winner = verdict.winner.policy
@@ -201,7 +201,7 @@ class _Stages:
         return enough
 
 
-def _enough_refinement(match: Match, baseline: Policy) -> Enough:
+def _enough_refinement(match: CandidateRounds, baseline: Policy) -> Enough:
     """Returns a test of enough rounds: something better was found, or cannot exist."""
 
     def enough(rounds: Sequence[Round]) -> bool:

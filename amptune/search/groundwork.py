@@ -27,18 +27,18 @@ from amptune.search.plan.budget import Budget
 from amptune.search.space.exclusions import Ladder, ladder_by_time
 from amptune.search.space.knobs import Space
 
-__all__ = ["Guard", "examined", "guard_against", "timed_ladder"]
+__all__ = ["PrecisionCheck", "check_precision", "examined", "timed_ladder"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guard:
+class PrecisionCheck:
     """The rules that each precision needs if it fails without them; None if no rules help."""
 
     safeguards: Mapping[str, tuple[Fp32Rule, ...] | None]
     findings: tuple[Finding, ...] = ()
 
 
-def guard_against(judge: Judge, recipes: Sequence[Policy], subject: Subject) -> Guard:
+def check_precision(judge: Judge, recipes: Sequence[Policy], subject: Subject) -> PrecisionCheck:
     """Judges the recipe of each precision while there is time; if it fails, looks for the modules that cure it."""
     safeguards: dict[str, tuple[Fp32Rule, ...] | None] = {}
     findings: list[Finding] = []
@@ -46,12 +46,14 @@ def guard_against(judge: Judge, recipes: Sequence[Policy], subject: Subject) -> 
         judgement = judge.judgement_of(recipe) if judge.has_time else None
         if judge.failure is not None:
             message = f"numerics could not be judged, as there is no FP32 reference: {judge.failure}"
-            return Guard(safeguards=safeguards, findings=(*findings, Finding(code="not-judged", message=message)))
+            return PrecisionCheck(
+                safeguards=safeguards, findings=(*findings, Finding(code="not-judged", message=message))
+            )
         if judgement is not None and not judgement.passes:
             cure, found = examined(judge, judgement, subject)
             safeguards[recipe.precision] = None if cure is None else cure.rules
             findings += found
-    return Guard(safeguards=safeguards, findings=tuple(findings))
+    return PrecisionCheck(safeguards=safeguards, findings=tuple(findings))
 
 
 def examined(judge: Judge, judgement: Judgement, subject: Subject) -> tuple[Cure | None, tuple[Finding, ...]]:

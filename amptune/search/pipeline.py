@@ -20,11 +20,11 @@ from amptune.search.compile_schedule import GraphsAtOnce
 from amptune.search.decide.comparison import ROUNDS_PER_LAUNCH
 from amptune.search.decide.decision import Decision
 from amptune.search.decide.samples import keeping_samples
-from amptune.search.decide.study_report import choice_of
+from amptune.search.decide.study_report import decision_record_of
 from amptune.search.events import Observer, SearchStarted, WorkloadBuilt
 from amptune.search.finals import prove
 from amptune.search.gate.judge import Judge
-from amptune.search.larger_batch import kept_s, larger_batch
+from amptune.search.larger_batch_check import kept_s, larger_batch
 from amptune.search.loop_check import checked_in_a_loop, loop_s
 from amptune.search.plan.budget import Budget
 from amptune.search.request import TuningRequest, place_of, source_of
@@ -165,7 +165,7 @@ def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) 
 def _conclude(run: TuningRun, decision: Decision | None) -> None:
     """Records the decision, so that the study can repeat it later."""
     if decision is not None:
-        run.study.conclude(run.request.run, choice_of(decision))
+        run.study.conclude(run.request.run, decision_record_of(decision))
 
 
 def _search_and_prove(evaluator: Evaluator, run: TuningRun, prepare_s: float, observer: Observer) -> None:
@@ -198,11 +198,11 @@ def _search_and_prove(evaluator: Evaluator, run: TuningRun, prepare_s: float, ob
     baseline = study.trial_of(candidates.baseline)
     if baseline is None or study.yardstick.score(baseline.outcome) is None:
         return
-    proof = run.enter_proof()
-    if len(proof.contest.finalists) > 1:
+    comparisons = run.begin_comparisons()
+    if len(comparisons.eligibility.finalists) > 1:
         run.judge_ahead()
         with suppress(StudyError):  # no worker can be started any more: the measurements so far decide
-            prove(evaluator, proof, request.budget, run.prepared.start_s, observer, run.judge.rejects)
+            prove(evaluator, comparisons, request.budget, run.prepared.start_s, observer, run.judge.rejects)
 
 
 def _proof_s(study: Study, budget: Budget, prepare_s: float, start_s: float) -> float:

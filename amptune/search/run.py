@@ -12,14 +12,14 @@ from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.batch_size.batch_sizes import NO_SIZES, BatchSizes, batch_sizes_for
 from amptune.search.decide.comparison import ROUNDS_PER_LAUNCH
-from amptune.search.decide.comparisons import Contest, Proof
+from amptune.search.decide.comparisons import Comparisons, Eligibility
 from amptune.search.decide.conclusion import decide
 from amptune.search.decide.decision import Decision
 from amptune.search.decide.samples import read_comparisons
 from amptune.search.events import GroundworkStarted, Observer
 from amptune.search.finals import FINALS_SHARE
 from amptune.search.gate.judge import Judge
-from amptune.search.groundwork import guard_against, timed_ladder
+from amptune.search.groundwork import check_precision, timed_ladder
 from amptune.search.plan.compile_costs import compiled_s
 from amptune.search.request import TuningRequest
 from amptune.search.sampler.records import TuningRecord
@@ -55,7 +55,7 @@ class TuningRun:
     judge: Judge
     findings: tuple[Finding, ...] = ()
     sizes: BatchSizes = NO_SIZES
-    proof: Proof | None = None
+    comparisons: Comparisons | None = None
 
     @cached_property
     def study(self) -> Study:
@@ -112,7 +112,7 @@ class TuningRun:
         ladder = timed_ladder(evaluator, prepared, self.candidates.space, request.budget, request.folder)
         candidates = candidates_for(prepared, request.wanted, ladder)
         observer(GroundworkStarted(groundwork="numerics"))
-        guard = guard_against(self.judge, candidates.halves_alone, prepared.subject)
+        guard = check_precision(self.judge, candidates.halves_alone, prepared.subject)
         self.candidates, self.findings = candidates.guarded(guard.safeguards), guard.findings
         if request.wanted.batch_size == "auto":
             observer(GroundworkStarted(groundwork="batch-size"))
@@ -122,17 +122,17 @@ class TuningRun:
             self.candidates = candidates.guarded(guard.safeguards)
             self.findings += tuple(self.sizes.findings)
 
-    def enter_proof(self) -> Proof:
+    def begin_comparisons(self) -> Comparisons:
         """Begins the comparison after the search: the baseline, stock PyTorch, AMP recipes and the fastest trials."""
         time_s = FINALS_SHARE * self.request.budget.left_s
-        self.proof = self._proof_of(_finalists(self.study, self.candidates, self.prepared.start_s, time_s))
-        return self.proof
+        self.comparisons = self._proof_of(_finalists(self.study, self.candidates, self.prepared.start_s, time_s))
+        return self.comparisons
 
     def judge_ahead(self) -> None:
         """Judges the fastest finalists before they are compared, and the graph of the first if that is no waste."""
-        assert self.proof is not None  # noqa: S101  # enter_proof makes it
+        assert self.comparisons is not None  # noqa: S101  # enter_proof makes it
         place = {policy: i for i, policy in enumerate(self.study.ranked())}
-        ranked = sorted((p for p in self.proof.contest.finalists if p in place), key=place.__getitem__)
+        ranked = sorted((p for p in self.comparisons.eligibility.finalists if p in place), key=place.__getitem__)
         for policy in ranked[:JUDGED_AHEAD]:
             self.judge.judgement_of(policy)
         sound = next((policy for policy in ranked if not self.judge.has_rejected(policy)), None)
@@ -163,7 +163,7 @@ class TuningRun:
         decision = decide(
             self.prepared,
             self.study.trials,
-            self.proof or self._proof_of(()),
+            self.comparisons or self._proof_of(()),
             self.judge,
             noticed_before=self.findings,
             amp_recipes=self.candidates.amp_recipes,
@@ -186,9 +186,9 @@ class TuningRun:
                 spent = "the budget, or the trials allowed, were spent before; give more with --budget or --trials"
             yield Finding(code="compile-not-tried", message=f"torch.compile was not tried: {spent}")
 
-    def _proof_of(self, finalists: tuple[Policy, ...]) -> Proof:
-        return Proof(
-            contest=Contest(
+    def _proof_of(self, finalists: tuple[Policy, ...]) -> Comparisons:
+        return Comparisons(
+            eligibility=Eligibility(
                 baseline=self.candidates.baseline,
                 finalists=finalists,
                 eligible=self.study.__contains__,

@@ -27,7 +27,7 @@ from amptune.search.request import source_of
 from amptune.search.table.gains import use_of
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.ratio import ENOUGH_LAUNCHES, Ratio, Round, ratio_between
-from amptune.search.table.verdict import Standing, settled, standings_of
+from amptune.search.table.verdict import Contender, contenders_of, settled
 from amptune.workload.workload import Workload
 
 __all__ = ["MARGIN", "Claim", "Verification", "claim_of", "verify", "verify_with"]
@@ -84,8 +84,8 @@ class Verification:
     """The claim and what was measured now; `speedup` is None if the policy failed."""
 
     claim: Claim
-    policy: Standing
-    baseline: Standing
+    policy: Contender
+    baseline: Contender
     speedup: Ratio | None
     findings: tuple[Finding, ...]
     hardware: Hardware
@@ -176,7 +176,7 @@ def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, o
         return settled(rounds, baseline) or claim.is_clear(speedup, ratio_between(rounds, policy, baseline))
 
     rounds = list(comparison.rounds(enough))
-    of = {standing.policy: standing for standing in standings_of(rounds, baseline)}
+    of = {contender.policy: contender for contender in contenders_of(rounds, baseline)}
     if baseline not in of or policy not in of:
         who = claim.baseline if baseline not in of else claim.policy
         raise NothingFeasibleError(f"{who} could not be measured within the budget; give more with --budget")

@@ -12,11 +12,11 @@ from measurements import took
 
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.report.chart import Mark, axis_for, scatter
+from amptune.report.chart import ChartMark, axis_for, scatter
 from amptune.report.page import page_of
 from amptune.search.decide.samples import KeptComparison
-from amptune.search.decide.study_report import Answer, answer_of, findings_of
-from amptune.search.sampler.records import Judged, StudyRecord, TuningRecord
+from amptune.search.decide.study_report import StudyReport, findings_of, study_report_of
+from amptune.search.sampler.records import GateRecord, StudyRecord, TuningRecord
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.ratio import Round
 from amptune.search.table.trial import Trial
@@ -56,8 +56,8 @@ def record(**changes: object) -> StudyRecord:
         objective=THROUGHPUT,
     )
     judged = (
-        Judged(policy=FP16, passes=False, used=3.0, words="fc: gradients overflow"),
-        Judged(policy=LAST, passes=True, used=0.12, words="as good as FP32"),
+        GateRecord(policy=FP16, passes=False, used=3.0, words="fc: gradients overflow"),
+        GateRecord(policy=LAST, passes=True, used=0.12, words="as good as FP32"),
     )
     whole = StudyRecord(name="small-1", where="runs", tunings=(tuning,), trials=(*trials, failed), judged=judged)
     return replace(whole, **changes)  # type: ignore[arg-type]
@@ -68,8 +68,10 @@ def compared() -> tuple[KeptComparison, ...]:
     return (KeptComparison(run="0", stage="finals", rounds=rounds),)
 
 
-def answer(objective: Objective = THROUGHPUT, comparisons: tuple[KeptComparison, ...] | None = None) -> Answer:
-    return answer_of(record(), compared() if comparisons is None else comparisons, objective)
+def study_report(
+    objective: Objective = THROUGHPUT, comparisons: tuple[KeptComparison, ...] | None = None
+) -> StudyReport:
+    return study_report_of(record(), compared() if comparisons is None else comparisons, objective)
 
 
 class Page(HTMLParser):
@@ -106,7 +108,7 @@ class Page(HTMLParser):
 
 
 def page(objective: Objective = THROUGHPUT, comparisons: tuple[KeptComparison, ...] | None = None) -> Page:
-    found = answer(objective, comparisons)
+    found = study_report(objective, comparisons)
     return Page(page_of(found, findings_of(found)))
 
 
@@ -115,7 +117,7 @@ def test_the_page_is_whole_and_stands_alone() -> None:
     assert found.open == []
     assert not {tag for tag, _ in found.tags} & {"script", "link", "img", "iframe"}
     assert not [name for _, attributes in found.tags for name in attributes if name in ("src", "href", "onclick")]
-    text = page_of(answer(), ())
+    text = page_of(study_report(), ())
     assert re.findall(r"https?://[^\"]+", text) == ["http://www.w3.org/2000/svg"] * text.count("<svg")
     assert "@import" not in text
 
@@ -125,7 +127,7 @@ def test_nothing_of_the_user_is_taken_for_html() -> None:
     assert found.texts("h1") == ['small <script>alert("x")</script> on NVIDIA H200']
     assert "CUDA <out> of memory & more" in found.rows
     tuning = replace(record().last, batch_size="<b>32</b>")  # type: ignore[arg-type]  # a shared study may hold anything
-    assert "<b>" not in page_of(answer_of(record(tunings=(tuning,)), compared(), THROUGHPUT), ())
+    assert "<b>" not in page_of(study_report_of(record(tunings=(tuning,)), compared(), THROUGHPUT), ())
 
 
 def test_the_answer_stands_first_with_what_it_rests_on() -> None:
@@ -164,7 +166,7 @@ def test_finalists_trials_failures_and_findings_have_their_sections() -> None:
 
 
 def test_every_row_is_as_wide_as_its_headings() -> None:
-    text = page_of(answer(Objective("memory")), ())
+    text = page_of(study_report(Objective("memory")), ())
     for table in re.findall(r"<table>.*?</table>", text, re.DOTALL):
         headings = table.count("<th>")
         for row in re.findall(r"<tr[^>]*><td.*?</tr>", table):
@@ -187,7 +189,7 @@ def test_without_energy_there_is_one_chart_and_without_comparison_no_table_of_it
         for trial in record().trials
         if isinstance(trial.outcome, Measurement)
     )
-    found = Page(page_of(answer_of(record(trials=trials), (), THROUGHPUT), ()))
+    found = Page(page_of(study_report_of(record(trials=trials), (), THROUGHPUT), ()))
     assert found.texts("h2") == ["Throughput and peak memory", "All 5 trials"]
 
 
@@ -202,8 +204,8 @@ def test_an_axis_holds_all_values_and_has_a_few_round_ticks(values: list[float])
 
 def test_labels_keep_clear_of_each_other_and_of_the_edge() -> None:
     marks = [
-        Mark(x=1.0, y=1.0, kind="trial", title="t"),
-        *(Mark(x=9.0, y=5.0 + i / 100, kind="recipe", title="t", label=f"a long label {i}") for i in range(3)),
+        ChartMark(x=1.0, y=1.0, kind="trial", title="t"),
+        *(ChartMark(x=9.0, y=5.0 + i / 100, kind="recipe", title="t", label=f"a long label {i}") for i in range(3)),
     ]
     found = Page(scatter(marks, "x", "y"))
     places = [attributes for tag, attributes in found.tags if tag == "text" and "label" in str(attributes.get("class"))]
@@ -214,8 +216,8 @@ def test_labels_keep_clear_of_each_other_and_of_the_edge() -> None:
 
 def test_the_frontier_is_a_staircase_of_what_nothing_beats() -> None:
     spots = [(1.0, 2.0), (2.0, 1.0), (3.0, 5.0), (4.0, 9.0)]
-    marks = [Mark(x=x, y=y, kind="trial", title="") for x, y in spots[:3]]
-    marks.append(Mark(x=4.0, y=9.0, kind="rejected", title=""))
+    marks = [ChartMark(x=x, y=y, kind="trial", title="") for x, y in spots[:3]]
+    marks.append(ChartMark(x=4.0, y=9.0, kind="rejected", title=""))
     (line,) = (attributes for tag, attributes in Page(scatter(marks, "x", "y")).tags if tag == "polyline")
     corners = [tuple(map(float, corner.split(","))) for corner in str(line["points"]).split()]
     assert len(corners) == 4  # up to (1, 2), along to 3, up to (3, 5), along to the edge
@@ -224,7 +226,7 @@ def test_the_frontier_is_a_staircase_of_what_nothing_beats() -> None:
 
 def test_a_graph_that_was_rejected_speaks_against_the_others_in_its_dtype_in_a_study_read_back_too() -> None:
     graph = Policy(autocast="bf16", compile="default")
-    study = record(judged=(Judged(policy=graph, passes=False, used=2.0, words="its gradient holds 20%"),))
+    study = record(judged=(GateRecord(policy=graph, passes=False, used=2.0, words="its gradient holds 20%"),))
     assert study.has_rejected(replace(graph, compile="reduce-overhead"))
     assert not study.has_rejected(replace(graph, compile="off"))
     assert not study.has_rejected(replace(graph, autocast="off"))

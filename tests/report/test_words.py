@@ -18,7 +18,7 @@ from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, Reason, 
 from amptune.report.explanation import explain, explain_for
 from amptune.report.progress import describe, progress_for
 from amptune.report.terminal import _parity_in_words, print_hardware
-from amptune.search.decide.pareto import Point
+from amptune.search.decide.pareto import ParetoPoint
 from amptune.search.events import SearchEnded, TrialEnded, TrialStarted
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.trial import Trial
@@ -146,7 +146,7 @@ def tuned_for_memory(**more: Any) -> PolicyFile:
 
 
 def point(policy: Policy, speed: float, mib: float, *, judged: bool = False) -> dict[str, Any]:
-    return Point(policy=policy, samples_per_s=speed, peak_memory_mib=mib, judged=judged).as_dict()
+    return ParetoPoint(policy=policy, samples_per_s=speed, peak_memory_mib=mib, judged=judged).as_dict()
 
 
 def test_what_was_tuned_for_memory_is_told_in_memory() -> None:

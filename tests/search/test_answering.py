@@ -18,7 +18,7 @@ from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.decide.decision import Decision
 from amptune.search.decide.samples import FILE_NAME, KeptComparison, comparisons_of, keeping_samples, read_comparisons
-from amptune.search.decide.study_report import Answer, answer_of, choice_of, command_of, findings_of
+from amptune.search.decide.study_report import StudyReport, command_of, decision_record_of, findings_of, study_report_of
 from amptune.search.events import ContenderMeasured, Event
 from amptune.search.pipeline import TuningInterrupted, tune_with
 from amptune.search.plan.budget import Budget
@@ -45,10 +45,10 @@ def tuned(
     return tune_with(evaluator or recording(), request, observer)
 
 
-def asked(folder: Path, objective: Objective, *, alone: bool = False) -> Answer:
+def asked(folder: Path, objective: Objective, *, alone: bool = False) -> StudyReport:
     record = recall(folder)
     runs = [tuning.run for tuning in record.tunings]
-    return answer_of(record, () if alone else read_comparisons(folder, runs), objective)
+    return study_report_of(record, () if alone else read_comparisons(folder, runs), objective)
 
 
 @pytest.mark.parametrize(
@@ -64,29 +64,29 @@ def test_every_objective_is_answered_from_one_tuning_for_throughput(
     objective: Objective, expected: Policy, tmp_path: Path
 ) -> None:
     decision = tuned(tmp_path)
-    answer = asked(tmp_path, objective)
-    assert answer.choice.policy == expected
-    assert answer.choice.speedup.value == pytest.approx(
+    study_report = asked(tmp_path, objective)
+    assert study_report.decision.policy == expected
+    assert study_report.decision.speedup.value == pytest.approx(
         speed_costs_memory(STOCK) / speed_costs_memory(expected), rel=0.02
     )
     if objective == THROUGHPUT:
-        assert answer.is_proven
-        assert answer.choice.gain.value == pytest.approx(decision.gain.value, rel=0.01)
+        assert study_report.is_proven
+        assert study_report.decision.gain.value == pytest.approx(decision.gain.value, rel=0.01)
     if objective.name == "memory":
-        assert answer.choice.gain.value == pytest.approx(peak_mib(STOCK) / peak_mib(expected))
+        assert study_report.decision.gain.value == pytest.approx(peak_mib(STOCK) / peak_mib(expected))
 
 
 def test_what_rests_on_single_trials_says_so_and_how_to_prove_it(tmp_path: Path) -> None:
     tuned(tmp_path)
-    answer = asked(tmp_path, Objective("memory", 0.85), alone=True)
-    assert (answer.choice.policy, answer.choice.basis) == (SMALLEST, "trial")
+    study_report = asked(tmp_path, Objective("memory", 0.85), alone=True)
+    assert (study_report.decision.policy, study_report.decision.basis) == (SMALLEST, "trial")
     words = "bf16, channels_last: uses 0.32 times the memory of the baseline at 0.9"
-    assert answer.sentence.startswith(words)
-    assert answer.grounds == "by a trial or two beside the baseline's: not proven"
+    assert study_report.sentence.startswith(words)
+    assert study_report.grounds == "by a trial or two beside the baseline's: not proven"
     command = f"amptune tune recorded --set cuda_graphs=false --objective memory --least-speed 0.85 --study {tmp_path}"
-    assert command_of(answer) == command
-    assert [finding.code for finding in findings_of(answer)][:2] == ["answer", "not-proven"]
-    assert command in str(findings_of(answer)[1])
+    assert command_of(study_report) == command
+    assert [finding.code for finding in findings_of(study_report)][:2] == ["answer", "not-proven"]
+    assert command in str(findings_of(study_report)[1])
 
 
 def test_the_command_that_proves_an_answer_has_the_wishes_that_make_it_the_same_study(tmp_path: Path) -> None:
@@ -104,19 +104,19 @@ def test_the_command_that_proves_an_answer_has_the_wishes_that_make_it_the_same_
 def test_a_tuning_for_the_objective_proves_it_in_the_same_study(tmp_path: Path) -> None:
     tuned(tmp_path)
     tuned(tmp_path, objective=MEMORY, trials=3)
-    answer = asked(tmp_path, MEMORY)
-    assert (answer.choice.policy, answer.choice.basis) == (FP16, "comparison")
-    assert answer.grounds.startswith("by comparison with the baseline in ")
-    assert [one.variant.setting for one in answer.ablation] == ["autocast"]
-    assert answer.ablation[0].buys.value == pytest.approx(2.0)
+    study_report = asked(tmp_path, MEMORY)
+    assert (study_report.decision.policy, study_report.decision.basis) == (FP16, "comparison")
+    assert study_report.grounds.startswith("by comparison with the baseline in ")
+    assert [one.variant.setting for one in study_report.ablation] == ["autocast"]
+    assert study_report.ablation[0].buys.value == pytest.approx(2.0)
 
 
 def test_where_nothing_is_better_the_baseline_is_kept(tmp_path: Path) -> None:
     tuned(tmp_path, RecordedEvaluator("resnet50", noise=0.002, true_ms=lambda _: 20.0), trials=8)
     for objective in (THROUGHPUT, MEMORY):
-        answer = asked(tmp_path, objective)
-        assert answer.keeps_the_baseline
-        assert answer.sentence.startswith("keep what you have: no policy was seen to ")
+        study_report = asked(tmp_path, objective)
+        assert study_report.keeps_the_baseline
+        assert study_report.sentence.startswith("keep what you have: no policy was seen to ")
 
 
 def test_a_policy_that_the_numerics_gate_rejected_is_no_answer(tmp_path: Path) -> None:
@@ -124,25 +124,25 @@ def test_a_policy_that_the_numerics_gate_rejected_is_no_answer(tmp_path: Path) -
     evaluator = recording()
     evaluator.parity = lambda policy: broken if policy.autocast == "bf16" else Parity()
     tuned(tmp_path, evaluator)
-    answer = asked(tmp_path, THROUGHPUT)
-    assert answer.choice.policy.autocast == "fp16"
-    assert not any(point.policy.autocast == "bf16" for point in answer.front)
-    assert any("bf16" in str(one) for one in findings_of(answer) if one.code == "rejected")
+    study_report = asked(tmp_path, THROUGHPUT)
+    assert study_report.decision.policy.autocast == "fp16"
+    assert not any(point.policy.autocast == "bf16" for point in study_report.front)
+    assert any("bf16" in str(one) for one in findings_of(study_report) if one.code == "rejected")
 
 
 def test_what_the_wishes_do_not_allow_is_no_answer(tmp_path: Path) -> None:
     request = request_in(tmp_path, trials=12, pins={"autocast": "fp16"})
     tune_with(recording(), request, keeping_samples(tmp_path, lambda _: None, request.run))
     for alone in (False, True):
-        answer = asked(tmp_path, THROUGHPUT, alone=alone)
-        assert answer.choice.policy.autocast == "fp16"
-    assert BF16 in {standing.policy for standing in asked(tmp_path, THROUGHPUT).standings}
+        study_report = asked(tmp_path, THROUGHPUT, alone=alone)
+        assert study_report.decision.policy.autocast == "fp16"
+    assert BF16 in {contender.policy for contender in asked(tmp_path, THROUGHPUT).contenders}
 
 
 def test_what_a_decision_claims_is_what_its_page_shows(tmp_path: Path) -> None:
     decision = tuned(tmp_path)
-    choice = choice_of(decision)
-    assert (choice.policy, choice.gain, choice.basis) == (decision.winner, decision.gain, "comparison")
+    kept = decision_record_of(decision)
+    assert (kept.policy, kept.gain, kept.basis) == (decision.winner, decision.gain, "comparison")
 
 
 def test_a_study_answers_what_its_last_tuning_decided_where_nothing_was_proven(tmp_path: Path) -> None:
@@ -153,14 +153,14 @@ def test_a_study_answers_what_its_last_tuning_decided_where_nothing_was_proven(t
     decision = tuned(tmp_path, evaluator)
     assert decision.provisional
     record = recall(tmp_path)
-    assert record.decided == {record.last.run: choice_of(decision)}
-    assert asked(tmp_path, THROUGHPUT).choice == choice_of(decision)
-    other = replace(choice_of(decision), policy=FP16)
+    assert record.decided == {record.last.run: decision_record_of(decision)}
+    assert asked(tmp_path, THROUGHPUT).decision == decision_record_of(decision)
+    other = replace(decision_record_of(decision), policy=FP16)
     changed = replace(record, decided={record.last.run: other})
-    assert answer_of(changed, (), THROUGHPUT).choice == other
-    assert answer_of(changed, (), MEMORY).choice == answer_of(record, (), MEMORY).choice
+    assert study_report_of(changed, (), THROUGHPUT).decision == other
+    assert study_report_of(changed, (), MEMORY).decision == study_report_of(record, (), MEMORY).decision
     later = replace(record.last, run="later", began="9999")
-    assert answer_of(replace(changed, tunings=(*record.tunings, later)), (), THROUGHPUT).choice.policy != FP16
+    assert study_report_of(replace(changed, tunings=(*record.tunings, later)), (), THROUGHPUT).decision.policy != FP16
 
 
 def test_a_comparison_of_an_earlier_tuning_speaks_against_what_single_trials_say(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_tuning_whose_baseline_failed_does_not_hide_the_one_before(tmp_path: P
     evaluator.interfere = lambda _: Failure(kind="oom", message="above the 100 MiB allowed")
     with pytest.raises(NothingFeasibleError):
         tune_with(evaluator, request_in(tmp_path, memory_mib=100.0), lambda _: None)
-    assert asked(tmp_path, THROUGHPUT).choice.policy == decision.winner
+    assert asked(tmp_path, THROUGHPUT).decision.policy == decision.winner
 
 
 def test_the_answer_of_an_interrupted_tuning_rests_on_its_trials(tmp_path: Path) -> None:
@@ -203,9 +203,9 @@ def test_the_answer_of_an_interrupted_tuning_rests_on_its_trials(tmp_path: Path)
     evaluator.interfere = interrupt
     with pytest.raises(TuningInterrupted):
         tuned(tmp_path, evaluator)
-    answer = asked(tmp_path, THROUGHPUT)
-    assert (answer.choice.policy.autocast, answer.choice.basis) == ("bf16", "trial")
-    assert answer.sentence.endswith("times the speed of the baseline")
+    study_report = asked(tmp_path, THROUGHPUT)
+    assert (study_report.decision.policy.autocast, study_report.decision.basis) == ("bf16", "trial")
+    assert study_report.sentence.endswith("times the speed of the baseline")
 
 
 def test_what_an_earlier_tuning_compared_does_not_speak_for_one_that_was_interrupted(tmp_path: Path) -> None:
@@ -215,11 +215,11 @@ def test_what_an_earlier_tuning_compared_does_not_speak_for_one_that_was_interru
     seen = {trial.policy: trial.outcome for trial in record.trials}
     rounds = [Round(launch=i // 3, outcomes={policy: seen[policy] for policy in (STOCK, BF16)}) for i in range(9)]
     earlier = KeptComparison(run=record.last.run, stage="finals", rounds=tuple(rounds))
-    told = answer_of(record, [earlier], THROUGHPUT)
-    assert (told.choice.policy, told.choice.basis) == (BF16, "comparison")
+    told = study_report_of(record, [earlier], THROUGHPUT)
+    assert (told.decision.policy, told.decision.basis) == (BF16, "comparison")
     last = replace(record, tunings=(*record.tunings, replace(record.last, run="interrupted")))
-    answer = answer_of(last, [earlier], THROUGHPUT)
-    assert (answer.choice.policy.memory_format, answer.choice.basis) == ("channels_last", "trial")
+    study_report = study_report_of(last, [earlier], THROUGHPUT)
+    assert (study_report.decision.policy.memory_format, study_report.decision.basis) == ("channels_last", "trial")
 
 
 # --- what a study remembers -------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def test_a_study_without_what_is_asked_says_so(tmp_path: Path) -> None:
     record = record_of(tmp_path)
     without = replace(record, trials=tuple(trial for trial in record.trials if trial.policy != STOCK))
     with pytest.raises(StudyError, match=r"the baseline of the study resnet50-\w+ \(stock PyTorch\) was not measured"):
-        answer_of(without, (), THROUGHPUT)
+        study_report_of(without, (), THROUGHPUT)
     tuned(tmp_path / "cold", recording(energy=False), trials=4)
     with pytest.raises(ObjectiveError, match=r"knows of no energy: NVIDIA H200 reported none"):
         asked(tmp_path / "cold", ENERGY)

@@ -19,7 +19,7 @@ from amptune.measure.results.subject import Prepared
 from amptune.policy.settings import Policy
 from amptune.search.batch_size.memory_model import arm_of
 from amptune.search.decide.decision import Decision
-from amptune.search.larger_batch import larger_batch
+from amptune.search.larger_batch_check import larger_batch
 from amptune.search.pipeline import tune_with
 from amptune.search.plan.budget import Budget
 from amptune.search.space.candidates import GlobalBatch, Wanted, candidates_for
@@ -100,7 +100,7 @@ def test_another_run_resumes_the_study_though_memory_gave_other_sizes(tmp_path: 
 def test_a_global_batch_is_kept_exactly(tmp_path: Path) -> None:
     whole = GlobalBatch(samples=3072, devices=2)
     decision, evaluator = tuned(tmp_path, batch_size="auto", global_batch=whole)
-    finals = [standing.policy for standing in decision.finalists]
+    finals = [contender.policy for contender in decision.finalists]
     for policy in [decision.winner, *finals, *(trial.policy for trial in decision.trials)]:
         assert (policy.batch_size or 0) * policy.accumulate * 2 == 3072
     assert len({trial.policy.batch_size for trial in decision.trials}) > 2

@@ -10,7 +10,7 @@ from measurements import took
 
 from amptune.measure.results.outcome import Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.decide.comparisons import Contest, Match, Proof
+from amptune.search.decide.comparisons import CandidateRounds, Comparisons, Eligibility
 from amptune.search.decide.conclusion import _verdict_of_looks, _verdict_of_trials
 from amptune.search.table.objective import THROUGHPUT, Objective, objective_of
 from amptune.search.table.ratio import Round
@@ -39,8 +39,8 @@ def trials_of(times: Mapping[Policy, float], peaks: Mapping[Policy, float] | Non
 
 def proof_of(
     rounds: Sequence[Mapping[Policy, float]], *, rejected: Policy | None = None, objective: Objective = THROUGHPUT
-) -> Proof:
-    contest = Contest(
+) -> Comparisons:
+    eligibility = Eligibility(
         baseline=STOCK,
         finalists=tuple(TRIALS),
         eligible=lambda _: True,
@@ -48,14 +48,14 @@ def proof_of(
         rejected=lambda policy: policy == rejected,
         objective=objective,
     )
-    return Proof(contest=contest, finals=[Round(launch=0, outcomes=outcomes(times)) for times in rounds])
+    return Comparisons(eligibility=eligibility, finals=[Round(launch=0, outcomes=outcomes(times)) for times in rounds])
 
 
-def by_looks(proof: Proof, trials: Mapping[Policy, float] = TRIALS) -> Verdict | None:
-    compared = proof.verdict()
+def by_looks(comparisons: Comparisons, trials: Mapping[Policy, float] = TRIALS) -> Verdict | None:
+    compared = comparisons.verdict()
     assert compared is not None
     assert compared.keeps_the_baseline
-    return _verdict_of_looks(compared, trials_of(trials), proof)
+    return _verdict_of_looks(compared, trials_of(trials), comparisons)
 
 
 def test_what_was_much_better_in_every_look_is_taken_though_two_rounds_prove_nothing() -> None:
@@ -81,19 +81,19 @@ def test_what_was_better_in_every_look_by_no_more_than_the_looks_differ_is_not_t
 
 
 def test_what_an_ablation_that_was_begun_speaks_against_is_not_taken() -> None:
-    proof = proof_of(ROUNDS)
+    comparisons = proof_of(ROUNDS)
     worse = [Round(launch=0, outcomes=outcomes({STOCK: 48.0, BF16_LAST: 56.0}))]
-    proof.ablations.append(Match(candidate=BF16_LAST, rounds=worse))
-    verdict = by_looks(proof)
+    comparisons.ablations.append(CandidateRounds(candidate=BF16_LAST, rounds=worse))
+    verdict = by_looks(comparisons)
     assert verdict is not None
     assert verdict.winner.policy == FP16_LAST
 
 
 @pytest.mark.parametrize(("ms", "winner"), [(30.0, BF16), (56.0, STOCK)])
 def test_a_round_that_contradicts_its_trial_counts_where_trials_decide(ms: float, winner: Policy) -> None:
-    proof = proof_of([{STOCK: 40.0, BF16: ms}])
-    assert proof.verdict() is None
-    verdict = _verdict_of_trials(trials_of({STOCK: 40.0, BF16: 30.0}), proof)
+    comparisons = proof_of([{STOCK: 40.0, BF16: ms}])
+    assert comparisons.verdict() is None
+    verdict = _verdict_of_trials(trials_of({STOCK: 40.0, BF16: 30.0}), comparisons)
     assert verdict is not None
     assert verdict.winner.policy == winner
 
@@ -103,13 +103,13 @@ def test_for_memory_each_look_has_to_be_fast_enough_too() -> None:
     peaks = {STOCK: 6000.0, BF16: 3900.0}
 
     def taken(slowest_ms: float) -> Policy:
-        proof = proof_of([{STOCK: 40.0, BF16: 39.0}, {STOCK: 40.0, BF16: slowest_ms}], objective=objective)
-        rounds = [replace(one, objective=objective, outcomes=with_peaks(one, peaks)) for one in proof.finals]
-        proof = replace(proof, finals=rounds)
-        compared = proof.verdict()
+        comparisons = proof_of([{STOCK: 40.0, BF16: 39.0}, {STOCK: 40.0, BF16: slowest_ms}], objective=objective)
+        rounds = [replace(one, objective=objective, outcomes=with_peaks(one, peaks)) for one in comparisons.finals]
+        comparisons = replace(comparisons, finals=rounds)
+        compared = comparisons.verdict()
         assert compared is not None
         kept = replace(compared, winner=compared.baseline)  # as if nothing had been shown
-        verdict = _verdict_of_looks(kept, trials_of({STOCK: 40.0, BF16: 39.0}, peaks), proof)
+        verdict = _verdict_of_looks(kept, trials_of({STOCK: 40.0, BF16: 39.0}, peaks), comparisons)
         return (verdict or kept).winner.policy
 
     assert taken(39.0) == BF16

@@ -8,7 +8,7 @@ from measurements import took
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
 from amptune.search.table.ratio import Round
-from amptune.search.table.verdict import Verdict, departure_count, settled, standings_of, verdict_of
+from amptune.search.table.verdict import Verdict, contenders_of, departure_count, settled, verdict_of
 
 AMP = amp_recipe("bf16")
 AMP_LAST = amp_recipe("bf16", memory_format="channels_last")
@@ -100,7 +100,7 @@ def test_a_policy_that_failed_once_stands_there_with_its_failure_and_cannot_win(
     verdict = verdict_of(rounds, STOCK)
     assert verdict is not None
     assert verdict.winner.policy == STOCK
-    assert verdict.standings[-1].failure == failed
+    assert verdict.contenders[-1].failure == failed
 
 
 def test_a_baseline_that_fails_gives_no_verdict() -> None:
@@ -164,12 +164,12 @@ def test_standings_are_ordered_by_speed_with_failures_last() -> None:
     rounds = [
         Round(launch=0, outcomes={STOCK: block(10), AMP: block(5), AMP_LAST: Failure(kind="crash", message="gone")})
     ]
-    assert [standing.policy for standing in standings_of(rounds, STOCK)] == [AMP, STOCK, AMP_LAST]
+    assert [contender.policy for contender in contenders_of(rounds, STOCK)] == [AMP, STOCK, AMP_LAST]
 
 
 def test_a_standing_has_its_time_and_the_spread_of_its_launches() -> None:
-    (standing,) = standings_of(rounds_of((STOCK, [9.0, 10.0, 11.0])), STOCK)
-    assert standing.step_ms == pytest.approx(10.0, rel=0.01)
-    assert standing.step_ms_ci95 is not None
-    assert standing.step_ms_ci95[0] < 9.0 < 11.0 < standing.step_ms_ci95[1]
-    assert standing.samples_per_s == pytest.approx(3200, rel=0.01)
+    (contender,) = contenders_of(rounds_of((STOCK, [9.0, 10.0, 11.0])), STOCK)
+    assert contender.step_ms == pytest.approx(10.0, rel=0.01)
+    assert contender.step_ms_ci95 is not None
+    assert contender.step_ms_ci95[0] < 9.0 < 11.0 < contender.step_ms_ci95[1]
+    assert contender.samples_per_s == pytest.approx(3200, rel=0.01)

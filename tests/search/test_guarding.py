@@ -21,7 +21,7 @@ from amptune.search.decide.decision import Decision
 from amptune.search.events import Event, PolicyJudged
 from amptune.search.gate.judge import Judge, fp32_of
 from amptune.search.gate.repair import cure_of, traces_of
-from amptune.search.groundwork import guard_against
+from amptune.search.groundwork import check_precision
 from amptune.search.pipeline import TuningInterrupted, tune_with
 from amptune.search.plan.budget import Budget
 from amptune.search.table.ablation import variants_of
@@ -155,7 +155,9 @@ def test_a_cure_of_a_whole_kind_of_modules_is_one_rule() -> None:
 
 def test_a_fault_outside_of_all_modules_has_no_cure_and_leaves_the_dtype_out() -> None:
     evaluator = Faulty("resnet50", unsound=lambda policy: policy.autocast == "fp16")
-    guard = guard_against(judge_on(evaluator), [amp_recipe("bf16"), amp_recipe("fp16")], evaluator.prepare(1.0).subject)
+    guard = check_precision(
+        judge_on(evaluator), [amp_recipe("bf16"), amp_recipe("fp16")], evaluator.prepare(1.0).subject
+    )
     assert guard.safeguards == {"fp16": None}
     assert [finding.code for finding in guard.findings if finding.code != "first-inaccurate"] == ["unsound"]
     assert "outside of them" in str(guard.findings[-1])
@@ -178,7 +180,7 @@ def test_a_search_for_culprits_that_takes_too_long_is_given_up_and_says_so(budge
     evaluator = Slow("resnet50", culprits=("layer.3.norm", "layer.6.conv"), shows=False)
     budget = Budget(seconds=budget_s, started=evaluator.clock(), clock=evaluator.clock)
     judge = Judge(evaluator, STOCK, budget, lambda _: None)
-    guard = guard_against(judge, [amp_recipe("bf16")], evaluator.prepare(1.0).subject)
+    guard = check_precision(judge, [amp_recipe("bf16")], evaluator.prepare(1.0).subject)
     assert "no time" in str(guard.findings[-1])
     rules = guard.safeguards["bf16"]
     assert (rules is None) == (budget_s == 100.0)
@@ -211,7 +213,7 @@ def test_an_amp_recipe_that_is_not_sound_is_measured_and_does_not_win(tmp_path: 
     decision, _ = tuned_on(Faulty("resnet50", culprits=("layer.3.norm",)), tmp_path)
     rejected = [finding for finding in decision.findings if finding.code == "rejected"]
     assert any(str(finding).startswith("body.norm: bf16 cannot win") for finding in rejected)
-    assert amp_recipe("bf16") in {standing.policy for standing in decision.finalists}
+    assert amp_recipe("bf16") in {contender.policy for contender in decision.finalists}
     assert next(finding.module for finding in decision.findings if finding.code == "first-nonfinite") == "layer.3.norm"
 
 

@@ -106,11 +106,11 @@ def test_half_weights_are_judged_and_are_no_users_fp32() -> None:
     assert not is_exempt(O2, STOCK)
     assert is_exempt(O2, O2)
     assert fp32_of(Policy(weights="half", fp32_math="tf32")) == STOCK
-    graph = [Judged(Policy(compile="default"))]
+    graph = [GateRecord(Policy(compile="default"))]
     assert not list(graphs_like(Policy(weights="half", compile="default"), graph))
 
 
-class Judged:
+class GateRecord:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
 

@@ -24,7 +24,7 @@ from amptune.search.table.ablation import ablated
 from amptune.search.table.gains import gain_in_words, goal_of
 from amptune.search.table.objective import OBJECTIVES, THROUGHPUT, Objective, Yardstick, objective_of
 from amptune.search.table.ratio import Ratio, Round, is_fast_enough, ratio_between
-from amptune.search.table.verdict import Verdict, settled, standings_of, verdict_of
+from amptune.search.table.verdict import Verdict, contenders_of, settled, verdict_of
 
 MEMORY, ENERGY = Objective("memory"), Objective("energy")
 BF16, FP16 = amp_recipe("bf16"), amp_recipe("fp16")
@@ -135,7 +135,7 @@ def test_for_memory_the_smallest_wins_of_those_that_are_fast_enough() -> None:
 
 def test_what_is_too_slow_stands_behind_what_is_not() -> None:
     rounds = rounds_by(MEMORY, (STOCK, [measured()] * 3), (FP16, [measured(ms=12.0, mib=400.0)] * 3))
-    first, last = standings_of(rounds, STOCK)
+    first, last = contenders_of(rounds, STOCK)
     assert (first.policy, last.policy, last.too_slow) == (STOCK, FP16, True)
     assert last.merit == pytest.approx(2.5)
     verdict = decided_by(MEMORY, (STOCK, [measured()] * 3), (FP16, [measured(ms=12.0, mib=400.0)] * 3))

@@ -9,7 +9,7 @@ from test_objective import measured
 
 from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.decide.pareto import Point, best_point, front_of, points_of, spread_along
+from amptune.search.decide.pareto import ParetoPoint, best_point, front_of, points_of, spread_along
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.trial import Trial
 
@@ -17,7 +17,7 @@ figures = st.floats(min_value=1e-3, max_value=1e6)
 # Few different values, so that many are equal.
 coarse = st.sampled_from([1.0, 2.0, 3.0, 4.0])
 points = st.builds(
-    Point,
+    ParetoPoint,
     policy=st.builds(Policy, batch_size=st.integers(1, 1000)),
     samples_per_s=figures | coarse,
     peak_memory_mib=figures | coarse,
@@ -26,12 +26,14 @@ points = st.builds(
 )
 
 
-def point(speed: float, mib: float, joules: float | None = None, *, batch: int = 1) -> Point:
-    return Point(policy=Policy(batch_size=batch), samples_per_s=speed, peak_memory_mib=mib, energy_j_per_sample=joules)
+def point(speed: float, mib: float, joules: float | None = None, *, batch: int = 1) -> ParetoPoint:
+    return ParetoPoint(
+        policy=Policy(batch_size=batch), samples_per_s=speed, peak_memory_mib=mib, energy_j_per_sample=joules
+    )
 
 
 @given(st.lists(points, max_size=30))
-def test_no_point_of_the_set_beats_another_and_every_other_is_beaten_or_equal(some: list[Point]) -> None:
+def test_no_point_of_the_set_beats_another_and_every_other_is_beaten_or_equal(some: list[ParetoPoint]) -> None:
     front = front_of(some)
     assert not any(a.dominates(b) for a in front for b in front)
     for other in some:
@@ -41,12 +43,12 @@ def test_no_point_of_the_set_beats_another_and_every_other_is_beaten_or_equal(so
 
 
 @given(st.lists(points, max_size=20))
-def test_the_set_is_the_same_in_whatever_order_trials_came(some: list[Point]) -> None:
+def test_the_set_is_the_same_in_whatever_order_trials_came(some: list[ParetoPoint]) -> None:
     assert [one.costs for one in front_of(some)] == [one.costs for one in front_of(some[::-1])]
 
 
 @given(st.lists(points, min_size=1, max_size=40), st.integers(3, 12))
-def test_of_many_points_the_ends_are_kept(some: list[Point], most: int) -> None:
+def test_of_many_points_the_ends_are_kept(some: list[ParetoPoint], most: int) -> None:
     front = front_of(some)
     kept = spread_along(front, most)
     assert len(kept) == min(len(front), most)
@@ -62,8 +64,8 @@ def test_the_points_kept_are_spread_along_the_set() -> None:
 
 
 @given(points)
-def test_a_point_survives_the_file_to_four_digits(one: Point) -> None:
-    read = Point.from_dict(one.as_dict())
+def test_a_point_survives_the_file_to_four_digits(one: ParetoPoint) -> None:
+    read = ParetoPoint.from_dict(one.as_dict())
     assert (read.policy, read.judged) == (one.policy, one.judged)
     assert read.samples_per_s == pytest.approx(one.samples_per_s, rel=1e-3)
     assert (read.energy_j_per_sample is None) == (one.energy_j_per_sample is None)

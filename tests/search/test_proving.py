@@ -220,7 +220,7 @@ def test_stock_pytorch_is_compared_where_the_baseline_is_something_else(tmp_path
     decision, _, _ = tuned_where(
         lambda policy: recorded_ms("resnet50", policy), tmp_path, baseline=amp_recipe("bf16"), trials=20
     )
-    assert STOCK in {standing.policy for standing in decision.finalists}
+    assert STOCK in {contender.policy for contender in decision.finalists}
 
 
 def test_every_contender_runs_in_a_process_of_its_own(tmp_path: Path) -> None:

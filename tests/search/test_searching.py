@@ -308,13 +308,13 @@ def test_the_known_good_policies_are_measured_and_compared_though_graphs_took_th
     assert len(evaluator.compiled) == 1
     assert set(RECIPES) <= set(tried(events))
     assert decision.amp_recipe is not None
-    assert {STOCK, decision.amp_recipe.policy} < {standing.policy for standing in decision.finalists}
+    assert {STOCK, decision.amp_recipe.policy} < {contender.policy for contender in decision.finalists}
 
 
 def test_with_little_time_fewer_are_compared_that_there_are_rounds_of_them(tmp_path: Path) -> None:
     (_, short, _), (_, long, _) = (searched_beside(tmp_path / str(s), budget_s=s) for s in (105, 1500))
     recipes = {amp_recipe(dtype, memory_format="contiguous") for dtype in ("bf16", "fp16")}
-    compared = [{standing.policy for standing in decision.finalists} for decision in (short, long)]
+    compared = [{contender.policy for contender in decision.finalists} for decision in (short, long)]
     assert len(compared[0] & recipes) == 1
     assert recipes < compared[1]
     assert short.baseline.rounds > 1

@@ -73,7 +73,7 @@ def test_a_single_convolution_keeps_autocast_off(tmp_path: Path) -> None:
 
 def test_stock_and_the_amp_recipes_are_always_compared_in_the_end(tmp_path: Path) -> None:
     decision, _ = tuned_on(RecordedEvaluator("resnet50"), tmp_path)
-    finalists = {standing.policy for standing in decision.finalists}
+    finalists = {contender.policy for contender in decision.finalists}
     assert {STOCK, amp_recipe("bf16"), amp_recipe("fp16")} <= finalists
     assert amp_recipe("bf16", memory_format="channels_last") in finalists
     assert decision.amp_recipe is not None
@@ -83,7 +83,7 @@ def test_stock_and_the_amp_recipes_are_always_compared_in_the_end(tmp_path: Path
 def test_an_amp_recipe_that_fails_stands_in_the_comparison_with_its_failure(tmp_path: Path) -> None:
     evaluator = RecordedEvaluator("resnet50", interfere=failing(amp_recipe("fp16")))
     decision, _ = tuned_on(evaluator, tmp_path)
-    of = {standing.policy: standing for standing in decision.finalists}
+    of = {contender.policy: contender for contender in decision.finalists}
     assert of[amp_recipe("fp16")].failure == OOM
 
 
@@ -194,7 +194,7 @@ def test_a_pinned_knob_is_not_searched_but_stock_is_still_compared(tmp_path: Pat
     tried = {event.trial.policy for event in events if isinstance(event, TrialEnded)}
     known = {STOCK, *(amp_recipe("fp16", memory_format=f) for f in ("contiguous", "channels_last"))}
     assert {policy.autocast for policy in tried - known} == {"bf16"}
-    assert STOCK in {standing.policy for standing in decision.finalists}
+    assert STOCK in {contender.policy for contender in decision.finalists}
 
 
 def test_another_baseline_is_what_the_claim_is_held_against(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_an_unknown_knob_or_space_is_a_clear_error(tmp_path: Path) -> None:
 def test_a_pin_binds_the_winner(tmp_path: Path) -> None:
     decision, _ = tuned_on(RecordedEvaluator("resnet50"), tmp_path, pins={"autocast": "off"})
     assert decision.policy.autocast == "off"
-    assert amp_recipe("fp16") in {standing.policy for standing in decision.finalists}
+    assert amp_recipe("fp16") in {contender.policy for contender in decision.finalists}
 
 
 def test_a_baseline_that_once_failed_is_measured_again(tmp_path: Path) -> None:
@@ -333,9 +333,9 @@ def test_where_single_trials_decide_no_figure_of_the_half_comparison_stands_besi
     decision, _ = tuned_on(evaluator, tmp_path)
     trials = {trial.policy: trial.samples_per_s for trial in decision.trials}
     assert 2 < len(decision.finalists) < len(decision.trials)
-    for standing in decision.finalists:
-        assert standing.samples_per_s == pytest.approx(trials[standing.policy])
-        assert standing.speedup == pytest.approx(trials[standing.policy] / trials[STOCK])
+    for contender in decision.finalists:
+        assert contender.samples_per_s == pytest.approx(trials[contender.policy])
+        assert contender.speedup == pytest.approx(trials[contender.policy] / trials[STOCK])
 
 
 def test_a_baseline_file_with_the_workloads_own_batch_size_is_the_same_policy(tmp_path: Path) -> None:

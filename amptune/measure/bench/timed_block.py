@@ -11,7 +11,7 @@ from amptune.measure.bench.clocks import Clock
 from amptune.measure.bench.readings import FOREIGN_PROCESS, Instruments, Readings, contamination, with_busy_clocks
 from amptune.measure.results.outcome import ENERGY_S, Effort
 
-__all__ = ["Block", "Sample", "Sampler", "WarmUp", "is_steady", "median_half_width"]
+__all__ = ["Sample", "Sampler", "TimedBlock", "WarmUp", "is_steady", "median_half_width"]
 
 # Warm-up is over when the medians of three successive stretches of steps lie this close together.
 STEADY = 0.03
@@ -36,7 +36,7 @@ class WarmUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class TimedBlock:
     """Steps timed in a row, the readings before and after them, and the codes of their disturbances.
 
     The clocks and the temperature of `after` were read while the device was busy.
@@ -60,7 +60,7 @@ class Block:
 class Sample:
     """The block to use, the reason why each earlier one was discarded, and the number of steps in all of them."""
 
-    kept: Block
+    kept: TimedBlock
     discarded: tuple[str, ...]
     steps: int
 
@@ -90,7 +90,7 @@ class Sampler:
 
     def sample(self, step: Step, step_ms: float, effort: Effort, started_s: float) -> Sample:
         """Times one block of steps, again while a new cause disturbs it; the trial began at `started_s`."""
-        blocks: list[Block] = []
+        blocks: list[TimedBlock] = []
         reasons: list[str] = []
         while True:
             block_start_s = self._clock.now_s()
@@ -105,13 +105,13 @@ class Sampler:
             reasons.append("+".join(new))
         return Sample(kept=blocks[-1], discarded=tuple(reasons), steps=sum(len(block.step_ms) for block in blocks))
 
-    def _new_causes(self, block: Block) -> tuple[str, ...]:
+    def _new_causes(self, block: TimedBlock) -> tuple[str, ...]:
         """Returns the causes not known to last. Another process may end; it then no longer counts as lasting."""
         if FOREIGN_PROCESS not in block.contaminated_by:
             self._lasting -= {FOREIGN_PROCESS}
         return tuple(code for code in block.contaminated_by if code not in self._lasting)
 
-    def _block(self, step: Step, step_ms: float, effort: Effort) -> Block:
+    def _block(self, step: Step, step_ms: float, effort: Effort) -> TimedBlock:
         before = self._instruments.read()
         least_s = 0.0 if before.energy_j is None else min(effort.energy_s, effort.measure_s)
         busy: list[Readings] = []
@@ -122,7 +122,7 @@ class Sampler:
             step_ms = statistics.median(times)
         after = with_busy_clocks(self._instruments.read(), busy)
         codes = contamination(before, after, self._instruments.sm_clock_max_mhz())
-        return Block(step_ms=tuple(times), before=before, after=after, contaminated_by=codes)
+        return TimedBlock(step_ms=tuple(times), before=before, after=after, contaminated_by=codes)
 
 
 def is_steady(medians: Sequence[float]) -> bool:

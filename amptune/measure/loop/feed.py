@@ -16,7 +16,7 @@ from amptune.runtime.tensor_tree import map_tensors
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 
-__all__ = ["Epochs", "Feed"]
+__all__ = ["Epochs", "LoaderFeed"]
 
 _END = object()
 
@@ -86,7 +86,7 @@ class Epochs:
                 loader._iterator = None  # persistent workers: the next epoch would wait for the ended ones
 
 
-class Feed:
+class LoaderFeed:
     """An iterator over batches on the device, with laps: one for waiting, one for copying, then the step's.
 
     `wait_s` is the time the host was blocked for batches, `host_s` that plus its time to copy them. `samples` counts

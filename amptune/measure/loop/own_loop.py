@@ -15,7 +15,7 @@ import torch
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.clocks import Stopwatch, stopwatch_for
 from amptune.measure.bench.step import Stepper
-from amptune.measure.loop.feed import Feed
+from amptune.measure.loop.feed import LoaderFeed
 from amptune.measure.results.loop_timing import LoopTiming, compare_with_loop
 from amptune.policy.settings import Policy
 from amptune.workload.user_errors import user_code
@@ -37,7 +37,7 @@ def run_loop(bench: Bench, policy: Policy, seconds: float, warmup_s: float = 1.0
     size, `UserCodeError` for any other error in the loop, including out of memory.
     """
     stopwatch = stopwatch_for(bench.device)
-    feed = Feed(bench.workload, policy.batch_size or bench.workload.batch_size, bench.device, stopwatch)
+    feed = LoaderFeed(bench.workload, policy.batch_size or bench.workload.batch_size, bench.device, stopwatch)
     try:
         with bench.on_device(policy, feed) as (_, stepper), user_code("the training loop"):
             return _Loop(stepper, feed, stopwatch).timing(bench.device, seconds, warmup_s)
@@ -49,7 +49,7 @@ def run_loop(bench: Bench, policy: Policy, seconds: float, warmup_s: float = 1.0
 @dataclass(frozen=True, slots=True)
 class _Loop:
     step: Stepper
-    feed: Feed
+    feed: LoaderFeed
     stopwatch: Stopwatch
 
     def timing(self, device: torch.device, seconds: float, warmup_s: float) -> LoopTiming:

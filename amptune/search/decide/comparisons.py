@@ -23,7 +23,7 @@ from amptune.search.table.ratio import (
 )
 from amptune.search.table.verdict import Verdict, is_worth_a_change, verdict_of
 
-__all__ = ["Contest", "Match", "Proof"]
+__all__ = ["CandidateRounds", "Comparisons", "Eligibility"]
 
 # If a claim rests on the measurements that chose the policy, an interval this many times as wide must exclude 1. A
 # factor of 1.5, about Bonferroni's for six finalists, lets too many through on a flat landscape (reports/replay.py
@@ -34,7 +34,7 @@ Eligible = Callable[[Policy], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contest:
+class Eligibility:
     """The policies that take part, and a test of who may win: the baseline, and others that the user's wishes allow.
 
     `eligible` tests policies of the space, `variant_eligible` a policy with one setting less. `neighbours` returns the
@@ -64,7 +64,7 @@ class Contest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Match:
+class CandidateRounds:
     """A candidate and the rounds measured with it and its neighbours or variants; `rounds` grows meanwhile."""
 
     candidate: Policy
@@ -72,13 +72,13 @@ class Match:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proof:
+class Comparisons:
     """All comparisons so far: the finals choose, refinements improve, ablations confirm."""
 
-    contest: Contest
+    eligibility: Eligibility
     finals: list[Round] = field(default_factory=list)
-    refinements: list[Match] = field(default_factory=list)
-    ablations: list[Match] = field(default_factory=list)
+    refinements: list[CandidateRounds] = field(default_factory=list)
+    ablations: list[CandidateRounds] = field(default_factory=list)
 
     @property
     def rounds(self) -> list[Round]:
@@ -94,7 +94,7 @@ class Proof:
     @property
     def is_out(self) -> Eligible:
         """A test of policies that cannot win any more because they failed or were rejected."""
-        failed, rejected = self.failed, self.contest.rejected
+        failed, rejected = self.failed, self.eligibility.rejected
         return lambda policy: policy in failed or rejected(policy)
 
     @property
@@ -117,7 +117,7 @@ class Proof:
         if verdict is None:
             return []
         winner = verdict.winner.policy
-        is_out, eligible = self.is_out, self.contest.eligible
+        is_out, eligible = self.is_out, self.eligibility.eligible
         rivals = [p for p in self.finals[-1].outcomes if p != winner and eligible(p) and not is_out(p)]
         ratios = {policy: ratio_between(self.finals, policy, winner) for policy in rivals}
         return sorted((p for p in rivals if ratios[p].high > 1), key=lambda p: -ratios[p].value)
@@ -128,17 +128,17 @@ class Proof:
         found = map(self._best_of, reversed(self.refinements))
         return next((best for best in found if not is_out(best)), None)
 
-    def _best_of(self, match: Match) -> Policy:
+    def _best_of(self, match: CandidateRounds) -> Policy:
         """Returns the policy shown to be better than a refinement's candidate that may win; else the candidate."""
         rivals = {policy for one in match.rounds for policy in one.outcomes} - self.failed.keys()
-        allowed = sorted(filter(self.contest.may_refine, rivals - {match.candidate}), key=str)
-        fast = [policy for policy in allowed if is_fast_enough(match.rounds, policy, self.contest.baseline)]
+        allowed = sorted(filter(self.eligibility.may_refine, rivals - {match.candidate}), key=str)
+        fast = [policy for policy in allowed if is_fast_enough(match.rounds, policy, self.eligibility.baseline)]
         best = best_among(match.rounds, [match.candidate, *fast])
         better = is_worth_a_change(ratio_between(match.rounds, best, match.candidate))
         return best if better else match.candidate
 
     @property
-    def confirmed(self) -> Match | None:
+    def confirmed(self) -> CandidateRounds | None:
         """The ablation of the most launches, the last of equals; None if none is as reliable as the finals."""
         said = [ablation for ablation in self.ablations if self._says_enough(ablation)]
         return max(reversed(said), key=lambda ablation: launches_of(ablation.rounds), default=None)
@@ -150,19 +150,19 @@ class Proof:
 
     def finals_verdict(self, *, doubt: float = 1.0) -> Verdict | None:
         """Returns the finals' verdict, without policies that failed since; None if the finals have no interval yet."""
-        contest, is_out = self.contest, self.is_out
-        rivals = {p for one in self.finals for p in one.outcomes if not is_out(p)} - {contest.baseline}
+        eligibility, is_out = self.eligibility, self.is_out
+        rivals = {p for one in self.finals for p in one.outcomes if not is_out(p)} - {eligibility.baseline}
         if not self.finals or (len(self.finals) < 2 and rivals):
             return None
 
         def may_win(policy: Policy) -> bool:
-            return not is_out(policy) and contest.eligible(policy)
+            return not is_out(policy) and eligibility.eligible(policy)
 
-        return verdict_of(self.finals, contest.baseline, may_win, doubt=doubt)
+        return verdict_of(self.finals, eligibility.baseline, may_win, doubt=doubt)
 
-    def verdict_on(self, ablation: Match) -> Verdict | None:
+    def verdict_on(self, ablation: CandidateRounds) -> Verdict | None:
         """Returns an ablation's verdict; None if the baseline failed in it."""
-        return verdict_of(ablation.rounds, self.contest.baseline, self.may_win(ablation))
+        return verdict_of(ablation.rounds, self.eligibility.baseline, self.may_win(ablation))
 
     def candidates_beside(self, candidate: Policy) -> list[Policy]:
         """Returns the policies that an ablation measures besides variants: the candidate and those preferred before.
@@ -175,13 +175,13 @@ class Proof:
         first = [ablation.candidate for ablation in self.ablations[:1]]
         return list(dict.fromkeys([candidate, *first, *chosen]))
 
-    def may_win(self, ablation: Match) -> Eligible:
+    def may_win(self, ablation: CandidateRounds) -> Eligible:
         """Returns a test of who may win an ablation: its candidates and the variants that the user's wishes allow."""
         candidates = self.candidates_beside(ablation.candidate)
-        wanted = self.contest.variant_eligible
-        return lambda policy: (policy in candidates or wanted(policy)) and not self.contest.rejected(policy)
+        wanted = self.eligibility.variant_eligible
+        return lambda policy: (policy in candidates or wanted(policy)) and not self.eligibility.rejected(policy)
 
-    def _says_enough(self, ablation: Match) -> bool:
+    def _says_enough(self, ablation: CandidateRounds) -> bool:
         launches = min(ENOUGH_LAUNCHES, launches_of(self.finals))
         enough = launches_of(ablation.rounds) >= launches and len(ablation.rounds) >= launches * ROUNDS_PER_LAUNCH
-        return enough and not {ablation.candidate, self.contest.baseline} & self.failed.keys()
+        return enough and not {ablation.candidate, self.eligibility.baseline} & self.failed.keys()

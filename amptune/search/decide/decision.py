@@ -17,7 +17,7 @@ from amptune.search.table.ratio import (
     Ratio,
 )
 from amptune.search.table.trial import Trial
-from amptune.search.table.verdict import Standing, Verdict
+from amptune.search.table.verdict import Contender, Verdict
 
 __all__ = ["Decision", "in_order"]
 
@@ -33,9 +33,9 @@ class Decision:
 
     policy_file: PolicyFile
     verdict: Verdict
-    finalists: tuple[Standing, ...]
+    finalists: tuple[Contender, ...]
     ablation: tuple[Ablated, ...]
-    amp_recipe: Standing | None
+    amp_recipe: Contender | None
     findings: tuple[Finding, ...]
     trials: tuple[Trial, ...]
     hardware: Hardware
@@ -80,7 +80,7 @@ class Decision:
         return self.verdict.objective
 
     @property
-    def baseline(self) -> Standing:
+    def baseline(self) -> Contender:
         return self.verdict.baseline
 
 

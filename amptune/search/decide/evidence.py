@@ -14,13 +14,13 @@ from amptune.policy.policy_file import Evidence
 from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import Policy
 from amptune.search.decide.decision import Decision, in_order
-from amptune.search.decide.pareto import Point, front_of, spread_along
+from amptune.search.decide.pareto import ParetoPoint, front_of, spread_along
 from amptune.search.gate.judgement import ILL_CONDITIONED, Judgement
 from amptune.search.table.ablation import Ablated
 from amptune.search.table.objective import Objective
 from amptune.search.table.ratio import Round
 from amptune.search.table.trial import Trial
-from amptune.search.table.verdict import Standing
+from amptune.search.table.verdict import Contender
 
 __all__ = ["evidence_of", "labels_of", "numerics_of", "parity_of"]
 
@@ -39,7 +39,7 @@ def labels_of(prepared: Prepared) -> dict[str, str]:
 
 
 def evidence_of(
-    decision: Decision, rounds: Sequence[Round], judgement: Judgement | None, points: Sequence[Point] = ()
+    decision: Decision, rounds: Sequence[Round], judgement: Judgement | None, points: Sequence[ParetoPoint] = ()
 ) -> Evidence:
     """Returns the policy file's `evidence`, from the comparisons (or, provisionally, from the trials).
 
@@ -52,7 +52,7 @@ def evidence_of(
     evidence = Evidence(
         baseline=_figures(baseline),
         parity=parity_of(decision.trials, rounds, winner.policy, baseline.policy) | numerics_of(judgement),
-        finalists=[_figures(standing) for standing in decision.finalists],
+        finalists=[_figures(contender) for contender in decision.finalists],
         findings=[finding.as_dict() for finding in decision.findings],
         tuned_on=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         trials=len(decision.trials),
@@ -137,29 +137,29 @@ def _loss_deviation(a: Measurement, b: Measurement) -> float:
     return max((abs(x - y) / max(abs(y), 1e-12) for x, y in pairs), default=0.0)
 
 
-def _figures(standing: Standing) -> dict[str, Any]:
+def _figures(contender: Contender) -> dict[str, Any]:
     """Returns one finalist as plain data: its policy and what was measured, or how it failed."""
-    figures: dict[str, Any] = {"policy": policy_to_dict(standing.policy)}
-    if standing.failure is not None:
-        return {**figures, "failure": {"kind": standing.failure.kind, "message": standing.failure.message}}
-    return {**figures, **_own_figures(standing)}
+    figures: dict[str, Any] = {"policy": policy_to_dict(contender.policy)}
+    if contender.failure is not None:
+        return {**figures, "failure": {"kind": contender.failure.kind, "message": contender.failure.message}}
+    return {**figures, **_own_figures(contender)}
 
 
-def _own_figures(standing: Standing) -> dict[str, Any]:
+def _own_figures(contender: Contender) -> dict[str, Any]:
     figures: dict[str, Any] = {
-        "samples_per_s": _rounded(standing.samples_per_s),
-        "step_ms": _rounded(standing.step_ms),
-        "step_ms_ci95": standing.step_ms_ci95 and [_rounded(limit) for limit in standing.step_ms_ci95],
-        "peak_memory_mib": standing.peak_memory_mib and round(standing.peak_memory_mib),
-        "energy_j_per_sample": _rounded(standing.energy_j_per_sample),
+        "samples_per_s": _rounded(contender.samples_per_s),
+        "step_ms": _rounded(contender.step_ms),
+        "step_ms_ci95": contender.step_ms_ci95 and [_rounded(limit) for limit in contender.step_ms_ci95],
+        "peak_memory_mib": contender.peak_memory_mib and round(contender.peak_memory_mib),
+        "energy_j_per_sample": _rounded(contender.energy_j_per_sample),
     }
-    ratio = standing.vs_baseline
+    ratio = contender.vs_baseline
     if ratio is not None:
         figures["speedup"] = _rounded(ratio.value)
         if not math.isinf(ratio.high):
             figures["speedup_ci95"] = [_rounded(ratio.low), _rounded(ratio.high)]
         figures["launches"] = ratio.launches
-    if standing.too_slow:
+    if contender.too_slow:
         figures["too_slow"] = True
     return {name: value for name, value in figures.items() if value is not None}
 

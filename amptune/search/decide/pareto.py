@@ -13,14 +13,14 @@ from amptune.policy.settings import Policy
 from amptune.search.table.objective import Objective
 from amptune.search.table.trial import Trial
 
-__all__ = ["MOST_POINTS", "Point", "best_point", "front_of", "points_of", "score_of", "spread_along"]
+__all__ = ["MOST_POINTS", "ParetoPoint", "best_point", "front_of", "points_of", "score_of", "spread_along"]
 
 # Keeps a policy file short.
 MOST_POINTS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class ParetoPoint:
     """A policy with its three figures; `judged` is set if the numerics gate passed it or had nothing to judge.
 
     An energy that was not measured counts as more than any other.
@@ -38,7 +38,7 @@ class Point:
         joules = self.energy_j_per_sample
         return -self.samples_per_s, self.peak_memory_mib, math.inf if joules is None else joules
 
-    def dominates(self, other: Point) -> bool:
+    def dominates(self, other: ParetoPoint) -> bool:
         """Returns True if this point is at least as good in every figure, and better in one."""
         mine, theirs = self.costs, other.costs
         return mine != theirs and all(own <= its for own, its in zip(mine, theirs, strict=True))
@@ -58,10 +58,10 @@ class Point:
         return {"policy": policy_to_dict(self.policy), **self.figures, "judged": self.judged}
 
     @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Point:
+    def from_dict(data: Mapping[str, Any]) -> ParetoPoint:
         """Reads what `as_dict` writes. Raises `KeyError`, `TypeError` or `ValueError` for anything else."""
         joules = data.get("energy_j_per_sample")
-        return Point(
+        return ParetoPoint(
             policy=policy_from_dict(data["policy"]),
             samples_per_s=float(data["samples_per_s"]),
             peak_memory_mib=float(data["peak_memory_mib"]),
@@ -72,10 +72,10 @@ class Point:
 
 def points_of(
     trials: Iterable[Trial], is_rejected: Callable[[Policy], bool], is_judged: Callable[[Policy], bool]
-) -> tuple[Point, ...]:
+) -> tuple[ParetoPoint, ...]:
     """Returns the trials that ran and that the numerics gate has not rejected."""
     return tuple(
-        Point(
+        ParetoPoint(
             policy=trial.policy,
             samples_per_s=trial.outcome.samples_per_s,
             peak_memory_mib=trial.outcome.peak_allocated_mib,
@@ -87,16 +87,16 @@ def points_of(
     )
 
 
-def front_of(points: Iterable[Point]) -> tuple[Point, ...]:
+def front_of(points: Iterable[ParetoPoint]) -> tuple[ParetoPoint, ...]:
     """Returns the points that no other dominates, fastest first; of equal points the first."""
-    front: list[Point] = []
+    front: list[ParetoPoint] = []
     for point in sorted(points, key=lambda point: point.costs):  # a dominating point comes earlier
         if not any(other.costs == point.costs or other.dominates(point) for other in front):
             front.append(point)
     return tuple(front)
 
 
-def spread_along(front: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
+def spread_along(front: Sequence[ParetoPoint], most: int = MOST_POINTS) -> tuple[ParetoPoint, ...]:
     """Returns at most `most` points, in their order: the best in each figure, then the farthest from those chosen.
 
     Distances are taken on logarithms, so that they do not depend on units.
@@ -112,18 +112,20 @@ def spread_along(front: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point
     return tuple(front[i] for i in sorted(chosen))
 
 
-def score_of(point: Point, objective: Objective) -> float | None:
+def score_of(point: ParetoPoint, objective: Objective) -> float | None:
     """Returns the objective's score of a point."""
     return objective.score_of(point.samples_per_s, point.peak_memory_mib, point.energy_j_per_sample)
 
 
-def best_point(points: Iterable[Point], objective: Objective, baseline_samples_per_s: float) -> Point | None:
+def best_point(
+    points: Iterable[ParetoPoint], objective: Objective, baseline_samples_per_s: float
+) -> ParetoPoint | None:
     """Returns the objective's best point of those fast enough; None if no point has the figure or the speed."""
     fast = (point for point in points if objective.allows_speed(point.samples_per_s / baseline_samples_per_s))
     scores = {point: score for point in fast if (score := score_of(point, objective)) is not None}
     return max(scores, key=scores.__getitem__, default=None)
 
 
-def _place(point: Point) -> tuple[float, float, float]:
+def _place(point: ParetoPoint) -> tuple[float, float, float]:
     joules = point.energy_j_per_sample
     return math.log(point.samples_per_s), math.log(point.peak_memory_mib), math.log(joules) if joules else 0.0

@@ -16,7 +16,7 @@ from amptune.search.table.objective import Objective
 from amptune.search.table.ratio import Ratio
 from amptune.search.table.trial import Trial
 
-__all__ = ["Basis", "Choice", "Judged", "StudyRecord", "TuningRecord", "without_password"]
+__all__ = ["Basis", "DecisionRecord", "GateRecord", "StudyRecord", "TuningRecord", "without_password"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ Basis = Literal["comparison", "few-launches", "trial", "nothing-better"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class DecisionRecord:
     """A policy and its gain over the baseline; the ratios have no interval if single trials gave them."""
 
     policy: Policy
@@ -84,8 +84,8 @@ class Choice:
         return {"policy": policy_to_dict(self.policy), **ratios, "basis": self.basis}
 
     @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Choice:
-        return Choice(
+    def from_dict(data: Mapping[str, Any]) -> DecisionRecord:
+        return DecisionRecord(
             policy=policy_from_dict(data["policy"]),
             gain=_ratio_from_dict(data["gain"]),
             speedup=_ratio_from_dict(data["speedup"]),
@@ -103,7 +103,7 @@ def _ratio_from_dict(data: Mapping[str, Any]) -> Ratio:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class GateRecord:
     """The numerics gate's result for a policy: if it is as good as FP32, and the share of the tolerance it uses."""
 
     policy: Policy
@@ -112,16 +112,16 @@ class Judged:
     words: str
 
     @staticmethod
-    def of(judgement: Judgement) -> Judged:
-        return Judged(policy=judgement.policy, passes=judgement.passes, used=judgement.used, words=str(judgement))
+    def of(judgement: Judgement) -> GateRecord:
+        return GateRecord(policy=judgement.policy, passes=judgement.passes, used=judgement.used, words=str(judgement))
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain data for the study; `from_dict` is the inverse."""
         return {"policy": policy_to_dict(self.policy), "passes": self.passes, "used": self.used, "words": self.words}
 
     @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Judged:
-        return Judged(**{**data, "policy": policy_from_dict(data["policy"])})
+    def from_dict(data: Mapping[str, Any]) -> GateRecord:
+        return GateRecord(**{**data, "policy": policy_from_dict(data["policy"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,15 +136,15 @@ class StudyRecord:
     where: str
     tunings: tuple[TuningRecord, ...]
     trials: tuple[Trial, ...]
-    judged: tuple[Judged, ...] = ()
+    judged: tuple[GateRecord, ...] = ()
     outside: frozenset[Policy] = frozenset()
-    decided: Mapping[str, Choice] = field(default_factory=dict)
+    decided: Mapping[str, DecisionRecord] = field(default_factory=dict)
 
     @property
     def last(self) -> TuningRecord:
         return self.tunings[-1]
 
-    def judgement_of(self, policy: Policy) -> Judged | None:
+    def judgement_of(self, policy: Policy) -> GateRecord | None:
         """Returns the last judgement of a policy with these numerics; for a compiled one, else without its graph."""
         return self._judged_as(policy) or self._judged_as(without_graph(policy))
 
@@ -163,7 +163,7 @@ class StudyRecord:
         judged = self.judgement_of(policy)
         return is_exempt(without_graph(policy), self.last.baseline) if judged is None else judged.passes
 
-    def _judged_as(self, policy: Policy) -> Judged | None:
+    def _judged_as(self, policy: Policy) -> GateRecord | None:
         own = numerics_of_policy(policy)
         return next((one for one in reversed(self.judged) if numerics_of_policy(one.policy) == own), None)
 

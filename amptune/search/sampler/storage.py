@@ -20,7 +20,7 @@ from amptune.errors import StudyError
 from amptune.measure.results.outcome import Failure, outcome_from_dict, outcome_to_dict
 from amptune.policy.serialization import in_one_line, policy_from_dict, policy_to_dict
 from amptune.policy.settings import Policy
-from amptune.search.sampler.records import Choice, Judged, StudyRecord, TuningRecord, without_password
+from amptune.search.sampler.records import DecisionRecord, GateRecord, StudyRecord, TuningRecord, without_password
 from amptune.search.space.knobs import BATCH_SIZE, Knob, Point, Space
 from amptune.search.table.trial import Trial
 
@@ -80,12 +80,12 @@ class Store:
         with _storage_errors():
             self._study.set_user_attr(f"{TUNING} {tuning.run}", tuning.as_dict())
 
-    def note_decided(self, run: str, choice: Choice) -> None:
+    def note_decided(self, run: str, decision: DecisionRecord) -> None:
         """Records the choice of a tuning run."""
         with _storage_errors():
-            self._study.set_user_attr(f"{DECIDED} {run}", choice.as_dict())
+            self._study.set_user_attr(f"{DECIDED} {run}", decision.as_dict())
 
-    def note_judged(self, judged: Judged) -> None:
+    def note_judged(self, judged: GateRecord) -> None:
         """Records the numerics gate's judgement of a policy."""
         digest = hashlib.sha256(str(judged.policy).encode()).hexdigest()[:12]
         with _storage_errors():
@@ -165,9 +165,9 @@ def _record_of(study: optuna.Study, where: Path | str) -> StudyRecord:
         where=without_password(str(where)),
         tunings=tuple(tunings),
         trials=trials,
-        judged=tuple(map(Judged.from_dict, kept[JUDGED].values())),
+        judged=tuple(map(GateRecord.from_dict, kept[JUDGED].values())),
         outside=_outside(study, trials),
-        decided={run: Choice.from_dict(choice) for run, choice in kept[DECIDED].items()},
+        decided={run: DecisionRecord.from_dict(decision) for run, decision in kept[DECIDED].items()},
     )
 
 

@@ -18,7 +18,7 @@ from amptune.search.batch_size.memory_model import arm_of
 from amptune.search.events import Event, Observer, PolicyJudged
 from amptune.search.gate.judgement import Judgement
 from amptune.search.sampler.acquisition import Proposer, Seen, features_of, with_features
-from amptune.search.sampler.records import Choice, Judged, TuningRecord
+from amptune.search.sampler.records import DecisionRecord, GateRecord, TuningRecord
 from amptune.search.sampler.storage import Handle, Store, open_store
 from amptune.search.space.knobs import BATCH_SIZE, Knob, Point, Space, points
 from amptune.search.table.ablation import variants_of
@@ -156,7 +156,7 @@ class Study:
             return self._store.runs()
         return []
 
-    def conclude(self, run: str, choice: Choice) -> None:
+    def conclude(self, run: str, choice: DecisionRecord) -> None:
         """Records the choice of a tuning run; a storage that fails loses only that."""
         with suppress(StudyError):
             self._store.note_decided(run, choice)
@@ -174,7 +174,7 @@ class Study:
 
     def keep(self, judgement: Judgement) -> None:
         """Records the numerics gate's judgement of a policy."""
-        self._store.note_judged(Judged.of(judgement))
+        self._store.note_judged(GateRecord.of(judgement))
 
     def measure_first(self, policies: Iterable[Policy]) -> None:
         """Puts these policies first, including those outside the space."""

@@ -30,14 +30,14 @@ from amptune.search.table.ratio import (
 __all__ = [
     "NARROW",
     "NEGLIGIBLE",
-    "Standing",
+    "Contender",
     "Verdict",
+    "contenders_of",
     "departure_count",
     "is_worth_a_change",
     "level_with_the_best",
     "settled",
     "speed_not_shown",
-    "standings_of",
     "verdict_of",
 ]
 
@@ -55,7 +55,7 @@ _BEST = {"throughput": "fastest", "memory": "that use least memory", "energy": "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class Contender:
     """One policy's figures in a comparison. They are None if it failed, and `failure` says how.
 
     `vs_baseline` compares samples per second in the rounds that both finished, `gain` the figure of the objective.
@@ -95,9 +95,9 @@ class Standing:
 class Verdict:
     """The winner among the contenders, the baseline it is compared with, and the reasons."""
 
-    winner: Standing
-    baseline: Standing
-    standings: tuple[Standing, ...]
+    winner: Contender
+    baseline: Contender
+    contenders: tuple[Contender, ...]
     findings: tuple[Finding, ...]
     objective: Objective = THROUGHPUT
 
@@ -142,17 +142,17 @@ def verdict_of(
     were still measured in the last round: a beaten policy is not. Returns None if the baseline failed. Intervals are
     made `doubt` times as wide before they have to exclude 1.
     """
-    standings = standings_of(rounds, baseline)
-    of = {standing.policy: standing for standing in standings}
+    contenders = contenders_of(rounds, baseline)
+    of = {contender.policy: contender for contender in contenders}
     if baseline not in of or not of[baseline].merit:
         return None
     objective = rounds[-1].objective
-    alive = [s for s in standings if s.failure is None and (s.policy == baseline or eligible(s.policy))]
+    alive = [s for s in contenders if s.failure is None and (s.policy == baseline or eligible(s.policy))]
     unbeaten = _unbeaten(rounds, {s.policy for s in alive} - {baseline})
     shown = [s for s in alive if s.policy in unbeaten and _is_shown_better(s, objective, doubt)]
     level = level_with_the_best(rounds, shown)
     winner = min(level, key=lambda s: (departure_count(s.policy), -s.merit), default=of[baseline])
-    verdict = Verdict(winner=winner, baseline=of[baseline], standings=standings, findings=(), objective=objective)
+    verdict = Verdict(winner=winner, baseline=of[baseline], contenders=contenders, findings=(), objective=objective)
     best = max(alive, key=lambda s: s.merit)
     reasons = _reasons(verdict, best, len(level), launches_of(rounds), spread_of_ratios(rounds))
     if not is_fast_enough(rounds, winner.policy, baseline, surely=True):
@@ -160,7 +160,7 @@ def verdict_of(
     return replace(verdict, findings=tuple(reasons))
 
 
-def speed_not_shown(winner: Standing, objective: Objective) -> Finding:
+def speed_not_shown(winner: Contender, objective: Objective) -> Finding:
     """Returns the finding that the winner may be too slow for the objective."""
     return Finding(
         code="speed-not-shown",
@@ -169,22 +169,22 @@ def speed_not_shown(winner: Standing, objective: Objective) -> Finding:
     )
 
 
-def level_with_the_best(rounds: Sequence[Round], standings: Sequence[Standing]) -> list[Standing]:
+def level_with_the_best(rounds: Sequence[Round], contenders: Sequence[Contender]) -> list[Contender]:
     """Returns the policies that are level with the best by the objective and, among those, with the fastest.
 
     A little less memory is not worth a loss of speed.
     """
-    for by in dict.fromkeys((rounds[-1].objective, THROUGHPUT)) if standings else ():
-        best = best_among(rounds, [standing.policy for standing in standings], by=by)
-        standings = [standing for standing in standings if _is_level(rounds, best, standing.policy, by)]
-    return list(standings)
+    for by in dict.fromkeys((rounds[-1].objective, THROUGHPUT)) if contenders else ():
+        best = best_among(rounds, [contender.policy for contender in contenders], by=by)
+        contenders = [contender for contender in contenders if _is_level(rounds, best, contender.policy, by)]
+    return list(contenders)
 
 
-def standings_of(rounds: Sequence[Round], baseline: Policy) -> tuple[Standing, ...]:
+def contenders_of(rounds: Sequence[Round], baseline: Policy) -> tuple[Contender, ...]:
     """Returns every policy of the rounds, the best first; then those too slow for the objective, failures last."""
     policies = dict.fromkeys(policy for one in rounds for policy in one.outcomes)
-    standings = [_standing(rounds, policy, baseline) for policy in policies]
-    return tuple(sorted(standings, key=lambda standing: standing.place))
+    contenders = [_standing(rounds, policy, baseline) for policy in policies]
+    return tuple(sorted(contenders, key=lambda contender: contender.place))
 
 
 def settled(rounds: Sequence[Round], baseline: Policy) -> bool:
@@ -207,7 +207,7 @@ def is_worth_a_change(ratio: Ratio) -> bool:
 
 
 def _is_narrow(rounds: Sequence[Round], baseline: Policy) -> bool:
-    alive = {standing.policy for standing in standings_of(rounds, baseline) if standing.failure is None}
+    alive = {contender.policy for contender in contenders_of(rounds, baseline) if contender.failure is None}
     measured = [policy for policy in rounds[-1].outcomes if policy in alive]
     if not measured:  # everything failed: more rounds will not help
         return True
@@ -223,9 +223,9 @@ def _unbeaten(rounds: Sequence[Round], policies: Set[Policy]) -> Set[Policy]:
     return next((found for one in reversed(rounds) if (found := policies & one.outcomes.keys())), frozenset())
 
 
-def _is_shown_better(standing: Standing, objective: Objective, doubt: float) -> bool:
-    gain = standing.gain
-    return gain is not None and not standing.too_slow and gain.shows_more_than(1 + objective.least_gain, doubt=doubt)
+def _is_shown_better(contender: Contender, objective: Objective, doubt: float) -> bool:
+    gain = contender.gain
+    return gain is not None and not contender.too_slow and gain.shows_more_than(1 + objective.least_gain, doubt=doubt)
 
 
 def _is_level(rounds: Sequence[Round], best: Policy, other: Policy, by: Objective) -> bool:
@@ -239,16 +239,16 @@ def _value(ratio: Ratio | None) -> float:
     return ratio.value if ratio is not None and ratio.value > 0 else 0.0
 
 
-def _standing(rounds: Sequence[Round], policy: Policy, baseline: Policy) -> Standing:
+def _standing(rounds: Sequence[Round], policy: Policy, baseline: Policy) -> Contender:
     outcomes = [one.outcomes[policy] for one in rounds if policy in one.outcomes]
     failure = next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)
     if failure is not None:  # one failure is enough: a policy that sometimes fails is useless for training
-        return Standing(policy=policy, failure=failure, rounds=len(outcomes))
+        return Contender(policy=policy, failure=failure, rounds=len(outcomes))
     measured = [outcome for outcome in outcomes if isinstance(outcome, Measurement)]
     energies = [m.energy_j_per_sample for m in measured if m.energy_j_per_sample is not None]
     step_ms, interval = _step_ms(rounds, policy)
     speedup = ratio_between(rounds, policy, baseline, by=THROUGHPUT)
-    return Standing(
+    return Contender(
         policy=policy,
         samples_per_s=1000 * measured[0].samples_per_step / step_ms,
         step_ms=step_ms,
@@ -272,7 +272,7 @@ def _step_ms(rounds: Sequence[Round], policy: Policy) -> tuple[float, tuple[floa
     return found.value, None if math.isinf(found.high) else (found.low, found.high)
 
 
-def _reasons(verdict: Verdict, best: Standing, equals: int, launches: int, spread: Spread | None) -> list[Finding]:
+def _reasons(verdict: Verdict, best: Contender, equals: int, launches: int, spread: Spread | None) -> list[Finding]:
     found = [_few_launches(launches)] if launches < ENOUGH_LAUNCHES else []
     winner, objective = verdict.winner, verdict.objective
     if verdict.keeps_the_baseline:
@@ -301,7 +301,7 @@ def _noise(spread: Spread | None) -> Iterator[Finding]:
         )
 
 
-def _rivalry(rival: Standing, objective: Objective) -> str:
+def _rivalry(rival: Contender, objective: Objective) -> str:
     if objective.name == "throughput":
         return str(rival.vs_baseline)
     return gain_in_words(objective, rival.gain, rival.vs_baseline)
