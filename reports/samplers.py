@@ -55,7 +55,7 @@ from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import candidates_for
 from amptune.search.space.knobs import Forbidden, Knob, Point, Space, Value, forbidden_because, points
 from amptune.search.table.trial import Trial
-from amptune.search.trials import search
+from amptune.search.trial_loop import search
 
 SCHEMA = "amptune.samplers/1"
 GRID = Path(__file__).resolve().parent.parent / "tests" / "simulated" / "h200_grid.json"

@@ -47,7 +47,7 @@ class Tuned:
         undo: Callable[[], None],
         guard: Guard | None = None,
         statistics: FiniteStatistics | None = None,
-        weights: Weights = PLAIN_WEIGHTS,
+        weights: Weights | None = None,
         graphed: GraphedModel | None = None,
     ) -> None:
         self.policy = policy
@@ -58,7 +58,7 @@ class Tuned:
         self._undo = undo
         self._guard = guard
         self._statistics = statistics
-        self._weights = weights
+        self._weights = weights or PLAIN_WEIGHTS
         self._graphed = graphed
         self._scalers: dict[str, PolicyScaler] = {}
         self._active = True

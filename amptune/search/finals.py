@@ -17,21 +17,18 @@ from amptune.search.decide.comparisons import CandidateRounds, Comparisons
 from amptune.search.events import Observer
 from amptune.search.plan.budget import Budget
 from amptune.search.plan.compile_costs import cold_s
+from amptune.search.plan.stages import ABLATION_SHARE, COLD_SHARE, FINALS_SHARE
 from amptune.search.table.ablation import variants_of
 from amptune.search.table.ratio import ENOUGH_LAUNCHES, Round, is_fast_enough, launches_of, places_in, ratio_between
 from amptune.search.table.verdict import NARROW, is_worth_a_change, settled, verdict_of
 
-__all__ = ["FINALS_SHARE", "prove"]
+__all__ = ["compare_finalists"]
 
-# Shares of the time after the search: for the finals, and at least for the ablation.
-FINALS_SHARE, ABLATION_SHARE = 0.4, 0.3
-# A policy is measured beside another one only if compiling it takes at most this share of the time left.
-COLD_SHARE = 0.2
 # At most this many neighbours are measured beside a candidate at once: each costs a process in every launch.
 NEIGHBOURS = 4
 
 
-def prove(
+def compare_finalists(
     evaluator: Evaluator,
     comparisons: Comparisons,
     budget: Budget,
@@ -41,7 +38,7 @@ def prove(
 ) -> None:
     """Compares until the winner is known, refined, confirmed, and free of useless settings; or the budget is spent.
 
-    `rejects` judges the numerics of a policy that is about to win; the proof's contest then knows the result too.
+    `rejects` judges the numerics of a policy that is about to win; the comparisons then know the result too.
     """
     stages = _Stages(evaluator, comparisons, budget, start_s, observer, rejects)
     ablation_s = ABLATION_SHARE * budget.left_s
@@ -52,7 +49,7 @@ def prove(
 
 @dataclass
 class _Stages:
-    """The stages of one proof; each continues from what the earlier ones found."""
+    """The stages of the comparisons; each continues from what the earlier ones found."""
 
     evaluator: Evaluator
     comparisons: Comparisons
@@ -176,9 +173,9 @@ class _Stages:
             candidate = self._candidate()
 
     def _candidate(self) -> Policy | None:
-        """Returns the proof's candidate once it passed the numerics gate, or None."""
+        """Returns the candidate of the comparisons once it passed the numerics gate, or None."""
         while (candidate := self.comparisons.candidate) is not None and self.rejects(candidate):
-            pass  # the proof has another one now
+            pass  # the comparisons have another one now
         return candidate
 
     def _enough_ablation(self, ablation: CandidateRounds) -> Enough:

@@ -24,6 +24,7 @@ from amptune.search.gate.judgement import Judgement
 from amptune.search.gate.numeric_findings import findings_of
 from amptune.search.gate.repair import Cure, cure_of, traces_of
 from amptune.search.plan.budget import Budget
+from amptune.search.plan.stages import MODULE_TIMES_SHARE
 from amptune.search.space.exclusions import Ladder, ladder_by_time
 from amptune.search.space.knobs import Space
 
@@ -69,8 +70,6 @@ def examined(judge: Judge, judgement: Judgement, subject: Subject) -> tuple[Cure
 
 # A shorter budget is better spent on trials.
 SHORTEST_BUDGET_S = 45.0
-# The share of the budget for one pass; it took 3.6 s for 1,000 modules on an H200 (reports/numerics/h200/sensing.txt).
-SHARE = 0.1
 FILE = "sensitivity.json"
 
 
@@ -89,7 +88,7 @@ def timed_ladder(evaluator: Evaluator, prepared: Prepared, space: Space, budget:
         policy = Policy(fp32_math=_math(prepared, space), memory_format=memory_format)  # type: ignore[arg-type]
         entry = f"{policy}, {' '.join(dtypes)}"
         if entry not in known and budget.seconds >= SHORTEST_BUDGET_S:
-            found = evaluator.sense(policy, dtypes, SHARE * budget.seconds)
+            found = evaluator.sense(policy, dtypes, MODULE_TIMES_SHARE * budget.seconds)
             known |= {} if isinstance(found, Failure) else {entry: found}
         if entry in known:
             sensed[str(memory_format)] = known[entry]

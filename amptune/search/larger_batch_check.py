@@ -12,18 +12,11 @@ from amptune.search.batch_size.batch_sizes import Runner, sizer_for
 from amptune.search.decide.decision import Decision
 from amptune.search.plan.budget import Budget
 
-__all__ = ["kept_s", "larger_batch"]
+__all__ = ["larger_batch"]
 
-# The share of the budget, and the most seconds.
-SHARE, LONGEST_S = 0.04, 20.0
 # Twice the batch is reported if it trains this many times as fast, and four times the batch if it gains that again.
 WORTH_TELLING = 1.05
 LOOK = Effort(warmup_s=0.5, measure_s=0.2, min_steps=3)
-
-
-def kept_s(budget: Budget) -> float:
-    """Returns the seconds to reserve for measuring larger batches."""
-    return min(LONGEST_S, SHARE * budget.seconds)
 
 
 def larger_batch(runner: Runner, decision: Decision, budget: Budget) -> Finding | None:

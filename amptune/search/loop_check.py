@@ -12,14 +12,10 @@ from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.decide.decision import Decision, in_order
 from amptune.search.plan.budget import Budget
+from amptune.search.plan.stages import SHORTEST_LOOP_S, loop_s
 
-__all__ = ["Trainer", "checked_in_a_loop", "loop_s"]
+__all__ = ["Trainer", "checked_in_a_loop"]
 
-# The share of the budget for the loop: half for its timed seconds, half for the step alone, warm-up and loader start.
-SHARE = 0.06
-LONGEST_S = 5.0
-# A shorter loop says nothing.
-SHORTEST_S = 1.0
 # Extra time, beyond the budget, for a loop whose loader is slow to start.
 GRACE_S = 10.0
 
@@ -30,12 +26,6 @@ class Trainer(Protocol):
     def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming | Failure: ...
 
 
-def loop_s(budget: Budget) -> float:
-    """Returns the seconds to reserve for the loop with its warm-up; 0 if the budget is too small for a loop."""
-    seconds = min(LONGEST_S, SHARE * budget.seconds / 2)
-    return 2 * seconds if seconds >= SHORTEST_S else 0.0
-
-
 def checked_in_a_loop(trainer: Trainer, decision: Decision, budget: Budget) -> Decision:
     """Returns the decision with `evidence.end_to_end` and the findings of the loop, if the budget is enough for one.
 
@@ -43,7 +33,7 @@ def checked_in_a_loop(trainer: Trainer, decision: Decision, budget: Budget) -> D
     """
     seconds = min(loop_s(budget), budget.left_s) / 2
     samples_per_s = decision.verdict.winner.samples_per_s
-    if seconds < SHORTEST_S or samples_per_s is None:
+    if seconds < SHORTEST_LOOP_S or samples_per_s is None:
         return decision
     try:
         timing = trainer.train(decision.verdict.winner.policy, seconds, max(budget.left_s, 0.0) + GRACE_S)

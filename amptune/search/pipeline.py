@@ -22,26 +22,23 @@ from amptune.search.decide.decision import Decision
 from amptune.search.decide.samples import keeping_samples
 from amptune.search.decide.study_report import decision_record_of
 from amptune.search.events import Observer, SearchStarted, WorkloadBuilt
-from amptune.search.finals import prove
+from amptune.search.finals import compare_finalists
 from amptune.search.gate.judge import Judge
-from amptune.search.larger_batch_check import kept_s, larger_batch
-from amptune.search.loop_check import checked_in_a_loop, loop_s
+from amptune.search.larger_batch_check import larger_batch
+from amptune.search.loop_check import checked_in_a_loop
 from amptune.search.plan.budget import Budget
+from amptune.search.plan.stages import comparisons_s, larger_batch_s, loop_s
 from amptune.search.request import TuningRequest, place_of, source_of
 from amptune.search.run import FINALISTS, TuningRun
 from amptune.search.sampler.study import Study
 from amptune.search.space.candidates import Candidates, GlobalBatch, Wanted, candidates_for
 from amptune.search.table.objective import THROUGHPUT, ObjectiveName, objective_of
 from amptune.search.table.trial import error_of_baseline
-from amptune.search.trials import search
+from amptune.search.trial_loop import search
 from amptune.workload.workload import Workload
 
 __all__ = ["TuningInterrupted", "run_tuning", "tune", "tune_with"]
 
-# The comparisons after the search get at most this share of the time that is left once the workload is built.
-PROOF_SHARE = 0.5
-# The proof gets no more time than this many launches of its contenders take.
-LAUNCHES_KEPT = 20
 NO_ENERGY = "the objective energy cannot be pursued here: this machine reports no energy"
 
 
@@ -192,7 +189,7 @@ def _search_and_prove(evaluator: Evaluator, run: TuningRun, prepare_s: float, ob
             leaves=len(run.prepared.subject.leaves),
             memory_mib=run.prepared.memory_mib or math.inf,
         ),
-        reserve_s=lambda: _proof_s(study, request.budget, prepare_s, run.prepared.start_s),
+        reserve_s=lambda: _comparisons_s(study, request.budget, prepare_s, run.prepared.start_s),
         observer=observer,
     )
     baseline = study.trial_of(candidates.baseline)
@@ -202,20 +199,20 @@ def _search_and_prove(evaluator: Evaluator, run: TuningRun, prepare_s: float, ob
     if len(comparisons.eligibility.finalists) > 1:
         run.judge_ahead()
         with suppress(StudyError):  # no worker can be started any more: the measurements so far decide
-            prove(evaluator, comparisons, request.budget, run.prepared.start_s, observer, run.judge.rejects)
+            compare_finalists(evaluator, comparisons, request.budget, run.prepared.start_s, observer, run.judge.rejects)
 
 
-def _proof_s(study: Study, budget: Budget, prepare_s: float, start_s: float) -> float:
+def _comparisons_s(study: Study, budget: Budget, prepare_s: float, start_s: float) -> float:
     """Returns the seconds to keep for the comparisons, by the cost so far of starting a worker and of a trial."""
     costs = sorted(trial.seconds for trial in study.trials)
     typical_s = costs[len(costs) // 2] if costs else 0.0
     contenders = min(2 + FINALISTS, len(costs))
-    wanted_s = LAUNCHES_KEPT * (start_s + ROUNDS_PER_LAUNCH * contenders * typical_s)
-    return min(PROOF_SHARE * (budget.seconds - prepare_s), wanted_s)
+    launch_s = start_s + ROUNDS_PER_LAUNCH * contenders * typical_s
+    return comparisons_s(budget, prepare_s=prepare_s, launch_s=launch_s)
 
 
 def _with_time_for_the_rest(request: TuningRequest) -> TuningRequest:
-    rest_s = loop_s(request.budget) + (kept_s(request.budget) if _leaves_the_batch(request) else 0.0)
+    rest_s = loop_s(request.budget) + (larger_batch_s(request.budget) if _leaves_the_batch(request) else 0.0)
     return replace(request, budget=request.budget.less(rest_s))
 
 

@@ -17,10 +17,10 @@ from amptune.search.decide.conclusion import decide
 from amptune.search.decide.decision import Decision
 from amptune.search.decide.samples import read_comparisons
 from amptune.search.events import GroundworkStarted, Observer
-from amptune.search.finals import FINALS_SHARE
 from amptune.search.gate.judge import Judge
 from amptune.search.groundwork import check_precision, timed_ladder
 from amptune.search.plan.compile_costs import compiled_s
+from amptune.search.plan.stages import FINALS_SHARE, graph_judgement_s
 from amptune.search.request import TuningRequest
 from amptune.search.sampler.records import TuningRecord
 from amptune.search.sampler.study import Study, open_study
@@ -35,9 +35,8 @@ FEWEST_FINALISTS, FINALISTS, MOST_FINALISTS = 3, 4, 8
 # The numerics of this many finalists are judged ahead: a fast unsound one would make sound ones look beaten.
 JUDGED_AHEAD = 2
 # The gate compiles a graph anew for its batches, with dropout twice, in this many times the seconds of compiling for
-# training (BERT-base on an H200: 31 s instead of 27). That is done before the comparison if it takes at most this share
-# of the comparison's time, else if there is time left.
-GRAPH_TIMES, GRAPH_SHARE = 1.3, 0.2
+# training (BERT-base on an H200: 31 s instead of 27).
+GRAPH_TIMES = 1.3
 # Seconds beyond the budget for judging the winner.
 GRACE_S = 8.0
 
@@ -125,18 +124,18 @@ class TuningRun:
     def begin_comparisons(self) -> Comparisons:
         """Begins the comparison after the search: the baseline, stock PyTorch, AMP recipes and the fastest trials."""
         time_s = FINALS_SHARE * self.request.budget.left_s
-        self.comparisons = self._proof_of(_finalists(self.study, self.candidates, self.prepared.start_s, time_s))
+        self.comparisons = self._comparisons_of(_finalists(self.study, self.candidates, self.prepared.start_s, time_s))
         return self.comparisons
 
     def judge_ahead(self) -> None:
         """Judges the fastest finalists before they are compared, and the graph of the first if that is no waste."""
-        assert self.comparisons is not None  # noqa: S101  # enter_proof makes it
+        assert self.comparisons is not None  # noqa: S101  # begin_comparisons makes it
         place = {policy: i for i, policy in enumerate(self.study.ranked())}
         ranked = sorted((p for p in self.comparisons.eligibility.finalists if p in place), key=place.__getitem__)
         for policy in ranked[:JUDGED_AHEAD]:
             self.judge.judgement_of(policy)
         sound = next((policy for policy in ranked if not self.judge.has_rejected(policy)), None)
-        if sound is None or self._graph_s(sound) > GRAPH_SHARE * self.request.budget.left_s:
+        if sound is None or self._graph_s(sound) > graph_judgement_s(self.request.budget):
             return
         if self.judge.is_graph_open(sound):
             self.judge.judge_graph(sound)
@@ -163,7 +162,7 @@ class TuningRun:
         decision = decide(
             self.prepared,
             self.study.trials,
-            self.comparisons or self._proof_of(()),
+            self.comparisons or self._comparisons_of(()),
             self.judge,
             noticed_before=self.findings,
             amp_recipes=self.candidates.amp_recipes,
@@ -186,7 +185,7 @@ class TuningRun:
                 spent = "the budget, or the trials allowed, were spent before; give more with --budget or --trials"
             yield Finding(code="compile-not-tried", message=f"torch.compile was not tried: {spent}")
 
-    def _proof_of(self, finalists: tuple[Policy, ...]) -> Comparisons:
+    def _comparisons_of(self, finalists: tuple[Policy, ...]) -> Comparisons:
         return Comparisons(
             eligibility=Eligibility(
                 baseline=self.candidates.baseline,

@@ -26,7 +26,7 @@ from amptune.search.sampler.study import Study
 from amptune.search.space.candidates import Wanted, candidates_for
 from amptune.search.table.objective import THROUGHPUT, Yardstick, objective_of
 from amptune.search.table.trial import Trial
-from amptune.search.trials import _effort, _least_s, _of_two
+from amptune.search.trial_loop import _effort, _least_s, _of_two
 
 NO_GRAPHS = Failure(kind="error", message="a graph cannot be captured here")
 NO_COMPILER = Failure(kind="unsupported", message="no working C++ compiler found")

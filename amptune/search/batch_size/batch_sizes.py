@@ -15,12 +15,12 @@ from amptune.search.batch_size.memory_model import Arm, MemoryModel, arm_of
 from amptune.search.batch_size.memory_runs import FixedPart
 from amptune.search.batch_size.next_size import MOST_TIMES_OWN_ON_CPU
 from amptune.search.plan.budget import Budget
+from amptune.search.plan.stages import BATCH_SIZES_SHARE
 from amptune.search.space.candidates import GlobalBatch
 
 __all__ = ["NO_SIZES", "BatchSizes", "Runner", "batch_sizes_for", "sizer_for"]
 
-# The share of the budget for finding the largest batches, and the time limit of each run.
-SHARE = 0.15
+# The time limit of a run that looks for the largest batch.
 PROBE_LIMIT_S = 60.0
 # A few steps are enough: the optimizer's state exists from the second one on.
 PROBE = Effort(warmup_s=0.0, measure_s=0.0, min_steps=1, max_steps=1)
@@ -76,7 +76,7 @@ def batch_sizes_for(
     runner: Runner, arms: tuple[Policy, ...], prepared: Prepared, budget: Budget, whole: GlobalBatch | None
 ) -> BatchSizes:
     """Finds the largest batch under each policy of `arms`, and the sizes between it and the workload's own."""
-    until_s = budget.left_s - SHARE * budget.seconds
+    until_s = budget.left_s - BATCH_SIZES_SHARE * budget.seconds
     sizer = sizer_for(runner, prepared, whole, left_s=lambda: budget.left_s - until_s)
     if sizer is None:
         return NO_SIZES

@@ -16,11 +16,10 @@ from amptune.policy.settings import Fp32Math, Policy
 from amptune.search.events import Observer, PolicyJudged
 from amptune.search.gate.judgement import Judgement, judged
 from amptune.search.plan.budget import Budget
+from amptune.search.plan.stages import CURES_SHARE, REFERENCE_SHARE
 
 __all__ = ["Judge", "OutOfTimeError", "fp32_of", "graphs_like", "is_exempt", "numerics_of_policy", "without_graph"]
 
-# Shares of the budget: for the FP32 reference, made once; for the reference and all judgements until a cure is found.
-REFERENCE_SHARE, SHARE = 0.08, 0.25
 # The least time for the reference, even if the budget is short: one made in less time says too little.
 SHORTEST_REFERENCE_S = 2.0
 # The least time limit of a judgement, however little time is left: the judgement may be about the winner.
@@ -59,7 +58,7 @@ class Judge:
     budget: Budget
     observer: Observer
     tolerance: float | None = None
-    share: float = SHARE
+    share: float = CURES_SHARE
     reference_share: float = REFERENCE_SHARE
     failure: Failure | None = None
     spent_s: float = 0.0
