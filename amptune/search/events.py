@@ -37,7 +37,6 @@ __all__ = [
 # settings buys, to check a claim.
 Stage = Literal["finals", "refinement", "ablation", "verify"]
 
-
 # Work before the search that narrows the space: timing each module, judging the numerics of each precision, finding the
 # largest batch.
 Groundwork = Literal["modules", "numerics", "batch-size"]

@@ -15,9 +15,8 @@ from amptune.policy.settings import Policy
 from amptune.search.decide.comparison import Comparison, Enough
 from amptune.search.decide.comparisons import CandidateRounds, Comparisons
 from amptune.search.events import Observer
-from amptune.search.plan.budget import Budget
+from amptune.search.plan.budget import ABLATION_SHARE, COLD_SHARE, FINALS_SHARE, Budget
 from amptune.search.plan.compile_costs import cold_s
-from amptune.search.plan.stages import ABLATION_SHARE, COLD_SHARE, FINALS_SHARE
 from amptune.search.table.ablation import variants_of
 from amptune.search.table.ratio import ENOUGH_LAUNCHES, Round, is_fast_enough, launches_of, places_in, ratio_between
 from amptune.search.table.verdict import NARROW, is_worth_a_change, settled, verdict_of

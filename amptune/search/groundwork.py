@@ -23,8 +23,7 @@ from amptune.search.gate.judge import Judge, OutOfTimeError
 from amptune.search.gate.judgement import Judgement
 from amptune.search.gate.numeric_findings import findings_of
 from amptune.search.gate.repair import Cure, cure_of, traces_of
-from amptune.search.plan.budget import Budget
-from amptune.search.plan.stages import MODULE_TIMES_SHARE
+from amptune.search.plan.budget import MODULE_TIMES_SHARE, Budget
 from amptune.search.space.exclusions import Ladder, ladder_by_time
 from amptune.search.space.knobs import Space
 

@@ -16,6 +16,7 @@ from amptune.errors import DeviceError, NothingFeasibleError, ObjectiveError, Sp
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import STOCK, Policy
+from amptune.search.after_checks import checked_in_a_loop, larger_batch
 from amptune.search.compile_schedule import GraphsAtOnce
 from amptune.search.decide.comparison import ROUNDS_PER_LAUNCH
 from amptune.search.decide.decision import Decision
@@ -24,10 +25,7 @@ from amptune.search.decide.study_report import decision_record_of
 from amptune.search.events import Observer, SearchStarted, WorkloadBuilt
 from amptune.search.finals import compare_finalists
 from amptune.search.gate.judge import Judge
-from amptune.search.larger_batch_check import larger_batch
-from amptune.search.loop_check import checked_in_a_loop
-from amptune.search.plan.budget import Budget
-from amptune.search.plan.stages import comparisons_s, larger_batch_s, loop_s
+from amptune.search.plan.budget import Budget, comparisons_s, larger_batch_s, loop_s
 from amptune.search.request import TuningRequest, place_of, source_of
 from amptune.search.run import FINALISTS, TuningRun
 from amptune.search.sampler.study import Study

@@ -19,8 +19,8 @@ from amptune.search.decide.samples import read_comparisons
 from amptune.search.events import GroundworkStarted, Observer
 from amptune.search.gate.judge import Judge
 from amptune.search.groundwork import check_precision, timed_ladder
+from amptune.search.plan.budget import FINALS_SHARE, graph_judgement_s
 from amptune.search.plan.compile_costs import compiled_s
-from amptune.search.plan.stages import FINALS_SHARE, graph_judgement_s
 from amptune.search.request import TuningRequest
 from amptune.search.sampler.records import TuningRecord
 from amptune.search.sampler.study import Study, open_study

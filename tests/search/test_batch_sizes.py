@@ -17,9 +17,9 @@ from amptune.errors import SpaceError
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.subject import Prepared
 from amptune.policy.settings import Policy
+from amptune.search.after_checks import larger_batch
 from amptune.search.batch_size.memory_model import arm_of
 from amptune.search.decide.decision import Decision
-from amptune.search.larger_batch_check import larger_batch
 from amptune.search.pipeline import tune_with
 from amptune.search.plan.budget import Budget
 from amptune.search.space.candidates import GlobalBatch, Wanted, candidates_for

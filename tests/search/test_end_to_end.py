@@ -12,10 +12,9 @@ from test_tuning import tuned_on
 from amptune.measure.results.loop_timing import LoopTiming
 from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import Policy
+from amptune.search.after_checks import checked_in_a_loop
 from amptune.search.decide.decision import Decision
-from amptune.search.loop_check import checked_in_a_loop
-from amptune.search.plan.budget import Budget
-from amptune.search.plan.stages import loop_s
+from amptune.search.plan.budget import Budget, loop_s
 
 
 @dataclass

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from amptune.runtime.gradient_dtype import take_gradients_as
 from amptune.runtime.graphs.host_effects import NotRecordableError
 from amptune.runtime.graphs.model_state import DEPTH, OF_EVERY_MODULE, table_in
+from amptune.runtime.weights import take_gradients_as
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

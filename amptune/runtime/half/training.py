@@ -15,10 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
-from amptune.runtime.gradient_dtype import CAN_DIFFER
 from amptune.runtime.half.masters import MasterWeights, parameters_of, require_unrounded_state, state_in
 from amptune.runtime.half.weights import HALF, HalfWeights
-from amptune.runtime.weights import Weights
+from amptune.runtime.weights import CAN_DIFFER, Weights
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence

@@ -14,8 +14,7 @@ from amptune.search.batch_size.largest import LargestBatch, Sizer
 from amptune.search.batch_size.memory_model import Arm, MemoryModel, arm_of
 from amptune.search.batch_size.memory_runs import FixedPart
 from amptune.search.batch_size.next_size import MOST_TIMES_OWN_ON_CPU
-from amptune.search.plan.budget import Budget
-from amptune.search.plan.stages import BATCH_SIZES_SHARE
+from amptune.search.plan.budget import BATCH_SIZES_SHARE, Budget
 from amptune.search.space.candidates import GlobalBatch
 
 __all__ = ["NO_SIZES", "BatchSizes", "Runner", "batch_sizes_for", "sizer_for"]

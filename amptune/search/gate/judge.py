@@ -15,8 +15,7 @@ from amptune.measure.results.training_runs import Parity
 from amptune.policy.settings import Fp32Math, Policy
 from amptune.search.events import Observer, PolicyJudged
 from amptune.search.gate.judgement import Judgement, judged
-from amptune.search.plan.budget import Budget
-from amptune.search.plan.stages import CURES_SHARE, REFERENCE_SHARE
+from amptune.search.plan.budget import CURES_SHARE, REFERENCE_SHARE, Budget
 
 __all__ = ["Judge", "OutOfTimeError", "fp32_of", "graphs_like", "is_exempt", "numerics_of_policy", "without_graph"]
 
