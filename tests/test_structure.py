@@ -4,75 +4,140 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "amptune"
-ROOMS = ["errors", "hardware", "policy", "runtime", "workload", "measure", "search", "report", "cli"]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
+# Rooms, and modules that stand between rooms, from the top down: a module imports from its own place and those above.
+# A module has the last place here that names it or one of the rooms it is in.
+PLACES = [
+    "errors",
+    "hardware",
+    "policy",
+    "runtime",
+    "runtime.graphs",
+    "runtime.guard",
+    "runtime.half",
+    "runtime.tuned",
+    "runtime.apply_policy",
+    "runtime.integrations",
+    "workload",
+    "workload.zoo",
+    "measure.results",
+    "measure.bench",
+    "measure.numerics",
+    "measure.modules",
+    "measure.breakdown",
+    "measure.loop",
+    "measure.workers",
+    "measure",
+    "measure.evaluator",
+    "search.table",
+    "search.plan",
+    "search.gate.judgement",
+    "search.events",
+    "search.space",
+    "search.batch_size",
+    "search.gate",
+    "search.sampler",
+    "search.decide",
+    "search",
+    "search.request",
+    "search.groundwork",
+    "search.compile_schedule",
+    "search.trial_loop",
+    "search.finals",
+    "search.after_checks",
+    "search.run",
+    "search.pipeline",
+    "search.verification",
+    "search.diagnosis",
+    "report",
+    "__init__",
+    "cli",
+    "__main__",
+]
 
-def imports_of(source: str, *, package: str = "") -> Iterator[tuple[str, bool]]:
-    """(module, whether importing the source imports it too) for every import statement."""
-    tree = ast.parse(source)
-    at_run_time = set(map(id, _executed(tree)))
-    for node in ast.walk(tree):
-        names = []
+
+def imports_of(source: str) -> Iterator[str]:
+    """Each name that an import statement imports, those in functions and under TYPE_CHECKING too."""
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{package}{node.module}"]
-        for name in names:
-            yield name, id(node) in at_run_time
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _executed(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Statements that run when the module is imported: not in functions, not under TYPE_CHECKING."""
-    pending: list[ast.stmt] = list(tree.body)
-    while pending:
-        node = pending.pop()
-        yield node
-        type_checking = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        if not type_checking and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            pending += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+def name_of(path: Path) -> str:
+    """The module's dotted name within the package; a room's `__init__` has the room's, the package's has its own."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
-def room_of(module: str) -> str | None:
+MODULES = {name_of(path): path for path in SOURCES}
+
+
+def modules_in(source: str) -> set[str]:
+    """The modules of the package that a source imports, or imports something from."""
+    named = {name.removeprefix("amptune.") for name in imports_of(source) if name.startswith("amptune.")}
+    outer = {name if name in MODULES else name.rpartition(".")[0] or "__init__" for name in named}
+    return outer & MODULES.keys()
+
+
+def place_of(module: str) -> int:
     parts = module.split(".")
-    return parts[1] if parts[0] == "amptune" and len(parts) > 1 and parts[1] in ROOMS else None
+    named = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    return PLACES.index(next(name for name in named if name in PLACES))
 
 
-def room_of_file(path: Path) -> str | None:
-    return room_of(".".join(["amptune", *path.relative_to(PACKAGE).with_suffix("").parts]))
+def downward(here: str, source: str) -> list[str]:
+    """The modules that a source in `here` imports from below."""
+    return sorted(module for module in modules_in(source) if place_of(module) > place_of(here))
 
 
-def downward(here: str | None, source: str) -> list[str]:
-    """Imports of a room below `here`; a type named in `TYPE_CHECKING` alone is no import."""
-    rooms = [
-        (name, room_of(name)) for name, executed in imports_of(source) if executed or not _only_for_types(source, name)
-    ]
-    return [name for name, room in rooms if here and room and ROOMS.index(room) > ROOMS.index(here)]
-
-
-def _only_for_types(source: str, module: str) -> bool:
-    tree = ast.parse(source)
-    guarded = [n for n in tree.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
-    return any(module == name for block in guarded for name, _ in imports_of("\n".join(map(ast.unparse, block.body))))
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_only_to_rooms_above(path: Path) -> None:
-    assert downward(room_of_file(path), path.read_text()) == []
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_only_to_places_above(module: str) -> None:
+    assert downward(module, MODULES[module].read_text()) == []
 
 
 def test_the_check_of_imports_can_fail() -> None:
-    assert downward("policy", "from amptune.search.sampler.study import Study") == ["amptune.search.sampler.study"]
-    assert downward("policy", "def f():\n    import amptune.cli.entry") == ["amptune.cli.entry"]
+    assert downward("policy.settings", "from amptune.search.sampler.study import Study") == ["search.sampler.study"]
+    assert downward("policy.settings", "def f():\n    import amptune.cli.entry") == ["cli.entry"]
+    assert downward("search.table.trial", "from amptune.search import events") == ["search.events"]
+    guarded = "if TYPE_CHECKING:\n    from amptune.runtime.tuned import Tuned"
+    assert downward("runtime.graphs.capture", guarded) == ["runtime.tuned"]
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    """Under TYPE_CHECKING and inside functions neither. A package is no module here: it only holds others."""
+    imports = {name: modules_in(path.read_text()) - {"__init__"} for name, path in MODULES.items()}
+    TopologicalSorter(imports).prepare()
+
+
+def test_no_two_modules_and_no_two_public_classes_have_one_name() -> None:
+    files = Counter(path.stem for path in SOURCES if "cli" not in path.parts and not path.stem.startswith("__"))
+    classes = Counter(
+        node.name
+        for path in SOURCES
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, times in (files + classes).items() if times > 1] == []
+
+
+def test_every_room_says_what_it_holds() -> None:
+    silent = [room for room in PACKAGE.rglob("__init__.py") if not ast.get_docstring(ast.parse(room.read_text()))]
+    assert silent == []
 
 
 @pytest.mark.parametrize(
@@ -112,7 +177,7 @@ def test_a_library_is_imported_where_it_belongs_alone(library: str, allowed: set
     importers = {
         path.relative_to(PACKAGE).as_posix()
         for path in SOURCES
-        for name, _ in imports_of(path.read_text())
+        for name in imports_of(path.read_text())
         if name.split(".")[0] == library
     }
     assert importers == allowed
@@ -122,7 +187,7 @@ def test_nothing_imports_what_is_for_a_framework() -> None:
     importers = [
         path.relative_to(PACKAGE).as_posix()
         for path in SOURCES
-        for name, _ in imports_of(path.read_text())
+        for name in imports_of(path.read_text())
         if name.startswith("amptune.runtime.integrations") and path.parent.name != "integrations"
     ]
     assert importers == []
@@ -169,6 +234,18 @@ def test_training_loads_neither_the_search_nor_the_terminal(tmp_path: Path) -> N
 
 def test_the_check_of_lightness_can_fail() -> None:
     assert "optuna" in loaded_by("import amptune; amptune.tune")
+
+
+def test_neither_a_tuning_nor_a_report_imports_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers do. The tuning is a whole one, on a simulated machine; it and the report go through the commands."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")]))
+    code = (
+        "from pathlib import Path; from frozen.adapter import command; from frozen.commands import written_study\n"
+        f"study = {str(tmp_path / 'study')!r}; page = {str(tmp_path / 'page.html')!r}; written_study(Path(study))\n"
+        "assert command('report', study, '-o', page).exit_code == 0"
+    )
+    assert "optuna" in loaded_by(code)
+    assert "torch" not in loaded_by(code)
 
 
 HELP = "import runpy, sys; sys.argv[1:] = ['--help']\ntry: runpy.run_module('amptune', run_name='__main__')\n"

@@ -1,0 +1,1 @@
+"""The commands: arguments in, text and exit code out."""

@@ -1,0 +1,1 @@
+"""What a policy costs, and what it does to numbers."""

@@ -22,7 +22,7 @@ from amptune.runtime.layout import convert_model, convertible
 from amptune.runtime.module_precision import precisions_of
 from amptune.runtime.policy_argument import kind_of, read_policy
 from amptune.runtime.tuned import Tuned
-from amptune.runtime.weights import PLAIN_WEIGHTS, Weights
+from amptune.runtime.weight_hook import PLAIN_WEIGHTS, WeightHook
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -176,7 +176,7 @@ def _apply(
     settings: Policy,
     model: nn.Module,
     selected: Sequence[tuple[Selected, Precision]],
-    weights: Weights,
+    weights: WeightHook,
     findings: Sequence[Finding],
     *,
     guarded: bool,
@@ -218,7 +218,7 @@ def _apply(
     )
 
 
-def _weights(settings: Policy, model: nn.Module, selected: Sequence[tuple[Selected, Precision]]) -> Weights:
+def _weights(settings: Policy, model: nn.Module, selected: Sequence[tuple[Selected, Precision]]) -> WeightHook:
     """Returns the hook for how the policy holds weights. Raises `PolicyApplyError` if the model cannot have them so."""
     if settings.weights != "half":
         return PLAIN_WEIGHTS

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amptune.errors import PolicyApplyError
 from amptune.runtime.tensor_tree import map_tensors
-from amptune.runtime.weights import take_gradients_as_they_come
+from amptune.runtime.weight_hook import take_gradients_as_they_come
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

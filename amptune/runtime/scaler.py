@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amptune.policy.settings import LossScale
-from amptune.runtime.weights import PLAIN_WEIGHTS, Weights
+from amptune.runtime.weight_hook import PLAIN_WEIGHTS, WeightHook
 
 if TYPE_CHECKING:
     from amptune.policy.settings import Policy
@@ -31,7 +31,7 @@ class PolicyScaler(torch.amp.GradScaler):
     """
 
     statistics: FiniteStatistics | None = None
-    weights: Weights = PLAIN_WEIGHTS
+    weights: WeightHook = PLAIN_WEIGHTS
     policy_scale: LossScale = LossScale()
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:

@@ -10,7 +10,7 @@ from amptune.errors import PolicyApplyError
 from amptune.runtime.layout import convert_batch
 from amptune.runtime.optimizer import fuse
 from amptune.runtime.scaler import PolicyScaler, scaler_for
-from amptune.runtime.weights import PLAIN_WEIGHTS, Weights
+from amptune.runtime.weight_hook import PLAIN_WEIGHTS, WeightHook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ class Tuned:
         undo: Callable[[], None],
         guard: Guard | None = None,
         statistics: FiniteStatistics | None = None,
-        weights: Weights | None = None,
+        weights: WeightHook | None = None,
         graphed: GraphedModel | None = None,
     ) -> None:
         self.policy = policy

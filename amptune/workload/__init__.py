@@ -1,0 +1,1 @@
+"""What is tuned: the user's training step, and the bundled workloads."""

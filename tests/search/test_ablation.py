@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from test_decision import rounds_of
+from test_verdict import rounds_of
 
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, amp_recipe
 from amptune.search.table.ablation import ablated, dropped, variants_of

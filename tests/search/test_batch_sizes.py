@@ -11,7 +11,7 @@ import pytest
 from measurements import took
 from simulated.landscape import SimulatedClock
 from simulated.recorded import FIXED_MIB, MEMORY_MIB, SAMPLE_MIB, RecordedEvaluator, recorded_ms
-from test_tuning import request_in
+from test_pipeline import request_in
 
 from amptune.errors import SpaceError
 from amptune.measure.results.outcome import Effort, Failure, Outcome

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from measurements import took
 from simulated.recorded import RecordedEvaluator
-from test_tuning import request_in
+from test_pipeline import request_in
 
 from amptune.errors import ObjectiveError
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome

@@ -11,7 +11,7 @@ import pytest
 from measurements import took
 from optuna.storages import InMemoryStorage
 from simulated.recorded import RecordedEvaluator, recorded_ms
-from test_tuning import OOM, request_in
+from test_pipeline import OOM, request_in
 
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from simulated.recorded import RecordedEvaluator
-from test_guarding import Faulty
-from test_pricing import recorded
-from test_tuning import request_in, tuned_on
+from test_exclusion_savings import recorded
+from test_groundwork import Faulty
+from test_pipeline import request_in, tuned_on
 
 from amptune.measure.results.module_numerics import Half, Sensitivity
 from amptune.measure.results.outcome import Failure

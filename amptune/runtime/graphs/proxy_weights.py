@@ -13,7 +13,7 @@ from torch import nn
 
 from amptune.runtime.graphs.host_effects import NotRecordableError
 from amptune.runtime.graphs.model_state import DEPTH, OF_EVERY_MODULE, table_in
-from amptune.runtime.weights import take_gradients_as
+from amptune.runtime.weight_hook import take_gradients_as
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -17,7 +17,7 @@ from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
 from amptune.runtime.half.masters import MasterWeights, parameters_of, require_unrounded_state, state_in
 from amptune.runtime.half.weights import HALF, HalfWeights
-from amptune.runtime.weights import CAN_DIFFER, Weights
+from amptune.runtime.weight_hook import CAN_DIFFER, WeightHook
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -38,7 +38,7 @@ NOT_FOR_FSDP2 = (
 )
 
 
-class HalfTraining(Weights):
+class HalfTraining(WeightHook):
     """The half weights of one model, with what its optimizers need to train them, from `convert` until `undo`.
 
     Modules `selected` for FP32 keep FP32 weights. Raises `PolicyApplyError` if the others cannot be held in half.

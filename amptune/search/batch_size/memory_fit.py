@@ -31,8 +31,8 @@ SWOLLEN = 1.05
 # A peak that grows by less than this share per doubling of the batch does not come from the samples.
 FLAT = 0.02
 # If memory is short, the allocator flushes memory that is reserved but not in use, except the share lost to
-# fragmentation. That share was 0 to 2/3 on an H200, seen from the largest batch that ran (tests/search/test_sizing.py).
-# A quarter gives the best search steps on the devices simulated there, and good ones on all that were measured.
+# fragmentation. That share was 0 to 2/3 on an H200, seen from the largest batch that ran. A quarter gives the best
+# search steps on simulated devices (tests/search/test_largest_batch.py), and good ones on all that were measured.
 LOST = 0.25
 
 

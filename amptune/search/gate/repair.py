@@ -123,7 +123,7 @@ def _with_reason(rule: Fp32Rule, found: Sequence[str], traces: Sequence[ModuleTr
 Ask = Callable[[Collection[str]], bool]
 
 # The probability of one more culprit, whatever was found so far: the number of culprits is taken to be geometric.
-# 0.6 is the value at which the bound of tests/search/test_culprits.py holds wherever the culprits stand; a larger
+# 0.6 is the value at which the bound of tests/search/test_group_testing.py holds wherever the culprits stand; a larger
 # one asks less when there are many, and more when there is one (reports/group_testing.json).
 ONE_MORE = 0.6
 

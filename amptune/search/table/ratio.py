@@ -35,7 +35,7 @@ ENOUGH_LAUNCHES = 3
 # Rounds of fewer launches do not show what differs between launches. Their interval is made this many times as wide,
 # and widened by the known difference of a ratio between launches: a standard deviation of 0.1 to 0.6 % was measured on
 # an H200 where the GPU is the limit (reports/h200/trust). With the spread that all contenders share, it then holds the
-# truth in 96 to 100 % of simulated comparisons of three or six policies (tests/search/test_ratios.py).
+# truth in 96 to 100 % of simulated comparisons of three or six policies (tests/search/test_ratio.py).
 FEW_LAUNCHES_DOUBT = 2.0
 LAUNCHES_DIFFER = 0.005
 

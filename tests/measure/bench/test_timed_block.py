@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from benches import CPU, workload_of
 from scripted import HW_THERMAL, POWER_CAP, SW_THERMAL, ScriptedClock, ScriptedMemory, ScriptedNvml
-from test_bench import CPU, workload_of
 from torch import nn
 
 from amptune.measure.bench import bench as bench_module

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from benches import workload_of
 from recorded_steps import found_in, recorded
-from test_bench import workload_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

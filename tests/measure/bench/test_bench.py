@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
 from alike import trained_alike
+from benches import CPU, QUICK, measured, workload_of
 from torch import nn
 
-from amptune import Policy, Workload
+from amptune import Policy
 from amptune.errors import TargetError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.modules.inspection import inspect_model
@@ -18,32 +18,12 @@ from amptune.measure.results.outcome import Effort, Failure, Measurement
 from amptune.policy.settings import STOCK, amp_recipe
 from amptune.runtime.scaler import PolicyScaler
 
-QUICK = Effort(warmup_s=0.05, measure_s=0.01, min_steps=2)
-CPU = torch.device("cpu")
-
 
 @dataclass(frozen=True)
 class Pair:
     features: torch.Tensor
     labels: torch.Tensor
     name: str = "not a tensor"
-
-
-def workload_of(model: nn.Module | Callable[[], nn.Module], shape: tuple[int, ...] = (8,), **more: object) -> Workload:
-    parts: dict[str, object] = {
-        "model": (lambda: model) if isinstance(model, nn.Module) else model,
-        "batch": lambda n: torch.randn(n, *shape),
-        "loss": lambda model, batch: model(batch).square().mean(),
-        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        "batch_size": 4,
-    }
-    return Workload(**{**parts, **more})  # type: ignore[arg-type]  # parts by name
-
-
-def measured(bench: Bench, policy: Policy = STOCK) -> Measurement:
-    outcome = bench.measure(policy, QUICK)
-    assert isinstance(outcome, Measurement), outcome
-    return outcome
 
 
 def test_weights_buffers_and_random_state_are_restored() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from simulated.recorded import RecordedEvaluator
 from test_objective import BF16, ENERGY, FP16, MEMORY, peak_mib, recording, speed_costs_memory
-from test_tuning import request_in
+from test_pipeline import request_in
 
 from amptune.errors import NothingFeasibleError, ObjectiveError, StudyError
 from amptune.measure.results.outcome import Failure

@@ -14,7 +14,7 @@ import pytest
 from measurements import took
 from simulated.landscape import SimulatedClock
 from simulated.recorded import RecordedEvaluator, recorded_ms
-from test_tuning import request_in
+from test_pipeline import request_in
 
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe

@@ -39,7 +39,7 @@ from amptune.runtime.graphs.graphed_model import GraphedModel
 from amptune.runtime.graphs.host_effects import NotRecordableError, obstacle_in
 from amptune.runtime.graphs.passes import MOST_RECORDINGS, MOST_WASTED, NOT_RECORDED, WORTH_IT
 from amptune.runtime.graphs.tensor_use import TensorWatch
-from amptune.runtime.weights import CAN_DIFFER, take_gradients_in
+from amptune.runtime.weight_hook import CAN_DIFFER, take_gradients_in
 
 
 @pytest.fixture(autouse=True)

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 __all__ = [
     "CAN_DIFFER",
     "PLAIN_WEIGHTS",
-    "Weights",
+    "WeightHook",
     "take_gradients_as",
     "take_gradients_as_they_come",
     "take_gradients_in",
 ]
 
 
-class Weights:
+class WeightHook:
     """Weights as PyTorch holds them: every method does nothing. `HalfTraining` overrides them for half weights."""
 
     in_half = False
@@ -65,7 +65,7 @@ class Weights:
             tensor.copy_(value)
 
 
-PLAIN_WEIGHTS = Weights()
+PLAIN_WEIGHTS = WeightHook()
 
 
 CAN_DIFFER = hasattr(torch.Tensor, "grad_dtype")

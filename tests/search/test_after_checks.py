@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from simulated.recorded import RecordedEvaluator
-from test_tuning import tuned_on
+from test_pipeline import tuned_on
 
 from amptune.measure.results.loop_timing import LoopTiming
 from amptune.measure.results.outcome import Failure

@@ -18,7 +18,7 @@ from amptune.measure.numerics.traces import trace_step
 from amptune.measure.results.module_numerics import ModuleTrace, Reach, suspects
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 
-sys.path.append(str(Path(__file__).parent.parent / "numerics"))  # the models with faults are that folder's
+sys.path.append(str(Path(__file__).parents[2] / "numerics"))  # the models with faults are that folder's
 from faults import FAULTS
 
 CPU = torch.device("cpu")

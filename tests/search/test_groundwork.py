@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from simulated.landscape import SimulatedClock
 from simulated.recorded import RecordedEvaluator, recorded_ms
-from test_tuning import request_in, tuned_on
+from test_pipeline import request_in, tuned_on
 
 from amptune.measure.results.module_numerics import ModuleTrace, Reach
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome

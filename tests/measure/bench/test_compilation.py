@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from benches import CPU, QUICK, measured, workload_of
 from scripted import ScriptedClock
-from test_bench import CPU, QUICK, measured, workload_of
 from torch import nn
 
 from amptune import Policy
