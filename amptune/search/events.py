@@ -12,7 +12,7 @@ from typing import Literal
 from amptune.measure.results.outcome import Outcome
 from amptune.measure.results.subject import Prepared
 from amptune.policy.settings import Policy
-from amptune.search.gate.judgement import Judgement
+from amptune.search.gate.judge import PolicyJudged
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.trial import Trial
 
@@ -116,14 +116,6 @@ class ContenderMeasured:
     launch: int
     policy: Policy
     outcome: Outcome
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyJudged:
-    """The event that the numerics gate has judged a policy."""
-
-    judgement: Judgement
-    left_s: float
 
 
 Event = (

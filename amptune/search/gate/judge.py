@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
@@ -13,11 +13,19 @@ from amptune.measure.results.module_numerics import ModuleTrace
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import Parity
 from amptune.policy.settings import Fp32Math, Policy
-from amptune.search.events import Observer, PolicyJudged
 from amptune.search.gate.judgement import Judgement, judged
 from amptune.search.plan.budget import CURES_SHARE, REFERENCE_SHARE, Budget
 
-__all__ = ["Judge", "OutOfTimeError", "fp32_of", "graphs_like", "is_exempt", "numerics_of_policy", "without_graph"]
+__all__ = [
+    "Judge",
+    "OutOfTimeError",
+    "PolicyJudged",
+    "fp32_of",
+    "graphs_like",
+    "is_exempt",
+    "numerics_of_policy",
+    "without_graph",
+]
 
 # The least time for the reference, even if the budget is short: one made in less time says too little.
 SHORTEST_REFERENCE_S = 2.0
@@ -44,6 +52,14 @@ def is_exempt(policy: Policy, baseline: Policy) -> bool:
     return plain or numerics_of_policy(policy) == numerics_of_policy(baseline)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyJudged:
+    """The event that the numerics gate has judged a policy; `left_s` seconds of the budget are left."""
+
+    judgement: Judgement
+    left_s: float
+
+
 @dataclass
 class Judge:
     """A judge of policies that remembers its judgements; `failure` says why nothing can be judged (any more).
@@ -55,7 +71,7 @@ class Judge:
     evaluator: Evaluator
     baseline: Policy
     budget: Budget
-    observer: Observer
+    observer: Callable[[PolicyJudged], None]
     tolerance: float | None = None
     share: float = CURES_SHARE
     reference_share: float = REFERENCE_SHARE

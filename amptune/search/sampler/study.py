@@ -15,7 +15,7 @@ from amptune.errors import StudyError
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.settings import Policy
 from amptune.search.batch_size.memory_model import arm_of
-from amptune.search.events import Event, Observer, PolicyJudged
+from amptune.search.gate.judge import PolicyJudged
 from amptune.search.gate.judgement import Judgement
 from amptune.search.sampler.acquisition import Proposer, Seen, features_of, with_features
 from amptune.search.sampler.records import DecisionRecord, GateRecord, TuningRecord
@@ -161,13 +161,12 @@ class Study:
         with suppress(StudyError):
             self._store.note_decided(run, choice)
 
-    def keeping_judgements(self, observer: Observer) -> Observer:
+    def keeping_judgements(self, observer: Callable[[PolicyJudged], None]) -> Callable[[PolicyJudged], None]:
         """Returns an observer that also records the numerics gate's judgements; a failing storage loses only those."""
 
-        def observe(event: Event) -> None:
-            if isinstance(event, PolicyJudged):
-                with suppress(StudyError):
-                    self.keep(event.judgement)
+        def observe(event: PolicyJudged) -> None:
+            with suppress(StudyError):
+                self.keep(event.judgement)
             observer(event)
 
         return observe

@@ -281,14 +281,14 @@ class Raising(Dataset[torch.Tensor]):
 
 def test_a_loader_that_raises_is_the_users_error_with_its_place() -> None:
     with pytest.raises(
-        UserCodeError, match=r"loader\(4\) raised KeyError: 'no such sample: 0' \(.*test_looping.py:\d+"
+        UserCodeError, match=r"loader\(4\) raised KeyError: 'no such sample: 0' \(.*test_own_loop.py:\d+"
     ):
         looped(loader=lambda n: DataLoader(Raising(), batch_size=n))
 
 
 @FORKS
 def test_a_worker_process_that_raises_names_the_users_file_too() -> None:
-    with pytest.raises(UserCodeError, match=r"(?s)loader\(4\) raised KeyError.*test_looping.py.*no such sample"):
+    with pytest.raises(UserCodeError, match=r"(?s)loader\(4\) raised KeyError.*test_own_loop.py.*no such sample"):
         looped(loader=lambda n: DataLoader(Raising(), batch_size=n, num_workers=1))
     assert all_processes_end()
 
@@ -297,7 +297,7 @@ def test_a_step_that_raises_is_the_users_error() -> None:
     def loss(*_: object) -> torch.Tensor:
         raise ValueError("not today")
 
-    with pytest.raises(UserCodeError, match=r"the training loop raised ValueError: not today \(.*test_looping.py"):
+    with pytest.raises(UserCodeError, match=r"the training loop raised ValueError: not today \(.*test_own_loop.py"):
         looped(loss=loss)
 
 
