@@ -36,7 +36,7 @@ from amptune.measure.results.module_numerics import ModuleTrace
 from amptune.measure.results.training_runs import Parity, Reference
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.gate.judge import Judge
-from amptune.search.gate.judgement import judged
+from amptune.search.gate.limits import judged
 from amptune.search.gate.numeric_findings import findings_of
 from amptune.search.gate.repair import cure_of, traces_of
 from amptune.search.plan.budget import Budget

@@ -20,7 +20,7 @@ from amptune.policy.findings import Finding
 from amptune.policy.serialization import adapter_for
 from amptune.policy.settings import Fp32Math, Fp32Rule, Policy
 from amptune.search.gate.judge import Judge, OutOfTimeError
-from amptune.search.gate.judgement import Judgement
+from amptune.search.gate.limits import Judgement
 from amptune.search.gate.numeric_findings import findings_of
 from amptune.search.gate.repair import Cure, cure_of, traces_of
 from amptune.search.plan.budget import MODULE_TIMES_SHARE, Budget

@@ -21,7 +21,7 @@ from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, Reason, 
 from amptune.search.batch_size.memory_model import arm_of
 from amptune.search.events import Event, PolicyJudged, TrialEnded
 from amptune.search.gate.judge import fp32_of, graphs_like, is_exempt
-from amptune.search.gate.judgement import judged
+from amptune.search.gate.limits import judged
 from amptune.search.gate.numeric_findings import findings_of
 from amptune.search.pipeline import tune
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for

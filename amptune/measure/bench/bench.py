@@ -22,7 +22,7 @@ from amptune.measure.bench.failures import NonFiniteError, failure_of
 from amptune.measure.bench.peak_memory import memory_for
 from amptune.measure.bench.readings import Instruments
 from amptune.measure.bench.step import Stepper
-from amptune.measure.bench.timed_block import Sampler, WarmUp
+from amptune.measure.bench.step_timing import Sampler, WarmUp
 from amptune.measure.results.outcome import Effort, Measurement, Outcome
 from amptune.policy.settings import Policy
 from amptune.runtime.apply_policy import apply

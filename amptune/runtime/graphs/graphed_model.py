@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from amptune.runtime.graphs.passes import Recordings
+from amptune.runtime.graphs.dispatch import Recordings
 from amptune.runtime.graphs.recorder import CudaRecorder
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from amptune.measure.results.module_numerics import ModuleTrace
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import Parity
 from amptune.policy.settings import Fp32Math, Policy
-from amptune.search.gate.judgement import Judgement, judged
+from amptune.search.gate.limits import Judgement, judged
 from amptune.search.plan.budget import CURES_SHARE, REFERENCE_SHARE, Budget
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import Policy
 from amptune.search.gate.judge import graphs_like, is_exempt, numerics_of_policy, without_graph
-from amptune.search.gate.judgement import Judgement
+from amptune.search.gate.limits import Judgement
 from amptune.search.table.objective import Objective
 from amptune.search.table.ratio import Ratio
 from amptune.search.table.trial import Trial

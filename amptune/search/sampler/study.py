@@ -16,7 +16,7 @@ from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.settings import Policy
 from amptune.search.batch_size.memory_model import arm_of
 from amptune.search.gate.judge import PolicyJudged
-from amptune.search.gate.judgement import Judgement
+from amptune.search.gate.limits import Judgement
 from amptune.search.sampler.acquisition import Proposer, Seen, features_of, with_features
 from amptune.search.sampler.records import DecisionRecord, GateRecord, TuningRecord
 from amptune.search.sampler.storage import Handle, Store, open_store

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from amptune.policy.settings import Policy
 from amptune.runtime.apply_policy import PolicyDriftWarning, apply
-from amptune.runtime.graphs.passes import NOT_RECORDED
+from amptune.runtime.graphs.dispatch import NOT_RECORDED
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,4 +1,4 @@
-"""Decides which training passes of a model are recorded, and when a recording computes what the model would."""
+"""Decides, call by call, whether a recording is replayed, a pass is recorded, or the model itself runs."""
 
 from __future__ import annotations
 

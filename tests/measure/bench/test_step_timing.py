@@ -17,7 +17,7 @@ from amptune.measure.bench import bench as bench_module
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.clocks import CpuClock, CudaClock
 from amptune.measure.bench.readings import Instruments
-from amptune.measure.bench.timed_block import MAX_REPEATS, Sample, Sampler, is_steady, median_half_width
+from amptune.measure.bench.step_timing import MAX_REPEATS, Sample, Sampler, is_steady, median_half_width
 from amptune.measure.results.outcome import Effort, Measurement, outcome_from_dict, outcome_to_dict
 from amptune.policy.settings import STOCK
 

@@ -1,4 +1,4 @@
-"""The numerics gate: finds why training under a policy is not as good as training in FP32. Pure.
+"""The limits of the numerics gate, and the judgement of a policy by them: is training as good as in FP32? Pure.
 
 Both yardsticks come from the user's own FP32. Gradients are compared with their noise between batches, and with the
 effect of rounding the weights in FP32: no computation at that precision can avoid this effect, which is large in an

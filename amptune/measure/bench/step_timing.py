@@ -1,4 +1,4 @@
-"""Sampling of step times: warm up until the step time is steady, then time one undisturbed block of steps."""
+"""Times steps: warms up until the step time is steady, then times one undisturbed block of steps."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import BufferParity, ModuleParity, Parity
 from amptune.policy.settings import amp_recipe
-from amptune.search.gate.judgement import ILL_CONDITIONED, judged
+from amptune.search.gate.limits import ILL_CONDITIONED, judged
 
 BF16 = amp_recipe("bf16")
 # As a healthy module looks in bf16 (reports/numerics).
