@@ -1,1 +1,1 @@
-"""What a policy costs, and what it does to numbers."""
+"""Measures what a policy costs, and what it does to numbers."""

@@ -1,1 +1,1 @@
-"""What is written down: policies, rules, profiles; YAML in and out; where a policy is valid."""
+"""Policies, module rules and profiles as values; YAML in and out; where a policy is valid."""

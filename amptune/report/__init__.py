@@ -1,1 +1,1 @@
-"""What people look at: results on a terminal, a page of HTML, explanations in words."""
+"""Results for people: on a terminal, as a page of HTML, as explanations in words."""

@@ -1,1 +1,1 @@
-"""What to try next, and which policy wins."""
+"""Finds the policy to measure next, and the one that wins."""

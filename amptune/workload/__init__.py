@@ -1,1 +1,1 @@
-"""What is tuned: the user's training step, and the bundled workloads."""
+"""The user's training step to tune, and the bundled workloads."""
