@@ -25,7 +25,7 @@ from torch import nn
 from amptune.measure.bench.bench import Bench
 from amptune.measure.modules.inspection import inspect_model
 from amptune.measure.modules.sensitivity_pass import sense
-from amptune.measure.results.module_numerics import Half, Sensitivity
+from amptune.measure.results.half_effects import Half, Sensitivity
 from amptune.measure.results.outcome import Effort, Measurement
 from amptune.policy.settings import Policy
 from amptune.search.space.exclusions import ladder_by_time

@@ -32,7 +32,7 @@ from amptune.measure.bench.bench import Bench
 from amptune.measure.modules.inspection import inspect_model
 from amptune.measure.numerics.parity import judge, make_reference
 from amptune.measure.numerics.traces import trace_step
-from amptune.measure.results.module_numerics import ModuleTrace
+from amptune.measure.results.half_effects import ModuleTrace
 from amptune.measure.results.training_runs import Parity, Reference
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.gate.judge import Judge

@@ -14,8 +14,8 @@ from typing import TypeVar
 import torch
 from simulated.landscape import SimulatedClock
 
+from amptune.measure.results.half_effects import Half, ModuleTrace, Sensitivity
 from amptune.measure.results.loop_timing import LoopTiming
-from amptune.measure.results.module_numerics import Half, ModuleTrace, Sensitivity
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Prepared

@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from amptune.errors import NothingFeasibleError
+from amptune.measure.results.half_effects import Half, ModuleTrace, Sensitivity
 from amptune.measure.results.loop_timing import LoopTiming
-from amptune.measure.results.module_numerics import Half, ModuleTrace, Sensitivity
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Prepared

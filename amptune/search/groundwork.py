@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from amptune.measure.evaluator import Evaluator
-from amptune.measure.results.module_numerics import Sensitivity
+from amptune.measure.results.half_effects import Sensitivity
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Prepared, Subject
 from amptune.policy.findings import Finding

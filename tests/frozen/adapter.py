@@ -16,8 +16,8 @@ from amptune.cli.entry import cli
 from amptune.cli.session import Session
 from amptune.errors import AmptuneError
 from amptune.hardware.machine import Cpu, Gpu, Hardware, Software
+from amptune.measure.results.half_effects import Half, ModuleTrace, Reach, Sensitivity
 from amptune.measure.results.loop_timing import LoopTiming
-from amptune.measure.results.module_numerics import Half, ModuleTrace, Reach, Sensitivity
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Leaf, Module, Prepared, Subject

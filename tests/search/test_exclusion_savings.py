@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from amptune.measure.results.module_numerics import InHalf, ModuleSensitivity, Sensitivity, Stream
+from amptune.measure.results.half_effects import InHalf, ModuleSensitivity, Sensitivity, Stream
 from amptune.measure.results.subject import Module, Subject
 from amptune.policy.serialization import adapter_for
 from amptune.search.space.exclusions import Price, ladder_by_time, savings_in_order

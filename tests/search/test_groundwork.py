@@ -12,7 +12,7 @@ from simulated.landscape import SimulatedClock
 from simulated.recorded import RecordedEvaluator, recorded_ms
 from test_pipeline import request_in, tuned_on
 
-from amptune.measure.results.module_numerics import ModuleTrace, Reach
+from amptune.measure.results.half_effects import ModuleTrace, Reach
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.results.subject import Module, Prepared
 from amptune.measure.results.training_runs import ModuleParity, Parity

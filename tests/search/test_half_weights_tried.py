@@ -14,7 +14,7 @@ from torch import nn
 
 from amptune import Workload
 from amptune.errors import SpaceError
-from amptune.measure.results.module_numerics import ModuleTrace, Reach
+from amptune.measure.results.half_effects import ModuleTrace, Reach
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.measure.results.training_runs import Parity
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, Reason, amp_recipe

@@ -13,7 +13,7 @@ from test_exclusion_savings import recorded
 from test_groundwork import Faulty
 from test_pipeline import request_in, tuned_on
 
-from amptune.measure.results.module_numerics import Half, Sensitivity
+from amptune.measure.results.half_effects import Half, Sensitivity
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Module, Prepared
 from amptune.policy.settings import STOCK, HalfRule, Policy, amp_recipe

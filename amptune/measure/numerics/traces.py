@@ -17,7 +17,7 @@ from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import NonFiniteError
 from amptune.measure.numerics.dropout import without_dropout
 from amptune.measure.numerics.short_training import Training
-from amptune.measure.results.module_numerics import ModuleTrace, Reach
+from amptune.measure.results.half_effects import ModuleTrace, Reach
 from amptune.policy.settings import Policy
 from amptune.runtime.tensor_tree import tensors_in
 

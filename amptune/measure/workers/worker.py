@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from amptune.measure.bench.bench import Bench
+    from amptune.measure.results.half_effects import Half, ModuleTrace, Sensitivity
     from amptune.measure.results.loop_timing import LoopTiming
-    from amptune.measure.results.module_numerics import Half, ModuleTrace, Sensitivity
     from amptune.measure.results.step_profile import StepProfile
     from amptune.measure.results.training_runs import Parity, Reference
     from amptune.workload.workload import Workload

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from amptune.errors import StudyError
 from amptune.measure.evaluator import Evaluator
-from amptune.measure.results.module_numerics import ModuleTrace
+from amptune.measure.results.half_effects import ModuleTrace
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import Parity
 from amptune.policy.settings import Fp32Math, Policy

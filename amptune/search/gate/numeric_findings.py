@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from amptune.measure.results.module_numerics import ModuleTrace, Reach, suspects
+from amptune.measure.results.half_effects import ModuleTrace, Reach, suspects
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.gate.limits import Judgement

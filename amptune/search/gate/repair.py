@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from amptune.measure.results.module_numerics import ModuleTrace, suspects
+from amptune.measure.results.half_effects import ModuleTrace, suspects
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Subject
 from amptune.policy.settings import Fp32Rule, Policy, Reason

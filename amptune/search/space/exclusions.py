@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from amptune.measure.results.module_numerics import Half, ModuleSensitivity, Sensitivity
+from amptune.measure.results.half_effects import Half, ModuleSensitivity, Sensitivity
 from amptune.measure.results.subject import Leaf, Subject
 from amptune.policy.settings import Fp32Rule, HalfRule, Reason
 from amptune.search.space.module_rules import covered_by, general_rules

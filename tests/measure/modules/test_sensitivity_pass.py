@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from amptune import Workload
 from amptune.measure.bench.bench import Bench
 from amptune.measure.modules.sensitivity_pass import sense
-from amptune.measure.results.module_numerics import Half, ModuleSensitivity, Sensitivity
+from amptune.measure.results.half_effects import Half, ModuleSensitivity, Sensitivity
 from amptune.policy.settings import STOCK
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from amptune import Workload
 from amptune.measure.bench.bench import Bench
 from amptune.measure.numerics.traces import trace_step
-from amptune.measure.results.module_numerics import ModuleTrace, Reach, suspects
+from amptune.measure.results.half_effects import ModuleTrace, Reach, suspects
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 
 sys.path.append(str(Path(__file__).parents[2] / "numerics"))  # the models with faults are that folder's
