@@ -504,6 +504,15 @@ def test_a_place_that_no_test_notices_is_told(tmp_path: Path) -> None:
     assert told == ["noticed", "no", "passes"]
 
 
+def test_every_place_that_is_to_be_broken_is_still_there() -> None:
+    """Whoever moves a module or a test moves it here too."""
+    root = Path(suite.__file__).resolve().parent.parent
+    for place in json.loads((root / "reports" / "suite" / "breaks.json").read_text()):
+        assert (root / place["file"]).read_text().count(place["old"]) == 1, place
+        file, _, test = place["test"].partition("::")
+        assert f"def {test.partition('[')[0]}(" in (root / file).read_text() if test else (root / file).exists(), place
+
+
 def test_a_run_of_the_suite_is_told_in_a_line() -> None:
     row = {"target": "test", "busy": True, "seconds": 301.2, "tests": 12, "exit_code": 1, "failed": ["a::b"]}
     assert suite.told(row) == "make test, beside other work: 301 s, 12 tests, exit 1, failed: a::b"

@@ -38,7 +38,7 @@ def report_command(
 
     if output is not None:
         require_writable(output)
-    study_report = _answer(study, name, objective, least_speed)
+    study_report = _study_report(study, name, objective, least_speed)
     if output is not None:
         write_page(page_of(study_report, findings_of(study_report)), output)
     if as_json:
@@ -59,7 +59,7 @@ def write_page(page: str, output: str) -> None:
         raise OutputError(f"the report cannot be written to {output}: {error}") from error
 
 
-def _answer(study: str, name: str | None, objective: str | None, least_speed: float | None) -> StudyReport:
+def _study_report(study: str, name: str | None, objective: str | None, least_speed: float | None) -> StudyReport:
     from amptune.search.decide.samples import read_comparisons
     from amptune.search.decide.study_report import study_report_of
     from amptune.search.sampler.storage import recall
@@ -87,19 +87,19 @@ def _as_data(study_report: StudyReport) -> dict[str, Any]:
     from amptune.policy.serialization import policy_to_dict
     from amptune.search.decide.study_report import command_of, findings_of
 
-    choice, record = study_report.decision, study_report.record
+    decision, record = study_report.decision, study_report.record
     return {
         "study": record.name,
         "workload": record.last.workload,
         "hardware": record.last.hardware,
         "objective": study_report.objective.name,
         "least_speed": study_report.objective.least_speed if study_report.objective.needs_speed else None,
-        "policy": policy_to_dict(choice.policy),
-        "gain": choice.gain.value,
-        "gain_ci95": [choice.gain.low, choice.gain.high],
-        "speedup": choice.speedup.value,
-        "speedup_ci95": [choice.speedup.low, choice.speedup.high],
-        "basis": choice.basis,
+        "policy": policy_to_dict(decision.policy),
+        "gain": decision.gain.value,
+        "gain_ci95": [decision.gain.low, decision.gain.high],
+        "speedup": decision.speedup.value,
+        "speedup_ci95": [decision.speedup.low, decision.speedup.high],
+        "basis": decision.basis,
         "pareto": [point.as_dict() for point in study_report.front],
         "trials": len(record.trials),
         "failures": dict(Counter(failure.kind for _, failure in study_report.failures)),

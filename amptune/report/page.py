@@ -84,11 +84,11 @@ def _finalists(study_report: StudyReport) -> str:
     headings += [f"{FIGURES[study_report.objective.name]} vs. baseline", "95 %"] if used else []
     recipe = _recipe_of(study_report)
     kinds = [_kind_of(study_report, contender.policy, recipe)[0] for contender in study_report.contenders]
-    cells = (_standing(contender, used=used) for contender in study_report.contenders)
+    cells = (_contender_cells(contender, used=used) for contender in study_report.contenders)
     return _table(headings, ([_ROLES.get(kind, ""), *row] for kind, row in zip(kinds, cells, strict=True)), kinds)
 
 
-def _standing(contender: Contender, *, used: bool) -> list[str]:
+def _contender_cells(contender: Contender, *, used: bool) -> list[str]:
     policy = str(contender.policy)
     if contender.failure is not None:
         return [policy, contender.failure.kind]

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amptune.errors import PolicyApplyError
+from amptune.runtime.gradient_dtype import take_gradients_as_they_come
 from amptune.runtime.tensor_tree import map_tensors
-from amptune.runtime.weight_hook import take_gradients_as_they_come
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -77,7 +77,7 @@ class PolicyScaler(torch.amp.GradScaler):
 
 
 def scaler_for(policy: Policy, device_type: str, kind: type[PolicyScaler] = PolicyScaler) -> PolicyScaler:
-    """Returns the policy's loss scaler, enabled for fp16 alone: bf16 has the range of FP32."""
+    """Returns the policy's loss scaler, disabled unless fp16 gradients need scaling: bf16 has the range of FP32."""
     scale = policy.loss_scale or LossScale()
     if not policy.scales_loss or (scale.static and scale.init == 1):
         return kind(device_type, enabled=False)

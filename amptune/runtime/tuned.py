@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from amptune.runtime.graphs.graphed_model import GraphedModel
     from amptune.runtime.guard.guard import Guard
 
-__all__ = ["AUTOCAST_DTYPES", "Tuned", "Whereabouts"]
+__all__ = ["AUTOCAST_DTYPES", "ModelDevice", "Tuned"]
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -53,7 +53,7 @@ class Tuned:
         self.policy = policy
         self.model = model
         self._plain_model = plain_model
-        self._whereabouts = Whereabouts(plain_model)
+        self._device = ModelDevice(plain_model)
         self._findings = list(findings)
         self._undo = undo
         self._guard = guard
@@ -81,9 +81,7 @@ class Tuned:
             self._guard.autocast_used()
         dtype = AUTOCAST_DTYPES.get(self.policy.autocast) if self._active else None
         enabled = dtype is not None
-        return torch.amp.autocast(
-            self._whereabouts.device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled
-        )
+        return torch.amp.autocast(self._device.device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
     @property
     def scaler(self) -> PolicyScaler:
@@ -91,7 +89,7 @@ class Tuned:
 
         It is enabled for autocast fp16, and for half weights if the policy has master weights or its own loss scale.
         """
-        device_type = self._whereabouts.device_type
+        device_type = self._device.device_type
         if device_type not in self._scalers:
             self._scalers[device_type] = self._new_scaler(device_type)
         return self._scalers[device_type]
@@ -100,7 +98,7 @@ class Tuned:
         """Returns the same optimizer, fused in place if the policy says so; adds a finding if it cannot be fused.
 
         With master weights its steps update the masters, and the model's weights become the rounded masters. Raises
-        `PolicyApplyError` for LBFGS and for sharded weights then.
+        `PolicyApplyError` for sharded half weights and, with master weights, for LBFGS.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise PolicyApplyError(
@@ -181,7 +179,7 @@ class Tuned:
         return scaler
 
 
-class Whereabouts:
+class ModelDevice:
     """The present device type of a model, by its first parameter, or else its first buffer.
 
     The tensor's place in the model is remembered, as searching the model takes longer than all else that a policy does

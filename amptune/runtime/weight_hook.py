@@ -1,10 +1,4 @@
-"""The hook through which the way weights are held serves optimizers and the loss scaler; gradient dtypes.
-
-PyTorch 2.10 and later let the dtype of a gradient differ from that of its weight. Autograd casts what it adds to such a
-gradient (https://github.com/pytorch/pytorch/pull/162815), so it is summed, unscaled and clipped in FP32, and a plain
-`torch.amp.GradScaler` accepts it. torch.compile does not support this yet: anything new that comes while such gradients
-exist (another shape between two micro-batches) runs uncompiled.
-"""
+"""The hook that a training loop's optimizers and loss scaler call, so that a policy may hold weights in its own way."""
 
 from __future__ import annotations
 
@@ -16,22 +10,13 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import nn
-
     from amptune.policy.findings import Finding
 
-__all__ = [
-    "CAN_DIFFER",
-    "PLAIN_WEIGHTS",
-    "WeightHook",
-    "take_gradients_as",
-    "take_gradients_as_they_come",
-    "take_gradients_in",
-]
+__all__ = ["PLAIN_WEIGHTS", "WeightHook"]
 
 
 class WeightHook:
-    """Weights as PyTorch holds them: every method does nothing. `HalfTraining` overrides them for half weights."""
+    """Weights as PyTorch holds them: nothing is converted, lent or widened. `HalfTraining` is the other kind."""
 
     in_half = False
 
@@ -53,7 +38,7 @@ class WeightHook:
         return nullcontext()
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Returns a context for one step: behind it, the optimizer holds the model's own parameters."""
+        """Returns a context for one step: after it the optimizer holds the model's own parameters."""
         return nullcontext()
 
     def widen_gradients(self, optimizer: torch.optim.Optimizer) -> None:
@@ -66,29 +51,3 @@ class WeightHook:
 
 
 PLAIN_WEIGHTS = WeightHook()
-
-
-CAN_DIFFER = hasattr(torch.Tensor, "grad_dtype")
-
-
-def take_gradients_in(dtype: torch.dtype, parameter: nn.Parameter) -> None:
-    """Makes autograd cast the parameter's gradients to `dtype`."""
-    if CAN_DIFFER and parameter.grad_dtype is not dtype:
-        parameter.grad_dtype = dtype
-
-
-def take_gradients_as(one: nn.Parameter, other: nn.Parameter) -> None:
-    """Makes autograd cast the gradients of `other` to the dtype that it casts those of `one` to."""
-    if CAN_DIFFER:
-        other.grad_dtype = one.grad_dtype
-
-
-def take_gradients_as_they_come(module: nn.Module) -> None:
-    """Leaves the gradients of a module's half weights in half; code that needs FP32 widens them later."""
-    if not CAN_DIFFER:
-        return
-    for parameter in module.parameters():
-        if parameter.dtype is torch.float16:
-            if parameter.grad_dtype is None:  # then all the others are set too
-                return
-            parameter.grad_dtype = None

@@ -64,12 +64,12 @@ class _Stages:
 
         If there is time to refine the winner before `ablation_s` are left, it stops as soon as a winner can be told.
         """
-        eligibility, before_s = self.comparisons.eligibility, self.budget.left_s
+        setup, before_s = self.comparisons.setup, self.budget.left_s
 
         def enough(rounds: Sequence[Round]) -> bool:
-            if settled(rounds, eligibility.baseline):
+            if settled(rounds, setup.baseline):
                 return True
-            verdict = verdict_of(rounds, eligibility.baseline, eligibility.may_win)
+            verdict = verdict_of(rounds, setup.baseline, setup.may_win)
             if verdict is None or verdict.keeps_the_baseline:
                 return verdict is None
             launches = launches_of(rounds)
@@ -79,15 +79,15 @@ class _Stages:
 
         comparison = Comparison(
             evaluator=self.evaluator,
-            policies=eligibility.finalists,
-            baseline=eligibility.baseline,
+            policies=setup.finalists,
+            baseline=setup.baseline,
             budget=self.budget,
             stage="finals",
             observer=self.observer,
-            objective=eligibility.objective,
-            seed=eligibility.seed,
-            tried=eligibility.tried,
-            may_win=eligibility.may_win,
+            objective=setup.objective,
+            seed=setup.seed,
+            tried=setup.tried,
+            may_win=setup.may_win,
             start_s=self.start_s,
             reserve_s=reserve_s,
         )
@@ -101,20 +101,20 @@ class _Stages:
         First come the finalists that are not beaten, then the policies one step from the winner. If a speed is needed,
         the baseline runs beside them.
         """
-        eligibility, runners_up = self.comparisons.eligibility, self.comparisons.runners_up
+        setup, runners_up = self.comparisons.setup, self.comparisons.runners_up
         budget = self.budget.less(reserve_s)
         seen = {policy for one in self.comparisons.finals for policy in one.outcomes} - set(runners_up)
         while (candidate := self._candidate()) is not None:
-            near = dict.fromkeys([*runners_up, *eligibility.neighbours(candidate)])
-            allowed = (policy for policy in near if policy not in seen and eligibility.may_refine(policy))
+            near = dict.fromkeys([*runners_up, *setup.neighbours(candidate)])
+            allowed = (policy for policy in near if policy not in seen and setup.may_refine(policy))
             new = [policy for policy in allowed if self._is_soon_compiled(policy)][:NEIGHBOURS]
-            launch_s = (1 + len(new) + eligibility.objective.needs_speed) * self.place_s
+            launch_s = (1 + len(new) + setup.objective.needs_speed) * self.place_s
             if not new or budget.left_s < ENOUGH_LAUNCHES * launch_s:
                 return
             seen.update(new)
-            match = CandidateRounds(candidate=candidate)
-            self.comparisons.refinements.append(match)
-            pacer = (eligibility.baseline,) if eligibility.objective.needs_speed else ()
+            compared = CandidateRounds(candidate=candidate)
+            self.comparisons.refinements.append(compared)
+            pacer = (setup.baseline,) if setup.objective.needs_speed else ()
             comparison = Comparison(
                 evaluator=self.evaluator,
                 policies=(candidate, *new, *pacer),
@@ -122,31 +122,31 @@ class _Stages:
                 budget=budget,
                 stage="refinement",
                 observer=self.observer,
-                objective=eligibility.objective,
-                pacer=eligibility.baseline,
+                objective=setup.objective,
+                pacer=setup.baseline,
                 kept=pacer,
-                seed=eligibility.seed - len(self.comparisons.refinements),
+                seed=setup.seed - len(self.comparisons.refinements),
             )
-            for one in comparison.rounds(_enough_refinement(match, eligibility.baseline)):
-                match.rounds.append(one)
+            for one in comparison.rounds(_enough_refinement(compared, setup.baseline)):
+                compared.rounds.append(one)
 
     def ablate(self) -> None:
         """Measures the winner and its variants anew, and repeats this with a variant that is preferred."""
-        eligibility = self.comparisons.eligibility
+        setup = self.comparisons.setup
         for candidate in self._candidates():
             ablation = CandidateRounds(candidate=candidate)
             self.comparisons.ablations.append(ablation)
             variants = filter(self._is_soon_compiled, (variant.policy for variant in variants_of(candidate)))
-            beside = dict.fromkeys([eligibility.baseline, *self.comparisons.candidates_beside(candidate), *variants])
+            beside = dict.fromkeys([setup.baseline, *self.comparisons.candidates_beside(candidate), *variants])
             comparison = Comparison(
                 evaluator=self.evaluator,
                 policies=tuple(beside),
-                baseline=eligibility.baseline,
+                baseline=setup.baseline,
                 budget=self.budget,
                 stage="ablation",
                 observer=self.observer,
-                objective=eligibility.objective,
-                seed=eligibility.seed + len(self.comparisons.ablations),
+                objective=setup.objective,
+                seed=setup.seed + len(self.comparisons.ablations),
                 kept=(candidate,),
                 may_win=self.comparisons.may_win(ablation),
             )
@@ -155,7 +155,7 @@ class _Stages:
 
     def _is_soon_compiled(self, policy: Policy) -> bool:
         """Returns True if the policy's graph is in a cache, or compiling it takes a small part of the time left."""
-        return cold_s(policy, self.comparisons.eligibility.tried) <= COLD_SHARE * self.budget.left_s
+        return cold_s(policy, self.comparisons.setup.tried) <= COLD_SHARE * self.budget.left_s
 
     def _candidates(self) -> Iterator[Policy]:
         """Yields the winner so far, then each simpler one that its ablation prefers, while there is time for it."""
@@ -179,7 +179,7 @@ class _Stages:
 
     def _enough_ablation(self, ablation: CandidateRounds) -> Enough:
         """Returns a test of enough rounds: all is known to ±1 %, or a setting is shown to be dropped."""
-        baseline = self.comparisons.eligibility.baseline
+        baseline = self.comparisons.setup.baseline
 
         def enough(rounds: Sequence[Round]) -> bool:
             if settled(rounds, baseline):
@@ -197,15 +197,15 @@ class _Stages:
         return enough
 
 
-def _enough_refinement(match: CandidateRounds, baseline: Policy) -> Enough:
+def _enough_refinement(compared: CandidateRounds, baseline: Policy) -> Enough:
     """Returns a test of enough rounds: something better was found, or cannot exist."""
 
     def enough(rounds: Sequence[Round]) -> bool:
         outcomes = [pair for one in rounds for pair in one.outcomes.items()]
         failed = {policy for policy, outcome in outcomes if isinstance(outcome, Failure)}
-        rivals = {policy for policy, _ in outcomes} - failed - {match.candidate, baseline}
+        rivals = {policy for policy, _ in outcomes} - failed - {compared.candidate, baseline}
         fast = {policy for policy in rivals if is_fast_enough(rounds, policy, baseline)}
-        ratios = {rival: ratio_between(rounds, rival, match.candidate) for rival in fast}
+        ratios = {rival: ratio_between(rounds, rival, compared.candidate) for rival in fast}
         none = all(ratio.value <= 1 or ratio.high <= 1 + NARROW for ratio in ratios.values())
         found = any(
             is_worth_a_change(ratio) and is_fast_enough(rounds, rival, baseline, surely=True)

@@ -1,6 +1,6 @@
-"""Groundwork before the search: the numerics of each precision, and the time of every module by itself.
+"""Groundwork before the search: times every module by itself, and judges the numerics of each precision.
 
-Each precision is checked to train as well as FP32, else with which modules in FP32. The times are kept with the study.
+A precision that trains worse than FP32 gets the modules it needs in FP32. The times are kept with the study.
 """
 
 from __future__ import annotations

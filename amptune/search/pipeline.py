@@ -145,7 +145,7 @@ def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) 
     run = TuningRun(request, prepared, candidates, judge)
     try:
         run.narrow(evaluator, observer)
-        _search_and_prove(evaluator, run, prepare_s, observer)
+        _search_and_compare(evaluator, run, prepare_s, observer)
         decision = run.sound_decision()
     except KeyboardInterrupt:
         decision = run.decision(provisional=True)
@@ -163,7 +163,7 @@ def _conclude(run: TuningRun, decision: Decision | None) -> None:
         run.study.conclude(run.request.run, decision_record_of(decision))
 
 
-def _search_and_prove(evaluator: Evaluator, run: TuningRun, prepare_s: float, observer: Observer) -> None:
+def _search_and_compare(evaluator: Evaluator, run: TuningRun, prepare_s: float, observer: Observer) -> None:
     request, study, candidates = run.request, run.study, run.candidates
     study.reconsider(candidates.baseline)
     study.measure_first(candidates.first)
@@ -194,7 +194,7 @@ def _search_and_prove(evaluator: Evaluator, run: TuningRun, prepare_s: float, ob
     if baseline is None or study.yardstick.score(baseline.outcome) is None:
         return
     comparisons = run.begin_comparisons()
-    if len(comparisons.eligibility.finalists) > 1:
+    if len(comparisons.setup.finalists) > 1:
         run.judge_ahead()
         with suppress(StudyError):  # no worker can be started any more: the measurements so far decide
             compare_finalists(evaluator, comparisons, request.budget, run.prepared.start_s, observer, run.judge.rejects)

@@ -12,7 +12,7 @@ from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.batch_size.batch_sizes import NO_SIZES, BatchSizes, batch_sizes_for
 from amptune.search.decide.comparison import ROUNDS_PER_LAUNCH
-from amptune.search.decide.comparisons import Comparisons, Eligibility
+from amptune.search.decide.comparisons import Comparisons, ComparisonSetup
 from amptune.search.decide.conclusion import decide
 from amptune.search.decide.decision import Decision
 from amptune.search.decide.samples import read_comparisons
@@ -111,14 +111,14 @@ class TuningRun:
         ladder = timed_ladder(evaluator, prepared, self.candidates.space, request.budget, request.folder)
         candidates = candidates_for(prepared, request.wanted, ladder)
         observer(GroundworkStarted(groundwork="numerics"))
-        guard = check_precision(self.judge, candidates.halves_alone, prepared.subject)
-        self.candidates, self.findings = candidates.guarded(guard.safeguards), guard.findings
+        check = check_precision(self.judge, candidates.halves_alone, prepared.subject)
+        self.candidates, self.findings = candidates.guarded(check.safeguards), check.findings
         if request.wanted.batch_size == "auto":
             observer(GroundworkStarted(groundwork="batch-size"))
             arms = (*self.candidates.halves_alone, candidates.baseline)[:1]
             self.sizes = batch_sizes_for(evaluator, arms, prepared, request.budget, request.wanted.global_batch)
             candidates = candidates_for(prepared, request.wanted, ladder, self.sizes.sizes)
-            self.candidates = candidates.guarded(guard.safeguards)
+            self.candidates = candidates.guarded(check.safeguards)
             self.findings += tuple(self.sizes.findings)
 
     def begin_comparisons(self) -> Comparisons:
@@ -131,7 +131,7 @@ class TuningRun:
         """Judges the fastest finalists before they are compared, and the graph of the first if that is no waste."""
         assert self.comparisons is not None  # noqa: S101  # begin_comparisons makes it
         place = {policy: i for i, policy in enumerate(self.study.ranked())}
-        ranked = sorted((p for p in self.comparisons.eligibility.finalists if p in place), key=place.__getitem__)
+        ranked = sorted((p for p in self.comparisons.setup.finalists if p in place), key=place.__getitem__)
         for policy in ranked[:JUDGED_AHEAD]:
             self.judge.judgement_of(policy)
         sound = next((policy for policy in ranked if not self.judge.has_rejected(policy)), None)
@@ -187,7 +187,7 @@ class TuningRun:
 
     def _comparisons_of(self, finalists: tuple[Policy, ...]) -> Comparisons:
         return Comparisons(
-            eligibility=Eligibility(
+            setup=ComparisonSetup(
                 baseline=self.candidates.baseline,
                 finalists=finalists,
                 eligible=self.study.__contains__,

@@ -10,7 +10,7 @@ from torch import nn
 
 from amptune.policy.settings import Policy
 from amptune.runtime.apply_policy import apply
-from amptune.runtime.tuned import Whereabouts
+from amptune.runtime.tuned import ModelDevice
 
 
 def net() -> nn.Sequential:
@@ -46,7 +46,7 @@ def remove_it(model: nn.Sequential) -> None:
 )
 def test_a_model_is_found_where_it_is_now(change: Callable[[nn.Sequential], None]) -> None:
     model = net()
-    where = Whereabouts(model)
+    where = ModelDevice(model)
     assert [where.device_type, where.device_type] == ["cpu", "cpu"]
     change(model)
     assert [where.device_type, where.device_type] == ["meta", "meta"]
@@ -54,8 +54,8 @@ def test_a_model_is_found_where_it_is_now(change: Callable[[nn.Sequential], None
 
 def test_without_parameters_it_is_where_its_buffers_are_and_without_these_on_the_cpu() -> None:
     model = nn.BatchNorm1d(2, affine=False, device="meta")
-    assert Whereabouts(model).device_type == "meta"
-    assert Whereabouts(nn.ReLU()).device_type == "cpu"
+    assert ModelDevice(model).device_type == "meta"
+    assert ModelDevice(nn.ReLU()).device_type == "cpu"
 
 
 def test_it_is_not_looked_for_again_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:

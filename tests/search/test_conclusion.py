@@ -10,7 +10,7 @@ from measurements import took
 
 from amptune.measure.results.outcome import Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.decide.comparisons import CandidateRounds, Comparisons, Eligibility
+from amptune.search.decide.comparisons import CandidateRounds, Comparisons, ComparisonSetup
 from amptune.search.decide.conclusion import _verdict_of_looks, _verdict_of_trials
 from amptune.search.table.objective import THROUGHPUT, Objective, objective_of
 from amptune.search.table.ratio import Round
@@ -40,7 +40,7 @@ def trials_of(times: Mapping[Policy, float], peaks: Mapping[Policy, float] | Non
 def proof_of(
     rounds: Sequence[Mapping[Policy, float]], *, rejected: Policy | None = None, objective: Objective = THROUGHPUT
 ) -> Comparisons:
-    eligibility = Eligibility(
+    setup = ComparisonSetup(
         baseline=STOCK,
         finalists=tuple(TRIALS),
         eligible=lambda _: True,
@@ -48,7 +48,7 @@ def proof_of(
         rejected=lambda policy: policy == rejected,
         objective=objective,
     )
-    return Comparisons(eligibility=eligibility, finals=[Round(launch=0, outcomes=outcomes(times)) for times in rounds])
+    return Comparisons(setup=setup, finals=[Round(launch=0, outcomes=outcomes(times)) for times in rounds])
 
 
 def by_looks(comparisons: Comparisons, trials: Mapping[Policy, float] = TRIALS) -> Verdict | None:

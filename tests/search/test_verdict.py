@@ -160,14 +160,14 @@ def test_doubt_asks_for_more_than_an_interval_that_just_excludes_1() -> None:
     assert doubted.keeps_the_baseline
 
 
-def test_standings_are_ordered_by_speed_with_failures_last() -> None:
+def test_contenders_are_ordered_by_speed_with_failures_last() -> None:
     rounds = [
         Round(launch=0, outcomes={STOCK: block(10), AMP: block(5), AMP_LAST: Failure(kind="crash", message="gone")})
     ]
     assert [contender.policy for contender in contenders_of(rounds, STOCK)] == [AMP, STOCK, AMP_LAST]
 
 
-def test_a_standing_has_its_time_and_the_spread_of_its_launches() -> None:
+def test_a_contender_has_its_time_and_the_spread_of_its_launches() -> None:
     (contender,) = contenders_of(rounds_of((STOCK, [9.0, 10.0, 11.0])), STOCK)
     assert contender.step_ms == pytest.approx(10.0, rel=0.01)
     assert contender.step_ms_ci95 is not None

@@ -670,7 +670,7 @@ def _judged(
     speedup = decision.speedup
     tried = [trial.policy for trial in decision.trials if isinstance(trial.outcome, Measurement)]
     finalists = [policy for one in comparisons if one.stage == "finals" for policy in one.policies]
-    # An ablation holds the baseline, its candidate and then others, in this order (proving.py).
+    # An ablation holds the baseline, its candidate and then others, in this order (search/finals.py).
     candidates = [one.policies[1] for one in comparisons if one.stage == "ablation"]
 
     def regret_of(policies: Iterable[Policy]) -> float:

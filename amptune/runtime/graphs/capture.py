@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from amptune.runtime.graphs.host_effects import NotRecordableError
-from amptune.runtime.graphs.proxy_weights import standing_in
+from amptune.runtime.graphs.proxy_weights import with_proxies
 from amptune.runtime.graphs.tensor_use import TensorWatch, edges_for, place_of
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Recording:
         self._record(lambda: _with_casts_of_its_own(call, self._inputs), model, by)
 
     def _record(self, forward: Callable[[], Any], model: nn.Module, by: Recorder) -> None:
-        with standing_in(model) as by_own:
+        with with_proxies(model) as by_own:
             weights = [by_own[own] for own in self._parameters]
             fixed, buffers = [*self._inputs, *model.parameters()], list(model.buffers())
             edges = partial(edges_for, weights=weights, others=[*fixed, *buffers])

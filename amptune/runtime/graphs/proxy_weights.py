@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from amptune.runtime.gradient_dtype import take_gradients_as
 from amptune.runtime.graphs.host_effects import NotRecordableError
 from amptune.runtime.graphs.model_state import DEPTH, OF_EVERY_MODULE, table_in
-from amptune.runtime.weight_hook import take_gradients_as
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = ["standing_in"]
+__all__ = ["with_proxies"]
 
 
 @contextmanager
-def standing_in(model: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+def with_proxies(model: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
     """Replaces, within the context, trained parameters by others in the same memory; yields {own: other}.
 
     Autograd sums a parameter's gradients in a node that lives as long as something refers to it: the loss that a loop
@@ -31,7 +31,7 @@ def standing_in(model: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
 
     Raises `NotRecordableError` if the others were given gradients within the context; the model's would miss them.
     """
-    by_own = {own: _stand_in_for(own) for own in model.parameters() if own.requires_grad}
+    by_own = {own: _proxy_for(own) for own in model.parameters() if own.requires_grad}
     gradients = {other: other.grad for other in by_own.values()}
     try:
         _Exchange(by_own).within(model)
@@ -42,7 +42,7 @@ def standing_in(model: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
         raise NotRecordableError("runs a backward pass of its own")
 
 
-def _stand_in_for(own: nn.Parameter) -> nn.Parameter:
+def _proxy_for(own: nn.Parameter) -> nn.Parameter:
     """Returns the other parameter. If `own` has a gradient it has a placeholder, which cannot be read or added to."""
     other = nn.Parameter(own.detach())
     other.__dict__ = own.__dict__

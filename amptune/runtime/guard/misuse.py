@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ __all__ = ["Misuse", "Place", "PolicyMisuseWarning", "frames_above"]
 # Code that runs between the user's call and a hook. Decorators like `torch.no_grad` come from contextlib.
 _INNER = (
     os.path.join(os.path.dirname(torch.__file__), ""),
-    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""),
+    os.path.join(Path(__file__).resolve().parents[2], ""),
     contextlib.__file__,
 )
 

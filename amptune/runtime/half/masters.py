@@ -174,7 +174,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def require_unrounded_state(optimizer: torch.optim.Optimizer, held: HalfWeights) -> None:
-    """Raises `PolicyApplyError` if the optimizer has a state in half that is no longer constant, as at its start.
+    """Raises `PolicyApplyError` if steps have changed a state in half; at its start a state is constant.
 
     Widening would not restore what rounding lost: most of AdamW's squares of gradients are 0 in half.
     """

@@ -15,9 +15,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
+from amptune.runtime.gradient_dtype import CAN_DIFFER
 from amptune.runtime.half.masters import MasterWeights, parameters_of, require_unrounded_state, state_in
 from amptune.runtime.half.weights import HALF, HalfWeights
-from amptune.runtime.weight_hook import CAN_DIFFER, WeightHook
+from amptune.runtime.weight_hook import WeightHook
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -68,7 +69,7 @@ class HalfTraining(WeightHook):
             )
 
     def serve(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gives the optimizer master weights if the policy has them, and converts its state to their dtype or to half.
+        """Gives the optimizer master weights if the policy has them, else converts its state to half.
 
         Raises `PolicyApplyError` for sharded weights, and for an optimizer that cannot have master weights.
         """

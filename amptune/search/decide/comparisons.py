@@ -23,7 +23,7 @@ from amptune.search.table.ratio import (
 )
 from amptune.search.table.verdict import Verdict, is_worth_a_change, verdict_of
 
-__all__ = ["CandidateRounds", "Comparisons", "Eligibility"]
+__all__ = ["CandidateRounds", "ComparisonSetup", "Comparisons"]
 
 # If a claim rests on the measurements that chose the policy, an interval this many times as wide must exclude 1. A
 # factor of 1.5, about Bonferroni's for six finalists, lets too many through on a flat landscape (reports/replay.py
@@ -34,7 +34,7 @@ Eligible = Callable[[Policy], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eligibility:
+class ComparisonSetup:
     """The policies that take part, and a test of who may win: the baseline, and others that the user's wishes allow.
 
     `eligible` tests policies of the space, `variant_eligible` a policy with one setting less. `neighbours` returns the
@@ -75,7 +75,7 @@ class CandidateRounds:
 class Comparisons:
     """All comparisons so far: the finals choose, refinements improve, ablations confirm."""
 
-    eligibility: Eligibility
+    setup: ComparisonSetup
     finals: list[Round] = field(default_factory=list)
     refinements: list[CandidateRounds] = field(default_factory=list)
     ablations: list[CandidateRounds] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Comparisons:
     @property
     def rounds(self) -> list[Round]:
         """The rounds of all comparisons; each comparison numbers its launches anew."""
-        return [*self.finals, *(one for match in (*self.refinements, *self.ablations) for one in match.rounds)]
+        return [*self.finals, *(one for compared in (*self.refinements, *self.ablations) for one in compared.rounds)]
 
     @property
     def failed(self) -> Mapping[Policy, Failure]:
@@ -94,7 +94,7 @@ class Comparisons:
     @property
     def is_out(self) -> Eligible:
         """A test of policies that cannot win any more because they failed or were rejected."""
-        failed, rejected = self.failed, self.eligibility.rejected
+        failed, rejected = self.failed, self.setup.rejected
         return lambda policy: policy in failed or rejected(policy)
 
     @property
@@ -117,7 +117,7 @@ class Comparisons:
         if verdict is None:
             return []
         winner = verdict.winner.policy
-        is_out, eligible = self.is_out, self.eligibility.eligible
+        is_out, eligible = self.is_out, self.setup.eligible
         rivals = [p for p in self.finals[-1].outcomes if p != winner and eligible(p) and not is_out(p)]
         ratios = {policy: ratio_between(self.finals, policy, winner) for policy in rivals}
         return sorted((p for p in rivals if ratios[p].high > 1), key=lambda p: -ratios[p].value)
@@ -128,14 +128,14 @@ class Comparisons:
         found = map(self._best_of, reversed(self.refinements))
         return next((best for best in found if not is_out(best)), None)
 
-    def _best_of(self, match: CandidateRounds) -> Policy:
+    def _best_of(self, compared: CandidateRounds) -> Policy:
         """Returns the policy shown to be better than a refinement's candidate that may win; else the candidate."""
-        rivals = {policy for one in match.rounds for policy in one.outcomes} - self.failed.keys()
-        allowed = sorted(filter(self.eligibility.may_refine, rivals - {match.candidate}), key=str)
-        fast = [policy for policy in allowed if is_fast_enough(match.rounds, policy, self.eligibility.baseline)]
-        best = best_among(match.rounds, [match.candidate, *fast])
-        better = is_worth_a_change(ratio_between(match.rounds, best, match.candidate))
-        return best if better else match.candidate
+        rivals = {policy for one in compared.rounds for policy in one.outcomes} - self.failed.keys()
+        allowed = sorted(filter(self.setup.may_refine, rivals - {compared.candidate}), key=str)
+        fast = [policy for policy in allowed if is_fast_enough(compared.rounds, policy, self.setup.baseline)]
+        best = best_among(compared.rounds, [compared.candidate, *fast])
+        better = is_worth_a_change(ratio_between(compared.rounds, best, compared.candidate))
+        return best if better else compared.candidate
 
     @property
     def confirmed(self) -> CandidateRounds | None:
@@ -150,19 +150,19 @@ class Comparisons:
 
     def finals_verdict(self, *, doubt: float = 1.0) -> Verdict | None:
         """Returns the finals' verdict, without policies that failed since; None if the finals have no interval yet."""
-        eligibility, is_out = self.eligibility, self.is_out
-        rivals = {p for one in self.finals for p in one.outcomes if not is_out(p)} - {eligibility.baseline}
+        setup, is_out = self.setup, self.is_out
+        rivals = {p for one in self.finals for p in one.outcomes if not is_out(p)} - {setup.baseline}
         if not self.finals or (len(self.finals) < 2 and rivals):
             return None
 
         def may_win(policy: Policy) -> bool:
-            return not is_out(policy) and eligibility.eligible(policy)
+            return not is_out(policy) and setup.eligible(policy)
 
-        return verdict_of(self.finals, eligibility.baseline, may_win, doubt=doubt)
+        return verdict_of(self.finals, setup.baseline, may_win, doubt=doubt)
 
     def verdict_on(self, ablation: CandidateRounds) -> Verdict | None:
         """Returns an ablation's verdict; None if the baseline failed in it."""
-        return verdict_of(ablation.rounds, self.eligibility.baseline, self.may_win(ablation))
+        return verdict_of(ablation.rounds, self.setup.baseline, self.may_win(ablation))
 
     def candidates_beside(self, candidate: Policy) -> list[Policy]:
         """Returns the policies that an ablation measures besides variants: the candidate and those preferred before.
@@ -178,10 +178,10 @@ class Comparisons:
     def may_win(self, ablation: CandidateRounds) -> Eligible:
         """Returns a test of who may win an ablation: its candidates and the variants that the user's wishes allow."""
         candidates = self.candidates_beside(ablation.candidate)
-        wanted = self.eligibility.variant_eligible
-        return lambda policy: (policy in candidates or wanted(policy)) and not self.eligibility.rejected(policy)
+        wanted = self.setup.variant_eligible
+        return lambda policy: (policy in candidates or wanted(policy)) and not self.setup.rejected(policy)
 
     def _says_enough(self, ablation: CandidateRounds) -> bool:
         launches = min(ENOUGH_LAUNCHES, launches_of(self.finals))
         enough = launches_of(ablation.rounds) >= launches and len(ablation.rounds) >= launches * ROUNDS_PER_LAUNCH
-        return enough and not {ablation.candidate, self.eligibility.baseline} & self.failed.keys()
+        return enough and not {ablation.candidate, self.setup.baseline} & self.failed.keys()

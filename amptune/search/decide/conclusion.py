@@ -92,7 +92,7 @@ def _finalists(comparisons: Comparisons, compared: Verdict | None, verdict: Verd
     Figures of the two kinds contradict each other, so they are never mixed.
     """
     if compared is not None and comparisons.finals:
-        return contenders_of(comparisons.finals, comparisons.eligibility.baseline)
+        return contenders_of(comparisons.finals, comparisons.setup.baseline)
     entered = {policy for one in comparisons.finals for policy in one.outcomes}
     return tuple(contender for contender in verdict.contenders if not entered or contender.policy in entered)
 
@@ -119,11 +119,11 @@ def _findings(comparisons: Comparisons, verdict: Verdict) -> Iterator[Finding]:
             )
             yield Finding(code="unconfirmed", message=message)
         return
-    for match, following in pairwise([*comparisons.refinements, comparisons.ablations[0]]):
-        if following.candidate != match.candidate and match.candidate not in comparisons.failed:
-            ratio = ratio_between(match.rounds, following.candidate, match.candidate)
-            found = FOUND[comparisons.eligibility.objective.name]
-            message = f"beside {match.candidate}, {following.candidate} was found to {found}: {ratio}"
+    for former, following in pairwise([*comparisons.refinements, comparisons.ablations[0]]):
+        if following.candidate != former.candidate and former.candidate not in comparisons.failed:
+            ratio = ratio_between(former.rounds, following.candidate, former.candidate)
+            found = FOUND[comparisons.setup.objective.name]
+            message = f"beside {former.candidate}, {following.candidate} was found to {found}: {ratio}"
             yield Finding(code="refined", message=message)
     for ablation in comparisons.ablations:
         if failure := comparisons.failed.get(ablation.candidate):
@@ -132,7 +132,7 @@ def _findings(comparisons: Comparisons, verdict: Verdict) -> Iterator[Finding]:
     if verdict.keeps_the_baseline:
         finals = comparisons.finals_verdict()
         seen = f" ({finals.gain} in the finals)" if finals else ""
-        goal = goal_of(comparisons.eligibility.objective)
+        goal = goal_of(comparisons.setup.objective)
         message = f"{confirmed.candidate} had been preferred{seen}; measured anew it was not shown {goal}"
         yield Finding(code="not-confirmed", message=message)
         return
@@ -140,7 +140,7 @@ def _findings(comparisons: Comparisons, verdict: Verdict) -> Iterator[Finding]:
     chosen = [*(ablation.candidate for ablation in chain[1:]), verdict.winner.policy]
     for ablation, policy in zip(chain, chosen, strict=True):
         if ablation.candidate not in comparisons.failed:
-            yield from dropped(ablated(ablation.rounds, ablation.candidate), policy, comparisons.eligibility.objective)
+            yield from dropped(ablated(ablation.rounds, ablation.candidate), policy, comparisons.setup.objective)
 
 
 def _rejected(judge: Judge, finalists: Sequence[Contender]) -> Iterator[Finding]:
@@ -177,9 +177,9 @@ def _verdict_of_looks(compared: Verdict, trials: Sequence[Trial], comparisons: C
     few = launches_of(comparisons.finals) < ENOUGH_LAUNCHES
     if not (compared.keeps_the_baseline and few and comparisons.confirmed is None):
         return None
-    eligibility, is_out = comparisons.eligibility, comparisons.is_out
+    setup, is_out = comparisons.setup, comparisons.is_out
     outcomes = {trial.policy: trial.outcome for trial in trials}
-    in_trials = Round(launch=0, outcomes=outcomes, objective=eligibility.objective)
+    in_trials = Round(launch=0, outcomes=outcomes, objective=setup.objective)
 
     def is_better(contender: Contender) -> bool:
         stood = contender.policy in comparisons.finals[-1].outcomes
@@ -189,26 +189,26 @@ def _verdict_of_looks(compared: Verdict, trials: Sequence[Trial], comparisons: C
         )
 
     alive = (s for s in compared.contenders if s.failure is None and not s.too_slow)
-    may_win = (s for s in alive if eligibility.eligible(s.policy) and not is_out(s.policy))
+    may_win = (s for s in alive if setup.eligible(s.policy) and not is_out(s.policy))
     winner = next(filter(is_better, may_win), None)
     if winner is None:
         return None
-    objective = eligibility.objective
+    objective = setup.objective
     message = (
         f"{winner.policy}: {gain_in_words(objective, winner.gain, winner.vs_baseline)}, which is not proven; "
         f"in each look, its trial included, it gained more than {noise_of(objective):.0%}; more --budget tells"
     )
     findings = [Finding(code="provisional", message=message)]
     findings += [finding for finding in compared.findings if finding.code != "keep"]
-    if not is_fast_enough(comparisons.finals, winner.policy, eligibility.baseline, surely=True):
-        findings.append(speed_not_shown(winner, eligibility.objective))
+    if not is_fast_enough(comparisons.finals, winner.policy, setup.baseline, surely=True):
+        findings.append(speed_not_shown(winner, setup.objective))
     return replace(compared, winner=winner, findings=tuple(findings))
 
 
 def _gained_in(looks: Sequence[Round], contender: Contender, comparisons: Comparisons) -> bool:
     """Returns whether the policy was fast enough and gained more than the noise of a trial in every look."""
-    policy, baseline = contender.policy, comparisons.eligibility.baseline
-    least = 1 + noise_of(comparisons.eligibility.objective)
+    policy, baseline = contender.policy, comparisons.setup.baseline
+    least = 1 + noise_of(comparisons.setup.objective)
     return all(
         ratio_between([look], policy, baseline).value > least and is_fast_enough([look], policy, baseline)
         for look in looks
@@ -217,8 +217,8 @@ def _gained_in(looks: Sequence[Round], contender: Contender, comparisons: Compar
 
 def _rounds_with(contender: Contender, comparisons: Comparisons) -> list[Round]:
     """Returns the rounds of all comparisons, also of former runs, that have both the policy and the baseline."""
-    both = {contender.policy, comparisons.eligibility.baseline}
-    return [one for one in (*comparisons.eligibility.earlier, *comparisons.rounds) if both <= one.outcomes.keys()]
+    both = {contender.policy, comparisons.setup.baseline}
+    return [one for one in (*comparisons.setup.earlier, *comparisons.rounds) if both <= one.outcomes.keys()]
 
 
 def _verdict_of_trials(trials: Sequence[Trial], comparisons: Comparisons) -> Verdict | None:
@@ -226,10 +226,10 @@ def _verdict_of_trials(trials: Sequence[Trial], comparisons: Comparisons) -> Ver
 
     A policy that did not gain enough in a round of an unfinished or former comparison cannot win.
     """
-    baseline, eligible = comparisons.eligibility.baseline, comparisons.eligibility.eligible
+    baseline, eligible = comparisons.setup.baseline, comparisons.setup.eligible
     failed = {policy: failure for policy, failure in comparisons.failed.items() if policy != baseline}
     by_policy = {trial.policy: trial.outcome for trial in trials} | failed
-    objective = comparisons.eligibility.objective
+    objective = comparisons.setup.objective
     contenders = contenders_of([Round(launch=0, outcomes=by_policy, objective=objective)], baseline)
     of = {contender.policy: contender for contender in contenders}
     if baseline not in of or not of[baseline].merit:
@@ -244,7 +244,7 @@ def _verdict_of_trials(trials: Sequence[Trial], comparisons: Comparisons) -> Ver
         baseline=of[baseline],
         contenders=contenders,
         findings=(
-            _without_finals(trials, objective, has_looked=bool(comparisons.rounds or comparisons.eligibility.earlier)),
+            _without_finals(trials, objective, has_looked=bool(comparisons.rounds or comparisons.setup.earlier)),
         ),
         objective=objective,
     )

@@ -17,6 +17,7 @@ __all__ = [
     "FINALS_SHARE",
     "MODULE_TIMES_SHARE",
     "REFERENCE_SHARE",
+    "SHORTEST_LOOP_S",
     "Budget",
     "Clock",
     "comparisons_s",
@@ -59,11 +60,12 @@ class Budget:
         return max(SHORTEST_PREPARE_S, self.left_s)
 
 
-# Before the search. The FP32 reference of the numerics gate, made once; and the reference together with all judgements
-# until each precision that fails is cured.
-REFERENCE_SHARE, CURES_SHARE = 0.08, 0.25
+# Before the search.
 # Timing every module once; it took 3.6 s for 1,000 modules on an H200 (reports/numerics/h200/sensing.txt).
 MODULE_TIMES_SHARE = 0.1
+# The FP32 reference of the numerics gate, made once; and the reference together with all judgements
+# until each precision that fails is cured.
+REFERENCE_SHARE, CURES_SHARE = 0.08, 0.25
 # Finding the largest batch that fits.
 BATCH_SIZES_SHARE = 0.15
 
@@ -72,9 +74,10 @@ BATCH_SIZES_SHARE = 0.15
 COMPARISONS_SHARE, COMPARISON_LAUNCHES = 0.5, 20
 # Shares of the time after the search: for the finals, and at least for the ablation.
 FINALS_SHARE, ABLATION_SHARE = 0.4, 0.3
-# A compiled policy is measured beside another one only if compiling it takes at most this share of the time left; and
-# judged together with its graph, before the comparison, if that takes at most as much.
-COLD_SHARE = GRAPH_SHARE = 0.2
+# Before the comparison, a compiled policy is judged with its graph if that takes at most this share of the time left.
+GRAPH_SHARE = 0.2
+# A compiled policy is measured beside another one only if compiling it takes at most this share of the time left.
+COLD_SHARE = 0.2
 
 # After the decision. The training loop: half for its timed seconds, half for the step alone, warm-up and loader start.
 # A loop shorter than SHORTEST_LOOP_S says nothing.

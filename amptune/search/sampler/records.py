@@ -65,7 +65,7 @@ class TuningRecord:
         )
 
 
-# The basis of a choice: a comparison with enough launches, one with fewer, a single trial, or nothing was better.
+# The basis of a decision: a comparison with enough launches, one with fewer, a single trial, or nothing was better.
 Basis = Literal["comparison", "few-launches", "trial", "nothing-better"]
 
 
@@ -128,7 +128,7 @@ class GateRecord:
 class StudyRecord:
     """A study read back: its tuning runs, the last one last, and all their trials.
 
-    `where` is its folder or database URL; `decided` maps run names to their choices. Policies `outside` the searched
+    `where` is its folder or database URL; `decided` maps run names to their decisions. Policies `outside` the searched
     space, which the user's wishes limit, were measured for comparison and cannot win.
     """
 

@@ -57,7 +57,7 @@ class Store:
             return self._study.ask(self._distributions)
 
     def tell(self, handle: Handle, trial: Trial) -> None:
-        """Writes the outcome. An infeasible trial is complete too, with its constraint violated: it was measured."""
+        """Writes the outcome. A failed trial is complete too, with its constraint violated, so samplers see it."""
         with _storage_errors():
             handle.set_user_attr("policy", policy_to_dict(trial.policy))
             handle.set_user_attr("outcome", outcome_to_dict(trial.outcome))
@@ -81,7 +81,7 @@ class Store:
             self._study.set_user_attr(f"{TUNING} {tuning.run}", tuning.as_dict())
 
     def note_decided(self, run: str, decision: DecisionRecord) -> None:
-        """Records the choice of a tuning run."""
+        """Records the decision of a tuning run."""
         with _storage_errors():
             self._study.set_user_attr(f"{DECIDED} {run}", decision.as_dict())
 

@@ -87,7 +87,7 @@ class Contender:
 
     @property
     def place(self) -> tuple[bool, bool, float, float]:
-        """The sort key of standings: the best first, then policies that are too slow, failures last."""
+        """The sort key of contenders: the best first, then policies that are too slow, failures last."""
         return self.failure is not None, self.too_slow, -self.merit, -(self.samples_per_s or 0.0)
 
 
@@ -183,7 +183,7 @@ def level_with_the_best(rounds: Sequence[Round], contenders: Sequence[Contender]
 def contenders_of(rounds: Sequence[Round], baseline: Policy) -> tuple[Contender, ...]:
     """Returns every policy of the rounds, the best first; then those too slow for the objective, failures last."""
     policies = dict.fromkeys(policy for one in rounds for policy in one.outcomes)
-    contenders = [_standing(rounds, policy, baseline) for policy in policies]
+    contenders = [_contender_of(rounds, policy, baseline) for policy in policies]
     return tuple(sorted(contenders, key=lambda contender: contender.place))
 
 
@@ -239,7 +239,7 @@ def _value(ratio: Ratio | None) -> float:
     return ratio.value if ratio is not None and ratio.value > 0 else 0.0
 
 
-def _standing(rounds: Sequence[Round], policy: Policy, baseline: Policy) -> Contender:
+def _contender_of(rounds: Sequence[Round], policy: Policy, baseline: Policy) -> Contender:
     outcomes = [one.outcomes[policy] for one in rounds if policy in one.outcomes]
     failure = next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)
     if failure is not None:  # one failure is enough: a policy that sometimes fails is useless for training

@@ -35,11 +35,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from amptune.errors import PolicyApplyError
 from amptune.policy.settings import Policy
 from amptune.runtime.apply_policy import PolicyDriftWarning, apply
+from amptune.runtime.gradient_dtype import CAN_DIFFER, take_gradients_in
 from amptune.runtime.graphs.dispatch import MOST_RECORDINGS, MOST_WASTED, NOT_RECORDED, WORTH_IT
 from amptune.runtime.graphs.graphed_model import GraphedModel
 from amptune.runtime.graphs.host_effects import NotRecordableError, obstacle_in
 from amptune.runtime.graphs.tensor_use import TensorWatch
-from amptune.runtime.weight_hook import CAN_DIFFER, take_gradients_in
 
 
 @pytest.fixture(autouse=True)

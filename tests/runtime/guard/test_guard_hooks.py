@@ -8,6 +8,7 @@ import pickle
 import sys
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 import amptune
 from amptune.policy.settings import Policy
 from amptune.runtime.apply_policy import apply
-from amptune.runtime.guard import gradient_marks as process_hooks
+from amptune.runtime.guard import gradient_marks
 from amptune.runtime.guard.guard import WATCHED_STEPS
 from amptune.runtime.guard.misuse import Misuse, Place, PolicyMisuseWarning
 from amptune.runtime.scaler import PolicyScaler
@@ -181,7 +182,7 @@ def test_training_is_the_same_with_it(more: dict[str, Any]) -> None:
 
 
 def test_a_pytorch_that_clips_otherwise_can_be_guarded(model: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_hooks, "_LOOKED_UP", "gone")
+    monkeypatch.setattr(gradient_marks, "_LOOKED_UP", "gone")
     with apply(FP16, model, guard=True) as tuned:
         train(tuned, sgd(model))
     assert hooks_on(model)["step"] == 0
@@ -245,6 +246,16 @@ def test_the_place_is_found_from_a_thread_of_autograds(monkeypatch: pytest.Monke
     monkeypatch.setattr(threading, "get_ident", lambda: -1)
     place, line = misuse.here(), sys._getframe().f_lineno
     assert place == Place(__file__, line)
+
+
+def test_the_place_is_the_users_line_when_amptune_calls_in_between() -> None:
+    """As a bundled workload's loss does, in whatever room of the package it stands."""
+    package = Path(amptune.__file__).parent
+    for file in ("workload/zoo/recipes.py", "runtime/guard/misuse.py", "anywhere.py"):
+        names: dict[str, Any] = {}
+        exec(compile("def call(ask):\n    return ask()", str(package / file), "exec"), names)  # noqa: S102
+        place, line = names["call"](Misuse().here), sys._getframe().f_lineno
+        assert place == Place(__file__, line)
 
 
 def test_a_guard_that_has_watched_adds_a_few_calls_to_a_step(model: Net) -> None:

@@ -18,7 +18,7 @@ from amptune.errors import PolicyApplyError
 from amptune.policy.settings import Fp32Rule, HalfRule, LossScale, Policy
 from amptune.runtime.apply_policy import apply
 from amptune.runtime.guard.misuse import PolicyMisuseWarning
-from amptune.runtime.half import training as half_training
+from amptune.runtime.half import training
 from amptune.runtime.tuned import Tuned
 
 O2 = Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True, loss_scale=LossScale(max=2.0**24))
@@ -813,7 +813,7 @@ def test_a_model_in_half_already_is_refused() -> None:
 
 
 def test_a_torch_without_fp32_gradients_of_half_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(half_training, "CAN_DIFFER", False)
+    monkeypatch.setattr(training, "CAN_DIFFER", False)
     with pytest.raises(PolicyApplyError, match=r"which PyTorch has since 2\.10; this is"):
         apply(O2, net())
     apply(O3, net()).undo()
