@@ -20,7 +20,7 @@ from amptune.policy.yaml_text import Document
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-__all__ = ["allowed_keys", "validate"]
+__all__ = ["validate"]
 
 T = TypeVar("T")
 Path = tuple[str | int, ...]
@@ -136,7 +136,7 @@ def _culprits(error: ErrorDetails, data: Any, schema: Mapping[str, Any], gone: s
     """Yields the paths to remove; for a misspelt key also the intended key, so it does not count as missing."""
     path = _path_in(data, error["loc"])
     if error["type"] in _UNKNOWN:
-        yield from ((*path[:-1], close) for close in _nearest(str(path[-1]), allowed_keys(schema, path[:-1])))
+        yield from ((*path[:-1], close) for close in _nearest(str(path[-1]), _allowed_keys(schema, path[:-1])))
     if error["type"] == "value_error":
         named = [(*path, line.partition(":")[0]) for line in _lines(error, data, gone)]
         yield from (here if _holds(data, here) else path for here in named)
@@ -154,7 +154,7 @@ def _problems_of(
     path = _path_in(data, error["loc"])
     name = ".".join(str(part) for part in path)
     if error["type"] in _UNKNOWN:
-        yield document.problem(path, _unknown(str(path[-1]), allowed_keys(schema, path[:-1])), key=True)
+        yield document.problem(path, _unknown(str(path[-1]), _allowed_keys(schema, path[:-1])), key=True)
     elif error["type"] in _MISSING:
         missing = ".".join(str(part) for part in (*path, error["loc"][-1]))
         yield document.problem(path, f"{missing}: this key is missing")
@@ -203,7 +203,7 @@ def _in_words(error: ErrorDetails) -> str:
 Schema = Mapping[str, Any]
 
 
-def allowed_keys(schema: Schema, path: Sequence[str | int]) -> tuple[str, ...]:
+def _allowed_keys(schema: Schema, path: Sequence[str | int]) -> tuple[str, ...]:
     """Returns the keys the object at `path` may have, in the schema's order; empty if the schema names none."""
     level = [schema]
     for part in path:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from amptune.search.verification import Verification
 
 __all__ = [
-    "console_for",
     "print_decision",
     "print_diagnosis",
     "print_hardware",
@@ -38,7 +37,7 @@ _WIDTH_ELSEWHERE = 150
 
 def print_decision(decision: Decision, output: str, stream: TextIO) -> None:
     """Prints the winner, the policies compared with it, and the file it was written to."""
-    console = console_for(stream)
+    console = _console_for(stream)
     console.print(_comparison(decision))
     if decision.ablation:
         console.print(_bought(decision.ablation, decision.objective))
@@ -55,7 +54,7 @@ def print_decision(decision: Decision, output: str, stream: TextIO) -> None:
 
 def print_verification(found: Verification, stream: TextIO) -> None:
     """Prints claimed and measured figures side by side, then the findings: the answer and the changes."""
-    console = console_for(stream)
+    console = _console_for(stream)
     table = Table(title=f"on {found.hardware.name}, {found.seconds:.0f} s", title_justify="left", box=None)
     table.add_column("")
     for heading in ("claimed", "measured"):
@@ -71,7 +70,7 @@ def print_verification(found: Verification, stream: TextIO) -> None:
 
 def print_diagnosis(found: Diagnosis, stream: TextIO) -> None:
     """Prints one finding per line, the most important first."""
-    console = console_for(stream)
+    console = _console_for(stream)
     console.print(f"{found.subject.name} on {found.hardware.name}, {found.seconds:.0f} s", style="bold", markup=False)
     for finding in found.findings:
         console.print(f"• {finding}", markup=False)
@@ -81,7 +80,7 @@ def print_diagnosis(found: Diagnosis, stream: TextIO) -> None:
 
 def print_hardware(hardware: Hardware, stream: TextIO) -> None:
     """Prints the machine, one fact per line."""
-    console = console_for(stream)
+    console = _console_for(stream)
     facts = _gpu_facts(hardware.gpu) if hardware.gpu else {}
     facts |= _cpu_facts(hardware.cpu)
     software = hardware.software
@@ -233,7 +232,7 @@ def _or_unknown(value: float | None, unit: str) -> str:
     return "unknown" if value is None else f"{value:,.0f} {unit}"
 
 
-def console_for(stream: TextIO) -> Console:
+def _console_for(stream: TextIO) -> Console:
     """Returns a console; if not a terminal, it is wide enough that tables are not cut at a default width."""
     width = None if stream.isatty() else _WIDTH_ELSEWHERE
     return Console(file=stream, highlight=False, width=width)
@@ -241,7 +240,7 @@ def console_for(stream: TextIO) -> Console:
 
 def print_study_report(study_report: StudyReport, stream: TextIO) -> None:
     """Prints the answer, the Pareto set, the number of failures, and the command that proves the answer."""
-    console, record = console_for(stream), study_report.record
+    console, record = _console_for(stream), study_report.record
     last = record.last
     console.print(f"{last.workload} on {last.hardware}, for {study_report.objective.name}", style="bold", markup=False)
     for finding in findings_of(study_report):

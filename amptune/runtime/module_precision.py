@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from amptune.policy.settings import ModuleRule
     from amptune.runtime.class_swap import Precision
 
-__all__ = ["Selected", "has_forward", "precisions_of", "runnable_in", "select"]
+__all__ = ["Selected", "has_forward", "precisions_of", "select"]
 
 # The names that torch.compile, and DistributedDataParallel or DataParallel, put before every path.
 _WRAPPER_NAMES = ("_orig_mod", "module")
@@ -55,7 +55,7 @@ def select(model: nn.Module, rules: Sequence[ModuleRule], setting: str = "fp32_m
     for rule in rules:
         matches = _matches(rule)
         matched = [module for module in paths if any(matches(path, module) for path in paths[module])]
-        runnable = [module for top in matched for module in runnable_in(top)]
+        runnable = [module for top in matched for module in _runnable_in(top)]
         for module in runnable:
             rule_of.setdefault(module, rule)
         if not runnable:
@@ -78,13 +78,13 @@ def _matches(rule: ModuleRule) -> Callable[[str, nn.Module], bool]:
     return lambda path, module: names(path, [base.__name__ for base in type(module).__mro__])
 
 
-def runnable_in(module: nn.Module) -> Iterator[nn.Module]:
+def _runnable_in(module: nn.Module) -> Iterator[nn.Module]:
     """Yields the module, or the modules it holds if it has no forward (a ModuleList, a ModuleDict)."""
     if has_forward(module):
         yield module
     else:
         for child in module.children():
-            yield from runnable_in(child)
+            yield from _runnable_in(child)
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -142,7 +142,7 @@ def precisions_of(settings: Policy, model: nn.Module) -> list[tuple[Selected, Pr
 
 def _around_half_weights(model: nn.Module, wide: Sequence[Selected]) -> Iterator[tuple[Selected, Precision]]:
     """Yields the outermost modules that run (FP32 in and out, half inside), and the FP32 modules within them."""
-    tops = list(runnable_in(model))
+    tops = list(_runnable_in(model))
     for top in tops:
         if all(one.module is not top for one in wide):
             path = next(path for path, module in model.named_modules() if module is top)

@@ -108,7 +108,7 @@ def instead_of(policy: Policy, failure: Failure, study: Study) -> list[Policy]:
 
 
 def cannot_compile(study: Study) -> bool:
-    """Returns whether all compiled policies failed, in both modes if there are two: perhaps only CUDA graphs fail."""
+    """Returns whether all compiled policies failed; with two modes in each, as CUDA graphs alone may be the cause."""
     compiled = [trial for trial in study.trials if trial.policy.compile != "off"]
     broken = {
         trial.policy: trial.outcome

@@ -173,7 +173,7 @@ class _Search:
     def _left_for(self, policy: Policy) -> float:
         """Returns the time for a policy's trial, including time borrowed from the comparisons.
 
-        The first graphs may gain more than a few launches of a comparison, in which the best of `soon` takes part.
+        The first graph and the policies in `soon` may borrow: they can gain more than a few launches would tell.
         """
         is_first = policy.compile != "off" and all(trial.policy.compile == "off" for trial in self.study.trials)
         share = BORROWED if is_first or policy in self.soon else 0.0
@@ -227,7 +227,7 @@ class _Search:
         return suggestion is None or over or _is_hopeless(suggestion, self.study)
 
     def _is_too_dear(self, policy: Policy) -> bool:
-        """Returns True if there is no time for such a trial but maybe for others, or if nothing compiles here."""
+        """Returns True if there is no time for this policy's trial, or if it compiles and nothing compiles here."""
         if policy == self.baseline or not (policy.cudnn_benchmark or policy.compile != "off"):
             return False
         too_little = self._left_for(policy) < self._least_s(policy)
@@ -300,7 +300,7 @@ def _is_hopeless(suggestion: Suggestion, study: Study) -> bool:
 
 
 def _is_as_dear(policy: Policy, other: Policy) -> bool:
-    """Returns True if another policy takes as much time as a policy for which there is too little."""
+    """Returns True if `other` needs at least the kind of trial that there was no time for in the case of `policy`."""
     if policy.compile == "off":
         return other.cudnn_benchmark
     return other.compile != "off" and (other.compile in AUTOTUNED_MODES or policy.compile not in AUTOTUNED_MODES)

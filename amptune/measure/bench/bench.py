@@ -22,7 +22,7 @@ from amptune.measure.bench.failures import NonFiniteError, failure_of
 from amptune.measure.bench.peak_memory import memory_for
 from amptune.measure.bench.readings import Instruments
 from amptune.measure.bench.step import Stepper
-from amptune.measure.bench.step_timing import Sampler, WarmUp
+from amptune.measure.bench.step_timing import StepTimer, WarmUp
 from amptune.measure.results.outcome import Effort, Measurement, Outcome
 from amptune.policy.settings import Policy
 from amptune.runtime.apply_policy import apply
@@ -75,7 +75,7 @@ class Bench:
         self._memory_mib = memory_mib
         self._clock = clock_for(device)
         self._memory = memory_for(device)
-        self._sampler = Sampler(self._clock, Instruments(nvml, self._memory))
+        self._sampler = StepTimer(self._clock, Instruments(nvml, self._memory))
         self._batches: dict[tuple[int, int | None], list[Any]] = {}
         self._compilations = Compilations()
         self._tuned: Tuned | None = None

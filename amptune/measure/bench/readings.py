@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from amptune.measure.bench.peak_memory import PeakMemory
 
 __all__ = [
-    "ALLOC_RETRIES",
     "CLOCK_CODES",
     "FOREIGN_PROCESS",
     "Instruments",
@@ -30,7 +29,7 @@ __all__ = [
 
 POWER_CAP = "power-cap"
 LOW_CLOCK = "low-clock"
-ALLOC_RETRIES = "alloc-retries"
+_ALLOC_RETRIES = "alloc-retries"
 FOREIGN_PROCESS = "foreign-process"
 
 # `nvmlClocksEventReason*` of nvml.h. Harmless and left out: idle 0x1, application clocks 0x2, sync boost 0x10,
@@ -126,7 +125,7 @@ def contamination(before: Readings, after: Readings, sm_clock_max_mhz: int | Non
     if not found and _is_low(after.sm_clock_mhz, sm_clock_max_mhz):
         found.append(LOW_CLOCK)
     if after.alloc_retries > before.alloc_retries:
-        found.append(ALLOC_RETRIES)
+        found.append(_ALLOC_RETRIES)
     if before.foreign_processes or after.foreign_processes:
         found.append(FOREIGN_PROCESS)
     return tuple(found)
@@ -168,7 +167,7 @@ _WORDS = {
     "hw-thermal": "the GPU was thermally throttled (HW thermal)",
     "power-brake": "the GPU was slowed down from outside (HW power brake)",
     "low-clock": "the GPU's clock was under 75 % of its highest, for no reason NVML gives",
-    ALLOC_RETRIES: "the GPU's memory was so short that the allocator had to empty its cache",
+    _ALLOC_RETRIES: "the GPU's memory was so short that the allocator had to empty its cache",
     FOREIGN_PROCESS: "another process was on the GPU",
 }
 
@@ -182,7 +181,7 @@ def noticed(outcomes: Iterable[Outcome]) -> tuple[Finding, ...]:
     found = (
         _disturbed("throttled", CLOCK_CODES, measured),
         _disturbed("foreign-process", {FOREIGN_PROCESS}, measured),
-        _disturbed("allocator-thrashing", {ALLOC_RETRIES}, measured),
+        _disturbed("allocator-thrashing", {_ALLOC_RETRIES}, measured),
         _unsteady(measured),
     )
     return tuple(finding for finding in found if finding is not None)

@@ -11,7 +11,7 @@ from amptune.measure.bench.clocks import Clock
 from amptune.measure.bench.readings import FOREIGN_PROCESS, Instruments, Readings, contamination, with_busy_clocks
 from amptune.measure.results.outcome import ENERGY_S, Effort
 
-__all__ = ["Sample", "Sampler", "TimedBlock", "WarmUp", "is_steady", "median_half_width"]
+__all__ = ["Sample", "StepTimer", "TimedBlock", "WarmUp", "is_steady", "median_half_width"]
 
 # Warm-up is over when the medians of three successive stretches of steps lie this close together.
 STEADY = 0.03
@@ -65,7 +65,7 @@ class Sample:
     steps: int
 
 
-class Sampler:
+class StepTimer:
     """A timer of steps for one trial after another that remembers lasting disturbances.
 
     A cause that came back in every repeat is the machine's steady state: for example, training too will run a large

@@ -103,7 +103,7 @@ class Sizer:
     """A search for the largest batch of one policy after another; `model` keeps what it learns of memory.
 
     `run` measures a policy briefly at the policy's batch size and may take `left_s()` seconds; the caller enforces
-    that. Sizes are those of `Sizes.around`, so an answer among `allowed` ones may miss one up to 3 % larger.
+    that. Sizes are those of `Sizes.around`, so the answer may be 3 % below the largest allowed size that fits.
     """
 
     run: Callable[[Policy], Outcome]

@@ -141,7 +141,7 @@ class Outlook:
         return size
 
     def _hoped_for(self, fit: Fit, ok: int) -> int:
-        """Returns a size that runs if workspaces are released, if they can be and that gains much; else 0."""
+        """Returns the size that would run if workspaces were released; 0 if they cannot be, or if that gains little."""
         is_near = fit.knows_its_slope and fit.anchor.batch_size >= NEAR * fit.surely
         if self.ooms or self.left < 2 or not (fit.has_workspaces and is_near):
             return 0
@@ -149,7 +149,7 @@ class Outlook:
         return hoped if hoped > WORTH_HOPING * max(fit.surely, ok) else 0
 
     def _careful_size(self, fit: Fit, ok: int, top: int) -> int:
-        """Returns a size that should run, if a bold one whose failure does no harm would not gain as much; else 0."""
+        """Returns a size that should run; 0 if a bolder size, whose failure would do no harm, would gain as much."""
         careful = self.sizes.at_most(_careful(fit))
         may_be_last = self.ooms or careful >= GOOD_ENOUGH * top
         worth = WORTH_A_PROBE * ok if may_be_last else _forgiven(ok)
@@ -187,7 +187,7 @@ class Outlook:
 
 
 def _forgiven(ok: int) -> int:
-    """Returns the largest size that may fail and leave `ok` a good answer: `ok` is GOOD of the size below it."""
+    """Returns the largest size that may fail without harm: even if all smaller sizes run, `ok` is GOOD of them."""
     return math.floor(ok / GOOD) + 1
 
 

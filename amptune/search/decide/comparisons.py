@@ -35,7 +35,7 @@ Eligible = Callable[[Policy], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonSetup:
-    """The policies that take part, and a test of who may win: the baseline, and others that the user's wishes allow.
+    """The setup of a run's comparisons: the baseline, the finalists, the objective, and tests of who may win.
 
     `eligible` tests policies of the space, `variant_eligible` a policy with one setting less. `neighbours` returns the
     policies one step from another, the most promising first, allowed or not. `rejected` tests if a policy has failed
@@ -129,7 +129,7 @@ class Comparisons:
         return next((best for best in found if not is_out(best)), None)
 
     def _best_of(self, compared: CandidateRounds) -> Policy:
-        """Returns the policy shown to be better than a refinement's candidate that may win; else the candidate."""
+        """Returns the best policy that may win and is shown to be better than the candidate; else the candidate."""
         rivals = {policy for one in compared.rounds for policy in one.outcomes} - self.failed.keys()
         allowed = sorted(filter(self.setup.may_refine, rivals - {compared.candidate}), key=str)
         fast = [policy for policy in allowed if is_fast_enough(compared.rounds, policy, self.setup.baseline)]
@@ -139,7 +139,7 @@ class Comparisons:
 
     @property
     def confirmed(self) -> CandidateRounds | None:
-        """The ablation of the most launches, the last of equals; None if none is as reliable as the finals."""
+        """The latest of the ablations with the most launches; None while none has as many as the finals."""
         said = [ablation for ablation in self.ablations if self._says_enough(ablation)]
         return max(reversed(said), key=lambda ablation: launches_of(ablation.rounds), default=None)
 

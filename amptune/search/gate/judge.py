@@ -208,7 +208,10 @@ J = TypeVar("J", bound=_OfPolicy)
 
 
 def graphs_like(policy: Policy, judged: Iterable[J]) -> Iterator[J]:
-    """Yields the entries for a compiled policy's graph, then for others in its dtype: a compiler breaks both alike."""
+    """Yields the entries about a compiled policy's graph, then those about other graphs in its dtype.
+
+    A compiler that breaks one of them is likely to break the others.
+    """
     graphs = [one for one in judged if "off" not in (policy.compile, one.policy.compile)]
     own = numerics_of_policy(policy)
     yield from (one for one in graphs if numerics_of_policy(one.policy) == own)

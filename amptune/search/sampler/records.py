@@ -104,7 +104,7 @@ def _ratio_from_dict(data: Mapping[str, Any]) -> Ratio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateRecord:
-    """The numerics gate's result for a policy: if it is as good as FP32, and the share of the tolerance it uses."""
+    """The numerics gate's result for a policy: whether it is as good as FP32, and the share it uses of the limits."""
 
     policy: Policy
     passes: bool
@@ -145,7 +145,7 @@ class StudyRecord:
         return self.tunings[-1]
 
     def judgement_of(self, policy: Policy) -> GateRecord | None:
-        """Returns the last judgement of a policy with these numerics; for a compiled one, else without its graph."""
+        """Returns the last judgement of a policy with these numerics, or else of the same policy without its graph."""
         return self._judged_as(policy) or self._judged_as(without_graph(policy))
 
     def has_rejected(self, policy: Policy) -> bool:

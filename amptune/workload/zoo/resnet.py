@@ -24,7 +24,6 @@ __all__ = [
     "Block",
     "Residual",
     "bottleneck",
-    "bottleneck_body",
     "residual_network",
     "resnet18",
     "resnet50",
@@ -73,11 +72,11 @@ def _basic(inputs: int, width: int, *, stride: int = 1, dilation: int = 1) -> Re
 
 def bottleneck(inputs: int, width: int, *, stride: int = 1, dilation: int = 1) -> Residual:
     outputs = 4 * width
-    body = bottleneck_body(inputs, width, outputs, stride=stride, dilation=dilation)
+    body = _bottleneck_body(inputs, width, outputs, stride=stride, dilation=dilation)
     return Residual(body, inputs, outputs, stride=stride)
 
 
-def bottleneck_body(
+def _bottleneck_body(
     inputs: int, width: int, outputs: int, *, stride: int = 1, dilation: int = 1, groups: int = 1
 ) -> nn.Sequential:
     return named(
@@ -157,6 +156,6 @@ class SqueezeExcitation(nn.Module):
 
 def _block(inputs: int, width: int, *, stride: int = 1, dilation: int = 1) -> Residual:
     outputs = 4 * width
-    body = bottleneck_body(inputs, 2 * width, outputs, stride=stride, dilation=dilation, groups=32)
+    body = _bottleneck_body(inputs, 2 * width, outputs, stride=stride, dilation=dilation, groups=32)
     body.add_module("se", SqueezeExcitation(outputs))
     return Residual(body, inputs, outputs, stride=stride)

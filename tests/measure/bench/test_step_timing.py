@@ -17,7 +17,7 @@ from amptune.measure.bench import bench as bench_module
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.clocks import CpuClock, CudaClock
 from amptune.measure.bench.readings import Instruments
-from amptune.measure.bench.step_timing import MAX_REPEATS, Sample, Sampler, is_steady, median_half_width
+from amptune.measure.bench.step_timing import MAX_REPEATS, Sample, StepTimer, is_steady, median_half_width
 from amptune.measure.results.outcome import Effort, Measurement, outcome_from_dict, outcome_to_dict
 from amptune.policy.settings import STOCK
 
@@ -25,8 +25,8 @@ EFFORT = Effort(warmup_s=5.0, measure_s=0.5, precision=0.02, min_steps=5, max_st
 SEARCH = Effort()
 
 
-def sampler(clock: ScriptedClock, nvml: ScriptedNvml | None = None, memory: ScriptedMemory | None = None) -> Sampler:
-    return Sampler(clock, Instruments(nvml.gpu() if nvml else None, memory or ScriptedMemory()))
+def sampler(clock: ScriptedClock, nvml: ScriptedNvml | None = None, memory: ScriptedMemory | None = None) -> StepTimer:
+    return StepTimer(clock, Instruments(nvml.gpu() if nvml else None, memory or ScriptedMemory()))
 
 
 def sampled(clock: ScriptedClock, effort: Effort = EFFORT, nvml: ScriptedNvml | None = None) -> Sample:
