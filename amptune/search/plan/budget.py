@@ -63,8 +63,8 @@ class Budget:
 # Before the search.
 # Timing every module once; it took 3.6 s for 1,000 modules on an H200 (reports/numerics/h200/sensing.txt).
 MODULE_TIMES_SHARE = 0.1
-# The FP32 reference of the numerics gate, made once; and the reference together with all judgements
-# until each precision that fails is cured.
+# The FP32 reference of the numerics gate, made once; and the reference together with all judgements until each precision
+# that fails is cured.
 REFERENCE_SHARE, CURES_SHARE = 0.08, 0.25
 # Finding the largest batch that fits.
 BATCH_SIZES_SHARE = 0.15
@@ -72,10 +72,10 @@ BATCH_SIZES_SHARE = 0.15
 # The comparisons after the search get at most this share of the time that is left once the workload is built, and at
 # most the time of this many launches of their contenders.
 COMPARISONS_SHARE, COMPARISON_LAUNCHES = 0.5, 20
-# Shares of the time after the search: for the finals, and at least for the ablation.
-FINALS_SHARE, ABLATION_SHARE = 0.4, 0.3
 # Before the comparison, a compiled policy is judged with its graph if that takes at most this share of the time left.
 GRAPH_SHARE = 0.2
+# Shares of the time after the search: for the finals, and at least for the ablation.
+FINALS_SHARE, ABLATION_SHARE = 0.4, 0.3
 # A compiled policy is measured beside another one only if compiling it takes at most this share of the time left.
 COLD_SHARE = 0.2
 
