@@ -63,8 +63,8 @@ class Budget:
 # Before the search.
 # Timing every module once; it took 3.6 s for 1,000 modules on an H200 (reports/numerics/h200/sensing.txt).
 MODULE_TIMES_SHARE = 0.1
-# The FP32 reference of the numerics gate, made once; and the reference together with all judgements until each precision
-# that fails is cured.
+# The FP32 reference of the numerics gate, made once; and the reference together with all judgements until each
+# precision that fails is cured.
 REFERENCE_SHARE, CURES_SHARE = 0.08, 0.25
 # Finding the largest batch that fits.
 BATCH_SIZES_SHARE = 0.15
