@@ -55,7 +55,7 @@ $(VENV)/torch.stamp:
 	@touch $@
 
 $(VENV)/tune.stamp: $(VENV)/torch.stamp pyproject.toml
-	$(PIP) --no-compile -e '.[digits]'
+	$(PIP) --no-compile -e '.[tune,digits]'
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml

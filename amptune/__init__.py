@@ -56,9 +56,14 @@ __all__ = [*_HOME, "__version__"]  # names of the table above
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
+    if name not in _HOME:
+        raise AttributeError(f"module 'amptune' has no attribute {name!r}")
+    try:
         return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'amptune' has no attribute {name!r}")
+    except ModuleNotFoundError as error:
+        from amptune.errors import MissingPackageError
+
+        raise MissingPackageError.of(error) or error from error
 
 
 def __dir__() -> list[str]:

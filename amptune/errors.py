@@ -15,6 +15,7 @@ __all__ = [
     "DeviceError",
     "FileFormatError",
     "HardwareMismatchError",
+    "MissingPackageError",
     "NothingFeasibleError",
     "ObjectiveError",
     "OutputError",
@@ -103,3 +104,20 @@ class OutputError(AmptuneError):
 
 class SpaceError(AmptuneError):
     """A search space does not exist, or a knob is pinned to a value that no policy can have."""
+
+
+class MissingPackageError(AmptuneError, ModuleNotFoundError):
+    """A package is not installed that tuning and the commands need, and training under a policy does not."""
+
+    def __init__(self, package: str) -> None:
+        super().__init__(
+            f"{package} is not installed; tuning and all commands need amptune with its extra `tune`: "
+            "pip install 'amptune[tune]'",
+            name=package,
+        )
+
+    @staticmethod
+    def of(error: ModuleNotFoundError) -> MissingPackageError | None:
+        """Returns this error for another package's absence; None for amptune's own modules, and for torch."""
+        package = (error.name or "amptune").partition(".")[0]
+        return None if package in ("amptune", "torch") else MissingPackageError(package)

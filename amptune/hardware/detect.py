@@ -1,4 +1,4 @@
-"""Reads the real machine: NVML and torch for the GPU; /proc, /sys, the cgroup and psutil for the CPU.
+"""Reads the real machine: NVML and torch for the GPU; /proc, /sys, the cgroup and the system for the CPU.
 
 Allocates nothing on the GPU. The CPU's files are read below `root`, so a test can supply those of another machine.
 """
@@ -166,28 +166,20 @@ def _first_processor(cpuinfo: str) -> Mapping[str, str]:
 
 def _cores(root: Path) -> int:
     """Returns the number of physical cores: logical CPUs with equal sibling lists are threads of one core."""
-    import psutil
-
     allowed = _allowed_cpus()
     siblings = {_text(root / f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list") for n in allowed}
-    if None in siblings:
-        return min(psutil.cpu_count(logical=False) or len(allowed), len(allowed))
-    return len(siblings)
+    return len(allowed if None in siblings else siblings)
 
 
 def _allowed_cpus() -> tuple[int, ...]:
-    import psutil
-
-    process = psutil.Process()
-    if hasattr(process, "cpu_affinity"):  # not on macOS
-        return tuple(process.cpu_affinity())
-    return tuple(range(psutil.cpu_count() or 1))
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return tuple(os.sched_getaffinity(0))
+    return tuple(range(os.cpu_count() or 1))
 
 
 def _memory_mib(root: Path) -> int:
-    import psutil
-
-    return int(min([psutil.virtual_memory().total, *_cgroup_limits(root)]) // _MIB)
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([installed, *_cgroup_limits(root)]) // _MIB
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:

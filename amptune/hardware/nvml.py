@@ -35,8 +35,10 @@ def open_gpu(uuid: str) -> NvmlGpu | None:
 
 def connect(uuid: str) -> NvmlGpu | NvmlAbsent:
     """Like `open_gpu`, but returns the reason on failure. `uuid` may lack `GPU-` or `MIG-`, as torch prints it."""
-    import pynvml
-
+    try:
+        import pynvml
+    except ModuleNotFoundError:  # training nodes need not have it
+        return NvmlAbsent(why="NVML: nvidia-ml-py is not installed")
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

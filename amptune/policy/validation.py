@@ -1,231 +1,174 @@
-"""Validates a document against its type; reports every problem at once, with line and column, in plain words.
+"""Reads a document into its dataclass; reports every problem at once, with line and column, in plain words.
 
-A file is read as strictly as JSON Schema would, except for common spellings: `10.0` is a whole number, `on` and
-`yes` mean true, and an unquoted `0` is text if text is expected.
+Training nodes read policy files with this module alone, so it needs neither pydantic nor any other library. A file is
+read as strictly as JSON Schema would, except for common spellings: `10.0` is a whole number, `on` and `yes` mean true,
+and an unquoted `0` is text if text is expected.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from typing_extensions import is_typeddict
 
 from amptune.errors import FileFormatError, Problem
-from amptune.policy.fast_path import as_it_stands
-from amptune.policy.serialization import adapter_for
 from amptune.policy.yaml_text import Document
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 __all__ = ["validate"]
 
 T = TypeVar("T")
 Path = tuple[str | int, ...]
 
-_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
-_MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")
-_WORDS = {
-    "int_type": "is not a whole number",
-    "float_type": "is not a number",
-    "bool_type": "is not true or false",
-    "string_type": "is not text",
-    "list_type": "is not a list",
-    "tuple_type": "is not a list",
-    "dict_type": "is not a mapping of keys to values",
-    "dataclass_type": "is not a mapping of keys to values",
-}
+# Stands for a value with a problem, which is noted by then.
+_WRONG: Any = object()
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_TRUTH = {"on": True, "yes": True, "off": False, "no": False}
 
 
 def validate(document: Document, kind: type[T], data: Any = None) -> T:
     """Returns the document as `kind`. Raises `FileFormatError` with every problem, in the file's order.
 
-    Rules between settings are checked only once each setting is valid. So a wrong value is noted and removed,
-    and the rest is validated again. A rule that names a removed value is not reported.
+    Rules between settings are checked only among valid settings: a rule that names a wrong value is not reported.
+    `data` replaces the document's own.
     """
-    data = document.data if data is None else data
-    value = None if document.problems else as_it_stands(kind, data)
-    return _as_meant(document, kind, data) if value is None else value
-
-
-def _as_meant(document: Document, kind: type[Any], data: Any) -> Any:
-    """Validates with pydantic, which accepts several spellings of a value and reports every problem."""
-    import pydantic
-
-    adapter = adapter_for(kind)  # type: ignore[arg-type]  # mypy knows no metaclass hash
-    problems = {str(problem): problem for problem in document.problems}
-    gone: set[Path] = set()
-    while True:
-        try:
-            value = adapter.validate_json(json.dumps(data), strict=True)
-            break
-        except pydantic.ValidationError as error:
-            errors = error.errors(include_url=False)
-            if repairs := dict(_read_as_meant(document, data, errors)):
-                data = _replaced_all(data, repairs)
-                continue
-            wrong = [e for e in errors if _lines(e, data, gone)]
-            schema = adapter.json_schema()
-            problems |= {str(p): p for e in wrong for p in _problems_of(document, data, e, schema, gone)}
-            culprits = {path for e in wrong for path in _culprits(e, data, schema, gone)}
-            rest = _without(data, culprits, gone)
-            if rest == data:
-                break
-            data = rest
+    reader = _Reader(document)
+    value = reader.read(kind, document.data if data is None else data, ())
+    problems = {str(problem): problem for problem in (*document.problems, *reader.problems)}
     if problems:
         raise FileFormatError(sorted(problems.values(), key=lambda p: (p.line or 0, p.column or 0)))
-    return value
+    return cast("T", value)
 
 
-def _read_as_meant(document: Document, data: Any, errors: Sequence[ErrorDetails]) -> Iterator[tuple[Path, Any]]:
-    """Yields the path and the intended value of each value whose type is not the expected one."""
-    for error in errors:
-        given, path = error["input"], _path_in(data, error["loc"])
-        if error["type"] == "int_type" and isinstance(given, float) and given.is_integer():
-            yield path, int(given)
-        elif error["type"] == "bool_type" and given in ("on", "yes", "off", "no") and document.is_plain(path):
-            yield path, given in ("on", "yes")
-        elif error["type"] == "string_type" and isinstance(given, bool | int | float):
-            yield path, document.text_at(path)
+@dataclass
+class _Reader:
+    """One pass over a document's data, which collects every problem."""
+
+    document: Document
+    problems: list[Problem] = field(default_factory=list)
+
+    def read(self, declared: Any, value: Any, path: Path) -> Any:
+        """Returns the value as its declared type, or notes its problems and returns `_WRONG`."""
+        origin, arguments = get_origin(declared), get_args(declared)
+        if declared is Any:
+            return value
+        if origin in (Union, UnionType):  # of a type and None; no class here declares another union
+            (only,) = (one for one in arguments if one is not NoneType)
+            return None if value is None else self.read(only, value, path)
+        if origin is Literal:
+            return self._word(arguments, value, path)
+        if origin in (list, tuple):
+            return self._list(origin, arguments[0], value, path)
+        if origin is dict or is_dataclass(declared) or is_typeddict(declared):
+            return self._mapping(declared, value, path)
+        return self._scalar(declared, value, path)
+
+    def _word(self, allowed: tuple[str, ...], value: Any, path: Path) -> Any:
+        if isinstance(value, str) and value in allowed:
+            return value
+        close = _nearest(str(value), allowed)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        return self._reject(path, f"{value!r} is not one of {', '.join(allowed)}{hint}")
+
+    def _scalar(self, kind: type, value: Any, path: Path) -> Any:
+        if type(value) is kind:
+            return value
+        whole = isinstance(value, float) and value.is_integer()
+        if kind is int and whole:
+            return int(value)
+        if kind is float and type(value) is int:
+            return float(value)
+        if kind is bool and isinstance(value, str) and value in _TRUTH and self.document.is_plain(path):
+            return _TRUTH[value]
+        if kind is str and isinstance(value, bool | int | float):
+            return self.document.text_at(path)
+        return self._reject(path, f"{value!r} is not {_KINDS[kind]}")
+
+    def _list(self, kind: type, declared: Any, value: Any, path: Path) -> Any:
+        if not isinstance(value, list):
+            return self._reject(path, f"{value!r} is not a list")
+        items = [self.read(declared, item, (*path, index)) for index, item in enumerate(value)]
+        return _WRONG if any(item is _WRONG for item in items) else kind(items)
+
+    def _mapping(self, declared: Any, value: Any, path: Path) -> Any:
+        """Reads a dictionary, a `TypedDict` or a dataclass, without the entries that are wrong."""
+        if not isinstance(value, Mapping):
+            return self._reject(path, f"{value!r} is not a mapping of keys to values")
+        kinds, required = _keys(declared)
+        if get_origin(declared) is dict:
+            kinds = dict.fromkeys(value, get_args(declared)[1])
+        missed = {intended for key in value if key not in kinds for intended in self._unknown(key, kinds, path)}
+        for key in (key for key in kinds if key in required - value.keys() - missed):
+            self._note(path, f"{_dotted((*path, key))}: this key is missing")
+        entries = {key: self.read(kind, value[key], (*path, key)) for key, kind in kinds.items() if key in value}
+        right = {key: entry for key, entry in entries.items() if entry is not _WRONG}
+        if not is_dataclass(declared):
+            return right
+        return self._built(declared, right, required, missed | value.keys() - right.keys(), path)
+
+    def _unknown(self, key: str, allowed: Iterable[str], path: Path) -> list[str]:
+        """Notes an unknown key, and returns the key that was probably meant."""
+        close = _nearest(key, allowed)
+        hint = f"did you mean {close[0]}? " if close else ""
+        message = f"unknown key {key!r}; {hint}allowed here: {', '.join(allowed)}"
+        self.problems.append(self.document.problem((*path, key), message, key=True))
+        return close
+
+    def _built(self, kind: Any, settings: dict[str, Any], required: frozenset[str], wrong: set[str], path: Path) -> Any:
+        """Returns the dataclass, or notes what its own checks say: one problem a line, after its setting's name.
+
+        Without the settings that they name it is built again, so that what holds it can be checked too.
+        """
+        while required <= settings.keys():
+            try:
+                return kind(**settings)
+            except ValueError as error:
+                lines = [line for line in str(error).splitlines() if not wrong & set(re.findall(r"\w+", line))]
+            named = {self._setting_of(line, settings, path) for line in lines}
+            if not named or None in named:
+                break
+            settings = {name: value for name, value in settings.items() if name not in named}
+            wrong = wrong | {name for name in named if name is not None}
+        return _WRONG
+
+    def _setting_of(self, line: str, settings: Mapping[str, Any], path: Path) -> str | None:
+        """Notes a dataclass's own problem, and returns the setting that it names; None if the whole is meant."""
+        name, name_of_all = line.partition(":")[0], _dotted(path)
+        if name in settings:
+            self._note((*path, name), f"{name_of_all}.{line}" if path else line)
+            return name
+        self._note(path, f"{name_of_all}: {line}" if path else line)
+        return None
+
+    def _reject(self, path: Path, message: str) -> Any:
+        self._note(path, f"{_dotted(path) or 'the file'}: {message}")
+        return _WRONG
+
+    def _note(self, path: Path, message: str) -> None:
+        self.problems.append(self.document.problem(path, message))
 
 
-def _replaced_all(data: Any, values: Mapping[Path, Any]) -> Any:
-    for path, value in values.items():
-        data = _replaced(data, path, value)
-    return data
+@cache
+def _keys(kind: Any) -> tuple[Mapping[str, Any], frozenset[str]]:
+    """Returns the declared type of each key, and the required keys; none of either for a dictionary."""
+    if get_origin(kind) is dict:
+        return {}, frozenset()
+    hints = get_type_hints(kind)
+    if is_typeddict(kind):
+        return hints, frozenset(kind.__required_keys__)
+    own = [one for one in fields(kind) if one.init]
+    required = (one.name for one in own if one.default is MISSING and one.default_factory is MISSING)
+    return {one.name: hints[one.name] for one in own}, frozenset(required)
 
 
-def _replaced(data: Any, path: Path, value: Any) -> Any:
-    if not path:
-        return value
-    pairs = data.items() if isinstance(data, dict) else enumerate(data)
-    new = {key: _replaced(item, path[1:], value) if key == path[0] else item for key, item in pairs}
-    return new if isinstance(data, dict) else list(new.values())
+def _nearest(word: str, words: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(word, list(words), n=1)
 
 
-def _without(data: Any, paths: set[Path], gone: set[Path]) -> Any:
-    """Returns `data` without the keys at `paths` (for a list item: the list's key), and adds these to `gone`."""
-    for path in paths:
-        while path and not isinstance(path[-1], str):
-            path = path[:-1]
-        gone.add(path)
-    return _kept(data, (), gone)
-
-
-def _kept(data: Any, path: Path, gone: set[Path]) -> Any:
-    if isinstance(data, dict):
-        return {k: _kept(item, (*path, k), gone) for k, item in data.items() if (*path, k) not in gone}
-    if isinstance(data, list):
-        return [_kept(item, (*path, n), gone) for n, item in enumerate(data)]
-    return data
-
-
-def _lines(error: ErrorDetails, data: Any, gone: set[Path]) -> list[str]:
-    """Returns the error's own lines, without those that may only result from removed values."""
-    path = _path_in(data, error["loc"])
-    absent = {str(p[-1]) for p in gone if p and p[:-1] == path}
-    if error["type"] in _MISSING and str(error["loc"][-1]) in absent:
-        return []
-    lines = str(error.get("ctx", {}).get("error", error["msg"])).splitlines()
-    return [line for line in lines if error["type"] != "value_error" or not absent & set(re.findall(r"\w+", line))]
-
-
-def _culprits(error: ErrorDetails, data: Any, schema: Mapping[str, Any], gone: set[Path]) -> Iterator[Path]:
-    """Yields the paths to remove; for a misspelt key also the intended key, so it does not count as missing."""
-    path = _path_in(data, error["loc"])
-    if error["type"] in _UNKNOWN:
-        yield from ((*path[:-1], close) for close in _nearest(str(path[-1]), _allowed_keys(schema, path[:-1])))
-    if error["type"] == "value_error":
-        named = [(*path, line.partition(":")[0]) for line in _lines(error, data, gone)]
-        yield from (here if _holds(data, here) else path for here in named)
-    elif error["type"] not in _MISSING:
-        yield path
-
-
-def _holds(data: Any, path: Path) -> bool:
-    return _path_in(data, path) == path
-
-
-def _problems_of(
-    document: Document, data: Any, error: ErrorDetails, schema: Mapping[str, Any], gone: set[Path]
-) -> Iterator[Problem]:
-    path = _path_in(data, error["loc"])
-    name = ".".join(str(part) for part in path)
-    if error["type"] in _UNKNOWN:
-        yield document.problem(path, _unknown(str(path[-1]), _allowed_keys(schema, path[:-1])), key=True)
-    elif error["type"] in _MISSING:
-        missing = ".".join(str(part) for part in (*path, error["loc"][-1]))
-        yield document.problem(path, f"{missing}: this key is missing")
-    elif error["type"] == "value_error":  # amptune's own checks: one problem per line, after its setting's name
-        for line in _lines(error, data, gone):
-            setting = (*path, line.partition(":")[0])
-            here = setting if _holds(data, setting) else path
-            prefix = f"{name}.{line}" if name and here is setting else f"{name}: {line}" if name else line
-            yield document.problem(here, prefix)
-    else:
-        yield document.problem(path, f"{name}: {_in_words(error)}" if name else f"the file: {_in_words(error)}")
-
-
-def _nearest(word: str, words: Sequence[str]) -> list[str]:
-    return difflib.get_close_matches(word, words, n=1)
-
-
-def _unknown(key: str, allowed: Sequence[str]) -> str:
-    close = _nearest(key, allowed)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return f"unknown key {key!r}; {hint}allowed here: {', '.join(allowed)}"
-
-
-def _path_in(data: Any, loc: Sequence[str | int]) -> Path:
-    """Returns pydantic's location without parts that are not in the file (union members, model names, missing keys)."""
-    path: list[str | int] = []
-    for part in loc:
-        in_list = isinstance(data, list) and isinstance(part, int) and part < len(data)
-        if in_list or (isinstance(data, Mapping) and part in data):
-            data = data[part]
-            path.append(part)
-    return tuple(path)
-
-
-def _in_words(error: ErrorDetails) -> str:
-    given, context = error["input"], error.get("ctx", {})
-    if error["type"] == "literal_error":
-        allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ")
-        close = _nearest(str(given), allowed.split(", "))
-        return f"{given!r} is not one of {allowed}" + (f"; did you mean {close[0]}?" if close else "")
-    if error["type"] in _WORDS:
-        return f"{given!r} {_WORDS[error['type']]}"
-    return f"{given!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
-
-
-Schema = Mapping[str, Any]
-
-
-def _allowed_keys(schema: Schema, path: Sequence[str | int]) -> tuple[str, ...]:
-    """Returns the keys the object at `path` may have, in the schema's order; empty if the schema names none."""
-    level = [schema]
-    for part in path:
-        level = [child for node in level for child in _children(schema, node, part)]
-    return tuple(dict.fromkeys(key for node in level for key in _resolved(schema, node).get("properties", {})))
-
-
-def _children(root: Schema, node: Schema, part: str | int) -> Iterator[Schema]:
-    node = _resolved(root, node)
-    for choice in (*node.get("anyOf", ()), node):
-        choice = _resolved(root, choice)
-        if isinstance(part, int) and isinstance(choice.get("items"), Mapping):
-            yield from _choices(root, choice["items"])
-        elif part in choice.get("properties", {}):
-            yield from _choices(root, choice["properties"][part])
-
-
-def _choices(root: Schema, node: Schema) -> Iterator[Schema]:
-    node = _resolved(root, node)
-    yield from (node.get("anyOf") or (node,))
-
-
-def _resolved(root: Schema, node: Schema) -> Schema:
-    reference = node.get("$ref")
-    return root["$defs"][reference.rpartition("/")[2]] if reference else node
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))

@@ -28,6 +28,7 @@ from amptune.search.gate.judge import Judge
 from amptune.search.plan.budget import Budget, comparisons_s, larger_batch_s, loop_s
 from amptune.search.request import TuningRequest, place_of, source_of
 from amptune.search.run import FINALISTS, TuningRun
+from amptune.search.sampler.records import without_password
 from amptune.search.sampler.study import Study
 from amptune.search.space.candidates import Candidates, GlobalBatch, Wanted, candidates_for
 from amptune.search.table.objective import THROUGHPUT, ObjectiveName, objective_of
@@ -172,7 +173,7 @@ def _search_and_compare(evaluator: Evaluator, run: TuningRun, prepare_s: float, 
             architecture=candidates.space.architecture,
             size=study.size,
             remembered=len(study.trials),
-            study=str(request.study),
+            study=without_password(str(request.study)),
             left_s=request.budget.left_s,
         )
     )

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import optuna
 import pytest
 from simulated.recorded import RecordedEvaluator
 from test_objective import BF16, ENERGY, FP16, MEMORY, peak_mib, recording, speed_costs_memory
@@ -356,3 +357,12 @@ def test_a_database_is_read_back_too_and_its_password_is_nobodys_business(tmp_pa
     assert (record.where, record.last.run) == (url, request.run)
     assert without_password("postgresql://me:secret@host:5432/db") == "postgresql://me:***@host:5432/db"
     assert without_password("runs/small") == "runs/small"
+
+
+def test_a_message_about_a_database_does_not_tell_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optuna.storages, "get_storage", lambda _: optuna.storages.InMemoryStorage())
+    for name, message in ((None, "there are no trials in"), ("other", "holds no study 'other'")):
+        with pytest.raises(StudyError, match=message) as caught:
+            recall("postgresql://me:secret@host:5432/db", name)
+        assert "postgresql://me:***@host:5432/db" in str(caught.value)
+        assert "secret" not in str(caught.value)

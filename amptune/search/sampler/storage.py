@@ -114,13 +114,14 @@ def recall(where: Path | str, name: str | None = None, *, run: str | None = None
         raise StudyError(f"there is no study in {where}: it has no {JOURNAL}; `amptune tune --study {where}` makes one")
     if isinstance(where, str) and where.startswith(SQLITE) and not Path(where.removeprefix(SQLITE)).is_file():
         raise StudyError(f"there is no study in {where}: to read it would make an empty database")
-    with warnings.catch_warnings(), _storage_errors(), _broken_records(where):
+    shown = without_password(str(where))
+    with warnings.catch_warnings(), _storage_errors(), _broken_records(shown):
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         storage = JournalStorage(_backend(where)) if isinstance(where, Path) else optuna.storages.get_storage(where)
-        return _record_of(_chosen(storage, where, name, run), where)
+        return _record_of(_chosen(storage, shown, name, run), shown)
 
 
-def _chosen(storage: BaseStorage, where: Path | str, name: str | None, run: str | None) -> optuna.Study:
+def _chosen(storage: BaseStorage, where: str, name: str | None, run: str | None) -> optuna.Study:
     names = [study.study_name for study in storage.get_all_studies()]
     if name is not None and name not in names:
         raise StudyError(f"{where} holds no study {name!r}, but {', '.join(sorted(names)) or 'none'}")
@@ -145,7 +146,7 @@ def _last_tuned(study: optuna.Study) -> tuple[str, str]:
     return max(tunings, default=""), max((one.isoformat() for one in trials if one is not None), default="")
 
 
-def _record_of(study: optuna.Study, where: Path | str) -> StudyRecord:
+def _record_of(study: optuna.Study, where: str) -> StudyRecord:
     attributes = study.user_attrs
     kept: dict[str, dict[str, Any]] = {TUNING: {}, JUDGED: {}, DECIDED: {}}
     for key, value in attributes.items():
@@ -162,7 +163,7 @@ def _record_of(study: optuna.Study, where: Path | str) -> StudyRecord:
         )
     return StudyRecord(
         name=study.study_name,
-        where=without_password(str(where)),
+        where=where,
         tunings=tuple(tunings),
         trials=trials,
         judged=tuple(map(GateRecord.from_dict, kept[JUDGED].values())),
@@ -178,7 +179,7 @@ def _outside(study: optuna.Study, trials: Sequence[Trial]) -> frozenset[Policy]:
 
 
 @contextmanager
-def _broken_records(where: Path | str) -> Iterator[None]:
+def _broken_records(where: str) -> Iterator[None]:
     """Turns records that are no study's (a half-written file, another program's) into a `StudyError`."""
     try:
         yield
