@@ -278,12 +278,12 @@ def test_help_keeps_its_examples_a_line_each(folder: Path) -> None:
     assert not any("\\b" in line or line.endswith("...") for line in lines[1:])
 
 
-def test_every_command_has_help_and_stands_in_the_readme() -> None:
-    readme = (REPOSITORY / "README.md").read_text()
+def test_every_command_has_help_and_stands_in_the_docs() -> None:
+    page = (REPOSITORY / "docs" / "commands.md").read_text()
     for name, command in cli.commands.items() or {n: cli.get_command(None, n) for n in cli.list_commands(None)}.items():  # type: ignore[arg-type]
         assert command is not None
         assert command.help
-        assert f"`amptune {name}" in readme, f"README lacks amptune {name}"
+        assert f"`amptune {name}" in page, f"docs/commands.md lacks amptune {name}"
 
 
 def test_a_second_tuner_on_the_same_study_is_refused(folder: Path) -> None:

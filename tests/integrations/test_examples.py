@@ -1,4 +1,4 @@
-"""The examples that the README points to run as they stand, each in a process of its own, and learn."""
+"""The examples that the docs point to run as they stand, each in a process of its own, and learn."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).parent / "examples"
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXAMPLES = REPOSITORY / "examples"
+PAGE = (REPOSITORY / "docs" / "frameworks.md").read_text()
 
 # Each takes a process, and some seconds to import its framework.
 slow = pytest.mark.slow
@@ -59,11 +60,9 @@ def test_the_example_of_export_computes_what_the_model_does() -> None:
     assert "computes what the model does, its head in torch.float32" in output_of("export.py")
 
 
-def test_every_example_stands_in_the_readme_and_is_run_here() -> None:
+def test_every_example_stands_in_the_docs_and_is_run_here() -> None:
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
-    assert {
-        Path(link).name for link in re.findall(r"\(tests/integrations/examples/([a-z0-9_]+\.py)\)", README)
-    } == scripts
+    assert {Path(link).name for link in re.findall(r"\(\.\./examples/([a-z0-9_]+\.py)\)", PAGE)} == scripts
     assert all(f'"{script}"' in Path(__file__).read_text() for script in scripts)
 
 

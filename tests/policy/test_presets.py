@@ -58,12 +58,12 @@ def test_a_file_of_such_a_name_is_read_by_its_path(tmp_path: Path, monkeypatch: 
     assert load("./apex:O2").policy == Policy(autocast="bf16")
 
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "apex.md").read_text()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_the_guide_writes_out_what_the_levels_are(level: str) -> None:
-    (row,) = re.findall(rf"^\| `apex:{level}` \| (.*) \|$", README, re.MULTILINE)
+    (row,) = re.findall(rf"^\| `apex:{level}` \| (.*) \|$", PAGE, re.MULTILINE)
     text = "\n".join(["schema: amptune.policy/1", *re.findall(r"`([^`]*)`", row)])
     found = parse_policy(parse(text, "policy.yaml"))
     assert isinstance(found, amptune.PolicyFile)
@@ -75,7 +75,7 @@ def test_the_guide_writes_out_what_the_levels_are(level: str) -> None:
     [("{}", LossScale()), ("{init: 128, static: true}", LossScale(init=128, static=True))],
 )
 def test_the_loss_scales_of_the_guide_are_read(written: str, meant: LossScale) -> None:
-    assert f"`loss_scale: {written}`" in README
+    assert f"`loss_scale: {written}`" in PAGE
     found = parse_policy(parse(f"schema: amptune.policy/1\nautocast: fp16\nloss_scale: {written}\n", "policy.yaml"))
     assert isinstance(found, amptune.PolicyFile)
     assert found.policy.loss_scale == meant

@@ -1,0 +1,208 @@
+"""Training needs torch, PyYAML and typing_extensions; tuning and the commands need the extra `tune`, and say so."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import commands
+import pytest
+
+from amptune.errors import AmptuneError, MissingPackageError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+TUNED = REPOSITORY / "reports" / "h200" / "resnet50.policy.yaml"
+
+# What an interpreter of a training node can import: its own library, torch with what torch requires, and these two.
+BLOCK = """
+import sys
+from importlib.machinery import PathFinder
+from importlib.metadata import packages_distributions, requires
+import re
+
+def required(name, found):
+    if name not in found:
+        found.add(name)
+        for line in requires(name) or []:
+            if "extra ==" not in line:
+                try:
+                    required(re.match(r"[\\w.-]+", line)[0].lower().replace("_", "-"), found)
+                except Exception:
+                    pass
+    return found
+
+class Allowed(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in BLOCKED else PathFinder.find_spec(name, path, target)
+
+allowed = required("torch", set()) | {"pyyaml", "typing-extensions", "amptune"}
+BLOCKED = {
+    module for module, names in packages_distributions().items()
+    if not {name.lower().replace("_", "-") for name in names} & allowed
+}
+sys.meta_path[sys.meta_path.index(PathFinder)] = Allowed
+"""
+
+TRAIN = """
+import amptune, json, torch, warnings
+from torch import nn
+warnings.simplefilter("ignore")
+
+def model():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2))
+
+def train(policy):
+    one = model()
+    with amptune.apply(policy, one, guard=True, protect_batch_norm=True, any_hardware=True) as tuned:
+        optimizer = tuned.optimizer(torch.optim.SGD(one.parameters(), lr=0.1))
+        for _ in range(3):
+            with tuned.autocast():
+                loss = tuned.model(tuned.batch(torch.randn(8, 3, 8, 8))).float().square().mean()
+            tuned.scaler.scale(loss).backward()
+            tuned.scaler.step(optimizer)
+            tuned.scaler.update()
+            optimizer.zero_grad()
+        return loss.item()
+
+"""
+
+
+def in_a_training_node(code: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs code where the packages of the extra `tune`, and all others that training does not need, are missing."""
+    command = [sys.executable, "-c", BLOCK + code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+
+
+def output_of(code: str, *arguments: str, folder: Path) -> str:
+    done = in_a_training_node(code, *arguments, folder=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_training_node_lacks_what_tuning_needs(tmp_path: Path) -> None:
+    """Else the tests below could not fail."""
+    missing = "def missing(name):\n    try: __import__(name)\n    except ModuleNotFoundError: return True\n"
+    extra = ["click", "cloudpickle", "optuna", "pebble", "psutil", "pydantic", "pynvml", "rich", "scipy"]
+    code = f"{missing}print([name for name in {extra} if not missing(name)], not missing('yaml'))"
+    assert output_of(code, folder=tmp_path) == "[] True\n"
+
+
+def test_a_tuned_file_trains_with_the_guard_on_a_training_node(tmp_path: Path) -> None:
+    settings = '{"autocast": "fp16"}, {"weights": "half", "master_weights": True}, {"memory_format": "channels_last"}'
+    (tmp_path / "cluster.yaml").write_text(
+        "schema: amptune.profile/1\nentries:\n  - match: {kubernetes.io/arch: never}\n    policy: {}\n"
+        "default: {autocast: bf16, fp32_modules: [{type: Linear}]}\n"
+    )
+    losses = output_of(
+        TRAIN
+        + f"policies = ['apex:O2', 'cluster.yaml', {str(TUNED)!r}] + [amptune.Policy(**one) for one in [{settings}]]"
+        "\nprint(json.dumps([train(policy) for policy in policies]))",
+        folder=tmp_path,
+    )
+    assert len(json.loads(losses)) == 6
+
+
+WRONG = {
+    "a-word": "schema: amptune.policy/1\nautocast: bf15\n",
+    "a-key": "schema: amptune.policy/1\nautcast: bf16\nbatch_size: 0\n",
+    "a-kind": "schema: amptune.policy/1\nbatch_size: ten\ncudnn_benchmark: 1\nname: [x]\n",
+    "twice": "schema: amptune.policy/1\nname: a\nname: b\nloss_scale: {init: -1}\n",
+    "rules": "schema: amptune.policy/1\nfp32_modules:\n  - {path: a, type: b}\n  - {pth: a}\n  - a\n",
+    "a-star": "schema: amptune.policy/1\nfp32_modules:\n  - path: *.bn\n",
+    "half": "schema: amptune.policy/1\nautocast: fp16\nweights: half\nevidence: {trials: x, bogus: 1}\n",
+    "a-profile": "schema: amptune.profile/1\nentries:\n  - match: {a: [b]}\n  - {matches: {}, policy: {compile: 3}}\n",
+    "a-schema": "schema: amptune.policy/2\n",
+    "no-schema": "autocast: bf16\n",
+    "a-list": "- 1\n- 2\n",
+    "a-tag": "schema: amptune.policy/1\nname: !!python/name:os.system x\n",
+    "no-yaml": "schema: [amptune.policy/1\n",
+    "a-tab": "schema: amptune.policy/1\nloss_scale:\n\tinit: 1\n",
+    "no-text": "schema: \x00\n",
+}
+RIGHT = {
+    "spellings": "schema: amptune.policy/1\nbatch_size: 10.0\ncudnn_benchmark: on\nfp32_modules: [{path: 0}]\n",
+    "profile": "schema: amptune.profile/1\nentries: []\ndefault: {autocast: off, valid_for: {torch: 2.10}}\n",
+}
+
+
+def test_a_training_node_accepts_and_refuses_the_files_that_check_does_with_the_same_messages(tmp_path: Path) -> None:
+    for name, text in (WRONG | RIGHT).items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    code = (
+        "import amptune, json, sys\nsaid = {}\nfor name in sys.argv[1:]:\n"
+        "    try: amptune.load(f'{name}.yaml'); said[name] = None\n"
+        "    except amptune.AmptuneError as error: said[name] = str(error)\n"
+        "print(json.dumps(said))"
+    )
+    said = json.loads(output_of(code, *WRONG, *RIGHT, folder=tmp_path))
+    assert {name for name, message in said.items() if message is None} == set(RIGHT)
+    for name, message in said.items():
+        checked = commands.run("check", f"{name}.yaml", folder=tmp_path)
+        assert checked.returncode == (0 if message is None else 2), checked.stderr
+        if message is not None:
+            assert checked.stderr == f"error: {message}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["probe"], ["check", "policy.yaml"], ["tune", "train.py:workload"]])
+def test_a_command_on_a_training_node_says_in_one_line_what_it_lacks(arguments: list[str], tmp_path: Path) -> None:
+    code = "import runpy; runpy.run_module('amptune', run_name='__main__', alter_sys=True)"
+    done = in_a_training_node(code, *arguments, folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: click is not installed; tuning and all commands need amptune with its extra `tune`: "
+        "pip install 'amptune[tune]'\n"
+    )
+
+
+def test_so_does_a_command_that_lacks_a_single_package(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(commands.WORKLOADS)
+    block = BLOCK.replace("BLOCKED = {", "BLOCKED = {'optuna'} or {")
+    code = "import runpy; runpy.run_module('amptune', run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-c", block + code, "tune", "train.py:small"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: optuna is not installed; ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_tuning_from_python_says_so_too(tmp_path: Path) -> None:
+    code = "import amptune\ntry: amptune.tune\nexcept amptune.AmptuneError as error: print(type(error).__name__, error)"
+    said = output_of(code, folder=tmp_path)
+    assert said.startswith("MissingPackageError ")
+    assert said.endswith("need amptune with its extra `tune`: pip install 'amptune[tune]'\n")
+
+
+def test_a_missing_module_of_amptune_or_of_torch_is_another_error() -> None:
+    assert issubclass(MissingPackageError, AmptuneError)
+    for name in ("amptune.search.nowhere", "torch", "torch.nowhere", None):
+        assert MissingPackageError.of(ModuleNotFoundError("no", name=name)) is None
+    assert MissingPackageError.of(ModuleNotFoundError("no", name="scipy.special")) is not None
+
+
+def declared(requirements: list[str]) -> set[str]:
+    return {re.match(r"[\w.-]+", line)[0].lower().replace("_", "-") for line in requirements}  # type: ignore[index]
+
+
+def imported() -> set[str]:
+    """The distributions whose modules amptune imports, by name."""
+    sources = "\n".join(path.read_text() for path in (REPOSITORY / "amptune").rglob("*.py"))
+    modules = set(re.findall(r"^\s*(?:import|from) (\w+)", sources, re.MULTILINE)) - {"amptune"}
+    names = packages_distributions()
+    return {name.lower().replace("_", "-") for module in modules for name in names.get(module, ())}
+
+
+def test_every_package_that_is_imported_is_declared_and_every_declared_one_imported() -> None:
+    extras = PROJECT["optional-dependencies"]
+    core, tune = declared(PROJECT["dependencies"]), declared(extras["tune"])
+    others = declared(extras["digits"]) | declared(extras["integrations"])
+    assert core == {"torch", "pyyaml", "typing-extensions"}
+    assert not core & tune
+    assert core | tune <= imported()
+    assert imported() - core - tune - others <= {"pydantic-core", "pytorch-lightning"}

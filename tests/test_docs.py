@@ -1,0 +1,155 @@
+"""The README and the pages under docs/: their code runs, their links lead somewhere, the README stays short."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import commands
+import pytest
+import torch
+import yaml
+from torch import nn
+
+import amptune
+from amptune.policy.file_io import parse_policy
+from amptune.policy.yaml_text import parse
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+README = REPOSITORY / "README.md"
+PAGES = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
+HEADS = ["SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+
+# The README's words, code and table included: those of two to five minutes.
+MOST_WORDS = 1200
+
+
+def blocks(page: Path, *languages: str) -> list[tuple[str, str]]:
+    """The page's blocks of code, as (language, code), in their order."""
+    found = re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [(language, code) for language, code in found if not languages or language in languages]
+
+
+def by_name(page: Path) -> str:
+    return page.name
+
+
+def loader(batch_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for _ in range(8):
+        yield torch.randn(batch_size, 4), torch.randint(2, (batch_size,))
+
+
+def small_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def names() -> dict[str, object]:
+    """What the code of a page may use without saying where it comes from."""
+    given = {"model": small_model(), "loader": loader, "loss_fn": nn.functional.cross_entropy, "batch_size": 8}
+    return {"amptune": amptune, "torch": torch, "nn": nn, **given}
+
+
+def write_policy(autocast: str = "bf16") -> None:
+    amptune.save(amptune.Policy(autocast=autocast, batch_size=8, accumulate=2), "policy.yaml")  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a policy and a workload, as a reader of the pages has them."""
+    monkeypatch.chdir(tmp_path)
+    write_policy()
+    assert commands.run("init", "workload.py", folder=tmp_path).returncode == 0
+    return tmp_path
+
+
+@pytest.mark.filterwarnings("ignore::amptune.PolicyDriftWarning")
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_the_python_of_a_page_runs(page: Path) -> None:
+    namespace = names()
+    for _, code in blocks(page, "python"):
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(code, namespace)  # noqa: S102  # our own pages
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_the_commands_of_a_page_run(page: Path, folder: Path) -> None:
+    """On a simulated machine, and in its time."""
+    for _, code in blocks(page, "bash"):
+        for line in code.splitlines():
+            program, *arguments = line.partition("#")[0].split()
+            assert program == "amptune"
+            done = commands.run(*arguments, folder=folder, evaluator=commands.Machine())
+            assert done.returncode == 0, f"{line}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_the_files_of_a_page_are_well_formed(page: Path) -> None:
+    for _, code in blocks(page, "yaml"):
+        parse_policy(parse(code, page.name))
+
+
+@pytest.mark.filterwarnings("ignore::amptune.PolicyDriftWarning")
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "diff")], ids=by_name)
+@pytest.mark.parametrize("side", ["-", "+"])
+def test_both_sides_of_a_diff_train(page: Path, side: str) -> None:
+    for _, code in blocks(page, "diff"):
+        namespace = names()
+        if page != README and side == "-":  # there the side that is wrong differs in a call alone
+            continue
+        kept = [line[1:] for line in code.splitlines() if line[:1] in (side, " ")]
+        exec("\n".join(kept), namespace)  # noqa: S102  # our own pages
+        assert any(weight.grad is not None for weight in namespace["model"].parameters())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("autocast", ["off", "bf16", "fp16"])
+def test_the_documented_training_loop_trains_under_every_dtype(autocast: str) -> None:
+    write_policy(autocast)
+    namespace = names()
+    model = namespace["model"]
+    assert isinstance(model, nn.Module)
+    before = [weight.detach().clone() for weight in model.parameters()]
+    (loop,) = [code for _, code in blocks(REPOSITORY / "docs" / "training-loop.md", "python") if "enumerate" in code]
+    exec(loop, namespace)  # noqa: S102  # our own page
+    assert not all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+
+
+def test_every_block_of_code_says_its_language() -> None:
+    """Else it would not run here. The README's two plain blocks are shell commands that install."""
+    openings = [(page.name, fence) for page in PAGES for fence in re.findall(r"^```.*", page.read_text(), re.M)[::2]]
+    plain = [name for name, fence in openings if fence == "```"]
+    assert plain == ["README.md", "README.md"]
+    assert {language for page in PAGES for language, _ in blocks(page)} == {"python", "bash", "yaml", "diff", "text"}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *(REPOSITORY / name for name in HEADS)], ids=by_name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        if anchor:
+            assert anchor in anchors(file), f"{page.name}: {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_short_begins_with_the_two_commands_and_leads_to_every_page() -> None:
+    text = README.read_text()
+    assert len(text.split()) <= MOST_WORDS
+    beginning = text[: text.index("\n## Will it help me?")]
+    assert "make tune" in beginning
+    assert "make test" in beginning
+    assert all(f"(docs/{page.name})" in text for page in PAGES[1:])
+
+
+def test_the_citation_has_the_packages_version() -> None:
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    assert citation["version"] == amptune.__version__
+    assert citation["authors"] == [{"name": "The amptune authors"}]
