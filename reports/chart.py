@@ -76,12 +76,17 @@ text { font: 18px system-ui, -apple-system, "Segoe UI", "Noto Sans", Helvetica, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One workload's speeds relative to stock PyTorch, by contender; `is_stock` if amptune kept stock PyTorch."""
+    """One workload's step times, of stock PyTorch and of the contenders; `is_stock` if amptune kept stock PyTorch."""
 
     workload: str
-    speeds: Mapping[str, float]
+    times_ms: Mapping[str, float]
     is_stock: bool
     machine: str
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        """The contenders' speeds relative to stock PyTorch."""
+        return {name: self.times_ms["stock"] / self.times_ms[name] for name in CONTENDERS}
 
 
 def results() -> list[Result]:
@@ -97,11 +102,11 @@ def result_of(path: Path) -> Result:
     summary, torch = summary_of(data, oracle), data["amptune"]["software"]["torch"]
     machine = f"{data['amptune']['hardware']}, torch {'.'.join(torch.split('.')[:2])}"
     is_stock = summary.policy == STOCK
-    return Result(workload=summary.workload, speeds=speeds_of(summary), is_stock=is_stock, machine=machine)
+    return Result(workload=summary.workload, times_ms=times_ms_of(summary), is_stock=is_stock, machine=machine)
 
 
-def speeds_of(summary: Summary) -> dict[str, float]:
-    """Returns the contenders' speeds; pytorch-autotune's is the faster of its choice as a policy and its own step."""
+def times_ms_of(summary: Summary) -> dict[str, float]:
+    """Returns the step times; pytorch-autotune's is the faster of its choice as a policy and its own step."""
     ms = summary.ms
     times_ms = {
         "stock": [ms["stock"]],
@@ -109,8 +114,7 @@ def speeds_of(summary: Summary) -> dict[str, float]:
         "pytorch-autotune": [ms["pytorch-autotune"], summary.own_step_ms],
         "best AMP recipe": [ms["amp bf16"], ms["amp fp16"]],
     }
-    fastest_ms = {name: min(time_ms for time_ms in of if time_ms) for name, of in times_ms.items()}
-    return {name: fastest_ms["stock"] / fastest_ms[name] for name in CONTENDERS}
+    return {name: min(time_ms for time_ms in of if time_ms) for name, of in times_ms.items()}
 
 
 def drawn(found: Sequence[Result]) -> str:

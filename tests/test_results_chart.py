@@ -91,3 +91,30 @@ def test_the_caption_has_the_geometric_means() -> None:
     means = [statistics.geometric_mean(one[name] for one in found) for name in chart.CONTENDERS]
     (caption,) = [text.text or "" for text in picture().iter(f"{SVG}text") if "means" in (text.text or "")]
     assert re.findall(r"[\d.]+×", caption) == [f"{mean:.1f}×" for mean in means]
+
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+COLUMNS = ["stock", "best AMP recipe", "pytorch-autotune", "amptune"]
+
+
+@pytest.mark.parametrize("result", chart.results(), ids=lambda result: result.workload)
+def test_the_readmes_table_has_the_step_times_of_the_results(result: chart.Result) -> None:
+    name, size = (part.removesuffix("*") for part in chart.NAMES[result.workload])
+    (row,) = [line for line in README.splitlines() if line.startswith(f"| {name}")]
+    cells = [cell.strip(" *") for cell in row.split("|")[1:]]
+    assert size in cells[0]
+    assert [float(cell) for cell in cells[1:5]] == [float(f"{result.times_ms[name]:.3g}") for name in COLUMNS]
+
+
+def test_the_readme_has_the_ratios_of_the_geometric_means() -> None:
+    every = chart.results()
+    quiet = [result for result in every if result.workload not in chart.HOST_BOUND]
+    ratios = [
+        statistics.geometric_mean(one.speeds["amptune"] / one.speeds[name] for one in found)
+        for found in (every, quiet)
+        for name in ("best AMP recipe", "pytorch-autotune")
+    ]
+    words = r"amptune is ([\d.]+) times .* AMP recipe and ([\d.]+) times .*?¹, ([\d.]+) and ([\d.]+) times"
+    said = re.search(words, " ".join(README.split()))
+    assert said is not None
+    assert [float(figure) for figure in said.groups()] == [float(f"{ratio:.1f}") for ratio in ratios]
