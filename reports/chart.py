@@ -81,7 +81,12 @@ class Result:
     workload: str
     times_ms: Mapping[str, float]
     is_stock: bool
+    is_provisional: bool
     machine: str
+
+    @property
+    def name(self) -> str:
+        return NAMES[self.workload][0] + ("†" if self.is_provisional else "")
 
     @property
     def speeds(self) -> dict[str, float]:
@@ -102,7 +107,13 @@ def result_of(path: Path) -> Result:
     summary, torch = summary_of(data, oracle), data["amptune"]["software"]["torch"]
     machine = f"{data['amptune']['hardware']}, torch {'.'.join(torch.split('.')[:2])}"
     is_stock = summary.policy == STOCK
-    return Result(workload=summary.workload, times_ms=times_ms_of(summary), is_stock=is_stock, machine=machine)
+    return Result(
+        workload=summary.workload,
+        times_ms=times_ms_of(summary),
+        is_stock=is_stock,
+        is_provisional=data["amptune"]["provisional"],
+        machine=machine,
+    )
 
 
 def times_ms_of(summary: Summary) -> dict[str, float]:
@@ -140,6 +151,7 @@ def captions_of(found: Sequence[Result]) -> list[str]:
     return [
         f"Geometric means: {', '.join(named)};",
         f"without those marked *, which waited for a slow, noisy host: {', '.join(f'{m:.1f}×' for m in means[1])}.",
+        "† Provisional: too little time for a proof.",
     ]
 
 
@@ -147,7 +159,7 @@ def _described(found: Sequence[Result]) -> Iterator[str]:
     """Yields the picture in words, for who does not see it, and its colours."""
     yield f'<title id="title">Training speed relative to stock PyTorch, {_machines(found)}</title>'
     rows = (
-        f"{' '.join(NAMES[result.workload]).strip()}: "
+        f"{' '.join([result.name, NAMES[result.workload][1]]).strip()}: "
         f"{', '.join(f'{name} {speed:.1f}×' for name, speed in result.speeds.items())}."
         for result in found
     )
@@ -173,13 +185,15 @@ def _grid(axis: Axis, end: float) -> Iterator[str]:
 
 def _row(result: Result, top: float, axis: Axis) -> Iterator[str]:
     """Yields a workload's name, its bars, and amptune's value behind its bar."""
-    name, size = (escape(part) for part in NAMES[result.workload])
+    name, size = (escape(part) for part in (result.name, NAMES[result.workload][1]))
     sized = f'{name} <tspan class="soft">{size}</tspan>' if size else name
     yield f'<text class="name" x="{LEFT - 12}" y="{top + 22}" text-anchor="end">{sized}</text>'
     for contender, (_, below, height) in CONTENDERS.items():
         at = f'x="{LEFT}" y="{top + below}" width="{axis.place(result.speeds[contender]) - LEFT:.1f}"'
         yield f'<rect class="{_class(contender)}" {at} height="{height}"/>'
-    note = ' <tspan class="soft" dx="4">nothing to gain: stock PyTorch is kept</tspan>' if result.is_stock else ""
+    note = (
+        ' <tspan class="soft" dx="4">nothing faster was found: stock PyTorch is kept</tspan>' if result.is_stock else ""
+    )
     at = f'x="{axis.place(result.speeds["amptune"]) + 8:.1f}" y="{top + 15}"'
     yield f'<text class="value" {at}>{result.speeds["amptune"]:.1f}×{note}</text>'
 

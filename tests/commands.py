@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from click.testing import CliRunner
 from simulated.landscape import SimulatedClock
@@ -122,7 +124,9 @@ def run(*arguments: str, folder: Path, evaluator: Evaluator | None = None) -> Do
     clock = getattr(evaluator, "clock", time.monotonic)
     session = Session(started=clock(), clock=clock, evaluator=evaluator)
     with contextlib.chdir(folder):
-        done = CliRunner(catch_exceptions=False).invoke(cli, arguments, prog_name="amptune", obj=session)
+        # click 8.1 mixes them unless told not to; later ones know no such argument
+        apart: dict[str, Any] = {"mix_stderr": False} if "mix_stderr" in inspect.signature(CliRunner).parameters else {}
+        done = CliRunner(**apart).invoke(cli, arguments, prog_name="amptune", obj=session, catch_exceptions=False)
     return Done(returncode=done.exit_code, stdout=done.stdout, stderr=done.stderr)
 
 

@@ -43,7 +43,9 @@ def speeds(path: Path) -> dict[str, float]:
 
 
 def words_of(path: Path) -> str:
-    return " ".join(chart.NAMES[path.stem]).strip()
+    name, size = chart.NAMES[path.stem]
+    provisional = json.loads(path.read_text())["amptune"]["provisional"]
+    return f"{name}{'†' if provisional else ''} {size}".strip()
 
 
 def test_the_picture_in_docs_is_what_the_program_draws(
@@ -99,10 +101,11 @@ COLUMNS = ["stock", "best AMP recipe", "pytorch-autotune", "amptune"]
 
 @pytest.mark.parametrize("result", chart.results(), ids=lambda result: result.workload)
 def test_the_readmes_table_has_the_step_times_of_the_results(result: chart.Result) -> None:
-    name, size = (part.removesuffix("*") for part in chart.NAMES[result.workload])
-    (row,) = [line for line in README.splitlines() if line.startswith(f"| {name}")]
-    cells = [cell.strip(" *") for cell in row.split("|")[1:]]
+    name, size = chart.NAMES[result.workload]
+    (row,) = [line for line in README.splitlines() if line.startswith(f"| {name.removesuffix('*')}")]
+    cells = [cell.strip() for cell in row.split("|")[1:]]
     assert size in cells[0]
+    assert ("†" in cells[0], "*" in cells[0]) == (result.is_provisional, name.endswith("*"))
     assert [float(cell) for cell in cells[1:5]] == [float(f"{result.times_ms[name]:.3g}") for name in COLUMNS]
 
 
@@ -111,10 +114,10 @@ def test_the_readme_has_the_ratios_of_the_geometric_means() -> None:
     quiet = [result for result in every if result.workload not in chart.HOST_BOUND]
     ratios = [
         statistics.geometric_mean(one.speeds["amptune"] / one.speeds[name] for one in found)
-        for found in (every, quiet)
+        for found in (quiet, every)
         for name in ("best AMP recipe", "pytorch-autotune")
     ]
-    words = r"amptune is ([\d.]+) times .* AMP recipe and ([\d.]+) times .*?marked .{2}, ([\d.]+) and ([\d.]+) times"
+    words = r"amptune is ([\d.]+) times .* AMP recipe and ([\d.]+) times .*?; with .*?, ([\d.]+) and ([\d.]+) times"
     said = re.search(words, " ".join(README.split()))
     assert said is not None
     assert [float(figure) for figure in said.groups()] == [float(f"{ratio:.1f}") for ratio in ratios]

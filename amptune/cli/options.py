@@ -6,14 +6,19 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import click
 
 __all__ = ["MEMORY", "SECONDS", "json_option", "objective_options", "print_json"]
 
+if TYPE_CHECKING:
+    _FloatType = click.ParamType[float]
+else:  # before click 8.4 it takes no type argument
+    _FloatType = click.ParamType
 
-class _Seconds(click.ParamType[float]):
+
+class _Seconds(_FloatType):
     """A duration in seconds, written `90`, `90s`, `5m` or `1h`."""
 
     name = "duration"
@@ -27,7 +32,7 @@ class _Seconds(click.ParamType[float]):
         return seconds
 
 
-class _Memory(click.ParamType[float]):
+class _Memory(_FloatType):
     """An amount of memory in MiB, written `60GiB`, `512MiB` or `80GB`."""
 
     name = "memory"

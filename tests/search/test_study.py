@@ -17,8 +17,10 @@ from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
 from amptune.search.events import Event, SearchEnded, TrialEnded
 from amptune.search.pipeline import tune_with
+from amptune.search.sampler.storage import open_store
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
+from amptune.search.space.knobs import Knob, Space
 from amptune.search.table.trial import Trial
 
 WINNER = amp_recipe("fp16", memory_format="channels_last")
@@ -127,3 +129,18 @@ def test_a_surprisingly_slow_trial_is_measured_again_and_the_faster_measurement_
         if trial.policy in again:
             assert not isinstance(trial.outcome, Failure)
             assert trial.outcome.median_ms == pytest.approx(recorded_ms("resnet50", trial.policy), rel=0.01)
+
+
+def test_optunas_own_samplers_stay_away_from_what_failed_however_fast_it_is_said_to_be() -> None:
+    knob = Knob(name="autocast", choices=("off", "bf16"))
+    store = open_store(InMemoryStorage(), "study", Space(architecture="", compute_capability=(), knobs=(knob,)))  # type: ignore[arg-type]
+    asked: list[object] = []
+    for number in range(40):
+        known = {"autocast": knob.choices[number % 2]} if number < 12 else None
+        handle = store.ask(known) if known else store._study.ask(store._distributions)  # type: ignore[arg-type]
+        failed = handle.params["autocast"] == "bf16"
+        outcome = Failure(kind="oom", message="") if failed else took(10.0)
+        told = SimpleNamespace(policy=STOCK, outcome=outcome, seconds=1.0, samples_per_s=9.0 if failed else 1.0)
+        store.tell(handle, told)  # type: ignore[arg-type]
+        asked += [] if known else [handle.params["autocast"]]
+    assert asked.count("bf16") < len(asked) / 2  # one that does not see it asks for little else: 0.7 and more

@@ -12,9 +12,10 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.samplers import BaseSampler, TPESampler
 from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from amptune.errors import StudyError
 from amptune.measure.results.outcome import Failure, outcome_from_dict, outcome_to_dict
@@ -62,7 +63,8 @@ class Store:
             handle.set_user_attr("policy", policy_to_dict(trial.policy))
             handle.set_user_attr("outcome", outcome_to_dict(trial.outcome))
             handle.set_user_attr("seconds", trial.seconds)
-            handle.set_constraint("feasible", 1.0 if isinstance(trial.outcome, Failure) else 0.0)
+            if hasattr(handle, "set_constraint"):  # since Optuna 5; before, `_sampler` sets it
+                handle.set_constraint("feasible", 1.0 if isinstance(trial.outcome, Failure) else 0.0)
             self._study.tell(handle, trial.samples_per_s)
 
     def forget(self, handle: Handle) -> None:
@@ -100,8 +102,22 @@ def open_store(where: Path | str, name: str, space: Space) -> Store:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings(), _storage_errors():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        study = optuna.create_study(storage=_storage(where), study_name=name, direction="maximize", load_if_exists=True)
+        study = optuna.create_study(
+            storage=_storage(where), sampler=_sampler(), study_name=name, direction="maximize", load_if_exists=True
+        )
         return Store(study, space)
+
+
+def _sampler() -> BaseSampler | None:
+    """Returns Optuna's default; under Optuna 4 one that stores and sees what failed, as only samplers can do so there.
+
+    It is never asked for a point: every trial is enqueued or has no parameters.
+    """
+    return None if hasattr(optuna.Trial, "set_constraint") else TPESampler(constraints_func=_violation)
+
+
+def _violation(trial: FrozenTrial) -> tuple[float]:
+    return (float(trial.user_attrs["outcome"]["failed"]),)
 
 
 def recall(where: Path | str, name: str | None = None, *, run: str | None = None) -> StudyRecord:
