@@ -12,7 +12,9 @@ from pathlib import Path
 
 import commands
 import pytest
+import torch
 
+import amptune
 from amptune.errors import AmptuneError, MissingPackageError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -54,9 +56,10 @@ TRAIN = """
 import amptune, json, torch, warnings
 from torch import nn
 warnings.simplefilter("ignore")
+DEVICE = "cpu"
 
 def model():
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2))
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2)).to(DEVICE)
 
 def train(policy):
     one = model()
@@ -64,7 +67,7 @@ def train(policy):
         optimizer = tuned.optimizer(torch.optim.SGD(one.parameters(), lr=0.1))
         for _ in range(3):
             with tuned.autocast():
-                loss = tuned.model(tuned.batch(torch.randn(8, 3, 8, 8))).float().square().mean()
+                loss = tuned.model(tuned.batch(torch.randn(8, 3, 8, 8, device=DEVICE))).float().square().mean()
             tuned.scaler.scale(loss).backward()
             tuned.scaler.step(optimizer)
             tuned.scaler.update()
@@ -107,6 +110,18 @@ def test_a_tuned_file_trains_with_the_guard_on_a_training_node(tmp_path: Path) -
         folder=tmp_path,
     )
     assert len(json.loads(losses)) == 6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_file_of_a_machine_with_nvml_is_valid_on_a_training_node_without(tmp_path: Path) -> None:
+    """Without NVML the memory is torch's figure, which is some hundred MiB less."""
+    labels = dict(amptune.probe().labels)
+    here = {name: label for name, label in labels.items() if name.startswith("nvidia.com/gpu.")}
+    tuned = amptune.PolicyFile(policy=amptune.Policy(autocast="bf16", memory_format="channels_last"), valid_for=here)
+    amptune.save(tuned, tmp_path / "policy.yaml")
+    code = TRAIN.replace("any_hardware=True", "any_hardware=False").replace('DEVICE = "cpu"', 'DEVICE = "cuda"')
+    assert float(output_of(code + "print(train('policy.yaml'))", folder=tmp_path)) > 0
 
 
 WRONG = {
