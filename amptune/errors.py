@@ -111,8 +111,8 @@ class MissingPackageError(AmptuneError, ModuleNotFoundError):
 
     def __init__(self, package: str) -> None:
         super().__init__(
-            f"{package} is not installed; tuning and all commands need amptune with its extra `tune`: "
-            "pip install 'amptune[tune]'",
+            f"{package} is not installed; tuning and all commands need amptune's extra `tune`: in a clone of amptune, "
+            "pip install '.[tune]'",
             name=package,
         )
 

@@ -237,7 +237,7 @@ def test_the_check_of_lightness_can_fail() -> None:
 
 def test_neither_a_tuning_nor_a_report_imports_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers do. The tuning is a whole one, on a simulated machine; it and the report go through the commands."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), *sys.path]))
     code = (
         "from pathlib import Path; from frozen.adapter import command; from frozen.commands import written_study\n"
         f"study = {str(tmp_path / 'study')!r}; page = {str(tmp_path / 'page.html')!r}; written_study(Path(study))\n"

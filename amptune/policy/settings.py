@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 __all__ = [
     "AUTOTUNED_MODES",
@@ -33,6 +33,15 @@ CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune", "max-
 # Modes in which CUDA graphs launch a model's kernels, and modes in which torch.compile times alternative kernels.
 CUDA_GRAPH_MODES: frozenset[CompileMode] = frozenset({"reduce-overhead", "max-autotune"})
 AUTOTUNED_MODES: frozenset[CompileMode] = frozenset({"max-autotune", "max-autotune-no-cudagraphs"})
+
+# The settings that are words, with their values.
+_WORDS = {
+    "autocast": Autocast,
+    "weights": Weights,
+    "fp32_math": Fp32Math,
+    "memory_format": MemoryFormat,
+    "compile": CompileMode,
+}
 
 # For pydantic, which reads files into these classes: a key that is not a field of the class is an error.
 _STRICT = {"extra": "forbid"}
@@ -167,7 +176,11 @@ class Policy:
 
     def __post_init__(self) -> None:
         """Raises `ValueError` with every problem, one per line, each starting with the setting's name."""
-        wrong = []
+        wrong = [
+            f"{name}: {getattr(self, name)!r} is not one of {', '.join(get_args(words))}"
+            for name, words in _WORDS.items()
+            if getattr(self, name) not in get_args(words)
+        ]
         if self.batch_size is not None and self.batch_size < 1:
             wrong.append(f"batch_size: {self.batch_size} is not at least 1")
         if self.accumulate < 1:

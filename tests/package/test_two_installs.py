@@ -171,8 +171,8 @@ def test_a_command_on_a_training_node_says_in_one_line_what_it_lacks(arguments: 
     done = in_a_training_node(code, *arguments, folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "error: click is not installed; tuning and all commands need amptune with its extra `tune`: "
-        "pip install 'amptune[tune]'\n"
+        "error: click is not installed; tuning and all commands need amptune's extra `tune`: in a clone of amptune, "
+        "pip install '.[tune]'\n"
     )
 
 
@@ -191,7 +191,7 @@ def test_tuning_from_python_says_so_too(tmp_path: Path) -> None:
     code = "import amptune\ntry: amptune.tune\nexcept amptune.AmptuneError as error: print(type(error).__name__, error)"
     said = output_of(code, folder=tmp_path)
     assert said.startswith("MissingPackageError ")
-    assert said.endswith("need amptune with its extra `tune`: pip install 'amptune[tune]'\n")
+    assert said.endswith("need amptune's extra `tune`: in a clone of amptune, pip install '.[tune]'\n")
 
 
 def test_a_missing_module_of_amptune_or_of_torch_is_another_error() -> None:

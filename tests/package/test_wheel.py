@@ -150,7 +150,7 @@ def test_the_wheel_trains_in_an_empty_environment_tunes_with_its_extra_and_then_
     assert str(training_node.folder) in training_node.output_of("python", "-c", TRAINING, folder=tmp_path)
     lacking = training_node.run("amptune", "probe", folder=tmp_path)
     assert (lacking.returncode, lacking.stderr.count("\n")) == (2, 1)
-    assert "pip install 'amptune[tune]'" in lacking.stderr
+    assert "pip install '.[tune]'" in lacking.stderr
 
     training_node.install(f"{wheel_in(built)}[tune]")
     assert "cpu" in training_node.output_of("amptune", "probe", "--json", folder=tmp_path)

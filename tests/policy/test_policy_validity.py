@@ -103,3 +103,13 @@ def test_loading_a_profile_gives_the_entry_of_the_machine_at_hand(tmp_path: Path
     path = tmp_path / "cluster.yaml"
     save(Profile(entries=(Entry(match={name: value}, policy=BF16),), default=TUNED), path)
     assert load(path) == BF16
+
+
+def test_a_policy_of_python_has_the_words_of_a_file_too() -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  # the text is compared whole
+        Policy(autocast="bf61", memory_format="channel_last", batch_size=0)  # type: ignore[arg-type]
+    assert str(caught.value).splitlines() == [
+        "autocast: 'bf61' is not one of off, bf16, fp16",
+        "memory_format: 'channel_last' is not one of contiguous, channels_last, channels_last_3d",
+        "batch_size: 0 is not at least 1",
+    ]
