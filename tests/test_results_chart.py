@@ -117,7 +117,7 @@ def test_the_readme_has_the_ratios_of_the_geometric_means() -> None:
         for found in (quiet, every)
         for name in ("best AMP recipe", "pytorch-autotune")
     ]
-    words = r"amptune is ([\d.]+) times .* AMP recipe and ([\d.]+) times .*?; with .*?, ([\d.]+) and ([\d.]+) times"
+    words = r"amptune is ([\d.]+) times .* AMP recipe and ([\d.]+) times .*?; with them, ([\d.]+) and ([\d.]+) times"
     said = re.search(words, " ".join(README.split()))
     assert said is not None
     assert [float(figure) for figure in said.groups()] == [float(f"{ratio:.1f}") for ratio in ratios]
