@@ -11,7 +11,7 @@ import pynvml
 
 from amptune.hardware.nvml import NvmlGpu
 
-HW_THERMAL, SW_THERMAL, POWER_CAP, IDLE = 0x40, 0x20, 0x4, 0x1
+HW_THERMAL, SW_THERMAL, POWER_BRAKE, POWER_CAP, IDLE = 0x40, 0x20, 0x80, 0x4, 0x1
 
 
 class ScriptedClock:

@@ -1,4 +1,7 @@
-"""Readings of the instruments around a block of steps, the disturbances they show, and findings about them.
+"""Readings of the instruments around a block of steps, what they show, and findings about that.
+
+A disturbance comes from outside, or passes. A GPU at its power cap under this very load is no disturbance: training
+runs in that state too.
 
 A CPU has no such instruments yet: its readings are None, except the allocator's, and detect nothing.
 """
@@ -6,7 +9,7 @@ A CPU has no such instruments yet: its readings are None, except the allocator's
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CLOCK_CODES",
     "FOREIGN_PROCESS",
+    "OWN_LOAD",
     "Instruments",
     "Readings",
     "contamination",
@@ -42,6 +46,8 @@ _SLOWED = {
     0x80: "power-brake",
 }
 CLOCK_CODES = frozenset({*_SLOWED.values(), LOW_CLOCK})
+# States that the measured load itself brings about, and training too. No block is repeated for them.
+OWN_LOAD = frozenset({POWER_CAP, LOW_CLOCK})
 # nvbench discards a sample measured under this share of the GPU's clock (--throttle-threshold, default 75).
 LOW_CLOCK_SHARE = 0.75
 
@@ -115,7 +121,7 @@ def with_busy_clocks(after: Readings, busy: Sequence[Readings]) -> Readings:
 
 
 def contamination(before: Readings, after: Readings, sm_clock_max_mhz: int | None) -> tuple[str, ...]:
-    """Returns the codes of the disturbances of a block of steps, empty if it was clean.
+    """Returns the codes of what the readings of a block of steps show, empty if it ran at full clocks and undisturbed.
 
     `after` holds the clocks of the busy device (`with_busy_clocks`). The clocks in `before` are ignored: NVML's reasons
     outlast their cause, an H200's power cap by 0.5 s. A low clock has its own code only if NVML gives no reason for it.
@@ -161,30 +167,42 @@ def _kin() -> frozenset[int]:
 _Codes = tuple[str, ...]
 
 _WORDS = {
-    "power-cap": "the GPU ran at its power cap",
+    POWER_CAP: "the GPU ran at its power cap",
     "hw-slowdown": "the GPU was slowed down (HW slowdown)",
     "sw-thermal": "the GPU was thermally throttled (SW thermal)",
     "hw-thermal": "the GPU was thermally throttled (HW thermal)",
     "power-brake": "the GPU was slowed down from outside (HW power brake)",
-    "low-clock": "the GPU's clock was under 75 % of its highest, for no reason NVML gives",
+    LOW_CLOCK: "the GPU's clock was under 75 % of its highest, for no reason NVML gives,",
     _ALLOC_RETRIES: "the GPU's memory was so short that the allocator had to empty its cache",
     FOREIGN_PROCESS: "another process was on the GPU",
 }
 
 
 def noticed(outcomes: Iterable[Outcome]) -> tuple[Finding, ...]:
-    """Returns a finding for each disturbance: `throttled`, `foreign-process`, `allocator-thrashing`, `unsteady`.
+    """Returns findings: `own-load` states, then disturbances: `throttled`, `foreign-process`, `allocator-thrashing`.
 
-    The figures count blocks of steps; those of `unsteady` count trials. Trials abandoned early are left out.
+    The last one is `unsteady`. The figures count blocks of steps; those of `own-load` and `unsteady` count trials.
+    Trials abandoned early are left out.
     """
     measured = [outcome for outcome in outcomes if isinstance(outcome, Measurement) and not outcome.abandoned]
     found = (
-        _disturbed("throttled", CLOCK_CODES, measured),
+        *_own_load(measured),
+        _disturbed("throttled", CLOCK_CODES - OWN_LOAD, measured),
         _disturbed("foreign-process", {FOREIGN_PROCESS}, measured),
         _disturbed("allocator-thrashing", {_ALLOC_RETRIES}, measured),
         _unsteady(measured),
     )
     return tuple(finding for finding in found if finding is not None)
+
+
+def _own_load(measured: Sequence[Measurement]) -> Iterator[Finding]:
+    for code in sorted(OWN_LOAD):
+        if count := sum(code in measurement.contaminated_by for measurement in measured):
+            yield Finding(
+                code="own-load",
+                message=f"{_WORDS[code]} in {count} of {len(measured)} measurements; so will training",
+                figures={"state": code, "kept": count, "of": len(measured)},
+            )
 
 
 def _disturbed(code: str, causes: Collection[str], measured: Sequence[Measurement]) -> Finding | None:
@@ -204,8 +222,6 @@ def _disturbed(code: str, causes: Collection[str], measured: Sequence[Measuremen
 
 
 def _message(discarded: Sequence[_Codes], kept: Sequence[_Codes]) -> str:
-    if all(kept) and {code for codes in (*discarded, *kept) for code in codes} == {POWER_CAP}:
-        return "the GPU ran at its power cap throughout; so will training"
     parts = []
     if count := sum(map(bool, discarded)):
         were = "was" if count == 1 else "were"

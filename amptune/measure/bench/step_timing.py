@@ -8,7 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from amptune.measure.bench.clocks import Clock
-from amptune.measure.bench.readings import FOREIGN_PROCESS, Instruments, Readings, contamination, with_busy_clocks
+from amptune.measure.bench.readings import (
+    FOREIGN_PROCESS,
+    OWN_LOAD,
+    Instruments,
+    Readings,
+    contamination,
+    with_busy_clocks,
+)
 from amptune.measure.results.outcome import ENERGY_S, Effort
 
 __all__ = ["Sample", "StepTimer", "TimedBlock", "WarmUp", "is_steady", "median_half_width"]
@@ -37,7 +44,7 @@ class WarmUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedBlock:
-    """Steps timed in a row, the readings before and after them, and the codes of their disturbances.
+    """Steps timed in a row, the readings before and after them, and the codes of what these show.
 
     The clocks and the temperature of `after` were read while the device was busy.
     """
@@ -68,8 +75,8 @@ class Sample:
 class StepTimer:
     """A timer of steps for one trial after another that remembers lasting disturbances.
 
-    A cause that came back in every repeat is the machine's steady state: for example, training too will run a large
-    matrix product at the power cap. Later trials are not repeated for such a cause.
+    A cause that came back in every repeat is the machine's steady state. Later trials are not repeated for it, and none
+    for a state that the load itself brings about, such as the power cap.
     """
 
     def __init__(self, clock: Clock, instruments: Instruments) -> None:
@@ -89,7 +96,7 @@ class StepTimer:
         return WarmUp(step_ms=step_ms, steps=steps, steady=is_steady(medians))
 
     def sample(self, step: Step, step_ms: float, effort: Effort, started_s: float) -> Sample:
-        """Times one block of steps, again while a new cause disturbs it; the trial began at `started_s`."""
+        """Times one block of steps, again while a new disturbance is seen; the trial began at `started_s`."""
         blocks: list[TimedBlock] = []
         reasons: list[str] = []
         while True:
@@ -106,10 +113,10 @@ class StepTimer:
         return Sample(kept=blocks[-1], discarded=tuple(reasons), steps=sum(len(block.step_ms) for block in blocks))
 
     def _new_causes(self, block: TimedBlock) -> tuple[str, ...]:
-        """Returns the causes not known to last. Another process may end; it then no longer counts as lasting."""
+        """Returns the disturbances not known to last. Another process may end; it then no longer counts as lasting."""
         if FOREIGN_PROCESS not in block.contaminated_by:
             self._lasting -= {FOREIGN_PROCESS}
-        return tuple(code for code in block.contaminated_by if code not in self._lasting)
+        return tuple(code for code in block.contaminated_by if code not in self._lasting | OWN_LOAD)
 
     def _block(self, step: Step, step_ms: float, effort: Effort) -> TimedBlock:
         before = self._instruments.read()

@@ -13,7 +13,15 @@ import pytest
 from scripted import HW_THERMAL, IDLE, POWER_CAP, ScriptedMemory, ScriptedNvml
 
 from amptune.hardware.nvml import NvmlGpu
-from amptune.measure.bench.readings import CLOCK_CODES, Instruments, Readings, contamination, noticed, with_busy_clocks
+from amptune.measure.bench.readings import (
+    CLOCK_CODES,
+    OWN_LOAD,
+    Instruments,
+    Readings,
+    contamination,
+    noticed,
+    with_busy_clocks,
+)
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.findings import Finding
 
@@ -206,17 +214,15 @@ def test_discarded_blocks_are_counted_with_their_cause() -> None:
     assert finding.figures == {"discarded": 3, "kept": 0, "of": 12}
 
 
-def test_a_power_cap_throughout_is_how_training_will_run() -> None:
-    outcomes = [measurement(contaminated_by=("power-cap",), discarded=("power-cap",) * 2)]
-    outcomes += [measurement(contaminated_by=("power-cap",))] * 3
-    finding = only(outcomes)
-    assert finding.message == "the GPU ran at its power cap throughout; so will training"
-    assert finding.figures == {"discarded": 2, "kept": 4, "of": 6}
-
-
-def test_a_power_cap_now_and_then_is_told_in_numbers() -> None:
-    finding = only([measurement(contaminated_by=("power-cap",)), measurement()])
-    assert finding.message == "1 of 2 measurements was taken nevertheless: the GPU ran at its power cap"
+def test_the_power_cap_and_settled_clocks_are_how_training_will_run() -> None:
+    outcomes = [*[measurement(contaminated_by=("power-cap",))] * 3, measurement(contaminated_by=("low-clock",))]
+    low, capped = noticed([*outcomes, measurement()])
+    assert capped.message == "the GPU ran at its power cap in 3 of 5 measurements; so will training"
+    assert capped.figures == {"state": "power-cap", "kept": 3, "of": 5}
+    assert low.message.endswith(
+        "under 75 % of its highest, for no reason NVML gives, in 1 of 5 measurements; so will training"
+    )
+    assert {capped.code, low.code} == {"own-load"}
 
 
 @pytest.mark.parametrize(
@@ -224,7 +230,7 @@ def test_a_power_cap_now_and_then_is_told_in_numbers() -> None:
     [
         ("foreign-process", "foreign-process", "another process was on the GPU"),
         ("alloc-retries", "allocator-thrashing", "the allocator had to empty its cache"),
-        *((code, "throttled", "the GPU") for code in sorted(CLOCK_CODES - {"power-cap"})),
+        *((code, "throttled", "the GPU") for code in sorted(CLOCK_CODES - OWN_LOAD)),
     ],
 )
 def test_each_cause_has_its_finding_and_its_words(cause: str, code: str, words: str) -> None:

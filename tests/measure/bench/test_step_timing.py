@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from benches import CPU, workload_of
-from scripted import HW_THERMAL, POWER_CAP, SW_THERMAL, ScriptedClock, ScriptedMemory, ScriptedNvml
+from scripted import HW_THERMAL, POWER_BRAKE, POWER_CAP, SW_THERMAL, ScriptedClock, ScriptedMemory, ScriptedNvml
 from torch import nn
 
 from amptune.measure.bench import bench as bench_module
@@ -198,32 +198,49 @@ def test_a_reason_seen_in_one_stretch_of_the_block_counts_for_all_of_it() -> Non
     assert sample.discarded == ("sw-thermal",)
 
 
+@pytest.mark.parametrize(
+    ("readings", "code"), [({"reasons": POWER_CAP}, "power-cap"), ({"sm_clock_mhz": 1200}, "low-clock")]
+)
+def test_the_state_that_training_lives_in_is_said_and_no_block_repeated_for_it(
+    readings: dict[str, int], code: str
+) -> None:
+    sample = sampled(ScriptedClock(), nvml=ScriptedNvml(**readings))
+    assert (sample.discarded, sample.kept.contaminated_by, sample.steps) == ((), (code,), 10)
+
+
+def test_a_disturbance_beside_that_state_is_repeated() -> None:
+    clock = ScriptedClock()
+    nvml = ScriptedNvml(reasons=lambda: POWER_CAP | (HW_THERMAL if clock.steps <= 10 else 0))
+    sample = sampled(clock, nvml=nvml)
+    assert (sample.discarded, sample.kept.contaminated_by) == (("hw-thermal",), ("power-cap",))
+
+
 def test_what_stays_in_every_repeat_is_kept_and_said() -> None:
-    sample = sampled(ScriptedClock(), nvml=ScriptedNvml(reasons=POWER_CAP))
-    assert sample.discarded == ("power-cap",) * MAX_REPEATS
-    assert sample.kept.contaminated_by == ("power-cap",)
+    sample = sampled(ScriptedClock(), nvml=ScriptedNvml(reasons=SW_THERMAL))
+    assert sample.discarded == ("sw-thermal",) * MAX_REPEATS
+    assert sample.kept.contaminated_by == ("sw-thermal",)
 
 
 def test_what_stayed_is_remembered_and_later_trials_are_not_repeated_for_it() -> None:
-    clock, nvml = ScriptedClock(), ScriptedNvml(reasons=POWER_CAP)
+    clock, nvml = ScriptedClock(), ScriptedNvml(reasons=SW_THERMAL)
     one = sampler(clock, nvml)
     one.sample(lambda: None, 10.0, EFFORT, clock.now_s())
     again = one.sample(lambda: None, 10.0, EFFORT, clock.now_s())
-    assert (again.discarded, again.kept.contaminated_by) == ((), ("power-cap",))
-    nvml.readings["reasons"] = until(clock.steps + 10, clock, POWER_CAP | HW_THERMAL)
+    assert (again.discarded, again.kept.contaminated_by) == ((), ("sw-thermal",))
+    nvml.readings["reasons"] = until(clock.steps + 10, clock, SW_THERMAL | HW_THERMAL)
     other = one.sample(lambda: None, 10.0, EFFORT, clock.now_s())
-    assert other.discarded == ("hw-thermal",)  # and not the power cap, which is known
+    assert other.discarded == ("hw-thermal",)  # and not the other one, which is known
 
 
 def test_a_cause_that_came_and_went_is_not_taken_for_the_steady_state() -> None:
     """Three causes in turn use up the repeats; none of them was in every block."""
     clock = ScriptedClock()
     turns = {1: HW_THERMAL, 2: SW_THERMAL}
-    nvml = ScriptedNvml(reasons=lambda: turns.get(clock.steps // 10, POWER_CAP))
+    nvml = ScriptedNvml(reasons=lambda: turns.get(clock.steps // 10, POWER_BRAKE))
     one = sampler(clock, nvml)
     first = one.sample(lambda: None, 10.0, EFFORT, clock.now_s())
-    assert (first.discarded, first.kept.contaminated_by) == (("hw-thermal", "sw-thermal"), ("power-cap",))
-    assert one.sample(lambda: None, 10.0, EFFORT, clock.now_s()).discarded == ("power-cap",) * MAX_REPEATS
+    assert (first.discarded, first.kept.contaminated_by) == (("hw-thermal", "sw-thermal"), ("power-brake",))
+    assert one.sample(lambda: None, 10.0, EFFORT, clock.now_s()).discarded == ("power-brake",) * MAX_REPEATS
 
 
 def test_a_foreign_process_that_left_is_noticed_when_it_comes_back() -> None:
@@ -247,13 +264,13 @@ def test_a_block_in_which_the_allocator_retried_is_repeated() -> None:
 
 def test_nothing_is_repeated_where_the_time_limit_is_near() -> None:
     clock = ScriptedClock()
-    nvml = ScriptedNvml(reasons=POWER_CAP)
+    nvml = ScriptedNvml(reasons=SW_THERMAL)
     one = sampler(clock, nvml)
     sample = one.sample(lambda: None, 10.0, replace(EFFORT, time_limit_s=0.5), clock.now_s())
-    assert sample.discarded == ("power-cap",)  # the second ends at 0.2 s, a third would end after half of the limit
-    assert sample.kept.contaminated_by == ("power-cap",)
+    assert sample.discarded == ("sw-thermal",)  # the second ends at 0.2 s, a third would end after half of the limit
+    assert sample.kept.contaminated_by == ("sw-thermal",)
     in_time = one.sample(lambda: None, 10.0, EFFORT, clock.now_s())
-    assert in_time.discarded == ("power-cap",) * MAX_REPEATS  # it had not been shown to stay
+    assert in_time.discarded == ("sw-thermal",) * MAX_REPEATS  # it had not been shown to stay
 
 
 def test_energy_is_that_of_the_kept_block_alone() -> None:
@@ -332,7 +349,7 @@ def test_a_measurement_carries_what_the_instruments_said(clock: ScriptedClock) -
     nvml = ScriptedNvml(reasons=POWER_CAP, sm_clock_mhz=1500, temperature_c=70, energy_mj=lambda: 8_000 * clock.steps)
     outcome = measured(bench_with(nvml), replace(EFFORT, precision=-1.0))
     assert (outcome.clock_event_reasons, outcome.sm_clock_mhz, outcome.temperature_c) == (POWER_CAP, 1500, 70)
-    assert (outcome.discarded, outcome.contaminated_by) == (("power-cap",) * 2, ("power-cap",))
+    assert (outcome.discarded, outcome.contaminated_by) == ((), ("power-cap",))
     assert outcome.energy_j_per_sample == pytest.approx(8.0 / 4)
     assert outcome.steady
 
@@ -347,8 +364,8 @@ def test_a_bench_without_instruments_measures_all_the_same(clock: ScriptedClock)
 
 def test_the_bench_remembers_from_trial_to_trial_what_lasts(clock: ScriptedClock) -> None:
     assert clock.steps == 0
-    bench = bench_with(ScriptedNvml(reasons=POWER_CAP))
-    assert [measured(bench).discarded for _ in range(3)] == [("power-cap",) * 2, (), ()]
+    bench = bench_with(ScriptedNvml(reasons=SW_THERMAL))
+    assert [measured(bench).discarded for _ in range(3)] == [("sw-thermal",) * 2, (), ()]
 
 
 def test_a_trial_that_never_becomes_steady_says_so(clock: ScriptedClock) -> None:
