@@ -58,12 +58,7 @@ __all__ = [*_HOME, "__version__"]  # names of the table above
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'amptune' has no attribute {name!r}")
-    try:
-        return getattr(import_module(_HOME[name]), name)
-    except ModuleNotFoundError as error:
-        from amptune.errors import MissingPackageError
-
-        raise MissingPackageError.of(error) or error from error
+    return getattr(import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

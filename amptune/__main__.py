@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import sys
+
+from amptune.errors import MissingPackageError, require_tune
 
 __all__ = ["main"]
 
 
 def main() -> None:
-    """Runs the command line and exits; with exit code 2 if a package that only the commands need is missing."""
+    """Runs the command line and exits; with exit code 2 if a package that the commands need is missing."""
     try:
-        from amptune.cli.entry import main as run
+        require_tune()
+    except MissingPackageError as error:
+        _refuse(str(error))
+    from amptune.cli.entry import main as run
 
-        run()
-    except ModuleNotFoundError as error:
-        from amptune.errors import MissingPackageError
+    run()
 
-        missing = MissingPackageError.of(error)
-        if missing is None:
-            raise
-        sys.stderr.write(f"error: {missing}\n")
-        sys.exit(2)
+
+def _refuse(message: str) -> None:
+    """Exits as commands do on an error, which is done without click here."""
+    sys.stderr.write(f"error: {message}\n")
+    if "--json" in sys.argv:
+        finding = {"code": "missing-package", "module": None, "message": message}
+        sys.stdout.write(
+            json.dumps({"schema": "amptune.error/1", "exit_code": 2, "findings": [finding]}, indent=2) + "\n"
+        )
+    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 __all__ = [
     "AmptuneError",
@@ -25,6 +26,7 @@ __all__ = [
     "StudyError",
     "TargetError",
     "UserCodeError",
+    "require_tune",
 ]
 
 
@@ -107,7 +109,7 @@ class SpaceError(AmptuneError):
 
 
 class MissingPackageError(AmptuneError, ModuleNotFoundError):
-    """A package is not installed that tuning and the commands need, and training under a policy does not."""
+    """A package of the extra `tune` is not installed: tuning and the commands need it, training does not."""
 
     def __init__(self, package: str) -> None:
         super().__init__(
@@ -116,8 +118,29 @@ class MissingPackageError(AmptuneError, ModuleNotFoundError):
             name=package,
         )
 
-    @staticmethod
-    def of(error: ModuleNotFoundError) -> MissingPackageError | None:
-        """Returns this error for another package's absence; None for amptune's own modules, and for torch."""
-        package = (error.name or "amptune").partition(".")[0]
-        return None if package in ("amptune", "torch") else MissingPackageError(package)
+    def __reduce__(self) -> tuple[type[MissingPackageError], tuple[str | None]]:
+        """Pickles the package's name, as the message is made from it."""
+        return type(self), (self.name,)
+
+
+# The import names of the packages in the extra `tune`.
+_TUNE = (
+    "click",
+    "cloudpickle",
+    "filelock",
+    "numpy",
+    "optuna",
+    "pebble",
+    "psutil",
+    "pydantic",
+    "pynvml",
+    "rich",
+    "scipy",
+)
+
+
+def require_tune() -> None:
+    """Raises `MissingPackageError` for the first package of the extra `tune` that is missing; imports none of them."""
+    missing = next((name for name in _TUNE if find_spec(name) is None), None)
+    if missing is not None:
+        raise MissingPackageError(missing)

@@ -16,6 +16,11 @@ sys.path.append(str(Path(__file__).parent.parent / "reports"))  # programs, no p
 
 import chart
 
+from amptune.policy.file_io import parse_policy
+from amptune.policy.policy_file import PolicyFile
+from amptune.policy.serialization import policy_from_dict
+from amptune.policy.yaml_text import parse
+
 SVG = "{http://www.w3.org/2000/svg}"
 PATHS = sorted(chart.RIVALS.glob("*.json"))
 
@@ -96,6 +101,16 @@ def test_the_caption_has_the_geometric_means() -> None:
 
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def test_the_policy_that_the_readme_shows_is_the_one_that_was_found() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    shown = parse_policy(parse(block, "README.md"))
+    found = json.loads((chart.RIVALS / "resnet50.json").read_text())["amptune"]["policy"]
+    assert isinstance(shown, PolicyFile)
+    assert shown.policy == policy_from_dict(found)
+
+
 COLUMNS = ["stock", "best AMP recipe", "pytorch-autotune", "amptune"]
 
 

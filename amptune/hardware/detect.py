@@ -178,7 +178,7 @@ def _allowed_cpus() -> tuple[int, ...]:
 
 
 def _memory_mib(root: Path) -> int:
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # Linux and macOS have both
     return min([installed, *_cgroup_limits(root)]) // _MIB
 
 

@@ -32,7 +32,7 @@ class Evidence(TypedDict, total=False):
     passed them, or had nothing to judge. What they are to be held against is the baseline's own `trial`.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}  # type: ignore[misc]  # noqa: RUF012  # read by pydantic
+    __pydantic_config__ = {"extra": "forbid"}  # type: ignore[misc]  # noqa: RUF012  # for the JSON Schema
 
     workload: str
     objective: str

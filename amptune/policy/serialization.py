@@ -1,7 +1,7 @@
 """Policies as plain data, in the form of YAML and JSON files, and the JSON Schemas of these files.
 
-Both follow field by field from the dataclasses. The classes here exist only for pydantic: they hold `Policy`'s fields
-and the keys that only a file has.
+Both follow field by field from the dataclasses. The classes here are a file's form: they hold `Policy`'s fields and the
+keys that only a file has.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ _WORDS = {
     "compile": CompileMode,
 }
 
-# For pydantic, which reads files into these classes: a key that is not a field of the class is an error.
+# For pydantic, which makes the JSON Schemas from these classes: a key that is not a field of the class is an error.
 _STRICT = {"extra": "forbid"}
 
 
@@ -179,7 +179,7 @@ class Policy:
         wrong = [
             f"{name}: {getattr(self, name)!r} is not one of {', '.join(get_args(words))}"
             for name, words in _WORDS.items()
-            if getattr(self, name) not in get_args(words)
+            if type(getattr(self, name)) is not str or getattr(self, name) not in get_args(words)
         ]
         if self.batch_size is not None and self.batch_size < 1:
             wrong.append(f"batch_size: {self.batch_size} is not at least 1")

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -68,11 +67,13 @@ def read(path: str | os.PathLike[str]) -> Document:
     """Parses a file. Raises `FileFormatError` if the file cannot be read or is not YAML."""
     source = os.fspath(path)
     try:
-        if Path(path).stat().st_size > MAX_CHARACTERS:
+        with open(path, "rb") as file:
+            content = file.read(MAX_CHARACTERS + 1)  # a device has no end
+        if len(content) > MAX_CHARACTERS:
             raise FileFormatError(
                 [Problem(message=f"larger than {MAX_CHARACTERS:,} bytes: no file of ours", source=source)]
             )
-        text = Path(path).read_text(encoding="utf-8")
+        text = content.decode("utf-8")
     except OSError as error:
         raise FileFormatError([Problem(message=f"cannot be read: {error.strerror}", source=source)]) from error
     except ValueError as error:

@@ -110,10 +110,12 @@ def _validity(policy: PolicyFile, model: nn.Module, *, any_hardware: bool) -> tu
     from amptune.hardware.detect import probe
     from amptune.policy.hardware_match import require_valid
 
-    labels = dict(probe(_gpu_of(model)).labels)
+    hardware = probe(_gpu_of(model))
+    labels = dict(hardware.labels)
     if "model" in policy.valid_for:
         labels["model"] = model_digest(model)
-    return require_valid(policy, labels, any_hardware=any_hardware)
+    nvml = hardware.gpu is None or hardware.software.driver is not None
+    return require_valid(policy, labels, any_hardware=any_hardware, nvml=nvml)
 
 
 def _gpu_of(model: nn.Module) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 import amptune
+from amptune import errors
 from amptune.errors import AmptuneError, MissingPackageError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -165,10 +168,12 @@ def test_a_training_node_accepts_and_refuses_the_files_that_check_does_with_the_
             assert checked.stderr == f"error: {message}\n"
 
 
+COMMAND = "import runpy; runpy.run_module('amptune', run_name='__main__', alter_sys=True)"
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["probe"], ["check", "policy.yaml"], ["tune", "train.py:workload"]])
 def test_a_command_on_a_training_node_says_in_one_line_what_it_lacks(arguments: list[str], tmp_path: Path) -> None:
-    code = "import runpy; runpy.run_module('amptune', run_name='__main__', alter_sys=True)"
-    done = in_a_training_node(code, *arguments, folder=tmp_path)
+    done = in_a_training_node(COMMAND, *arguments, folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "error: click is not installed; tuning and all commands need amptune's extra `tune`: in a clone of amptune, "
@@ -176,15 +181,17 @@ def test_a_command_on_a_training_node_says_in_one_line_what_it_lacks(arguments: 
     )
 
 
-def test_so_does_a_command_that_lacks_a_single_package(tmp_path: Path) -> None:
+@pytest.mark.parametrize("package", ["optuna", "scipy"])
+def test_so_does_a_command_that_lacks_a_single_package_before_it_begins(package: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(commands.WORKLOADS)
-    block = BLOCK.replace("BLOCKED = {", "BLOCKED = {'optuna'} or {")
-    code = "import runpy; runpy.run_module('amptune', run_name='__main__', alter_sys=True)"
-    command = [sys.executable, "-c", block + code, "tune", "train.py:small"]
+    block = BLOCK.replace("BLOCKED = {", f"BLOCKED = {{{package!r}}} or {{")
+    command = [sys.executable, "-c", block + COMMAND, "tune", "train.py:small", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: optuna is not installed; ")
+    assert done.stderr.startswith(f"error: {package} is not installed; ")
     assert done.stderr.count("\n") == 1
+    (finding,) = json.loads(done.stdout)["findings"]
+    assert done.stderr == f"error: {finding['message']}\n"
 
 
 def test_tuning_from_python_says_so_too(tmp_path: Path) -> None:
@@ -194,11 +201,16 @@ def test_tuning_from_python_says_so_too(tmp_path: Path) -> None:
     assert said.endswith("need amptune's extra `tune`: in a clone of amptune, pip install '.[tune]'\n")
 
 
-def test_a_missing_module_of_amptune_or_of_torch_is_another_error() -> None:
-    assert issubclass(MissingPackageError, AmptuneError)
-    for name in ("amptune.search.nowhere", "torch", "torch.nowhere", None):
-        assert MissingPackageError.of(ModuleNotFoundError("no", name=name)) is None
-    assert MissingPackageError.of(ModuleNotFoundError("no", name="scipy.special")) is not None
+def test_the_error_is_amptunes_own_and_survives_pickling() -> None:
+    error = MissingPackageError("click")
+    assert isinstance(error, AmptuneError)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_all_packages_of_the_extra_are_looked_for() -> None:
+    names = packages_distributions()
+    looked_for = {name.lower().replace("_", "-") for module in errors._TUNE for name in names[module]}
+    assert looked_for == declared(PROJECT["optional-dependencies"]["tune"])
 
 
 def declared(requirements: list[str]) -> set[str]:
@@ -207,8 +219,10 @@ def declared(requirements: list[str]) -> set[str]:
 
 def imported() -> set[str]:
     """The distributions whose modules amptune imports, by name."""
-    sources = "\n".join(path.read_text() for path in (REPOSITORY / "amptune").rglob("*.py"))
-    modules = set(re.findall(r"^\s*(?:import|from) (\w+)", sources, re.MULTILINE)) - {"amptune"}
+    nodes = [node for path in (REPOSITORY / "amptune").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    modules = {module.partition(".")[0] for module in modules} - {"amptune"}
     names = packages_distributions()
     return {name.lower().replace("_", "-") for module in modules for name in names.get(module, ())}
 

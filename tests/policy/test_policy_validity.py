@@ -11,7 +11,7 @@ from amptune.hardware.detect import probe
 from amptune.policy.file_io import load, save
 from amptune.policy.hardware_match import require_valid
 from amptune.policy.policy_file import PolicyFile
-from amptune.policy.profile import Entry, Profile, resolve
+from amptune.policy.profile import Entry, Profile, entry_for, resolve
 from amptune.policy.settings import STOCK, Policy
 
 H200 = {"nvidia.com/gpu.product": "NVIDIA-H200", "nvidia.com/gpu.memory": "143771", "torch": "2.11"}
@@ -46,6 +46,20 @@ def test_memory_may_differ_by_two_percent(here: str, fits: bool) -> None:
     else:
         with pytest.raises(HardwareMismatchError, match="140000 here"):
             require_valid(TUNED, labels)
+
+
+@pytest.mark.parametrize(("nvml", "torch"), [(15360, 14909), (8192, 7966), (143771, 143167)])
+def test_memory_as_torch_has_it_is_that_of_the_same_gpu(nvml: int, torch: int) -> None:
+    """A T4, an RTX 3070 and an H200, tuned with NVML; a training node need not have its package."""
+    product = {"nvidia.com/gpu.product": "NVIDIA"}
+    tuned = PolicyFile(policy=STOCK, valid_for=product | {"nvidia.com/gpu.memory": str(nvml)})
+    here = product | {"nvidia.com/gpu.memory": str(torch)}
+    assert require_valid(tuned, here, nvml=False) == ()
+    entry = entry_for(tuned)
+    assert entry is not None
+    assert resolve(Profile(entries=(entry,)), here).entry == 0
+    with pytest.raises(HardwareMismatchError):
+        require_valid(tuned, product | {"nvidia.com/gpu.memory": str(nvml // 2)}, nvml=False)
 
 
 def test_other_software_is_a_warning_that_names_the_change() -> None:

@@ -357,6 +357,19 @@ def test_a_database_is_read_back_too_and_its_password_is_nobodys_business(tmp_pa
     assert (record.where, record.last.run) == (url, request.run)
     assert without_password("postgresql://me:secret@host:5432/db") == "postgresql://me:***@host:5432/db"
     assert without_password("runs/small") == "runs/small"
+    for url in (
+        "mysql://u@x:a/secret@h/d",
+        "postgresql://u:sec@ret@h/d",
+        "postgresql://h/d?user=u&password=secret&x=1",
+    ):
+        assert "ret" not in without_password(url).replace("postgres", "")
+
+
+@pytest.mark.parametrize("url", ["redis://h:1/0", "postgresql://me:secret@h:99999x/d", "nonsense://h/d"])
+def test_a_database_that_optuna_cannot_open_is_said_to_be_none(url: str) -> None:
+    with pytest.raises(StudyError, match=r"no database that Optuna can open|cannot be read or written") as caught:
+        recall(url)
+    assert "secret" not in str(caught.value)
 
 
 def test_a_message_about_a_database_does_not_tell_its_password(monkeypatch: pytest.MonkeyPatch) -> None:

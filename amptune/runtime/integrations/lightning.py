@@ -12,7 +12,8 @@ from amptune.runtime.policy_argument import read_policy, settings_of
 
 # Lightning is published under two names with unrelated classes: take the one that is in use.
 _goes_by_its_older_name = "lightning.pytorch" not in sys.modules and (
-    "pytorch_lightning" in sys.modules or find_spec("lightning") is None
+    "pytorch_lightning" in sys.modules
+    or (find_spec("lightning") is None and find_spec("pytorch_lightning") is not None)
 )
 if TYPE_CHECKING or not _goes_by_its_older_name:
     from lightning.pytorch.plugins.precision import MixedPrecision

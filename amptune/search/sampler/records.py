@@ -170,4 +170,5 @@ class StudyRecord:
 
 def without_password(where: str) -> str:
     """Returns a database URL without its password, to be shown in a page or a command; a folder unchanged."""
-    return re.sub(r"(://[^:/@]*):[^@/]*@", r"\1:***@", where)
+    where = re.sub(r"(://[^:/]*):.*@", r"\1:***@", where)
+    return re.sub(r"([?&]\w*(?:password|passwd|pwd)=)[^&]*", r"\1***", where)

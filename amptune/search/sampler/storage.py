@@ -133,7 +133,7 @@ def recall(where: Path | str, name: str | None = None, *, run: str | None = None
     shown = without_password(str(where))
     with warnings.catch_warnings(), _storage_errors(), _broken_records(shown):
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        storage = JournalStorage(_backend(where)) if isinstance(where, Path) else optuna.storages.get_storage(where)
+        storage = JournalStorage(_backend(where)) if isinstance(where, Path) else _database(where)
         return _record_of(_chosen(storage, shown, name, run), shown)
 
 
@@ -212,7 +212,16 @@ def _storage(where: Path | str) -> BaseStorage:
         where.mkdir(parents=True, exist_ok=True)
         _drop_half_a_line(where / JOURNAL)
         return JournalStorage(_backend(where))
-    return optuna.storages.get_storage(where)
+    return _database(where)
+
+
+def _database(url: str) -> BaseStorage:
+    try:
+        return optuna.storages.get_storage(url)
+    except ValueError as error:  # one that Optuna does not know, or a port that is no number
+        raise StudyError(
+            f"{without_password(url)} is no database that Optuna can open: {_first_line(error)}"
+        ) from error
 
 
 def _drop_half_a_line(journal: Path) -> None:
