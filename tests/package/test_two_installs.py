@@ -115,6 +115,25 @@ def test_a_tuned_file_trains_with_the_guard_on_a_training_node(tmp_path: Path) -
     assert len(json.loads(losses)) == 6
 
 
+def test_a_training_node_can_tell_whether_a_pass_may_be_recorded(tmp_path: Path) -> None:
+    """Without NumPy, from which the states of random generators are not to be had."""
+    code = (
+        "from amptune.runtime.graphs.host_effects import without_effects\n"
+        "with without_effects(model()) as _: pass\nprint('as before')\n"
+        "try:\n    with without_effects(model()): torch.rand(1)\nexcept amptune.AmptuneError as error: print(error)"
+    )
+    said = output_of(TRAIN + code, folder=tmp_path).splitlines()
+    assert said == ["as before", "draws random numbers on the host (torch)"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_training_node_records_cuda_graphs(tmp_path: Path) -> None:
+    code = TRAIN.replace('DEVICE = "cpu"', 'DEVICE = "cuda"').replace("return loss.item()", "return tuned.findings")
+    policy = 'amptune.Policy(autocast="bf16", cuda_graphs=True)'
+    assert output_of(f"{code}print(train({policy}))", folder=tmp_path) == "()\n"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_file_of_a_machine_with_nvml_is_valid_on_a_training_node_without(tmp_path: Path) -> None:

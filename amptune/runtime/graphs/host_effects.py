@@ -99,12 +99,16 @@ class _Host:
 
 
 def _generators() -> dict[str, Any]:
-    states: dict[str, Any] = {"random": random.getstate(), "torch": torch.get_rng_state().numpy().tobytes()}
+    states: dict[str, Any] = {"random": random.getstate(), "torch": _state_of(torch.default_generator)}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, *others = numpy.random.get_state()
         states["numpy"] = (kind, tuple(keys.tolist()), *others)
     return states
+
+
+def _state_of(generator: torch.Generator) -> bytes:
+    return bytes(generator.get_state().tolist())  # `.numpy()` needs NumPy, which a training node may lack
 
 
 def _attributes_of(owner: nn.Module | nn.Parameter) -> dict[str, tuple[Any, Any]]:
@@ -118,7 +122,7 @@ def _content(value: Any, depth: int) -> Any:
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, torch.Generator):
-        return value.get_state().numpy().tobytes()
+        return _state_of(value)
     if hasattr(value, "bit_generator"):  # NumPy's
         return value.bit_generator.state
     items = _items(value) if depth else None
