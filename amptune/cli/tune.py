@@ -72,6 +72,7 @@ def tune_command(session: Session, /, output: str, as_json: bool, report: str | 
         else:
             _deliver(interrupted.decision, output, as_json=as_json)
             _report(interrupted.decision, request, report)
+            click.echo("interrupted: this is the best so far; the same command continues", err=True)
         return 130
     _deliver(decision, output, as_json=as_json)
     _report(decision, request, report)

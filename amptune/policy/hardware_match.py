@@ -58,9 +58,13 @@ def drift(valid_for: Mapping[str, str], labels: Mapping[str, str]) -> Iterator[F
     for name, tuned in valid_for.items():
         here = labels.get(name)
         if is_software_label(name) and here is not None and here != tuned:
+            if name == "model":
+                change = "this policy was tuned on a model with other modules or parameter shapes"
+            else:
+                change = f"{name} was {tuned} when this policy was tuned, and is {here} here"
             yield Finding(
                 code="drift",
-                message=f"{name} was {tuned} when this policy was tuned, and is {here} here; its claim may not hold",
+                message=f"{change}; its claim may not hold",
                 figures={"label": name, "tuned": tuned, "here": here},
             )
 

@@ -27,7 +27,7 @@ _AUTOCAST = {
     "small range; the loss is scaled, and a step whose gradients overflow is skipped.",
 }
 _FP32_MATH = {
-    "stock": "fp32_math stock: PyTorch's default, IEEE matrix products and TF32 convolutions.",
+    "stock": "fp32_math stock: PyTorch's default; on a GPU, IEEE matrix products and TF32 convolutions.",
     "ieee": "fp32_math ieee: FP32 operations keep all 24 bits of precision, convolutions too; the slowest.",
     "tf32": "fp32_math tf32: FP32 matrix products and convolutions use tensor cores, inputs rounded to 11 bits.",
 }
@@ -38,7 +38,7 @@ _FIGURES = (
 )
 _LAYOUT = {
     "contiguous": "memory_format contiguous: tensors stay as they are (NCHW).",
-    "channels_last": "memory_format channels_last: images and weights lie as NHWC, which tensor cores read directly.",
+    "channels_last": "memory_format channels_last: images and weights lie as NHWC, which a GPU's tensor cores read.",
     "channels_last_3d": "memory_format channels_last_3d: volumes and weights lie as NDHWC.",
 }
 

@@ -253,7 +253,8 @@ def _locked(folder: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         raise StudyError(
-            f"another amptune is tuning in {folder}; wait for it, or name another folder with --study"
+            f"another amptune is tuning in {folder}; wait for it (two on one device disturb each other), or tune for "
+            "another device with another --study folder"
         ) from None
     except OSError as error:
         raise StudyError(f"the study's folder {folder} cannot be used: {error}") from error

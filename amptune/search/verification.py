@@ -245,7 +245,8 @@ def _moved(found: Verification) -> Iterator[Finding]:
     )
     for who, before_ms, now_ms in before_and_now:
         if before_ms and now_ms and abs(now_ms / before_ms - 1) > MOVED:
-            change = f"{abs(now_ms / before_ms - 1):.0%} {'slower' if now_ms > before_ms else 'faster'}"
+            longer = now_ms / before_ms
+            change = f"{longer:.3g} times as long" if longer > 1 else f"{1 / longer:.3g} times as fast"
             yield Finding(
                 code=f"{who}-moved",
                 message=f"the {who}'s step takes {now_ms:.4g} ms here, {before_ms:.4g} ms when it was tuned: {change}",

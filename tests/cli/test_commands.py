@@ -87,6 +87,7 @@ def test_an_interruption_writes_the_best_so_far(folder: Path) -> None:
     done = run(*TUNE, "--budget", "60s", folder=folder, evaluator=Machine(interfere=interrupting(after=3)))
     assert done.returncode == 130
     assert "provisional policy written to policy.yaml" in done.stdout
+    assert done.stderr.endswith("\ninterrupted: this is the best so far; the same command continues\n")
     assert "provisional: true" in (folder / "policy.yaml").read_text()
 
 

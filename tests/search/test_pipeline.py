@@ -240,7 +240,7 @@ def test_the_policy_file_says_where_it_holds_and_what_was_measured(tmp_path: Pat
 def test_a_second_tuner_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     from filelock import FileLock
 
-    with FileLock(tmp_path / ".lock"), pytest.raises(StudyError, match="another amptune is tuning in"):
+    with FileLock(tmp_path / ".lock"), pytest.raises(StudyError, match="wait for it"):
         tune("amptune.workload.zoo:digits", study=tmp_path, budget_s=5)
 
 
