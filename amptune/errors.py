@@ -6,6 +6,7 @@ classes to exit codes. A message says what is wrong, where, what is allowed, and
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -141,6 +142,6 @@ _TUNE = (
 
 def require_tune() -> None:
     """Raises `MissingPackageError` for the first package of the extra `tune` that is missing; imports none of them."""
-    missing = next((name for name in _TUNE if find_spec(name) is None), None)
+    missing = next((name for name in _TUNE if sys.modules.get(name) is None and find_spec(name) is None), None)
     if missing is not None:
         raise MissingPackageError(missing)

@@ -11,6 +11,7 @@ import sys
 import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from types import ModuleType
 
 import commands
 import pytest
@@ -224,6 +225,15 @@ def test_the_error_is_amptunes_own_and_survives_pickling() -> None:
     error = MissingPackageError("click")
     assert isinstance(error, AmptuneError)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_a_stand_in_for_a_package_is_that_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module made in a test has no spec, and `find_spec` refuses it."""
+    monkeypatch.setitem(sys.modules, "pynvml", ModuleType("pynvml"))
+    errors.require_tune()
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(MissingPackageError, match="pynvml is not installed"):
+        errors.require_tune()
 
 
 def test_all_packages_of_the_extra_are_looked_for() -> None:
