@@ -18,7 +18,7 @@ __all__ = ["APEX_LEVELS", "Evidence", "PolicyFile", "is_preset", "preset"]
 
 
 class Evidence(TypedDict, total=False):
-    """What was measured in the final comparison; times in ms, memory in MiB, energy in J, rates per second.
+    """Figures measured in the final comparison; times in ms, memory in MiB, energy in J, rates per second.
 
     `baseline`, `amp_recipe` and the `finalists` hold the same figures for other policies, or their failure.
     `launches` is how many process launches the speed-up rests on. `parity` is how far training is from that in

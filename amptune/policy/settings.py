@@ -36,11 +36,11 @@ AUTOTUNED_MODES: frozenset[CompileMode] = frozenset({"max-autotune", "max-autotu
 
 # The settings that are words, with their values.
 _WORDS = {
-    "autocast": Autocast,
-    "weights": Weights,
-    "fp32_math": Fp32Math,
-    "memory_format": MemoryFormat,
-    "compile": CompileMode,
+    "autocast": get_args(Autocast),
+    "weights": get_args(Weights),
+    "fp32_math": get_args(Fp32Math),
+    "memory_format": get_args(MemoryFormat),
+    "compile": get_args(CompileMode),
 }
 
 # For pydantic, which makes the JSON Schemas from these classes: a key that is not a field of the class is an error.
@@ -177,9 +177,9 @@ class Policy:
     def __post_init__(self) -> None:
         """Raises `ValueError` with every problem, one per line, each starting with the setting's name."""
         wrong = [
-            f"{name}: {getattr(self, name)!r} is not one of {', '.join(get_args(words))}"
+            f"{name}: {getattr(self, name)!r} is not one of {', '.join(words)}"
             for name, words in _WORDS.items()
-            if type(getattr(self, name)) is not str or getattr(self, name) not in get_args(words)
+            if type(getattr(self, name)) is not str or getattr(self, name) not in words
         ]
         if self.batch_size is not None and self.batch_size < 1:
             wrong.append(f"batch_size: {self.batch_size} is not at least 1")

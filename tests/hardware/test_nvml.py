@@ -256,6 +256,11 @@ def test_without_the_library_there_is_one_reason(nvml: RecordedNvml) -> None:
     assert open_gpu(UUID) is None
 
 
+def test_without_its_package_nvml_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert connect(UUID) == NvmlAbsent(why="NVML: nvidia-ml-py is not installed")
+
+
 def test_closing_twice_gives_nvml_back_once(nvml: RecordedNvml) -> None:
     other = gpu_at(UUID)
     gpu = gpu_at(UUID)

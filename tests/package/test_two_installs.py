@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import pickle
-import re
 import subprocess
 import sys
 import tomllib
@@ -16,6 +15,8 @@ from types import ModuleType
 import commands
 import pytest
 import torch
+from distributions import normal, required_by
+from packaging.requirements import Requirement
 
 import amptune
 from amptune import errors
@@ -25,34 +26,19 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 TUNED = REPOSITORY / "reports" / "h200" / "resnet50.policy.yaml"
 
-# What an interpreter of a training node can import: its own library, torch with what torch requires, and these two.
+# A training node has torch with what that requires, and these.
+ALLOWED = required_by("torch") | {"pyyaml", "typing-extensions", "amptune"}
+BLOCKED = {module for module, names in packages_distributions().items() if not set(map(normal, names)) & ALLOWED}
+
 BLOCK = """
 import sys
 from importlib.machinery import PathFinder
-from importlib.metadata import packages_distributions, requires
-import re
-
-def required(name, found):
-    if name not in found:
-        found.add(name)
-        for line in requires(name) or []:
-            if "extra ==" not in line:
-                try:
-                    required(re.match(r"[\\w.-]+", line)[0].lower().replace("_", "-"), found)
-                except Exception:
-                    pass
-    return found
 
 class Allowed(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        return None if name.partition(".")[0] in BLOCKED else PathFinder.find_spec(name, path, target)
+        return None if name.partition(".")[0] in {blocked} else PathFinder.find_spec(name, path, target)
 
-allowed = required("torch", set()) | {"pyyaml", "typing-extensions", "amptune"}
-BLOCKED = {
-    module for module, names in packages_distributions().items()
-    if not {name.lower().replace("_", "-") for name in names} & allowed
-}
 sys.meta_path[sys.meta_path.index(PathFinder)] = Allowed
 """
 
@@ -83,7 +69,7 @@ def train(policy):
 
 def in_a_training_node(code: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs code where the packages of the extra `tune`, and all others that training does not need, are missing."""
-    command = [sys.executable, "-c", BLOCK + code, *arguments]
+    command = [sys.executable, "-c", BLOCK.format(blocked=BLOCKED) + code, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
 
 
@@ -204,8 +190,7 @@ def test_a_command_on_a_training_node_says_in_one_line_what_it_lacks(arguments: 
 @pytest.mark.parametrize("package", ["optuna", "scipy"])
 def test_so_does_a_command_that_lacks_a_single_package_before_it_begins(package: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(commands.WORKLOADS)
-    block = BLOCK.replace("BLOCKED = {", f"BLOCKED = {{{package!r}}} or {{")
-    command = [sys.executable, "-c", block + COMMAND, "tune", "train.py:small", "--json"]
+    command = [sys.executable, "-c", BLOCK.format(blocked={package}) + COMMAND, "tune", "train.py:small", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {package} is not installed; ")
@@ -238,12 +223,12 @@ def test_a_stand_in_for_a_package_is_that_package(monkeypatch: pytest.MonkeyPatc
 
 def test_all_packages_of_the_extra_are_looked_for() -> None:
     names = packages_distributions()
-    looked_for = {name.lower().replace("_", "-") for module in errors._TUNE for name in names[module]}
+    looked_for = {normal(name) for module in errors._TUNE for name in names[module]}
     assert looked_for == declared(PROJECT["optional-dependencies"]["tune"])
 
 
 def declared(requirements: list[str]) -> set[str]:
-    return {re.match(r"[\w.-]+", line)[0].lower().replace("_", "-") for line in requirements}  # type: ignore[index]
+    return {normal(Requirement(line).name) for line in requirements}
 
 
 def imported() -> set[str]:
@@ -253,7 +238,7 @@ def imported() -> set[str]:
     modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
     modules = {module.partition(".")[0] for module in modules} - {"amptune"}
     names = packages_distributions()
-    return {name.lower().replace("_", "-") for module in modules for name in names.get(module, ())}
+    return {normal(name) for module in modules for name in names.get(module, ())}
 
 
 def test_every_package_that_is_imported_is_declared_and_every_declared_one_imported() -> None:

@@ -13,6 +13,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from distributions import normal, required_by
 
 import amptune
 
@@ -46,7 +47,7 @@ class Environment:
 
     def packages(self) -> set[str]:
         listed = self.output_of("pip", "list", "--format", "freeze", "--disable-pip-version-check")
-        return {line.partition("==")[0].lower().replace("_", "-") for line in listed.split()}
+        return {normal(line.partition("==")[0]) for line in listed.split()}
 
 
 def environment_in(folder: Path) -> Environment:
@@ -82,7 +83,7 @@ def test_the_wheel_holds_the_package_its_search_spaces_and_nothing_else(built: P
     assert "amptune/py.typed" in package
     assert f"{info}/licenses/LICENSE" in names
     always = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, re.MULTILINE)
-    assert {name.replace("_", "-") for name in always} == {"torch", "pyyaml", "typing-extensions"}
+    assert set(map(normal, always)) == {"torch", "pyyaml", "typing-extensions"}
 
 
 def test_the_source_distribution_holds_what_it_takes_to_test_it(built: Path) -> None:
@@ -108,24 +109,6 @@ def training_node(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Envi
     return node
 
 
-def required_by(name: str, found: dict[str, None] | None = None) -> dict[str, None]:
-    """The package and all that it requires here, without extras."""
-    found = {} if found is None else found
-    found[name] = None
-    for line in distribution(name).requires or ():
-        required = re.split(r"[^\w.-]", line, maxsplit=1)[0]
-        if "extra ==" not in line and required not in found and is_installed(required):
-            required_by(required, found)
-    return found
-
-
-def is_installed(name: str) -> bool:
-    try:
-        return distribution(name) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 TRAINING = """
 import amptune, torch
 policy = amptune.PolicyFile(policy=amptune.Policy(autocast="bf16", memory_format="channels_last"))
@@ -145,7 +128,7 @@ print(amptune.__file__, loss.dtype)
 def test_the_wheel_trains_in_an_empty_environment_tunes_with_its_extra_and_then_both(
     built: Path, training_node: Environment, tmp_path: Path
 ) -> None:
-    before = {name.lower().replace("_", "-") for name in required_by("torch")} | {"pip", "setuptools"}
+    before = required_by("torch") | {"pip", "setuptools"}
     assert training_node.packages() - before == {"amptune", "pyyaml"}
     assert str(training_node.folder) in training_node.output_of("python", "-c", TRAINING, folder=tmp_path)
     lacking = training_node.run("amptune", "probe", folder=tmp_path)
