@@ -22,6 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from comparison import measured_in_turn, rounds_of  # beside this program
+
 from amptune.errors import AmptuneError
 from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.results.outcome import Effort, Measurement, Outcome, outcome_from_dict, outcome_to_dict
@@ -31,11 +33,10 @@ from amptune.policy.file_io import save
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.report.progress import progress_for
-from amptune.search.decide.comparison import Comparison
 from amptune.search.pipeline import tune
 from amptune.search.plan.budget import Budget
-from amptune.search.table.ratio import Round
-from amptune.search.table.verdict import Contender, contenders_of
+from amptune.search.table.effects import machine_of
+from amptune.search.table.verdict import Contender, Verdict, verdict_of
 from amptune.workload.zoo import NAMES
 
 FINALS_S = 45.0
@@ -85,19 +86,15 @@ def report(name: str, out: Path, budget_s: float, device: str | None, reuse: Pat
             prepared = evaluator.prepare(300.0)
             grid = earlier_grid(name, reuse) if reuse else measure_grid(evaluator, prepared, decision.policy.batch_size)
             columns = columns_of(decision.policy, grid)
-            comparison = Comparison(
-                evaluator=evaluator,
-                policies=tuple(dict.fromkeys(column.policy for column in columns)),
-                baseline=columns[0].policy,
-                budget=Budget(seconds=FINALS_S),
-                stage="finals",
-                observer=observer,
-                seed=1,
-                tried=grid,
-            )
-            rounds = list(comparison.rounds())
+            policies = list(dict.fromkeys(column.policy for column in columns))
+            budget = Budget(seconds=FINALS_S)
+            rows = measured_in_turn(evaluator, prepared, policies, budget, observer, tried=grid.items(), seed=1)
         finally:
             evaluator.close()
+    verdict = verdict_of(rows, columns[0].policy, machine_of(prepared.hardware.device))
+    if verdict is None:
+        print(f"{name}: stock PyTorch was not measured", file=sys.stderr)
+        return
     data = {
         "schema": "amptune.report/1",
         "workload": name,
@@ -107,8 +104,8 @@ def report(name: str, out: Path, budget_s: float, device: str | None, reuse: Pat
         "tuning_s": round(tuning_s, 1),
         "trials": [_row(trial.policy, trial.outcome, seconds=trial.seconds) for trial in decision.trials],
         "grid": [_row(policy, outcome) for policy, outcome in grid.items()],
-        "finals": [[_row(policy, outcome) for policy, outcome in one.outcomes.items()] for one in rounds],
-        "contenders": [_contender(column, rounds, columns[0].policy) for column in columns],
+        "finals": [[_row(row.policy, row.outcome) for row in one] for one in rounds_of(rows)],
+        "contenders": [_contender(column, verdict) for column in columns],
     }
     (out / f"{name}.json").write_text(json.dumps(data, indent=1) + os.linesep)
 
@@ -190,8 +187,8 @@ def _line(report: dict[str, Any], columns: Sequence[str]) -> str:
     )
 
 
-def _contender(column: Column, rounds: Sequence[Round], baseline: Policy) -> dict[str, Any]:
-    contender: Contender = next(s for s in contenders_of(rounds, baseline) if s.policy == column.policy)
+def _contender(column: Column, verdict: Verdict) -> dict[str, Any]:
+    contender = verdict.contender_of(column.policy) or Contender(policy=column.policy)
     ratio = contender.vs_baseline
     return {
         "name": column.name,

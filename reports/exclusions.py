@@ -14,12 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from comparison import rows_of  # beside this program
 from torch import nn
 
 from amptune.measure.bench.bench import Bench
@@ -29,7 +30,9 @@ from amptune.measure.results.half_effects import Half, Sensitivity
 from amptune.measure.results.outcome import Effort, Measurement
 from amptune.policy.settings import Policy
 from amptune.search.space.exclusions import ladder_by_time
-from amptune.search.table.ratio import ratio_of
+from amptune.search.table.effects import machine_of
+from amptune.search.table.ratio import Ratio
+from amptune.search.table.verdict import verdict_of
 from amptune.workload.targets import load_workload, parse_target
 from amptune.workload.workload import Workload
 
@@ -78,26 +81,23 @@ def _measured(name: str, memory_format: Any, device: torch.device, rounds: int) 
     policies = [plain, *(replace(plain, fp32_modules=ladder.rules(depth, "bf16", memory_format)) for depth in depths)]
     if ladder.half:
         policies.append(replace(plain, half_modules=ladder.half))
-    times: dict[Policy, list[float]] = {policy: [] for policy in policies}
-    for _ in range(rounds):
-        for policy in policies:
-            outcome = bench.measure(policy, EFFORT)
-            if isinstance(outcome, Measurement):
-                times[policy].append(outcome.median_ms)
+    rows = rows_of((name, [(policy, bench.measure(policy, EFFORT)) for policy in policies]) for _ in range(rounds))
+    verdict = verdict_of(rows, plain, machine_of("cuda" if device.type == "cuda" else "cpu"))
     for policy in policies:
-        yield _row(name, policy, times[policy], times[plain])
+        own = [row.outcome.median_ms for row in rows if row.policy == policy and isinstance(row.outcome, Measurement)]
+        ratio = verdict.scores.between(policy, plain) if verdict is not None else None
+        yield _row(name, policy, own, ratio)
 
 
-def _row(name: str, policy: Policy, own: Sequence[float], plain: Sequence[float]) -> dict[str, Any]:
-    ratio = ratio_of([[a / b for a, b in zip(plain, own, strict=False)]])
+def _row(name: str, policy: Policy, own: list[float], ratio: Ratio | None) -> dict[str, Any]:
     reasons = [rule.reason.saves_ms for rule in policy.fp32_modules if rule.reason is not None]
     return {
         "workload": name,
         "policy": str(policy),
         "expected_to_save_ms": reasons,
         "ms": round(statistics.median(own), 4) if own else None,
-        "speed_over_plain": round(ratio.value, 4),
-        "ci95": [round(ratio.low, 4), round(ratio.high, 4)],
+        "speed_over_plain": ratio and round(ratio.value, 4),
+        "ci95": ratio and [round(ratio.low, 4), round(ratio.high, 4)],
         "step_ms": [round(value, 4) for value in own],
     }
 

@@ -32,7 +32,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oracle import EFFORT, Oracle, Row, compile_caches, machine_of, read, require_the_same  # beside this program
+from comparison import effects_on, measured_in_turn, rounds_of, rows_of  # beside this program
+from oracle import EFFORT, Oracle, Row, compile_caches, machine_of, read, require_the_same
 
 from amptune.errors import AmptuneError
 from amptune.measure.evaluator import WorkerEvaluator
@@ -41,7 +42,6 @@ from amptune.measure.workers.worker import Source
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.report.progress import progress_for
-from amptune.search.decide.comparison import Comparison
 from amptune.search.events import (
     Compiling,
     ContenderMeasured,
@@ -55,8 +55,9 @@ from amptune.search.events import (
 )
 from amptune.search.pipeline import tune
 from amptune.search.plan.budget import Budget
-from amptune.search.table.ratio import Ratio, Round, ratio_between
-from amptune.search.table.verdict import contenders_of
+from amptune.search.table.ratio import Ratio
+from amptune.search.table.row import Row as Timing
+from amptune.search.table.verdict import Verdict, verdict_of
 from amptune.workload.zoo import NAMES
 
 if TYPE_CHECKING:
@@ -291,24 +292,17 @@ def compared(
         # Compiled once before, beside one another, so that the launches find it in the caches.
         graphs = [policy for policy in policies if policy.compile != "off"]
         evaluator.compile(graphs, COMPILE_LIMIT_S)
-        tried = {policy: evaluator.measure(policy, effort) for policy in graphs}
-        comparison = Comparison(
-            evaluator=evaluator,
-            policies=tuple(policies),
-            baseline=STOCK,
-            budget=Budget(seconds=finals_s),
-            stage="finals",
-            observer=progress,
-            seed=SEED,
-            kept=frozenset(p for contender, p in named.items() if not contender.startswith("amp ")),
-            tried=tried,
-        )
-        rounds = list(comparison.rounds())
+        tried = [(policy, evaluator.measure(policy, effort)) for policy in graphs]
+        budget = Budget(seconds=finals_s)
+        rows = measured_in_turn(evaluator, prepared, policies, budget, progress, tried=tried, seed=SEED)
     return {
         "machine": machine,
         "finals_s": round(finals_s, 1),
         "contenders": {contender: policy_to_dict(policy) for contender, policy in named.items()},
-        "rounds": [{"launch": one.launch, "rows": [_line(p, o) for p, o in one.outcomes.items()]} for one in rounds],
+        "rounds": [
+            {"launch": one[0].launch, "rows": [_line(row.policy, row.outcome) for row in one]}
+            for one in rounds_of(rows)
+        ],
     }
 
 
@@ -479,9 +473,9 @@ class Summary:
 def summary_of(data: Mapping[str, Any], oracle: Oracle) -> Summary:
     """The figures behind the raw samples."""
     names = {name: policy_from_dict(policy) for name, policy in data["comparison"]["contenders"].items()}
-    rounds = [_round(one) for one in data["comparison"]["rounds"]]
-    contenders = {contender.policy: contender for contender in contenders_of(rounds, STOCK)}
-    ms = {name: contenders[policy].step_ms if policy in contenders else None for name, policy in names.items()}
+    rows = timings_of(data["comparison"])
+    verdict = verdict_of(rows, STOCK, effects_on(data["comparison"]["machine"]["hardware"]))
+    ms = {name: _step_ms(rows, policy) for name, policy in names.items()}
     own, autotune = names["amptune"], data["autotune"]
     best = _fastest(ms, "oracle")
     recipe = _fastest(ms, "amp ")
@@ -490,9 +484,9 @@ def summary_of(data: Mapping[str, Any], oracle: Oracle) -> Summary:
         workload=data["workload"],
         ms={**ms, "oracle": ms[best] if best else None},
         own_step_ms=statistics.median(autotune["own_step_ms"]) if "own_step_ms" in autotune else None,
-        vs_oracle=_ratio(rounds, names.get(best or ""), own),
-        vs_amp=_ratio(rounds, own, names.get(recipe or "")),
-        vs_autotune=_ratio(rounds, own, names.get("pytorch-autotune")),
+        vs_oracle=_ratio(verdict, names.get(best or ""), own),
+        vs_amp=_ratio(verdict, own, names.get(recipe or "")),
+        vs_autotune=_ratio(verdict, own, names.get("pytorch-autotune")),
         tuning_s=data["amptune"]["seconds"],
         oracle_s=oracle.seconds,
         autotune_s=autotune["seconds"],
@@ -540,15 +534,28 @@ def _fastest(ms: Mapping[str, float | None], of: str) -> str | None:
     return min(alive, key=lambda name: alive[name], default=None)
 
 
-def _ratio(rounds: Sequence[Round], a: Policy | None, b: Policy | None) -> Ratio | None:
+def _ratio(verdict: Verdict | None, a: Policy | None, b: Policy | None) -> Ratio | None:
     """The speed of one over another's; exactly 1 where both are the same policy."""
-    ratio = ratio_between(rounds, a, b) if a is not None and b is not None else None
-    return ratio if ratio is not None and ratio.value > 0 else None
+    return None if verdict is None or a is None or b is None else verdict.scores.between(a, b)
 
 
-def _round(data: Mapping[str, Any]) -> Round:
-    rows = [Row.from_line({"seconds": 0.0, **row}) for row in data["rows"]]
-    return Round(launch=data["launch"], outcomes={row.policy: row.outcome for row in rows})
+def _step_ms(rows: Sequence[Timing], policy: Policy) -> float | None:
+    """The geometric mean over its blocks of their medians; None if it failed in any of them."""
+    outcomes = [row.outcome for row in rows if row.policy == policy]
+    blocks = [outcome.median_ms for outcome in outcomes if isinstance(outcome, Measurement)]
+    return statistics.geometric_mean(blocks) if blocks and len(blocks) == len(outcomes) else None
+
+
+def timings_of(comparison: Mapping[str, Any]) -> list[Timing]:
+    """The blocks of a comparison, as they are kept here, in their order."""
+    return rows_of(
+        (one["launch"], [(row.policy, row.outcome) for row in map(_from_line, one["rows"])])
+        for one in comparison["rounds"]
+    )
+
+
+def _from_line(line: Mapping[str, Any]) -> Row:
+    return Row.from_line({"seconds": 0.0, **line})
 
 
 def _line(policy: Policy, outcome: Outcome) -> dict[str, Any]:

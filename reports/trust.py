@@ -8,7 +8,7 @@ Three parts, each run alone where the others are given none:
 - `--tunings N`: N times over all workloads, `amptune tune` and then `amptune verify` of what it wrote;
 - `--compare-s S`: for each workload one interleaved comparison, S seconds long, of stock PyTorch, every policy that
   those tunings found and the fastest of the exhaustive grid measured earlier (`compare.py`): each policy's regret;
-- `--aa N`: N comparisons of a policy with itself under two names, three launches each.
+- `--aa N`: N comparisons of a policy with itself under two names, each until it is decided.
 
 Writes OUT/WORKLOAD-N.policy.yaml, OUT/tunings.json, OUT/regret.json and OUT/aa.json, a row as each is done; rows that
 are there already are kept, so several runs add up. `--table` only prints the summary of what is in OUT.
@@ -36,7 +36,9 @@ from pathlib import Path
 from typing import Any
 
 from compare import earlier_grid  # beside this program
+from comparison import launches_of, measured_in_turn
 
+from amptune.errors import StudyError
 from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.results.outcome import Measurement, Outcome
 from amptune.measure.workers.worker import Source
@@ -44,17 +46,18 @@ from amptune.policy.file_io import load
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.report.progress import progress_for
-from amptune.search.decide.comparison import Comparison
-from amptune.search.decide.samples import FILE_NAME, from_line
-from amptune.search.events import ContenderMeasured
 from amptune.search.plan.budget import Budget
-from amptune.search.table.ratio import ENOUGH_LAUNCHES, Ratio, Round, launches_of, ratio_between
-from amptune.search.table.verdict import contenders_of
+from amptune.search.sampler.storage import recall
+from amptune.search.table.effects import machine_of
+from amptune.search.table.ratio import Ratio
+from amptune.search.table.row import Row
+from amptune.search.table.verdict import Verdict, verdict_of
 from amptune.workload.zoo import NAMES, workload
 
 PREPARE_LIMIT_S = 300.0
-# An A/A comparison ends with its third launch, which this leaves time for.
 AA_LIMIT_S = 110.0
+# Of fewer launches nothing is said of how they differ.
+ENOUGH_LAUNCHES = 3
 AA_POLICIES = {
     "stock": STOCK,
     "tf32": Policy(fp32_math="tf32"),
@@ -133,7 +136,7 @@ def tuned_and_verified(name: str, place: Place, budget_s: float, verify_s: float
         )
         row["command"] = f"amptune tune {target} --budget {budget_s:g}s -o {path.name}"
         row |= {"exit_code": ran.exit_code, "seconds": ran.seconds, "log": ran.log}
-        row["comparisons"] = comparisons_in(Path(study) / FILE_NAME)
+        row["comparisons"] = comparisons_in(Path(study))
         log = Path(study) / "workers.log"
         if ran.exit_code and log.exists():
             print(log.read_text()[-3000:], file=sys.stderr)
@@ -182,18 +185,9 @@ def regret(name: str, place: Place, seconds: float, grid_best: int) -> dict[str,
         stock = replace(STOCK, batch_size=prepared.subject.batch_size)
         names = named_policies(name, stock, place, grid_best)
         budget = Budget(seconds=seconds)
-        comparison = Comparison(
-            evaluator=evaluator,
-            policies=tuple(names),
-            baseline=stock,
-            budget=budget,
-            stage="verify",
-            observer=observer,
-            seed=seed,
-        )
-        rounds = tuple(comparison.rounds())
-    contenders = contenders_of(rounds, stock)
-    best = contenders[0].policy
+        rows = measured_in_turn(evaluator, prepared, list(names), budget, observer, seed=seed)
+    verdict = judged(rows, stock, prepared.hardware.device)
+    best = verdict.contenders[0].policy
     hardware = prepared.hardware
     return {
         "workload": name,
@@ -202,7 +196,7 @@ def regret(name: str, place: Place, seconds: float, grid_best: int) -> dict[str,
         "software": {"torch": hardware.software.torch, "cudnn": hardware.software.cudnn},
         "budget_s": seconds,
         "seconds": round(budget.spent_s, 1),
-        "launches": launches_of(rounds),
+        "launches": len(launches_of(rows)),
         "contenders": [
             {
                 "names": names[contender.policy],
@@ -210,12 +204,12 @@ def regret(name: str, place: Place, seconds: float, grid_best: int) -> dict[str,
                 "policy": policy_to_dict(contender.policy),
                 "step_ms": contender.step_ms,
                 "vs_stock": contender.vs_baseline and numbers(contender.vs_baseline),
-                "best_over_this": numbers(ratio_between(rounds, best, contender.policy)),
+                "best_over_this": numbers(verdict.scores.between(best, contender.policy)),
                 "failure": str(contender.failure) if contender.failure else None,
             }
-            for contender in contenders
+            for contender in verdict.contenders
         ],
-        "comparison": comparison_of(blocks_of(rounds)),
+        "comparison": comparison_of(rows),
     }
 
 
@@ -248,19 +242,11 @@ def compared_with_itself(name: str, policy: Policy, place: Place) -> dict[str, A
     started, seed = _now(), len(rows_of(place.out, "aa"))
     double = replace(policy, batch_size=workload(name).batch_size)
     with comparing(name, place) as evaluator, progress_for(sys.stderr) as observer:
-        budget = Budget(seconds=AA_LIMIT_S)
-        comparison = Comparison(
-            evaluator=evaluator,
-            policies=(policy, double),
-            baseline=policy,
-            budget=budget,
-            stage="verify",
-            observer=observer,
-            seed=seed,
-            kept=(double,),
-        )
-        rounds = tuple(comparison.rounds(lambda so_far: launches_of(so_far) >= ENOUGH_LAUNCHES))
-    ratio = ratio_between(rounds, double, policy)
+        prepared, budget = evaluator.prepare(PREPARE_LIMIT_S), Budget(seconds=AA_LIMIT_S)
+        rows = measured_in_turn(evaluator, prepared, [policy, double], budget, observer, seed=seed)
+    ratio = judged(rows, policy, prepared.hardware.device).scores.between(double, policy)
+    if ratio is None:
+        sys.exit(f"{name}: {policy} was not measured twice")
     pair = {
         "policy": str(policy),
         "ratio": numbers(ratio),
@@ -272,8 +258,15 @@ def compared_with_itself(name: str, policy: Policy, place: Place) -> dict[str, A
         "started": started,
         "seconds": round(budget.spent_s, 1),
         "pairs": [pair],
-        "comparison": comparison_of(blocks_of(rounds)),
+        "comparison": comparison_of(rows),
     }
+
+
+def judged(rows: Sequence[Row], baseline: Policy, device: str) -> Verdict:
+    verdict = verdict_of(rows, baseline, machine_of(device))
+    if verdict is None:
+        sys.exit(f"{baseline} was not measured: nothing can be held against it")
+    return verdict
 
 
 @contextmanager
@@ -284,42 +277,30 @@ def comparing(name: str, place: Place) -> Iterator[WorkerEvaluator]:
             yield evaluator
 
 
-def comparisons_in(path: Path) -> list[dict[str, Any]]:
-    """The comparisons of a tuning, one after another: a stage or a count of launches that begins anew is another."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    comparisons: list[list[ContenderMeasured]] = []
-    for block in map(from_line, map(json.loads, lines)):
-        last = comparisons[-1][-1] if comparisons else None
-        if last is None or block.stage != last.stage or block.launch < last.launch:
-            comparisons.append([])
-        comparisons[-1].append(block)
-    return [comparison_of(blocks) for blocks in comparisons]
+def comparisons_in(study: Path) -> list[dict[str, Any]]:
+    """The timings of a tuning, trials included, as one comparison; none if it did not get so far."""
+    try:
+        return [comparison_of(recall(study).table, "tuning")]
+    except StudyError:
+        return []
 
 
-def blocks_of(rounds: Iterable[Round]) -> list[ContenderMeasured]:
-    return [
-        ContenderMeasured(stage="verify", launch=one.launch, policy=policy, outcome=outcome)
-        for one in rounds
-        for policy, outcome in one.outcomes.items()
-    ]
-
-
-def comparison_of(blocks: Sequence[ContenderMeasured]) -> dict[str, Any]:
+def comparison_of(rows: Sequence[Row], stage: str = "verify") -> dict[str, Any]:
     """Each contender's medians, a list a launch, and what the blocks say of the machine."""
-    launches = 1 + max(block.launch for block in blocks)
-    found: dict[Policy, list[list[float]]] = defaultdict(lambda: [[] for _ in range(launches)])
-    for block in blocks:
-        if isinstance(block.outcome, Measurement):
-            found[block.policy][block.launch].append(round(block.outcome.median_ms, 4))
-    measured = [block.outcome for block in blocks if isinstance(block.outcome, Measurement)]
+    launches = launches_of(rows)
+    found: dict[Policy, list[list[float]]] = defaultdict(lambda: [[] for _ in launches])
+    for row in rows:
+        if isinstance(row.outcome, Measurement):
+            found[row.policy][launches.index(row.launch)].append(round(row.outcome.median_ms, 4))
+    measured = [row.outcome for row in rows if isinstance(row.outcome, Measurement)]
     return {
-        "stage": blocks[0].stage,
+        "stage": stage,
         "contenders": [
             {"words": _words(policy), "policy": policy_to_dict(policy), "median_ms": medians}
             for policy, medians in found.items()
         ],
-        "blocks": len(blocks),
-        "failed": [f"{_words(block.policy)}: {block.outcome}" for block in blocks if block.outcome not in measured],
+        "blocks": len(rows),
+        "failed": [f"{_words(row.policy)}: {row.outcome}" for row in rows if row.outcome not in measured],
         "unsteady": sum(not m.steady for m in measured),
         "discarded": dict(Counter(why for m in measured for why in m.discarded)),
         "contaminated_by": dict(Counter(why for m in measured for why in m.contaminated_by)),
@@ -478,9 +459,9 @@ def rows_of(out: Path, part: str) -> list[dict[str, Any]]:
     return rows
 
 
-def numbers(ratio: Ratio) -> list[float | None]:
+def numbers(ratio: Ratio | None) -> list[float | None]:
     """[value, low, high], None for what is infinite or not known."""
-    values = (ratio.value, ratio.low, ratio.high)
+    values = (math.inf,) * 3 if ratio is None else (ratio.value, ratio.low, ratio.high)
     return [round(value, 5) if math.isfinite(value) else None for value in values]
 
 

@@ -10,20 +10,19 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from click.testing import CliRunner
-from simulated.landscape import SimulatedClock
 from simulated.recorded import RecordedEvaluator, recorded_ms
 
 from amptune.cli.entry import cli
 from amptune.cli.session import Session
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.results.loop_timing import LoopTiming
-from amptune.measure.results.outcome import Effort, Failure, Outcome
+from amptune.measure.results.outcome import Failure
 from amptune.measure.results.step_profile import OperationTime, StepProfile
 from amptune.measure.results.training_runs import Parity
 from amptune.policy.settings import Policy
@@ -64,9 +63,6 @@ too_large = of(batch=batch_up_to_64, batch_size=512)
 endless = of(batch=lambda n: time.sleep(600))
 """
 
-# What a measurement, and the start of the processes of a launch, take by the clock of a `Machine`.
-TRIAL_S, LAUNCH_S = 1.0, 2.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
@@ -81,17 +77,11 @@ class Done:
 class Machine(RecordedEvaluator):
     """A recorded H200 by a clock that measurements, launches and judgements move: the same command does the same."""
 
+    takes_s: ClassVar[float] = 1.0
+    launch_s: ClassVar[float] = 2.0
+
     workload: str = "resnet50"
     noise: float = 0.002
-    clock: SimulatedClock = field(default_factory=SimulatedClock)
-
-    def launch(self, policies: Sequence[Policy]) -> None:
-        self.clock.advance(LAUNCH_S)
-        super().launch(policies)
-
-    def measure(self, policy: Policy, effort: Effort) -> Outcome:
-        self.clock.advance(TRIAL_S)
-        return super().measure(policy, effort)
 
     def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:
         self.clock.advance(seconds / 3)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from simulated.landscape import SimulatedClock
+from simulated.clock import SimulatedClock
 
 from amptune.measure.results.half_effects import Half, ModuleTrace, Sensitivity
 from amptune.measure.results.loop_timing import LoopTiming

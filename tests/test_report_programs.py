@@ -19,19 +19,29 @@ import pytest
 sys.path.append(str(Path(__file__).parent.parent / "reports"))  # programs, no package
 
 import batch_sizes
+import comparison
 import costs
 import oracle
+import rejudge
+import replay
 import rivals
 import samplers
+import sittings
+import stored
 import suite
 import torch
+import trust
 from measurements import took
+from simulated.landscape import NO_TROUBLE, Replay, SimulatedClock, SyntheticEvaluator, landscape_of
 
 from amptune.errors import AmptuneError
-from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
-from amptune.policy.serialization import policy_to_dict
+from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome, outcome_from_dict
+from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import STOCK, CompileMode, Policy
 from amptune.search.plan.budget import Budget
+from amptune.search.table.ratio import Ratio
+from amptune.search.table.row import Row
+from amptune.workload.targets import load_workload, parse_target
 
 MACHINE = {"workload": "w", "hardware": "H", "software": {}, "model": "m", "batch_size": 64, "convolutions": False}
 
@@ -261,7 +271,7 @@ def test_nothing_is_said_of_an_answer_that_was_not_measured() -> None:
     assert rivals.approach([entry(10, STOCK, 2.0)], BF16) == (None, None)
 
 
-def comparison() -> dict[str, Any]:
+def compared() -> dict[str, Any]:
     """What rivals.py writes, with two launches; pytorch-autotune died."""
     times = {"stock": 4.0, "amp bf16": 2.0, "amptune": 1.0, "oracle 1": 1.0, "oracle 2": 0.9}
     policies = {
@@ -277,6 +287,7 @@ def comparison() -> dict[str, Any]:
         "amptune": {"seconds": 20.0, "timeline": [entry(10, FP16, 1.0)]},
         "autotune": {"seconds": 3.0, "failure": "exit code 1: it crashed"},
         "comparison": {
+            "machine": MACHINE,
             "contenders": {name: policy_to_dict(policy) for name, policy in policies.items()},
             "rounds": [{"launch": launch, "rows": rows} for launch in range(2)],
         },
@@ -285,7 +296,7 @@ def comparison() -> dict[str, Any]:
 
 def test_the_figures_of_a_comparison_come_from_its_raw_samples() -> None:
     everything = replace(all_eager(), rows=tuple(replace(one, seconds=20.0) for one in all_eager().rows))
-    summary = rivals.summary_of(comparison(), everything)
+    summary = rivals.summary_of(compared(), everything)
     assert summary.vs_oracle is not None
     assert summary.vs_oracle.value == pytest.approx(1 / 0.9)
     assert summary.vs_amp is not None
@@ -295,7 +306,7 @@ def test_the_figures_of_a_comparison_come_from_its_raw_samples() -> None:
 
 
 def test_a_rival_that_crashed_stands_in_the_table_with_its_failure(tmp_path: Path) -> None:
-    (tmp_path / "w.json").write_text(json.dumps(comparison()))
+    (tmp_path / "w.json").write_text(json.dumps(compared()))
     for line in (MACHINE, row(STOCK, 4.0, seconds=100.0).to_line()):
         oracle.append(tmp_path / "w.jsonl", line)
     text = rivals.table(tmp_path, tmp_path)
@@ -331,6 +342,198 @@ def test_only_an_optimizer_it_knows_by_name_can_be_fused() -> None:
     model = one.model()
     assert callable(rivals.optimizer_of(one, model)[0])
     assert rivals.optimizer_of(replace(one, optimizer=adamw), model) == ("adamw", 1e-4)
+
+
+# --- comparisons ---------------------------------------------------------------------------------------------------
+
+
+def simulated() -> SyntheticEvaluator:
+    return SyntheticEvaluator(landscape_of("resnet50"), SimulatedClock(), NO_TROUBLE, 0)
+
+
+def in_turn(machine: SyntheticEvaluator, policies: Sequence[Policy], budget_s: float, **more: Any) -> list[Row]:
+    budget = Budget(seconds=budget_s, clock=machine.clock)
+    return comparison.measured_in_turn(machine, machine.landscape.prepared, policies, budget, lambda _: None, **more)
+
+
+def test_policies_are_measured_in_turn_until_their_ratio_is_known() -> None:
+    machine = simulated()
+    rows = in_turn(machine, [STOCK, BF16], 600.0)
+    first = next(comparison.rounds_of(rows))
+    assert {row.policy for row in first} == {STOCK, BF16}
+    ratio = trust.judged(rows, STOCK, "cuda").scores.between(BF16, STOCK)
+    assert ratio is not None
+    assert ratio.low <= machine.landscape.true_ms(STOCK) / machine.landscape.true_ms(BF16) <= ratio.high
+    assert machine.clock() < 600.0
+
+
+def test_a_policy_that_failed_before_enters_a_comparison_with_its_failure() -> None:
+    failure = Failure(kind="oom", message="full")
+    machine = simulated()
+    rows = in_turn(machine, [STOCK, BF16, FP16], 60.0, tried=[(FP16, failure), (BF16, measured(1.0))])
+    assert FP16 not in machine.measured
+    assert [row.outcome for row in rows if row.policy == FP16] == [failure]
+
+
+def test_rounds_come_back_from_a_file_as_they_were() -> None:
+    rounds = [("0", [(STOCK, measured(2.0)), (BF16, measured(1.0))]), ("0", [(BF16, measured(1.1))])]
+    rounds += [("1", [(STOCK, measured(2.1))])]
+    rows = comparison.rows_of(rounds)
+    assert [(one[0].launch, [(row.policy, row.outcome) for row in one]) for one in comparison.rounds_of(rows)] == rounds
+    assert comparison.launches_of(rows) == ["0", "1"]
+    assert sorted(row.moment_s for row in rows) == [row.moment_s for row in rows]
+
+
+def test_the_medians_of_a_comparison_stand_in_a_list_for_each_launch() -> None:
+    rows = comparison.rows_of(
+        [("0", [(STOCK, measured(2.0)), (BF16, Failure(kind="oom", message="full"))]), ("1", [(STOCK, measured(3.0))])]
+    )
+    kept = trust.comparison_of(rows)
+    assert [one["median_ms"] for one in kept["contenders"]] == [[[2.0], [3.0]]]
+    assert kept["failed"] == ["bf16: oom: full"]
+    assert trust.comparisons_in(Path("nowhere")) == []
+
+
+# --- replays -------------------------------------------------------------------------------------------------------
+
+
+def replayed(true_speedup: float, claim: tuple[float, float, float] | None, confidence: str, regret: float) -> Replay:
+    return Replay(
+        workload="w",
+        seed=0,
+        chosen="a",
+        best="b",
+        regret=regret,
+        search_regret=0.0,
+        finals_regret=0.0,
+        true_speedup=true_speedup,
+        next_speedup=1.05 * true_speedup,
+        claim=claim,
+        confidence=confidence,
+        trials=10,
+        launches=3,
+        simulated_s=300.0,
+        wall_s=1.0,
+    )
+
+
+def test_the_table_of_replays_counts_confirmed_claims_and_what_is_left_open() -> None:
+    rows = [
+        replayed(1.5, (1.5, 1.4, 1.6), "confirmed", 0.0),
+        replayed(0.9, (1.2, 1.1, 1.3), "confirmed", 0.1),
+        replayed(1.5, (1.2, 1.1, 1.3), "likely", 0.0),
+        replayed(1.0, None, "undecided", 0.5),
+    ]
+    heads, _, *lines = replay.table(rows).splitlines()
+    cells = dict(zip(heads.split(" | "), lines[-1].split(" | "), strict=True))
+    assert cells["confirmed"] == "66.7 %"
+    assert cells["confirmed wrong"] == "50.0 %"
+    assert (cells["claim holds"], cells["holds later"]) == ("33.3 %", "33.3 %")
+    assert cells["left open"] == "33.3 %"
+    assert "| 4 | 75.0 % | 50.0 % |" in replay.null_table(rows)
+
+
+# --- sittings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(sittings.CPU))
+def test_a_model_of_the_sittings_can_be_trained(name: str) -> None:
+    workload = load_workload(parse_target(f"{sittings.__file__}:{name}"))
+    assert workload.loss is not None
+    model = workload.model()
+    workload.loss(model, workload.batch(2)).backward()  # type: ignore[no-untyped-call]
+    assert next(model.parameters()).grad is not None
+
+
+def test_the_models_of_the_sittings_are_many_and_none_is_compared_with_stock_alone() -> None:
+    for models in (sittings.CPU, sittings.GPU):
+        assert len(models) >= 14
+        assert all(len(policies) == 3 and STOCK not in policies for policies in models.values())
+
+
+def test_a_sitting_writes_a_line_for_every_policy_of_every_round(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    launched: list[Sequence[Policy]] = []
+
+    class Workers(Answers):
+        def __init__(self, *_: object) -> None:
+            super().__init__(measured(2.0))
+
+        def __enter__(self) -> Workers:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def prepare(self, limit_s: float) -> None: ...
+
+        def launch(self, policies: Sequence[Policy]) -> None:
+            launched.append(policies)
+
+    monkeypatch.setattr(sittings, "WorkerEvaluator", Workers)
+    out = tmp_path / "folder" / "one.jsonl"
+    command = ["sittings.py", "--only", "cpu_lstm", "--out", str(out), "--launches", "2", "--rounds", "3"]
+    monkeypatch.setattr(sys, "argv", command)
+    for _ in range(2):  # a second command adds its lines
+        assert sittings.main() == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    policies = (STOCK, *sittings.CPU["cpu_lstm"])
+    assert launched == 4 * [policies]
+    assert len(lines) == 2 * 2 * 3 * len(policies)
+    assert [line["launch"] for line in lines[: 3 * len(policies)]] == 3 * len(policies) * [0]
+    assert {policy_from_dict(line["policy"]) for line in lines[: len(policies)]} == set(policies)
+    assert {line["model"] for line in lines} == {"cpu_lstm"}
+    assert all(outcome_from_dict(line["outcome"]) == measured(2.0) for line in lines)
+
+
+# --- judged anew ---------------------------------------------------------------------------------------------------
+
+
+EVERYTHING = list(stored.everything())
+
+
+def test_every_comparison_that_is_stored_is_judged_anew() -> None:
+    files = {path.relative_to(stored.H200) for path in stored.H200.glob("**/*.json")}
+    judged = {Path(one.file.partition(",")[0]) for one in EVERYTHING}
+    assert {file for file in files - judged if file.parts[0] != "batch_sizes"} == set()
+    assert all(rejudge.judged_anew(one) is not None for one in EVERYTHING)
+
+
+def test_an_interval_of_then_was_doubled_for_few_launches() -> None:
+    one, two, three = ([[1.01, 1.02, 1.03]] * count for count in (1, 2, 3))
+    assert stored.former_ratio([[1.02]]).high == math.inf
+    assert stored.former_ratio(three).half_width == 0.0
+    assert stored.former_ratio(one).half_width > stored.former_ratio(two).half_width > 0.01
+    assert stored.former_ratio(two, (0.5, 20)).half_width > 0.3
+    assert stored.former_ratio(two, differ=0.5).half_width > 0.3
+
+
+def judged_by_hand(then: float, now: float, *, faster: bool = True) -> rejudge.Judged:
+    """Stock PyTorch took twice `now` ms and bf16 two ms; then, bf16 was said to be `then` times as fast."""
+    rounds = [(launch, [(STOCK, measured(2 * now)), (BF16, measured(2.0))]) for launch in range(4)]
+    said = stored.Said(policy=BF16, ratio=Ratio(value=then, low=then - 0.01, high=then + 0.01), faster=faster, sure="-")
+    judged = rejudge.judged_anew(
+        stored.Stored(file="f", workload="w", name="tuning", rows=comparison.rows_of(rounds), baseline=STOCK, then=said)
+    )
+    assert judged is not None
+    return judged
+
+
+def test_a_verdict_that_differs_is_told_from_an_interval_that_does() -> None:
+    assert judged_by_hand(1.1, 0.9).change == rejudge.LOST
+    assert judged_by_hand(1.0, 1.5, faster=False).change == rejudge.WON
+    assert judged_by_hand(1.5, 1.5).change == rejudge.WIDER
+    assert all(rejudge.reason(judged_by_hand(1.5, now)) for now in (0.9, 1.5))
+
+
+def test_what_is_judged_anew_stands_in_a_table_and_in_groups() -> None:
+    judged = [judged_by_hand(1.5, 1.5), judged_by_hand(1.1, 0.9)]
+    lines = rejudge.table(judged).splitlines()
+    assert len(lines) == 2 + len(judged)
+    assert lines[2].startswith("| f | w | tuning | bf16 | 1.500× [1.490, 1.510], - | 1.500× [")
+    told = "\n".join(rejudge.summary(judged))
+    assert "- **faster → kept**, 1: " in told
+    assert "- **wider**, 1: " in told
 
 
 # --- the samplers -------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def write_page(page: str, output: str) -> None:
 
 
 def _study_report(study: str, name: str | None, objective: str | None, least_speed: float | None) -> StudyReport:
-    from amptune.search.decide.samples import read_comparisons
+    from amptune.search.decide.samples import former_rows
     from amptune.search.decide.study_report import study_report_of
     from amptune.search.sampler.storage import recall
     from amptune.search.table.objective import objective_of
@@ -70,7 +70,7 @@ def _study_report(study: str, name: str | None, objective: str | None, least_spe
     last = record.last.objective
     asked = objective_of(objective or last.name, least_speed) if objective or least_speed is not None else last
     folder = where if isinstance(where, Path) else Path(record.last.folder)
-    return study_report_of(record, read_comparisons(folder, [tuning.run for tuning in record.tunings]), asked)
+    return study_report_of(record, former_rows(folder, [tuning.run for tuning in record.tunings]), asked)
 
 
 def _place(study: str) -> Path | str:
@@ -87,19 +87,19 @@ def _as_data(study_report: StudyReport) -> dict[str, Any]:
     from amptune.policy.serialization import policy_to_dict
     from amptune.search.decide.study_report import command_of, findings_of
 
-    decision, record = study_report.decision, study_report.record
+    verdict, record = study_report.verdict, study_report.record
     return {
         "study": record.name,
         "workload": record.last.workload,
         "hardware": record.last.hardware,
         "objective": study_report.objective.name,
         "least_speed": study_report.objective.least_speed if study_report.objective.needs_speed else None,
-        "policy": policy_to_dict(decision.policy),
-        "gain": decision.gain.value,
-        "gain_ci95": [decision.gain.low, decision.gain.high],
-        "speedup": decision.speedup.value,
-        "speedup_ci95": [decision.speedup.low, decision.speedup.high],
-        "basis": decision.basis,
+        "policy": policy_to_dict(study_report.policy),
+        "gain": verdict.gain.value,
+        "gain_ci95": [verdict.gain.low, verdict.gain.high],
+        "speedup": verdict.speedup.value,
+        "speedup_ci95": [verdict.speedup.low, verdict.speedup.high],
+        "confidence": verdict.confidence,
         "pareto": [point.as_dict() for point in study_report.front],
         "trials": len(record.trials),
         "failures": dict(Counter(failure.kind for _, failure in study_report.failures)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -194,15 +193,11 @@ def _report(decision: Decision, request: TuningRequest, output: str | None) -> N
         return
     from amptune.cli.report import write_page
     from amptune.report.page import page_of
-    from amptune.search.decide.samples import read_comparisons
-    from amptune.search.decide.study_report import decision_record_of, study_report_of
+    from amptune.search.decide.study_report import StudyReport
     from amptune.search.sampler.storage import recall
 
     record = recall(request.study, run=request.run)
-    comparisons = read_comparisons(request.folder, [tuning.run for tuning in record.tunings])
-    study_report = replace(
-        study_report_of(record, comparisons, decision.objective), decision=decision_record_of(decision)
-    )
+    study_report = StudyReport(record=record, verdict=decision.verdict, points=decision.points)
     write_page(page_of(study_report, decision.findings), output)
     click.echo(f"report written to {output}", err=True)
 
@@ -219,6 +214,7 @@ def _as_data(decision: Decision, output: str) -> dict[str, Any]:
         "speedup_ci95": [speedup.low, speedup.high],
         "gain": gain.value,
         "gain_ci95": [gain.low, gain.high],
+        "confidence": decision.verdict.confidence,
         "provisional": decision.provisional,
         "evidence": decision.policy_file.evidence,
         "valid_for": decision.policy_file.valid_for,

@@ -29,8 +29,9 @@ def verify_command(session: Session, policy: str, target: str, budget: float, de
     """Measure the claim of POLICY.yaml again, on this machine, against the baseline it names.
 
     TARGET is the workload it was tuned for, FILE.py:NAME or PACKAGE.MODULE:NAME. Policy and baseline are
-    measured in turn, in several process launches of each. The claim holds if the new 95 % interval reaches the
-    claimed speed-up less 2 %: exit code 0, else 1, with what changed. 4 on hardware the policy is not for.
+    measured in turn, each in a process of its own, until that is known. The claim holds if the new 95 % interval
+    reaches the claimed speed-up less 2 %: exit code 0, else 1, with what changed. 4 on hardware the policy is not
+    for.
     """
     session.start_importing()
     from amptune.policy.file_io import load

@@ -25,6 +25,8 @@ class Evidence(TypedDict, total=False):
     FP32: the first steps, and what the numerics gate saw; `ablation` what each setting buys, as the speed with it
     over the speed without; `end_to_end` what a training loop with fresh data reached. `tuned_on` is UTC, ISO 8601.
 
+    `confidence` is "confirmed", "likely" (then `provisional` is set) or "undecided" (then the baseline stays).
+
     `objective` is "memory" or "energy", and left out for throughput; `gain` is then the baseline's peak memory, or
     energy a sample, over the policy's, and so is what an ablated setting buys, its share of the speed beside it.
     `least_speed` is the share of the baseline's speed that had to be reached. `pareto` are the trials that no other
@@ -56,6 +58,7 @@ class Evidence(TypedDict, total=False):
     tuned_on: str
     trials: int
     seconds: float
+    confidence: str
     provisional: bool
     finalists: list[dict[str, Any]]
     pareto: list[dict[str, Any]]

@@ -46,7 +46,7 @@ def page_of(study_report: StudyReport, findings: Sequence[Finding]) -> str:
 def _sections(study_report: StudyReport, findings: Sequence[Finding], title: str) -> Iterator[str]:
     yield from _heading(study_report, title)
     if study_report.contenders:
-        yield _section("Compared in turn, in processes of their own", _finalists(study_report))
+        yield _section("Measured more than once", _finalists(study_report))
     yield from _charts(study_report)
     if study_report.ablation:
         yield _section("What each setting buys", _settings(study_report))
@@ -60,13 +60,7 @@ def _sections(study_report: StudyReport, findings: Sequence[Finding], title: str
 def _heading(study_report: StudyReport, title: str) -> Iterator[str]:
     last = study_report.record.last
     state = "proven" if study_report.is_proven else "unproven"
-    badge = (
-        "nothing better"
-        if study_report.keeps_the_baseline
-        else "proven"
-        if study_report.is_proven
-        else "not proven yet"
-    )
+    badge = "nothing better" if study_report.keeps_the_baseline else "confirmed" if study_report.is_proven else "likely"
     yield f'<header>\n<p class="eyebrow">amptune · {escape(study_report.objective.name)}</p>\n<h1>{escape(title)}</h1>'
     yield f'<div class="answer {state}">\n<p class="sentence">{escape(study_report.sentence)}</p>'
     yield f'<p><span class="badge">{badge}</span> {escape(study_report.grounds)}</p>'
@@ -146,7 +140,7 @@ def _chart(study_report: StudyReport, points: Sequence[tuple[ParetoPoint, float]
 
 
 def _kind_of(study_report: StudyReport, policy: Policy, recipe: Policy | None) -> tuple[Kind, str]:
-    if policy == study_report.decision.policy:
+    if policy == study_report.policy:
         return "winner", "baseline: keep it" if study_report.keeps_the_baseline else f"answer: {_short(policy)}"
     if policy == study_report.baseline.policy:
         return "baseline", f"baseline: {_short(policy)}"

@@ -30,9 +30,7 @@ from amptune.search.table.objective import Objective
 __all__ = ["describe", "progress_for"]
 
 _STAGES = {
-    "finals": "final comparison",
-    "refinement": "the winner, and what may be faster",
-    "ablation": "the winner, and what each of its settings buys",
+    "comparison": "comparison",
     "verify": "the claim measured again",
 }
 _GROUNDWORK: dict[Groundwork, str] = {

@@ -270,7 +270,7 @@ def _front(study_report: StudyReport) -> Table:
 
 def _with_the_named(study_report: StudyReport, shown: Sequence[ParetoPoint]) -> Iterator[ParetoPoint]:
     """Yields the points, fastest first, plus winner and baseline, which need not be in the Pareto set."""
-    named = {study_report.decision.policy, study_report.baseline.policy}
+    named = {study_report.policy, study_report.baseline.policy}
     others = [point for point in study_report.points if point.policy in named and point not in shown]
     yield from sorted([*shown, *others], key=lambda point: -point.samples_per_s)
 
@@ -289,5 +289,5 @@ def _study_row(study_report: StudyReport, point: ParetoPoint, *, energy: bool) -
 
 def role_of(study_report: StudyReport, policy: Policy) -> str:
     """Returns a policy's role in an answer, or an empty string."""
-    roles = {study_report.decision.policy: "answer", study_report.baseline.policy: "baseline"}
+    roles = {study_report.policy: "answer", study_report.baseline.policy: "baseline"}
     return "answer: baseline" if study_report.keeps_the_baseline and policy in roles else roles.get(policy, "")

@@ -33,9 +33,8 @@ __all__ = [
     "WorkloadBuilt",
 ]
 
-# The purpose of a comparison: to choose a winner, to look for a faster policy close to it, to measure what each of its
-# settings buys, to check a claim.
-Stage = Literal["finals", "refinement", "ablation", "verify"]
+# The purpose of rounds: to choose a winner, to check a claim.
+Stage = Literal["comparison", "verify"]
 
 # Work before the search that narrows the space: timing each module, judging the numerics of each precision, finding the
 # largest batch.
@@ -101,11 +100,12 @@ class SearchEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonStarted:
-    """The event before contenders are measured in turn, each in its own process."""
+    """The event before policies are measured in turn, each in its own process; `leader` is the best of them so far."""
 
     stage: Stage
     policies: tuple[Policy, ...]
     left_s: float
+    leader: Policy | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

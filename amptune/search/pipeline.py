@@ -18,19 +18,16 @@ from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.after_checks import checked_in_a_loop, larger_batch
 from amptune.search.compile_schedule import GraphsAtOnce
-from amptune.search.decide.comparison import ROUNDS_PER_LAUNCH
 from amptune.search.decide.decision import Decision
-from amptune.search.decide.samples import keeping_samples
-from amptune.search.decide.study_report import decision_record_of
 from amptune.search.events import Observer, SearchStarted, WorkloadBuilt
-from amptune.search.finals import compare_finalists
 from amptune.search.gate.judge import Judge
 from amptune.search.plan.budget import Budget, comparisons_s, larger_batch_s, loop_s
 from amptune.search.request import TuningRequest, place_of, source_of
-from amptune.search.run import FINALISTS, TuningRun
+from amptune.search.run import TuningRun
 from amptune.search.sampler.records import without_password
 from amptune.search.sampler.study import Study
 from amptune.search.space.candidates import Candidates, GlobalBatch, Wanted, candidates_for
+from amptune.search.table.next_rows import MOST_POLICIES
 from amptune.search.table.objective import THROUGHPUT, ObjectiveName, objective_of
 from amptune.search.table.trial import error_of_baseline
 from amptune.search.trial_loop import search
@@ -116,7 +113,7 @@ def run_tuning(request: TuningRequest, observer: Observer, evaluator: Evaluator 
     with _locked(request.folder):
         evaluator = evaluator or _workers(request)
         try:
-            decision = tune_with(evaluator, _with_time_for_the_rest(request), _keeping(request, observer))
+            decision = tune_with(evaluator, _with_time_for_the_rest(request), observer)
             try:
                 decision = checked_in_a_loop(evaluator, decision, request.budget)
                 return _told_of_a_larger_batch(evaluator, decision, request)
@@ -149,19 +146,10 @@ def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) 
         _search_and_compare(evaluator, run, prepare_s, observer)
         decision = run.sound_decision()
     except KeyboardInterrupt:
-        decision = run.decision(provisional=True)
-        _conclude(run, decision)
-        raise TuningInterrupted(decision) from None
+        raise TuningInterrupted(run.decision(interrupted=True)) from None
     if decision is None:
         raise _nothing_feasible(run.study, candidates)
-    _conclude(run, decision)
     return decision
-
-
-def _conclude(run: TuningRun, decision: Decision | None) -> None:
-    """Records the decision, so that the study can repeat it later."""
-    if decision is not None:
-        run.study.conclude(run.request.run, decision_record_of(decision))
 
 
 def _search_and_compare(evaluator: Evaluator, run: TuningRun, prepare_s: float, observer: Observer) -> None:
@@ -177,6 +165,7 @@ def _search_and_compare(evaluator: Evaluator, run: TuningRun, prepare_s: float, 
             left_s=request.budget.left_s,
         )
     )
+    run.anchor(evaluator)
     search(
         study,
         evaluator,
@@ -190,24 +179,20 @@ def _search_and_compare(evaluator: Evaluator, run: TuningRun, prepare_s: float, 
         ),
         reserve_s=lambda: _comparisons_s(study, request.budget, prepare_s, run.prepared.start_s),
         observer=observer,
+        run=request.run,
     )
     baseline = study.trial_of(candidates.baseline)
     if baseline is None or study.yardstick.score(baseline.outcome) is None:
         return
-    comparisons = run.begin_comparisons()
-    if len(comparisons.setup.finalists) > 1:
-        run.judge_ahead()
-        with suppress(StudyError):  # no worker can be started any more: the measurements so far decide
-            compare_finalists(evaluator, comparisons, request.budget, run.prepared.start_s, observer, run.judge.rejects)
+    with suppress(StudyError):  # no worker can be started any more: the measurements so far decide
+        run.compare(evaluator, observer)
 
 
 def _comparisons_s(study: Study, budget: Budget, prepare_s: float, start_s: float) -> float:
     """Returns the seconds to keep for the comparisons, by the cost so far of starting a worker and of a trial."""
     costs = sorted(trial.seconds for trial in study.trials)
     typical_s = costs[len(costs) // 2] if costs else 0.0
-    contenders = min(2 + FINALISTS, len(costs))
-    launch_s = start_s + ROUNDS_PER_LAUNCH * contenders * typical_s
-    return comparisons_s(budget, prepare_s=prepare_s, launch_s=launch_s)
+    return comparisons_s(budget, prepare_s=prepare_s, launch_s=start_s + min(MOST_POLICIES, len(costs)) * typical_s)
 
 
 def _with_time_for_the_rest(request: TuningRequest) -> TuningRequest:
@@ -234,10 +219,6 @@ def _nothing_feasible(study: Study, candidates: Candidates) -> Exception:
     if not isinstance(trial.outcome, Failure):
         return ObjectiveError(f"{NO_ENERGY}: none could be read while the baseline ran")
     return error_of_baseline(candidates.baseline, trial.outcome)
-
-
-def _keeping(request: TuningRequest, observer: Observer) -> Observer:
-    return keeping_samples(request.folder, observer, request.run)
 
 
 @contextmanager

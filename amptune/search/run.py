@@ -3,40 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import median
 
 from amptune.measure.evaluator import Evaluator
+from amptune.measure.results.outcome import Measurement
 from amptune.measure.results.subject import Prepared
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.batch_size.batch_sizes import NO_SIZES, BatchSizes, batch_sizes_for
-from amptune.search.decide.comparison import ROUNDS_PER_LAUNCH
-from amptune.search.decide.comparisons import Comparisons, ComparisonSetup
 from amptune.search.decide.conclusion import decide
 from amptune.search.decide.decision import Decision
-from amptune.search.decide.samples import read_comparisons
+from amptune.search.decide.samples import former_rows
 from amptune.search.events import GroundworkStarted, Observer
 from amptune.search.gate.judge import Judge
 from amptune.search.groundwork import check_precision, timed_ladder
-from amptune.search.plan.budget import FINALS_SHARE, graph_judgement_s
-from amptune.search.plan.compile_costs import compiled_s
+from amptune.search.narrowing import BLOCK, Narrowing
+from amptune.search.plan.budget import COLD_SHARE, graph_judgement_s
+from amptune.search.plan.compile_costs import cold_s, compiled_s
 from amptune.search.request import TuningRequest
 from amptune.search.sampler.records import TuningRecord
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, candidates_for
-from amptune.search.table.ratio import ENOUGH_LAUNCHES, Round
+from amptune.search.table.effects import machine_of
+from amptune.search.table.row import Row
+from amptune.search.table.verdict import Verdict, verdict_of
 
-__all__ = ["FINALISTS", "TuningRun"]
+__all__ = ["TuningRun"]
 
-# The fastest trials enter the finals: as many as time allows enough launches of, within these bounds. With seven
-# contenders 70 s were enough for one round, which tells nothing (SE-ResNeXt50 on a slow host of an H200).
-FEWEST_FINALISTS, FINALISTS, MOST_FINALISTS = 3, 4, 8
-# The numerics of this many finalists are judged ahead: a fast unsound one would make sound ones look beaten.
-JUDGED_AHEAD = 2
 # The gate compiles a graph anew for its batches, with dropout twice, in this many times the seconds of compiling for
 # training (BERT-base on an H200: 31 s instead of 27).
 GRAPH_TIMES = 1.3
+# Loading a graph from the compiler's cache takes this share of compiling it: 2.5 of 25 to 40 s for ResNet-50
+# (reports/h200/oracle).
+CACHED_GRAPH = 0.1
+# The baseline is measured in every run, for at most this long if the budget is shorter.
+ANCHOR_S = 10.0
 # Seconds beyond the budget for judging the winner.
 GRACE_S = 8.0
 
@@ -54,7 +57,6 @@ class TuningRun:
     judge: Judge
     findings: tuple[Finding, ...] = ()
     sizes: BatchSizes = NO_SIZES
-    comparisons: Comparisons | None = None
 
     @cached_property
     def study(self) -> Study:
@@ -92,14 +94,38 @@ class TuningRun:
             baseline=self.candidates.baseline,
             objective=request.objective,
             options=request.options,
+            device=self.prepared.hardware.device,
         )
 
     @cached_property
-    def _earlier(self) -> tuple[Round, ...]:
-        """The rounds that former runs of the study compared, as far as the samples are kept."""
-        former = [run for run in self.study.runs() if run != self.request.run]
-        kept = read_comparisons(self.request.folder, former) if former else ()
-        return tuple(one for comparison in kept for one in comparison.by(self.request.objective).rounds)
+    def _former(self) -> list[Row]:
+        """Rows that an earlier amptune kept beside the study."""
+        return former_rows(self.request.folder, self.study.runs())
+
+    @property
+    def table(self) -> list[Row]:
+        """Every timing of the study, of this run and of former ones."""
+        return [*self._former, *self.study.table]
+
+    def verdict(self) -> Verdict | None:
+        """Returns the verdict on all rows; None if the baseline was not measured, or failed."""
+        machine = machine_of(self.prepared.hardware.device)
+        return verdict_of(self.table, self.candidates.baseline, machine, self.request.objective, self.bar)
+
+    def bar(self, policy: Policy) -> str | None:
+        """Returns why a policy cannot win; None if it can."""
+        if self._is_unsound(policy):
+            return "not as good as FP32"
+        wanted = policy in self.study or self.candidates.allows(policy)
+        return None if wanted else "outside the space: it was measured for comparison"
+
+    def _is_unsound(self, policy: Policy) -> bool:
+        """Returns True if it was judged and failed; or its dtype failed, and it lacks the rules that cure that."""
+        if self.judge.has_rejected(policy):
+            return True
+        judged = self.judge.is_exempt(policy) or self.judge.known(policy) is not None
+        cured = judged or any(rule.is_needed for rule in policy.fp32_modules)
+        return not cured and self.judge.has_rejected(policy.recipe)
 
     def narrow(self, evaluator: Evaluator, observer: Observer) -> None:
         """Measures which modules there are reasons to keep in FP32, and which batch sizes there are.
@@ -121,28 +147,65 @@ class TuningRun:
             self.candidates = candidates.guarded(check.safeguards)
             self.findings += tuple(self.sizes.findings)
 
-    def begin_comparisons(self) -> Comparisons:
-        """Begins the comparison after the search: the baseline, stock PyTorch, AMP recipes and the fastest trials."""
-        time_s = FINALS_SHARE * self.request.budget.left_s
-        self.comparisons = self._comparisons_of(_finalists(self.study, self.candidates, self.prepared.start_s, time_s))
-        return self.comparisons
-
-    def judge_ahead(self) -> None:
-        """Judges the fastest finalists before they are compared, and the graph of the first if that is no waste."""
-        assert self.comparisons is not None  # noqa: S101  # begin_comparisons makes it
-        place = {policy: i for i, policy in enumerate(self.study.ranked())}
-        ranked = sorted((p for p in self.comparisons.setup.finalists if p in place), key=place.__getitem__)
-        for policy in ranked[:JUDGED_AHEAD]:
-            self.judge.judgement_of(policy)
-        sound = next((policy for policy in ranked if not self.judge.has_rejected(policy)), None)
-        if sound is None or self._graph_s(sound) > graph_judgement_s(self.request.budget):
+    def anchor(self, evaluator: Evaluator) -> None:
+        """Measures the baseline in this run if only former runs did: no two runs are compared with each other."""
+        baseline, run = self.candidates.baseline, self.request.run
+        known = self.study.trial_of(baseline)
+        if known is None or any(row.policy == baseline and row.run == run for row in self.table):
             return
-        if self.judge.is_graph_open(sound):
-            self.judge.judge_graph(sound)
+        effort = self.request.objective.effort(replace(BLOCK, time_limit_s=max(ANCHOR_S, self.request.budget.left_s)))
+        outcome = evaluator.measure(baseline, effort)
+        if isinstance(outcome, Measurement):
+            kind, moment_s = known.row.launch, self.request.budget.clock()
+            self.study.add(Row(policy=baseline, outcome=outcome, run=run, launch=kind, moment_s=moment_s))
+
+    def compare(self, evaluator: Evaluator, observer: Observer) -> None:
+        """Measures what tells most about the verdict, until it is known or the budget is spent."""
+        self.study.catch_up()
+        Narrowing(
+            evaluator=evaluator,
+            budget=self.request.budget,
+            observer=observer,
+            run=self.request.run,
+            verdict=self.verdict,
+            keep=self.study.add,
+            objective=self.request.objective,
+            bar=self.bar,
+            unseen=self._unseen,
+            rejects=self._rejects,
+            cost_s=self._cost_s,
+            start_s=self.prepared.start_s,
+            reserve_s=lambda: self.judge.last_s,
+            running={row.policy: row.launch for row in self.table if row.run == self.request.run},
+            seed=self.request.seed,
+        ).until_known()
+
+    def _cost_s(self, policy: Policy) -> float:
+        """Returns the seconds of one block in a fresh process, as far as the trials tell."""
+        outcomes = {trial.policy: trial.outcome for trial in self.study.trials}
+        known = self.study.trial_of(policy)
+        if known is None:
+            return median(trial.again_s for trial in self.study.trials) + cold_s(policy, outcomes)
+        return known.again_s + CACHED_GRAPH * compiled_s(policy, outcomes)
+
+    def _unseen(self, leader: Policy) -> Iterator[Policy]:
+        """Yields the known-good policies that were not tried, then those one step from the leader that compile soon."""
+        outcomes = {trial.policy: trial.outcome for trial in self.study.trials}
+        for policy in (*self.candidates.known_good, *self.study.neighbours(leader)):
+            if cold_s(policy, outcomes) <= COLD_SHARE * self.request.budget.left_s:
+                yield policy
+
+    def _rejects(self, policy: Policy) -> bool:
+        """Judges a leader before time is spent on it, with its graph if that takes a small part of the time."""
+        if self.judge.rejects(policy):
+            return True
+        if self.judge.is_graph_open(policy) and self._graph_s(policy) <= graph_judgement_s(self.request.budget):
+            self.judge.judge_graph(policy)
+        return self.judge.has_rejected(policy)
 
     def sound_decision(self) -> Decision | None:
         """Returns the decision with its winner judged if there is time; a rejected winner is replaced by another."""
-        decision = self.decision(provisional=False)
+        decision = self.decision(interrupted=False)
         while decision is not None and self.request.budget.left_s > -GRACE_S:
             winner = decision.winner
             if self.judge.is_open(winner):
@@ -151,25 +214,30 @@ class TuningRun:
                 self.judge.judge_graph(winner)
             else:
                 return decision
-            decision = self.decision(provisional=False)
+            decision = self.decision(interrupted=False)
         return decision
 
     def _graph_s(self, policy: Policy) -> float:
         """Returns the seconds to judge a policy together with its compiled graph."""
         return GRAPH_TIMES * compiled_s(policy, {trial.policy: trial.outcome for trial in self.study.trials})
 
-    def decision(self, *, provisional: bool) -> Decision | None:
+    def decision(self, *, interrupted: bool) -> Decision | None:
+        self.study.catch_up()
+        verdict = self.verdict()
+        if verdict is None:
+            return None
         decision = decide(
             self.prepared,
             self.study.trials,
-            self.comparisons or self._comparisons_of(()),
+            self.table,
+            verdict,
             self.judge,
             noticed_before=self.findings,
             amp_recipes=self.candidates.amp_recipes,
             seconds=self.request.budget.spent_s,
-            provisional=provisional,
+            interrupted=interrupted,
         )
-        return None if decision is None else decision.with_findings(self._noticed_after(decision.policy))
+        return decision.with_findings(self._noticed_after(decision.policy))
 
     def _noticed_after(self, winner: Policy) -> Iterator[Finding]:
         whole = self.request.wanted.global_batch
@@ -184,38 +252,3 @@ class TuningRun:
             if self.request.budget.trials is not None:
                 spent = "the budget, or the trials allowed, were spent before; give more with --budget or --trials"
             yield Finding(code="compile-not-tried", message=f"torch.compile was not tried: {spent}")
-
-    def _comparisons_of(self, finalists: tuple[Policy, ...]) -> Comparisons:
-        return Comparisons(
-            setup=ComparisonSetup(
-                baseline=self.candidates.baseline,
-                finalists=finalists,
-                eligible=self.study.__contains__,
-                variant_eligible=self.candidates.allows,
-                neighbours=self.study.neighbours,
-                tried={trial.policy: trial.outcome for trial in self.study.trials},
-                rejected=self.judge.has_rejected,
-                objective=self.request.objective,
-                seed=self.request.seed,
-                earlier=self._earlier,
-            )
-        )
-
-
-def _finalists(study: Study, candidates: Candidates, start_s: float, time_s: float) -> tuple[Policy, ...]:
-    """Returns the policies to compare: as many as fit into `time_s`, the fastest trials before the known-good policies.
-
-    The baseline, stock PyTorch, the best AMP recipe and the few fastest are always among them; failures cost nothing.
-    """
-    measured = study.ranked()
-    ranked = [policy for policy in measured if policy in study]
-    trials = {trial.policy: trial for trial in study.trials}
-    costs_s = {policy: trials[policy].again_s for policy in measured}
-    known = [policy for policy in candidates.known_good if policy in trials]
-    recipes = [policy for policy in measured if policy in candidates.amp_recipes]
-    found = dict.fromkeys([candidates.baseline, *known[:1], *recipes[:1], *ranked[:FEWEST_FINALISTS]])
-    for policy in (*ranked[:FINALISTS], *known, *ranked[:MOST_FINALISTS]):
-        launch_s = start_s + ROUNDS_PER_LAUNCH * sum(costs_s.get(one, 0.0) for one in {*found, policy})
-        if policy not in costs_s or ENOUGH_LAUNCHES * launch_s < time_s:
-            found[policy] = None
-    return tuple(found)

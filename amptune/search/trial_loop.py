@@ -72,6 +72,7 @@ def search(
     observer: Observer,
     soon: Collection[Policy] = (),
     graphs_at_once: GraphsAtOnce | None = None,
+    run: str = "",
 ) -> None:
     """Measures what the study suggests, one policy after another, and leaves `reserve_s()` of the budget unspent.
 
@@ -79,12 +80,12 @@ def search(
     kind follows; the graphs come before `soon` if those trials take long. Both may spend some of the reserve. Every
     outcome is in the study when this returns.
     """
-    run = _Search(study, evaluator, budget, baseline, reserve_s, observer, soon, graphs_at_once or GraphsAtOnce())
+    loop = _Search(study, evaluator, budget, baseline, reserve_s, observer, soon, graphs_at_once or GraphsAtOnce(), run)
     try:
-        because = run.until_done()
+        because = loop.until_done()
     except StudyError as error:  # a failing storage ends the search; the trials in memory still decide
         because = str(error)
-    observer(SearchEnded(because=because, trials=run.measured, left_s=budget.left_s))
+    observer(SearchEnded(because=because, trials=loop.measured, left_s=budget.left_s))
 
 
 def best_of(study: Study) -> Trial | None:
@@ -109,6 +110,7 @@ class _Search:
     observer: Observer
     soon: Collection[Policy]
     graphs_at_once: GraphsAtOnce
+    run: str
 
     def __post_init__(self) -> None:
         self._known = len(self.study.trials)
@@ -276,9 +278,20 @@ class _Search:
         score = self.study.yardstick.score(outcome)
         if isinstance(outcome, Measurement) and score is not None and score < suggestion.least and left_s > 2 * seconds:
             # A surprising score: another program may have been running.
+            self.study.add(self._trial(policy, outcome, seconds).row)
             again = self.evaluator.measure(policy, replace(effort, time_limit_s=limit_s - seconds))
             outcome = _of_two(outcome, again)
-        return Trial(number=len(self.study.trials), policy=policy, outcome=outcome, seconds=seconds)
+        return self._trial(policy, outcome, seconds)
+
+    def _trial(self, policy: Policy, outcome: Outcome, seconds: float) -> Trial:
+        return Trial(
+            number=len(self.study.trials),
+            policy=policy,
+            outcome=outcome,
+            seconds=seconds,
+            run=self.run,
+            moment_s=self.budget.clock(),
+        )
 
     def _least_s(self, policy: Policy) -> float:
         if policy in self._compiled:

@@ -14,20 +14,23 @@ from amptune.hardware.detect import probe
 from amptune.hardware.machine import Hardware
 from amptune.measure.bench.readings import noticed
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
+from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Prepared
 from amptune.policy.findings import Finding
 from amptune.policy.hardware_match import require_valid
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.serialization import policy_from_dict
 from amptune.policy.settings import STOCK, Policy
-from amptune.search.decide.comparison import Comparison
 from amptune.search.events import Observer
+from amptune.search.narrowing import Narrowing
 from amptune.search.plan.budget import Budget
 from amptune.search.request import source_of
+from amptune.search.table.effects import machine_of
 from amptune.search.table.gains import use_of
 from amptune.search.table.objective import THROUGHPUT, Objective
-from amptune.search.table.ratio import ENOUGH_LAUNCHES, Ratio, Round, ratio_between
-from amptune.search.table.verdict import Contender, contenders_of, settled
+from amptune.search.table.ratio import Ratio
+from amptune.search.table.row import Row
+from amptune.search.table.verdict import Contender, Verdict, verdict_of
 from amptune.workload.workload import Workload
 
 __all__ = ["MARGIN", "Claim", "Verification", "claim_of", "verify", "verify_with"]
@@ -65,9 +68,9 @@ class Claim:
         return all(ratio is not None and ratio.high >= needed for ratio, needed in self._beside(speedup, gain))
 
     def is_clear(self, speedup: Ratio, gain: Ratio | None) -> bool:
-        """Returns True if each interval, from enough launches, is entirely on one side of what is needed."""
+        """Returns True if each interval is entirely on one side of what is needed."""
         known = [(ratio, needed) for ratio, needed in self._beside(speedup, gain) if ratio is not None]
-        return all(r.launches >= ENOUGH_LAUNCHES and not r.low < needed <= r.high for r, needed in known)
+        return all(not r.low < needed <= r.high for r, needed in known)
 
     def is_left_open_by(self, speedup: Ratio, gain: Ratio | None) -> bool:
         """Returns True if an interval reaches what is needed but is so wide that it also misses it by far."""
@@ -154,49 +157,71 @@ def verify(
 
 
 def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, observer: Observer) -> Verification:
-    """Verifies on any evaluator: policy and baseline in turn, launch after launch, until the ratio is known to ±1 %."""
+    """Verifies on any evaluator: policy and baseline in turn, until the claim is known to hold or not."""
     claim = claim_of(policy_file)
     prepared = evaluator.prepare(budget.left_to_prepare_s)
     labels = {**dict(prepared.hardware.labels), "model": prepared.subject.model_digest}
     policy, baseline = (_sized(each, prepared) for each in (claim.policy, claim.baseline))
-    comparison = Comparison(
-        evaluator=evaluator,
-        policies=tuple(dict.fromkeys([baseline, policy])),
-        baseline=baseline,
-        budget=budget,
-        stage="verify",
-        observer=observer,
-        objective=claim.objective,
-        kept=(policy,),
-        start_s=prepared.start_s,
-    )
-
-    def enough(rounds: Sequence[Round]) -> bool:
-        speedup = ratio_between(rounds, policy, baseline, by=THROUGHPUT)
-        return settled(rounds, baseline) or claim.is_clear(speedup, ratio_between(rounds, policy, baseline))
-
-    rounds = list(comparison.rounds(enough))
-    of = {contender.policy: contender for contender in contenders_of(rounds, baseline)}
-    if baseline not in of or policy not in of:
-        who = claim.baseline if baseline not in of else claim.policy
-        raise NothingFeasibleError(f"{who} could not be measured within the budget; give more with --budget")
-    failure = of[baseline].failure
-    if failure is not None:
-        raise NothingFeasibleError(f"the baseline ({claim.baseline}) fails here: {failure}")
-    itself = Ratio(value=1.0, low=1.0, high=1.0) if policy == baseline else None
+    rows = _measured(evaluator, claim, (baseline, policy), prepared, budget, observer)
+    verdict = verdict_of(rows, baseline, machine_of(prepared.hardware.device), claim.objective)
+    if verdict is None:
+        raise _not_measured(rows, claim, baseline)
+    found_policy = verdict.contender_of(policy)
+    if found_policy is None:
+        raise NothingFeasibleError(f"{claim.policy} could not be measured within the budget; give more with --budget")
     found = Verification(
         claim=claim,
-        policy=of[policy],
-        baseline=of[baseline],
-        speedup=itself or of[policy].vs_baseline,
+        policy=found_policy,
+        baseline=verdict.baseline,
+        speedup=found_policy.vs_baseline,
         findings=(),
         hardware=prepared.hardware,
         seconds=budget.spent_s,
-        gain=itself or of[policy].gain if claim.gain is not None else None,
+        gain=found_policy.gain if claim.gain is not None else None,
     )
     changed = require_valid(policy_file, labels)
-    disturbed = noticed(outcome for one in rounds for outcome in one.outcomes.values())
+    disturbed = noticed(row.outcome for row in rows)
     return replace(found, findings=(_answer(found), *_moved(found), *changed, *disturbed))
+
+
+def _measured(
+    evaluator: Evaluator,
+    claim: Claim,
+    pair: tuple[Policy, Policy],
+    prepared: Prepared,
+    budget: Budget,
+    observer: Observer,
+) -> list[Row]:
+    """Returns rows of baseline and policy, measured in turn until the claim is known to hold or not."""
+    rows: list[Row] = []
+    baseline, policy = pair
+    narrowing = Narrowing(
+        evaluator=evaluator,
+        budget=budget,
+        observer=observer,
+        run="verify",
+        verdict=lambda: verdict_of(rows, baseline, machine_of(prepared.hardware.device), claim.objective),
+        keep=rows.append,
+        stage="verify",
+        objective=claim.objective,
+        start_s=prepared.start_s,
+    )
+    narrowing.round_of(tuple(dict.fromkeys(pair)))
+
+    def enough(verdict: Verdict) -> bool:
+        found = verdict.contender_of(policy)
+        known = found is None or found.vs_baseline is None or claim.is_clear(found.vs_baseline, found.gain)
+        return policy == baseline or (known and len(rows) > len(pair))
+
+    narrowing.until_known(enough)
+    return rows
+
+
+def _not_measured(rows: Sequence[Row], claim: Claim, baseline: Policy) -> NothingFeasibleError:
+    failure = next((row.outcome for row in rows if row.policy == baseline and isinstance(row.outcome, Failure)), None)
+    if failure is not None:
+        return NothingFeasibleError(f"the baseline ({claim.baseline}) fails here: {failure}")
+    return NothingFeasibleError(f"{claim.baseline} could not be measured within the budget; give more with --budget")
 
 
 def _sized(policy: Policy, prepared: Prepared) -> Policy:

@@ -24,9 +24,9 @@ from amptune.measure.results.subject import Leaf, Module, Prepared, Subject
 from amptune.measure.results.training_runs import Parity
 from amptune.measure.workers.worker import Source
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
-from amptune.search.decide.comparison import Comparison
 from amptune.search.decide.decision import Decision
 from amptune.search.events import ComparisonStarted, Event
+from amptune.search.narrowing import Narrowing
 from amptune.search.pipeline import tune_with
 from amptune.search.plan.budget import Budget
 from amptune.search.request import TuningRequest
@@ -34,14 +34,17 @@ from amptune.search.space.candidates import Candidates, GlobalBatch, Wanted, can
 from amptune.search.space.exclusions import groups_by_intensity
 from amptune.search.space.knobs import points
 from amptune.search.table.objective import objective_of
-from amptune.search.table.ratio import Ratio, ratio_between
+from amptune.search.table.effects import GPU
+from amptune.search.table.ratio import Ratio
+from amptune.search.table.row import Row
+from amptune.search.table.verdict import Verdict, verdict_of
 
 __all__ = [
+    "GPU",
     "STOCK",
     "AmptuneError",
     "Budget",
     "Candidates",
-    "Comparison",
     "ComparisonStarted",
     "Cpu",
     "Decision",
@@ -58,12 +61,14 @@ __all__ = [
     "Measurement",
     "Module",
     "ModuleTrace",
+    "Narrowing",
     "Outcome",
     "Parity",
     "Policy",
     "Prepared",
     "Ran",
     "Ratio",
+    "Row",
     "Reach",
     "Sensitivity",
     "Software",
@@ -71,6 +76,7 @@ __all__ = [
     "StepProfile",
     "Subject",
     "TuningRequest",
+    "Verdict",
     "Wanted",
     "amp_recipe",
     "candidates_for",
@@ -78,7 +84,6 @@ __all__ = [
     "groups_by_intensity",
     "objective_of",
     "points",
-    "ratio_between",
     "tune_with",
 ]
 

@@ -1,4 +1,4 @@
-"""A clock and an NVML that say what a test wrote down, so that sampling is tested without a GPU and without waiting."""
+"""A clock, an NVML and a host that say what a test wrote down: sampling is tested without a GPU and without waiting."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pynvml
 
 from amptune.hardware.nvml import NvmlGpu
+from amptune.measure.bench.run_delay import RunDelays
 
 HW_THERMAL, SW_THERMAL, POWER_BRAKE, POWER_CAP, IDLE = 0x40, 0x20, 0x80, 0x4, 0x1
 
@@ -97,3 +98,21 @@ class ScriptedMemory:
 
     def alloc_retries(self) -> int:
         return self.retries()
+
+
+class ScriptedHost:
+    """A host on which a thread waits `delay()` seconds per second for a CPU; it counts nothing if that is None."""
+
+    def __init__(self, clock: ScriptedClock, delay: Callable[[], float | None] = lambda: None) -> None:
+        self.delay = delay
+        self.clock = clock
+        self._at_s = clock.now_s()
+        self._waited_s = 0.0
+
+    def run_delays(self) -> RunDelays | None:
+        delay, now_s = self.delay(), self.clock.now_s()
+        if delay is None:
+            return None
+        self._waited_s += delay * (now_s - self._at_s)
+        self._at_s = now_s
+        return RunDelays(waited_s=((1, self._waited_s),), at_s=now_s)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import pytest
-from test_verdict import rounds_of
+from measurements import took
+from tables import decided, in_turn, row
 
+from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, amp_recipe
-from amptune.search.table.ablation import ablated, dropped, variants_of
-from amptune.search.table.ratio import Round
+from amptune.search.table.ablation import ablated, variants_of
+from amptune.search.table.effects import GPU
+from amptune.search.table.objective import objective_of
 
 STEM, HEAD = Fp32Rule(path="stem"), Fp32Rule(path="head")
 FULL = Policy(autocast="fp16", fp32_math="tf32", fp32_modules=(STEM, HEAD), memory_format="channels_last")
@@ -45,32 +48,42 @@ def test_many_fp32_rules_are_reverted_at_once() -> None:
 def test_what_a_setting_buys_is_the_speed_with_it_over_the_speed_without() -> None:
     policy = amp_recipe("fp16", memory_format="channels_last")
     without = amp_recipe("fp16")
-    rounds = rounds_of((STOCK, [60.0] * 3), (policy, [24.0, 24.1, 23.9]), (without, [44.0, 44.2, 43.9]))
-    of = {one.variant.setting: one.buys for one in ablated(rounds, policy)}
+    columns = {STOCK: [60.0] * 3, policy: [24.0, 24.1, 23.9], without: [44.0, 44.2, 43.9]}
+    of = {one.variant.setting: one.buys for one in ablated(decided(in_turn(columns), GPU), policy)}
     assert of["memory_format"].value == pytest.approx(44 / 24, rel=0.01)
-    assert of["memory_format"].low > 1.8
+    assert of["memory_format"].low > 1.7
     assert set(of) == {"memory_format"}, "a variant that was not measured says nothing"
 
 
-def test_a_dropped_setting_is_named_with_what_it_bought() -> None:
-    policy = amp_recipe("fp16", cudnn_benchmark=True)
-    rounds: list[Round] = rounds_of((policy, [24.0, 24.1, 23.9]), (amp_recipe("fp16"), [24.0, 24.0, 24.0]))
-    (finding,) = dropped(ablated(rounds, policy), amp_recipe("fp16"))
-    assert finding.code == "setting-dropped"
-    assert "cudnn_benchmark: True bought nothing (1.000× [0.990, 1.010]), so it was dropped" in str(finding)
+def test_a_variant_that_was_measured_once_tells_what_its_one_row_tells() -> None:
+    policy, without = amp_recipe("fp16", memory_format="channels_last"), amp_recipe("fp16")
+    many = in_turn({STOCK: [60.0] * 5, policy: [24.0] * 5, without: [44.0] * 5}, spread=0.02)
+    once = [one for one in many if one.policy != without or one.launch == "comparison 0"]
+    (well,), (little,) = (ablated(decided(rows, GPU), policy) for rows in (many, once))
+    assert well.buys.value == pytest.approx(little.buys.value, rel=0.02)
+    assert well.buys.half_width < little.buys.half_width
 
 
-def test_a_math_mode_that_goes_with_the_last_excluded_module_is_not_said_to_have_bought_nothing() -> None:
-    policy, without = Policy(autocast="bf16", fp32_math="tf32", fp32_modules=(HEAD,)), amp_recipe("bf16")
-    in_ieee = Policy(autocast="bf16", fp32_modules=(HEAD,))
-    rounds = rounds_of((policy, [24.0] * 3), (in_ieee, [30.0] * 3), (without, [24.0] * 3))
-    assert [finding.figures["setting"] for finding in dropped(ablated(rounds, policy), without)] == [
-        "fp32_modules: head"
-    ]
+def test_a_variant_that_failed_says_nothing() -> None:
+    policy, failure = amp_recipe("fp16", memory_format="channels_last"), Failure(kind="oom", message="")
+    rows = [*in_turn({STOCK: [60.0] * 3, policy: [24.0] * 3}), row(amp_recipe("fp16"), failure)]
+    assert ablated(decided(rows, GPU), policy) == ()
 
 
-def test_a_module_that_goes_with_the_autocast_it_was_kept_out_of_is_not_said_to_have_bought_nothing() -> None:
-    policy = Policy(autocast="bf16", fp32_modules=(HEAD,))
-    rounds = rounds_of((policy, [24.0] * 3), (amp_recipe("bf16"), [30.0] * 3), (STOCK, [24.0] * 3))
-    found = dropped(ablated(rounds, policy), STOCK)
-    assert [finding.figures["setting"] for finding in found] == ["autocast"]
+def test_the_baseline_is_the_variant_without_autocast() -> None:
+    policy = amp_recipe("fp16")
+    (one,) = ablated(decided(in_turn({STOCK: [60.0] * 3, policy: [24.0] * 3}), GPU), policy)
+    assert (one.variant.setting, one.variant.policy) == ("autocast", STOCK)
+    assert one.buys.value == one.speed.value == pytest.approx(2.5, rel=0.01)
+
+
+def test_for_memory_a_setting_buys_memory_and_costs_or_gains_speed() -> None:
+    policy = amp_recipe("fp16")
+    rows = in_turn({STOCK: [took(20.0, 1000)] * 3, policy: [took(19.0, 500)] * 3})
+    (one,) = ablated(decided(rows, GPU, objective_of("memory")), policy)
+    assert one.buys.value == pytest.approx(2.0, rel=0.01)
+    assert one.speed.value == pytest.approx(20 / 19, rel=0.01)
+
+
+def test_the_baseline_has_nothing_to_ablate() -> None:
+    assert ablated(decided(in_turn({STOCK: [60.0] * 3}), GPU), STOCK) == ()

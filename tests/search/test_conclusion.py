@@ -1,140 +1,284 @@
-"""What is decided where comparisons are few: of which nothing is proven, but which were not blind either."""
+"""The decision that a verdict leads to, and its evidence."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from measurements import took
+from simulated.recorded import RecordedEvaluator
+from tables import BF16, BF16_LAST, FP16, block, decided, in_turn, row
 
-from amptune.measure.results.outcome import Measurement, Outcome
+from amptune.measure.results.outcome import Failure, Measurement
+from amptune.measure.results.training_runs import Parity
+from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.decide.comparisons import CandidateRounds, Comparisons, ComparisonSetup
-from amptune.search.decide.conclusion import _verdict_of_looks, _verdict_of_trials
+from amptune.search.decide.conclusion import decide
+from amptune.search.decide.decision import Decision
+from amptune.search.gate.judge import Judge
+from amptune.search.plan.budget import Budget
+from amptune.search.table.effects import GPU
 from amptune.search.table.objective import THROUGHPUT, Objective, objective_of
-from amptune.search.table.ratio import Round
+from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
-from amptune.search.table.verdict import Verdict
 
-BF16, FP16 = amp_recipe("bf16"), amp_recipe("fp16")
-BF16_LAST, FP16_LAST = (amp_recipe(dtype, memory_format="channels_last") for dtype in ("bf16", "fp16"))
-
-# DeepLabV3+ tuned in 120 s on an H200 with a busy host, ms a step: single trials, then two rounds of one launch.
-TRIALS = {STOCK: 48.55, BF16: 34.67, FP16: 36.05, BF16_LAST: 29.58, FP16_LAST: 29.26}
-ROUNDS = (
-    {STOCK: 48.56, BF16: 38.31, FP16: 35.92, BF16_LAST: 28.89, FP16_LAST: 36.86},
-    {STOCK: 50.83, BF16: 34.72, FP16: 39.87, BF16_LAST: 34.41, FP16_LAST: 32.21},
-)
+BREAKS = Parity(failure=Failure(kind="nonfinite", message="the loss is nan"), broken=("head",))
+OOM = Failure(kind="oom", message="CUDA out of memory")
+COMPILED = amp_recipe("bf16", compile="default")
+# The winner is better than the AMP recipe without channels_last, and that than the other one.
+ROUNDS = in_turn({STOCK: [10.0] * 3, BF16_LAST: [5.0] * 3, BF16: [6.0] * 3, FP16: [7.0] * 3})
 
 
-def outcomes(times: Mapping[Policy, float], peaks: Mapping[Policy, float] | None = None) -> dict[Policy, Outcome]:
-    return {policy: took(ms, (peaks or {}).get(policy, 4000.0)) for policy, ms in times.items()}
+def judge_of(parity: Callable[[Policy], Parity | Failure] = lambda _: Parity()) -> Judge:
+    evaluator = RecordedEvaluator("resnet50", parity=parity)
+    return Judge(evaluator=evaluator, baseline=STOCK, budget=Budget(seconds=600.0), observer=lambda _: None)
 
 
-def trials_of(times: Mapping[Policy, float], peaks: Mapping[Policy, float] | None = None) -> list[Trial]:
-    found = outcomes(times, peaks)
-    return [Trial(number=i, policy=policy, outcome=found[policy], seconds=2.0) for i, policy in enumerate(found)]
+def trials_of(rows: Sequence[Row]) -> list[Trial]:
+    first = {one.policy: one.outcome for one in reversed(rows)}
+    return [Trial(number=i, policy=p, outcome=outcome, seconds=2.0) for i, (p, outcome) in enumerate(first.items())]
 
 
-def proof_of(
-    rounds: Sequence[Mapping[Policy, float]], *, rejected: Policy | None = None, objective: Objective = THROUGHPUT
-) -> Comparisons:
-    setup = ComparisonSetup(
-        baseline=STOCK,
-        finalists=tuple(TRIALS),
-        eligible=lambda _: True,
-        variant_eligible=lambda _: True,
-        rejected=lambda policy: policy == rejected,
-        objective=objective,
+def concluded(
+    rows: Sequence[Row],
+    judge: Judge | None = None,
+    *,
+    objective: Objective = THROUGHPUT,
+    noticed_before: Sequence[Finding] = (),
+    interrupted: bool = False,
+) -> Decision:
+    """The decision on these rows, of which the first of each policy is its trial. All can win that the judge lets."""
+    judge = judge or judge_of()
+    verdict = decided(
+        rows, GPU, objective, lambda policy: "not as good as FP32" if judge.has_rejected(policy) else None
     )
-    return Comparisons(setup=setup, finals=[Round(launch=0, outcomes=outcomes(times)) for times in rounds])
-
-
-def by_looks(comparisons: Comparisons, trials: Mapping[Policy, float] = TRIALS) -> Verdict | None:
-    compared = comparisons.verdict()
-    assert compared is not None
-    assert compared.keeps_the_baseline
-    return _verdict_of_looks(compared, trials_of(trials), comparisons)
-
-
-def test_what_was_much_better_in_every_look_is_taken_though_two_rounds_prove_nothing() -> None:
-    verdict = by_looks(proof_of(ROUNDS))
-    assert verdict is not None
-    assert verdict.winner.policy == BF16_LAST
-    assert [finding.code for finding in verdict.findings] == ["provisional", "few-launches", "noisy"]
-    assert "which is not proven; in each look, its trial included, it gained more than 10%" in str(verdict.findings[0])
-
-
-def test_what_was_not_better_in_one_of_the_looks_is_not_taken() -> None:
-    slow = {BF16: 60.0, FP16: 60.0, BF16_LAST: 50.0, FP16_LAST: 50.0}
-    assert by_looks(proof_of([ROUNDS[0], {**ROUNDS[1], **slow}])) is None
-    assert by_looks(proof_of(ROUNDS), {**TRIALS, **slow}) is None
-
-
-def test_what_was_better_in_every_look_by_no_more_than_the_looks_differ_is_not_taken() -> None:
-    rounds = (
-        {STOCK: 40.0, BF16: 33.0, FP16: 60.0, BF16_LAST: 25.0, FP16_LAST: 60.0},
-        {STOCK: 60.0, BF16: 50.0, FP16: 40.0, BF16_LAST: 70.0, FP16_LAST: 36.0},
+    return decide(
+        RecordedEvaluator("resnet50").prepare(1.0),
+        trials_of(rows),
+        rows,
+        verdict,
+        judge,
+        amp_recipes=(BF16, FP16),
+        noticed_before=noticed_before,
+        seconds=120.0,
+        interrupted=interrupted,
     )
-    assert by_looks(proof_of(rounds)) is None
 
 
-def test_what_an_ablation_that_was_begun_speaks_against_is_not_taken() -> None:
-    comparisons = proof_of(ROUNDS)
-    worse = [Round(launch=0, outcomes=outcomes({STOCK: 48.0, BF16_LAST: 56.0}))]
-    comparisons.ablations.append(CandidateRounds(candidate=BF16_LAST, rounds=worse))
-    verdict = by_looks(comparisons)
-    assert verdict is not None
-    assert verdict.winner.policy == FP16_LAST
+def judged(judge: Judge, *policies: Policy) -> Judge:
+    for policy in policies:
+        judge.judgement_of(policy)
+    return judge
 
 
-@pytest.mark.parametrize(("ms", "winner"), [(30.0, BF16), (56.0, STOCK)])
-def test_a_round_that_contradicts_its_trial_counts_where_trials_decide(ms: float, winner: Policy) -> None:
-    comparisons = proof_of([{STOCK: 40.0, BF16: ms}])
-    assert comparisons.verdict() is None
-    verdict = _verdict_of_trials(trials_of({STOCK: 40.0, BF16: 30.0}), comparisons)
-    assert verdict is not None
-    assert verdict.winner.policy == winner
+def evidence(decision: Decision) -> Any:
+    return cast("Any", decision.policy_file.evidence)
 
 
-def test_for_memory_each_look_has_to_be_fast_enough_too() -> None:
-    objective = objective_of("memory")
-    peaks = {STOCK: 6000.0, BF16: 3900.0}
-
-    def taken(slowest_ms: float) -> Policy:
-        comparisons = proof_of([{STOCK: 40.0, BF16: 39.0}, {STOCK: 40.0, BF16: slowest_ms}], objective=objective)
-        rounds = [replace(one, objective=objective, outcomes=with_peaks(one, peaks)) for one in comparisons.finals]
-        comparisons = replace(comparisons, finals=rounds)
-        compared = comparisons.verdict()
-        assert compared is not None
-        kept = replace(compared, winner=compared.baseline)  # as if nothing had been shown
-        verdict = _verdict_of_looks(kept, trials_of({STOCK: 40.0, BF16: 39.0}, peaks), comparisons)
-        return (verdict or kept).winner.policy
-
-    assert taken(39.0) == BF16
-    assert taken(52.0) == STOCK
+def found(decision: Decision, code: str) -> list[str]:
+    return [str(finding) for finding in decision.findings if finding.code == code]
 
 
-def with_peaks(one: Round, peaks: Mapping[Policy, float]) -> dict[Policy, Outcome]:
-    return {
-        policy: replace(outcome, peak_allocated_mib=peaks[policy], peak_reserved_mib=peaks[policy])
-        for policy, outcome in one.outcomes.items()
-        if isinstance(outcome, Measurement)
-    }
+# --- the claim --------------------------------------------------------------------------------------------------------
 
 
-def test_what_the_numerics_gate_rejects_leaves_it_to_the_next() -> None:
-    verdict = by_looks(proof_of(ROUNDS, rejected=BF16_LAST))
-    assert verdict is not None
-    assert verdict.winner.policy == FP16_LAST
+def test_the_policy_file_claims_what_the_verdict_says() -> None:
+    decision = concluded(ROUNDS)
+    assert decision.winner == BF16_LAST
+    assert decision.policy == replace(BF16_LAST, batch_size=128), "the batch size that it was measured with"
+    assert decision.speedup == decision.gain == decision.verdict.winner.vs_baseline
+    assert evidence(decision)["speedup"] == pytest.approx(2.0, rel=0.02)
+    low, high = evidence(decision)["speedup_ci95"]
+    assert (low, high) == pytest.approx((decision.speedup.low, decision.speedup.high), rel=1e-3)
+    assert evidence(decision)["confidence"] == decision.verdict.confidence == "confirmed"
+    assert evidence(decision)["baseline"]["step_ms"] == 10.0
+    assert not decision.provisional
+    assert "provisional" not in evidence(decision)
 
 
-def test_of_trials_that_use_the_same_memory_the_fastest_is_taken() -> None:
-    """2 MiB less are worth no speed: on an H200 fp16 had taken 46 ms and 3,901 MiB, bf16 37 ms and 3,903."""
-    objective = objective_of("memory")
-    peaks = {STOCK: 6499.0, FP16: 3901.0, BF16: 3903.0, BF16_LAST: 3980.0}
-    times = {STOCK: 48.8, FP16: 46.3, BF16: 37.1, BF16_LAST: 35.9}
-    verdict = _verdict_of_trials(trials_of(times, peaks), proof_of([], objective=objective))
-    assert verdict is not None
-    assert verdict.winner.policy == BF16
+def test_a_gain_that_is_only_likely_is_provisional() -> None:
+    decision = concluded(in_turn({STOCK: [10.0, 10.2, 9.9], BF16: [9.7, 9.9, 9.7]}))
+    assert decision.verdict.confidence == evidence(decision)["confidence"] == "likely"
+    assert decision.provisional
+    assert evidence(decision)["provisional"] is True
+
+
+def test_keeping_the_baseline_is_not_provisional_and_claims_nothing() -> None:
+    decision = concluded(in_turn({STOCK: [10.0, 10.1, 9.9], BF16: [10.0, 9.9, 10.1]}))
+    assert decision.winner == STOCK
+    assert not decision.provisional
+    assert evidence(decision)["speedup"] == 1.0
+    assert evidence(decision)["confidence"] == "undecided"
+
+
+def test_an_interrupted_run_is_provisional_however_sure_it_is() -> None:
+    decision = concluded(ROUNDS, interrupted=True)
+    assert decision.verdict.confidence == "confirmed"
+    assert evidence(decision)["provisional"] is True
+
+
+def test_findings_from_before_the_search_follow_those_of_the_verdict() -> None:
+    before = Finding(code="module-kept", message="head is kept in FP32")
+    decision = concluded(ROUNDS, noticed_before=[before])
+    codes = [finding.code for finding in decision.findings]
+    assert codes.index("faster") < codes.index("module-kept")
+    assert before.as_dict() in evidence(decision)["findings"]
+
+
+def test_what_disturbed_the_blocks_is_a_finding() -> None:
+    hot = block(5.0, contaminated_by=("hw-thermal",))
+    rows = [*ROUNDS, *(row(BF16_LAST, hot, launch="9", moment_s=40.0 + i) for i in range(12))]
+    assert len(found(concluded(rows), "throttled")) == 1
+    assert found(concluded(ROUNDS), "throttled") == []
+
+
+def test_for_memory_the_evidence_says_what_is_gained_and_at_which_speed() -> None:
+    columns = {STOCK: [took(10, 1000)] * 3, BF16: [took(9, 500)] * 3}
+    decision = concluded(in_turn(columns), objective=objective_of("memory", 0.9))
+    assert (evidence(decision)["objective"], evidence(decision)["least_speed"]) == ("memory", 0.9)
+    assert evidence(decision)["gain"] == pytest.approx(2.0, rel=0.01)
+    assert evidence(decision)["peak_memory_mib"] == 500
+
+
+# --- who stands in it -------------------------------------------------------------------------------------------------
+
+
+def test_finalists_are_those_measured_more_than_once_the_baseline_the_winner_and_the_amp_recipes() -> None:
+    once, twice = amp_recipe("fp16", cudnn_benchmark=True), amp_recipe("fp16", memory_format="channels_last")
+    rows = [
+        row(STOCK, 10.0),
+        *(row(policy, ms, moment_s=2.0) for policy, ms in {BF16_LAST: 4.0, BF16: 6.0, once: 6.5}.items()),
+        *(row(twice, 7.0, moment_s=4.0 + i) for i in range(2)),
+    ]
+    decision = concluded(rows)
+    assert decision.winner == BF16_LAST
+    assert {contender.policy for contender in decision.finalists} == {STOCK, BF16_LAST, BF16, twice}
+    assert len(evidence(decision)["finalists"]) == 4
+    assert once in {contender.policy for contender in decision.verdict.contenders}
+
+
+def test_the_amp_recipe_is_the_better_of_those_measured() -> None:
+    decision = concluded(ROUNDS)
+    assert decision.amp_recipe is not None
+    assert decision.amp_recipe.policy == BF16
+    assert evidence(decision)["amp_recipe"]["step_ms"] == 6.0
+
+
+def test_the_amp_recipe_is_a_failure_only_if_all_of_them_failed() -> None:
+    one = concluded([*ROUNDS, row(BF16, OOM, moment_s=30.0)])
+    both = concluded([*ROUNDS, row(BF16, OOM, moment_s=30.0), row(FP16, OOM, moment_s=31.0)])
+    assert one.amp_recipe is not None
+    assert one.amp_recipe.policy == FP16
+    assert both.amp_recipe is not None
+    assert both.amp_recipe.failure == OOM
+    assert evidence(both)["amp_recipe"]["failure"]["kind"] == "oom"
+
+
+def test_finalists_that_lost_say_why_in_the_evidence() -> None:
+    by_step = {entry["step_ms"]: entry.get("lost") for entry in evidence(concluded(ROUNDS))["finalists"]}
+    assert by_step[5.0] is None
+    assert all(by_step[ms] for ms in (6.0, 7.0, 10.0))
+
+
+def test_what_each_setting_of_the_winner_buys_stands_in_the_evidence() -> None:
+    """The variants that were measured as rivals; nothing was measured without autocast and in channels_last."""
+    bought = evidence(concluded(ROUNDS))["ablation"]
+    assert set(bought) == {"memory_format"}
+    assert bought["memory_format"]["buys"] == pytest.approx(6 / 5, rel=0.02)
+    low, high = bought["memory_format"]["buys_ci95"]
+    assert low < 6 / 5 < high
+    assert bought["memory_format"]["reverted_to"] == "contiguous"
+
+
+def test_a_setting_that_buys_nothing_says_so_in_the_evidence() -> None:
+    """A pin keeps it."""
+    rows = in_turn({STOCK: [10.0] * 3, BF16_LAST: [5.0] * 3, BF16: [5.0] * 3})
+    verdict = decided(rows, GPU, bar=lambda policy: "outside the space" if policy == BF16 else None)
+    decision = decide(
+        RecordedEvaluator("resnet50").prepare(1.0),
+        trials_of(rows),
+        rows,
+        verdict,
+        judge_of(),
+        amp_recipes=(),
+        seconds=1.0,
+        interrupted=False,
+    )
+    assert decision.winner == BF16_LAST
+    assert evidence(decision)["ablation"]["memory_format"]["buys"] == pytest.approx(1.0, abs=0.01)
+
+
+def test_points_leave_out_what_failed_later_and_what_trains_worse() -> None:
+    judge = judged(judge_of(lambda policy: BREAKS if policy.autocast == "fp16" else Parity()), FP16, BF16)
+    decision = concluded([*ROUNDS, row(BF16_LAST, OOM, moment_s=30.0)], judge)
+    assert {point.policy for point in decision.points} == {STOCK, BF16}
+    assert {point.policy for point in decision.points if point.judged} == {STOCK, BF16}
+    assert decision.winner == BF16
+
+
+def test_the_baseline_has_its_own_trial_in_the_evidence() -> None:
+    rows = [row(STOCK, took(12.0), launch="search"), *ROUNDS]
+    assert evidence(concluded(rows))["baseline"]["trial"]["samples_per_s"] == pytest.approx(1000 * 32 / 12, rel=1e-3)
+
+
+# --- numerics ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_winner_whose_numerics_were_not_judged_says_so() -> None:
+    assert found(concluded(ROUNDS), "not-judged") == [
+        "the numerics of bf16, channels_last were not judged: watch its loss beside FP32's"
+    ]
+    assert found(concluded(ROUNDS, judged(judge_of(), BF16_LAST)), "not-judged") == []
+
+
+def test_a_winner_that_could_not_be_judged_says_why() -> None:
+    no_memory = Failure(kind="oom", message="no memory for the reference")
+    (text,) = found(concluded(ROUNDS, judged(judge_of(lambda _: no_memory), BF16_LAST)), "not-judged")
+    assert "were not judged (oom: no memory for the reference): watch its loss" in text
+
+
+def test_a_baseline_that_stays_needs_no_judgement() -> None:
+    decision = concluded(in_turn({STOCK: [10.0] * 3, BF16: [20.0] * 3}))
+    assert found(decision, "not-judged") == []
+
+
+def test_a_compiled_winner_whose_graph_was_not_judged_says_so() -> None:
+    rows = in_turn({STOCK: [10.0] * 3, COMPILED: [5.0] * 3})
+    judge = judged(judge_of(), COMPILED)
+    (text,) = found(concluded(rows, judge), "graph-not-judged")
+    assert "numerics were judged without torch.compile, and not those of its graph" in text
+    assert "give more with --budget" in text
+    judge.judge_graph(COMPILED)
+    assert found(concluded(rows, judge), "graph-not-judged") == []
+
+
+def test_a_graph_that_could_not_be_judged_says_why() -> None:
+    crash = Failure(kind="crash", message="the worker died")
+    judge = judged(judge_of(lambda policy: crash if policy.compile != "off" else Parity()), COMPILED)
+    judge.judge_graph(COMPILED)
+    (text,) = found(concluded(in_turn({STOCK: [10.0] * 3, COMPILED: [5.0] * 3}), judge), "graph-not-judged")
+    assert text.endswith("(crash: the worker died)")
+
+
+def test_a_compared_policy_that_trains_worse_than_fp32_cannot_win_and_is_told() -> None:
+    judge = judged(judge_of(lambda policy: BREAKS if policy.memory_format == "channels_last" else Parity()), BF16_LAST)
+    decision = concluded(ROUNDS, judge)
+    assert decision.winner == BF16
+    (finding,) = (finding for finding in decision.findings if finding.code == "rejected")
+    assert finding.message.startswith("bf16, channels_last cannot win: ")
+    assert "the loss is nan" in finding.message
+    assert finding.module == "head"
+    assert finding.figures["speedup"] == pytest.approx(2.0, rel=0.02)
+
+
+def test_the_evidence_tells_how_far_the_first_losses_are_from_the_baselines() -> None:
+    def blocks(ms: float, *losses: float) -> Measurement:
+        return replace(took(ms), losses=losses, gradient_norm=2.0 if ms == 10 else 2.2)
+
+    columns = {STOCK: [blocks(10, 4.0, 2.0), blocks(10, 4.0, 2.002)], BF16: [blocks(5, 4.0, 2.1)] * 2}
+    parity = evidence(concluded(in_turn(columns)))["parity"]
+    assert parity["loss_deviation"] == pytest.approx(0.05)
+    assert parity["fp32_loss_deviation"] == pytest.approx(0.001)
+    assert parity["gradient_norm_deviation"] == pytest.approx(0.1)

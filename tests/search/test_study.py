@@ -120,7 +120,7 @@ def test_a_surprisingly_slow_trial_is_measured_again_and_the_faster_measurement_
         if isinstance(event, SearchEnded):
             searched.extend(evaluator.measured)
 
-    tune_with(evaluator, request_in(tmp_path, pins={"cuda_graphs": "false"}), watch)
+    tune_with(evaluator, request_in(tmp_path, evaluator.clock, pins={"cuda_graphs": "false"}), watch)
     trials = [event.trial for event in events if isinstance(event, TrialEnded)]
     again = {policy for policy in searched if searched.count(policy) == 2}
     assert again
@@ -140,7 +140,10 @@ def test_optunas_own_samplers_stay_away_from_what_failed_however_fast_it_is_said
         handle = store.ask(known) if known else store._study.ask(store._distributions)  # type: ignore[arg-type]
         failed = handle.params["autocast"] == "bf16"
         outcome = Failure(kind="oom", message="") if failed else took(10.0)
-        told = SimpleNamespace(policy=STOCK, outcome=outcome, seconds=1.0, samples_per_s=9.0 if failed else 1.0)
+        score = 9.0 if failed else 1.0
+        told = SimpleNamespace(
+            policy=STOCK, outcome=outcome, seconds=1.0, samples_per_s=score, run="", moment_s=float(number)
+        )
         store.tell(handle, told)  # type: ignore[arg-type]
         asked += [] if known else [handle.params["autocast"]]
     assert asked.count("bf16") < len(asked) / 2  # one that does not see it asks for little else: 0.7 and more

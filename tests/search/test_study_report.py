@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
+from measurements import took
 from simulated.recorded import RecordedEvaluator
 from test_objective import BF16, ENERGY, FP16, MEMORY, peak_mib, recording, speed_costs_memory
 from test_pipeline import request_in
 
 from amptune.errors import NothingFeasibleError, ObjectiveError, StudyError
-from amptune.measure.results.outcome import Failure
+from amptune.measure.results.outcome import Failure, outcome_to_dict
 from amptune.measure.results.training_runs import Parity
 from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.decide.decision import Decision
-from amptune.search.decide.samples import FILE_NAME, KeptComparison, comparisons_of, keeping_samples, read_comparisons
-from amptune.search.decide.study_report import StudyReport, command_of, decision_record_of, findings_of, study_report_of
-from amptune.search.events import ContenderMeasured, Event
+from amptune.search.decide.samples import FILE_NAME, former_rows
+from amptune.search.decide.study_report import StudyReport, command_of, findings_of, study_report_of
+from amptune.search.events import ContenderMeasured, Event, TrialEnded
 from amptune.search.pipeline import TuningInterrupted, tune_with
-from amptune.search.plan.budget import Budget
+from amptune.search.sampler import storage
 from amptune.search.sampler.records import StudyRecord, without_password
 from amptune.search.sampler.storage import recall
 from amptune.search.space.candidates import GlobalBatch
 from amptune.search.table.objective import THROUGHPUT, Objective
-from amptune.search.table.ratio import Round
+from amptune.search.table.row import Row
+from amptune.search.table.verdict import Verdict
 
 SMALLEST = amp_recipe("bf16", memory_format="channels_last")
 
@@ -39,17 +44,41 @@ def tuned(
     *,
     trials: int = 30,
     baseline: Policy = STOCK,
+    events: list[Event] | None = None,
+    **changes: Any,
 ) -> Decision:
+    evaluator = evaluator or recording()
     pins = {"cuda_graphs": "false"}  # which were not recorded
-    request = replace(request_in(folder, trials=trials, baseline=baseline, pins=pins), objective=objective)
-    observer = keeping_samples(folder, lambda _: None, request.run)
-    return tune_with(evaluator or recording(), request, observer)
+    request = request_in(folder, evaluator.clock, trials=trials, baseline=baseline, pins=pins)
+    observer = (lambda _: None) if events is None else events.append
+    return tune_with(evaluator, replace(request, objective=objective, **changes), observer)
 
 
-def asked(folder: Path, objective: Objective, *, alone: bool = False) -> StudyReport:
+def asked(folder: Path, objective: Objective = THROUGHPUT) -> StudyReport:
     record = recall(folder)
-    runs = [tuning.run for tuning in record.tunings]
-    return study_report_of(record, () if alone else read_comparisons(folder, runs), objective)
+    return study_report_of(record, former_rows(folder, [tuning.run for tuning in record.tunings]), objective)
+
+
+def by_trials(folder: Path, objective: Objective = THROUGHPUT) -> StudyReport:
+    """The answer of the trials alone, as if nothing had been compared."""
+    return study_report_of(replace(recall(folder), rows=()), (), objective)
+
+
+def told(verdict: Verdict) -> dict[str, Any]:
+    """What a verdict says, its figures to six digits: a stored moment is rounded to a millisecond."""
+    figures = {
+        contender.policy: (contender.lost, contender.rows, float(f"{contender.speedup:.6g}"))
+        for contender in verdict.contenders
+    }
+    ratios = [float(f"{x:.6g}") for one in (verdict.gain, verdict.speedup) for x in (one.value, one.low, one.high)]
+    return {
+        "winner": verdict.winner.policy,
+        "baseline": verdict.baseline.policy,
+        "confidence": verdict.confidence,
+        "findings": verdict.findings,
+        "contenders": figures,
+        "ratios": ratios,
+    }
 
 
 @pytest.mark.parametrize(
@@ -66,34 +95,41 @@ def test_every_objective_is_answered_from_one_tuning_for_throughput(
 ) -> None:
     decision = tuned(tmp_path)
     study_report = asked(tmp_path, objective)
-    assert study_report.decision.policy == expected
-    assert study_report.decision.speedup.value == pytest.approx(
+    assert study_report.policy == expected
+    assert study_report.verdict.speedup.value == pytest.approx(
         speed_costs_memory(STOCK) / speed_costs_memory(expected), rel=0.02
     )
     if objective == THROUGHPUT:
         assert study_report.is_proven
-        assert study_report.decision.gain.value == pytest.approx(decision.gain.value, rel=0.01)
+        assert study_report.verdict.gain.value == pytest.approx(decision.gain.value, rel=0.01)
     if objective.name == "memory":
-        assert study_report.decision.gain.value == pytest.approx(peak_mib(STOCK) / peak_mib(expected))
+        assert study_report.verdict.gain.value == pytest.approx(peak_mib(STOCK) / peak_mib(expected), rel=0.01)
 
 
-def test_what_rests_on_single_trials_says_so_and_how_to_prove_it(tmp_path: Path) -> None:
-    tuned(tmp_path)
-    study_report = asked(tmp_path, Objective("memory", 0.85), alone=True)
-    assert (study_report.decision.policy, study_report.decision.basis) == (SMALLEST, "trial")
-    words = "bf16, channels_last: uses 0.32 times the memory of the baseline at 0.9"
-    assert study_report.sentence.startswith(words)
-    assert study_report.grounds == "by a trial or two beside the baseline's: not proven"
-    command = f"amptune tune recorded --set cuda_graphs=false --objective memory --least-speed 0.85 --study {tmp_path}"
+def test_an_answer_that_is_only_likely_says_so_and_how_to_confirm_it(tmp_path: Path) -> None:
+    tuned(tmp_path, small_gain(8.0, noise=0.02), trials=12)
+    study_report = by_trials(tmp_path)
+    assert (study_report.policy.autocast, study_report.verdict.confidence) == ("bf16", "likely")
+    assert re.match(r"likely, 9\d\.\d % sure, by 1 measurement in 1 process$", study_report.grounds)
+    command = f"amptune tune recorded --set cuda_graphs=false --objective throughput --study {tmp_path}"
     assert command_of(study_report) == command
     assert [finding.code for finding in findings_of(study_report)][:2] == ["answer", "not-proven"]
     assert command in str(findings_of(study_report)[1])
+    assert not study_report.is_proven
+
+
+def small_gain(percent: float, noise: float) -> RecordedEvaluator:
+    """A machine on which bf16 is a little faster than all else."""
+    return RecordedEvaluator(
+        "resnet50", noise=noise, true_ms=lambda policy: 20.0 / (1 + percent / 100 * (policy.autocast == "bf16"))
+    )
 
 
 def test_the_command_that_proves_an_answer_has_the_wishes_that_make_it_the_same_study(tmp_path: Path) -> None:
     wishes = {"pins": {"autocast": "bf16"}, "batch_size": 128, "global_batch": GlobalBatch(samples=512, devices=2)}
-    request = request_in(tmp_path, trials=4, baseline=BF16, **wishes, compile=False, memory_mib=61440.0)
-    tune_with(recording(), replace(request, device="cuda:1"), lambda _: None)
+    machine = recording()
+    request = request_in(tmp_path, machine.clock, trials=4, baseline=BF16, **wishes, compile=False, memory_mib=61440.0)
+    tune_with(machine, replace(request, device="cuda:1"), lambda _: None)
     words = command_of(asked(tmp_path, THROUGHPUT))
     assert words == (
         "amptune tune recorded --baseline amp-bf16 --batch-size 128 --global-batch 512 --devices 2 "
@@ -106,10 +142,10 @@ def test_a_tuning_for_the_objective_proves_it_in_the_same_study(tmp_path: Path) 
     tuned(tmp_path)
     tuned(tmp_path, objective=MEMORY, trials=3)
     study_report = asked(tmp_path, MEMORY)
-    assert (study_report.decision.policy, study_report.decision.basis) == (FP16, "comparison")
-    assert study_report.grounds.startswith("by comparison with the baseline in ")
+    assert (study_report.policy, study_report.verdict.confidence) == (FP16, "confirmed")
+    assert re.match(r"confirmed, over 99\.9 % sure, by \d+ measurements in \d+ processes$", study_report.grounds)
     assert [one.variant.setting for one in study_report.ablation] == ["autocast"]
-    assert study_report.ablation[0].buys.value == pytest.approx(2.0)
+    assert study_report.ablation[0].buys.value == pytest.approx(2.0, rel=0.01)
 
 
 def test_where_nothing_is_better_the_baseline_is_kept(tmp_path: Path) -> None:
@@ -126,63 +162,214 @@ def test_a_policy_that_the_numerics_gate_rejected_is_no_answer(tmp_path: Path) -
     evaluator.parity = lambda policy: broken if policy.autocast == "bf16" else Parity()
     tuned(tmp_path, evaluator)
     study_report = asked(tmp_path, THROUGHPUT)
-    assert study_report.decision.policy.autocast == "fp16"
+    assert study_report.policy.autocast == "fp16"
     assert not any(point.policy.autocast == "bf16" for point in study_report.front)
     assert any("bf16" in str(one) for one in findings_of(study_report) if one.code == "rejected")
 
 
 def test_what_the_wishes_do_not_allow_is_no_answer(tmp_path: Path) -> None:
-    request = request_in(tmp_path, trials=12, pins={"autocast": "fp16"})
-    tune_with(recording(), request, keeping_samples(tmp_path, lambda _: None, request.run))
-    for alone in (False, True):
-        study_report = asked(tmp_path, THROUGHPUT, alone=alone)
-        assert study_report.decision.policy.autocast == "fp16"
-    assert BF16 in {contender.policy for contender in asked(tmp_path, THROUGHPUT).contenders}
+    machine = recording()
+    tune_with(machine, request_in(tmp_path, machine.clock, trials=12, pins={"autocast": "fp16"}), lambda _: None)
+    for study_report in (asked(tmp_path), by_trials(tmp_path)):
+        assert study_report.policy.autocast == "fp16"
+        recipe = study_report.verdict.contender_of(BF16)
+        assert recipe is not None
+        assert recipe.lost == "outside the space: it was measured for comparison"
 
 
-def test_what_a_decision_claims_is_what_its_page_shows(tmp_path: Path) -> None:
-    decision = tuned(tmp_path)
-    kept = decision_record_of(decision)
-    assert (kept.policy, kept.gain, kept.basis) == (decision.winner, decision.gain, "comparison")
+# --- one verdict ------------------------------------------------------------------------------------------------------
 
 
-def test_a_study_answers_what_its_last_tuning_decided_where_nothing_was_proven(tmp_path: Path) -> None:
-    """Trials and half a comparison can be weighed in more ways than one."""
+@pytest.mark.parametrize("objective", [THROUGHPUT, MEMORY, ENERGY], ids=lambda one: one.name)
+def test_a_tuning_its_file_and_its_study_say_the_same(objective: Objective, tmp_path: Path) -> None:
+    decision = tuned(tmp_path, objective=objective)
+    study_report = asked(tmp_path, objective)
+    assert told(study_report.verdict) == told(decision.verdict)
+    assert study_report.points == decision.points
+    assert_written(decision)
+
+
+@pytest.mark.parametrize("percent", [0.5, 2.0, 4.0])
+@pytest.mark.parametrize("noise", [0.005, 0.03])
+def test_they_say_the_same_of_a_gain_that_is_hardly_shown(percent: float, noise: float, tmp_path: Path) -> None:
+    decision = tuned(tmp_path, small_gain(percent, noise), trials=12)
+    assert told(asked(tmp_path).verdict) == told(decision.verdict)
+    assert_written(decision)
+
+
+def assert_written(decision: Decision) -> None:
+    """The evidence says what the verdict does."""
+    verdict, evidence = decision.verdict, decision.policy_file.evidence
+    assert evidence["confidence"] == verdict.confidence
+    likely = verdict.confidence == "likely" and not verdict.keeps_the_baseline
+    assert decision.provisional is likely
+    assert evidence.get("provisional", False) is likely
+    assert evidence["speedup"] == pytest.approx(verdict.speedup.value, rel=1e-3)
+    assert evidence.get("gain", verdict.gain.value) == pytest.approx(verdict.gain.value, rel=1e-3)
+    for contender, figures in zip(decision.finalists, evidence["finalists"], strict=True):
+        assert figures.get("lost", "") == contender.lost or contender.failure is not None
+    assert [finding["code"] for finding in evidence["findings"]] == [finding.code for finding in decision.findings]
+
+
+def test_a_policy_that_the_gate_rejected_lost_by_that_in_the_tuning_and_in_its_study(tmp_path: Path) -> None:
+    broken = Parity(failure=Failure(kind="nonfinite", message="the loss is nan"))
     evaluator = recording()
-    gone = Failure(kind="crash", message="gone")
-    evaluator.interfere = lambda policy: gone if len(evaluator.measured) > 32 and policy == STOCK else None
+    evaluator.parity = lambda policy: broken if policy.autocast == "bf16" else Parity()
     decision = tuned(tmp_path, evaluator)
-    assert decision.provisional
-    record = recall(tmp_path)
-    assert record.decided == {record.last.run: decision_record_of(decision)}
-    assert asked(tmp_path, THROUGHPUT).decision == decision_record_of(decision)
-    other = replace(decision_record_of(decision), policy=FP16)
-    changed = replace(record, decided={record.last.run: other})
-    assert study_report_of(changed, (), THROUGHPUT).decision == other
-    assert study_report_of(changed, (), MEMORY).decision == study_report_of(record, (), MEMORY).decision
-    later = replace(record.last, run="later", began="9999")
-    assert study_report_of(replace(changed, tunings=(*record.tunings, later)), (), THROUGHPUT).decision.policy != FP16
+    assert told(asked(tmp_path).verdict) == told(decision.verdict)
+    assert {one.lost for one in decision.verdict.contenders if one.policy.autocast == "bf16"} == {"not as good as FP32"}
 
 
-def test_a_comparison_of_an_earlier_tuning_speaks_against_what_single_trials_say(tmp_path: Path) -> None:
-    """The last tunings have no comparison, as the baseline dies in it."""
-    first, own = tuned(tmp_path), policy_to_dict(STOCK)
+def test_a_tuning_for_energy_knows_the_speed_of_trials_that_had_none(tmp_path: Path) -> None:
+    tuned(tmp_path, recording(energy=False), trials=10)
+    decision = tuned(tmp_path, objective=ENERGY, trials=10)
+    assert told(asked(tmp_path, ENERGY).verdict) == told(decision.verdict)
+
+
+def test_what_an_earlier_tuning_measured_counts_in_a_later_one(tmp_path: Path) -> None:
+    first = tuned(tmp_path)
+    again = tuned(tmp_path, trials=1)
+    assert again.winner == first.winner
+    assert again.verdict.winner.rows >= first.verdict.winner.rows
+    assert again.baseline.rows > first.baseline.rows
+    assert told(asked(tmp_path).verdict) == told(again.verdict)
+
+
+@pytest.mark.parametrize("when", [8, 34, 40])
+def test_an_interrupted_tuning_keeps_its_rows_and_its_study_says_what_it_says(when: int, tmp_path: Path) -> None:
+    """In the search, in the first round and in a later one."""
     evaluator = recording()
-    evaluator.interfere = lambda policy: Failure(kind="crash", message="gone") if policy == STOCK else None
-    samples = tmp_path / FILE_NAME
-    lines = [json.loads(line) for line in samples.read_text().splitlines()]
-    samples.write_text("")
-    by_trials = tuned(tmp_path, evaluator, trials=1).winner
-    both = [line for line in lines if line["policy"] in (own, policy_to_dict(first.winner))]
-    as_slow = next(line["outcome"] for line in both if line["policy"] == own)
-    for line in both:
-        policy = own if line["policy"] == own else policy_to_dict(by_trials)
-        line |= {"policy": policy, "outcome": as_slow}
-    samples.write_text("\n".join(map(json.dumps, both)) + "\n")
-    again = tuned(tmp_path, evaluator, trials=1)
-    assert again.provisional
-    assert again.winner != by_trials
-    assert "no round of a comparison speaks against it" in again.findings[0].message
+
+    def interrupt(_: Policy) -> None:
+        if len(evaluator.measured) == when:
+            raise KeyboardInterrupt
+
+    evaluator.interfere = interrupt
+    with pytest.raises(TuningInterrupted) as caught:
+        tuned(tmp_path, evaluator)
+    decision = caught.value.decision
+    assert decision is not None
+    assert (decision.provisional, decision.policy_file.evidence["provisional"]) == (True, True)
+    assert len(recall(tmp_path).table) == when - 1
+    assert told(asked(tmp_path).verdict) == told(decision.verdict)
+    assert asked(tmp_path).policy.autocast == "bf16"
+
+
+def test_a_tuning_that_goes_on_measures_its_baseline_again_and_compares_nothing_with_an_old_run(tmp_path: Path) -> None:
+    """All is twice as slow in the second run: its trials are no slower than those of the first, beside their own."""
+    first = recording()
+    tuned(tmp_path, first, trials=6)
+    second = replace(recording(), true_ms=lambda policy: 2 * speed_costs_memory(policy))
+    events: list[Event] = []
+    decision = tuned(tmp_path, second, trials=6, events=events)
+    new = [event.trial.policy for event in events if isinstance(event, TrialEnded)]
+    assert second.measured[0] == STOCK
+    assert STOCK not in new
+    (anchor,) = (row for row in recall(tmp_path).rows if row.policy == STOCK and row.launch.startswith("search"))
+    assert anchor.run == recall(tmp_path).last.run
+    for policy in new:
+        contender = decision.verdict.contender_of(policy)
+        assert contender is not None
+        true = speed_costs_memory(STOCK) / speed_costs_memory(policy)
+        assert contender.speedup == pytest.approx(true, rel=0.03), policy
+
+
+def test_a_tuning_that_goes_on_at_once_measures_the_baseline_no_third_time(tmp_path: Path) -> None:
+    """Not before its own search: the first trial of a new study is in this run."""
+    evaluator = recording()
+    tuned(tmp_path, evaluator, trials=3)
+    assert evaluator.measured[:2].count(STOCK) == 1
+
+
+def test_two_workers_of_one_database_know_each_others_rows(tmp_path: Path) -> None:
+    """On a machine of each one's own, and in a folder of its own; the second works while the first compares."""
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    machine = recording()
+    others: list[Decision] = []
+
+    def begin_the_other(_: Policy) -> None:
+        if machine.launched and not others:
+            others.append(tuned(tmp_path / "two", trials=4, study=url))
+
+    machine.interfere = begin_the_other
+    first = tuned(tmp_path / "one", machine, trials=8, study=url)
+    record, (second,) = recall(url), others
+    rows = {tuning.run: [row for row in record.table if row.run == tuning.run] for tuning in record.tunings}
+    own, other = rows.values()
+    assert len(own) > 10
+    assert len(other) > 10
+    assert told(study_report_of(record, (), THROUGHPUT).verdict) == told(first.verdict)
+    known = {contender.policy for contender in second.verdict.contenders}
+    assert {row.policy for row in own if row.launch.startswith("search")} <= known
+    assert first.baseline.rows == sum(row.policy == STOCK for row in record.table)
+
+
+# --- what an earlier amptune kept -------------------------------------------------------------------------------------
+
+FORMER = Path(__file__).parent.parent / "frozen" / "files" / "study"
+
+
+def test_a_study_folder_of_an_earlier_amptune_is_still_read() -> None:
+    record = recall(FORMER)
+    runs = [tuning.run for tuning in record.tunings]
+    rows = former_rows(FORMER, runs)
+    assert len(rows) == len((FORMER / FILE_NAME).read_text().splitlines()) == 5
+    assert {row.run for row in rows} <= set(runs)
+    assert record.rows == ()
+    study_report = study_report_of(record, rows, record.last.objective)
+    assert study_report.policy.autocast == "fp16"
+    for contender in study_report.verdict.contenders:
+        compared = [row for row in rows if row.policy == contender.policy]
+        tried = [trial for trial in record.trials if trial.policy == contender.policy]
+        assert contender.rows == len(compared) + len(tried) or contender.failure is not None
+
+
+def in_a_file(folder: Path, rows: Iterable[Row]) -> None:
+    """Writes rows as an earlier amptune did, beside the study."""
+    lines = [
+        {"run": row.run, "comparison": 1, "stage": "finals", "launch": n // 4} | as_lines(row)
+        for n, row in enumerate(rows)
+    ]
+    (folder / FILE_NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def as_lines(row: Row) -> dict[str, Any]:
+    return {"policy": policy_to_dict(row.policy), "outcome": outcome_to_dict(row.outcome)}
+
+
+def test_the_comparisons_of_an_earlier_amptune_count_in_a_tuning_that_goes_on(tmp_path: Path) -> None:
+    tuned(tmp_path, trials=6)
+    record = recall(tmp_path)
+    slow = [replace(row, outcome=took(400.0)) if row.policy == BF16 else row for row in record.rows]
+    in_a_file(tmp_path, slow)
+    old = asked(tmp_path)
+    contender = old.verdict.contender_of(BF16)
+    assert contender is not None
+    assert contender.rows == 1 + 2 * sum(row.policy == BF16 for row in record.rows)
+    again = tuned(tmp_path, trials=1)
+    assert told(asked(tmp_path).verdict) == told(again.verdict)
+    assert again.verdict.winner.rows > contender.rows or again.winner != BF16
+
+
+def test_a_line_cut_by_a_crash_or_of_another_amptune_costs_that_line(tmp_path: Path) -> None:
+    tuned(tmp_path, trials=6)
+    runs = [tuning.run for tuning in recall(tmp_path).tunings]
+    in_a_file(tmp_path, recall(tmp_path).rows)
+    whole = former_rows(tmp_path, runs)
+    assert len(whole) == len(recall(tmp_path).rows)
+    first = (tmp_path / FILE_NAME).read_text().splitlines()[0]
+    with (tmp_path / FILE_NAME).open("a") as file:
+        for was, now in (
+            ('"outcome"', '"result"'),
+            ('"comparison"', '"compared"'),
+            ('"autocast": "', '"autocast": "very '),
+        ):
+            assert was in first
+            file.write(first.replace(was, now) + "\n")
+        file.write("[]\nnull\n7\n" + '{"run": "' + runs[0])
+    assert former_rows(tmp_path, runs) == whole
+    assert former_rows(tmp_path, ["another"]) == []
+    assert former_rows(tmp_path / "nowhere", runs) == []
 
 
 def test_a_tuning_whose_baseline_failed_does_not_hide_the_one_before(tmp_path: Path) -> None:
@@ -190,37 +377,8 @@ def test_a_tuning_whose_baseline_failed_does_not_hide_the_one_before(tmp_path: P
     evaluator = recording()
     evaluator.interfere = lambda _: Failure(kind="oom", message="above the 100 MiB allowed")
     with pytest.raises(NothingFeasibleError):
-        tune_with(evaluator, request_in(tmp_path, memory_mib=100.0), lambda _: None)
-    assert asked(tmp_path, THROUGHPUT).decision.policy == decision.winner
-
-
-def test_the_answer_of_an_interrupted_tuning_rests_on_its_trials(tmp_path: Path) -> None:
-    evaluator = recording()
-
-    def interrupt(_: Policy) -> None:
-        if len(evaluator.measured) == 8:
-            raise KeyboardInterrupt
-
-    evaluator.interfere = interrupt
-    with pytest.raises(TuningInterrupted):
-        tuned(tmp_path, evaluator)
-    study_report = asked(tmp_path, THROUGHPUT)
-    assert (study_report.decision.policy.autocast, study_report.decision.basis) == ("bf16", "trial")
-    assert study_report.sentence.endswith("times the speed of the baseline")
-
-
-def test_what_an_earlier_tuning_compared_does_not_speak_for_one_that_was_interrupted(tmp_path: Path) -> None:
-    """The earlier one knew of bf16 alone; the last one has tried what is faster, and compared nothing."""
-    tuned(tmp_path, RecordedEvaluator("resnet50", noise=0.002), trials=12)
-    record = recall(tmp_path)
-    seen = {trial.policy: trial.outcome for trial in record.trials}
-    rounds = [Round(launch=i // 3, outcomes={policy: seen[policy] for policy in (STOCK, BF16)}) for i in range(9)]
-    earlier = KeptComparison(run=record.last.run, stage="finals", rounds=tuple(rounds))
-    told = study_report_of(record, [earlier], THROUGHPUT)
-    assert (told.decision.policy, told.decision.basis) == (BF16, "comparison")
-    last = replace(record, tunings=(*record.tunings, replace(record.last, run="interrupted")))
-    study_report = study_report_of(last, [earlier], THROUGHPUT)
-    assert (study_report.decision.policy.memory_format, study_report.decision.basis) == ("channels_last", "trial")
+        tune_with(evaluator, request_in(tmp_path, evaluator.clock, memory_mib=100.0), lambda _: None)
+    assert asked(tmp_path).policy == decision.winner
 
 
 # --- what a study remembers -------------------------------------------------------------------------------------------
@@ -238,66 +396,49 @@ def test_a_study_says_what_was_tuned_where_against_what(tmp_path: Path) -> None:
     assert {judged.policy.autocast for judged in record.judged} == {"bf16", "fp16"}
 
 
-def test_rounds_of_different_runs_and_comparisons_are_told_apart(tmp_path: Path) -> None:
+def test_rows_of_different_runs_and_launches_are_told_apart(tmp_path: Path) -> None:
     tuned(tmp_path, trials=8)
-    first = (tmp_path / FILE_NAME).read_text()
+    first = recall(tmp_path)
     tuned(tmp_path, trials=1)
     record = recall(tmp_path)
-    runs = [tuning.run for tuning in record.tunings]
-    kept = read_comparisons(tmp_path, runs)
-    assert {one.run for one in kept} == set(runs)
-    assert read_comparisons(tmp_path, runs[:1]) == comparisons_of(map(json.loads, first.splitlines()))
-    assert all(
-        set(one.outcomes) <= set(comparison.rounds[0].outcomes) for comparison in kept for one in comparison.rounds
-    )
-    assert kept[0].stage == "finals"
-    assert kept[-1].stage == "ablation"
+    assert [row for row in record.rows if row.run == first.last.run] == list(first.rows)
+    assert {row.run for row in record.rows} == {tuning.run for tuning in record.tunings}
+    launches = [row.launch for row in first.rows]
+    assert launches == sorted(launches, key=lambda name: int(name.removeprefix("comparison ")))
+    assert len(set(launches)) > 1
 
 
-def test_rounds_are_put_together_as_they_were_measured(tmp_path: Path) -> None:
+def test_rows_are_kept_as_they_were_measured(tmp_path: Path) -> None:
     events: list[Event] = []
-    request = request_in(tmp_path, trials=8)
-    observer = keeping_samples(tmp_path, events.append, request.run)
-    tune_with(recording(), request, observer)
+    tuned(tmp_path, trials=8, events=events)
     blocks = [event for event in events if isinstance(event, ContenderMeasured)]
-    read = [
-        (comparison.stage, one.launch, policy, outcome)
-        for comparison in read_comparisons(tmp_path, [request.run])
-        for one in comparison.rounds
-        for policy, outcome in one.outcomes.items()
+    rows = recall(tmp_path).rows
+    assert [(row.launch, row.policy, row.outcome) for row in rows] == [
+        (f"{block.stage} {block.launch}", block.policy, block.outcome) for block in blocks
     ]
-    assert read == [(block.stage, block.launch, block.policy, block.outcome) for block in blocks]
+    moments = [row.moment_s for row in rows]
+    assert moments == sorted(moments)
+    trials = [event.trial for event in events if isinstance(event, TrialEnded)]
+    assert recall(tmp_path).table[: len(trials)] == tuple(trial.row for trial in trials)
 
 
-def test_a_line_cut_by_a_crash_costs_that_line(tmp_path: Path) -> None:
+def test_a_row_of_another_amptune_costs_that_row(tmp_path: Path) -> None:
     tuned(tmp_path, trials=6)
-    runs = [tuning.run for tuning in recall(tmp_path).tunings]
-    whole = read_comparisons(tmp_path, runs)
-    with (tmp_path / FILE_NAME).open("a") as file:
-        file.write('{"run": "' + runs[0])
-    assert read_comparisons(tmp_path, runs) == whole
-
-
-def test_a_line_of_another_amptune_costs_that_line(tmp_path: Path) -> None:
-    tuned(tmp_path, trials=6)
-    runs = [tuning.run for tuning in recall(tmp_path).tunings]
-    whole = read_comparisons(tmp_path, runs)
-    first = (tmp_path / FILE_NAME).read_text().splitlines()[0]
-    with (tmp_path / FILE_NAME).open("a") as file:
-        for was, now in (
-            ('"outcome"', '"result"'),
-            ('"comparison"', '"compared"'),
-            ('"autocast": "', '"autocast": "very '),
-        ):
-            file.write(first.replace(was, now) + "\n")
-    assert read_comparisons(tmp_path, runs) == whole
+    whole, name = recall(tmp_path).rows, recall(tmp_path).name
+    study = optuna.load_study(study_name=name, storage=storage._storage(tmp_path))
+    other = whole[0].as_dict()
+    study.set_user_attr("row 1", {**other, "policy": {"autocast": "int8"}})
+    study.set_user_attr("row 2", {**other, "outcome": {"failed": False}})
+    study.set_user_attr("row 3", {"policy": other["policy"]})
+    assert recall(tmp_path).rows == whole
 
 
 def test_of_several_studies_that_which_was_tuned_last_is_taken_though_it_had_no_new_trial(tmp_path: Path) -> None:
     tuned(tmp_path, RecordedEvaluator("resnet50"), trials=1)
     tuned(tmp_path, RecordedEvaluator("vgg16_cifar"), trials=4)
-    request = replace(request_in(tmp_path), budget=Budget(seconds=0.1))
-    tune_with(RecordedEvaluator("resnet50"), request, lambda _: None)
+    machine = RecordedEvaluator("resnet50")
+    request = request_in(tmp_path, machine.clock)
+    tune_with(machine, replace(request, budget=replace(request.budget, seconds=0.1)), lambda _: None)
     assert recall(tmp_path).last.run == request.run
 
 
@@ -328,7 +469,7 @@ def record_of(folder: Path, **changes: object) -> StudyRecord:
 
 def test_a_study_without_what_is_asked_says_so(tmp_path: Path) -> None:
     record = record_of(tmp_path)
-    without = replace(record, trials=tuple(trial for trial in record.trials if trial.policy != STOCK))
+    without = replace(record, trials=tuple(trial for trial in record.trials if trial.policy != STOCK), rows=())
     with pytest.raises(StudyError, match=r"the baseline of the study resnet50-\w+ \(stock PyTorch\) was not measured"):
         study_report_of(without, (), THROUGHPUT)
     tuned(tmp_path / "cold", recording(energy=False), trials=4)
@@ -351,8 +492,9 @@ def test_a_place_without_a_study_says_so(tmp_path: Path) -> None:
 
 def test_a_database_is_read_back_too_and_its_password_is_nobodys_business(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'study.db'}"
-    request = replace(request_in(tmp_path, trials=4), study=url)
-    tune_with(recording(), request, lambda _: None)
+    machine = recording()
+    request = replace(request_in(tmp_path, machine.clock, trials=4), study=url)
+    tune_with(machine, request, lambda _: None)
     record = recall(url)
     assert (record.where, record.last.run) == (url, request.run)
     assert without_password("postgresql://me:secret@host:5432/db") == "postgresql://me:***@host:5432/db"

@@ -15,14 +15,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 from frozen.adapter import (
+    GPU,
     STOCK,
     Budget,
     Candidates,
-    Comparison,
     ComparisonStarted,
     Decision,
     Effort,
@@ -34,11 +35,13 @@ from frozen.adapter import (
     LoopTiming,
     Measurement,
     ModuleTrace,
+    Narrowing,
     Outcome,
     Parity,
     Policy,
     Prepared,
     Ratio,
+    Row,
     Sensitivity,
     Source,
     StepProfile,
@@ -48,29 +51,17 @@ from frozen.adapter import (
     candidates_for,
     groups_by_intensity,
     points,
-    ratio_between,
     tune_with,
+    verdict_of,
 )
 from optuna.storages import InMemoryStorage
 
+from simulated.clock import SimulatedClock as SimulatedClock  # tests/frozen has it from here
 from simulated.recorded import H200
 
 HERE = Path(__file__).parent
 SPACE = HERE / "big_space.yaml"
 MEMORY_MIB = 143_771
-
-
-class SimulatedClock:
-    """Seconds that pass only when somebody says so."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def advance(self, seconds: float) -> None:
-        self.now_s += seconds
 
 
 # --- the truth ---------------------------------------------------------------------------------------------------
@@ -358,6 +349,14 @@ class Trouble:
     throttle_s: tuple[float, float] = (10.0, 40.0)
     throttle_within_s: float = 300.0
     oom: float = 0.0
+    # What differs from one sitting to the next, a policy by itself; a launch may fall into a second, slower mode; the
+    # host is busy for this share of the time, in spells.
+    sitting_noise: float = 0.0
+    second_mode: float = 0.0
+    second_mode_by: float = 0.08
+    busy: float = 0.0
+    busy_by: tuple[float, float] = (0.10, 0.50)
+    busy_s: float = 30.0
     # Costs in simulated seconds, in the size of those on an H200.
     trial_s: float = 1.0
     warmup_s: float = 0.3
@@ -458,7 +457,7 @@ class SyntheticEvaluator:
             self.clock.advance(self.trouble.trial_s)
             return Failure(kind="oom", message="CUDA out of memory")
         self.clock.advance(self.trouble.trial_s + self._first_s(policy, process))
-        ms = self.landscape.true_ms(policy) * self._interference(process)
+        ms = self.landscape.true_ms(policy) * self._interference(policy, process)
         abandoned = effort.abandon_above_ms is not None and ms > effort.abandon_above_ms
         warmup_s = 0.0 if abandoned else min(effort.warmup_s, max(self.trouble.warmup_s, 10 * ms / 1000))
         steps = ABANDONED_STEPS if abandoned else self._steps(ms, effort)
@@ -514,7 +513,10 @@ class SyntheticEvaluator:
         return self._processes[key]
 
     def _new_process(self) -> Process:
-        return Process(factor=self._lognormal(self.trouble.launch_noise), known=set())
+        factor = self._lognormal(self.trouble.launch_noise)
+        if self.trouble.second_mode and self._rng.random() < self.trouble.second_mode:
+            factor *= 1 + self.trouble.second_mode_by
+        return Process(factor=factor, known=set())
 
     def _first_s(self, policy: Policy, process: Process) -> float:
         """What a process does once: plans for each dtype, layout and batch size; a graph for each policy."""
@@ -527,15 +529,39 @@ class SyntheticEvaluator:
         process.known |= {plans, graph}
         return seconds
 
-    def _interference(self, process: Process) -> float:
+    def _interference(self, policy: Policy, process: Process) -> float:
         """On the time of every step of one measurement."""
         factor = process.factor * self.drift_factor() * self._throttle_factor() * self._lognormal(self.trouble.noise)
+        factor *= self._busy_factor() * self.sitting_factor(policy, "this")
         is_outlier, by = self._rng.random() < self.trouble.outliers, self._rng.uniform(*self.trouble.outlier_by)
         return factor * (1 + by if is_outlier else 1.0)
 
     def _throttle_factor(self) -> float:
         now = self.clock()
         return math.prod(one.factor for one in self._throttlings if one.start_s <= now < one.end_s)
+
+    def _busy_factor(self) -> float:
+        """Above 1 while the host is busy; spells of `busy_s` are busy or not by the draw."""
+        spell = int(self.clock() / self.trouble.busy_s)
+        if _drawn("busy", self._seed, spell) >= self.trouble.busy:
+            return 1.0
+        return 1 + _between(self.trouble.busy_by, _drawn("busy by", self._seed, spell))
+
+    def sitting_factor(self, policy: Policy, sitting: str) -> float:
+        """The policy's own factor in this sitting, or in another one."""
+        drawn = _drawn("sitting", self._seed, sitting, policy)
+        return math.exp(self.trouble.sitting_noise * NormalDist().inv_cdf(min(max(drawn, 1e-9), 1 - 1e-9)))
+
+    def next_speedup(self, policy: Policy, baseline: Policy) -> float:
+        """The ratio of samples per second in a later sitting, each policy in a process of its own."""
+        times = []
+        for one in (policy, baseline):
+            launch = math.exp(
+                self.trouble.launch_noise * NormalDist().inv_cdf(_drawn("next launch", self._seed, one) or 0.5)
+            )
+            slow = self.trouble.second_mode_by * (_drawn("next mode", self._seed, one) < self.trouble.second_mode)
+            times.append(launch * (1 + slow) * self.sitting_factor(one, "next"))
+        return self.landscape.samples_per_s(policy) / self.landscape.samples_per_s(baseline) * times[1] / times[0]
 
     def _throttling(self) -> Throttling:
         start_s = self._rng.uniform(0, self.trouble.throttle_within_s)
@@ -563,7 +589,7 @@ class SyntheticEvaluator:
     def _measurement(
         self, policy: Policy, step_ms: np.ndarray[Any, np.dtype[np.float64]], warmup_s: float, *, abandoned: bool
     ) -> Measurement:
-        throttled = self._throttle_factor() > 1
+        throttled, busy = self._throttle_factor() > 1, self._busy_factor() > 1
         return Measurement(
             samples_per_step=policy.batch_size or self.landscape.own_batch_size,
             step_ms=tuple(step_ms.tolist()),
@@ -574,7 +600,7 @@ class SyntheticEvaluator:
             losses=(7.0, 6.9, 6.8),
             gradient_norm=3.0,
             clock_event_reasons=HW_THERMAL_SLOWDOWN if throttled else 0,
-            contaminated_by=("hw-thermal",) if throttled else (),
+            contaminated_by=(*(("hw-thermal",) if throttled else ()), *(("host-load",) if busy else ())),
             abandoned=abandoned,
         )
 
@@ -589,10 +615,9 @@ ROUNDING = 1e-9
 class Replay:
     """One tuning held against the truth. Regrets are in samples per second: the optimum's over another's, less 1.
 
-    `search_regret` is that of the truly best policy the search measured, `finals_regret` of the truly best finalist,
-    `picked_regret` of the finals' winner, and `regret` of the policy chosen behind the ablation: from one to the next
-    is what that stage lost. `claim` is (value, low, high) of the speed-up claimed, None where the baseline was kept.
-    `ablations` and `launches` count those of the tuning.
+    `search_regret` is that of the truly best policy the search measured, `finals_regret` of the truly best that was
+    compared, and `regret` of the policy chosen: from one to the next is what that stage lost. `claim` is (value, low,
+    high) of the speed-up claimed, None where the baseline was kept. `launches` counts those of the tuning.
     """
 
     workload: str
@@ -602,12 +627,11 @@ class Replay:
     regret: float
     search_regret: float
     finals_regret: float
-    picked_regret: float
     true_speedup: float
+    next_speedup: float
     claim: tuple[float, float, float] | None
-    provisional: bool
+    confidence: str
     trials: int
-    ablations: int
     launches: int
     simulated_s: float
     wall_s: float
@@ -620,10 +644,18 @@ class Replay:
     @property
     def claim_holds(self) -> bool:
         """Whether the claimed interval holds the truth; keeping the baseline claims nothing."""
+        return self._holds(self.true_speedup)
+
+    @property
+    def next_holds(self) -> bool:
+        """Whether the claimed interval holds the ratio of a later sitting."""
+        return self._holds(self.next_speedup)
+
+    def _holds(self, speedup: float) -> bool:
         if self.claim is None:
             return True
         _, low, high = self.claim
-        return low * (1 - ROUNDING) <= self.true_speedup <= high * (1 + ROUNDING)
+        return low * (1 - ROUNDING) <= speedup <= high * (1 + ROUNDING)
 
 
 def replay(
@@ -669,9 +701,7 @@ def _judged(
     chosen = landscape.samples_per_s(decision.policy)
     speedup = decision.speedup
     tried = [trial.policy for trial in decision.trials if isinstance(trial.outcome, Measurement)]
-    finalists = [policy for one in comparisons if one.stage == "finals" for policy in one.policies]
-    # An ablation holds the baseline, its candidate and then others, in this order (search/finals.py).
-    candidates = [one.policies[1] for one in comparisons if one.stage == "ablation"]
+    finalists = [policy for one in comparisons for policy in one.policies]
 
     def regret_of(policies: Iterable[Policy]) -> float:
         return best / max(map(landscape.samples_per_s, filter(evaluator.runs, policies)), default=chosen) - 1
@@ -684,12 +714,11 @@ def _judged(
         regret=best / chosen - 1,
         search_regret=regret_of(tried),
         finals_regret=regret_of(finalists),
-        picked_regret=regret_of(candidates[:1]),
         true_speedup=chosen / baseline,
+        next_speedup=evaluator.next_speedup(decision.winner, decision.baseline.policy),
         claim=None if decision.verdict.keeps_the_baseline else (speedup.value, speedup.low, speedup.high),
-        provisional=decision.provisional,
+        confidence=decision.verdict.confidence,
         trials=len(decision.trials),
-        ablations=len(candidates),
         launches=evaluator.launches,
         simulated_s=evaluator.clock(),
         wall_s=wall_s,
@@ -702,14 +731,21 @@ def same_twice(workload: str, seed: int, trouble: Trouble | None = None, *, budg
     landscape = landscape_of(workload)
     evaluator = SyntheticEvaluator(landscape, clock, trouble or Trouble(), seed)
     unnamed, named = STOCK, replace(STOCK, batch_size=landscape.own_batch_size)
-    comparison = Comparison(
+    rows: list[Row] = []
+    narrowing = Narrowing(
         evaluator=evaluator,
-        policies=(unnamed, named),
-        baseline=unnamed,
         budget=Budget(seconds=budget_s, started=clock(), clock=clock),
-        stage="finals",
         observer=lambda _: None,
+        run="aa",
+        verdict=lambda: verdict_of(rows, unnamed, GPU),
+        keep=rows.append,
         seed=seed,
-        kept=(named,),
+        start_s=(trouble or Trouble()).launch_s,
     )
-    return ratio_between(list(comparison.rounds()), named, unnamed)
+    narrowing.round_of((unnamed, named))
+    narrowing.until_known()
+    verdict = verdict_of(rows, unnamed, GPU)
+    assert verdict is not None
+    ratio = verdict.scores.to_baseline(named)
+    assert ratio is not None
+    return ratio

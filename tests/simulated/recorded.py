@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 from frozen.adapter import (
     Cpu,
@@ -29,6 +30,8 @@ from frozen.adapter import (
     StepProfile,
     Subject,
 )
+
+from simulated.clock import SimulatedClock
 
 H200 = Hardware(
     device="cuda",
@@ -96,7 +99,13 @@ Interference = Callable[[Policy], Failure | None]
 
 @dataclass
 class RecordedEvaluator:
-    """Answers from the grid, or from `true_ms`; `interfere` may fail a policy, or raise, before it does."""
+    """Answers from the grid, or from `true_ms`; `interfere` may fail a policy, or raise, before it does.
+
+    By its clock a measurement takes `takes_s`, and a launch `launch_s`; all else takes no time.
+    """
+
+    takes_s: ClassVar[float] = 2.0
+    launch_s: ClassVar[float] = 10.0
 
     workload: str
     noise: float = 0.01
@@ -113,6 +122,7 @@ class RecordedEvaluator:
     hardware: Hardware = H200
     batch_size: int = 128
     closed: bool = False
+    clock: SimulatedClock = field(default_factory=SimulatedClock)
 
     def prepare(self, limit_s: float) -> Prepared:  # noqa: ARG002  # a recording is there at once
         subject = Subject(
@@ -133,9 +143,11 @@ class RecordedEvaluator:
         return dict.fromkeys(policies, 0.0)
 
     def launch(self, policies: Sequence[Policy]) -> None:
+        self.clock.advance(self.launch_s)
         self.launched.append(tuple(policies))
 
     def measure(self, policy: Policy, effort: Effort) -> Outcome:
+        self.clock.advance(self.takes_s)
         self.measured.append(policy)
         failure = self.interfere(policy)
         if failure is not None:

@@ -169,6 +169,7 @@ class Bench:
             contaminated_by=kept.contaminated_by,
             sm_clock_mhz=kept.after.sm_clock_mhz,
             temperature_c=kept.after.temperature_c,
+            host_delay=kept.host_delay,
         )
 
     def _require_within_limit(self, peak_mib: float) -> None:

@@ -3,16 +3,18 @@
 A disturbance comes from outside, or passes. A GPU at its power cap under this very load is no disturbance: training
 runs in that state too.
 
-A CPU has no such instruments yet: its readings are None, except the allocator's, and detect nothing.
+On a CPU there are two instruments: the allocator's retries, and the time that threads waited for a CPU. The other
+readings are None.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from amptune.measure.bench.run_delay import RunDelays, host_delay, read_run_delays
 from amptune.measure.results.outcome import Measurement, Outcome
 from amptune.policy.findings import Finding
 
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 __all__ = [
     "CLOCK_CODES",
     "FOREIGN_PROCESS",
+    "HOST_LOAD",
     "OWN_LOAD",
+    "PASSING",
     "Instruments",
     "Readings",
     "contamination",
@@ -35,6 +39,7 @@ POWER_CAP = "power-cap"
 LOW_CLOCK = "low-clock"
 _ALLOC_RETRIES = "alloc-retries"
 FOREIGN_PROCESS = "foreign-process"
+HOST_LOAD = "host-load"
 
 # `nvmlClocksEventReason*` of nvml.h. Harmless and left out: idle 0x1, application clocks 0x2, sync boost 0x10,
 # display clocks 0x100.
@@ -48,8 +53,13 @@ _SLOWED = {
 CLOCK_CODES = frozenset({*_SLOWED.values(), LOW_CLOCK})
 # States that the measured load itself brings about, and training too. No block is repeated for them.
 OWN_LOAD = frozenset({POWER_CAP, LOW_CLOCK})
+# Disturbances that end when another program ends, and come back with the next one.
+PASSING = frozenset({FOREIGN_PROCESS, HOST_LOAD})
 # nvbench discards a sample measured under this share of the GPU's clock (--throttle-threshold, default 75).
 LOW_CLOCK_SHARE = 0.75
+# Seconds per second that a thread may wait for a CPU. On two cores, the threads of a convolutional net waited 0.01 on
+# the quiet machine, 0.3 to 0.5 beside one busy process and 0.5 beside two.
+MOST_HOST_DELAY = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +76,21 @@ class Readings:
     energy_j: float | None = None
     alloc_retries: int = 0
     foreign_processes: tuple[int, ...] | None = None
+    run_delays: RunDelays | None = None
 
 
 class Instruments:
-    """The instruments of one GPU (`nvml` is None for a CPU, or without NVML) and of this process's allocator."""
+    """The instruments of one GPU (`nvml` is None for a CPU, or without NVML), and of this process on any machine."""
 
-    def __init__(self, nvml: NvmlGpu | None, memory: PeakMemory) -> None:
+    def __init__(
+        self,
+        nvml: NvmlGpu | None,
+        memory: PeakMemory,
+        run_delays: Callable[[], RunDelays | None] = read_run_delays,
+    ) -> None:
         self._nvml = nvml
         self._memory = memory
+        self._run_delays = run_delays
         self._kin: frozenset[int] = frozenset()
 
     def read(self) -> Readings:
@@ -84,6 +101,7 @@ class Instruments:
             energy_j=energy_j,
             alloc_retries=self._memory.alloc_retries(),
             foreign_processes=self._foreign_processes(),
+            run_delays=self._run_delays(),
         )
 
     def clocks(self) -> Readings:
@@ -134,6 +152,8 @@ def contamination(before: Readings, after: Readings, sm_clock_max_mhz: int | Non
         found.append(_ALLOC_RETRIES)
     if before.foreign_processes or after.foreign_processes:
         found.append(FOREIGN_PROCESS)
+    if (host_delay(before.run_delays, after.run_delays) or 0.0) > MOST_HOST_DELAY:
+        found.append(HOST_LOAD)
     return tuple(found)
 
 
@@ -175,20 +195,23 @@ _WORDS = {
     LOW_CLOCK: "the GPU's clock was under 75 % of its highest, for no reason NVML gives,",
     _ALLOC_RETRIES: "the GPU's memory was so short that the allocator had to empty its cache",
     FOREIGN_PROCESS: "another process was on the GPU",
+    HOST_LOAD: "threads had to wait for a CPU (other programs were running, or there are more threads than CPUs)",
 }
 
 
 def noticed(outcomes: Iterable[Outcome]) -> tuple[Finding, ...]:
-    """Returns findings: `own-load` states, then disturbances: `throttled`, `foreign-process`, `allocator-thrashing`.
+    """Returns findings: `own-load` states, then disturbances, then `unsteady`.
 
-    The last one is `unsteady`. The figures count blocks of steps; those of `own-load` and `unsteady` count trials.
-    Trials abandoned early are left out.
+    The disturbances are `throttled`, `foreign-process`, `host-load` and `allocator-thrashing`. On a machine that does
+    not count how long threads wait for a CPU, or always counts 0, there is no `host-load`. Figures count blocks of
+    steps; those of `own-load` and `unsteady` count trials. Trials abandoned early are left out.
     """
     measured = [outcome for outcome in outcomes if isinstance(outcome, Measurement) and not outcome.abandoned]
     found = (
         *_own_load(measured),
         _disturbed("throttled", CLOCK_CODES - OWN_LOAD, measured),
         _disturbed("foreign-process", {FOREIGN_PROCESS}, measured),
+        _disturbed("host-load", {HOST_LOAD}, measured),
         _disturbed("allocator-thrashing", {_ALLOC_RETRIES}, measured),
         _unsteady(measured),
     )

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from amptune.measure.bench.clocks import Clock
 from amptune.measure.bench.readings import (
-    FOREIGN_PROCESS,
     OWN_LOAD,
+    PASSING,
     Instruments,
     Readings,
     contamination,
     with_busy_clocks,
 )
+from amptune.measure.bench.run_delay import host_delay
 from amptune.measure.results.outcome import ENERGY_S, Effort
 
 __all__ = ["Sample", "StepTimer", "TimedBlock", "WarmUp", "is_steady", "median_half_width"]
@@ -53,6 +54,11 @@ class TimedBlock:
     before: Readings
     after: Readings
     contaminated_by: tuple[str, ...]
+
+    @property
+    def host_delay(self) -> float | None:
+        """The time that the longest waiting thread waited for a CPU, in seconds per second; None if it is unknown."""
+        return host_delay(self.before.run_delays, self.after.run_delays)
 
     @property
     def energy_j(self) -> float | None:
@@ -113,9 +119,8 @@ class StepTimer:
         return Sample(kept=blocks[-1], discarded=tuple(reasons), steps=sum(len(block.step_ms) for block in blocks))
 
     def _new_causes(self, block: TimedBlock) -> tuple[str, ...]:
-        """Returns the disturbances not known to last. Another process may end; it then no longer counts as lasting."""
-        if FOREIGN_PROCESS not in block.contaminated_by:
-            self._lasting -= {FOREIGN_PROCESS}
+        """Returns the disturbances not known to last. A `PASSING` one counts as lasting until a block without it."""
+        self._lasting -= PASSING - set(block.contaminated_by)
         return tuple(code for code in block.contaminated_by if code not in self._lasting | OWN_LOAD)
 
     def _block(self, step: Step, step_ms: float, effort: Effort) -> TimedBlock:

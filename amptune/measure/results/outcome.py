@@ -64,9 +64,13 @@ class Measurement:
     step. `skipped_share` is the share of steps that the loss scaler skipped.
 
     Energy and the readings of the busy GPU belong to the kept block alone: all of NVML's `clock_event_reasons` (a bit
-    mask), the lowest `sm_clock_mhz`, the highest `temperature_c`. `startup_s` is the extra time of the first steps over
-    later ones: mainly compiling that no cache saved. For a compiled model, `graph_breaks` holds the reasons why it is
-    not one graph; `recompiled` counts graphs compiled after the first steps, because shapes keep changing.
+    mask), the lowest `sm_clock_mhz`, the highest `temperature_c`. `host_delay` is the share of the kept block
+    for which a thread was ready to run and waited for a CPU, for the thread that waited longest. It is None if the
+    system does not count this time, and always 0 on a machine whose counter stands still.
+
+    `startup_s` is the extra time of the first steps over later ones: mainly compiling that no cache saved. For a
+    compiled model, `graph_breaks` holds the reasons why it is not one graph; `recompiled` counts graphs compiled after
+    the first steps, because shapes keep changing.
     """
 
     samples_per_step: int
@@ -90,6 +94,7 @@ class Measurement:
     recompiled: int = 0
     sm_clock_mhz: int | None = None
     temperature_c: int | None = None
+    host_delay: float | None = None
 
     @property
     def median_ms(self) -> float:

@@ -1,1 +1,1 @@
-"""From comparisons to the decision, its evidence and its findings."""
+"""From the verdict to the decision, its evidence and its findings."""

@@ -11,11 +11,10 @@ from amptune.measure.results.subject import Subject
 from amptune.policy.findings import Finding
 from amptune.policy.policy_file import Evidence, PolicyFile
 from amptune.policy.settings import Policy
+from amptune.search.decide.pareto import ParetoPoint
 from amptune.search.table.ablation import Ablated
 from amptune.search.table.objective import Objective
-from amptune.search.table.ratio import (
-    Ratio,
-)
+from amptune.search.table.ratio import Ratio
 from amptune.search.table.trial import Trial
 from amptune.search.table.verdict import Contender, Verdict
 
@@ -24,11 +23,12 @@ __all__ = ["Decision", "in_order"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The result of a tuning. `provisional` means the final comparison is missing or was cut short.
+    """The result of a tuning.
 
-    The claim rests on `verdict`. `finalists` are all policies compared before it, `ablation` says what each setting of
-    the winner buys. `amp_recipe` is the better of the compared AMP recipes, or a failure if all of them failed.
-    `memory_mib` is the memory that the device had available.
+    It is `provisional` if the gain is likely and not confirmed, or the run was interrupted. The claim rests on
+    `verdict`. `finalists` are the policies measured more than once, `ablation` says what each setting of the winner
+    buys. `amp_recipe` is the better of the compared AMP recipes, or a failure if all of them failed. `points` are the
+    trials that ran and are sound, `memory_mib` is the memory that the device had available.
     """
 
     policy_file: PolicyFile
@@ -38,6 +38,7 @@ class Decision:
     amp_recipe: Contender | None
     findings: tuple[Finding, ...]
     trials: tuple[Trial, ...]
+    points: tuple[ParetoPoint, ...]
     hardware: Hardware
     subject: Subject
     seconds: float

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from amptune.measure.results.outcome import Measurement, Outcome
+from amptune.measure.results.outcome import Measurement
 from amptune.measure.results.subject import Prepared
 from amptune.policy.policy_file import Evidence
 from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import Policy
 from amptune.search.decide.decision import Decision, in_order
-from amptune.search.decide.pareto import ParetoPoint, front_of, spread_along
+from amptune.search.decide.pareto import front_of, spread_along
 from amptune.search.gate.limits import ILL_CONDITIONED, Judgement
 from amptune.search.table.ablation import Ablated
 from amptune.search.table.objective import Objective
-from amptune.search.table.ratio import Round
-from amptune.search.table.trial import Trial
+from amptune.search.table.row import Row
 from amptune.search.table.verdict import Contender
 
 __all__ = ["evidence_of", "labels_of", "numerics_of", "parity_of"]
@@ -38,20 +37,18 @@ def labels_of(prepared: Prepared) -> dict[str, str]:
     return {**labels, "model": prepared.subject.model_digest}
 
 
-def evidence_of(
-    decision: Decision, rounds: Sequence[Round], judgement: Judgement | None, points: Sequence[ParetoPoint] = ()
-) -> Evidence:
-    """Returns the policy file's `evidence`, from the comparisons (or, provisionally, from the trials).
+def evidence_of(decision: Decision, rows: Sequence[Row], judgement: Judgement | None) -> Evidence:
+    """Returns the policy file's `evidence`, from the verdict.
 
-    `points` are the sound trials; the evidence keeps those that no other trial beats. Keys have the order of the
-    format, so that a reader meets the claim before the figures of all finalists.
+    Of the sound trials it keeps those that no other one beats. Keys have the order of the format, so that a reader
+    meets the claim before the figures of all finalists.
     """
-    verdict = decision.verdict
+    verdict, points = decision.verdict, decision.points
     winner, baseline = verdict.winner, verdict.baseline
     own: Any = _own_figures(winner)
     evidence = Evidence(
         baseline=_figures(baseline),
-        parity=parity_of(decision.trials, rounds, winner.policy, baseline.policy) | numerics_of(judgement),
+        parity=parity_of(rows, winner.policy, baseline.policy) | numerics_of(judgement),
         finalists=[_figures(contender) for contender in decision.finalists],
         findings=[finding.as_dict() for finding in decision.findings],
         tuned_on=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -63,6 +60,7 @@ def evidence_of(
         evidence["amp_recipe"] = _figures(decision.amp_recipe)
     if decision.ablation:
         evidence["ablation"] = {one.variant.setting: _bought(one, decision.objective) for one in decision.ablation}
+    evidence["confidence"] = verdict.confidence
     if decision.provisional:
         evidence["provisional"] = True
     if points:
@@ -86,14 +84,13 @@ def _of_objective(decision: Decision) -> Evidence:
     return found
 
 
-def parity_of(trials: Sequence[Trial], rounds: Sequence[Round], policy: Policy, baseline: Policy) -> dict[str, float]:
+def parity_of(rows: Sequence[Row], policy: Policy, baseline: Policy) -> dict[str, float]:
     """Returns how far the first steps under `policy` are from the baseline's, from the same weights and batches.
 
     Losses are compared by their largest relative deviation, the first gradient's L2 norm by its relative deviation.
     `fp32_loss_deviation` compares the baseline's own runs, which differ only by the GPU's order of summation.
     """
-    looks = [{trial.policy: trial.outcome for trial in trials}, *(one.outcomes for one in rounds)]
-    own, reference = _measurements(looks, policy), _measurements(looks, baseline)
+    own, reference = _measurements(rows, policy), _measurements(rows, baseline)
     if not own or not reference:
         return {}
     first = reference[0]
@@ -128,8 +125,8 @@ def numerics_of(judgement: Judgement | None) -> dict[str, Any]:
     return rounded | {"modules": len(parity.modules), "modules_compared": len(compared), "spread_from": parity.spread}
 
 
-def _measurements(looks: Sequence[Mapping[Policy, Outcome]], policy: Policy) -> list[Measurement]:
-    return [outcome for look in looks if isinstance(outcome := look.get(policy), Measurement)]
+def _measurements(rows: Sequence[Row], policy: Policy) -> list[Measurement]:
+    return [row.outcome for row in rows if row.policy == policy and isinstance(row.outcome, Measurement)]
 
 
 def _loss_deviation(a: Measurement, b: Measurement) -> float:
@@ -161,6 +158,8 @@ def _own_figures(contender: Contender) -> dict[str, Any]:
         figures["launches"] = ratio.launches
     if contender.too_slow:
         figures["too_slow"] = True
+    if contender.lost:
+        figures["lost"] = contender.lost
     return {name: value for name, value in figures.items() if value is not None}
 
 

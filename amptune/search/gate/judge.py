@@ -66,6 +66,7 @@ class Judge:
 
     `share` of the budget is for the FP32 reference, which takes `reference_share` of the budget, and for judgements
     while a cure is looked for. A policy that lacked the memory or time to be judged is neither sound nor unsound.
+    `spent_s` are the seconds of all judgements, `last_s` those of the last one.
     """
 
     evaluator: Evaluator
@@ -77,6 +78,7 @@ class Judge:
     reference_share: float = REFERENCE_SHARE
     failure: Failure | None = None
     spent_s: float = 0.0
+    last_s: float = 0.0
     _judgements: dict[Policy, Judgement] = field(default_factory=dict)
     _unjudged: dict[Policy, Failure] = field(default_factory=dict)
 
@@ -191,7 +193,8 @@ class Judge:
         try:
             yield
         finally:
-            self.spent_s += self.budget.spent_s - before_s
+            self.last_s = self.budget.spent_s - before_s
+            self.spent_s += self.last_s
 
 
 def without_graph(policy: Policy) -> Policy:

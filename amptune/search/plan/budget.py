@@ -10,11 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 __all__ = [
-    "ABLATION_SHARE",
     "BATCH_SIZES_SHARE",
     "COLD_SHARE",
     "CURES_SHARE",
-    "FINALS_SHARE",
     "MODULE_TIMES_SHARE",
     "REFERENCE_SHARE",
     "SHORTEST_LOOP_S",
@@ -74,8 +72,6 @@ BATCH_SIZES_SHARE = 0.15
 COMPARISONS_SHARE, COMPARISON_LAUNCHES = 0.5, 20
 # Before the comparison, a compiled policy is judged with its graph if that takes at most this share of the time left.
 GRAPH_SHARE = 0.2
-# Shares of the time after the search: for the finals, and at least for the ablation.
-FINALS_SHARE, ABLATION_SHARE = 0.4, 0.3
 # A compiled policy is measured beside another one only if compiling it takes at most this share of the time left.
 COLD_SHARE = 0.2
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import Policy
 from amptune.search.gate.judge import graphs_like, is_exempt, numerics_of_policy, without_graph
 from amptune.search.gate.limits import Judgement
+from amptune.search.table.effects import Machine, machine_of
 from amptune.search.table.objective import Objective
-from amptune.search.table.ratio import Ratio
+from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
-__all__ = ["Basis", "DecisionRecord", "GateRecord", "StudyRecord", "TuningRecord", "without_password"]
+__all__ = ["GateRecord", "StudyRecord", "TuningRecord", "without_password"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class TuningRecord:
     """One tuning run: what was tuned, where, and against which baseline. `began` is UTC, ISO 8601.
 
     `target` is the workload's name on the command line, None if it came from Python. `folder` has the raw samples of
-    the comparisons. `options` are those of `amptune tune` that select the same study.
+    comparisons that an earlier amptune made. `options` are those of `amptune tune` that select the same study.
     """
 
     run: str
@@ -37,6 +37,7 @@ class TuningRecord:
     baseline: Policy
     objective: Objective
     options: tuple[str, ...] = ()
+    device: str = "cpu"
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain data for the study; `from_dict` is the inverse."""
@@ -52,6 +53,7 @@ class TuningRecord:
             "objective": self.objective.name,
             "least_speed": self.objective.least_speed,
             "options": list(self.options),
+            "device": self.device,
         }
 
     @staticmethod
@@ -62,44 +64,8 @@ class TuningRecord:
             baseline=policy_from_dict(data["baseline"]),
             objective=Objective(data["objective"], data["least_speed"]),
             options=tuple(map(str, data.get("options", ()))),
+            device=data.get("device", "cuda" if "NVIDIA" in data["hardware"] else "cpu"),
         )
-
-
-# The basis of a decision: a comparison with enough launches, one with fewer, a single trial, or nothing was better.
-Basis = Literal["comparison", "few-launches", "trial", "nothing-better"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecisionRecord:
-    """A policy and its gain over the baseline; the ratios have no interval if single trials gave them."""
-
-    policy: Policy
-    gain: Ratio
-    speedup: Ratio
-    basis: Basis
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns plain data for the study; `from_dict` is the inverse."""
-        ratios = {"gain": _ratio_to_dict(self.gain), "speedup": _ratio_to_dict(self.speedup)}
-        return {"policy": policy_to_dict(self.policy), **ratios, "basis": self.basis}
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> DecisionRecord:
-        return DecisionRecord(
-            policy=policy_from_dict(data["policy"]),
-            gain=_ratio_from_dict(data["gain"]),
-            speedup=_ratio_from_dict(data["speedup"]),
-            basis=data["basis"],
-        )
-
-
-def _ratio_to_dict(ratio: Ratio) -> dict[str, Any]:
-    """Returns plain data, with None for infinity, which JSON lacks."""
-    return {**asdict(ratio), "high": None if math.isinf(ratio.high) else ratio.high}
-
-
-def _ratio_from_dict(data: Mapping[str, Any]) -> Ratio:
-    return Ratio(**{**data, "high": math.inf if data["high"] is None else data["high"]})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +94,7 @@ class GateRecord:
 class StudyRecord:
     """A study read back: its tuning runs, the last one last, and all their trials.
 
-    `where` is its folder or database URL; `decided` maps run names to their decisions. Policies `outside` the searched
+    `where` is its folder or database URL; `rows` are the timings that are no trials. Policies `outside` the searched
     space, which the user's wishes limit, were measured for comparison and cannot win.
     """
 
@@ -138,7 +104,16 @@ class StudyRecord:
     trials: tuple[Trial, ...]
     judged: tuple[GateRecord, ...] = ()
     outside: frozenset[Policy] = frozenset()
-    decided: Mapping[str, DecisionRecord] = field(default_factory=dict)
+    rows: tuple[Row, ...] = ()
+
+    @property
+    def table(self) -> tuple[Row, ...]:
+        """Every timing of the study: its trials and its other rows."""
+        return (*(trial.row for trial in self.trials), *self.rows)
+
+    @property
+    def machine(self) -> Machine:
+        return machine_of(self.last.device)
 
     @property
     def last(self) -> TuningRecord:

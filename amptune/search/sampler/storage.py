@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from amptune.errors import StudyError
 from amptune.measure.results.outcome import Failure, outcome_from_dict, outcome_to_dict
 from amptune.policy.serialization import in_one_line, policy_from_dict, policy_to_dict
 from amptune.policy.settings import Policy
-from amptune.search.sampler.records import DecisionRecord, GateRecord, StudyRecord, TuningRecord, without_password
+from amptune.search.sampler.records import GateRecord, StudyRecord, TuningRecord, without_password
 from amptune.search.space.knobs import BATCH_SIZE, Knob, Point, Space
+from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
 __all__ = ["JOURNAL", "Handle", "Store", "open_store", "recall"]
@@ -30,7 +32,9 @@ __all__ = ["JOURNAL", "Handle", "Store", "open_store", "recall"]
 JOURNAL = "journal.log"
 SQLITE = "sqlite:///"
 # Prefixes of the names of a study's attributes.
-TUNING, JUDGED, DECIDED = "tuning", "judged", "decided"
+TUNING, JUDGED, ROW = "tuning", "judged", "row"
+# The run of trials that an earlier amptune made.
+_FORMER = "former"
 # Larger than any batch.
 LARGEST_BATCH = 2**31
 
@@ -63,6 +67,8 @@ class Store:
             handle.set_user_attr("policy", policy_to_dict(trial.policy))
             handle.set_user_attr("outcome", outcome_to_dict(trial.outcome))
             handle.set_user_attr("seconds", trial.seconds)
+            handle.set_user_attr("run", trial.run)
+            handle.set_user_attr("moment_s", round(trial.moment_s, 3))
             if hasattr(handle, "set_constraint"):  # since Optuna 5; before, `_sampler` sets it
                 handle.set_constraint("feasible", 1.0 if isinstance(trial.outcome, Failure) else 0.0)
             self._study.tell(handle, trial.samples_per_s)
@@ -82,10 +88,15 @@ class Store:
         with _storage_errors():
             self._study.set_user_attr(f"{TUNING} {tuning.run}", tuning.as_dict())
 
-    def note_decided(self, run: str, decision: DecisionRecord) -> None:
-        """Records the decision of a tuning run."""
+    def note_row(self, row: Row) -> None:
+        """Writes a timing that is no trial."""
         with _storage_errors():
-            self._study.set_user_attr(f"{DECIDED} {run}", decision.as_dict())
+            self._study.set_user_attr(f"{ROW} {uuid.uuid4().hex}", row.as_dict())
+
+    def rows(self) -> list[Row]:
+        """Returns the timings that are no trials, of all runs."""
+        with _storage_errors():
+            return _rows_in(self._study.user_attrs)
 
     def note_judged(self, judged: GateRecord) -> None:
         """Records the numerics gate's judgement of a policy."""
@@ -164,7 +175,7 @@ def _last_tuned(study: optuna.Study) -> tuple[str, str]:
 
 def _record_of(study: optuna.Study, where: str) -> StudyRecord:
     attributes = study.user_attrs
-    kept: dict[str, dict[str, Any]] = {TUNING: {}, JUDGED: {}, DECIDED: {}}
+    kept: dict[str, dict[str, Any]] = {TUNING: {}, JUDGED: {}}
     for key, value in attributes.items():
         kind, _, name = key.partition(" ")
         kept.get(kind, {})[name] = value
@@ -184,8 +195,21 @@ def _record_of(study: optuna.Study, where: str) -> StudyRecord:
         trials=trials,
         judged=tuple(map(GateRecord.from_dict, kept[JUDGED].values())),
         outside=_outside(study, trials),
-        decided={run: DecisionRecord.from_dict(decision) for run, decision in kept[DECIDED].items()},
+        rows=tuple(_rows_in(attributes)),
     )
+
+
+def _rows_in(attributes: Mapping[str, Any]) -> list[Row]:
+    """Returns the rows, the oldest first; rows with settings or figures of another amptune are left out."""
+    found, began = [], {}
+    for key, value in attributes.items():
+        kind, _, name = key.partition(" ")
+        if kind == TUNING:
+            began[name] = value["began"]
+        elif kind == ROW:
+            with suppress(LookupError, TypeError, ValueError):
+                found.append(Row.from_dict(value))
+    return sorted(found, key=lambda row: (began.get(row.run, ""), row.run, row.moment_s))
 
 
 def _outside(study: optuna.Study, trials: Sequence[Trial]) -> frozenset[Policy]:
@@ -257,7 +281,13 @@ def _remembered(study: optuna.Study) -> Iterator[Trial]:
                 policy=policy_from_dict(attributes["policy"]),
                 outcome=outcome_from_dict(attributes["outcome"]),
                 seconds=attributes["seconds"],
+                run=attributes.get("run", _FORMER),
+                moment_s=attributes.get("moment_s", _began_s(frozen)),
             )
+
+
+def _began_s(frozen: FrozenTrial) -> float:
+    return frozen.datetime_start.timestamp() if frozen.datetime_start is not None else 0.0
 
 
 def _first_line(error: BaseException | None) -> str:

@@ -18,11 +18,12 @@ from amptune.search.batch_size.memory_model import arm_of
 from amptune.search.gate.judge import PolicyJudged
 from amptune.search.gate.limits import Judgement
 from amptune.search.sampler.acquisition import Proposer, Seen, features_of, with_features
-from amptune.search.sampler.records import DecisionRecord, GateRecord, TuningRecord
+from amptune.search.sampler.records import GateRecord, TuningRecord
 from amptune.search.sampler.storage import Handle, Store, open_store
 from amptune.search.space.knobs import BATCH_SIZE, Knob, Point, Space, points
 from amptune.search.table.ablation import variants_of
 from amptune.search.table.objective import THROUGHPUT, Objective, Yardstick
+from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
 __all__ = ["Study", "Suggestion", "open_study"]
@@ -88,7 +89,10 @@ class Study:
         )
         self._first: deque[Policy] = deque()
         self._left_out: set[int] = set()
-        self.trials: list[Trial] = list(filter(self._tells, store.trials()))
+        self._run = ""
+        known = store.trials()
+        self.trials: list[Trial] = list(filter(self._tells, known))
+        self._rows = [*(trial.row for trial in known if not self._tells(trial)), *store.rows()]
         self._outcomes = {trial.policy: trial for trial in self.trials}
         self._sizes = sorted({policy.batch_size for policy in self._policies if policy.batch_size is not None})
         for trial in self.trials:
@@ -148,6 +152,7 @@ class Study:
 
     def begin(self, tuning: TuningRecord) -> None:
         """Records that a tuning run uses the study from now on."""
+        self._run = tuning.run
         self._store.note_tuning(tuning)
 
     def runs(self) -> list[str]:
@@ -156,10 +161,23 @@ class Study:
             return self._store.runs()
         return []
 
-    def conclude(self, run: str, choice: DecisionRecord) -> None:
-        """Records the choice of a tuning run; a storage that fails loses only that."""
+    def add(self, row: Row) -> None:
+        """Adds a timing that is no trial; a storage that fails loses it for later runs alone."""
+        self._rows.append(row)
         with suppress(StudyError):
-            self._store.note_decided(run, choice)
+            self._store.note_row(row)
+
+    def catch_up(self) -> None:
+        """Adds the timings that other workers have stored meanwhile; a storage that fails adds none."""
+        with suppress(StudyError):
+            stored = [*(trial.row for trial in self._store.trials()), *self._store.rows()]
+            known = set(self.table)
+            self._rows += [row for row in stored if row.run != self._run and row not in known]
+
+    @property
+    def table(self) -> list[Row]:
+        """Every timing of all runs: the trials' and the others."""
+        return [*(trial.row for trial in self.trials), *self._rows]
 
     def keeping_judgements(self, observer: Callable[[PolicyJudged], None]) -> Callable[[PolicyJudged], None]:
         """Returns an observer that also records the numerics gate's judgements; a failing storage loses only those."""

@@ -1,1 +1,1 @@
-"""Trials, rounds and ratios, and the verdict that follows from them. Pure."""
+"""Every timing as a row, the model of all rows, and the verdict that follows from it. Pure."""

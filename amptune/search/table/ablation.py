@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, Policy
-from amptune.search.table.objective import THROUGHPUT, Objective
-from amptune.search.table.ratio import Ratio, Round, ratio_between
+from amptune.search.table.ratio import Ratio
+from amptune.search.table.verdict import Verdict
 
-__all__ = ["Ablated", "Variant", "ablated", "dropped", "variants_of"]
+__all__ = ["Ablated", "Variant", "ablated", "variants_of"]
 
 # If a policy has more FP32 rules than this, they are reverted together: each variant costs a process in every launch.
 MOST_RULES = 3
@@ -53,43 +52,14 @@ def variants_of(policy: Policy) -> tuple[Variant, ...]:
     return tuple(variant for variant in _variants(policy) if variant.policy != policy)
 
 
-def ablated(rounds: Sequence[Round], policy: Policy) -> tuple[Ablated, ...]:
-    """Returns what each setting of `policy` buys, for the settings whose variant was measured beside it."""
-    return tuple(
-        Ablated(variant=variant, buys=ratio, speed=ratio_between(rounds, policy, variant.policy, by=THROUGHPUT))
-        for variant in variants_of(policy)
-        if (ratio := ratio_between(rounds, policy, variant.policy)).launches
-    )
-
-
-def dropped(found: Sequence[Ablated], chosen: Policy, objective: Objective = THROUGHPUT) -> tuple[Finding, ...]:
-    """Returns a finding, with the reason, for each setting that `chosen`, a variant of the ablated policy, lacks.
-
-    A setting that has nothing left to act on is not reported: an FP32 math mode, or autocast's settings once it is off.
-    """
-    kept = {variant.setting for variant in variants_of(chosen)}
-    kept |= set() if chosen.uses_fp32_math else {"fp32_math"}
-    if chosen.precision == "off":
-        kept |= {one.variant.setting for one in found if one.variant.setting.startswith(OF_AUTOCAST)}
-    return tuple(
-        Finding(
-            code="setting-dropped",
-            message=f"{_words(one)} {_bought(one, objective)} ({one.buys}), so it was dropped",
-            figures={"setting": one.variant.setting, "buys": one.buys.value},
-        )
-        for one in found
-        if one.variant.setting not in kept
-    )
-
-
-def _words(one: Ablated) -> str:
-    setting, value = one.variant.setting, one.variant.value
-    return setting if isinstance(value, list) else f"{setting}: {value}"
-
-
-def _bought(one: Ablated, objective: Objective) -> str:
-    costs = {"throughput": "speed", "memory": "memory", "energy": "energy"}
-    return f"cost {costs[objective.name]}" if one.buys.high < 1 - objective.least_gain else "bought nothing"
+def ablated(verdict: Verdict, policy: Policy) -> tuple[Ablated, ...]:
+    """Returns what each setting of `policy` buys, for the settings whose variant was measured too."""
+    found = []
+    for variant in variants_of(policy):
+        buys, speed = (fit.between(policy, variant.policy) for fit in (verdict.scores, verdict.speeds))
+        if buys is not None and speed is not None:
+            found.append(Ablated(variant=variant, buys=buys, speed=speed))
+    return tuple(found)
 
 
 def _variants(policy: Policy) -> Iterator[Variant]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from amptune.search.table.objective import Objective
 from amptune.search.table.ratio import Ratio
 
-__all__ = ["FIGURES", "FOUND", "aim_of", "gain_in_words", "goal_of", "seen_in_words", "use_of"]
+__all__ = ["FIGURES", "FOUND", "aim_of", "gain_in_words", "goal_of", "use_of"]
 
 # The figure of each objective, as a table's heading.
 FIGURES = {"throughput": "speed", "memory": "peak memory", "energy": "energy per sample"}
@@ -49,13 +49,6 @@ def gain_in_words(objective: Objective, gain: Ratio | None, speedup: Ratio | Non
     return f"{use_of(objective, gain)} at {_times(speedup)} times its throughput"
 
 
-def seen_in_words(objective: Objective, gain: Ratio, speedup: Ratio) -> str:
-    """Returns the gain seen in a single trial, which has no interval."""
-    if objective.name == "throughput":
-        return f"{gain.value:.2f} times the speed of the baseline"
-    return f"uses {1 / gain.value:.2f} times the {_WHAT[objective.name]} at {speedup.value:.2f} times its throughput"
-
-
 def use_of(objective: Objective, gain: Ratio) -> str:
     """Returns a policy's use of memory or energy: "uses 0.61 times the memory of the baseline"."""
     return f"uses {_times(gain.inverse)} times the {_WHAT[objective.name]}"
@@ -67,7 +60,7 @@ def _least_speed(objective: Objective) -> str:
 
 
 def _times(ratio: Ratio) -> str:
-    """Formats a ratio, without its interval if that is negligible: peak memory is the same every time."""
-    if ratio.half_width < 0.0005:
-        return f"{ratio.value:.2f}" if abs(ratio.value - 1) >= 0.05 else f"{ratio.value:.3f}"
-    return str(ratio).replace("×", "")
+    """Formats a ratio, without its interval if that is not seen in so many digits: peak memory is nearly the same."""
+    digits = 2 if abs(ratio.value - 1) >= 0.05 else 3
+    value, low, high = (f"{one:.{digits}f}" for one in (ratio.value, ratio.low, ratio.high))
+    return value if low == value == high else f"{value} [{low}, {high}]"

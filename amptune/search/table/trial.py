@@ -7,23 +7,30 @@ from dataclasses import dataclass
 from amptune.errors import NothingFeasibleError, TargetError, UserCodeError
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.settings import Policy
-from amptune.search.table.objective import Objective
+from amptune.search.table.row import Row
 
-__all__ = ["TRIAL_NOISE", "Trial", "error_of_baseline", "noise_of"]
-
-# Two short trials do not show a smaller difference: drift alone reached 13 % within 45 s. On a GPU a peak is equal in
-# every trial except for the allocator's rounding; on a CPU not quite.
-TRIAL_NOISE, TRIAL_NOISE_OF_MEMORY = 0.1, 0.02
+__all__ = ["Trial", "error_of_baseline"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One policy's trial; `number` counts from 0 within a study, `seconds` is its cost, also if it failed."""
+    """One policy's trial; `number` counts from 0 within a study, `seconds` is its cost, also if it failed.
+
+    `run` names its tuning run, `moment_s` is its end by the run's clock.
+    """
 
     number: int
     policy: Policy
     outcome: Outcome
     seconds: float
+    run: str = ""
+    moment_s: float = 0.0
+
+    @property
+    def row(self) -> Row:
+        """The trial as a row of the table. Trials of one kind share a process, as `WorkerEvaluator` starts them."""
+        kind = f"search {self.policy.cudnn_benchmark:d}{self.policy.compile != 'off':d}"
+        return Row(policy=self.policy, outcome=self.outcome, run=self.run, launch=kind, moment_s=self.moment_s)
 
     @property
     def samples_per_s(self) -> float:
@@ -35,11 +42,6 @@ class Trial:
         """The seconds it would cost once more, with its graphs in a cache."""
         startup_s = self.outcome.startup_s if isinstance(self.outcome, Measurement) else 0.0
         return max(0.0, self.seconds - startup_s)
-
-
-def noise_of(objective: Objective) -> float:
-    """Returns the gain that two short trials cannot show: a gain of this share or less may be none."""
-    return TRIAL_NOISE_OF_MEMORY if objective.name == "memory" else TRIAL_NOISE
 
 
 def error_of_baseline(baseline: Policy, failure: Failure) -> Exception:

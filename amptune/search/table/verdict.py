@@ -1,66 +1,59 @@
-"""The verdict: the policy that wins, and what may be claimed of it. Pure: computed from rounds of outcomes."""
+"""The one verdict from the table: the policy that wins, how sure that is, and why each other one lost. Pure."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
+from amptune.search.table.effects import Machine
 from amptune.search.table.gains import gain_in_words, goal_of
+from amptune.search.table.model import Estimates, fit
 from amptune.search.table.objective import THROUGHPUT, Objective
-from amptune.search.table.ratio import (
-    ENOUGH_LAUNCHES,
-    Ratio,
-    Round,
-    Spread,
-    best_among,
-    is_fast_enough,
-    launches_of,
-    ratio_between,
-    ratio_of,
-    spread_of_ratios,
-    spread_of_times,
-)
+from amptune.search.table.ratio import Ratio, chance_in_words
+from amptune.search.table.row import Row
 
 __all__ = [
-    "NARROW",
+    "CONFIRMED",
+    "LIKELY",
     "NEGLIGIBLE",
+    "Bar",
+    "Confidence",
     "Contender",
     "Verdict",
-    "contenders_of",
     "departure_count",
-    "is_worth_a_change",
-    "level_with_the_best",
-    "settled",
-    "speed_not_shown",
     "verdict_of",
 ]
 
-# An interval this narrow (half its width, relative) needs no further rounds.
-NARROW = 0.01
-ENOUGH_TO_STOP = 5
-# To a user, two policies that differ by at most `NEGLIGIBLE` are equal. The simpler one is preferred, if the interval
-# also excludes that they differ by more than `CLOSE`.
-NEGLIGIBLE, CLOSE = 0.005, 0.01
-# A ratio that differs by more than this from round to round is reported.
+# A gain is confirmed, or likely, with this probability. A likely one is written as provisional; with less, the baseline
+# stays.
+CONFIRMED, LIKELY = 0.995, 0.9
+Confidence = Literal["confirmed", "likely", "undecided"]
+# To a user, two policies that differ by at most this share are equal, and the simpler one wins.
+NEGLIGIBLE = 0.005
+# Blocks of a typical policy that differ by more than this are reported.
 NOISY = 0.05
-# The code of the finding that a policy is better, and the words for several such policies.
+# The spread of figures that are no times: a GPU's peaks differ by the allocator's rounding, energy by its counter's.
+MEMORY_SPREAD, ENERGY_SPREAD = {"cuda": 0.0005, "cpu": 0.01}, 0.02
 _BETTER = {"throughput": "faster", "memory": "less-memory", "energy": "less-energy"}
 _BEST = {"throughput": "fastest", "memory": "that use least memory", "energy": "that use least energy"}
+
+# Returns why a policy cannot win, in words; None if it can.
+Bar = Callable[[Policy], str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """One policy's figures in a comparison. They are None if it failed, and `failure` says how.
+    """One policy's figures in the table. They are None if it failed, and `failure` says how.
 
-    `vs_baseline` compares samples per second in the rounds that both finished, `gain` the figure of the objective.
-    `step_ms` is as measured, so drift changes it and its interval; drift does not change a ratio. A policy that is
-    `too_slow` for the objective cannot win.
+    `vs_baseline` compares samples per second, `gain` the figure of the objective, both in a later sitting; `chance` is
+    the probability that it is better than the baseline by the objective. A policy that is `too_slow` for the objective
+    cannot win. `lost` says why it did not win; empty for the winner.
     """
 
     policy: Policy
@@ -71,19 +64,21 @@ class Contender:
     energy_j_per_sample: float | None = None
     vs_baseline: Ratio | None = None
     gain: Ratio | None = None
+    chance: float = 0.0
     too_slow: bool = False
-    rounds: int = 0
+    rows: int = 0
     failure: Failure | None = None
+    lost: str = ""
 
     @property
     def speedup(self) -> float:
         """The ratio of its samples per second to the baseline's; 0 if it failed or the ratio is unknown."""
-        return _value(self.vs_baseline)
+        return 0.0 if self.vs_baseline is None else self.vs_baseline.value
 
     @property
     def merit(self) -> float:
         """The gain over the baseline by the objective; 0 if it failed or the gain is unknown."""
-        return _value(self.gain)
+        return 0.0 if self.gain is None else self.gain.value
 
     @property
     def place(self) -> tuple[bool, bool, float, float]:
@@ -93,17 +88,25 @@ class Contender:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The winner among the contenders, the baseline it is compared with, and the reasons."""
+    """The winner among the contenders, the baseline it is compared with, how sure that is, and the reasons.
+
+    `leader` is the best policy that may win, shown to be better or not. `scores` and `speeds` hold the estimates by the
+    objective and by samples per second.
+    """
 
     winner: Contender
     baseline: Contender
+    leader: Contender | None
     contenders: tuple[Contender, ...]
+    confidence: Confidence
     findings: tuple[Finding, ...]
+    scores: Estimates = field(repr=False, compare=False)
+    speeds: Estimates = field(repr=False, compare=False)
     objective: Objective = THROUGHPUT
 
     @property
     def speedup(self) -> Ratio:
-        """Samples per second under the winner over those of the baseline."""
+        """Samples per second under the winner over those of the baseline, in a later sitting."""
         return self._of_winner(self.winner.vs_baseline)
 
     @property
@@ -118,6 +121,9 @@ class Verdict:
     def keeps_the_baseline(self) -> bool:
         return self.winner.policy == self.baseline.policy
 
+    def contender_of(self, policy: Policy) -> Contender | None:
+        return next((contender for contender in self.contenders if contender.policy == policy), None)
+
 
 def departure_count(policy: Policy) -> int:
     """Returns how many settings differ from stock PyTorch. Each FP32 rule counts; the batch size does not.
@@ -130,188 +136,198 @@ def departure_count(policy: Policy) -> int:
 
 
 def verdict_of(
-    rounds: Sequence[Round],
+    rows: Sequence[Row],
     baseline: Policy,
-    eligible: Callable[[Policy], bool] = lambda _: True,
-    *,
-    doubt: float = 1.0,
+    machine: Machine,
+    objective: Objective = THROUGHPUT,
+    bar: Bar = lambda _: None,
 ) -> Verdict | None:
-    """Returns a verdict for the best policy that is shown to be better; among equals, the one closest to stock PyTorch.
+    """Returns the verdict of all rows: of the policies that are likely better, the best; of equals, the simplest.
 
-    The objective of the rounds says which is best. Only the baseline and `eligible` policies can win, and only if they
-    were still measured in the last round: a beaten policy is not. Returns None if the baseline failed. Intervals are
-    made `doubt` times as wide before they have to exclude 1.
+    Only policies without a `bar` can win. Returns None if the baseline was never measured, or lacks the objective's
+    figure.
     """
-    contenders = contenders_of(rounds, baseline)
-    of = {contender.policy: contender for contender in contenders}
-    if baseline not in of or not of[baseline].merit:
-        return None
-    objective = rounds[-1].objective
-    alive = [s for s in contenders if s.failure is None and (s.policy == baseline or eligible(s.policy))]
-    unbeaten = _unbeaten(rounds, {s.policy for s in alive} - {baseline})
-    shown = [s for s in alive if s.policy in unbeaten and _is_shown_better(s, objective, doubt)]
-    level = level_with_the_best(rounds, shown)
-    winner = min(level, key=lambda s: (departure_count(s.policy), -s.merit), default=of[baseline])
-    verdict = Verdict(winner=winner, baseline=of[baseline], contenders=contenders, findings=(), objective=objective)
-    best = max(alive, key=lambda s: s.merit)
-    reasons = _reasons(verdict, best, len(level), launches_of(rounds), spread_of_ratios(rounds))
-    if not is_fast_enough(rounds, winner.policy, baseline, surely=True):
-        reasons.append(speed_not_shown(winner, objective))
-    return replace(verdict, findings=tuple(reasons))
-
-
-def speed_not_shown(winner: Contender, objective: Objective) -> Finding:
-    """Returns the finding that the winner may be too slow for the objective."""
-    return Finding(
-        code="speed-not-shown",
-        message=f"its speed, {winner.vs_baseline} that of the baseline, is not shown to be the "
-        f"{objective.least_speed:g} times that it has to be; more --budget makes that interval narrower",
+    speeds = fit(rows, baseline, THROUGHPUT.score, machine)
+    scores = (
+        speeds
+        if objective == THROUGHPUT
+        else fit(rows, baseline, objective.score, machine, _spread(objective, machine))
     )
+    if speeds is None or scores is None:
+        return None
+    contenders = tuple(sorted(_contenders(rows, scores, speeds, objective), key=lambda one: one.place))
+    own = next(one for one in contenders if one.policy == baseline)
+    able = [one for one in contenders if one is not own and _is_able(one) and bar(one.policy) is None]
+    shown = [one for one in able if one.chance >= LIKELY]
+    level = _level_with_the_best(shown, scores, speeds, objective)
+    winner = min(level, key=lambda one: (departure_count(one.policy), -one.merit), default=own)
+    verdict = Verdict(
+        winner=winner,
+        baseline=own,
+        leader=able[0] if able else None,
+        contenders=contenders,
+        confidence=_confidence(winner, own, able),
+        findings=(),
+        scores=scores,
+        speeds=speeds,
+        objective=objective,
+    )
+    lost = tuple(replace(one, lost=_why(one, verdict, bar)) for one in contenders)
+    return replace(verdict, contenders=lost, findings=tuple(_findings(verdict, len(level))))
 
 
-def level_with_the_best(rounds: Sequence[Round], contenders: Sequence[Contender]) -> list[Contender]:
+def _spread(objective: Objective, machine: Machine) -> float:
+    return MEMORY_SPREAD[machine.device] if objective.name == "memory" else ENERGY_SPREAD
+
+
+def _is_able(contender: Contender) -> bool:
+    return contender.failure is None and contender.gain is not None and not contender.too_slow
+
+
+def _confidence(winner: Contender, baseline: Contender, able: Sequence[Contender]) -> Confidence:
+    """Returns how sure it is that the winner is better; for the baseline, that no other policy is."""
+    chance = winner.chance
+    if winner is baseline and not able:
+        return "undecided"
+    if winner is baseline:
+        chance = 1 - max((one.gain.chance_above(1 + NEGLIGIBLE) for one in able if one.gain is not None), default=0.0)
+    return "confirmed" if chance >= CONFIRMED else "likely" if chance >= LIKELY else "undecided"
+
+
+def _level_with_the_best(
+    contenders: Sequence[Contender], scores: Estimates, speeds: Estimates, objective: Objective
+) -> list[Contender]:
     """Returns the policies that are level with the best by the objective and, among those, with the fastest.
 
     A little less memory is not worth a loss of speed.
     """
-    for by in dict.fromkeys((rounds[-1].objective, THROUGHPUT)) if contenders else ():
-        best = best_among(rounds, [contender.policy for contender in contenders], by=by)
-        contenders = [contender for contender in contenders if _is_level(rounds, best, contender.policy, by)]
-    return list(contenders)
+    level = list(contenders)
+    for found in dict.fromkeys((scores, speeds)) if contenders else ():
+        own = {id(one): float(found.mean[found.policies.index(one.policy)]) for one in level}
+        best = max(own.values())
+        level = [one for one in level if own[id(one)] >= best - max(NEGLIGIBLE, objective.least_gain)]
+    return level
 
 
-def contenders_of(rounds: Sequence[Round], baseline: Policy) -> tuple[Contender, ...]:
-    """Returns every policy of the rounds, the best first; then those too slow for the objective, failures last."""
-    policies = dict.fromkeys(policy for one in rounds for policy in one.outcomes)
-    contenders = [_contender_of(rounds, policy, baseline) for policy in policies]
-    return tuple(sorted(contenders, key=lambda contender: contender.place))
+def _contenders(rows: Sequence[Row], scores: Estimates, speeds: Estimates, objective: Objective) -> Iterator[Contender]:
+    of: dict[Policy, list[Row]] = {row.policy: [] for row in rows}
+    for row in rows:
+        of[row.policy].append(row)
+    for policy, own in of.items():
+        failure = next((row.outcome for row in reversed(own) if isinstance(row.outcome, Failure)), None)
+        if failure is not None and policy != scores.policies[scores.baseline]:
+            yield Contender(policy=policy, failure=failure, rows=len(own))  # a policy that sometimes fails is useless
+        else:
+            yield _measured(policy, own, scores, speeds, objective)
 
 
-def settled(rounds: Sequence[Round], baseline: Policy) -> bool:
-    """Returns whether the ratio of the best to each rival that is still measured is known to ±1 %.
-
-    If the objective needs a speed, each policy's speed must be known as well as that. Both must have been so before
-    the last launch too, after `ENOUGH_TO_STOP` launches or more: the spread over few launches often looks small by
-    chance, and stopping whenever it does would make the intervals too narrow.
-    """
-    launches = sorted({one.launch for one in rounds})
-    if len(launches) < ENOUGH_TO_STOP:
-        return False
-    before = [one for one in rounds if one.launch != launches[-1]]
-    return _is_narrow(rounds, baseline) and _is_narrow(before, baseline)
-
-
-def is_worth_a_change(ratio: Ratio) -> bool:
-    """Returns whether the ratio is shown to be above 1, and its value exceeds 1 by more than is negligible."""
-    return ratio.low > 1 and ratio.value > 1 + NEGLIGIBLE
-
-
-def _is_narrow(rounds: Sequence[Round], baseline: Policy) -> bool:
-    alive = {contender.policy for contender in contenders_of(rounds, baseline) if contender.failure is None}
-    measured = [policy for policy in rounds[-1].outcomes if policy in alive]
-    if not measured:  # everything failed: more rounds will not help
-        return True
-    best = best_among(rounds, measured)
-    ratios = [ratio_between(rounds, best, rival) for rival in measured]
-    if rounds[-1].objective.needs_speed:
-        ratios += [ratio_between(rounds, policy, baseline, by=THROUGHPUT) for policy in measured]
-    return all(ratio.half_width < NARROW for ratio in ratios)
-
-
-def _unbeaten(rounds: Sequence[Round], policies: Set[Policy]) -> Set[Policy]:
-    """Returns the policies in the last round that has any of them; the others were dropped before."""
-    return next((found for one in reversed(rounds) if (found := policies & one.outcomes.keys())), frozenset())
-
-
-def _is_shown_better(contender: Contender, objective: Objective, doubt: float) -> bool:
-    gain = contender.gain
-    return gain is not None and not contender.too_slow and gain.shows_more_than(1 + objective.least_gain, doubt=doubt)
-
-
-def _is_level(rounds: Sequence[Round], best: Policy, other: Policy, by: Objective) -> bool:
-    """Returns whether no difference is shown and none that matters is seen; if unclear, the better policy is kept."""
-    ratio, least_gain = ratio_between(rounds, best, other, by=by), by.least_gain
-    near = ratio.value <= 1 + NEGLIGIBLE and ratio.high <= 1 + CLOSE
-    return other == best or (near and not ratio.low > 1 + least_gain and not ratio.high < 1 - least_gain)
-
-
-def _value(ratio: Ratio | None) -> float:
-    return ratio.value if ratio is not None and ratio.value > 0 else 0.0
-
-
-def _contender_of(rounds: Sequence[Round], policy: Policy, baseline: Policy) -> Contender:
-    outcomes = [one.outcomes[policy] for one in rounds if policy in one.outcomes]
-    failure = next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)
-    if failure is not None:  # one failure is enough: a policy that sometimes fails is useless for training
-        return Contender(policy=policy, failure=failure, rounds=len(outcomes))
-    measured = [outcome for outcome in outcomes if isinstance(outcome, Measurement)]
-    energies = [m.energy_j_per_sample for m in measured if m.energy_j_per_sample is not None]
-    step_ms, interval = _step_ms(rounds, policy)
-    speedup = ratio_between(rounds, policy, baseline, by=THROUGHPUT)
+def _measured(
+    policy: Policy, rows: Sequence[Row], scores: Estimates, speeds: Estimates, objective: Objective
+) -> Contender:
+    blocks = [row.outcome for row in rows if isinstance(row.outcome, Measurement)]
+    energies = [block.energy_j_per_sample for block in blocks if block.energy_j_per_sample is not None]
+    step_ms = math.exp(statistics.median(math.log(block.median_ms) for block in blocks))
+    speed, gain = speeds.to_baseline(policy), scores.to_baseline(policy)
+    share = speeds.time_share(policy)
     return Contender(
         policy=policy,
-        samples_per_s=1000 * measured[0].samples_per_step / step_ms,
+        samples_per_s=1000 * blocks[0].samples_per_step / step_ms,
         step_ms=step_ms,
-        step_ms_ci95=interval,
-        peak_memory_mib=max(outcome.peak_allocated_mib for outcome in measured),
+        step_ms_ci95=(step_ms * (1 - share), step_ms * (1 + share)) if share < 1 else None,
+        peak_memory_mib=max(block.peak_allocated_mib for block in blocks),
         energy_j_per_sample=statistics.median(energies) if energies else None,
-        vs_baseline=speedup,
-        gain=speedup if rounds[-1].objective == THROUGHPUT else ratio_between(rounds, policy, baseline),
-        too_slow=not is_fast_enough(rounds, policy, baseline),
-        rounds=len(measured),
+        vs_baseline=speed,
+        gain=gain,
+        chance=0.0 if gain is None else gain.chance_above(1 + objective.least_gain),
+        too_slow=speed is not None and not objective.allows_speed(speed.value),
+        rows=len(blocks),
     )
 
 
-def _step_ms(rounds: Sequence[Round], policy: Policy) -> tuple[float, tuple[float, float] | None]:
-    """Returns (step time, its 95 % interval or None after a single block), by the same statistics as a ratio."""
-    blocks: dict[int, list[float]] = defaultdict(list)
-    for one in rounds:
-        if isinstance(outcome := one.outcomes.get(policy), Measurement):
-            blocks[one.launch].append(outcome.median_ms)
-    found = ratio_of(list(blocks.values()), spread_of_times(rounds))
-    return found.value, None if math.isinf(found.high) else (found.low, found.high)
+def _why(one: Contender, verdict: Verdict, bar: Bar) -> str:
+    """Returns why a policy did not win, in words."""
+    if one.policy == verdict.winner.policy:
+        return ""
+    if one.failure is not None:
+        return f"failed: {one.failure}"
+    if one.policy == verdict.baseline.policy:
+        return f"{verdict.winner.policy} is better"
+    if one.too_slow:
+        return f"too slow: {one.vs_baseline} the speed of the baseline"
+    if one.gain is None:
+        return f"has no figure of {verdict.objective.name}"
+    return bar(one.policy) or _beside(one, verdict)
 
 
-def _reasons(verdict: Verdict, best: Contender, equals: int, launches: int, spread: Spread | None) -> list[Finding]:
-    found = [_few_launches(launches)] if launches < ENOUGH_LAUNCHES else []
+def _beside(one: Contender, verdict: Verdict) -> str:
+    if one.chance < LIKELY:
+        return f"not shown to be better than the baseline: {one.gain}, {chance_in_words(one.chance)} sure"
+    fit = verdict.scores
+    behind = float(fit.mean[fit.policies.index(verdict.winner.policy)] - fit.mean[fit.policies.index(one.policy)])
+    if behind <= NEGLIGIBLE:
+        return f"no better than {verdict.winner.policy}, and not simpler"
+    return f"behind {verdict.winner.policy} by {math.expm1(behind):.1%}"
+
+
+def _findings(verdict: Verdict, equals: int) -> Iterator[Finding]:
     winner, objective = verdict.winner, verdict.objective
     if verdict.keeps_the_baseline:
-        rival = "" if best is verdict.baseline else f"; the best rival: {best.policy}, {_rivalry(best, objective)}"
-        message = f"keep what you have: no policy was shown {goal_of(objective)}{rival}"
-        noise = () if objective.name == "memory" else _noise(spread)
-        return [Finding(code="keep", message=message), *found, *noise]
-    message = f"{winner.policy}: {gain_in_words(objective, winner.gain, winner.vs_baseline)}"
-    better = Finding(code=_BETTER[objective.name], message=message)
+        yield from _kept(verdict)
+    else:
+        message = f"{winner.policy}: {gain_in_words(objective, winner.gain, winner.vs_baseline)}"
+        yield Finding(code=_BETTER[objective.name], message=message)
+        if verdict.confidence == "likely":
+            yield Finding(
+                code="provisional",
+                message="likely, not confirmed: it is better with a probability of "
+                f"{chance_in_words(winner.chance)}, and "
+                f"{chance_in_words(CONFIRMED)} confirms it; more --budget tells",
+                figures={"probability": winner.chance, "confirms": CONFIRMED},
+            )
     if equals > 1:
         message = (
             f"no difference shown between the {equals} {_BEST[objective.name]}; the one with the fewest departures wins"
         )
-        found.insert(0, Finding(code="simplest", message=message, figures={"equals": equals}))
-    return [better, *found]
+        yield Finding(code="simplest", message=message, figures={"equals": equals})
+    yield from _speed_not_shown(winner, objective)
+    if objective.name != "memory":
+        yield from _noise(verdict.speeds)
 
 
-def _noise(spread: Spread | None) -> Iterator[Finding]:
-    if spread is not None and spread.deviation > NOISY:
+def _kept(verdict: Verdict) -> Iterator[Finding]:
+    leader, objective = verdict.leader, verdict.objective
+    if len(verdict.contenders) == 1:
+        message = "only the baseline was measured: the budget (or --trials) was spent before anything else was tried"
+        yield Finding(code="budget-too-small", message=message)
+        return
+    rival = ""
+    if leader is not None:
+        words = gain_in_words(objective, leader.gain, leader.vs_baseline)
+        rival = (
+            f"; the best rival: {leader.policy}, {words}, better with a probability of {chance_in_words(leader.chance)}"
+        )
+    yield Finding(code="keep", message=f"keep what you have: no policy was shown {goal_of(objective)}{rival}")
+    if verdict.confidence == "undecided":
+        yield Finding(code="undecided", message="a rival may be better; more --budget, or a quieter machine, tells")
+
+
+def _speed_not_shown(winner: Contender, objective: Objective) -> Iterator[Finding]:
+    """Yields a finding if the winner may be too slow for the objective."""
+    speed = winner.vs_baseline
+    if objective.needs_speed and speed is not None and not objective.allows_speed(speed.low):
         yield Finding(
-            code="noisy",
-            message=f"the ratio of two policies differs by {spread.deviation:.0%} from round to round (standard "
-            "deviation over all that were compared), so that small differences take many rounds to tell: as a rule the "
-            "host is busy, or too slow for its device",
-            figures={"deviation": spread.deviation},
+            code="speed-not-shown",
+            message=f"its speed, {speed} that of the baseline, is not shown to be the "
+            f"{objective.least_speed:g} times that it has to be; more --budget makes that interval narrower",
         )
 
 
-def _rivalry(rival: Contender, objective: Objective) -> str:
-    if objective.name == "throughput":
-        return str(rival.vs_baseline)
-    return gain_in_words(objective, rival.gain, rival.vs_baseline)
-
-
-def _few_launches(launches: int) -> Finding:
-    times = "one process launch" if launches == 1 else f"{launches} process launches"
-    return Finding(
-        code="few-launches",
-        message=f"the budget held {times} of each contender, of {ENOUGH_LAUNCHES} wanted: what differs from one "
-        "start of a process to the next is not in the intervals; give more with --budget",
-        figures={"launches": launches, "wanted": ENOUGH_LAUNCHES},
-    )
+def _noise(speeds: Estimates) -> Iterator[Finding]:
+    deviation = speeds.block_deviation
+    if deviation > NOISY:
+        yield Finding(
+            code="noisy",
+            message=f"blocks of one policy differ by {deviation:.0%} (standard deviation), so that small differences "
+            "take many of them to tell: as a rule the host is busy, or too slow for its device",
+            figures={"deviation": deviation},
+        )

@@ -22,32 +22,43 @@ from amptune.measure.bench.readings import (
     noticed,
     with_busy_clocks,
 )
+from amptune.measure.bench.run_delay import RunDelays
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.findings import Finding
 
 CLEAN = Readings(clock_event_reasons=0, sm_clock_mhz=1980, temperature_c=40, energy_j=1.0, foreign_processes=())
 
 
+def instruments_of(nvml: NvmlGpu | None, memory: ScriptedMemory | None = None) -> Instruments:
+    """Instruments on a host that does not count how long threads wait for a CPU."""
+    return Instruments(nvml, memory or ScriptedMemory(), lambda: None)
+
+
+def delays(at_s: float, *waited_s: float) -> RunDelays:
+    return RunDelays(waited_s=tuple(enumerate(waited_s)), at_s=at_s)
+
+
 def read(nvml: NvmlGpu | None) -> Readings:
-    return Instruments(nvml, ScriptedMemory()).read()
+    return instruments_of(nvml).read()
 
 
 def test_all_instruments_are_read_in_the_units_of_their_names() -> None:
     nvml = ScriptedNvml(reasons=POWER_CAP, sm_clock_mhz=1500, temperature_c=61, energy_mj=2500)
     memory = ScriptedMemory()
     memory.retries = lambda: 3
-    assert Instruments(nvml.gpu(), memory).read() == Readings(
+    assert Instruments(nvml.gpu(), memory, lambda: delays(2.0, 0.5)).read() == Readings(
         clock_event_reasons=POWER_CAP,
         sm_clock_mhz=1500,
         temperature_c=61,
         energy_j=2.5,
         alloc_retries=3,
         foreign_processes=(),
+        run_delays=delays(2.0, 0.5),
     )
 
 
-def test_without_nvml_every_reading_is_none_and_nothing_is_contaminated() -> None:
-    instruments = Instruments(None, ScriptedMemory())
+def test_without_nvml_and_counted_delays_every_reading_is_none_and_nothing_is_contaminated() -> None:
+    instruments = instruments_of(None)
     before, after = instruments.read(), with_busy_clocks(instruments.read(), [instruments.clocks()])
     assert before == after == Readings()
     assert contamination(before, after, instruments.sm_clock_max_mhz()) == ()
@@ -56,7 +67,7 @@ def test_without_nvml_every_reading_is_none_and_nothing_is_contaminated() -> Non
 def test_readings_that_nvml_cannot_give_are_none_and_contaminate_nothing() -> None:
     nvml = ScriptedNvml(reasons=None, sm_clock_mhz=None, temperature_c=None, energy_mj=None)
     readings = read(nvml.gpu())
-    assert astuple(readings) == (None, None, None, None, 0, ())
+    assert astuple(readings) == (None, None, None, None, 0, (), None)
     assert contamination(readings, readings, 1980) == ()
 
 
@@ -76,7 +87,7 @@ def test_the_parent_and_siblings_of_a_worker_are_not_foreign() -> None:
 
 def test_a_sibling_started_later_is_not_foreign_either() -> None:
     pids = [os.getpid()]
-    instruments = Instruments(ScriptedNvml(pids=lambda: pids).gpu(), ScriptedMemory())
+    instruments = instruments_of(ScriptedNvml(pids=lambda: pids).gpu())
     assert instruments.read().foreign_processes == ()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         pids.append(child.pid)
@@ -149,6 +160,28 @@ def test_a_block_is_contaminated_by(changes: dict[str, object], codes: tuple[str
 def test_retries_before_the_block_are_not_its_own() -> None:
     thrashed = Readings(alloc_retries=5)
     assert contamination(thrashed, thrashed, None) == ()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "codes"),
+    [
+        (delays(1.0, 5.0), delays(3.0, 5.22), ("host-load",)),
+        (delays(1.0, 5.0), delays(3.0, 5.18), ()),
+        (delays(1.0, 5.0), delays(3.0, 5.0), ()),  # as on a machine whose counter stands still
+        (None, delays(3.0, 5.22), ()),
+        (delays(1.0, 5.0), None, ()),
+        (None, None, ()),
+    ],
+)
+def test_a_block_whose_threads_waited_for_a_cpu_over_a_tenth_of_its_time_is_contaminated(
+    before: RunDelays | None, after: RunDelays | None, codes: tuple[str, ...]
+) -> None:
+    assert contamination(Readings(run_delays=before), Readings(run_delays=after), None) == codes
+
+
+def test_the_clocks_of_the_busy_gpu_leave_the_delays_as_they_were_read() -> None:
+    after = Readings(run_delays=delays(3.0, 1.0))
+    assert with_busy_clocks(after, [Readings(sm_clock_mhz=1500)]).run_delays == delays(3.0, 1.0)
 
 
 def test_a_process_that_left_during_the_block_disturbed_it() -> None:
@@ -229,6 +262,7 @@ def test_the_power_cap_and_settled_clocks_are_how_training_will_run() -> None:
     ("cause", "code", "words"),
     [
         ("foreign-process", "foreign-process", "another process was on the GPU"),
+        ("host-load", "host-load", "threads had to wait for a CPU (other programs were running, or there are more"),
         ("alloc-retries", "allocator-thrashing", "the allocator had to empty its cache"),
         *((code, "throttled", "the GPU") for code in sorted(CLOCK_CODES - OWN_LOAD)),
     ],
@@ -243,9 +277,14 @@ def test_each_cause_has_its_finding_and_its_words(cause: str, code: str, words: 
 
 
 def test_causes_of_two_kinds_are_two_findings() -> None:
-    found = noticed([measurement(discarded=("hw-thermal+foreign-process",))])
-    assert [finding.code for finding in found] == ["throttled", "foreign-process"]
+    found = noticed([measurement(discarded=("hw-thermal+foreign-process+host-load",))])
+    assert [finding.code for finding in found] == ["throttled", "foreign-process", "host-load"]
     assert "process" not in found[0].message
+    assert "GPU" not in found[2].message
+
+
+def test_a_machine_whose_counter_stands_still_has_no_finding_about_its_host() -> None:
+    assert noticed([measurement(host_delay=0.0), measurement(host_delay=None)]) == ()
 
 
 def test_trials_that_never_became_steady_are_counted() -> None:

@@ -6,11 +6,21 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from benches import CPU, workload_of
-from scripted import HW_THERMAL, POWER_BRAKE, POWER_CAP, SW_THERMAL, ScriptedClock, ScriptedMemory, ScriptedNvml
+from scripted import (
+    HW_THERMAL,
+    POWER_BRAKE,
+    POWER_CAP,
+    SW_THERMAL,
+    ScriptedClock,
+    ScriptedHost,
+    ScriptedMemory,
+    ScriptedNvml,
+)
 from torch import nn
 
 from amptune.measure.bench import bench as bench_module
@@ -25,8 +35,14 @@ EFFORT = Effort(warmup_s=5.0, measure_s=0.5, precision=0.02, min_steps=5, max_st
 SEARCH = Effort()
 
 
-def sampler(clock: ScriptedClock, nvml: ScriptedNvml | None = None, memory: ScriptedMemory | None = None) -> StepTimer:
-    return StepTimer(clock, Instruments(nvml.gpu() if nvml else None, memory or ScriptedMemory()))
+def sampler(
+    clock: ScriptedClock,
+    nvml: ScriptedNvml | None = None,
+    memory: ScriptedMemory | None = None,
+    host: ScriptedHost | None = None,
+) -> StepTimer:
+    host = host or ScriptedHost(clock)
+    return StepTimer(clock, Instruments(nvml.gpu() if nvml else None, memory or ScriptedMemory(), host.run_delays))
 
 
 def sampled(clock: ScriptedClock, effort: Effort = EFFORT, nvml: ScriptedNvml | None = None) -> Sample:
@@ -255,6 +271,45 @@ def test_a_foreign_process_that_left_is_noticed_when_it_comes_back() -> None:
     assert discarded == [("foreign-process",) * 2, (), (), ("foreign-process",) * 2]
 
 
+def test_a_block_beside_a_busy_program_is_repeated_until_that_program_has_ended() -> None:
+    clock = ScriptedClock()
+    host = ScriptedHost(clock, lambda: 0.5 if clock.steps <= 10 else 0.01)
+    sample = sampler(clock, host=host).sample(lambda: None, 10.0, EFFORT, clock.now_s())
+    assert (sample.discarded, sample.kept.contaminated_by) == (("host-load",), ())
+    assert sample.kept.host_delay == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("delay", [None, 0.0, 0.09])
+def test_a_block_is_kept_where_no_thread_waited_long_for_a_cpu_or_nothing_counts_it(delay: float | None) -> None:
+    clock = ScriptedClock()
+    sample = sampler(clock, host=ScriptedHost(clock, lambda: delay)).sample(lambda: None, 10.0, EFFORT, clock.now_s())
+    assert (sample.discarded, sample.kept.contaminated_by) == ((), ())
+    assert sample.kept.host_delay == (None if delay is None else pytest.approx(delay))
+
+
+def test_a_busy_program_that_ended_is_noticed_when_another_begins() -> None:
+    clock = ScriptedClock()
+    host = ScriptedHost(clock)
+    one = sampler(clock, host=host)
+    samples = []
+    for delay in (0.5, 0.5, 0.0, 0.5):
+        host.delay = lambda delay=delay: delay  # type: ignore[misc]  # mypy cannot infer it
+        samples.append(one.sample(lambda: None, 10.0, EFFORT, clock.now_s()))
+    assert [sample.discarded for sample in samples] == [("host-load",) * 2, (), (), ("host-load",) * 2]
+    assert [sample.kept.contaminated_by for sample in samples] == [("host-load",), ("host-load",), (), ("host-load",)]
+
+
+def test_a_busy_program_that_ended_leaves_other_lasting_disturbances_known() -> None:
+    clock = ScriptedClock()
+    host = ScriptedHost(clock, lambda: 0.5)
+    one = sampler(clock, ScriptedNvml(reasons=SW_THERMAL), host=host)
+    first = one.sample(lambda: None, 10.0, EFFORT, clock.now_s())
+    host.delay = lambda: 0.0
+    second = one.sample(lambda: None, 10.0, EFFORT, clock.now_s())
+    assert first.discarded == ("sw-thermal+host-load",) * 2
+    assert (second.discarded, second.kept.contaminated_by) == ((), ("sw-thermal",))
+
+
 def test_a_block_in_which_the_allocator_retried_is_repeated() -> None:
     clock, memory = ScriptedClock(), ScriptedMemory()
     memory.retries = lambda: min(clock.steps, 15)
@@ -335,10 +390,17 @@ def measured(bench: Bench, effort: Effort = EFFORT) -> Measurement:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> ScriptedClock:
-    scripted = ScriptedClock()
-    monkeypatch.setattr(bench_module, "clock_for", lambda _: scripted)
+def host(monkeypatch: pytest.MonkeyPatch) -> ScriptedHost:
+    scripted = ScriptedHost(ScriptedClock())
+    monkeypatch.setattr(bench_module, "Instruments", partial(Instruments, run_delays=scripted.run_delays))
     return scripted
+
+
+@pytest.fixture
+def clock(host: ScriptedHost, monkeypatch: pytest.MonkeyPatch) -> ScriptedClock:
+    """The clock of each bench, whose host counts no delays of its own: a busy machine would have blocks repeated."""
+    monkeypatch.setattr(bench_module, "clock_for", lambda _: host.clock)
+    return host.clock
 
 
 def bench_with(nvml: ScriptedNvml | None) -> Bench:
@@ -354,10 +416,21 @@ def test_a_measurement_carries_what_the_instruments_said(clock: ScriptedClock) -
     assert outcome.steady
 
 
+@pytest.mark.usefixtures("clock")
+def test_a_measurement_carries_how_long_a_thread_waited_for_a_cpu(host: ScriptedHost) -> None:
+    host.delay = lambda: 0.05
+    assert measured(bench_with(None)).host_delay == pytest.approx(0.05)
+    host.delay = lambda: 0.5
+    outcome = measured(bench_with(None))
+    assert (outcome.discarded, outcome.contaminated_by) == (("host-load",) * MAX_REPEATS, ("host-load",))
+    assert outcome.host_delay == pytest.approx(0.5)
+
+
 def test_a_bench_without_instruments_measures_all_the_same(clock: ScriptedClock) -> None:
     outcome = measured(bench_with(None))
     assert (outcome.clock_event_reasons, outcome.sm_clock_mhz, outcome.temperature_c) == (None, None, None)
     assert (outcome.discarded, outcome.contaminated_by, outcome.energy_j_per_sample) == ((), (), None)
+    assert outcome.host_delay is None
     assert outcome.step_ms == (10.0,) * 10
     assert clock.steps == outcome.warmup_steps - 1 + 10  # the first step is not timed
 
@@ -417,6 +490,7 @@ FULL = Measurement(
     recompiled=2,
     sm_clock_mhz=1500,
     temperature_c=70,
+    host_delay=0.02,
 )
 
 
@@ -430,9 +504,10 @@ def test_a_measurement_survives_the_journal_field_by_field() -> None:
 
 def test_a_measurement_of_an_older_journal_still_loads() -> None:
     data = outcome_to_dict(FULL)
-    for name in ("steady", "discarded", "contaminated_by", "sm_clock_mhz", "temperature_c"):
+    for name in ("steady", "discarded", "contaminated_by", "sm_clock_mhz", "temperature_c", "host_delay"):
         del data[name]
     outcome = outcome_from_dict(data)
     assert isinstance(outcome, Measurement)
     assert (outcome.steady, outcome.discarded, outcome.contaminated_by) == (True, (), ())
+    assert outcome.host_delay is None
     assert outcome.step_ms == FULL.step_ms

@@ -1,0 +1,152 @@
+"""Narrowing: after the search, rounds of measurements that tell most about the verdict, until more tell little."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from amptune.measure.evaluator import Evaluator
+from amptune.measure.results.outcome import ENERGY_S, Effort, Failure, Outcome
+from amptune.policy.settings import Policy
+from amptune.search.events import ComparisonStarted, ContenderMeasured, Observer, Stage
+from amptune.search.plan.budget import Budget
+from amptune.search.table.next_rows import NextRound, next_round
+from amptune.search.table.objective import THROUGHPUT, Objective
+from amptune.search.table.row import Row
+from amptune.search.table.verdict import Bar, Verdict
+
+__all__ = ["BLOCK", "Narrowing"]
+
+BLOCK = Effort(warmup_s=2.0, measure_s=0.4, min_steps=6, precision=0.003, energy_s=ENERGY_S)
+SHORTEST_LIMIT_S, LONGEST_LIMIT_S = 10.0, 120.0
+# Before a block was timed.
+GUESSED_BLOCK_S = 2.0
+# A worker that dies or hangs once may be an accident; running out of memory is not.
+ACCIDENTS = ("crash", "timeout")
+
+
+@dataclass(kw_only=True)
+class Narrowing:
+    """Rounds of measurements, each chosen by the verdict on all rows so far.
+
+    `verdict` returns it, `keep` adds a row to the table. `bar` says who cannot win. `unseen` returns policies without a
+    row that may be better than a leader. `rejects` judges the numerics of a leader; the bar then knows the result.
+    A block takes about `cost_s`, starting fresh processes `start_s`; `reserve_s` is kept for judging a leader that the
+    last round brings. `running` names the launch of each policy that a process can measure without being started.
+    """
+
+    evaluator: Evaluator
+    budget: Budget
+    observer: Observer
+    run: str
+    verdict: Callable[[], Verdict | None]
+    keep: Callable[[Row], None]
+    stage: Stage = "comparison"
+    objective: Objective = THROUGHPUT
+    bar: Bar = lambda _: None
+    unseen: Callable[[Policy], Iterable[Policy]] = lambda _: ()
+    rejects: Callable[[Policy], bool] = lambda _: False
+    cost_s: Callable[[Policy], float] = lambda _: GUESSED_BLOCK_S
+    start_s: float = 0.0
+    reserve_s: Callable[[], float] = lambda: 0.0
+    running: Mapping[Policy, str] = field(default_factory=dict)
+    seed: int = 0
+
+    _costs_s: dict[Policy, float] = field(default_factory=dict, init=False)
+    _launches: int = field(default=0, init=False)
+    _announced: set[Policy] = field(default_factory=set, init=False)
+
+    def until_known(self, enough: Callable[[Verdict], bool] = lambda _: False) -> None:
+        """Measures rounds until one tells little, the verdict is `enough`, or the budget is spent."""
+        order = random.Random(self.seed)  # noqa: S311  # an order of measuring, no secret
+        for _ in count():
+            verdict = self._judged()
+            if verdict is None or enough(verdict) or (chosen := self._next(verdict)) is None:
+                return
+            if not self._measured(chosen, order, verdict):
+                return
+
+    def round_of(self, policies: Sequence[Policy]) -> None:
+        """Measures these policies once each, in fresh processes, whatever the verdict is."""
+        self._measured(NextRound(policies=tuple(policies), fresh=True), random.Random(self.seed), None)  # noqa: S311
+
+    def _judged(self) -> Verdict | None:
+        """Returns the verdict whose leader has passed the numerics gate."""
+        while (verdict := self.verdict()) is not None:
+            if verdict.leader is None or not self.rejects(verdict.leader.policy):
+                return verdict
+        return None
+
+    def _next(self, verdict: Verdict) -> NextRound | None:
+        leader = verdict.leader.policy if verdict.leader is not None else verdict.baseline.policy
+        seen = {contender.policy for contender in verdict.contenders}
+        return next_round(
+            verdict,
+            self.bar,
+            unseen=[policy for policy in self.unseen(leader) if policy not in seen and self.bar(policy) is None],
+            running=self.running,
+            start_s=self.start_s,
+            cost_s=self._cost_s,
+            left_s=self._left_s,
+        )
+
+    @property
+    def _left_s(self) -> float:
+        return self.budget.left_s - self.reserve_s()
+
+    def _cost_s(self, policy: Policy) -> float:
+        return self._costs_s.get(policy) or self.cost_s(policy)
+
+    def _measured(self, chosen: NextRound, order: random.Random, verdict: Verdict | None) -> bool:
+        """Measures one round; returns False if the budget ended it."""
+        self._announce(chosen.policies, verdict)
+        if chosen.fresh:
+            self._launch(chosen.policies)
+        for policy in order.sample(chosen.policies, len(chosen.policies)):
+            if verdict is not None and self._left_s < self._cost_s(policy):
+                return False
+            began_s = self.budget.spent_s
+            outcome = self._outcome(policy)
+            if outcome is None:
+                return False
+            self._costs_s[policy] = self.budget.spent_s - began_s
+            launch, moment_s = self.running[policy], self.budget.clock()
+            self.keep(Row(policy=policy, outcome=outcome, run=self.run, launch=launch, moment_s=moment_s))
+            self.observer(
+                ContenderMeasured(stage=self.stage, launch=self._launches - 1, policy=policy, outcome=outcome)
+            )
+        return True
+
+    def _launch(self, policies: Collection[Policy]) -> None:
+        before_s = self.budget.spent_s
+        self.evaluator.launch(list(policies))
+        self.running = dict.fromkeys(policies, f"{self.stage} {self._launches}")
+        self._launches += 1
+        self.start_s = max(self.start_s, self.budget.spent_s - before_s)
+
+    def _announce(self, policies: Sequence[Policy], verdict: Verdict | None) -> None:
+        """Tells of a round that has a policy no round before had."""
+        if not set(policies) <= self._announced:
+            self._announced.update(policies)
+            leader = verdict.leader.policy if verdict is not None and verdict.leader is not None else None
+            left_s = self.budget.left_s
+            self.observer(ComparisonStarted(stage=self.stage, policies=tuple(policies), left_s=left_s, leader=leader))
+
+    def _outcome(self, policy: Policy) -> Outcome | None:
+        """Returns None if the budget, not the policy, cut the measurement short: that says nothing about the policy."""
+        limit_s = min(LONGEST_LIMIT_S, max(SHORTEST_LIMIT_S, self.budget.left_s))
+        effort = self.objective.effort(replace(BLOCK, time_limit_s=limit_s))
+        outcome = self.evaluator.measure(policy, effort)
+        if _is_accident(outcome) and not self._was_cut(outcome, limit_s) and self.budget.left_s >= SHORTEST_LIMIT_S:
+            outcome = self.evaluator.measure(policy, effort)
+        return None if self._was_cut(outcome, limit_s) else outcome
+
+    @staticmethod
+    def _was_cut(outcome: Outcome, limit_s: float) -> bool:
+        return isinstance(outcome, Failure) and outcome.kind == "timeout" and limit_s < LONGEST_LIMIT_S
+
+
+def _is_accident(outcome: Outcome) -> bool:
+    return isinstance(outcome, Failure) and outcome.kind in ACCIDENTS

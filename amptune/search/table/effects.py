@@ -1,0 +1,66 @@
+"""What makes two measurements of one policy differ: effects, and how large they are before a row is seen. Values.
+
+The priors are learned from repeated sittings of models on two kinds of machine (reports/sittings).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["CPU", "EFFECTS", "GPU", "Effect", "Machine", "machine_of"]
+
+# `block`: the noise of one block. `process`: what differs from one start of a process to the next. `sitting`: what
+# differs for one policy from one sitting to the next. `host`: what a sitting does to all steps that wait for the host.
+# `drift`: what passes within minutes, for all policies.
+EFFECTS = ("block", "process", "sitting", "host", "drift")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """The size of an effect, as a standard deviation in step spreads; the prior is worth so many observations."""
+
+    size: float
+    worth: float = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The priors of one kind of machine. A step spread counts as at least `least_spread`."""
+
+    device: Literal["cuda", "cpu"]
+    block: Effect
+    process: Effect
+    sitting: Effect
+    host: Effect
+    drift: Effect
+    least_spread: float
+
+    @property
+    def effects(self) -> dict[str, Effect]:
+        return {name: getattr(self, name) for name in EFFECTS}
+
+
+GPU = Machine(
+    device="cuda",
+    block=Effect(size=1.0),
+    process=Effect(size=0.8),
+    sitting=Effect(size=0.8, worth=2.0),
+    host=Effect(size=1.0, worth=2.0),
+    drift=Effect(size=0.5),
+    least_spread=0.003,
+)
+CPU = Machine(
+    device="cpu",
+    block=Effect(size=1.0),
+    process=Effect(size=1.0),
+    sitting=Effect(size=0.6),
+    host=Effect(size=0.3),
+    drift=Effect(size=0.5),
+    least_spread=0.08,
+)
+
+
+def machine_of(device: str) -> Machine:
+    """Returns the priors for "cuda" or "cpu"."""
+    return GPU if device == "cuda" else CPU

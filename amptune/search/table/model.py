@@ -1,0 +1,320 @@
+"""The one statistical model of the table: what each policy scores, and how well that is known. Pure.
+
+A row's score, on the logarithm, is its policy's own plus random effects (`effects.py`), whose sizes count in step
+spreads: how much the policy's steps differ within a block. How large they are, the rows say, and before them a prior.
+
+It is a linear mixed model: restricted maximum likelihood (Patterson and Thompson 1971) by fixed-point steps (MacKay
+1992), noise of Student's t (Lange et al. 1989), intervals with Satterthwaite's degrees of freedom (1946).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from amptune.measure.bench.readings import OWN_LOAD
+from amptune.measure.results.outcome import Measurement
+from amptune.policy.settings import Policy
+from amptune.search.table.effects import EFFECTS, Effect, Machine
+from amptune.search.table.population import shrunk
+from amptune.search.table.ratio import Ratio
+from amptune.search.table.row import Row, step_spread
+
+__all__ = ["Estimates", "fit"]
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+Score = Callable[[Measurement], float | None]
+
+# The level of a run (standard deviation) is free: policies are compared within runs.
+_LEVEL = 10.0
+# If blocks differ more than expected, so do these, as far as the rows cannot tell them apart.
+_AS_BLOCKS = ("process", "sitting")
+# Drift is forgotten in this time.
+_DRIFT_S = 300.0
+# Degrees of freedom of the noise. A disturbed block counts as one with so many times the noise, and a policy's only
+# block too: if that is an outlier, only another one shows it.
+_TAILS, _DOUBTFUL = 2.0, 3.0
+# A row of which the others say next to nothing is no outlier.
+_UNKNOWN = 1e-6
+# The spread of a policy's steps says as much of its noise as so many blocks.
+_STEPS_WORTH = 3.0
+_ITERATIONS, _FINAL_ITERATIONS = 20, 5
+# Of policies measured more than once, about so many rows are used: time grows with their cube.
+_MOST_ROWS = 200
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Estimates:
+    """The estimates of all policies, on the logarithm of the score, relative to the baseline's.
+
+    `mean` and `own` (variance) are shrunk towards the other policies. `raw` are the means as measured, `contrast` the
+    variance of each pair's difference. `spread` is each policy's step spread, `size` the variance of each effect in
+    squares of it. Each array has one entry per policy, in the order of `policies`; `contrast` has (policies, policies).
+    """
+
+    policies: tuple[Policy, ...]
+    baseline: int
+    raw: Array
+    contrast: Array
+    mean: Array
+    own: Array
+    spread: Array
+    freedom: Array
+    size: Mapping[str, float]
+    launches: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    def to_baseline(self, policy: Policy) -> Ratio | None:
+        """Returns the ratio to the baseline in a later sitting; None if the policy has no score."""
+        if policy not in self.policies:
+            return None
+        p, b = self.policies.index(policy), self.baseline
+        return self._ratio(p, b, float(self.mean[p] - self.mean[b]), float(self.own[p] + self.own[b]))
+
+    def between(self, policy: Policy, other: Policy) -> Ratio | None:
+        """Returns the ratio of two policies in a later sitting, from their own rows alone; None if one has no score."""
+        if policy not in self.policies or other not in self.policies:
+            return None
+        p, q = self.policies.index(policy), self.policies.index(other)
+        return self._ratio(p, q, float(self.raw[p] - self.raw[q]), float(self.contrast[p, q]))
+
+    def _ratio(self, p: int, q: int, log: float, variance: float) -> Ratio:
+        if p == q:
+            return Ratio(value=1.0, low=1.0, high=1.0)
+        return Ratio.of_log(
+            log,
+            math.sqrt(variance + self.next_variance(p, q)),
+            freedom=float(min(self.freedom[p], self.freedom[q])),
+            launches=min(self.launches[p], self.launches[q]),
+        )
+
+    def next_variance(self, p: int, q: int) -> float:
+        """Returns the variance that another sitting, with other processes, adds to the difference of two policies."""
+        own = (self.size["sitting"] + self.size["process"]) * (self.spread[p] ** 2 + self.spread[q] ** 2)
+        return float(own + self.size["host"] * (self.spread[p] - self.spread[q]) ** 2)
+
+    def time_share(self, policy: Policy) -> float:
+        """Returns half the 95 % interval of the policy's time in a later sitting, as a share of it."""
+        p = self.policies.index(policy)
+        lasting = 2 * (self.size["sitting"] + self.size["process"] + self.size["host"]) + self.size["drift"]
+        deviation = float(self.spread[p]) * math.sqrt(lasting + self.size["block"] / self.rows[p])
+        return Ratio.of_log(0.0, deviation, freedom=float(self.freedom[p]), launches=1).high - 1
+
+    @property
+    def block_deviation(self) -> float:
+        """The standard deviation of a typical policy's blocks."""
+        return math.sqrt(self.size["block"]) * float(np.median(self.spread))
+
+
+def fit(
+    rows: Sequence[Row], baseline: Policy, score: Score, machine: Machine, spread: float | None = None
+) -> Estimates | None:
+    """Fits the model; None if the baseline has no score. For figures other than time, `spread` is the step spread."""
+    scored = [(row, value) for row in rows if isinstance(row.outcome, Measurement) and (value := score(row.outcome))]
+    repeated = Counter(row.policy for row, _ in scored)
+    core = _newest([pair for pair in scored if repeated[pair[0].policy] > 1 or pair[0].policy == baseline])
+    singles = [pair for pair in scored if repeated[pair[0].policy] == 1 and pair[0].policy != baseline]
+    policies = tuple(dict.fromkeys(row.policy for row, _ in core + singles))
+    if baseline not in policies:
+        return None
+    spreads = _spreads([row for row, _ in scored], machine.least_spread, spread)
+    sizes = _sized(_data(core, spreads), machine.effects)
+    return _estimated(_data(core + singles, spreads), policies, policies.index(baseline), sizes)
+
+
+def _newest(scored: Sequence[tuple[Row, float]]) -> list[tuple[Row, float]]:
+    """Returns at most about `_MOST_ROWS` rows: the newest of each policy, as many of each as that allows."""
+    counts = Counter(row.policy for row, _ in scored)
+    most = max(counts.values(), default=0)
+    while most > 2 and sum(min(most, count) for count in counts.values()) > _MOST_ROWS:
+        most -= 1
+    kept, seen = [], Counter[Policy]()
+    for pair in reversed(scored):
+        seen[pair[0].policy] += 1
+        if seen[pair[0].policy] <= most:
+            kept.append(pair)
+    return kept[::-1]
+
+
+def _spreads(rows: Sequence[Row], least: float, given: float | None) -> dict[Policy, float]:
+    """Returns each policy's spread: that of its steps, and the more blocks there are, that of its blocks.
+
+    A policy of which too few steps are known has the median spread of the others' steps.
+    """
+    found: dict[Policy, list[float]] = {row.policy: [] for row in rows}
+    if given is not None:
+        return dict.fromkeys(found, given)
+    times: dict[Policy, dict[str, list[float]]] = {policy: {} for policy in found}
+    for row in rows:
+        assert isinstance(row.outcome, Measurement)  # noqa: S101  # only these have a score
+        spread = step_spread(row.outcome)
+        found[row.policy] += [] if spread is None else [spread]
+        times[row.policy].setdefault(row.run, []).append(math.log(row.outcome.median_ms))
+    steps = {policy: statistics.median(spreads) for policy, spreads in found.items() if spreads}
+    typical = statistics.median(steps.values()) if steps else least
+    return {policy: max(least, _pooled(steps.get(policy, typical), times[policy].values())) for policy in found}
+
+
+def _pooled(steps: float, runs: Iterable[Sequence[float]]) -> float:
+    """Returns the mean of the steps' spread, which counts as `_STEPS_WORTH` blocks, and the blocks' own.
+
+    The blocks' own is the distance from their run's median that 68 % of them keep: one deviation of Gaussian ones.
+    """
+    distances = [abs(log - statistics.median(logs)) for logs in runs for log in logs if len(logs) > 1]
+    if not distances:
+        return steps
+    blocks, freedom = float(np.quantile(distances, 0.68)), len(distances) - 1
+    return (_STEPS_WORTH * steps + freedom * blocks) / (_STEPS_WORTH + freedom)
+
+
+@dataclass(frozen=True, slots=True)
+class _Data:
+    """The rows as arrays. `design` is (rows, policies), 1 where a row is of a policy; kernels are (rows, rows)."""
+
+    score: Array
+    design: Array
+    noise: Array
+    kernels: Mapping[str, Array]
+    level: Array
+    launches: tuple[int, ...]
+    spread: Array
+
+    def with_noise(self, weights: Array) -> dict[str, Array]:
+        """Returns each effect's covariance between rows, for a size of 1."""
+        return {"block": np.diag(self.noise / weights), **self.kernels}
+
+    def inverse(self, size: Mapping[str, float], weights: Array) -> Array:
+        """Returns the inverse of the rows' covariance."""
+        covariance = self.level.copy()
+        for name, kernel in self.with_noise(weights).items():
+            covariance += size[name] * kernel
+        return np.asarray(np.linalg.inv(covariance), dtype=np.float64)
+
+
+def _data(scored: Sequence[tuple[Row, float]], spreads: Mapping[Policy, float]) -> _Data:
+    rows = [row for row, _ in scored]
+    policies = list(dict.fromkeys(row.policy for row in rows))
+    counts = Counter(row.policy for row in rows)
+    doubtful = [_is_disturbed(row) or counts[row.policy] == 1 for row in rows]
+    spread = np.array([spreads[row.policy] for row in rows])
+    time_s = np.array([row.moment_s for row in rows])
+    together, run = np.outer(spread, spread), _alike([row.run for row in rows])
+    return _Data(
+        score=np.log([value for _, value in scored]),
+        design=np.array([[float(row.policy == policy) for policy in policies] for row in rows]),
+        noise=spread**2 * np.where(doubtful, _DOUBTFUL**2, 1.0),
+        kernels={
+            "process": together * _alike([(row.run, row.launch, row.policy) for row in rows]),
+            "sitting": together * _alike([(row.sitting, row.policy) for row in rows]),
+            "host": together * _alike([row.sitting for row in rows]),
+            "drift": together * run * np.exp(-np.abs(time_s[:, None] - time_s) / _DRIFT_S),
+        },
+        level=_LEVEL**2 * run,
+        launches=tuple(len({(row.run, row.launch) for row in rows if row.policy == policy}) for policy in policies),
+        spread=np.array([spreads[policy] for policy in policies]),
+    )
+
+
+def _alike(keys: Sequence[object]) -> Array:
+    """Returns a matrix (rows, rows) with 1 where two rows have the same key."""
+    number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    numbers = np.array([number[key] for key in keys])
+    return np.asarray(numbers[:, None] == numbers, dtype=np.float64)
+
+
+def _is_disturbed(row: Row) -> bool:
+    return isinstance(row.outcome, Measurement) and bool(set(row.outcome.contaminated_by) - OWN_LOAD)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """The variance of each effect, in squares of step spreads, and the observations behind it, the prior's included."""
+
+    size: dict[str, float]
+    worth: dict[str, float]
+
+
+def _sized(data: _Data, prior: Mapping[str, Effect]) -> _Sizes:
+    """Returns the most likely sizes. An effect that the rows do not show keeps its prior."""
+    sizes = _Sizes({name: prior[name].size ** 2 for name in EFFECTS}, {name: prior[name].worth for name in EFFECTS})
+    weights = np.ones_like(data.score)
+    if len(data.score) <= data.design.shape[1]:
+        return sizes
+    for _ in range(_ITERATIONS):
+        project = _projection(data.inverse(sizes.size, weights), data.design)
+        weights = _weights(data, project, weights, sizes.size["block"])
+        project = _projection(data.inverse(sizes.size, weights), data.design)
+        pull = project @ data.score
+        more = max(0.0, sizes.size["block"] / prior["block"].size ** 2 - 1)
+        for name, kernel in data.with_noise(weights).items():
+            size = sizes.size[name]
+            shown, seen = size * float(np.sum(project * kernel)), size**2 * float(pull @ kernel @ pull)
+            sizes.worth[name] = prior[name].worth + shown
+            expected = prior[name].size ** 2
+            if name in _AS_BLOCKS:
+                expected *= 1 + more * prior[name].worth / sizes.worth[name]
+            sizes.size[name] = (prior[name].worth * expected + seen) / sizes.worth[name]
+    return sizes
+
+
+def _projection(inverse: Array, design: Array) -> Array:
+    """Returns the matrix (rows, rows) that removes the policies' own scores."""
+    weighted = inverse @ design
+    return np.asarray(inverse - weighted @ np.linalg.solve(design.T @ weighted, weighted.T))
+
+
+def _weights(data: _Data, project: Array, weights: Array, block: float) -> Array:
+    """Returns how far each block is no outlier: by the distance from what all other rows predict for it.
+
+    An outlier thus does not pass for the effect of a process or a sitting that it is the only block of.
+    """
+    own = np.diag(project)
+    known = own > _UNKNOWN / data.noise
+    variance = 1 / np.where(known, own, 1.0)
+    distance = np.where(known, variance * (project @ data.score), 0.0)
+    plain = np.maximum(variance - block * data.noise * (1 / weights - 1), block * data.noise)
+    return np.asarray((_TAILS + 1) / (_TAILS + distance**2 / plain))
+
+
+def _estimated(data: _Data, policies: tuple[Policy, ...], baseline: int, sizes: _Sizes) -> Estimates:
+    weights = np.ones_like(data.score)
+    for _ in range(_FINAL_ITERATIONS):
+        project = _projection(data.inverse(sizes.size, weights), data.design)
+        weights = _weights(data, project, weights, sizes.size["block"])
+    weighted = data.inverse(sizes.size, weights) @ data.design
+    covariance = np.asarray(np.linalg.inv(data.design.T @ weighted), dtype=np.float64)
+    scores = covariance @ (weighted.T @ data.score)
+    raw, variance = scores - scores[baseline], np.diag(covariance)
+    mean, own = shrunk(raw, covariance, baseline)
+    return Estimates(
+        policies=policies,
+        baseline=baseline,
+        raw=raw,
+        contrast=np.maximum(variance[:, None] + variance - 2 * covariance, 0.0),
+        mean=mean,
+        own=own,
+        spread=data.spread,
+        freedom=_freedom(weighted @ covariance, data, weights, sizes, baseline),
+        size=sizes.size,
+        launches=data.launches,
+        rows=tuple(int(count) for count in data.design.sum(axis=0)),
+    )
+
+
+def _freedom(estimator: Array, data: _Data, weights: Array, sizes: _Sizes, baseline: int) -> Array:
+    """Returns the degrees of freedom of each policy's difference to the baseline in a later sitting."""
+    lever, spread = estimator - estimator[:, [baseline]], data.spread
+    squares = spread**2 + spread[baseline] ** 2
+    later = {"process": squares, "sitting": squares, "host": (spread - spread[baseline]) ** 2}
+    whole, doubt = np.zeros_like(spread), np.zeros_like(spread)
+    for name, kernel in data.with_noise(weights).items():
+        part = sizes.size[name] * (np.sum(lever * (kernel @ lever), axis=0) + later.get(name, 0.0))
+        whole += part
+        doubt += part**2 / sizes.worth[name]
+    return np.asarray(np.maximum(1.0, whole**2 / np.maximum(doubt, np.finfo(float).tiny)))

@@ -1,0 +1,140 @@
+"""The rows to measure next: those that narrow the verdict most for their time. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from amptune.policy.settings import Policy
+from amptune.search.table.model import Estimates
+from amptune.search.table.verdict import CONFIRMED, LIKELY, NEGLIGIBLE, Bar, Contender, Verdict, departure_count
+
+__all__ = ["NextRound", "next_round"]
+
+# At most this many policies are measured in turn: each takes a process, and the round a time in which things drift.
+MOST_POLICIES = 8
+# A policy is worth a row if, known exactly, it could be expected to gain this share.
+WORTH_A_ROW = 0.0005
+# What an unmeasured policy one step from the leader promises: most are worse, a few gain some percent. Such policies
+# are measured once no measured one promises more.
+UNSEEN = 0.01
+MOST_UNSEEN = 4
+# A decided interval this narrow (half its width, relative) needs no further rows.
+NARROW = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextRound:
+    """One round: each policy measured once, in a fresh process or in the one that runs. The baseline comes first."""
+
+    policies: tuple[Policy, ...]
+    fresh: bool
+
+
+def next_round(
+    verdict: Verdict,
+    bar: Bar,
+    *,
+    unseen: Sequence[Policy] = (),
+    running: Collection[Policy] = (),
+    start_s: float,
+    cost_s: Callable[[Policy], float],
+    left_s: float,
+) -> NextRound | None:
+    """Returns the round that tells most in the time that is left; None if no round is worth it or fits.
+
+    `running` policies have a process of their own, a fresh one takes `start_s` for all together; `unseen` ones have no
+    row yet and may be better.
+    """
+    core = _named(verdict)
+    worth = _rivals(verdict, bar)
+    new = [policy for policy in unseen if policy not in core][:MOST_UNSEEN]
+    if max(worth.values(), default=0.0) >= UNSEEN:
+        new = []
+    if not new and (len(core) == 1 or (not worth and _is_settled(verdict))):
+        return None
+    others = [*list(worth)[: MOST_POLICIES - len(core) - len(new)], *new]
+    fresh = _fresh_tells_more(verdict, core, running, start_s, sum(map(cost_s, core + others)))
+    for count in range(len(others), -1, -1):
+        policies = (*core, *others[:count])
+        starts = fresh or not set(policies) <= set(running)
+        if sum(map(cost_s, policies)) + (start_s if starts else 0.0) <= left_s:
+            return NextRound(policies=policies, fresh=starts)
+    fits = set(core) <= set(running) and sum(map(cost_s, core)) <= left_s
+    return NextRound(policies=tuple(core), fresh=False) if fits else None
+
+
+def _named(verdict: Verdict) -> list[Policy]:
+    """Returns the policies of every round: the baseline, the leader, and the winner if that is a simpler one."""
+    named = (verdict.baseline, verdict.leader, verdict.winner)
+    return list(dict.fromkeys(one.policy for one in named if one is not None))
+
+
+def _rivals(verdict: Verdict, bar: Bar) -> dict[Policy, float]:
+    """Returns what each policy that may still win is worth, the most first."""
+    if verdict.leader is None:
+        return {}
+    able = [one for one in verdict.contenders if _may_win(one, verdict, bar)]
+    worth = {one.policy: _worth(one, verdict) for one in able}
+    ranked = sorted(worth, key=lambda policy: -worth[policy])
+    return {policy: worth[policy] for policy in ranked if worth[policy] >= WORTH_A_ROW}
+
+
+def _may_win(one: Contender, verdict: Verdict, bar: Bar) -> bool:
+    able = one.failure is None and one.gain is not None and not one.too_slow
+    return able and one.policy not in _named(verdict) and bar(one.policy) is None
+
+
+def _worth(one: Contender, verdict: Verdict) -> float:
+    """Returns the gain that is expected if the policy's score were known: its expected improvement (Mockus 1978).
+
+    The gain is that over the leader, or over the baseline if that is better. A negligible one counts only if the policy
+    is simpler.
+    """
+    assert verdict.leader is not None  # noqa: S101  # the caller has looked
+    fit = verdict.scores
+    p, q = fit.policies.index(one.policy), fit.policies.index(verdict.leader.policy)
+    simpler = departure_count(one.policy) < departure_count(verdict.leader.policy)
+    q = q if fit.mean[q] >= fit.mean[fit.baseline] else fit.baseline
+    ahead = float(fit.mean[p] - fit.mean[q]) - (0.0 if simpler else NEGLIGIBLE)
+    deviation = math.sqrt(float(fit.own[p] + fit.own[q]))
+    if deviation == 0.0:
+        return max(0.0, ahead)
+    normal = NormalDist()
+    return ahead * normal.cdf(ahead / deviation) + deviation * normal.pdf(ahead / deviation)
+
+
+def _is_settled(verdict: Verdict) -> bool:
+    """Returns True if the leader is decided, and a later sitting adds more doubt than is left in this one."""
+    leader = verdict.leader
+    if leader is None or leader.gain is None:
+        return True
+    known = (verdict.scores, verdict.speeds) if verdict.objective.needs_speed else (verdict.scores,)
+    decided = leader.chance >= CONFIRMED or leader.chance <= 1 - LIKELY
+    return decided and all(_is_narrow(leader.policy, fit) for fit in known)
+
+
+def _is_narrow(policy: Policy, fit: Estimates) -> bool:
+    p, b, ratio = fit.policies.index(policy), fit.baseline, fit.to_baseline(policy)
+    return float(fit.own[p] + fit.own[b]) <= fit.next_variance(p, b) or (
+        ratio is not None and ratio.half_width < NARROW
+    )
+
+
+def _fresh_tells_more(
+    verdict: Verdict, core: Sequence[Policy], running: Collection[Policy], start_s: float, round_s: float
+) -> bool:
+    """Returns True if a second is better spent on fresh processes than on more blocks in those that run."""
+    if not set(core) <= set(running):
+        return True
+    fit = verdict.scores
+    fresh = again = 0.0
+    for policy in core:
+        p = fit.policies.index(policy)
+        squared, launches, rows = float(fit.spread[p]) ** 2, max(1, fit.launches[p]), max(1, fit.rows[p])
+        again += squared * fit.size["block"] / (rows * (rows + 1))
+        fresh += squared * fit.size["process"] / (launches * (launches + 1))
+    round_s = max(round_s, 1e-3)
+    return (fresh + again) / (start_s + round_s) > again / round_s

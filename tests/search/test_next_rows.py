@@ -1,0 +1,202 @@
+"""Which rows tell most next, by tables of which it is plain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import pytest
+from measurements import took
+from tables import BF16, BF16_LAST, FP16, decided, equals, in_turn, row
+
+from amptune.measure.results.outcome import Failure
+from amptune.policy.settings import STOCK, Policy
+from amptune.search.table.effects import CPU, GPU, Machine
+from amptune.search.table.next_rows import MOST_POLICIES, NextRound, next_round
+from amptune.search.table.objective import THROUGHPUT, Objective, objective_of
+from amptune.search.table.row import Row
+
+# Steps that wait for the host: a row is worth little.
+NOISY = 0.03
+# Each with one row: two close rivals, and one that is far behind.
+TRIALS = [
+    row(STOCK, 10.0, spread=NOISY),
+    row(BF16, 8.0, moment_s=2.0, spread=NOISY),
+    row(FP16, 8.1, moment_s=4.0, spread=NOISY),
+    row(BF16_LAST, 20.0, moment_s=6.0, spread=NOISY),
+]
+
+
+def chosen(
+    rows: Sequence[Row],
+    *,
+    machine: Machine = GPU,
+    objective: Objective = THROUGHPUT,
+    bar: Callable[[Policy], str | None] = lambda _: None,
+    unseen: Sequence[Policy] = (),
+    running: Collection[Policy] = (),
+    start_s: float = 10.0,
+    left_s: float = 1000.0,
+) -> NextRound | None:
+    """The next round where a block of any policy takes 2 s."""
+    return next_round(
+        decided(rows, machine, objective, bar),
+        bar,
+        unseen=unseen,
+        running=running,
+        start_s=start_s,
+        cost_s=lambda _: 2.0,
+        left_s=left_s,
+    )
+
+
+def policies(found: NextRound | None) -> tuple[Policy, ...]:
+    assert found is not None
+    return found.policies
+
+
+# --- who takes part ---------------------------------------------------------------------------------------------------
+
+
+def test_the_baseline_and_the_leader_always_take_part_and_the_baseline_comes_first() -> None:
+    assert policies(chosen(TRIALS))[:2] == (STOCK, BF16)
+
+
+def test_a_rival_that_may_be_the_best_takes_part_and_one_far_behind_does_not() -> None:
+    assert policies(chosen(TRIALS)) == (STOCK, BF16, FP16)
+
+
+def test_the_rivals_that_promise_most_come_first() -> None:
+    rivals = equals(6)[1:]
+    rows = [row(STOCK, 10.0), *(row(p, 8 + 0.05 * i, moment_s=2.0, spread=NOISY) for i, p in enumerate(rivals))]
+    assert policies(chosen(rows)) == (STOCK, *rivals)
+
+
+def test_a_round_is_no_longer_than_a_few_policies() -> None:
+    rows = [row(policy, 10 - 0.001 * i, moment_s=2.0 * i, spread=NOISY) for i, policy in enumerate(equals(30))]
+    assert len(policies(chosen(rows))) == MOST_POLICIES
+    assert len(set(policies(chosen(rows, unseen=[BF16, FP16])))) == MOST_POLICIES
+
+
+def test_a_rejected_leader_is_replaced() -> None:
+    assert policies(chosen(TRIALS, bar=lambda policy: "not as good as FP32" if policy == BF16 else None)) == (
+        STOCK,
+        FP16,
+    )
+
+
+def test_a_leader_that_failed_is_replaced() -> None:
+    failed = row(BF16, Failure(kind="oom", message=""), moment_s=8.0)
+    assert policies(chosen([*TRIALS, failed])) == (STOCK, FP16)
+
+
+def test_a_rival_too_slow_for_the_memory_objective_takes_no_part() -> None:
+    rows = in_turn({STOCK: [took(10, 1000)], BF16: [took(9, 600)], FP16: [took(20, 600)], BF16_LAST: [took(9, 600)]})
+    assert FP16 not in policies(chosen(rows, objective=objective_of("memory")))
+
+
+# --- what was not measured yet ----------------------------------------------------------------------------------------
+
+
+def test_unseen_policies_are_measured_once_no_measured_one_promises_more() -> None:
+    settled = in_turn({STOCK: [10.0] * 5, BF16: [5.0] * 5})
+    assert chosen(settled) is None
+    assert policies(chosen(settled, unseen=[FP16])) == (STOCK, BF16, FP16)
+    rivals = [row(STOCK, 10.0), row(BF16, 8.0, spread=0.3), row(FP16, 8.0, moment_s=2.0, spread=0.3)]
+    assert policies(chosen(rivals, unseen=[BF16_LAST])) == (STOCK, BF16, FP16)
+
+
+def test_the_baseline_is_no_unseen_policy_and_is_measured_once_a_round() -> None:
+    assert policies(chosen([row(STOCK, 10.0)], unseen=[STOCK, BF16])) == (STOCK, BF16)
+
+
+def test_a_baseline_that_has_no_rival_is_not_measured_again() -> None:
+    assert chosen([row(STOCK, 10.0)]) is None
+    assert policies(chosen([row(STOCK, 10.0)], unseen=[BF16])) == (STOCK, BF16)
+
+
+# --- when it ends -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", [GPU, CPU], ids=lambda machine: str(machine.device))
+@pytest.mark.parametrize("ms", [5.0, 30.0])
+def test_a_decided_comparison_ends_for_or_against_the_leader(ms: float, machine: Machine) -> None:
+    assert chosen(in_turn({STOCK: [10.0] * 5, BF16: [ms] * 5}), machine=machine) is None
+
+
+def test_one_row_decides_nothing_however_large_the_gain_is() -> None:
+    assert policies(chosen(in_turn({STOCK: [10.0], BF16: [5.0]}))) == (STOCK, BF16)
+
+
+@pytest.mark.parametrize("ms", [9.99, 9.9])
+def test_an_open_question_goes_on(ms: float) -> None:
+    assert policies(chosen(in_turn({STOCK: [10.0, 10.1], BF16: [ms, ms + 0.1]}))) == (STOCK, BF16)
+
+
+def test_rivals_that_are_all_much_slower_than_the_baseline_do_not_keep_a_comparison_going() -> None:
+    """Which of them is the best is no question: none of them wins."""
+    rows = in_turn({STOCK: [10.0] * 5, BF16: [20.0] * 5, FP16: [20.0] * 5, BF16_LAST: [20.0] * 5})
+    assert chosen(rows) is None
+
+
+def test_a_simpler_policy_level_with_the_leader_does_not_keep_a_comparison_going() -> None:
+    """It wins already."""
+    rows = in_turn({STOCK: [10.0] * 40, BF16_LAST: [5.0] * 40, BF16: [5.002] * 40})
+    assert decided(rows, GPU).winner.policy == BF16
+    assert chosen(rows) is None
+
+
+def test_equal_policies_end_a_comparison_once_each_is_well_known() -> None:
+    few = in_turn({STOCK: [10.0, 10.1], BF16: [5.0, 5.1], FP16: [5.1, 5.0]}, spread=NOISY)
+    many = in_turn({STOCK: [10.0] * 60, BF16: [5.0] * 60, FP16: [5.0] * 60})
+    assert set(policies(chosen(few))) == {STOCK, BF16, FP16}
+    assert chosen(many) is None
+
+
+# --- time and processes -----------------------------------------------------------------------------------------------
+
+
+def test_without_processes_that_run_a_round_is_fresh() -> None:
+    assert chosen(TRIALS) == NextRound(policies=(STOCK, BF16, FP16), fresh=True)
+
+
+@pytest.mark.parametrize(("start_s", "fresh"), [(0.1, True), (1000.0, False)])
+def test_processes_are_started_anew_while_that_is_worth_its_time(start_s: float, *, fresh: bool) -> None:
+    """A launch shows what blocks of one process do not."""
+    rows = in_turn({STOCK: [10.0, 10.1], BF16: [9.0, 9.1]}, per_launch=2, spread=NOISY)
+    found = chosen(rows, running={STOCK, BF16}, start_s=start_s, left_s=5000.0)
+    assert found == NextRound(policies=(STOCK, BF16), fresh=fresh)
+
+
+def test_many_blocks_of_one_launch_ask_for_a_fresh_one() -> None:
+    def asks(blocks: int) -> bool:
+        times = [10.0, 10.1] * (blocks // 2)
+        rows = in_turn({STOCK: times, BF16: [0.95 * ms for ms in times]}, per_launch=blocks, spread=NOISY)
+        found = chosen(rows, running={STOCK, BF16}, start_s=40.0)
+        assert found is not None
+        return found.fresh
+
+    assert not asks(2)
+    assert asks(20)
+
+
+def test_a_policy_without_a_process_makes_the_round_fresh() -> None:
+    found = chosen(TRIALS, running={STOCK, BF16}, start_s=100.0)
+    assert found == NextRound(policies=(STOCK, BF16, FP16), fresh=True)
+
+
+@pytest.mark.parametrize(
+    ("left_s", "expected"), [(16.0, (STOCK, BF16, FP16)), (15.9, (STOCK, BF16)), (14.0, (STOCK, BF16))]
+)
+def test_a_round_that_does_not_fit_leaves_out_the_rivals(left_s: float, expected: tuple[Policy, ...]) -> None:
+    """Three blocks of 2 s and a launch of 10 s take 16 s."""
+    assert policies(chosen(TRIALS, left_s=left_s)) == expected
+
+
+def test_no_round_is_begun_that_does_not_fit() -> None:
+    assert chosen(TRIALS, left_s=13.9) is None
+    assert chosen(TRIALS, left_s=3.9, running={STOCK, BF16, FP16}) is None
+
+
+def test_a_budget_without_time_for_a_launch_uses_the_processes_that_run() -> None:
+    found = chosen(TRIALS, left_s=5.0, running={STOCK, BF16})
+    assert found == NextRound(policies=(STOCK, BF16), fresh=False)

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from measurements import took
+from tables import BF16, BF16_LAST, block, row
+
+from amptune.measure.results.outcome import Failure, Measurement, Outcome
+from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy
+from amptune.search.table.row import SITTING_S, Row, step_spread
+
+FULL = Measurement(
+    samples_per_step=32,
+    step_ms=(1.5, 2.5, 3.5),
+    warmup_s=0.25,
+    warmup_steps=8,
+    peak_allocated_mib=1000.5,
+    peak_reserved_mib=1001.5,
+    losses=(2.5, 2.25),
+    gradient_norm=3.5,
+    skipped_share=0.25,
+    alloc_retries=2,
+    energy_j_per_sample=0.5,
+    clock_event_reasons=4,
+    abandoned=True,
+    steady=False,
+    discarded=("hw-thermal+other-process",),
+    contaminated_by=("power-cap",),
+    startup_s=12.5,
+    graph_breaks=("print",),
+    recompiled=3,
+    sm_clock_mhz=1755,
+    temperature_c=71,
+    host_delay=0.125,
+)
+RULED = Policy(autocast="fp16", fp32_modules=(Fp32Rule(path="head"),), loss_scale=LossScale(init=1024.0), batch_size=8)
+
+outcomes: st.SearchStrategy[Outcome] = st.sampled_from(
+    [
+        FULL,
+        took(),
+        Failure(kind="error", message="bad", where="train.py:3", exception="ValueError"),
+        Failure(kind="oom", message=""),
+    ]
+)
+rows = st.builds(
+    Row,
+    policy=st.sampled_from([STOCK, BF16, BF16_LAST, RULED]),
+    outcome=outcomes,
+    run=st.text(),
+    launch=st.text(),
+    moment_s=st.integers(0, 10**10).map(lambda ms: round(ms / 1000, 3)),
+)
+
+
+@given(rows)
+def test_a_row_survives_being_written_and_read(one: Row) -> None:
+    assert Row.from_dict(json.loads(json.dumps(one.as_dict()))) == one
+
+
+def test_the_measurement_written_above_has_no_field_left_at_its_default() -> None:
+    """So that a new field is written and read too."""
+    plain = took()
+    same = {one.name for one in fields(FULL) if getattr(FULL, one.name) == getattr(plain, one.name)}
+    assert same <= {"samples_per_step", "warmup_steps"}, "these have no default"
+
+
+@pytest.mark.parametrize("name", ["policy", "outcome", "run", "launch", "moment_s"])
+def test_a_row_that_lacks_something_is_refused(name: str) -> None:
+    data = row(BF16, 10.0).as_dict()
+    del data[name]
+    with pytest.raises(KeyError, match=name):
+        Row.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"moment_s": "soon"}, {"policy": {"autocast": "bf15"}}, {"outcome": {"failed": True, "kind": "bored"}}]
+)
+def test_a_row_with_a_field_of_another_amptune_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"soon|bf15|kind"):
+        Row.from_dict({**row(BF16, 10.0).as_dict(), **wrong})
+
+
+def test_rows_of_one_run_within_ten_minutes_are_one_sitting() -> None:
+    early, late, next_one = (row(STOCK, 10.0, moment_s=at_s) for at_s in (0.0, SITTING_S - 1, SITTING_S + 1))
+    assert early.sitting == late.sitting != next_one.sitting
+    assert early.sitting != row(STOCK, 10.0, run="another", moment_s=0.0).sitting
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.001, 0.03, 0.2])
+@pytest.mark.parametrize("step_ms", [0.1, 2000.0])
+def test_the_step_spread_is_a_share_of_the_step_time(step_ms: float, spread: float) -> None:
+    assert step_spread(block(step_ms, spread)) == pytest.approx(spread, rel=1e-6, abs=1e-12)
+
+
+def test_one_slow_step_does_not_widen_the_step_spread() -> None:
+    steps = (10.0, 10.1, 9.9, 10.05, 9.95)
+    calm, hit = (step_spread(replace(took(), step_ms=each)) for each in (steps, (*steps[:-1], 90.0)))
+    assert calm is not None
+    assert hit is not None
+    assert hit <= 2 * calm
+
+
+def test_few_steps_do_not_show_how_much_steps_differ() -> None:
+    assert step_spread(replace(took(), step_ms=(10.0, 10.5, 9.0, 11.0))) is None
