@@ -109,6 +109,19 @@ class Machine(RecordedEvaluator):
         )
 
 
+def interrupting(after: int) -> Interference:
+    """Presses Ctrl-C in the measurement behind so many."""
+    left = [after]
+
+    def interfere(_: Policy) -> Failure | None:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return None
+
+    return interfere
+
+
 def run(*arguments: str, folder: Path, evaluator: Evaluator | None = None) -> Done:
     """Runs a command in this process, in a folder; where the evaluator has a `clock`, in the time of that."""
     clock = getattr(evaluator, "clock", time.monotonic)

@@ -51,7 +51,8 @@ def test_progress_is_told_in_order_each_line_with_the_time_left(folder: Path) ->
     assert left_s[0] == 54  # some is kept for the loop, and for a look at larger batches
     assert list(left_s) == sorted(left_s, reverse=True)
     stages = ["resnet50: 25,000,000 parameters", "numerics of bf16", "search space hopper", "1 *", "search ended"]
-    found = [next(place for place, words in enumerate(said) if words.startswith(stage)) for stage in [*stages, "final"]]
+    stages.append("comparison: ")
+    found = [next(place for place, words in enumerate(said) if words.startswith(stage)) for stage in stages]
     assert found == sorted(found)
     assert found[0] == 0
 
@@ -105,19 +106,6 @@ def test_an_interruption_of_what_has_nothing_to_write_says_so_and_exits_with_130
     assert done.returncode == 130
     assert done.stderr.endswith("\ninterrupted\n")
     assert machine.closed
-
-
-def interrupting(after: int) -> Interference:
-    """Presses Ctrl-C in the measurement behind so many."""
-    left = [after]
-
-    def interfere(_: Policy) -> Failure | None:
-        if not left[0]:
-            raise KeyboardInterrupt
-        left[0] -= 1
-        return None
-
-    return interfere
 
 
 MISTAKES = [

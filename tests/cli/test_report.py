@@ -7,9 +7,11 @@ import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
-from commands import WORKLOADS, Machine, run
+import yaml
+from commands import WORKLOADS, Machine, interrupting, run
 
 from amptune.hardware.detect import probe
 
@@ -74,9 +76,48 @@ def test_a_target_stands_for_its_study(folder: Path) -> None:
     assert answer["schema"] == "amptune.report/1"
     assert answer["objective"] == "throughput"
     assert answer["trials"] == 5
-    assert answer["basis"] == "comparison"
+    assert answer["confidence"] == "confirmed"
     assert {"policy", "samples_per_s", "peak_memory_mib", "judged"} <= set(answer["pareto"][0])
     assert answer["findings"][0]["code"] == "answer"
+
+
+VERDICT = ("objective", "speedup", "speedup_ci95", "gain", "gain_ci95", "confidence")
+
+
+def figures_of(answer: dict[str, Any]) -> list[Any]:
+    """What an answer says of its policy, to six digits: a stored moment is rounded to a millisecond."""
+    found = [answer[name] for name in VERDICT]
+    return [pytest.approx(one, rel=1e-6) if isinstance(one, float | list) else one for one in found]
+
+
+@pytest.mark.parametrize("objective", ["throughput", "memory"])
+def test_tune_and_report_and_the_file_say_the_same(tmp_path: Path, objective: str) -> None:
+    (tmp_path / "train.py").write_text(WORKLOADS)
+    tuned = run(*TUNE, "--trials", "5", "--objective", objective, "--json", folder=tmp_path, evaluator=Machine())
+    said, answer = json.loads(tuned.stdout), json.loads(run("report", "train.py:small", "--json", folder=tmp_path).stdout)
+    assert [said[name] for name in VERDICT] == figures_of(answer)
+    assert replaced(answer["policy"]) == replaced(said["policy"])
+    evidence = yaml.safe_load((tmp_path / "policy.yaml").read_text())["evidence"]
+    assert evidence["confidence"] == said["confidence"]
+    assert evidence["speedup"] == pytest.approx(said["speedup"], rel=1e-3)
+    explained = run("explain", "policy.yaml", folder=tmp_path).stdout
+    assert f"{evidence['speedup']:g} times" in explained
+    assert said["confidence"].capitalize() in explained
+
+
+def replaced(policy: dict[str, Any]) -> dict[str, Any]:
+    """Without the workload's own batch size, which a policy file names."""
+    return {name: value for name, value in policy.items() if name != "batch_size"}
+
+
+@pytest.mark.parametrize("after", [3, 12])
+def test_the_study_of_an_interrupted_tuning_says_what_its_file_does(tmp_path: Path, after: int) -> None:
+    (tmp_path / "train.py").write_text(WORKLOADS)
+    interrupted = run(*TUNE, "--json", folder=tmp_path, evaluator=Machine(interfere=interrupting(after)))
+    assert interrupted.returncode == 130
+    said, answer = json.loads(interrupted.stdout), json.loads(run("report", "train.py:small", "--json", folder=tmp_path).stdout)
+    assert said["provisional"] is True
+    assert [said[name] for name in VERDICT] == figures_of(answer)
 
 
 def test_energy_is_refused_where_none_was_reported(folder: Path) -> None:

@@ -86,6 +86,7 @@ _EVIDENCE: dict[str, st.SearchStrategy[Any]] = {
     "tuned_on": st.just("2026-11-21T05:00:00Z"),
     "trials": st.integers(0, 10**6),
     "seconds": numbers,
+    "confidence": st.sampled_from(["confirmed", "likely", "undecided"]),
     "provisional": st.booleans(),
 }
 assert set(_EVIDENCE) == set(Evidence.__annotations__), "a new field of Evidence needs a strategy"

@@ -14,11 +14,10 @@ from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.report.chart import ChartMark, axis_for, scatter
 from amptune.report.page import page_of
-from amptune.search.decide.samples import KeptComparison
 from amptune.search.decide.study_report import StudyReport, findings_of, study_report_of
 from amptune.search.sampler.records import GateRecord, StudyRecord, TuningRecord
 from amptune.search.table.objective import THROUGHPUT, Objective
-from amptune.search.table.ratio import Round
+from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
 BF16, FP16 = amp_recipe("bf16"), amp_recipe("fp16")
@@ -42,7 +41,10 @@ OOM = Failure(kind="oom", message="CUDA <out> of memory & more", where="train.py
 
 
 def record(**changes: object) -> StudyRecord:
-    trials = [Trial(number=i, policy=p, outcome=o, seconds=1.0) for i, (p, o) in enumerate(OUTCOMES.items())]
+    trials = [
+        Trial(number=i, policy=p, outcome=o, seconds=1.0, run="0", moment_s=i)
+        for i, (p, o) in enumerate(OUTCOMES.items())
+    ]
     failed = Trial(number=5, policy=Policy(cudnn_benchmark=True), outcome=OOM, seconds=1.0)
     tuning = TuningRecord(
         run="0",
@@ -54,6 +56,7 @@ def record(**changes: object) -> StudyRecord:
         batch_size=32,
         baseline=STOCK,
         objective=THROUGHPUT,
+        device="cuda",
     )
     judged = (
         GateRecord(policy=FP16, passes=False, used=3.0, words="fc: gradients overflow"),
@@ -63,15 +66,16 @@ def record(**changes: object) -> StudyRecord:
     return replace(whole, **changes)  # type: ignore[arg-type]
 
 
-def compared() -> tuple[KeptComparison, ...]:
-    rounds = tuple(Round(launch=i // 3, outcomes={p: OUTCOMES[p] for p in (STOCK, BF16, LAST)}) for i in range(9))
-    return (KeptComparison(run="0", stage="finals", rounds=rounds),)
+def compared() -> tuple[Row, ...]:
+    return tuple(
+        Row(policy=policy, outcome=OUTCOMES[policy], run="0", launch=f"comparison {i // 3}", moment_s=10.0 + i)
+        for i in range(9)
+        for policy in (STOCK, BF16, LAST)
+    )
 
 
-def study_report(
-    objective: Objective = THROUGHPUT, comparisons: tuple[KeptComparison, ...] | None = None
-) -> StudyReport:
-    return study_report_of(record(), compared() if comparisons is None else comparisons, objective)
+def study_report(objective: Objective = THROUGHPUT, rows: tuple[Row, ...] | None = None) -> StudyReport:
+    return study_report_of(record(), compared() if rows is None else rows, objective)
 
 
 class Page(HTMLParser):
@@ -107,8 +111,8 @@ class Page(HTMLParser):
         return self.texts("td")
 
 
-def page(objective: Objective = THROUGHPUT, comparisons: tuple[KeptComparison, ...] | None = None) -> Page:
-    found = study_report(objective, comparisons)
+def page(objective: Objective = THROUGHPUT, rows: tuple[Row, ...] | None = None) -> Page:
+    found = study_report(objective, rows)
     return Page(page_of(found, findings_of(found)))
 
 
@@ -133,25 +137,27 @@ def test_nothing_of_the_user_is_taken_for_html() -> None:
 def test_the_answer_stands_first_with_what_it_rests_on() -> None:
     found = page()
     sentence, *rest = found.texts("p")[1:]
-    assert sentence == "bf16, channels_last: 2.50× [2.50, 2.50] the speed of the baseline"
-    assert rest[0] == "by comparison with the baseline in 3 process launches"
-    assert found.texts("span") == ["proven"]
+    assert sentence.startswith("bf16, channels_last: 2.50× [2.4")
+    assert rest[0] == "confirmed, over 99.9 % sure, by 10 measurements in 4 processes"
+    assert found.texts("span") == ["confirmed"]
 
 
-def test_an_answer_that_is_not_proven_comes_with_the_command_that_proves_it() -> None:
-    found = page(Objective("memory"), ())
-    assert found.texts("span") == ["not proven yet"]
+def test_an_answer_that_is_not_confirmed_comes_with_the_command_that_measures_more() -> None:
+    trials = (*record().trials[:1], replace(record().trials[1], outcome=measured(9.8, 700.0)))
+    study = study_report_of(record(trials=trials), (), THROUGHPUT)
+    found = Page(page_of(study, findings_of(study)))
+    assert found.texts("span") == ["likely"]
     (command,) = found.texts("pre")
-    assert command == "amptune tune train.py:small --objective memory --study runs"
-    assert found.texts("p")[1].endswith("uses 0.30 times the memory of the baseline at 1.11 times its throughput")
+    assert command == "amptune tune train.py:small --objective throughput --study runs"
 
 
 def test_finalists_trials_failures_and_findings_have_their_sections() -> None:
     found = page(Objective("memory"))
     assert found.texts("h2") == [
-        "Compared in turn, in processes of their own",
+        "Measured more than once",
         "Throughput and peak memory",
         "Throughput and energy",
+        "What each setting buys",
         "Findings",
         "All 6 trials",
         "Failures",
@@ -190,7 +196,7 @@ def test_without_energy_there_is_one_chart_and_without_comparison_no_table_of_it
         if isinstance(trial.outcome, Measurement)
     )
     found = Page(page_of(study_report_of(record(trials=trials), (), THROUGHPUT), ()))
-    assert found.texts("h2") == ["Throughput and peak memory", "All 5 trials"]
+    assert found.texts("h2") == ["Throughput and peak memory", "What each setting buys", "All 5 trials"]
 
 
 @pytest.mark.parametrize("values", [[1.0], [0.0, 0.0], [3.0, 3.1], [1e-4, 2.5e-4], [812.0, 91_000.0], [5e8, 6e8]])

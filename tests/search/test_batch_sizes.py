@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from measurements import took
-from simulated.landscape import SimulatedClock
 from simulated.recorded import FIXED_MIB, MEMORY_MIB, SAMPLE_MIB, RecordedEvaluator, recorded_ms
 from test_pipeline import request_in
 
@@ -38,11 +37,8 @@ def saturating(policy: Policy) -> float:
 class Ticking(RecordedEvaluator):
     """Every measurement takes simulated time."""
 
-    clock: SimulatedClock
-
-    def measure(self, policy: Policy, effort: Effort) -> Outcome:
-        self.clock.advance(1.5)
-        return super().measure(policy, effort)
+    takes_s: ClassVar[float] = 1.5
+    launch_s: ClassVar[float] = 2.0
 
 
 def tuned(
@@ -50,9 +46,8 @@ def tuned(
 ) -> tuple[Decision, Ticking]:
     evaluator = Ticking("resnet50", noise=0.002, true_ms=saturating)
     evaluator.peak_mib = peak_mib or evaluator.peak_mib
-    clock = evaluator.clock = SimulatedClock()
-    request = request_in(folder, trials=None, **wanted)
-    request = replace(request, budget=Budget(seconds=budget_s, started=0.0, clock=clock))
+    request = request_in(folder, evaluator.clock, trials=None, **wanted)
+    request = replace(request, budget=replace(request.budget, seconds=budget_s))
     return tune_with(evaluator, request, lambda _: None), evaluator
 
 
@@ -161,11 +156,7 @@ def test_where_nothing_is_known_of_memory_only_the_own_batch_is_searched(tmp_pat
             return replace(super().prepare(limit_s), memory_mib=None)
 
     evaluator = Blind("resnet50", noise=0.002)
-    clock = evaluator.clock = SimulatedClock()
-    request = replace(
-        request_in(tmp_path, trials=8, batch_size="auto"),
-        budget=Budget(seconds=300, trials=8, started=0.0, clock=clock),
-    )
+    request = request_in(tmp_path, evaluator.clock, trials=8, batch_size="auto")
     decision = tune_with(evaluator, request, lambda _: None)
     assert decision.policy.batch_size == OWN
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-from simulated.landscape import SimulatedClock
 from simulated.recorded import RecordedEvaluator, recorded_ms
 from test_pipeline import request_in, tuned_on
 
@@ -163,11 +162,8 @@ def test_a_fault_outside_of_all_modules_has_no_cure_and_leaves_the_dtype_out() -
     assert "outside of them" in str(guard.findings[-1])
 
 
-@dataclass
 class Slow(Faulty):
     """Every judgement takes a minute."""
-
-    clock: SimulatedClock = field(default_factory=SimulatedClock)
 
     def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:
         self.clock.advance(60.0)
@@ -265,8 +261,9 @@ def test_interrupted_while_judging_there_is_nothing_to_write_yet(tmp_path: Path)
         def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:  # noqa: ARG002
             raise KeyboardInterrupt
 
+    evaluator = Interrupted("resnet50")
     with pytest.raises(TuningInterrupted) as caught:
-        tune_with(Interrupted("resnet50"), request_in(tmp_path), list[Event]().append)
+        tune_with(evaluator, request_in(tmp_path, evaluator.clock), list[Event]().append)
     assert caught.value.decision is None
 
 
@@ -276,7 +273,8 @@ def test_interrupted_while_judging_there_is_nothing_to_write_yet(tmp_path: Path)
 class FastGraphs(Faulty):
     """Compiled, all is twice as fast. To judge a graph takes 30 s of simulated time, anything else 2."""
 
-    clock: SimulatedClock
+    takes_s: ClassVar[float] = 0.0  # besides
+    launch_s: ClassVar[float] = 2.0
 
     def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:
         self.clock.advance(2.0 if policy.compile == "off" else 30.0)
@@ -292,9 +290,8 @@ class FastGraphs(Faulty):
 def tuned_with_graphs(folder: Path, seconds: float = 400, **faults: Any) -> tuple[FastGraphs, Decision]:
     evaluator = FastGraphs("resnet50", noise=0.002, **faults)
     evaluator.true_ms = lambda policy: recorded_ms("resnet50", policy) / (1 + (policy.compile != "off"))
-    clock = evaluator.clock = SimulatedClock()
-    request = request_in(folder, trials=None, pins={"cuda_graphs": "false"})
-    request = replace(request, budget=Budget(seconds=seconds, started=0.0, clock=clock))
+    request = request_in(folder, evaluator.clock, trials=None, pins={"cuda_graphs": "false"})
+    request = replace(request, budget=replace(request.budget, seconds=seconds))
     return evaluator, tune_with(evaluator, request, lambda _: None)
 
 
@@ -321,7 +318,7 @@ def test_a_compiled_policy_cannot_win_where_it_fails_without_its_graph(tmp_path:
 
 
 def test_a_graph_that_there_is_no_time_to_judge_is_told_of(tmp_path: Path) -> None:
-    evaluator, decision = tuned_with_graphs(tmp_path, seconds=100)
+    evaluator, decision = tuned_with_graphs(tmp_path, seconds=80)
     assert decision.policy.compile != "off"
     assert not [policy for policy in evaluator.judged if policy.compile != "off"]
     (told,) = [finding for finding in decision.findings if finding.code == "graph-not-judged"]

@@ -93,6 +93,14 @@ def test_the_interval_holds_the_truth_too_if_only_one_of_the_two_waits_for_the_h
     assert 0.92 <= held / 300 <= 0.99
 
 
+def test_a_later_sitting_adds_more_to_two_policies_of_which_one_waits_for_the_host_than_to_two_that_both_do() -> None:
+    """For what their steps differ: what a busy host does to both alike cancels."""
+    found = estimated([row(STOCK, 10.0), row(BF16, 9.0, spread=0.1), row(FP16, 9.0, spread=0.1)])
+    stock, bf16, fp16 = map(found.policies.index, (STOCK, BF16, FP16))
+    both, one = found.next_variance(bf16, fp16) / 2, found.next_variance(bf16, stock)
+    assert one > 1.2 * both
+
+
 @BOTH
 def test_no_number_of_blocks_makes_the_interval_narrower_than_what_a_later_sitting_adds(machine: Machine) -> None:
     table = Drawn(machine, {STOCK: 10.0, BF16: 9.0}, SPREADS[machine.device])
@@ -338,9 +346,9 @@ def test_the_best_of_many_equal_policies_is_seldom_likely_to_be_better(machine: 
         confirmed += max(chances) >= CONFIRMED
         raw = [ratio.chance_above(1) for p in found.policies if (ratio := found.between(p, STOCK)) is not None]
         without_shrinking += max(raw) >= LIKELY
-    assert likely <= 60 * (1 - LIKELY)
+    assert likely <= round(60 * (1 - LIKELY))
     assert confirmed <= 1
-    assert without_shrinking > 3 * likely
+    assert without_shrinking > 2 * likely
 
 
 def test_the_best_of_many_is_shrunk_and_one_that_stands_out_is_not() -> None:

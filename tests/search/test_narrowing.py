@@ -174,6 +174,13 @@ def test_every_block_is_an_event_and_a_comparison_is_announced_when_somebody_new
     assert [event.stage for event in started] == ["comparison"] * 2
 
 
+def test_rounds_of_the_same_policies_are_announced_once() -> None:
+    bench = Bench(times_ms=ALIKE_MS, seconds=100.0)
+    bench.known(STOCK, BF16)
+    assert len(bench.rows) > 4
+    assert sum(isinstance(event, ComparisonStarted) for event in bench.events) == 1
+
+
 def test_a_round_of_policies_measures_each_once_in_a_fresh_process() -> None:
     bench = Bench(seconds=0.0)
     bench.narrowing.round_of((STOCK, BF16, FP16))
@@ -206,6 +213,14 @@ def test_the_budget_is_kept(seconds: float) -> None:
     bench.narrowing.until_known()
     assert bench.machine.measured
     assert seconds - LAUNCH_S - 2 * BLOCK_S < bench.spent_s <= seconds
+
+
+def test_time_is_kept_for_judging_a_leader() -> None:
+    bench = Bench(times_ms=ALIKE_MS, seconds=100.0)
+    bench.narrowing.reserve_s = lambda: 40.0
+    bench.tried(STOCK, BF16)
+    bench.narrowing.until_known()
+    assert 60.0 - LAUNCH_S - 2 * BLOCK_S < bench.spent_s <= 60.0
 
 
 def test_launches_that_take_longer_than_was_thought_are_reckoned_with() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import pytest
 from measurements import took
-from tables import BF16, BF16_LAST, FP16, decided, equals, in_turn, row
+from tables import BF16, BF16_LAST, FP16, block, decided, equals, in_turn, row
 
 from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import STOCK, Policy
@@ -61,6 +61,14 @@ def test_the_baseline_and_the_leader_always_take_part_and_the_baseline_comes_fir
     assert policies(chosen(TRIALS))[:2] == (STOCK, BF16)
 
 
+def test_a_simpler_winner_takes_part_beside_the_leader_that_it_is_level_with() -> None:
+    rows = in_turn({STOCK: [10.0], BF16_LAST: [5.0], BF16: [5.001]})
+    verdict = decided(rows, GPU)
+    assert verdict.leader is not None
+    assert (verdict.leader.policy, verdict.winner.policy) == (BF16_LAST, BF16)
+    assert policies(chosen(rows)) == (STOCK, BF16_LAST, BF16)
+
+
 def test_a_rival_that_may_be_the_best_takes_part_and_one_far_behind_does_not() -> None:
     assert policies(chosen(TRIALS)) == (STOCK, BF16, FP16)
 
@@ -90,7 +98,7 @@ def test_a_leader_that_failed_is_replaced() -> None:
 
 
 def test_a_rival_too_slow_for_the_memory_objective_takes_no_part() -> None:
-    rows = in_turn({STOCK: [took(10, 1000)], BF16: [took(9, 600)], FP16: [took(20, 600)], BF16_LAST: [took(9, 600)]})
+    rows = in_turn({STOCK: [took(10, 1000)], BF16: [took(9, 600)], FP16: [took(20, 400)], BF16_LAST: [took(9, 600)]})
     assert FP16 not in policies(chosen(rows, objective=objective_of("memory")))
 
 
@@ -125,6 +133,13 @@ def test_a_decided_comparison_ends_for_or_against_the_leader(ms: float, machine:
 
 def test_one_row_decides_nothing_however_large_the_gain_is() -> None:
     assert policies(chosen(in_turn({STOCK: [10.0], BF16: [5.0]}))) == (STOCK, BF16)
+
+
+@pytest.mark.parametrize(("spread", "ends"), [(0.001, True), (0.3, False)])
+def test_for_memory_the_speed_has_to_be_known_too(spread: float, *, ends: bool) -> None:
+    columns = {STOCK: [block(10, spread, mib=1000)], BF16: [block(9, spread, mib=500)]}
+    rows = in_turn({policy: blocks * (5 if ends else 1) for policy, blocks in columns.items()})
+    assert (chosen(rows, objective=objective_of("memory")) is None) is ends
 
 
 @pytest.mark.parametrize("ms", [9.99, 9.9])

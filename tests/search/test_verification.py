@@ -58,11 +58,11 @@ def test_policy_and_baseline_are_measured_in_turn_each_in_a_process_of_its_own()
     assert all(len(set(contenders)) == len(contenders) == 2 for contenders in evaluator.launched)
 
 
-def test_a_claim_that_is_hard_to_tell_is_measured_in_several_launches() -> None:
+def test_a_claim_that_is_hard_to_tell_is_measured_in_more_than_one_launch() -> None:
     evaluator = RecordedEvaluator("resnet50", noise=0.002)
     found = verified(claiming(TRUE / 0.98), evaluator)
     assert found.speedup is not None
-    assert found.speedup.launches >= 3
+    assert found.speedup.launches >= 2
 
 
 @pytest.mark.parametrize(("factor", "holds"), [(1.015, True), (1.05, False)])

@@ -45,7 +45,7 @@ def decide(
         *verdict.findings,
         *noticed_before,
         *compile_findings(trials, policy),
-        *_rejected(judge, finalists),
+        *_rejected(judge, verdict, finalists),
         *_not_judged(judge, policy),
         *noticed(row.outcome for row in rows),
     )
@@ -82,11 +82,15 @@ def _finalists(verdict: Verdict, amp_recipes: Sequence[Policy]) -> tuple[Contend
     return tuple(contender for contender in verdict.contenders if contender.rows > 1 or contender.policy in named)
 
 
-def _rejected(judge: Judge, finalists: Sequence[Contender]) -> Iterator[Finding]:
-    """Yields a finding for each compared policy that trains worse than FP32."""
-    for contender in finalists:
+def _rejected(judge: Judge, verdict: Verdict, finalists: Sequence[Contender]) -> Iterator[Finding]:
+    """Yields a finding for each compared policy that trains worse than FP32, and for the best that would have won."""
+    told = set()
+    for contender in verdict.contenders:
         judgement = judge.rejection_of(contender.policy)
-        if judgement is not None:
+        if judgement is None:
+            continue
+        if contender in finalists or (contender.merit > verdict.winner.merit and judgement.policy not in told):
+            told.add(judgement.policy)
             own = without_graph(judgement.policy) == numerics_of_policy(without_graph(contender.policy))
             whose = "" if own else f"of {judgement.policy}, compiled too: "
             message = f"{contender.policy} cannot win: {whose}{judgement}"
