@@ -28,9 +28,8 @@ from amptune.policy.serialization import policy_from_dict
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.table.effects import Effect, Machine, machine_of
 from amptune.search.table.model import fit
-from amptune.search.table.ratio import Ratio
+from amptune.search.table.ratio import CONFIRMED, Ratio
 from amptune.search.table.row import Row
-from amptune.search.table.verdict import CONFIRMED
 
 Sitting = Mapping[str, Sequence[Row]]
 

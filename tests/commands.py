@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from click.testing import CliRunner
-from simulated.recorded import RecordedEvaluator, recorded_ms
+from simulated.recorded import Interference, RecordedEvaluator, recorded_ms
 
 from amptune.cli.entry import cli
 from amptune.cli.session import Session
@@ -27,7 +27,7 @@ from amptune.measure.results.step_profile import OperationTime, StepProfile
 from amptune.measure.results.training_runs import Parity
 from amptune.policy.settings import Policy
 
-__all__ = ["WORKLOADS", "Done", "Machine", "budget_here", "process", "run", "start", "wait_for_trials"]
+__all__ = ["WORKLOADS", "Done", "Machine", "budget_here", "interrupting", "process", "run", "start", "wait_for_trials"]
 
 WORKLOADS = """
 import time

@@ -14,6 +14,7 @@ from amptune.policy.settings import Fp32Rule, Policy
 from amptune.search.decide.pareto import ParetoPoint, best_point
 from amptune.search.table.gains import FIGURES, aim_of, goal_of
 from amptune.search.table.objective import Objective
+from amptune.search.table.ratio import CONFIRMED, LIKELY, chance_in_words
 
 __all__ = ["explain", "explain_for"]
 
@@ -36,6 +37,7 @@ _FIGURES = (
     ("peak_memory_mib", "Peak memory", "MiB"),
     ("energy_j_per_sample", "Energy", "J per sample"),
 )
+_SURE = {"confirmed": CONFIRMED, "likely": LIKELY}
 _LAYOUT = {
     "contiguous": "memory_format contiguous: tensors stay as they are (NCHW).",
     "channels_last": "memory_format channels_last: images and weights lie as NHWC, which a GPU's tensor cores read.",
@@ -190,8 +192,6 @@ def _evidence(evidence: Mapping[str, Any]) -> Iterator[str]:
     if not evidence:
         yield "There is no evidence in this file: it was written by hand."
         return
-    if evidence.get("provisional"):
-        yield "Provisional: the final comparison is missing or was cut short."
     if "step_ms" in evidence:
         yield f"Measured: {evidence['step_ms']:g} ms a step, {evidence.get('samples_per_s', 0):g} samples/s."
     if evidence.get("objective") in ("memory", "energy"):
@@ -202,6 +202,7 @@ def _evidence(evidence: Mapping[str, Any]) -> Iterator[str]:
         interval = evidence.get("speedup_ci95")
         between = f" (95 % interval {interval[0]:g} to {interval[1]:g})" if interval else ""
         yield f"That is {evidence['speedup']:g} times the speed of the baseline{between}."
+    yield from _sureness(evidence)
     objective = evidence.get("objective", "throughput")
     yield from (_bought(setting, figures, objective) for setting, figures in evidence.get("ablation", {}).items())
     recipe = evidence.get("amp_recipe")
@@ -210,6 +211,17 @@ def _evidence(evidence: Mapping[str, Any]) -> Iterator[str]:
     elif recipe:
         yield "The AMP recipe failed."
     yield from map(_finding, evidence.get("findings", ()))
+
+
+def _sureness(evidence: Mapping[str, Any]) -> Iterator[str]:
+    confidence = evidence.get("confidence")
+    if confidence in _SURE:
+        what = "no measured policy is better" if evidence.get("gain", evidence.get("speedup")) == 1 else "it is better"
+        yield f"{confidence.capitalize()}: {what} with a probability of at least {chance_in_words(_SURE[confidence])}."
+    elif confidence == "undecided":
+        yield "Undecided: a policy may be better; more --budget, or a quieter machine, tells."
+    if evidence.get("provisional") and confidence != "likely":
+        yield "Provisional: the search was cut short, or its measurements were too few."
 
 
 def _finding(finding: Mapping[str, Any]) -> str:

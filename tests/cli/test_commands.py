@@ -7,19 +7,16 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import WORKLOADS, Done, Machine, run
+from commands import WORKLOADS, Done, Machine, interrupting, run
 from filelock import FileLock
 from in_this_process import measuring_here
-from simulated.recorded import Interference
 
 from amptune.cli.entry import cli
 from amptune.cli.tune import _baseline
 from amptune.errors import FileFormatError
 from amptune.hardware.detect import probe
-from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Prepared
 from amptune.policy.file_io import load
-from amptune.policy.settings import Policy
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

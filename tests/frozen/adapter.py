@@ -33,8 +33,8 @@ from amptune.search.request import TuningRequest
 from amptune.search.space.candidates import Candidates, GlobalBatch, Wanted, candidates_for
 from amptune.search.space.exclusions import groups_by_intensity
 from amptune.search.space.knobs import points
-from amptune.search.table.objective import objective_of
 from amptune.search.table.effects import GPU
+from amptune.search.table.objective import objective_of
 from amptune.search.table.ratio import Ratio
 from amptune.search.table.row import Row
 from amptune.search.table.verdict import Verdict, verdict_of
@@ -68,8 +68,8 @@ __all__ = [
     "Prepared",
     "Ran",
     "Ratio",
-    "Row",
     "Reach",
+    "Row",
     "Sensitivity",
     "Software",
     "Source",
@@ -85,6 +85,7 @@ __all__ = [
     "objective_of",
     "points",
     "tune_with",
+    "verdict_of",
 ]
 
 

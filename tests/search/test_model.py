@@ -16,9 +16,8 @@ from amptune.policy.settings import STOCK, Policy
 from amptune.search.table.effects import CPU, GPU, Machine
 from amptune.search.table.model import Estimates, fit
 from amptune.search.table.objective import THROUGHPUT, objective_of
-from amptune.search.table.ratio import Ratio
+from amptune.search.table.ratio import CONFIRMED, LIKELY, Ratio
 from amptune.search.table.row import Row
-from amptune.search.table.verdict import CONFIRMED, LIKELY
 
 BOTH = pytest.mark.parametrize("machine", [GPU, CPU], ids=lambda machine: str(machine.device))
 SPREADS = {"cuda": 0.005, "cpu": 0.08}

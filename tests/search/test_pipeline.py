@@ -77,7 +77,7 @@ def test_stock_and_the_amp_recipes_are_always_compared_in_the_end(tmp_path: Path
     decision, _ = tuned_on(RecordedEvaluator("resnet50"), tmp_path)
     finalists = {contender.policy for contender in decision.finalists}
     assert {STOCK, amp_recipe("bf16"), amp_recipe("fp16")} <= finalists
-    assert all(contender.rows > 3 for contender in (decision.baseline, decision.verdict.winner))
+    assert all(contender.rows >= 3 for contender in (decision.baseline, decision.verdict.winner))
     assert decision.amp_recipe is not None
     assert decision.amp_recipe.policy in (amp_recipe("bf16"), amp_recipe("fp16"))
 

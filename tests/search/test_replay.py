@@ -20,6 +20,8 @@ from amptune.search.table.ratio import Ratio
 TUNINGS = 100
 BUDGET_S, SHORT_S = 1800.0, 150.0
 PROCESSES = 2
+# As on an H200 where steps wait for the host (reports/sittings).
+DIFFERING = Trouble(launch_noise=0.016, sitting_noise=0.016)
 
 T = TypeVar("T")
 
@@ -92,9 +94,9 @@ def test_where_nothing_is_faster_next_to_nothing_is_claimed() -> None:
 
 
 @pytest.mark.slow
-def test_a_policy_is_as_fast_as_itself() -> None:
-    ratios = all_of(compared_with_itself, [Job(seed) for seed in range(300)])
-    assert 0.90 <= sum(not ratio.shows_a_difference for ratio in ratios) / 300 <= 0.99
+def test_a_policy_is_as_fast_as_itself_though_processes_and_sittings_differ() -> None:
+    ratios = all_of(compared_with_itself, [Job(seed, DIFFERING) for seed in range(300)])
+    assert sum(not ratio.shows_a_difference for ratio in ratios) / 300 >= 0.95
 
 
 @pytest.mark.parametrize(

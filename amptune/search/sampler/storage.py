@@ -51,7 +51,8 @@ class Store:
 
     def trials(self) -> list[Trial]:
         """Returns the trials that have an outcome, in their order."""
-        return sorted(_remembered(self._study), key=lambda trial: trial.number)
+        with _storage_errors():
+            return sorted(_remembered(self._study), key=lambda trial: trial.number)
 
     def ask(self, point: Point | None) -> Handle:
         """Begins a trial of a point of the space; None is for a policy outside of it, which is kept too."""

@@ -9,7 +9,8 @@ from statistics import NormalDist
 
 from amptune.policy.settings import Policy
 from amptune.search.table.model import Estimates
-from amptune.search.table.verdict import CONFIRMED, LIKELY, NEGLIGIBLE, Bar, Contender, Verdict, departure_count
+from amptune.search.table.ratio import CONFIRMED, LIKELY
+from amptune.search.table.verdict import NEGLIGIBLE, Bar, Contender, Verdict, departure_count
 
 __all__ = ["NextRound", "next_round"]
 

@@ -5,8 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
-__all__ = ["Ratio", "chance_in_words"]
+__all__ = ["CONFIRMED", "LIKELY", "Confidence", "Ratio", "chance_in_words", "confidence_of"]
+
+# A gain is confirmed, or likely, with this probability. A likely one is written as provisional; with less, the baseline
+# stays.
+CONFIRMED, LIKELY = 0.995, 0.9
+Confidence = Literal["confirmed", "likely", "undecided"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +75,11 @@ class Ratio:
     def __str__(self) -> str:
         digits = 2 if abs(self.value - 1) >= 0.05 else 3
         return f"{self.value:.{digits}f}× [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+
+def confidence_of(chance: float) -> Confidence:
+    """Returns how sure something of this probability is."""
+    return "confirmed" if chance >= CONFIRMED else "likely" if chance >= LIKELY else "undecided"
 
 
 def chance_in_words(chance: float) -> str:

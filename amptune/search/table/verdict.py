@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.findings import Finding
@@ -15,25 +14,18 @@ from amptune.search.table.effects import Machine
 from amptune.search.table.gains import gain_in_words, goal_of
 from amptune.search.table.model import Estimates, fit
 from amptune.search.table.objective import THROUGHPUT, Objective
-from amptune.search.table.ratio import Ratio, chance_in_words
+from amptune.search.table.ratio import CONFIRMED, LIKELY, Confidence, Ratio, chance_in_words, confidence_of
 from amptune.search.table.row import Row
 
 __all__ = [
-    "CONFIRMED",
-    "LIKELY",
     "NEGLIGIBLE",
     "Bar",
-    "Confidence",
     "Contender",
     "Verdict",
     "departure_count",
     "verdict_of",
 ]
 
-# A gain is confirmed, or likely, with this probability. A likely one is written as provisional; with less, the baseline
-# stays.
-CONFIRMED, LIKELY = 0.995, 0.9
-Confidence = Literal["confirmed", "likely", "undecided"]
 # To a user, two policies that differ by at most this share are equal, and the simpler one wins.
 NEGLIGIBLE = 0.005
 # Blocks of a typical policy that differ by more than this are reported.
@@ -191,7 +183,7 @@ def _confidence(winner: Contender, baseline: Contender, able: Sequence[Contender
         return "undecided"
     if winner is baseline:
         chance = 1 - max((one.gain.chance_above(1 + NEGLIGIBLE) for one in able if one.gain is not None), default=0.0)
-    return "confirmed" if chance >= CONFIRMED else "likely" if chance >= LIKELY else "undecided"
+    return confidence_of(chance)
 
 
 def _level_with_the_best(
