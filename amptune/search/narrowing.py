@@ -12,7 +12,7 @@ from amptune.measure.results.outcome import ENERGY_S, Effort, Failure, Outcome
 from amptune.policy.settings import Policy
 from amptune.search.events import ComparisonStarted, ContenderMeasured, Observer, Stage
 from amptune.search.plan.budget import Budget
-from amptune.search.table.next_rows import NextRound, next_round
+from amptune.search.table.next_rows import NextRound, launch_s, next_round
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.row import Row
 from amptune.search.table.verdict import Bar, Verdict
@@ -33,8 +33,8 @@ class Narrowing:
 
     `verdict` returns it, `keep` adds a row to the table. `bar` says who cannot win. `unseen` returns policies without a
     row that may be better than a leader. `rejects` judges the numerics of a leader; the bar then knows the result.
-    A block takes about `cost_s`, starting fresh processes `start_s`; `reserve_s` is kept for judging a leader that the
-    last round brings. `running` names the launch of each policy that a process can measure without being started.
+    A block takes about `cost_s`, starting a process `start_s`; `reserve_s` is kept for judging a leader that the last
+    round brings. `running` names the launch of each policy that a process can measure without being started.
     """
 
     evaluator: Evaluator
@@ -124,7 +124,7 @@ class Narrowing:
         self.evaluator.launch(list(policies))
         self.running = dict.fromkeys(policies, f"{self.stage} {self._launches}")
         self._launches += 1
-        self.start_s = max(self.start_s, self.budget.spent_s - before_s)
+        self.start_s = (self.budget.spent_s - before_s) / launch_s(1.0, len(policies))
 
     def _announce(self, policies: Sequence[Policy], verdict: Verdict | None) -> None:
         """Tells of a round that has a policy no round before had."""

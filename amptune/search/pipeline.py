@@ -27,7 +27,7 @@ from amptune.search.run import TuningRun
 from amptune.search.sampler.records import without_password
 from amptune.search.sampler.study import Study
 from amptune.search.space.candidates import Candidates, GlobalBatch, Wanted, candidates_for
-from amptune.search.table.next_rows import MOST_POLICIES
+from amptune.search.table.next_rows import MOST_POLICIES, launch_s
 from amptune.search.table.objective import THROUGHPUT, ObjectiveName, objective_of
 from amptune.search.table.trial import error_of_baseline
 from amptune.search.trial_loop import search
@@ -192,7 +192,8 @@ def _comparisons_s(study: Study, budget: Budget, prepare_s: float, start_s: floa
     """Returns the seconds to keep for the comparisons, by the cost so far of starting a worker and of a trial."""
     costs = sorted(trial.seconds for trial in study.trials)
     typical_s = costs[len(costs) // 2] if costs else 0.0
-    return comparisons_s(budget, prepare_s=prepare_s, launch_s=start_s + min(MOST_POLICIES, len(costs)) * typical_s)
+    count = min(MOST_POLICIES, len(costs))
+    return comparisons_s(budget, prepare_s=prepare_s, launch_s=launch_s(start_s, count) + count * typical_s)
 
 
 def _with_time_for_the_rest(request: TuningRequest) -> TuningRequest:

@@ -200,15 +200,15 @@ def test_a_policy_without_a_process_makes_the_round_fresh() -> None:
 
 
 @pytest.mark.parametrize(
-    ("left_s", "expected"), [(16.0, (STOCK, BF16, FP16)), (15.9, (STOCK, BF16)), (14.0, (STOCK, BF16))]
+    ("left_s", "expected"), [(20.0, (STOCK, BF16, FP16)), (19.9, (STOCK, BF16)), (16.0, (STOCK, BF16))]
 )
 def test_a_round_that_does_not_fit_leaves_out_the_rivals(left_s: float, expected: tuple[Policy, ...]) -> None:
-    """Three blocks of 2 s and a launch of 10 s take 16 s."""
+    """Three processes take 14 s to start beside one another, and a block 2 s."""
     assert policies(chosen(TRIALS, left_s=left_s)) == expected
 
 
 def test_no_round_is_begun_that_does_not_fit() -> None:
-    assert chosen(TRIALS, left_s=13.9) is None
+    assert chosen(TRIALS, left_s=15.9) is None
     assert chosen(TRIALS, left_s=3.9, running={STOCK, BF16, FP16}) is None
 
 

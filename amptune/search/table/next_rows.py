@@ -12,10 +12,13 @@ from amptune.search.table.model import Estimates
 from amptune.search.table.ratio import CONFIRMED, LIKELY
 from amptune.search.table.verdict import NEGLIGIBLE, Bar, Contender, Verdict, departure_count
 
-__all__ = ["NextRound", "next_round"]
+__all__ = ["NextRound", "launch_s", "next_round"]
 
 # At most this many policies are measured in turn: each takes a process, and the round a time in which things drift.
 MOST_POLICIES = 8
+# Each further process that starts beside one makes starting them take longer by this share of one's time: six took 12 s
+# on the host of an H200, one 6 s.
+BESIDE = 0.2
 # A policy is worth a row if, known exactly, it could be expected to gain this share.
 WORTH_A_ROW = 0.0005
 # What an unmeasured policy one step from the leader promises: most are worse, a few gain some percent. Such policies
@@ -46,8 +49,8 @@ def next_round(
 ) -> NextRound | None:
     """Returns the round that tells most in the time that is left; None if no round is worth it or fits.
 
-    `running` policies have a process of their own, a fresh one takes `start_s` for all together; `unseen` ones have no
-    row yet and may be better.
+    `running` policies have a process of their own, to start one takes `start_s`; `unseen` ones have no row yet and may
+    be better.
     """
     core = _named(verdict)
     worth = _rivals(verdict, bar)
@@ -57,14 +60,20 @@ def next_round(
     if not new and (len(core) == 1 or (not worth and _is_settled(verdict))):
         return None
     others = [*list(worth)[: MOST_POLICIES - len(core) - len(new)], *new]
-    fresh = _fresh_tells_more(verdict, core, running, start_s, sum(map(cost_s, core + others)))
+    together_s = launch_s(start_s, len(core + others))
+    fresh = _fresh_tells_more(verdict, core, running, together_s, sum(map(cost_s, core + others)))
     for count in range(len(others), -1, -1):
         policies = (*core, *others[:count])
         starts = fresh or not set(policies) <= set(running)
-        if sum(map(cost_s, policies)) + (start_s if starts else 0.0) <= left_s:
+        if sum(map(cost_s, policies)) + (launch_s(start_s, len(policies)) if starts else 0.0) <= left_s:
             return NextRound(policies=policies, fresh=starts)
     fits = set(core) <= set(running) and sum(map(cost_s, core)) <= left_s
     return NextRound(policies=tuple(core), fresh=False) if fits else None
+
+
+def launch_s(start_s: float, count: int) -> float:
+    """Returns the seconds to start this many processes beside one another, from those of one."""
+    return start_s * (1 + BESIDE * (count - 1))
 
 
 def _named(verdict: Verdict) -> list[Policy]:
