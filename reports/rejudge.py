@@ -33,12 +33,6 @@ ONE_ROUND = "a single round had no interval; now the priors say how much blocks,
 FEW_LAUNCHES = "an interval of one or two launches was doubled; now all rows of all policies say how much blocks differ"
 LATER = "most of the interval is what a later sitting adds; then it was about the launches of this one"
 NOISE = "blocks or processes differ by more than the medians of the launches had shown"
-SCALED = (
-    "blocks or processes of one policy differ by many times what its steps do; the model takes that for true of all"
-    " policies, also of those whose steps differ much and whose blocks agree"
-)
-# Blocks and processes of an ordinary table differ by less than this many step spreads.
-MANY_SPREADS = 3.0
 
 HEAD = """# Judged anew
 
@@ -184,17 +178,7 @@ def reason(one: Judged) -> str:
         return ONE_ROUND
     if one.change in (WON, NARROWER):
         return FEW_LAUNCHES
-    if _is_scaled(one):
-        return SCALED
     return LATER if _is_of_later_sittings(one) else NOISE
-
-
-def _is_scaled(one: Judged) -> bool:
-    """Returns True if effects count as many step spreads, and the two policies' steps differ more than others'."""
-    fit = one.verdict.scores
-    two = [one.stored.baseline, *([] if one.subject is None else [one.subject])]
-    widest = max(fit.spread[fit.policies.index(policy)] for policy in two if policy in fit.policies)
-    return max(fit.size["process"], fit.size["block"]) > MANY_SPREADS**2 and widest > MANY_SPREADS * min(fit.spread)
 
 
 def _is_of_later_sittings(one: Judged) -> bool:
