@@ -81,7 +81,7 @@ class Narrowing:
 
     def _next(self, verdict: Verdict) -> NextRound | None:
         leader = verdict.leader.policy if verdict.leader is not None else verdict.baseline.policy
-        seen = {contender.policy for contender in verdict.contenders}
+        seen = {one.policy for one in verdict.contenders if one.failure is not None or one.gain is not None}
         return next_round(
             verdict,
             self.bar,

@@ -258,9 +258,10 @@ def test_a_busy_machine_in_a_former_run_makes_no_new_trial_look_faster(machine: 
     """A resumed study: without a row of the baseline, or of a common policy, two runs are not compared."""
     rows = [row(STOCK, 800.0, run="former"), row(BF16, 10.0), row(FP16, 10.1, moment_s=3.0)]
     for policy in (BF16, FP16):
-        assert not measured(rows, machine, policy).shows_a_difference
-        assert measured(rows, machine, policy).chance_above(1) < LIKELY
-        assert to_baseline(rows, machine, policy).chance_above(1) < LIKELY
+        found = fit(rows, STOCK, THROUGHPUT.score, machine)
+        assert found is not None
+        assert found.between(policy, STOCK) is None
+        assert found.to_baseline(policy) is None
 
 
 @BOTH
@@ -269,6 +270,30 @@ def test_a_resumed_study_compares_new_trials_with_the_baseline_of_their_own_run(
     rows = [*former, row(STOCK, 10.0), row(BF16, 10.0, moment_s=2.0)]
     assert measured(rows, machine).value == pytest.approx(1.0, rel=0.05)
     assert measured(rows, machine, FP16).value == pytest.approx(800 / 790, rel=0.05)
+
+
+@BOTH
+def test_what_former_runs_showed_stays_known_however_many_rows_follow(machine: Machine) -> None:
+    rows = in_turn({STOCK: [10.0] * 6, BF16: [7.0] * 6}, run="first")
+    for number in range(12):
+        rows += in_turn({STOCK: [10.0] * 6, **{policy: [12.0] * 6 for policy in equals(4)[1:]}}, run=f"{number}")
+    assert len(rows) >= 300
+    assert measured(rows, machine).value == pytest.approx(10 / 7, rel=0.05)
+    assert measured(rows, machine).shows_a_difference
+
+
+@BOTH
+def test_one_block_among_few_that_is_far_off_does_not_hide_what_the_others_show(machine: Machine) -> None:
+    for odd in (1.0, 5.0, 40.0):
+        rows = in_turn({STOCK: [10.0, 10.01, 9.99, 10.0], BF16: [5.0, 5.01, odd, 5.0]})
+        assert measured(rows, machine).shows_a_difference
+        assert measured(rows, machine).value == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_figure_that_is_no_positive_number_is_left_out() -> None:
+    rows = in_turn({STOCK: [10.0] * 3, BF16: [9.0] * 3})
+    odd = [row(BF16, took(ms), moment_s=90.0) for ms in (math.nan, math.inf)]
+    assert measured([*rows, *odd], GPU).value == pytest.approx(10 / 9, rel=1e-3)
 
 
 @BOTH

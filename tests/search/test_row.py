@@ -11,7 +11,7 @@ from tables import BF16, BF16_LAST, block, row
 
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy
-from amptune.search.table.row import SITTING_S, Row, step_spread
+from amptune.search.table.row import SITTING_S, Row, sittings_of, step_spread
 
 FULL = Measurement(
     samples_per_step=32,
@@ -85,10 +85,11 @@ def test_a_row_with_a_field_of_another_amptune_is_refused(wrong: dict[str, objec
         Row.from_dict({**row(BF16, 10.0).as_dict(), **wrong})
 
 
-def test_rows_of_one_run_within_ten_minutes_are_one_sitting() -> None:
-    early, late, next_one = (row(STOCK, 10.0, moment_s=at_s) for at_s in (0.0, SITTING_S - 1, SITTING_S + 1))
-    assert early.sitting == late.sitting != next_one.sitting
-    assert early.sitting != row(STOCK, 10.0, run="another", moment_s=0.0).sitting
+def test_rows_of_one_run_without_a_long_pause_are_one_sitting() -> None:
+    moments_s = (2 * SITTING_S, 0.0, SITTING_S - 1, 3.5 * SITTING_S)
+    second, early, late, third = sittings_of([row(STOCK, 10.0, moment_s=at_s) for at_s in moments_s])
+    assert early == late != second != third
+    assert sittings_of([row(STOCK, 10.0), row(STOCK, 10.0, run="another")]) == [("run", 0), ("another", 0)]
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.001, 0.03, 0.2])

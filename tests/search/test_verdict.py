@@ -236,6 +236,48 @@ def test_two_rounds_under_heavy_interference_confirm_nothing(machine: Machine) -
     assert verdict.contenders[0].gain.low < 1
 
 
+@BOTH
+def test_nothing_is_confirmed_beside_a_baseline_that_was_only_measured_disturbed(machine: Machine) -> None:
+    hit = [block(ms, contaminated_by=("foreign-process",)) for ms in (11.0, 11.2, 10.9)]
+    assert decided(in_turn({STOCK: hit, BF16: [10.0, 10.02, 9.99]}), machine).keeps_the_baseline
+    hit = [block(ms, contaminated_by=("foreign-process",)) for ms in (110.0, 112.0, 109.0)]
+    verdict = decided(in_turn({STOCK: hit, BF16: [10.0, 10.02, 9.99]}), machine)
+    assert (verdict.winner.policy, verdict.confidence) == (BF16, "likely")
+
+
+def test_a_simpler_policy_is_not_worth_a_loss_of_confidence() -> None:
+    rows = in_turn({STOCK: [10.0, 10.01, 9.99, 10.0] * 2, BF16_LAST: [9.5, 9.51, 9.49, 9.5] * 2}, per_launch=2)
+    verdict = decided([*rows, row(BF16, 9.5, moment_s=33.0, spread=0.012)], GPU)
+    assert (verdict.winner.policy, verdict.confidence) == (BF16_LAST, "confirmed")
+
+
+def test_a_policy_that_may_be_fast_enough_stays_open_and_one_that_may_be_too_slow_is_not_confirmed() -> None:
+    times = [10.0 * factor for factor in (1.0, 1.05, 0.96)]
+    columns = {STOCK: [block(ms, 0.03, mib=1000.0) for ms in times]}
+    for slower, expected in ((1.0, (BF16, "likely")), (1.03, (STOCK, "undecided")), (2.0, (STOCK, "undecided"))):
+        columns[BF16] = [block(slower * ms, 0.03, mib=500.0) for ms in times]
+        verdict = decided(in_turn(columns), GPU, objective_of("memory"))
+        assert (verdict.winner.policy, verdict.confidence) == expected
+        rival = verdict.contender_of(BF16)
+        assert rival is not None
+        assert rival.may_win is (slower < 2)
+
+
+def test_figures_are_those_of_the_newest_run_for_runs_differ() -> None:
+    rows = [
+        *in_turn({STOCK: [30.0] * 3, BF16: [27.0] * 3}, run="former"),
+        *in_turn({STOCK: [10.0] * 3, FP16: [9.8] * 3}, run="now"),
+    ]
+    of = {one.policy: one.step_ms for one in decided(rows, GPU).contenders}
+    assert [of[STOCK], of[FP16]] == pytest.approx([10.0, 9.8])
+    assert of[BF16] == pytest.approx(9.0, rel=0.02)
+
+
+def test_what_shares_no_run_with_the_baseline_is_not_compared() -> None:
+    verdict = decided([row(STOCK, 10.0, run="a"), row(BF16, 5.0, run="b"), row(FP16, 6.0, run="b")], GPU)
+    assert (verdict.leader, verdict.keeps_the_baseline) == (None, True)
+
+
 def test_throttled_blocks_hide_no_gain() -> None:
     """A GPU that was too hot in two of nine blocks."""
     hot = [block(13.0, contaminated_by=("hw-thermal",)), block(11.5, contaminated_by=("hw-thermal",))]

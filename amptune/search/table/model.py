@@ -18,13 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from amptune.measure.bench.readings import OWN_LOAD
 from amptune.measure.results.outcome import Measurement
 from amptune.policy.settings import Policy
 from amptune.search.table.effects import EFFECTS, Effect, Machine
 from amptune.search.table.population import shrunk
 from amptune.search.table.ratio import Ratio
-from amptune.search.table.row import Row, step_spread
+from amptune.search.table.row import Row, sittings_of, step_spread
 
 __all__ = ["Estimates", "fit"]
 
@@ -37,15 +36,16 @@ _LEVEL = 10.0
 _AS_BLOCKS = ("process", "sitting")
 # Drift is forgotten in this time.
 _DRIFT_S = 300.0
-# Degrees of freedom of the noise. A disturbed block counts as one with so many times the noise, and a policy's only
-# block too: if that is an outlier, only another one shows it.
-_TAILS, _DOUBTFUL = 2.0, 3.0
+# Degrees of freedom of the noise. A policy's only block counts as one with so many times the noise: if that is an
+# outlier, only another one shows it. What disturbs blocks of a process makes all of them slower: by an unknown share,
+# of which this is the standard deviation.
+_TAILS, _DOUBTFUL, _DISTURBED = 2.0, 3.0, 0.15
 # A row of which the others say next to nothing is no outlier.
 _UNKNOWN = 1e-6
 # The spread of a policy's steps says as much of its noise as so many blocks.
 _STEPS_WORTH = 3.0
 _ITERATIONS, _FINAL_ITERATIONS = 20, 5
-# Of policies measured more than once, about so many rows are used: time grows with their cube.
+# The effects are sized by at most so many rows of policies measured more than once: time grows with their cube.
 _MOST_ROWS = 200
 
 
@@ -71,7 +71,7 @@ class Estimates:
     rows: tuple[int, ...]
 
     def to_baseline(self, policy: Policy) -> Ratio | None:
-        """Returns the ratio to the baseline in a later sitting; None if the policy has no score."""
+        """Returns the ratio to the baseline in a later sitting; None without a score in a run of the baseline."""
         if policy not in self.policies:
             return None
         p, b = self.policies.index(policy), self.baseline
@@ -84,12 +84,15 @@ class Estimates:
         p, q = self.policies.index(policy), self.policies.index(other)
         return self._ratio(p, q, float(self.raw[p] - self.raw[q]), float(self.contrast[p, q]))
 
-    def _ratio(self, p: int, q: int, log: float, variance: float) -> Ratio:
+    def _ratio(self, p: int, q: int, log: float, variance: float) -> Ratio | None:
         if p == q:
             return Ratio(value=1.0, low=1.0, high=1.0)
+        deviation = math.sqrt(variance + self.next_variance(p, q))
+        if deviation > _LEVEL:  # no run has both
+            return None
         return Ratio.of_log(
             log,
-            math.sqrt(variance + self.next_variance(p, q)),
+            deviation,
             freedom=float(min(self.freedom[p], self.freedom[q])),
             launches=min(self.launches[p], self.launches[q]),
         )
@@ -116,7 +119,11 @@ def fit(
     rows: Sequence[Row], baseline: Policy, score: Score, machine: Machine, spread: float | None = None
 ) -> Estimates | None:
     """Fits the model; None if the baseline has no score. For figures other than time, `spread` is the step spread."""
-    scored = [(row, value) for row in rows if isinstance(row.outcome, Measurement) and (value := score(row.outcome))]
+    scored = [
+        (row, value)
+        for row in rows
+        if isinstance(row.outcome, Measurement) and (value := score(row.outcome)) and 0 < value < math.inf
+    ]
     repeated = Counter(row.policy for row, _ in scored)
     core = _newest([pair for pair in scored if repeated[pair[0].policy] > 1 or pair[0].policy == baseline])
     singles = [pair for pair in scored if repeated[pair[0].policy] == 1 and pair[0].policy != baseline]
@@ -124,20 +131,24 @@ def fit(
     if baseline not in policies:
         return None
     spreads = _spreads([row for row, _ in scored], machine.least_spread, spread)
-    sizes = _sized(_data(core, spreads), machine.effects)
+    sizes = _sized(_data(core[-_MOST_ROWS:], spreads), machine.effects)
     return _estimated(_data(core + singles, spreads), policies, policies.index(baseline), sizes)
 
 
 def _newest(scored: Sequence[tuple[Row, float]]) -> list[tuple[Row, float]]:
-    """Returns at most about `_MOST_ROWS` rows: the newest of each policy, as many of each as that allows."""
-    counts = Counter(row.policy for row, _ in scored)
+    """Returns about `_MOST_ROWS` rows: the newest of each policy in each run, as many of each as that allows.
+
+    Every policy keeps a row in each of its runs, for policies are compared within runs.
+    """
+    counts = Counter((row.policy, row.run) for row, _ in scored)
     most = max(counts.values(), default=0)
-    while most > 2 and sum(min(most, count) for count in counts.values()) > _MOST_ROWS:
+    while most > 1 and sum(min(most, count) for count in counts.values()) > _MOST_ROWS:
         most -= 1
-    kept, seen = [], Counter[Policy]()
+    kept, seen = [], Counter[tuple[Policy, str]]()
     for pair in reversed(scored):
-        seen[pair[0].policy] += 1
-        if seen[pair[0].policy] <= most:
+        one = pair[0].policy, pair[0].run
+        seen[one] += 1
+        if seen[one] <= most:
             kept.append(pair)
     return kept[::-1]
 
@@ -164,24 +175,30 @@ def _spreads(rows: Sequence[Row], least: float, given: float | None) -> dict[Pol
 def _pooled(steps: float, runs: Iterable[Sequence[float]]) -> float:
     """Returns the mean of the steps' spread, which counts as `_STEPS_WORTH` blocks, and the blocks' own.
 
-    The blocks' own is the distance from their run's median that 68 % of them keep: one deviation of Gaussian ones.
+    The blocks' own is the distance from their run's median that 68 % of them keep: one deviation of Gaussian ones. The
+    farthest block, which may be an outlier, counts as no farther than the next.
     """
-    distances = [abs(log - statistics.median(logs)) for logs in runs for log in logs if len(logs) > 1]
+    distances = sorted(abs(log - statistics.median(logs)) for logs in runs for log in logs if len(logs) > 1)
     if not distances:
         return steps
+    if len(distances) > 2:
+        distances[-1] = distances[-2]
     blocks, freedom = float(np.quantile(distances, 0.68)), len(distances) - 1
     return (_STEPS_WORTH * steps + freedom * blocks) / (_STEPS_WORTH + freedom)
 
 
 @dataclass(frozen=True, slots=True)
 class _Data:
-    """The rows as arrays. `design` is (rows, policies), 1 where a row is of a policy; kernels are (rows, rows)."""
+    """The rows as arrays. `design` is (rows, policies), 1 where a row is of a policy; kernels are (rows, rows).
+
+    `fixed` is the covariance of effects whose size is not estimated: the level of a run, and disturbances.
+    """
 
     score: Array
     design: Array
     noise: Array
     kernels: Mapping[str, Array]
-    level: Array
+    fixed: Array
     launches: tuple[int, ...]
     spread: Array
 
@@ -191,7 +208,7 @@ class _Data:
 
     def inverse(self, size: Mapping[str, float], weights: Array) -> Array:
         """Returns the inverse of the rows' covariance."""
-        covariance = self.level.copy()
+        covariance = self.fixed.copy()
         for name, kernel in self.with_noise(weights).items():
             covariance += size[name] * kernel
         return np.asarray(np.linalg.inv(covariance), dtype=np.float64)
@@ -201,21 +218,23 @@ def _data(scored: Sequence[tuple[Row, float]], spreads: Mapping[Policy, float]) 
     rows = [row for row, _ in scored]
     policies = list(dict.fromkeys(row.policy for row in rows))
     counts = Counter(row.policy for row in rows)
-    doubtful = [_is_disturbed(row) or counts[row.policy] == 1 for row in rows]
+    single = [counts[row.policy] == 1 for row in rows]
+    disturbed = np.array([_DISTURBED * row.is_disturbed for row in rows])
     spread = np.array([spreads[row.policy] for row in rows])
     time_s = np.array([row.moment_s for row in rows])
-    together, run = np.outer(spread, spread), _alike([row.run for row in rows])
+    together, run, sittings = np.outer(spread, spread), _alike([row.run for row in rows]), sittings_of(rows)
+    process = _alike([(row.run, row.launch, row.policy) for row in rows])
     return _Data(
         score=np.log([value for _, value in scored]),
         design=np.array([[float(row.policy == policy) for policy in policies] for row in rows]),
-        noise=spread**2 * np.where(doubtful, _DOUBTFUL**2, 1.0),
+        noise=spread**2 * np.where(single, _DOUBTFUL**2, 1.0),
         kernels={
-            "process": together * _alike([(row.run, row.launch, row.policy) for row in rows]),
-            "sitting": together * _alike([(row.sitting, row.policy) for row in rows]),
-            "host": together * _alike([row.sitting for row in rows]),
+            "process": together * process,
+            "sitting": together * _alike([(sitting, row.policy) for sitting, row in zip(sittings, rows, strict=True)]),
+            "host": together * _alike(sittings),
             "drift": together * run * np.exp(-np.abs(time_s[:, None] - time_s) / _DRIFT_S),
         },
-        level=_LEVEL**2 * run,
+        fixed=_LEVEL**2 * run + np.outer(disturbed, disturbed) * process,
         launches=tuple(len({(row.run, row.launch) for row in rows if row.policy == policy}) for policy in policies),
         spread=np.array([spreads[policy] for policy in policies]),
     )
@@ -226,10 +245,6 @@ def _alike(keys: Sequence[object]) -> Array:
     number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     numbers = np.array([number[key] for key in keys])
     return np.asarray(numbers[:, None] == numbers, dtype=np.float64)
-
-
-def _is_disturbed(row: Row) -> bool:
-    return isinstance(row.outcome, Measurement) and bool(set(row.outcome.contaminated_by) - OWN_LOAD)
 
 
 @dataclass(frozen=True, slots=True)

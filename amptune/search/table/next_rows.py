@@ -86,15 +86,11 @@ def _rivals(verdict: Verdict, bar: Bar) -> dict[Policy, float]:
     """Returns what each policy that may still win is worth, the most first."""
     if verdict.leader is None:
         return {}
-    able = [one for one in verdict.contenders if _may_win(one, verdict, bar)]
-    worth = {one.policy: _worth(one, verdict) for one in able}
+    named = _named(verdict)
+    able = [one for one in verdict.contenders if one.may_win and one.policy not in named and bar(one.policy) is None]
+    worth = {one.policy: one.fast_enough * _worth(one, verdict) for one in able}
     ranked = sorted(worth, key=lambda policy: -worth[policy])
     return {policy: worth[policy] for policy in ranked if worth[policy] >= WORTH_A_ROW}
-
-
-def _may_win(one: Contender, verdict: Verdict, bar: Bar) -> bool:
-    able = one.failure is None and one.gain is not None and not one.too_slow
-    return able and one.policy not in _named(verdict) and bar(one.policy) is None
 
 
 def _worth(one: Contender, verdict: Verdict) -> float:

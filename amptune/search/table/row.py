@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from amptune.measure.bench.readings import OWN_LOAD
 from amptune.measure.results.outcome import Measurement, Outcome, outcome_from_dict, outcome_to_dict
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import Policy
 
-__all__ = ["SITTING_S", "Row", "step_spread"]
+__all__ = ["SITTING_S", "Row", "sittings_of", "step_spread"]
 
-# Rows of one run that lie further apart than this belong to two sittings: what other programs do has changed by then.
+# Another run is another sitting, and so is a run after a pause this long: what other programs do has changed by then.
 SITTING_S = 600.0
 # The standard deviation of a Gaussian over the median distance from its median.
 _DEVIATIONS = 1.4826
@@ -36,9 +37,9 @@ class Row:
     moment_s: float
 
     @property
-    def sitting(self) -> tuple[str, int]:
-        """The run, and which ten minutes of it."""
-        return self.run, int(self.moment_s // SITTING_S)
+    def is_disturbed(self) -> bool:
+        """True if it was measured beside something else, and not only under its own load."""
+        return isinstance(self.outcome, Measurement) and bool(set(self.outcome.contaminated_by) - OWN_LOAD)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain data; `from_dict` is the inverse."""
@@ -60,6 +61,18 @@ class Row:
             launch=str(data["launch"]),
             moment_s=float(data["moment_s"]),
         )
+
+
+def sittings_of(rows: Sequence[Row]) -> list[tuple[str, int]]:
+    """Returns the sitting of each row: its run, and after how many pauses."""
+    found: dict[int, tuple[str, int]] = {}
+    last: dict[str, tuple[float, int]] = {}
+    for i in sorted(range(len(rows)), key=lambda i: rows[i].moment_s):
+        row = rows[i]
+        before_s, pauses = last.get(row.run, (row.moment_s, 0))
+        pauses += row.moment_s - before_s > SITTING_S
+        last[row.run], found[i] = (row.moment_s, pauses), (row.run, pauses)
+    return [found[i] for i in range(len(rows))]
 
 
 def step_spread(measurement: Measurement) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from amptune.measure.results.outcome import Failure, Measurement
@@ -13,7 +13,7 @@ from amptune.policy.settings import Policy
 from amptune.search.table.effects import Machine
 from amptune.search.table.gains import gain_in_words, goal_of
 from amptune.search.table.model import Estimates, fit
-from amptune.search.table.objective import THROUGHPUT, Objective
+from amptune.search.table.objective import SPEED_SLACK, THROUGHPUT, Objective
 from amptune.search.table.ratio import CONFIRMED, LIKELY, Confidence, Ratio, chance_in_words, confidence_of
 from amptune.search.table.row import Row
 
@@ -26,6 +26,8 @@ __all__ = [
     "verdict_of",
 ]
 
+# Something less probable is not worth a measurement.
+UNLIKELY = 0.1
 # To a user, two policies that differ by at most this share are equal, and the simpler one wins.
 NEGLIGIBLE = 0.005
 # Blocks of a typical policy that differ by more than this are reported.
@@ -44,8 +46,9 @@ class Contender:
     """One policy's figures in the table. They are None if it failed, and `failure` says how.
 
     `vs_baseline` compares samples per second, `gain` the figure of the objective, both in a later sitting; `chance` is
-    the probability that it is better than the baseline by the objective. A policy that is `too_slow` for the objective
-    cannot win. `lost` says why it did not win; empty for the winner.
+    the probability that it is better than the baseline by the objective, `fast_enough` that it has the speed that the
+    objective needs. A policy that is `too_slow` cannot win. All rows of a `disturbed` one were disturbed. `lost` says
+    why it did not win; empty for the winner.
     """
 
     policy: Policy
@@ -57,7 +60,8 @@ class Contender:
     vs_baseline: Ratio | None = None
     gain: Ratio | None = None
     chance: float = 0.0
-    too_slow: bool = False
+    fast_enough: float = 1.0
+    disturbed: bool = False
     rows: int = 0
     failure: Failure | None = None
     lost: str = ""
@@ -71,6 +75,16 @@ class Contender:
     def merit(self) -> float:
         """The gain over the baseline by the objective; 0 if it failed or the gain is unknown."""
         return 0.0 if self.gain is None else self.gain.value
+
+    @property
+    def too_slow(self) -> bool:
+        """True if it is rather too slow for the objective than not."""
+        return self.fast_enough < 0.5
+
+    @property
+    def may_win(self) -> bool:
+        """True if it runs, and more rows may show that it is the best."""
+        return self.failure is None and self.gain is not None and self.fast_enough >= UNLIKELY
 
     @property
     def place(self) -> tuple[bool, bool, float, float]:
@@ -149,8 +163,8 @@ def verdict_of(
         return None
     contenders = tuple(sorted(_contenders(rows, scores, speeds, objective), key=lambda one: one.place))
     own = next(one for one in contenders if one.policy == baseline)
-    able = [one for one in contenders if one is not own and _is_able(one) and bar(one.policy) is None]
-    shown = [one for one in able if one.chance >= LIKELY]
+    able = [one for one in contenders if one is not own and one.may_win and bar(one.policy) is None]
+    shown = [one for one in able if one.chance >= LIKELY and not one.too_slow]
     level = _level_with_the_best(shown, scores, speeds, objective)
     winner = min(level, key=lambda one: (departure_count(one.policy), -one.merit), default=own)
     verdict = Verdict(
@@ -158,7 +172,7 @@ def verdict_of(
         baseline=own,
         leader=able[0] if able else None,
         contenders=contenders,
-        confidence=_confidence(winner, own, able),
+        confidence=_confidence_in(winner, own, able),
         findings=(),
         scores=scores,
         speeds=speeds,
@@ -172,18 +186,17 @@ def _spread(objective: Objective, machine: Machine) -> float:
     return MEMORY_SPREAD[machine.device] if objective.name == "memory" else ENERGY_SPREAD
 
 
-def _is_able(contender: Contender) -> bool:
-    return contender.failure is None and contender.gain is not None and not contender.too_slow
+def _confidence_in(winner: Contender, baseline: Contender, able: Sequence[Contender]) -> Confidence:
+    """Returns how sure it is that the winner is better; for the baseline, that no other policy is.
 
-
-def _confidence(winner: Contender, baseline: Contender, able: Sequence[Contender]) -> Confidence:
-    """Returns how sure it is that the winner is better; for the baseline, that no other policy is."""
-    chance = winner.chance
-    if winner is baseline and not able:
-        return "undecided"
+    Nothing is confirmed if the winner may be too slow, or if one of the two was only measured beside a disturbance.
+    """
     if winner is baseline:
-        chance = 1 - max((one.gain.chance_above(1 + NEGLIGIBLE) for one in able if one.gain is not None), default=0.0)
-    return confidence_of(chance)
+        better = [min(one.gain.chance_above(1 + NEGLIGIBLE), one.fast_enough) for one in able if one.gain is not None]
+        return confidence_of(1 - max(better)) if better else "undecided"
+    confidence = confidence_of(winner.chance)
+    doubtful = winner.fast_enough < LIKELY or winner.disturbed or baseline.disturbed
+    return "likely" if confidence == "confirmed" and doubtful else confidence
 
 
 def _level_with_the_best(
@@ -191,39 +204,61 @@ def _level_with_the_best(
 ) -> list[Contender]:
     """Returns the policies that are level with the best by the objective and, among those, with the fastest.
 
-    A little less memory is not worth a loss of speed.
+    A little less memory is not worth a loss of speed, and a simpler policy not a loss of confidence.
     """
     level = list(contenders)
     for found in dict.fromkeys((scores, speeds)) if contenders else ():
         own = {id(one): float(found.mean[found.policies.index(one.policy)]) for one in level}
         best = max(own.values())
         level = [one for one in level if own[id(one)] >= best - max(NEGLIGIBLE, objective.least_gain)]
-    return level
+    confirmed = [one for one in level if confidence_of(one.chance) == "confirmed"]
+    return confirmed or level
 
 
 def _contenders(rows: Sequence[Row], scores: Estimates, speeds: Estimates, objective: Objective) -> Iterator[Contender]:
     of: dict[Policy, list[Row]] = {row.policy: [] for row in rows}
     for row in rows:
         of[row.policy].append(row)
+    baseline = _newest_figures(of[scores.policies[scores.baseline]])
     for policy, own in of.items():
         failure = next((row.outcome for row in reversed(own) if isinstance(row.outcome, Failure)), None)
         if failure is not None and policy != scores.policies[scores.baseline]:
             yield Contender(policy=policy, failure=failure, rows=len(own))  # a policy that sometimes fails is useless
         else:
-            yield _measured(policy, own, scores, speeds, objective)
+            yield _measured(policy, own, scores, speeds, objective, baseline)
+
+
+def _newest_figures(rows: Sequence[Row]) -> tuple[str, float]:
+    """Returns the newest run with measurements among the rows, and the samples per second in it."""
+    run = next(row.run for row in reversed(rows) if isinstance(row.outcome, Measurement))
+    return run, math.exp(statistics.median(_log_speeds(row for row in rows if row.run == run)))
+
+
+def _log_speeds(rows: Iterable[Row]) -> list[float]:
+    return [math.log(row.outcome.samples_per_s) for row in rows if isinstance(row.outcome, Measurement)]
 
 
 def _measured(
-    policy: Policy, rows: Sequence[Row], scores: Estimates, speeds: Estimates, objective: Objective
+    policy: Policy,
+    rows: Sequence[Row],
+    scores: Estimates,
+    speeds: Estimates,
+    objective: Objective,
+    baseline: tuple[str, float],
 ) -> Contender:
+    """Returns a policy's figures; times are those of the `baseline`'s newest run, for runs differ."""
     blocks = [row.outcome for row in rows if isinstance(row.outcome, Measurement)]
     energies = [block.energy_j_per_sample for block in blocks if block.energy_j_per_sample is not None]
-    step_ms = math.exp(statistics.median(math.log(block.median_ms) for block in blocks))
     speed, gain = speeds.to_baseline(policy), scores.to_baseline(policy)
-    share = speeds.time_share(policy)
+    (run, of_baseline), share = baseline, speeds.time_share(policy)
+    logs = _log_speeds(row for row in rows if row.run == run)
+    if not logs:
+        logs = _log_speeds(rows) if speed is None else [math.log(of_baseline * speed.value)]
+    samples_per_s = math.exp(statistics.median(logs))
+    step_ms = 1000 * blocks[0].samples_per_step / samples_per_s
     return Contender(
         policy=policy,
-        samples_per_s=1000 * blocks[0].samples_per_step / step_ms,
+        samples_per_s=samples_per_s,
         step_ms=step_ms,
         step_ms_ci95=(step_ms * (1 - share), step_ms * (1 + share)) if share < 1 else None,
         peak_memory_mib=max(block.peak_allocated_mib for block in blocks),
@@ -231,9 +266,17 @@ def _measured(
         vs_baseline=speed,
         gain=gain,
         chance=0.0 if gain is None else gain.chance_above(1 + objective.least_gain),
-        too_slow=speed is not None and not objective.allows_speed(speed.value),
+        fast_enough=_fast_enough(speed, objective),
+        disturbed=all(row.is_disturbed for row in rows),
         rows=len(blocks),
     )
+
+
+def _fast_enough(speed: Ratio | None, objective: Objective) -> float:
+    """Returns the probability that a policy has the speed that the objective needs."""
+    if speed is None or not objective.needs_speed:
+        return 1.0
+    return speed.chance_above(max(objective.least_speed - SPEED_SLACK, NEGLIGIBLE))
 
 
 def _why(one: Contender, verdict: Verdict, bar: Bar) -> str:
