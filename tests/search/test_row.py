@@ -85,8 +85,8 @@ def test_a_row_with_a_field_of_another_amptune_is_refused(wrong: dict[str, objec
         Row.from_dict({**row(BF16, 10.0).as_dict(), **wrong})
 
 
-def test_rows_of_one_run_without_a_long_pause_are_one_sitting() -> None:
-    moments_s = (2 * SITTING_S, 0.0, SITTING_S - 1, 3.5 * SITTING_S)
+def test_rows_of_one_run_within_ten_minutes_are_one_sitting_wherever_the_clock_stands() -> None:
+    moments_s = (2.8 * SITTING_S, 0.7 * SITTING_S, 1.6 * SITTING_S, 3.9 * SITTING_S)
     second, early, late, third = sittings_of([row(STOCK, 10.0, moment_s=at_s) for at_s in moments_s])
     assert early == late != second != third
     assert sittings_of([row(STOCK, 10.0), row(STOCK, 10.0, run="another")]) == [("run", 0), ("another", 0)]

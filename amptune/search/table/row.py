@@ -14,7 +14,7 @@ from amptune.policy.settings import Policy
 
 __all__ = ["SITTING_S", "Row", "sittings_of", "step_spread"]
 
-# Another run is another sitting, and so is a run after a pause this long: what other programs do has changed by then.
+# Another run is another sitting, and so is each such part of a run: what other programs do has changed by then.
 SITTING_S = 600.0
 # The standard deviation of a Gaussian over the median distance from its median.
 _DEVIATIONS = 1.4826
@@ -64,15 +64,11 @@ class Row:
 
 
 def sittings_of(rows: Sequence[Row]) -> list[tuple[str, int]]:
-    """Returns the sitting of each row: its run, and after how many pauses."""
-    found: dict[int, tuple[str, int]] = {}
-    last: dict[str, tuple[float, int]] = {}
-    for i in sorted(range(len(rows)), key=lambda i: rows[i].moment_s):
-        row = rows[i]
-        before_s, pauses = last.get(row.run, (row.moment_s, 0))
-        pauses += row.moment_s - before_s > SITTING_S
-        last[row.run], found[i] = (row.moment_s, pauses), (row.run, pauses)
-    return [found[i] for i in range(len(rows))]
+    """Returns the sitting of each row: its run, and which part of it, counted from its first row."""
+    first_s: dict[str, float] = {}
+    for row in rows:
+        first_s[row.run] = min(row.moment_s, first_s.get(row.run, row.moment_s))
+    return [(row.run, int((row.moment_s - first_s[row.run]) // SITTING_S)) for row in rows]
 
 
 def step_spread(measurement: Measurement) -> float | None:
