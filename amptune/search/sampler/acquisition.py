@@ -70,19 +70,27 @@ class Proposer:
         self._dear = np.stack([self._is_dear(name, len(points)) for name in DEAR_S])
         self._compiled = self._dear[list(DEAR_S).index(COMPILED)]
         self._graph = _codes([values for name, values in self._values.items() if name not in NOT_COMPILED], len(points))
-        self._random = random.Random(seed)  # noqa: S311  # a choice of what to measure, no secret
+        self._seed = seed
 
     def next(
-        self, seen: Mapping[int, Seen], fixed: Mapping[str, Value], left_out: Collection[int] = ()
+        self,
+        seen: Mapping[int, Seen],
+        fixed: Mapping[str, Value],
+        left_out: Collection[int] = (),
+        running: Collection[int] = (),
     ) -> Proposal | None:
-        """Returns the point that promises most per second; None if every point with the `fixed` values was seen."""
+        """Returns the point that promises most per second; None if every point with the `fixed` values was seen.
+
+        Those that are `running` elsewhere are believed to turn out as expected.
+        """
         free = self._free(seen, fixed)
-        free[list(left_out)] = False
+        free[[*left_out, *running]] = False
         if not free.any():
             return None
-        belief = self.belief(seen)
+        belief = self.belief(seen, running)
         if belief is None:
-            return Proposal(index=self._random.choice(np.flatnonzero(free).tolist()), gain=math.inf)
+            drawn = random.Random(f"{self._seed} {len(seen)} {sorted(running)}")  # noqa: S311  # no secret
+            return Proposal(index=drawn.choice(np.flatnonzero(free).tolist()), gain=math.inf)
         feasible = [index for index, one in seen.items() if one.score is not None]
         gain = np.where(free, belief.improvement(float(belief.mean[feasible].max())), -1.0)
         seconds = self._seconds(seen)
@@ -92,13 +100,16 @@ class Proposer:
         cost = max(1.0, float(seconds[chosen] / seconds.min()))
         return Proposal(index=chosen, gain=float(gain[chosen]), least=least, cost=cost)
 
-    def belief(self, seen: Mapping[int, Seen]) -> Belief | None:
+    def belief(self, seen: Mapping[int, Seen], running: Collection[int] = ()) -> Belief | None:
         """Returns the belief about every point; None if fewer than two scores are known."""
         scores = {index: one.score for index, one in seen.items() if one.score is not None}
         if len(scores) < 2:
             return None
         bad = INFEASIBLE_SHARE * min(scores.values())
-        return self._surrogate.belief({index: math.log(scores.get(index, bad)) for index in seen})
+        logs = {index: math.log(scores.get(index, bad)) for index in seen}
+        belief = self._surrogate.belief(logs)
+        expected = {index: float(belief.mean[index]) for index in running if index not in logs}
+        return self._surrogate.belief({**logs, **expected}) if expected else belief
 
     def _free(self, seen: Mapping[int, Seen], fixed: Mapping[str, Value]) -> NDArray[np.bool_]:
         free = np.ones(self._surrogate.size, dtype=bool)

@@ -27,7 +27,7 @@ from amptune.search.space.knobs import BATCH_SIZE, Knob, Point, Space
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
-__all__ = ["JOURNAL", "Handle", "Store", "open_store", "recall"]
+__all__ = ["JOURNAL", "Handle", "Store", "distributions_of", "open_store", "recall", "running_in", "trials_in"]
 
 JOURNAL = "journal.log"
 SQLITE = "sqlite:///"
@@ -37,6 +37,10 @@ TUNING, JUDGED, ROW = "tuning", "judged", "row"
 _FORMER = "former"
 # Larger than any batch.
 LARGEST_BATCH = 2**31
+# A trial that has run for longer was left by a worker that was killed.
+LONGEST_TRIAL_S = 1800.0
+# Another worker takes no longer from asking for a trial to naming its policy; until then its trial is looked at again.
+ASKING_S, AGAIN_S = 5.0, 0.02
 
 # A trial that was asked for and has no outcome yet.
 Handle = optuna.Trial
@@ -47,25 +51,51 @@ class Store:
 
     def __init__(self, study: optuna.Study, space: Space) -> None:
         self._study = study
-        self._distributions = _distributions(space)
+        self._distributions = distributions_of(space)
 
     def trials(self) -> list[Trial]:
         """Returns the trials that have an outcome, in their order."""
         with _storage_errors():
-            return sorted(_remembered(self._study), key=lambda trial: trial.number)
+            return trials_in(self._study)
 
-    def ask(self, point: Point | None) -> Handle:
-        """Begins a trial of a point of the space; None is for a policy outside of it, which is kept too."""
+    def enqueue(self, point: Point) -> None:
+        """Puts a point of the space first, for whichever worker asks next."""
         with _storage_errors():
-            if point is None:
-                return self._study.ask()
             self._study.enqueue_trial(dict(point))
-            return self._study.ask(self._distributions)
+
+    def ask(self, sampler: BaseSampler, *, outside: bool = False) -> Handle:
+        """Begins a trial of an enqueued point if there is one, else of the sampler's.
+
+        A trial for a policy `outside` the space has no parameters, unless it is an enqueued one.
+        """
+        with _storage_errors():
+            self._study.sampler = sampler
+            trial = self._study.ask()
+            if not outside or "fixed_params" in trial.system_attrs:
+                for name, distribution in self._distributions.items():
+                    _suggest(trial, name, distribution)
+            return trial
+
+    def claim(self, handle: Handle, policy: Policy) -> bool:
+        """Names the policy of a trial to all workers; returns False if one that asked before measures it."""
+        with _storage_errors():
+            handle.set_user_attr("policy", policy_to_dict(policy))
+            while True:
+                running = {number: one for number, one in running_in(self._study).items() if number < handle.number}
+                if policy in running.values():
+                    return False
+                if None not in running.values():
+                    return True
+                time.sleep(AGAIN_S)
+
+    def running(self) -> set[Policy]:
+        """Returns the policies that any worker is measuring."""
+        with _storage_errors():
+            return {policy for policy in running_in(self._study).values() if policy is not None}
 
     def tell(self, handle: Handle, trial: Trial) -> None:
         """Writes the outcome. A failed trial is complete too, with its constraint violated, so samplers see it."""
         with _storage_errors():
-            handle.set_user_attr("policy", policy_to_dict(trial.policy))
             handle.set_user_attr("outcome", outcome_to_dict(trial.outcome))
             handle.set_user_attr("seconds", trial.seconds)
             handle.set_user_attr("run", trial.run)
@@ -117,6 +147,9 @@ def open_store(where: Path | str, name: str, space: Space) -> Store:
         study = optuna.create_study(
             storage=_storage(where), sampler=_sampler(), study_name=name, direction="maximize", load_if_exists=True
         )
+        if isinstance(where, Path):  # one process at a time has a folder, so nothing runs there now
+            for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+                study.tell(trial.number, state=TrialState.FAIL)
         return Store(study, space)
 
 
@@ -181,7 +214,7 @@ def _record_of(study: optuna.Study, where: str) -> StudyRecord:
         kind, _, name = key.partition(" ")
         kept.get(kind, {})[name] = value
     tunings = sorted(map(TuningRecord.from_dict, kept[TUNING].values()), key=lambda tuning: tuning.began)
-    trials = tuple(sorted(_remembered(study), key=lambda trial: trial.number))
+    trials = tuple(trials_in(study))
     if not trials:
         raise StudyError(f"no trial of the study {study.study_name} in {where} came to an end: nothing was measured")
     if not tunings:
@@ -258,7 +291,7 @@ def _drop_half_a_line(journal: Path) -> None:
         journal.write_bytes(content[: content.rfind(b"\n") + 1])
 
 
-def _distributions(space: Space) -> dict[str, BaseDistribution]:
+def distributions_of(space: Space) -> dict[str, BaseDistribution]:
     return {knob.name: _distribution(knob) for knob in space.knobs}
 
 
@@ -271,6 +304,36 @@ def _distribution(knob: Knob) -> BaseDistribution:
     if len(whole) == len(choices) and whole == list(range(whole[0], whole[-1] + 1)):
         return IntDistribution(whole[0], whole[-1])
     return CategoricalDistribution(choices)
+
+
+def _suggest(trial: Handle, name: str, distribution: BaseDistribution) -> None:
+    if isinstance(distribution, CategoricalDistribution):
+        trial.suggest_categorical(name, distribution.choices)
+    elif isinstance(distribution, IntDistribution):
+        trial.suggest_int(name, distribution.low, distribution.high, log=distribution.log)
+
+
+def trials_in(study: optuna.Study) -> list[Trial]:
+    """Returns the trials of an Optuna study that have an outcome, in their order."""
+    return sorted(_remembered(study), key=lambda trial: trial.number)
+
+
+def running_in(study: optuna.Study) -> dict[int, Policy | None]:
+    """Returns the policies of the trials that run now, by the trial's number; None for one that is being chosen."""
+    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+    ages_s = {one.number: _age_s(one) for one in running}
+    named = {one.number: one.user_attrs.get("policy") for one in running if ages_s[one.number] < LONGEST_TRIAL_S}
+    return {
+        number: None if attribute is None else policy_from_dict(attribute)
+        for number, attribute in named.items()
+        if attribute is not None or ages_s[number] < ASKING_S
+    }
+
+
+def _age_s(trial: FrozenTrial) -> float:
+    """Returns the seconds since a trial began. Optuna stores the local time, without a time zone."""
+    began = trial.datetime_start
+    return math.inf if began is None else (datetime.now() - began).total_seconds()  # noqa: DTZ005
 
 
 def _remembered(study: optuna.Study) -> Iterator[Trial]:

@@ -9,7 +9,7 @@ and channels_last), and a little that is the policy's own. A process whose kerne
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,8 +29,8 @@ NOISES = (0.005, 0.02, 0.05)
 FIRST_GUESS = (0.1, 0.1, 0.02)
 TRIPLE_SHARE = 0.5
 OWN_SHARE = 1e-4
-# Priors are fitted again once there are this many times the trials they were fitted on.
-GROWN = 1.4
+# Priors are fitted on the first so many trials: each time there are this many times as many.
+FEWEST, GROWN = 2, 1.4
 # Ordered numbers (a batch size, a depth): the likeness of neighbours falls to 1/e over this many steps.
 REACH_STEPS = 2.0
 # A measurement this many standard deviations from what the others say counts as an outlier.
@@ -38,8 +38,6 @@ OUTLIER = 3.5
 OUTLIER_NOISE = 10.0
 # Rows for trials at first; they are doubled as needed.
 FIRST_ROWS = 32
-# Deviations are computed anew for this many of the points that may reach highest: this many deviations above the mean.
-WORTH_A_LOOK, REACHES = 500, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +59,18 @@ class Belief:
 
 
 class Surrogate:
-    """Beliefs about the points of one space. Results kept between calls save time and change little."""
+    """Beliefs about the points of one space. Results kept between calls save time and change nothing."""
 
     def __init__(self, knobs: Sequence[Knob], points: Sequence[Point]) -> None:
         self._codes = np.array([[knob.choices.index(point[knob.name]) for knob in knobs] for point in points])
         self._alike = [_likeness(knob.choices) for knob in knobs]
         effect, pair_share, noise = FIRST_GUESS
-        self._prior = _Prior(np.full(len(knobs), effect), pair_share, noise)
-        self._prior_of = 0
+        self._first_guess = _Prior(np.full(len(knobs), effect), pair_share, noise)
+        # The prior fitted on the first trials, for each number of them, with those trials.
+        self._priors: dict[int, tuple[tuple[tuple[int, float], ...], _Prior]] = {}
+        self._prior = self._first_guess
         self._rows: dict[int, int] = {}
         self._covariances: Floats = np.empty((FIRST_ROWS, len(points)))
-        self._deviation = np.full(len(points), math.inf)
 
     @property
     def size(self) -> int:
@@ -79,25 +78,29 @@ class Surrogate:
         return len(self._codes)
 
     def belief(self, seen: Mapping[int, float]) -> Belief:
-        """Returns the belief about every point; `seen` has the logarithm of the speed of some, by index."""
-        indices, values = list(seen), np.array(list(seen.values()))
-        centre, spread = float(np.median(values)), max(float(values.std()), 0.01)
-        values = (values - centre) / spread
-        among = self._likenesses(indices, indices)
-        if len(seen) >= GROWN * self._prior_of:
-            self._prior = _likeliest(self._prior, among, values, spread)
-            self._prior_of = len(seen)
+        """Returns the belief about every point; `seen` has the logarithm of the speed of some, by index, in order."""
+        prior = self._prior_of(tuple(seen.items()))
+        if prior is not self._prior:
+            self._prior = prior
             self._rows.clear()
-            self._deviation = np.full(self.size, math.inf)
-        fit = _solved(self._prior.kernel(among), values, np.full(len(values), self._prior.noise / spread))
-        fit = fit.without_outliers(values)
+        indices, values, centre, spread = _standardized(seen.items())
+        noises = np.full(len(values), prior.noise / spread)
+        fit = _solved(prior.kernel(self._likenesses(indices, indices)), values, noises).without_outliers(values)
         cross = self._covariances_of(indices)
         mean: Floats = fit.coefficients @ cross
-        # Each trial lowers deviations (unless it shows an outlier), so an older one is rather too large than too small.
-        unknown = np.isinf(self._deviation).any()
-        worth = np.arange(self.size) if unknown else np.argsort(-(mean + REACHES * self._deviation))[:WORTH_A_LOOK]
-        self._deviation[worth] = _deviation_of(fit, cross[:, worth], self._prior.variance)
-        return Belief(centre + spread * mean, spread * self._deviation)
+        return Belief(centre + spread * mean, spread * _deviation_of(fit, cross, prior.variance))
+
+    def _prior_of(self, seen: tuple[tuple[int, float], ...]) -> _Prior:
+        """Returns the prior for these trials: fitted on the first of them, again and again as they grew."""
+        prior, count = self._first_guess, FEWEST
+        while count <= len(seen):
+            first, (known, found) = seen[:count], self._priors.get(count, ((), prior))
+            if known != first:
+                indices, values, _, spread = _standardized(first)
+                found = _likeliest(prior, self._likenesses(indices, indices), values, spread)
+                self._priors[count] = first, found
+            prior, count = found, math.ceil(GROWN * count)
+        return prior
 
     def _covariances_of(self, indices: Sequence[int]) -> Floats:
         """Returns (some, every) covariances between points, computed once, copied only if the order changed."""
@@ -114,6 +117,13 @@ class Surrogate:
         """Returns (knobs, some, others): how alike their values are."""
         rows, columns = self._codes[list(some)], self._codes[list(others)]
         return np.stack([matrix[np.ix_(rows[:, k], columns[:, k])] for k, matrix in enumerate(self._alike)])
+
+
+def _standardized(seen: Collection[tuple[int, float]]) -> tuple[list[int], Floats, float, float]:
+    """Returns the indices, and the values less their median over their deviation, with both."""
+    indices, logs = [index for index, _ in seen], np.array([log for _, log in seen])
+    centre, spread = float(np.median(logs)), max(float(logs.std()), 0.01)
+    return indices, (logs - centre) / spread, centre, spread
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,69 @@
+"""amptune's own sampler, as Optuna knows samplers: a study's history is all its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.samplers import BaseSampler
+from optuna.trial import FrozenTrial
+
+from amptune.search.sampler.acquisition import Proposal
+from amptune.search.sampler.catalog import Catalog, History
+from amptune.search.sampler.storage import distributions_of, running_in, trials_in
+from amptune.search.space.knobs import Space, Value
+from amptune.search.table.trial import Trial
+
+__all__ = ["PolicySampler"]
+
+
+class PolicySampler(BaseSampler):
+    """Proposes the policy of a space that promises most for its time.
+
+    It learns from the finished trials of the Optuna study, and believes that running ones turn out as expected. So any
+    process that has the study gets the next policy from it. `fixed` settings and policies to leave out bound the next
+    proposals; `proposal` is the last one, None if no policy was left.
+    """
+
+    def __init__(self, space: Space, catalog: Catalog, history_of: Callable[[Collection[Trial]], History], seed: int):
+        self._distributions = distributions_of(space)
+        self._catalog, self._history_of = catalog, history_of
+        self._proposer = catalog.proposer(seed)
+        self.fixed: Mapping[str, Value] = {}
+        self.left_out: Collection[int] = ()
+        self.proposal: Proposal | None = None
+
+    def infer_relative_search_space(
+        self,
+        study: optuna.Study,  # noqa: ARG002
+        trial: FrozenTrial,  # noqa: ARG002
+    ) -> dict[str, BaseDistribution]:
+        return dict(self._distributions)
+
+    def sample_relative(
+        self,
+        study: optuna.Study,
+        trial: FrozenTrial,
+        search_space: dict[str, BaseDistribution],  # noqa: ARG002
+    ) -> dict[str, Any]:
+        """Returns the setting of every knob; {} for a trial whose settings were enqueued."""
+        if "fixed_params" in trial.system_attrs:
+            return {}
+        history = self._history_of(trials_in(study))
+        running = {self._catalog.index[one] for one in running_in(study).values() if one in self._catalog.index}
+        left_out = {*self.left_out, *history.too_large()}
+        self.proposal = self._proposer.next(history.seen(), self.fixed, left_out, running)
+        index = 0 if self.proposal is None else self.proposal.index
+        return dict(self._catalog.points[self._catalog.policies[index]])
+
+    def sample_independent(
+        self,
+        study: optuna.Study,  # noqa: ARG002
+        trial: FrozenTrial,  # noqa: ARG002
+        param_name: str,
+        param_distribution: BaseDistribution,  # noqa: ARG002
+    ) -> Any:
+        """Returns the first policy's setting: only a trial with some settings enqueued lacks others."""
+        return self._catalog.points[self._catalog.policies[0]][param_name]
