@@ -113,7 +113,7 @@ class _Search:
     run: str
 
     def __post_init__(self) -> None:
-        self._known = len(self.study.trials)
+        self._known = self._of_this_run
         # The settings of the cheap stage; empty in the stage after it.
         self._fixed = {name: value for name, value in CHEAP.items() if self.study.has_knob(name)}
         sizes = self.study.has_knob("batch_size")
@@ -127,7 +127,12 @@ class _Search:
     @property
     def measured(self) -> int:
         """The number of trials that this search made."""
-        return len(self.study.trials) - self._known
+        return self._of_this_run - self._known
+
+    @property
+    def _of_this_run(self) -> int:
+        """The number of trials of this run; other workers on the study have runs of their own."""
+        return sum(trial.run == self.run for trial in self.study.trials)
 
     def until_done(self) -> str:
         """Searches until there is a reason to stop, and returns it in words."""

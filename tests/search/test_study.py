@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from measurements import took
+from optuna.samplers import TPESampler
 from optuna.storages import InMemoryStorage
 from simulated.recorded import RecordedEvaluator, recorded_ms
 from test_pipeline import OOM, request_in
@@ -20,7 +21,7 @@ from amptune.search.pipeline import tune_with
 from amptune.search.sampler.storage import open_store
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
-from amptune.search.space.knobs import Knob, Space
+from amptune.search.space.knobs import Knob, Point, Space
 from amptune.search.table.trial import Trial
 
 WINNER = amp_recipe("fp16", memory_format="channels_last")
@@ -54,8 +55,8 @@ def test_the_fastest_stands_among_the_first_whatever_those_like_it_make_of_it(
     for place, policy in enumerate(policies):
         tell(study, policy, took(10.0 + place))
     doubted = SimpleNamespace(mean=np.zeros(study.size))  # the mean of the first is to be the lowest
-    doubted.mean[study._index[policies[0]]] = -9.0
-    monkeypatch.setattr(study._proposer, "belief", lambda *_: doubted)
+    doubted.mean[study._catalog.index[policies[0]]] = -9.0
+    monkeypatch.setattr(study._own, "belief", lambda *_: doubted)
     ranked = study.ranked()
     assert policies[0] in ranked[:2]
     assert sorted(map(str, ranked)) == sorted(map(str, policies))
@@ -137,7 +138,11 @@ def test_optunas_own_samplers_stay_away_from_what_failed_however_fast_it_is_said
     asked: list[object] = []
     for number in range(40):
         known = {"autocast": knob.choices[number % 2]} if number < 12 else None
-        handle = store.ask(known) if known else store._study.ask(store._distributions)  # type: ignore[arg-type]
+        if known:
+            store.enqueue(Point(known))
+        handle = store.ask(TPESampler(seed=0))
+        store.settle(handle)
+        store.claim(handle, Policy(autocast=handle.params["autocast"]))
         failed = handle.params["autocast"] == "bf16"
         outcome = Failure(kind="oom", message="") if failed else took(10.0)
         score = 9.0 if failed else 1.0

@@ -56,22 +56,26 @@ def test_an_outlier_among_the_measurements_does_not_count_for_much() -> None:
     assert belief.mean[hit] > seen[hit] - 0.4
 
 
-def test_what_nobody_looked_at_stays_uncertain_however_little_is_expected_of_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Deviations are computed anew for a few points alone; the others keep one that is about true, or too large."""
+def test_one_that_saw_the_trials_come_believes_what_one_does_that_sees_them_at_once() -> None:
+    """So that any process goes on as the one before would have."""
     rng = np.random.default_rng(3)
     order = [int(i) for i in rng.choice(len(POINTS), 30, replace=False)]
-    exact, quick = Surrogate(KNOBS, POINTS), Surrogate(KNOBS, POINTS)
-    for count in range(5, len(order)):
+    kept = Surrogate(KNOBS, POINTS)
+    for count in range(2, len(order)):
         seen = {i: log_speed(POINTS[i]) for i in order[:count]}
-        monkeypatch.setattr("amptune.search.sampler.surrogate.WORTH_A_LOOK", len(POINTS))
-        true = exact.belief(seen).deviation
-        monkeypatch.setattr("amptune.search.sampler.surrogate.WORTH_A_LOOK", 10)
-        found = quick.belief(seen).deviation
-        assert (found >= 0.85 * true).all()
-    unseen = [i for i in range(len(POINTS)) if i not in order]
-    assert found[unseen].min() > 0.001
+        found, fresh = kept.belief(seen), Surrogate(KNOBS, POINTS).belief(seen)
+        assert found.mean == pytest.approx(fresh.mean)
+        assert found.deviation == pytest.approx(fresh.deviation)
+
+
+def test_what_runs_elsewhere_is_believed_to_turn_out_as_expected_and_is_not_proposed() -> None:
+    seen = {i: Seen(score=math.exp(log_speed(POINTS[i])), seconds=1.0) for i in range(0, len(POINTS), 7)}
+    running: list[int] = []
+    for _ in range(6):
+        proposal = Proposer(KNOBS, POINTS, seed=0).next(seen, {}, running=running)
+        assert proposal is not None
+        assert proposal.index not in {*seen, *running}
+        running.append(proposal.index)
 
 
 def test_less_than_was_expected_by_far_is_a_surprise() -> None:

@@ -275,10 +275,9 @@ def test_where_trials_take_long_the_graphs_come_right_behind_the_baseline(tmp_pa
 
 
 def test_no_graphs_are_chosen_before_the_cheap_trials_though_the_recipes_took_as_long(tmp_path: Path) -> None:
-    """Those trials find that a fused optimizer is no slower."""
     _, _, events = searched_beside(tmp_path, 1200, trial_s=14)
     _, _, behind = around_the_graphs(events)
-    assert next(policy for policy in behind if policy.compile != "off").fused_optimizer
+    assert len(list(takewhile(lambda policy: policy.compile == "off", behind))) >= 3
 
 
 @pytest.mark.parametrize(("trial_s", "graphs"), [(1.5, 5), (20, 2)])
@@ -322,7 +321,7 @@ def test_cheap_trials_have_their_time_still(tmp_path: Path) -> None:
     _, _, events = searched_beside(tmp_path, budget_s=300)
     _, _, behind = around_the_graphs(events)
     eager = list(takewhile(lambda policy: policy.compile == "off", behind))
-    assert len(eager) > 7
+    assert len(eager) >= 7
 
 
 def test_a_study_that_is_resumed_compiles_only_what_it_has_not_measured(tmp_path: Path) -> None:

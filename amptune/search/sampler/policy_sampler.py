@@ -12,8 +12,9 @@ from optuna.trial import FrozenTrial
 
 from amptune.search.sampler.acquisition import Proposal
 from amptune.search.sampler.catalog import Catalog, History
-from amptune.search.sampler.storage import distributions_of, running_in, trials_in
-from amptune.search.space.knobs import Space, Value
+from amptune.search.sampler.storage import running_in, trials_in
+from amptune.search.sampler.surrogate import Belief
+from amptune.search.space.knobs import Value
 from amptune.search.table.trial import Trial
 
 __all__ = ["PolicySampler"]
@@ -24,16 +25,27 @@ class PolicySampler(BaseSampler):
 
     It learns from the finished trials of the Optuna study, and believes that running ones turn out as expected. So any
     process that has the study gets the next policy from it. `fixed` settings and policies to leave out bound the next
-    proposals; `proposal` is the last one, None if no policy was left.
+    proposals; `proposal` is the last one, None if no policy was left or none was asked for: the trial `was_enqueued`,
+    or the sampler `is_idle`.
     """
 
-    def __init__(self, space: Space, catalog: Catalog, history_of: Callable[[Collection[Trial]], History], seed: int):
-        self._distributions = distributions_of(space)
-        self._catalog, self._history_of = catalog, history_of
+    def __init__(
+        self,
+        distributions: Mapping[str, BaseDistribution],
+        catalog: Catalog,
+        history_of: Callable[[Collection[Trial]], History],
+        seed: int,
+    ) -> None:
+        self._distributions, self._catalog, self._history_of = distributions, catalog, history_of
         self._proposer = catalog.proposer(seed)
         self.fixed: Mapping[str, Value] = {}
         self.left_out: Collection[int] = ()
         self.proposal: Proposal | None = None
+        self.was_enqueued = self.is_idle = False
+
+    def belief(self, history: History) -> Belief | None:
+        """Returns the belief about every policy of the catalog; None if fewer than two are known."""
+        return self._proposer.belief(history.seen())
 
     def infer_relative_search_space(
         self,
@@ -48,8 +60,9 @@ class PolicySampler(BaseSampler):
         trial: FrozenTrial,
         search_space: dict[str, BaseDistribution],  # noqa: ARG002
     ) -> dict[str, Any]:
-        """Returns the setting of every knob; {} for a trial whose settings were enqueued."""
-        if "fixed_params" in trial.system_attrs:
+        """Returns the setting of every knob; {} for a trial that needs none."""
+        self.proposal, self.was_enqueued = None, "fixed_params" in trial.system_attrs
+        if self.is_idle or self.was_enqueued:
             return {}
         history = self._history_of(trials_in(study))
         running = {self._catalog.index[one] for one in running_in(study).values() if one in self._catalog.index}

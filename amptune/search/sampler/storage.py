@@ -1,13 +1,16 @@
-"""The storage of a study: its trials, and the records beside them. The only import of Optuna."""
+"""The storage of a study: its trials, and the records beside them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+import time
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ from amptune.search.space.knobs import BATCH_SIZE, Knob, Point, Space
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
-__all__ = ["JOURNAL", "Handle", "Store", "distributions_of", "open_store", "recall", "running_in", "trials_in"]
+__all__ = ["JOURNAL", "Handle", "Store", "open_store", "recall", "running_in", "trials_in"]
 
 JOURNAL = "journal.log"
 SQLITE = "sqlite:///"
@@ -51,7 +54,7 @@ class Store:
 
     def __init__(self, study: optuna.Study, space: Space) -> None:
         self._study = study
-        self._distributions = distributions_of(space)
+        self.distributions = _distributions(space)
 
     def trials(self) -> list[Trial]:
         """Returns the trials that have an outcome, in their order."""
@@ -63,18 +66,17 @@ class Store:
         with _storage_errors():
             self._study.enqueue_trial(dict(point))
 
-    def ask(self, sampler: BaseSampler, *, outside: bool = False) -> Handle:
-        """Begins a trial of an enqueued point if there is one, else of the sampler's.
-
-        A trial for a policy `outside` the space has no parameters, unless it is an enqueued one.
-        """
+    def ask(self, sampler: BaseSampler) -> Handle:
+        """Begins a trial; it has no parameters yet."""
         with _storage_errors():
             self._study.sampler = sampler
-            trial = self._study.ask()
-            if not outside or "fixed_params" in trial.system_attrs:
-                for name, distribution in self._distributions.items():
-                    _suggest(trial, name, distribution)
-            return trial
+            return self._study.ask()
+
+    def settle(self, handle: Handle) -> None:
+        """Gives a trial its parameters: the enqueued ones if it was enqueued, else the sampler's."""
+        with _storage_errors():
+            for name, distribution in self.distributions.items():
+                _suggest(handle, name, distribution)
 
     def claim(self, handle: Handle, policy: Policy) -> bool:
         """Names the policy of a trial to all workers; returns False if one that asked before measures it."""
@@ -291,7 +293,7 @@ def _drop_half_a_line(journal: Path) -> None:
         journal.write_bytes(content[: content.rfind(b"\n") + 1])
 
 
-def distributions_of(space: Space) -> dict[str, BaseDistribution]:
+def _distributions(space: Space) -> dict[str, BaseDistribution]:
     return {knob.name: _distribution(knob) for knob in space.knobs}
 
 
@@ -333,7 +335,7 @@ def running_in(study: optuna.Study) -> dict[int, Policy | None]:
 def _age_s(trial: FrozenTrial) -> float:
     """Returns the seconds since a trial began. Optuna stores the local time, without a time zone."""
     began = trial.datetime_start
-    return math.inf if began is None else (datetime.now() - began).total_seconds()  # noqa: DTZ005
+    return math.inf if began is None else (datetime.now() - began).total_seconds()
 
 
 def _remembered(study: optuna.Study) -> Iterator[Trial]:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
+
+from optuna.samplers import BaseSampler, PartialFixedSampler
 
 from amptune.errors import StudyError
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.settings import Policy
-from amptune.search.batch_size.memory_model import arm_of
 from amptune.search.gate.judge import PolicyJudged
 from amptune.search.gate.limits import Judgement
-from amptune.search.sampler.acquisition import Proposer, Seen, features_of, with_features
+from amptune.search.sampler.acquisition import Proposal
+from amptune.search.sampler.catalog import Catalog, History, ToPolicy
+from amptune.search.sampler.policy_sampler import PolicySampler
 from amptune.search.sampler.records import GateRecord, TuningRecord
 from amptune.search.sampler.storage import Handle, Store, open_store
-from amptune.search.space.knobs import BATCH_SIZE, Knob, Point, Space, points
+from amptune.search.space.knobs import Space
 from amptune.search.table.ablation import variants_of
 from amptune.search.table.objective import THROUGHPUT, Objective, Yardstick
 from amptune.search.table.row import Row
@@ -32,11 +35,8 @@ __all__ = ["Study", "Suggestion", "open_study"]
 OUTLIER_SHARE = 0.6
 # A policy may reach this many standard deviations above its expected score.
 REACH = 3.0
-
-# For the proposer: the FP32 math mode of a policy that computes no product in FP32.
-UNUSED = "unused"
-
-ToPolicy = Callable[[Point], Policy]
+# A foreign sampler may propose so many policies in turn that were measured or are none.
+MOST_ASKED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,63 +53,58 @@ class Suggestion:
     least: float = 0.0
     cost: float = 1.0
 
+    @staticmethod
+    def of(proposal: Proposal | None, policy: Policy, handle: Handle) -> Suggestion:
+        """Returns the suggestion of a policy that was proposed, or asked for."""
+        if proposal is None:
+            return Suggestion(policy, handle)
+        return Suggestion(policy, handle, gain=proposal.gain, least=proposal.least, cost=proposal.cost)
+
 
 class Study:
-    """The trials so far and a proposer of the next one. Every outcome is stored before the next policy is asked for.
+    """The trials so far and a sampler of the next one. Every outcome is stored before the next policy is asked for.
 
-    The trials come from tuning runs of any objective. A trial is used if it failed or has the figure that this
-    `objective` needs. A speed that the objective needs is compared with the `baseline`'s.
+    The trials come from tuning runs of any objective, and from other workers that use the same storage now. A trial is
+    used if it failed or has the figure that this `objective` needs. `sampler` proposes policies; by default amptune's.
     """
 
     def __init__(
         self,
         store: Store,
-        space: Space,
-        to_policy: ToPolicy,
+        catalog: Catalog,
         seed: int,
         objective: Objective = THROUGHPUT,
         baseline: Policy | None = None,
-        fits: Callable[[Policy], bool] = lambda _: True,
+        sampler: BaseSampler | None = None,
     ) -> None:
         self._store = store
+        self._catalog = catalog
         self._objective = objective
         self._baseline = baseline
-        self._to_policy = to_policy
-        self._points: dict[Policy, Point] = {}
-        for point in points(space):
-            policy = to_policy(point)
-            if fits(policy):
-                self._points.setdefault(policy, point)  # deeper points of a short ladder give the same policy
-        self._traits = {policy: _traits(policy, point) for policy, point in self._points.items()}
-        self._choices = {knob.name: knob.choices for knob in space.knobs}
-        self._policies = list(self._points)
-        self._index = {policy: index for index, policy in enumerate(self._policies)}
-        self._proposer = Proposer(
-            with_features(_with_unused(space.knobs)), list(map(features_of, self._traits.values())), seed=seed
-        )
+        self._own = PolicySampler(store.distributions, catalog, self._history_of, seed)
+        self._given = sampler
         self._first: deque[Policy] = deque()
         self._left_out: set[int] = set()
         self._run = ""
         known = store.trials()
+        self._numbers = {trial.number for trial in known}
         self.trials: list[Trial] = list(filter(self._tells, known))
         self._rows = [*(trial.row for trial in known if not self._tells(trial)), *store.rows()]
-        self._outcomes = {trial.policy: trial for trial in self.trials}
-        self._sizes = sorted({policy.batch_size for policy in self._policies if policy.batch_size is not None})
-        for trial in self.trials:
-            self._note_size(trial)
+        self._history = self._history_of(self.trials)
+        self._outcomes = self._history.outcomes
 
     def __contains__(self, policy: Policy) -> bool:
         """Returns True if the space holds a policy, measured or not."""
-        return policy in self._points
+        return policy in self._catalog.points
 
     def has_knob(self, name: str) -> bool:
         """Returns True if the space has a choice for this knob."""
-        return len({point[name] for point in self._points.values() if name in point}) > 1
+        return self._catalog.has_knob(name)
 
     @property
     def size(self) -> int:
         """The number of different policies in the space."""
-        return len(self._points)
+        return len(self._catalog.policies)
 
     def trial_of(self, policy: Policy) -> Trial | None:
         return self._outcomes.get(policy)
@@ -117,38 +112,37 @@ class Study:
     @property
     def yardstick(self) -> Yardstick:
         """The yardstick that trials are compared by, with the baseline's measurement if it is known."""
-        trial = self._outcomes.get(self._baseline) if self._baseline is not None else None
-        outcome = trial.outcome if trial is not None else None
-        return Yardstick(self._objective, outcome if isinstance(outcome, Measurement) else None)
+        return self._history.yardstick
+
+    def _history_of(self, trials: Collection[Trial]) -> History:
+        return History(self._catalog, tuple(filter(self._tells, trials)), self._objective, self._baseline)
 
     def _tells(self, trial: Trial) -> bool:
         """Returns True if a trial can be scored by the objective, or failed."""
         return isinstance(trial.outcome, Failure) or self._objective.score(trial.outcome) is not None
 
+    def _add(self, trial: Trial) -> None:
+        self.trials.append(trial)
+        self._history = self._history_of(self.trials)
+        self._outcomes = self._history.outcomes
+
     def leave_out(self, which: Callable[[Policy], bool]) -> None:
         """Excludes these policies from all suggestions."""
-        self._left_out |= {index for index, policy in enumerate(self._policies) if which(policy)}
+        self._left_out |= {index for policy, index in self._catalog.index.items() if which(policy)}
         self._first = deque(policy for policy in self._first if not which(policy))
 
     def next_smaller(self, policy: Policy) -> Policy | None:
         """Returns the policy with the next smaller batch size of the space, if there is one."""
-        point, smaller = self._points.get(policy), [size for size in self._sizes if size < (policy.batch_size or 0)]
-        return self._to_policy(Point({**point, BATCH_SIZE: smaller[-1]})) if point is not None and smaller else None
-
-    def _note_size(self, trial: Trial) -> None:
-        """Excludes larger batches of the same kind if this one was too large."""
-        if self._is_too_large(trial):
-            kind, size = arm_of(trial.policy), trial.policy.batch_size or 0
-            self.leave_out(lambda policy: (policy.batch_size or 0) >= size and arm_of(policy) == kind)
-
-    def _is_too_large(self, trial: Trial) -> bool:
-        """Returns True if it ran out of memory and a smaller batch might not: its other settings are not to blame."""
-        return len(self._sizes) > 1 and isinstance(trial.outcome, Failure) and trial.outcome.kind == "oom"
+        return self._catalog.next_smaller(policy)
 
     @property
     def has_left_out(self) -> bool:
         """True if an exclusion kept any policy from being measured."""
-        return any(self._policies[index] not in self._outcomes for index in self._left_out)
+        return any(self._catalog.policies[index] not in self._outcomes for index in self._excluded)
+
+    @property
+    def _excluded(self) -> set[int]:
+        return self._left_out | self._history.too_large()
 
     def begin(self, tuning: TuningRecord) -> None:
         """Records that a tuning run uses the study from now on."""
@@ -168,11 +162,20 @@ class Study:
             self._store.note_row(row)
 
     def catch_up(self) -> None:
-        """Adds the timings that other workers have stored meanwhile; a storage that fails adds none."""
+        """Adds what other workers have measured meanwhile; a storage that fails adds nothing."""
         with suppress(StudyError):
-            stored = [*(trial.row for trial in self._store.trials()), *self._store.rows()]
-            known = set(self.table)
-            self._rows += [row for row in stored if row.run != self._run and row not in known]
+            self._catch_up_trials()
+            known = set(self._rows)
+            self._rows += [row for row in self._store.rows() if row.run != self._run and row not in known]
+
+    def _catch_up_trials(self) -> None:
+        for trial in self._store.trials():
+            if trial.number not in self._numbers:
+                self._numbers.add(trial.number)
+                if self._tells(trial):
+                    self._add(replace(trial, number=len(self.trials)))
+                else:
+                    self._rows.append(trial.row)
 
     @property
     def table(self) -> list[Row]:
@@ -202,17 +205,55 @@ class Study:
         self._first.extendleft(reversed(policies))
 
     def suggest(self, fixed: Mapping[str, Any] | None = None) -> Suggestion | None:
-        """Returns the next unmeasured policy, with some knobs fixed; None if all such policies are measured."""
+        """Returns the next unmeasured policy, with some knobs fixed; None if all such policies are measured.
+
+        A policy that another worker measures is none of them. What a foreign sampler proposes may have been measured,
+        or be no policy of the space: after some of those it is amptune's own sampler that proposes.
+        """
+        for attempt in count():
+            self._catch_up_trials()
+            wanted = self._next_wanted()
+            given = None if attempt >= MOST_ASKED else self._given
+            handle = self._ask(wanted, fixed or {}, given)
+            proposal = self._own.proposal if wanted is None and given is None else None
+            policy = self._catalog.policy_of(handle.params) if handle.params else wanted
+            if policy is not None and self._is_free(policy, wanted) and self._store.claim(handle, policy):
+                self._catch_up_trials()  # another worker may have been faster
+                if policy not in self._outcomes:
+                    return Suggestion.of(proposal, policy, handle)
+            self._store.forget(handle)
+            if proposal is None and wanted is None and given is None and not self._own.was_enqueued:
+                return None
+        raise AssertionError  # count() has no end
+
+    def _next_wanted(self) -> Policy | None:
+        """Returns the policy that was put first and is neither measured, nor being measured, nor known not to fit."""
+        too_large = self._history.too_large()
         while self._first:
-            if self._first[0] not in self._outcomes:
-                return self._ask_for(self._first[0])
+            first = self._first[0]
+            is_open = first not in self._outcomes and self._catalog.index.get(first) not in too_large
+            if is_open and first not in self._store.running():
+                return first
             self._first.popleft()
-        seen = self._seen()
-        proposal = self._proposer.next(seen, fixed or {}, self._left_out)
-        if proposal is None:
-            return None
-        suggestion = self._ask_for(self._policies[proposal.index])
-        return replace(suggestion, gain=proposal.gain, least=proposal.least, cost=proposal.cost)
+        return None
+
+    def _ask(self, wanted: Policy | None, fixed: Mapping[str, Any], given: BaseSampler | None) -> Handle:
+        """Begins a trial of the wanted policy, else of what is proposed; another worker may have enqueued a policy."""
+        point = self._catalog.points.get(wanted) if wanted is not None else None
+        if point is not None:
+            self._store.enqueue(point)
+        self._own.fixed, self._own.left_out, self._own.is_idle = fixed, self._excluded, wanted is not None
+        sampler: BaseSampler = self._own
+        if wanted is None and given is not None:
+            sampler = PartialFixedSampler(dict(fixed), given) if fixed else given
+        handle = self._store.ask(sampler)
+        if wanted is None or point is not None or self._own.was_enqueued:
+            self._store.settle(handle)
+        return handle
+
+    def _is_free(self, policy: Policy, wanted: Policy | None) -> bool:
+        is_excluded = policy != wanted and self._catalog.index.get(policy) in self._excluded
+        return policy not in self._outcomes and not is_excluded
 
     def ranked(self) -> list[Policy]:
         """Returns the measured policies, the best first, those that are too slow for the objective last.
@@ -220,13 +261,13 @@ class Study:
         Two orders alternate. One is by the estimate from all trials together, as a single short measurement may be
         lucky or an outlier. The other is by its own score, as the estimate knows little of a policy unlike all others.
         """
-        belief, yardstick = self._proposer.belief(self._seen()), self.yardstick
+        belief, yardstick = self._own.belief(self._history), self.yardstick
         measured: dict[Policy, tuple[bool, float]] = {}
         expected: dict[Policy, tuple[bool, float]] = {}
         for trial in self.trials:
             score = yardstick.score(trial.outcome)
             if score is not None:
-                allowed, index = yardstick.allows(trial.outcome), self._index.get(trial.policy)
+                allowed, index = yardstick.allows(trial.outcome), self._catalog.index.get(trial.policy)
                 measured[trial.policy] = allowed, math.log(score)
                 mean = math.log(score) if belief is None or index is None else float(belief.mean[index])
                 expected[trial.policy] = allowed, mean
@@ -240,13 +281,12 @@ class Study:
         measurement that may be an outlier excludes a policy.
         """
         simpler = [variant.policy for variant in variants_of(policy)]
-        own = self._traits.get(policy)
-        others = () if own is None else (p for p, its in self._traits.items() if self._steps_between(its, own) == 1)
+        others = self._catalog.one_step_from(policy)
         near = [other for other in dict.fromkeys([*simpler, *others]) if not self._is_hopeless(other, beside=policy)]
-        belief = self._proposer.belief(self._seen())
+        belief = self._own.belief(self._history)
 
         def reach(other: Policy) -> float:
-            index = self._index.get(other)
+            index = self._catalog.index.get(other)
             return (
                 math.inf
                 if belief is None or index is None
@@ -269,42 +309,23 @@ class Study:
         """Returns the score without a penalty for low speed, as that is one measurement and may be an outlier."""
         return (self._objective.score(outcome) or 0.0) if isinstance(outcome, Measurement) else 0.0
 
-    def _steps_between(self, a: Point, b: Point) -> int:
-        """Counts one for another word, and for numbers the choices from one to the other."""
-        return sum(
-            1 if isinstance(a[name], str) else abs(choices.index(a[name]) - choices.index(b[name]))
-            for name, choices in self._choices.items()
-            if a[name] != b[name] and UNUSED not in (a[name], b[name])
-        )
-
     def reconsider(self, policy: Policy) -> None:
         """Forgets a failure: on a busy machine it may have been chance, and nothing works without a baseline."""
         trial = self._outcomes.get(policy)
         if trial is not None and isinstance(trial.outcome, Failure):
-            del self._outcomes[policy]
             self.trials.remove(trial)
+            self._history = self._history_of(self.trials)
+            self._outcomes = self._history.outcomes
 
     def tell(self, suggestion: Suggestion, trial: Trial) -> None:
         """Adds an outcome and stores it."""
-        self.trials.append(trial)  # first, so that a storage that fails now does not lose it
-        self._outcomes[trial.policy] = trial
-        self._note_size(trial)
+        self._numbers.add(suggestion.handle.number)
+        self._add(trial)  # first, so that a storage that fails now does not lose it
         self._store.tell(suggestion.handle, trial)
 
     def forget(self, suggestion: Suggestion) -> None:
         """Leaves a suggestion unmeasured, so that it can be asked for again."""
         self._store.forget(suggestion.handle)
-
-    def _seen(self) -> dict[int, Seen]:
-        yardstick = self.yardstick
-        return {
-            self._index[policy]: Seen(score=yardstick.score(trial.outcome), seconds=trial.seconds)
-            for policy, trial in self._outcomes.items()
-            if policy in self._index and not self._is_too_large(trial)
-        }
-
-    def _ask_for(self, policy: Policy) -> Suggestion:
-        return Suggestion(policy, self._store.ask(self._points.get(policy)))
 
 
 def open_study(
@@ -318,6 +339,7 @@ def open_study(
     objective: Objective = THROUGHPUT,
     baseline: Policy | None = None,
     fits: Callable[[Policy], bool] = lambda _: True,
+    sampler: BaseSampler | None = None,
 ) -> Study:
     """Opens or resumes a study: `where` is a folder (a journal file in it) or a database URL.
 
@@ -327,13 +349,4 @@ def open_study(
     Raises `StudyError` if the storage cannot be used.
     """
     store = open_store(where, name, stored or space)
-    return Study(store, space, to_policy, seed, objective, baseline, fits)
-
-
-def _traits(policy: Policy, point: Point) -> Point:
-    """Returns the settings that decide speed: the point, with an FP32 math mode that acts on nothing marked unused."""
-    return point if policy.uses_fp32_math or "fp32_math" not in point else Point({**point, "fp32_math": UNUSED})
-
-
-def _with_unused(knobs: Sequence[Knob]) -> list[Knob]:
-    return [replace(knob, choices=(*knob.choices, UNUSED)) if knob.name == "fp32_math" else knob for knob in knobs]
+    return Study(store, Catalog(space, to_policy, fits), seed, objective, baseline, sampler)

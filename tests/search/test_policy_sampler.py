@@ -1,0 +1,124 @@
+"""The study as Optuna knows it: samplers, workers beside one another, and what plain Optuna reads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.samplers import BaseSampler, GPSampler, PartialFixedSampler, RandomSampler, TPESampler
+from optuna.trial import TrialState
+from simulated.recorded import RecordedEvaluator, recorded_ms
+
+from amptune.measure.results.outcome import Effort, Failure
+from amptune.policy.settings import STOCK, Policy
+from amptune.search.sampler.study import Study, open_study
+from amptune.search.space.candidates import Candidates, Wanted, candidates_for
+from amptune.search.table.trial import Trial
+
+WORKER = """
+import json, sys
+sys.path[:0] = sys.argv[3:]
+from test_policy_sampler import opened, searched
+study = opened(sys.argv[1], sampler=None)
+print(json.dumps([str(policy) for policy in searched(study, int(sys.argv[2]))]))
+"""
+
+
+def candidates() -> Candidates:
+    return candidates_for(RecordedEvaluator("resnet50").prepare(1.0), Wanted(baseline=STOCK, pins={}))
+
+
+def opened(where: Path | str, sampler: BaseSampler | None = None) -> Study:
+    known = candidates()
+    return open_study(where, "study", known.space, known.policy_of, seed=0, baseline=STOCK, sampler=sampler)
+
+
+def searched(study: Study, count: int) -> list[Policy]:
+    """Measures so many suggestions."""
+    found = []
+    for _ in range(count):
+        suggestion = study.suggest()
+        if suggestion is None:
+            break
+        found.append(suggestion.policy)
+        outcome = RecordedEvaluator("resnet50").measure(suggestion.policy, Effort())
+        number = len(study.trials)
+        study.tell(suggestion, Trial(number=number, policy=suggestion.policy, outcome=outcome, seconds=1.0))
+    return found
+
+
+def test_a_new_process_asks_what_the_old_one_would_have_asked(tmp_path: Path) -> None:
+    whole = searched(opened(tmp_path / "whole"), 16)
+    parts = [policy for _ in range(4) for policy in searched(opened(tmp_path / "parts"), 4)]
+    assert parts == whole
+
+
+def test_what_runs_in_one_worker_is_not_suggested_to_another(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    first, second = opened(url), opened(url)
+    for study in (first, second):
+        study.measure_first([STOCK])
+    one, other = first.suggest(), second.suggest()
+    assert one is not None
+    assert other is not None
+    assert one.policy == STOCK != other.policy
+    first.tell(one, Trial(number=0, policy=STOCK, outcome=Failure(kind="oom", message=""), seconds=1.0, run="first"))
+    second.catch_up()
+    assert second.trial_of(STOCK) is not None
+
+
+@pytest.mark.slow
+def test_four_workers_on_one_study_measure_nothing_twice(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    opened(url)
+    command = [sys.executable, "-c", WORKER, url, "12", *sys.path]
+    workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    asked = [policy for worker in workers for policy in json.loads(worker.communicate(timeout=300)[0])]
+    assert len(asked) == len(set(asked)) == 48
+
+
+@pytest.mark.parametrize(
+    "sampler", [RandomSampler(seed=0), TPESampler(seed=0, n_startup_trials=4)], ids=["random", "tpe"]
+)
+def test_optunas_own_samplers_search_the_space(tmp_path: Path, sampler: BaseSampler) -> None:
+    study = opened(tmp_path, sampler)
+    study.measure_first([STOCK])
+    found = searched(study, 25)
+    assert len(set(found)) == 25
+    assert all(policy in study for policy in found)
+    assert min(recorded_ms("resnet50", policy) for policy in found) < recorded_ms("resnet50", STOCK)
+
+
+@pytest.mark.slow
+def test_optunas_gaussian_process_searches_too(tmp_path: Path) -> None:
+    assert len(set(searched(opened(tmp_path, GPSampler(seed=0)), 15))) == 15
+
+
+def test_a_sampler_that_always_proposes_the_same_hands_over(tmp_path: Path) -> None:
+    stubborn = PartialFixedSampler(dict(candidates().space.try_first[0]), RandomSampler())
+    assert len(set(searched(opened(tmp_path, stubborn), 5))) == 5
+
+
+def test_plain_optuna_reads_values_and_the_parameters_that_ran(tmp_path: Path) -> None:
+    study = opened(f"sqlite:///{tmp_path / 'study.db'}")
+    study.measure_first([STOCK])
+    found = searched(study, 12)
+    plain = optuna.load_study(study_name="study", storage=f"sqlite:///{tmp_path / 'study.db'}")
+    complete = plain.get_trials(states=(TrialState.COMPLETE,))
+    ran = [candidates().policy_of(trial.params) for trial in complete]  # type: ignore[arg-type]
+    assert ran == found
+    assert plain.best_value == pytest.approx(max(trial.samples_per_s for trial in study.trials))
+    assert set(optuna.importance.get_param_importances(plain)) == set(complete[0].params)
+
+
+def test_a_trial_left_by_a_killed_worker_blocks_nothing(tmp_path: Path) -> None:
+    study = opened(tmp_path)
+    study.measure_first([STOCK])
+    assert study.suggest() is not None
+    again = opened(tmp_path)
+    again.measure_first([STOCK])
+    assert searched(again, 1) == [STOCK]
