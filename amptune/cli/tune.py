@@ -42,6 +42,8 @@ __all__ = ["tune_command"]
 @click.option("--report", metavar="F.html", help="Write a page of what was found too, as `amptune report` does.")
 @click.option("--study", metavar="DIR|URL", help="Where trials are remembered. Default: .amptune/TARGET.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the search; batches have their own.")
+@click.option("--sampler", type=click.Choice(["amptune", "tpe", "gp", "random"]), default="amptune", show_default=True,
+              help="What proposes policies: amptune's own sampler, or one of Optuna's.")  # fmt: skip
 @json_option
 @pass_session
 def tune_command(session: Session, /, output: str, as_json: bool, report: str | None, **options: Any) -> int:
@@ -94,10 +96,12 @@ def _request(
     device: str | None,
     study: str | None,
     seed: int,
+    sampler: str,
     objective: str,
     least_speed: float | None,
 ) -> TuningRequest:
     from amptune.search.request import TuningRequest, place_of, source_of
+    from amptune.search.sampler.policy_sampler import sampler_named
     from amptune.search.space.candidates import Wanted
     from amptune.search.table.objective import objective_of
 
@@ -118,6 +122,7 @@ def _request(
         study=storage,
         device=device,
         seed=seed,
+        sampler=sampler_named(sampler, seed),
         objective=objective_of(objective, least_speed),
     )
 

@@ -24,6 +24,7 @@ from amptune.search.gate.judge import Judge
 from amptune.search.plan.budget import Budget, comparisons_s, larger_batch_s, loop_s
 from amptune.search.request import TuningRequest, place_of, source_of
 from amptune.search.run import TuningRun
+from amptune.search.sampler.policy_sampler import Sampler
 from amptune.search.sampler.records import without_password
 from amptune.search.sampler.study import Study
 from amptune.search.space.candidates import Candidates, GlobalBatch, Wanted, candidates_for
@@ -62,6 +63,7 @@ def tune(
     device: str | None = None,
     study: str | Path | None = None,
     seed: int = 0,
+    sampler: Sampler | None = None,
     objective: ObjectiveName = "throughput",
     least_speed: float | None = None,
     observer: Observer | None = None,
@@ -73,7 +75,8 @@ def tune(
     number of policies tried. `space` names a search space or its file, `pins` fixes knobs by name, `study`
     is a folder or a database URL to remember trials in (default: under `.amptune/`). `batch_size` is a number, or
     "auto" to search it too. `global_batch` is the samples of one optimizer step over all `devices`; batches are
-    accumulated to reach it. `compile` says whether to try torch.compile; by default the budget decides.
+    accumulated to reach it. `compile` says whether to try torch.compile; by default the budget decides. A `sampler` of
+    Optuna proposes policies in place of amptune's own, for throughput.
 
     The `objective` is samples per second; or "memory", the least peak memory at no less than `least_speed` times the
     baseline's samples per second (default: 1); or "energy", joules per sample, where the GPU counts them. One study
@@ -100,6 +103,7 @@ def tune(
         study=storage,
         device=device,
         seed=seed,
+        sampler=sampler,
         objective=objective_of(objective, least_speed),
     )
     return run_tuning(request, observer or (lambda _: None))

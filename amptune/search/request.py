@@ -10,10 +10,11 @@ from uuid import uuid4
 
 import cloudpickle
 
-from amptune.errors import TargetError
+from amptune.errors import ObjectiveError, TargetError
 from amptune.measure.workers.worker import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.plan.budget import Budget
+from amptune.search.sampler.policy_sampler import Sampler
 from amptune.search.space.candidates import Wanted
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.workload.targets import parse_target
@@ -26,7 +27,8 @@ __all__ = ["TuningRequest", "place_of", "source_of"]
 class TuningRequest:
     """A request for one tuning run. `study` is a folder or a database URL; `folder` has the log and the lock.
 
-    `run` names it among all runs of the study; `began` is UTC, ISO 8601.
+    `sampler` proposes policies; by default amptune's own. `run` names it among all runs of the study; `began` is UTC,
+    ISO 8601. Raises `ObjectiveError` if a sampler is given that cannot serve the objective.
     """
 
     source: Source
@@ -36,9 +38,16 @@ class TuningRequest:
     study: Path | str
     device: str | None = None
     seed: int = 0
+    sampler: Sampler | None = None
     objective: Objective = THROUGHPUT
     run: str = field(default_factory=lambda: uuid4().hex[:12])
     began: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
+
+    def __post_init__(self) -> None:
+        if self.sampler is not None and self.objective != THROUGHPUT:
+            raise ObjectiveError(
+                f"a study's values are samples per second, so only amptune's own sampler serves {self.objective.name}"
+            )
 
     @property
     def options(self) -> tuple[str, ...]:

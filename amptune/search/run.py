@@ -73,6 +73,7 @@ class TuningRun:
             objective=self.request.objective,
             baseline=candidates.baseline,
             fits=self.sizes.fits,
+            sampler=self.request.sampler,
         )
         study.begin(self._record)
         for judgement in self.judge.judgements.values():

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import optuna
 import pytest
-from optuna.samplers import BaseSampler, GPSampler, PartialFixedSampler, RandomSampler, TPESampler
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import TrialState
 from simulated.recorded import RecordedEvaluator, recorded_ms
 
 from amptune.measure.results.outcome import Effort, Failure
 from amptune.policy.settings import STOCK, Policy
+from amptune.search.sampler.policy_sampler import sampler_named, with_fixed
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.table.trial import Trial
@@ -95,11 +96,11 @@ def test_optunas_own_samplers_search_the_space(tmp_path: Path, sampler: BaseSamp
 
 @pytest.mark.slow
 def test_optunas_gaussian_process_searches_too(tmp_path: Path) -> None:
-    assert len(set(searched(opened(tmp_path, GPSampler(seed=0)), 15))) == 15
+    assert len(set(searched(opened(tmp_path, sampler_named("gp", seed=0)), 15))) == 15
 
 
 def test_a_sampler_that_always_proposes_the_same_hands_over(tmp_path: Path) -> None:
-    stubborn = PartialFixedSampler(dict(candidates().space.try_first[0]), RandomSampler())
+    stubborn = with_fixed(RandomSampler(), candidates().space.try_first[0])
     assert len(set(searched(opened(tmp_path, stubborn), 5))) == 5
 
 

@@ -666,8 +666,12 @@ def replay(
     budget_s: float = 300.0,
     folder: Path = Path(),
     flat: float | None = None,
+    sampler: Any = None,
 ) -> Replay:
-    """Tunes once, in simulated time. `flat` (None: no) makes all policies equal, or slower by up to that share."""
+    """Tunes once, in simulated time. `flat` (None: no) makes all policies equal, or slower by up to that share.
+
+    A `sampler` of Optuna proposes in place of amptune's own.
+    """
     started = time.perf_counter()
     clock = SimulatedClock()
     evaluator = SyntheticEvaluator(landscape_of(workload, flat), clock, trouble or Trouble(), seed)
@@ -678,6 +682,7 @@ def replay(
         folder=folder,
         study=InMemoryStorage(),  # type: ignore[arg-type]  # Optuna takes one; a journal's 8 ms a trial are saved
         seed=seed,
+        **({} if sampler is None else {"sampler": sampler}),
     )
     comparisons: list[ComparisonStarted] = []
 

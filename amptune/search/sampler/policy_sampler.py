@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution
-from optuna.samplers import BaseSampler
+from optuna.samplers import BaseSampler, GPSampler, PartialFixedSampler, RandomSampler, TPESampler
 from optuna.trial import FrozenTrial
 
 from amptune.search.sampler.acquisition import Proposal
@@ -17,7 +19,38 @@ from amptune.search.sampler.surrogate import Belief
 from amptune.search.space.knobs import Value
 from amptune.search.table.trial import Trial
 
-__all__ = ["PolicySampler"]
+__all__ = ["PolicySampler", "Sampler", "sampler_named", "with_fixed"]
+
+# What `amptune.tune` takes: any of Optuna's samplers.
+Sampler = BaseSampler
+
+
+def sampler_named(name: str, seed: int) -> BaseSampler | None:
+    """Returns one of Optuna's samplers by its name; None for "amptune", which needs the study's space."""
+    with _experimental():
+        match name:
+            case "tpe":
+                return TPESampler(seed=seed)
+            case "gp":
+                return GPSampler(seed=seed)
+            case "random":
+                return RandomSampler(seed=seed)
+    return None
+
+
+def with_fixed(sampler: BaseSampler, fixed: Mapping[str, Value]) -> BaseSampler:
+    """Returns a sampler that proposes as this one, with some knobs fixed."""
+    if not fixed:
+        return sampler
+    with _experimental():
+        return PartialFixedSampler(dict(fixed), sampler)
+
+
+@contextmanager
+def _experimental() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        yield
 
 
 class PolicySampler(BaseSampler):

@@ -102,8 +102,10 @@ class Store:
             handle.set_user_attr("seconds", trial.seconds)
             handle.set_user_attr("run", trial.run)
             handle.set_user_attr("moment_s", round(trial.moment_s, 3))
-            if hasattr(handle, "set_constraint"):  # since Optuna 5; before, `_sampler` sets it
+            if hasattr(handle, "set_constraint"):  # since Optuna 5; before, only a sampler can store it
                 handle.set_constraint("feasible", 1.0 if isinstance(trial.outcome, Failure) else 0.0)
+            else:
+                self._study.sampler = TPESampler(constraints_func=_violation)
             self._study.tell(handle, trial.samples_per_s)
 
     def forget(self, handle: Handle) -> None:
@@ -146,21 +148,11 @@ def open_store(where: Path | str, name: str, space: Space) -> Store:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings(), _storage_errors():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        study = optuna.create_study(
-            storage=_storage(where), sampler=_sampler(), study_name=name, direction="maximize", load_if_exists=True
-        )
+        study = optuna.create_study(storage=_storage(where), study_name=name, direction="maximize", load_if_exists=True)
         if isinstance(where, Path):  # one process at a time has a folder, so nothing runs there now
             for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
                 study.tell(trial.number, state=TrialState.FAIL)
         return Store(study, space)
-
-
-def _sampler() -> BaseSampler | None:
-    """Returns Optuna's default; under Optuna 4 one that stores and sees what failed, as only samplers can do so there.
-
-    It is never asked for a point: every trial is enqueued or has no parameters.
-    """
-    return None if hasattr(optuna.Trial, "set_constraint") else TPESampler(constraints_func=_violation)
 
 
 def _violation(trial: FrozenTrial) -> tuple[float]:

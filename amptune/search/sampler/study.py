@@ -11,8 +11,6 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from optuna.samplers import BaseSampler, PartialFixedSampler
-
 from amptune.errors import StudyError
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.settings import Policy
@@ -20,7 +18,7 @@ from amptune.search.gate.judge import PolicyJudged
 from amptune.search.gate.limits import Judgement
 from amptune.search.sampler.acquisition import Proposal
 from amptune.search.sampler.catalog import Catalog, History, ToPolicy
-from amptune.search.sampler.policy_sampler import PolicySampler
+from amptune.search.sampler.policy_sampler import PolicySampler, Sampler, with_fixed
 from amptune.search.sampler.records import GateRecord, TuningRecord
 from amptune.search.sampler.storage import Handle, Store, open_store
 from amptune.search.space.knobs import Space
@@ -75,7 +73,7 @@ class Study:
         seed: int,
         objective: Objective = THROUGHPUT,
         baseline: Policy | None = None,
-        sampler: BaseSampler | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         self._store = store
         self._catalog = catalog
@@ -237,16 +235,14 @@ class Study:
             self._first.popleft()
         return None
 
-    def _ask(self, wanted: Policy | None, fixed: Mapping[str, Any], given: BaseSampler | None) -> Handle:
+    def _ask(self, wanted: Policy | None, fixed: Mapping[str, Any], given: Sampler | None) -> Handle:
         """Begins a trial of the wanted policy, else of what is proposed; another worker may have enqueued a policy."""
         point = self._catalog.points.get(wanted) if wanted is not None else None
         if point is not None:
             self._store.enqueue(point)
         self._own.fixed, self._own.left_out, self._own.is_idle = fixed, self._excluded, wanted is not None
-        sampler: BaseSampler = self._own
-        if wanted is None and given is not None:
-            sampler = PartialFixedSampler(dict(fixed), given) if fixed else given
-        handle = self._store.ask(sampler)
+        proposes = self._own if wanted is not None or given is None else with_fixed(given, fixed)
+        handle = self._store.ask(proposes)
         if wanted is None or point is not None or self._own.was_enqueued:
             self._store.settle(handle)
         return handle
@@ -339,7 +335,7 @@ def open_study(
     objective: Objective = THROUGHPUT,
     baseline: Policy | None = None,
     fits: Callable[[Policy], bool] = lambda _: True,
-    sampler: BaseSampler | None = None,
+    sampler: Sampler | None = None,
 ) -> Study:
     """Opens or resumes a study: `where` is a folder (a journal file in it) or a database URL.
 
