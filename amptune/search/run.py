@@ -163,6 +163,7 @@ class TuningRun:
     def compare(self, evaluator: Evaluator, observer: Observer) -> None:
         """Measures what tells most about the verdict, until it is known or the budget is spent."""
         self.study.catch_up()
+        self.anchor(evaluator)
         Narrowing(
             evaluator=evaluator,
             budget=self.request.budget,
