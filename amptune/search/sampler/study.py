@@ -79,7 +79,7 @@ class Study:
         self._catalog = catalog
         self._objective = objective
         self._baseline = baseline
-        self._own = PolicySampler(store.distributions, catalog, self._history_of, seed)
+        self._own = PolicySampler(store.distributions, catalog, self._history_that_tells, seed)
         self._given = sampler
         self._first: deque[Policy] = deque()
         self._left_out: set[int] = set()
@@ -113,7 +113,10 @@ class Study:
         return self._history.yardstick
 
     def _history_of(self, trials: Collection[Trial]) -> History:
-        return History(self._catalog, tuple(filter(self._tells, trials)), self._objective, self._baseline)
+        return History(self._catalog, tuple(trials), self._objective, self._baseline)
+
+    def _history_that_tells(self, trials: Collection[Trial]) -> History:
+        return self._history_of(list(filter(self._tells, trials)))
 
     def _tells(self, trial: Trial) -> bool:
         """Returns True if a trial can be scored by the objective, or failed."""
