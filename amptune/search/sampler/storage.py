@@ -55,6 +55,7 @@ class Store:
     def __init__(self, study: optuna.Study, space: Space) -> None:
         self._study = study
         self.distributions = _distributions(space)
+        self._teller = TPESampler(constraints_func=_violation)
 
     def trials(self) -> list[Trial]:
         """Returns the trials that have an outcome, in their order."""
@@ -105,7 +106,7 @@ class Store:
             if hasattr(handle, "set_constraint"):  # since Optuna 5; before, only a sampler can store it
                 handle.set_constraint("feasible", 1.0 if isinstance(trial.outcome, Failure) else 0.0)
             else:
-                self._study.sampler = TPESampler(constraints_func=_violation)
+                self._study.sampler = self._teller
             self._study.tell(handle, trial.samples_per_s)
 
     def forget(self, handle: Handle) -> None:
