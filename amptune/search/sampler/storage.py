@@ -55,7 +55,8 @@ class Store:
     def __init__(self, study: optuna.Study, space: Space) -> None:
         self._study = study
         self.distributions = _distributions(space)
-        self._teller = TPESampler(constraints_func=_violation)
+        # Since Optuna 5 a trial stores its own constraint; before, only a sampler can.
+        self._teller = None if hasattr(optuna.Trial, "set_constraint") else TPESampler(constraints_func=_violation)
 
     def trials(self) -> list[Trial]:
         """Returns the trials that have an outcome, in their order."""
@@ -103,7 +104,7 @@ class Store:
             handle.set_user_attr("seconds", trial.seconds)
             handle.set_user_attr("run", trial.run)
             handle.set_user_attr("moment_s", round(trial.moment_s, 3))
-            if hasattr(handle, "set_constraint"):  # since Optuna 5; before, only a sampler can store it
+            if self._teller is None:
                 handle.set_constraint("feasible", 1.0 if isinstance(trial.outcome, Failure) else 0.0)
             else:
                 self._study.sampler = self._teller
