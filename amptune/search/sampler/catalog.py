@@ -76,7 +76,7 @@ class Catalog:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What became of the policies of a catalog so far, for an objective. A later trial of a policy replaces a former.
+    """The trials of a catalog's policies so far, as an objective sees them. A policy's later trial replaces a former.
 
     A trial tells something if it failed or has the figure that the objective needs. A speed that the objective needs is
     compared with the `baseline`'s.

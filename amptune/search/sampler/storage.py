@@ -8,7 +8,7 @@ import math
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -58,10 +58,10 @@ class Store:
         # Since Optuna 5 a trial stores its own constraint; before, only a sampler can.
         self._teller = None if hasattr(optuna.Trial, "set_constraint") else TPESampler(constraints_func=_violation)
 
-    def trials(self) -> list[Trial]:
-        """Returns the trials that have an outcome, in their order."""
+    def trials(self, besides: Collection[int] = ()) -> list[Trial]:
+        """Returns the trials that have an outcome, in their order, except those with the numbers `besides`."""
         with _storage_errors():
-            return trials_in(self._study)
+            return trials_in(self._study, besides)
 
     def enqueue(self, point: Point) -> None:
         """Puts a point of the space first, for whichever worker asks next."""
@@ -309,9 +309,9 @@ def _suggest(trial: Handle, name: str, distribution: BaseDistribution) -> None:
         trial.suggest_int(name, distribution.low, distribution.high, log=distribution.log)
 
 
-def trials_in(study: optuna.Study) -> list[Trial]:
-    """Returns the trials of an Optuna study that have an outcome, in their order."""
-    return sorted(_remembered(study), key=lambda trial: trial.number)
+def trials_in(study: optuna.Study, besides: Collection[int] = ()) -> list[Trial]:
+    """Returns the trials of an Optuna study that have an outcome, in their order, except the numbers `besides`."""
+    return sorted(_remembered(study, besides), key=lambda trial: trial.number)
 
 
 def running_in(study: optuna.Study) -> dict[int, Policy | None]:
@@ -332,10 +332,10 @@ def _age_s(trial: FrozenTrial) -> float:
     return math.inf if began is None else (datetime.now() - began).total_seconds()
 
 
-def _remembered(study: optuna.Study) -> Iterator[Trial]:
+def _remembered(study: optuna.Study, besides: Collection[int]) -> Iterator[Trial]:
     for frozen in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
         attributes: Mapping[str, Any] = frozen.user_attrs
-        if "outcome" in attributes:
+        if "outcome" in attributes and frozen.number not in besides:
             yield Trial(
                 number=frozen.number,
                 policy=policy_from_dict(attributes["policy"]),

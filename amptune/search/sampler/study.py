@@ -170,13 +170,12 @@ class Study:
             self._rows += [row for row in self._store.rows() if row.run != self._run and row not in known]
 
     def _catch_up_trials(self) -> None:
-        for trial in self._store.trials():
-            if trial.number not in self._numbers:
-                self._numbers.add(trial.number)
-                if self._tells(trial):
-                    self._add(replace(trial, number=len(self.trials)))
-                else:
-                    self._rows.append(trial.row)
+        for trial in self._store.trials(besides=self._numbers):
+            self._numbers.add(trial.number)
+            if self._tells(trial):
+                self._add(replace(trial, number=len(self.trials)))
+            else:
+                self._rows.append(trial.row)
 
     @property
     def table(self) -> list[Row]:
@@ -218,7 +217,7 @@ class Study:
             handle = self._ask(wanted, fixed or {}, given)
             proposal = self._own.proposal if wanted is None and given is None else None
             policy = self._catalog.policy_of(handle.params) if handle.params else wanted
-            if policy is not None and self._is_free(policy, wanted) and self._store.claim(handle, policy):
+            if policy is not None and self._is_free(policy, wanted) and self._claims(handle, policy):
                 self._catch_up_trials()  # another worker may have been faster
                 if policy not in self._outcomes:
                     return Suggestion.of(proposal, policy, handle)
@@ -228,12 +227,15 @@ class Study:
         raise AssertionError  # count() has no end
 
     def _next_wanted(self) -> Policy | None:
-        """Returns the policy that was put first and is neither measured, nor being measured, nor known not to fit."""
+        """Returns the policy that was put first and is neither measured, nor being measured, nor known not to fit.
+
+        The baseline is measured though another worker, perhaps a killed one, has begun it: nothing works without it.
+        """
         too_large = self._history.too_large()
         while self._first:
             first = self._first[0]
             is_open = first not in self._outcomes and self._catalog.index.get(first) not in too_large
-            if is_open and first not in self._store.running():
+            if is_open and (first == self._baseline or first not in self._store.running()):
                 return first
             self._first.popleft()
         return None
@@ -249,6 +251,9 @@ class Study:
         if wanted is None or point is not None or self._own.was_enqueued:
             self._store.settle(handle)
         return handle
+
+    def _claims(self, handle: Handle, policy: Policy) -> bool:
+        return self._store.claim(handle, policy) or policy == self._baseline
 
     def _is_free(self, policy: Policy, wanted: Policy | None) -> bool:
         is_excluded = policy != wanted and self._catalog.index.get(policy) in self._excluded

@@ -1,4 +1,4 @@
-"""What makes two measurements of one policy differ: effects, and how large they are before a row is seen. Values.
+"""Effects: the reasons why measurements of one policy differ, with their sizes before a row is seen. Values.
 
 The priors are learned from repeated sittings of models on two kinds of machine (reports/sittings).
 """
