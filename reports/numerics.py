@@ -115,7 +115,7 @@ def _faults(device: torch.device) -> Iterator[dict[str, Any]]:
 def _fault(fault: Fault, bench: Bench, recipe: Policy) -> dict[str, Any]:
     start_s = time.perf_counter()
     evaluator: Any = OnABench(bench)
-    gatekeeper = Judge(evaluator, STOCK, Budget(seconds=3600), lambda _: None, share=1.0)
+    gatekeeper = Judge(evaluator, STOCK, Budget(seconds=3600), lambda _: None)
     judgement = gatekeeper.judgement_of(recipe)
     assert judgement is not None  # noqa: S101  # autocast is never exempt
     row: dict[str, Any] = {

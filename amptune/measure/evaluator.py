@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -11,12 +11,12 @@ from typing import Protocol, Self
 from amptune.errors import NothingFeasibleError
 from amptune.measure.results.half_effects import Half, ModuleTrace, Sensitivity
 from amptune.measure.results.loop_timing import LoopTiming
-from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
+from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Prepared
 from amptune.measure.results.training_runs import Parity, Reference
 from amptune.measure.workers import worker
-from amptune.measure.workers.processes import WorkerProcess, stop_all, workers_that_fit
+from amptune.measure.workers.processes import Pending, WorkerProcess, stop_all, workers_that_fit
 from amptune.measure.workers.worker import Setting, Source
 from amptune.policy.settings import STOCK, Policy
 
@@ -25,7 +25,7 @@ __all__ = ["Evaluator", "WorkerEvaluator"]
 # Covers importing torch, opening a CUDA context and building the model, for all contenders at once.
 START_LIMIT_S = 120.0
 # Eight graphs on sixteen cores take 1.7 times as long as one (VGG16, reports/h200/oracle).
-CORES_PER_GRAPH = 3
+CORES_PER_GRAPH = 4
 
 
 class Evaluator(Protocol):
@@ -42,16 +42,29 @@ class Evaluator(Protocol):
         """Starts a fresh process for each policy; the policy is measured in it until the next launch."""
         ...
 
-    @property
-    def graphs_at_once(self) -> int:
-        """Number of graphs that compile together in little more time than one."""
+    def build_ahead(self, count: int) -> None:
+        """Starts processes that build the workload now, so that they can compile sooner; returns at once."""
         ...
 
-    def compile(self, policies: Sequence[Policy], limit_s: float) -> Mapping[Policy, float]:
-        """Compiles these policies in parallel, each in a fresh process, where it is measured later.
+    @property
+    def graphs_at_once(self) -> int:
+        """Number of graphs that can compile while others are measured; 0 if compiling would slow what is measured."""
+        ...
 
-        Returns the seconds that each took. A policy that failed or exceeded `limit_s` is missing; its trial reports it.
+    def begin_compiling(self, policy: Policy, limit_s: float) -> None:
+        """Compiles a policy in a process of its own, where it is measured later; returns at once."""
+        ...
+
+    def compiled(self, wait_s: float = 0.0) -> Mapping[Policy, float | Failure]:
+        """Returns the seconds that each graph took, or its failure, if it came since the last call.
+
+        Waits up to `wait_s` seconds if none has come.
         """
+        ...
+
+    @property
+    def compiling(self) -> Collection[Policy]:
+        """The policies whose graphs are compiled now."""
         ...
 
     def measure(self, policy: Policy, effort: Effort) -> Outcome: ...
@@ -103,6 +116,9 @@ class WorkerEvaluator:
     log: Path
     memory_mib: float | None = None
     _workers: dict[Policy | tuple[bool, bool], WorkerProcess] = field(default_factory=dict)
+    _graphs: dict[Policy, Pending[Outcome | None]] = field(default_factory=dict)
+    _built: list[WorkerProcess] = field(default_factory=list)
+    _has_gpu: bool = False
     _room: int = 0
     _reference: Reference | Failure | None = None
 
@@ -110,31 +126,46 @@ class WorkerEvaluator:
         answer = self._worker(STOCK).call(limit_s, worker.prepare)
         if isinstance(answer, Failure):
             raise NothingFeasibleError(f"the workload could not be built and run for one step: {answer}")
+        self._has_gpu = answer.hardware.gpu is not None
         return answer
 
     def launch(self, policies: Sequence[Policy]) -> None:
         self._room = max(2, workers_that_fit())
         self.close()
-        self._start(policies, self._room, START_LIMIT_S)
+        self._workers |= {policy: self._new() for policy in policies}
+        first = list(dict.fromkeys(policies))[: self._room]
+        ready = [self._workers[policy].begin(START_LIMIT_S, worker.get_ready, policy, len(first)) for policy in first]
+        for pending in ready:
+            pending.answer()  # a failure is reported again by the first measurement
+
+    def build_ahead(self, count: int) -> None:
+        for _ in range(min(count, worker.cores() // CORES_PER_GRAPH)):
+            process = self._new()
+            process.begin(START_LIMIT_S, worker.get_ready, STOCK, count)
+            self._built.append(process)
 
     @property
     def graphs_at_once(self) -> int:
-        return max(1, worker.cores() // CORES_PER_GRAPH)
+        return min(max(1, worker.cores() // CORES_PER_GRAPH), workers_that_fit()) if self._has_gpu else 0
 
-    def compile(self, policies: Sequence[Policy], limit_s: float) -> Mapping[Policy, float]:
-        stop_all([self._workers.pop(policy) for policy in policies if policy in self._workers])
-        started = self._start(policies, max(1, workers_that_fit()), limit_s)
-        return {policy: outcome.startup_s for policy, outcome in started.items() if isinstance(outcome, Measurement)}
+    def begin_compiling(self, policy: Policy, limit_s: float) -> None:
+        process = self._built.pop(0) if self._built else self._new()
+        self._workers[policy] = process
+        self._graphs[policy] = process.begin(limit_s, worker.get_ready, policy, worker.cores() // CORES_PER_GRAPH)
 
-    def _start(self, policies: Sequence[Policy], at_most: int, limit_s: float) -> dict[Policy, Outcome | None]:
-        """Starts a worker for each; returns the outcome of the first steps of those that compile, None for others.
+    def compiled(self, wait_s: float = 0.0) -> Mapping[Policy, float | Failure]:
+        if wait_s > 0 and self._graphs:
+            Pending.wait_for_one(self._graphs.values(), wait_s)
+        come = [policy for policy, pending in self._graphs.items() if pending.has_come]
+        found: dict[Policy, float | Failure] = {}
+        for policy in come:
+            outcome = self._graphs.pop(policy).answer()
+            found[policy] = outcome if isinstance(outcome, Failure) else outcome.startup_s if outcome else 0.0
+        return found
 
-        A failure here is reported again by the first measurement.
-        """
-        self._workers |= {policy: self._new() for policy in policies}
-        first = list(dict.fromkeys(policies))[:at_most]
-        ready = [self._workers[policy].begin(limit_s, worker.get_ready, policy, len(first)) for policy in first]
-        return {policy: answer() for policy, answer in zip(first, ready, strict=True)}
+    @property
+    def compiling(self) -> Collection[Policy]:
+        return self._graphs.keys()
 
     def measure(self, policy: Policy, effort: Effort) -> Outcome:
         outcome = self._measure(policy, effort)
@@ -169,8 +200,10 @@ class WorkerEvaluator:
         return self._worker(policy).call(limit_s, worker.train, policy, seconds)
 
     def close(self) -> None:
-        stop_all(self._workers.values())
+        self._graphs.clear()
+        stop_all([*self._workers.values(), *self._built])
         self._workers.clear()
+        self._built.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -202,7 +235,11 @@ class WorkerEvaluator:
     def _stop_others(self, policy: Policy) -> bool:
         """Stops all other workers; returns True if any was running."""
         mine = self._worker(policy)
-        others = [process for process in self._workers.values() if process is not mine and process.runs]
+        others = [
+            process for process in (*self._workers.values(), *self._built) if process is not mine and process.runs
+        ]
+        self._graphs = {one: pending for one, pending in self._graphs.items() if self._workers[one] is mine}
+        self._built.clear()
         stop_all(others)
         return bool(others)
 

@@ -119,9 +119,7 @@ class _Examination:
 
     def _numerics(self, prepared: Prepared) -> Iterator[DtypeDiagnosis]:
         time = replace(self.budget, seconds=NUMERICS_SHARE * self.budget.seconds)
-        judge = Judge(
-            self.evaluator, STOCK, time, self._tell, prepared.subject.tolerance, share=1.0, reference_share=0.2
-        )
+        judge = Judge(self.evaluator, STOCK, time, self._tell, prepared.subject.tolerance, reference_share=0.2)
         for recipe in _recipes(prepared.hardware):
             yield _dtype(judge, recipe, prepared.subject)
 

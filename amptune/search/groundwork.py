@@ -1,14 +1,17 @@
-"""Groundwork before the search: times every module by itself, and judges the numerics of each precision.
+"""Groundwork: is each precision as good as FP32, which modules does it need in FP32, and how fast is each module?
 
-A precision that trains worse than FP32 gets the modules it needs in FP32. The times are kept with the study.
+The precision that leads is judged; one that trains worse than FP32 gets the modules it needs in FP32. The times of the
+modules are kept with the study.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,37 +26,110 @@ from amptune.search.gate.judge import Judge, OutOfTimeError
 from amptune.search.gate.limits import Judgement
 from amptune.search.gate.numeric_findings import findings_of
 from amptune.search.gate.repair import Cure, cure_of, traces_of
-from amptune.search.plan.budget import MODULE_TIMES_SHARE, Budget
+from amptune.search.plan.plan import Step
+from amptune.search.sampler.study import Study
 from amptune.search.space.exclusions import Ladder, ladder_by_time
 from amptune.search.space.knobs import Space
+from amptune.search.table.trial import Trial
+from amptune.search.trials import best_of
 
-__all__ = ["PrecisionCheck", "check_precision", "examined", "timed_ladder"]
+__all__ = ["Modules", "Numerics", "examined"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrecisionCheck:
-    """The rules that each precision needs if it fails without them; None if no rules help."""
+# What keeping modules in FP32 is thought to gain while none was timed: 0 to 3 % where it gained anything.
+MODULES_GAIN = 0.01
+# Timing every module takes about this long for each: 3.6 s for 1,000 modules (reports/numerics/h200/sensing.txt).
+MODULE_S = 0.004
+# Before a judgement was made, it is thought to take this long; a cure takes as many judgements.
+GUESSED_JUDGEMENT_S, CURE_JUDGEMENTS = 5.0, 10
+# The chance that an unsound precision can be cured, and that a sound policy's graph is unsound.
+CURABLE, GRAPH_RISK = 0.5, 0.05
 
-    safeguards: Mapping[str, tuple[Fp32Rule, ...] | None]
+
+@dataclass
+class Numerics:
+    """The judgements that a run's answer rests on: of the precision that leads, and of the graph of the leader.
+
+    `safeguards` are the rules that each precision needs, None if no rules help; `cured` is called when they change.
+    `recipes` returns the plain policies that the precisions are judged by, `graph_s` the seconds to judge a policy
+    together with its graph.
+    """
+
+    judge: Judge
+    subject: Subject
+    study: Callable[[], Study]
+    recipes: Callable[[], Sequence[Policy]]
+    cured: Callable[[], None]
+    graph_s: Callable[[Policy], float]
     findings: tuple[Finding, ...] = ()
+    safeguards: dict[str, tuple[Fp32Rule, ...] | None] = field(default_factory=dict)
 
+    def wants(self, free_s: float) -> Step | None:
+        """Returns the step that judges what leads. Until it has passed, its lead over the best sound policy is none."""
+        leading = self._leading()
+        if leading is None or self.judge.failure is not None:
+            return None
+        policy, lead = leading
+        recipe = self._recipe_of(policy) or policy
+        judgement_s = self.judge.last_s or GUESSED_JUDGEMENT_S
+        if self.judge.is_open(recipe):
+            act: Callable[[float], None] = lambda _: self._judge(recipe)  # noqa: E731
+            return Step(stage="numerics", what=str(recipe), seconds=min(judgement_s, free_s), worth=lead, act=act)
+        judgement = self.judge.rejection_of(recipe)
+        if judgement is not None and policy.precision not in self.safeguards:
+            seconds = min(CURE_JUDGEMENTS * judgement_s, max(0.0, free_s / 2))
+            act = partial(self._cure, judgement)
+            return Step(stage="cure", what=str(recipe), seconds=seconds, worth=CURABLE * lead, act=act)
+        return None
 
-def check_precision(judge: Judge, recipes: Sequence[Policy], subject: Subject) -> PrecisionCheck:
-    """Judges the recipe of each precision while there is time; if it fails, looks for the modules that cure it."""
-    safeguards: dict[str, tuple[Fp32Rule, ...] | None] = {}
-    findings: list[Finding] = []
-    for recipe in recipes:
-        judgement = judge.judgement_of(recipe) if judge.has_time else None
-        if judge.failure is not None:
-            message = f"numerics could not be judged, as there is no FP32 reference: {judge.failure}"
-            return PrecisionCheck(
-                safeguards=safeguards, findings=(*findings, Finding(code="not-judged", message=message))
-            )
-        if judgement is not None and not judgement.passes:
-            cure, found = examined(judge, judgement, subject)
-            safeguards[recipe.precision] = None if cure is None else cure.rules
-            findings += found
-    return PrecisionCheck(safeguards=safeguards, findings=tuple(findings))
+    def graph(self, _free_s: float) -> Step | None:
+        """Returns the step that judges the leader together with its graph, which is compiled anew for that."""
+        best = best_of(self.study())
+        if best is None or not self.judge.is_graph_open(best.policy) or self.judge.is_open(best.policy):
+            return None
+        eager = [self._score(trial) for trial in self.study().trials if trial.policy.compile == "off"]
+        lead = math.log(self._score(best) / max(eager)) if max(eager, default=0.0) > 0.0 else 0.0
+        act: Callable[[float], None] = lambda _: self.judge.judge_graph(best.policy)  # noqa: E731
+        seconds = self.graph_s(best.policy)
+        return Step(stage="graph", what=str(best.policy), seconds=seconds, worth=GRAPH_RISK * lead, act=act)
+
+    def _leading(self) -> tuple[Policy, float] | None:
+        """Returns the best policy of a precision that is not judged, or not cured yet, and its lead over sound ones.
+
+        The lead is on the logarithm of the score; None if a sound policy leads.
+        """
+        ranked = sorted((trial for trial in self.study().trials if self._score(trial) > 0.0), key=self._score)
+        best: Trial | None = None
+        for trial in reversed(ranked):
+            recipe = self._recipe_of(trial.policy)
+            if recipe is None or self.judge.has_passed(recipe):
+                return None if best is None else (best.policy, math.log(self._score(best) / self._score(trial)))
+            if best is None and (self.judge.is_open(recipe) or recipe.precision not in self.safeguards):
+                best = trial
+        return None
+
+    def _recipe_of(self, policy: Policy) -> Policy | None:
+        """Returns the plain policy that this policy's precision is judged by; None for FP32."""
+        return next((one for one in self.recipes() if one.precision == policy.precision), None)
+
+    def _score(self, trial: Trial) -> float:
+        yardstick = self.study().yardstick
+        return (yardstick.score(trial.outcome) or 0.0) if yardstick.allows(trial.outcome) else 0.0
+
+    def _judge(self, policy: Policy) -> None:
+        self.judge.judgement_of(policy)
+        if self.judge.failure is not None:
+            message = f"numerics could not be judged, as there is no FP32 reference: {self.judge.failure}"
+            self.findings += (Finding(code="not-judged", message=message),)
+
+    def _cure(self, judgement: Judgement, limit_s: float) -> None:
+        """Looks for the modules that a precision needs in FP32, in no more than half of the time."""
+        self.judge.cures_until_s = self.judge.budget.spent_s + limit_s / 2
+        cure, found = examined(self.judge, judgement, self.subject)
+        self.judge.cures_until_s = math.inf
+        self.safeguards[judgement.policy.precision] = None if cure is None else cure.rules
+        self.findings += found
+        self.cured()
 
 
 def examined(judge: Judge, judgement: Judgement, subject: Subject) -> tuple[Cure | None, tuple[Finding, ...]]:
@@ -67,34 +143,65 @@ def examined(judge: Judge, judgement: Judgement, subject: Subject) -> tuple[Cure
     return cure, tuple(findings_of(judgement, cure, traces, out_of_time=out_of_time))
 
 
-# A shorter budget is better spent on trials.
-SHORTEST_BUDGET_S = 45.0
 FILE = "sensitivity.json"
 
 
-def timed_ladder(evaluator: Evaluator, prepared: Prepared, space: Space, budget: Budget, folder: Path) -> Ladder | None:
-    """Returns the ladder by measured times, in every memory format of the space; None if it cannot be measured.
+@dataclass
+class Modules:
+    """The times of the modules by themselves, from which the ladder of modules to keep in FP32 is made.
 
-    Times are measured once for a study: other times would give other rules, and so other policies than were tried.
+    They are measured once for a study: other times would give other rules, and so other policies than were tried.
+    `timed` is called when they are known, or cannot be.
     """
-    dtypes: Any = tuple(dtype for dtype in space.choices("autocast") if dtype != "off")
-    if not dtypes or not any(map(bool, space.choices("fp32_exclusions"))):
-        return None
-    path, key = folder / FILE, _key(prepared)
-    known = _known(path, key)
-    sensed: dict[str, Sensitivity] = {}
-    for memory_format in space.choices("memory_format") or ("contiguous",):
-        policy = Policy(fp32_math=_math(prepared, space), memory_format=memory_format)  # type: ignore[arg-type]
-        entry = f"{policy}, {' '.join(dtypes)}"
-        if entry not in known and budget.seconds >= SHORTEST_BUDGET_S:
-            found = evaluator.sense(policy, dtypes, MODULE_TIMES_SHARE * budget.seconds)
-            known |= {} if isinstance(found, Failure) else {entry: found}
-        if entry in known:
-            sensed[str(memory_format)] = known[entry]
-    if not sensed:
-        return None
-    _write(path, key, known)
-    return ladder_by_time(prepared.subject, sensed)
+
+    evaluator: Evaluator
+    prepared: Prepared
+    space: Space
+    folder: Path
+    timed: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._dtypes: Any = tuple(dtype for dtype in self.space.choices("autocast") if dtype != "off")
+        self._key = _key(self.prepared)
+        self._known = _known(self.folder / FILE, self._key)
+        excludes = any(map(bool, self.space.choices("fp32_exclusions")))
+        entries = self._entries() if self._dtypes and excludes else {}
+        self._left = [entry for entry in entries if entry not in self._known]
+
+    @property
+    def are_open(self) -> bool:
+        """True if modules are still to be timed."""
+        return bool(self._left)
+
+    def ladder(self) -> Ladder | None:
+        """Returns the ladder by measured times; None if no module was timed."""
+        sensed = {layout: self._known[entry] for entry, (layout, _) in self._entries().items() if entry in self._known}
+        return ladder_by_time(self.prepared.subject, sensed) if sensed else None
+
+    def wants(self, free_s: float) -> Step | None:
+        """Returns the step that times the modules in every memory format of the space."""
+        if not self._left:
+            return None
+        seconds = len(self._left) * (1.0 + MODULE_S * len(self.prepared.subject.leaves))
+        what = f"{len(self.prepared.subject.leaves)} modules by themselves"
+        return Step(stage="modules", what=what, seconds=min(seconds, free_s), worth=MODULES_GAIN, act=self._time)
+
+    def _entries(self) -> dict[str, tuple[str, Policy]]:
+        """Returns the memory format and the policy of each entry of the file."""
+        math_mode, found = _math(self.prepared, self.space), {}
+        for layout in map(str, self.space.choices("memory_format") or ("contiguous",)):
+            policy = Policy(fp32_math=math_mode, memory_format=layout)  # type: ignore[arg-type]
+            found[f"{policy}, {' '.join(self._dtypes)}"] = layout, policy
+        return found
+
+    def _time(self, limit_s: float) -> None:
+        entries, left, self._left = self._entries(), self._left, []
+        for entry in left:
+            found = self.evaluator.sense(entries[entry][1], self._dtypes, limit_s / len(left))
+            self._known |= {} if isinstance(found, Failure) else {entry: found}
+        if self._known:
+            _write(self.folder / FILE, self._key, self._known)
+        self.timed()
 
 
 def _math(prepared: Prepared, space: Space) -> Fp32Math:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count
 
 from amptune.measure.evaluator import Evaluator
@@ -12,6 +13,7 @@ from amptune.measure.results.outcome import ENERGY_S, Effort, Failure, Outcome
 from amptune.policy.settings import Policy
 from amptune.search.events import ComparisonStarted, ContenderMeasured, Observer, Stage
 from amptune.search.plan.budget import Budget
+from amptune.search.plan.plan import WORTHWHILE, Step
 from amptune.search.table.next_rows import NextRound, launch_s, next_round
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.row import Row
@@ -56,21 +58,42 @@ class Narrowing:
 
     _costs_s: dict[Policy, float] = field(default_factory=dict, init=False)
     _launches: int = field(default=0, init=False)
+    _is_over: bool = field(default=False, init=False)
     _announced: set[Policy] = field(default_factory=set, init=False)
+
+    def wants(self) -> Step | None:
+        """Returns the step that measures the round that tells most; None if more tell little, or none fits."""
+        verdict = None if self._is_over else self.verdict()
+        chosen = None if verdict is None else self._next(verdict)
+        if chosen is None:
+            return None
+        return Step(
+            stage="comparison",
+            what=f"{len(chosen.policies)} policies" + (" in fresh processes" if chosen.fresh else ""),
+            seconds=chosen.seconds,
+            worth=max(chosen.worth, WORTHWHILE * max(chosen.seconds, 1.0)),
+            act=lambda _: self._do_round(),
+            is_needed=True,
+        )
+
+    def _do_round(self) -> None:
+        """Judges the leader, then measures the round that tells most."""
+        verdict = self._judged()
+        chosen = None if verdict is None else self._next(verdict)
+        self._is_over = chosen is None or not self._measured(chosen, self._order, verdict)
 
     def until_known(self, enough: Callable[[Verdict], bool] = lambda _: False) -> None:
         """Measures rounds until one tells little, the verdict is `enough`, or the budget is spent."""
-        order = random.Random(self.seed)  # noqa: S311  # an order of measuring, no secret
         for _ in count():
             verdict = self._judged()
             if verdict is None or enough(verdict) or (chosen := self._next(verdict)) is None:
                 return
-            if not self._measured(chosen, order, verdict):
+            if not self._measured(chosen, self._order, verdict):
                 return
 
     def round_of(self, policies: Sequence[Policy]) -> None:
         """Measures these policies once each, in fresh processes, whatever the verdict is."""
-        self._measured(NextRound(policies=tuple(policies), fresh=True), random.Random(self.seed), None)  # noqa: S311
+        self._measured(NextRound(policies=tuple(policies), fresh=True), self._order, None)
 
     def _judged(self) -> Verdict | None:
         """Returns the verdict whose leader has passed the numerics gate."""
@@ -78,6 +101,15 @@ class Narrowing:
             if verdict.leader is None or not self.rejects(verdict.leader.policy):
                 return verdict
         return None
+
+    @cached_property
+    def _order(self) -> random.Random:
+        return random.Random(self.seed)  # noqa: S311  # an order of measuring, no secret
+
+    @property
+    def rounds(self) -> int:
+        """The number of rounds in fresh processes so far."""
+        return self._launches
 
     def _next(self, verdict: Verdict) -> NextRound | None:
         leader = verdict.leader.policy if verdict.leader is not None else verdict.baseline.policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -15,26 +15,27 @@ from filelock import FileLock, Timeout
 from amptune.errors import DeviceError, NothingFeasibleError, ObjectiveError, SpaceError, StudyError, TargetError
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.results.outcome import Failure
+from amptune.measure.results.subject import Prepared
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.after_checks import checked_in_a_loop, larger_batch
-from amptune.search.compile_schedule import GraphsAtOnce
 from amptune.search.decide.decision import Decision
-from amptune.search.events import Observer, SearchStarted, WorkloadBuilt
+from amptune.search.events import Observer, WorkloadBuilt
 from amptune.search.gate.judge import Judge
-from amptune.search.plan.budget import Budget, comparisons_s, larger_batch_s, loop_s
+from amptune.search.plan.budget import Budget, larger_batch_s, loop_s
+from amptune.search.plan.plan import Plan, Step
 from amptune.search.request import TuningRequest, place_of, source_of
 from amptune.search.run import TuningRun
 from amptune.search.sampler.policy_sampler import Sampler
-from amptune.search.sampler.records import without_password
 from amptune.search.sampler.study import Study
 from amptune.search.space.candidates import Candidates, GlobalBatch, Wanted, candidates_for
-from amptune.search.table.next_rows import MOST_POLICIES, launch_s
 from amptune.search.table.objective import THROUGHPUT, ObjectiveName, objective_of
 from amptune.search.table.trial import error_of_baseline
-from amptune.search.trial_loop import search
 from amptune.workload.workload import Workload
 
 __all__ = ["TuningInterrupted", "run_tuning", "tune", "tune_with"]
+
+# So many processes build the workload beside the first, to compile the first graphs.
+GRAPHS_AHEAD = 2
 
 NO_ENERGY = "the objective energy cannot be pursued here: this machine reports no energy"
 
@@ -136,18 +137,16 @@ def _workers(request: TuningRequest) -> WorkerEvaluator:
 
 def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) -> Decision:
     """Tunes on any evaluator: this machine, or a recording of one."""
-    before_s = request.budget.spent_s
-    prepared = evaluator.prepare(request.budget.left_to_prepare_s)
-    prepare_s = request.budget.spent_s - before_s
+    plan = Plan(request.budget)
+    prepared = _built(evaluator, request, plan)
     observer(WorkloadBuilt(prepared=prepared, left_s=request.budget.left_s))
     if request.objective.name == "energy" and prepared.hardware.gpu is None:
         raise ObjectiveError(f"{NO_ENERGY}: it is read from a GPU, and {prepared.hardware.name} is none")
     candidates = candidates_for(prepared, request.wanted)
     judge = Judge(evaluator, candidates.baseline, request.budget, observer, prepared.subject.tolerance)
-    run = TuningRun(request, prepared, candidates, judge)
+    run = TuningRun(request, prepared, candidates, judge, evaluator, observer, plan)
     try:
-        run.narrow(evaluator, observer)
-        _search_and_compare(evaluator, run, prepare_s, observer)
+        run.find_answer()
         decision = run.sound_decision()
     except KeyboardInterrupt:
         raise TuningInterrupted(run.decision(interrupted=True)) from None
@@ -156,48 +155,21 @@ def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) 
     return decision
 
 
-def _search_and_compare(evaluator: Evaluator, run: TuningRun, prepare_s: float, observer: Observer) -> None:
-    request, study, candidates = run.request, run.study, run.candidates
-    study.reconsider(candidates.baseline)
-    study.measure_first(candidates.first)
-    observer(
-        SearchStarted(
-            architecture=candidates.space.architecture,
-            size=study.size,
-            remembered=len(study.trials),
-            study=without_password(str(request.study)),
-            left_s=request.budget.left_s,
-        )
+def _built(evaluator: Evaluator, request: TuningRequest, plan: Plan) -> Prepared:
+    """Returns the workload, built; other processes build it too, to compile it."""
+    found: list[Prepared] = []
+    if request.wanted.compile is not False:
+        evaluator.build_ahead(GRAPHS_AHEAD)
+    limit_s = request.budget.left_to_prepare_s
+    step = Step(
+        stage="build",
+        what=request.source.target or "workload",
+        seconds=limit_s,
+        worth=math.inf,
+        act=lambda _: found.append(evaluator.prepare(limit_s)),
     )
-    run.anchor(evaluator)
-    search(
-        study,
-        evaluator,
-        request.budget,
-        baseline=candidates.baseline,
-        soon=candidates.soon,
-        graphs_at_once=GraphsAtOnce(
-            most=evaluator.graphs_at_once,
-            leaves=len(run.prepared.subject.leaves),
-            memory_mib=run.prepared.memory_mib or math.inf,
-        ),
-        reserve_s=lambda: _comparisons_s(study, request.budget, prepare_s, run.prepared.start_s),
-        observer=observer,
-        run=request.run,
-    )
-    baseline = study.trial_of(candidates.baseline)
-    if baseline is None or study.yardstick.score(baseline.outcome) is None:
-        return
-    with suppress(StudyError):  # no worker can be started any more: the measurements so far decide
-        run.compare(evaluator, observer)
-
-
-def _comparisons_s(study: Study, budget: Budget, prepare_s: float, start_s: float) -> float:
-    """Returns the seconds to keep for the comparisons, by the cost so far of starting a worker and of a trial."""
-    costs = sorted(trial.seconds for trial in study.trials)
-    typical_s = costs[len(costs) // 2] if costs else 0.0
-    count = min(MOST_POLICIES, len(costs))
-    return comparisons_s(budget, prepare_s=prepare_s, launch_s=launch_s(start_s, count) + count * typical_s)
+    plan.do(step, limit_s)
+    return found[0]
 
 
 def _with_time_for_the_rest(request: TuningRequest) -> TuningRequest:

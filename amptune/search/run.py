@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
+from typing import Any
 
+from amptune.errors import StudyError
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.results.outcome import Measurement
 from amptune.measure.results.subject import Prepared
@@ -16,19 +19,23 @@ from amptune.search.batch_size.batch_sizes import NO_SIZES, BatchSizes, batch_si
 from amptune.search.decide.conclusion import decide
 from amptune.search.decide.decision import Decision
 from amptune.search.decide.samples import former_rows
-from amptune.search.events import GroundworkStarted, Observer
+from amptune.search.events import GroundworkStarted, Observer, SearchEnded, SearchStarted
 from amptune.search.gate.judge import Judge
-from amptune.search.groundwork import check_precision, timed_ladder
+from amptune.search.graphs import BEHIND, Graphs
+from amptune.search.groundwork import Modules, Numerics
 from amptune.search.narrowing import BLOCK, Narrowing
-from amptune.search.plan.budget import COLD_SHARE, graph_judgement_s
 from amptune.search.plan.compile_costs import cold_s, compiled_s
+from amptune.search.plan.plan import Plan, Step, Wants
 from amptune.search.request import TuningRequest
-from amptune.search.sampler.records import TuningRecord
+from amptune.search.sampler.records import TuningRecord, without_password
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, candidates_for
+from amptune.search.space.exclusions import Ladder
 from amptune.search.table.effects import machine_of
+from amptune.search.table.next_rows import MOST_POLICIES, launch_s
 from amptune.search.table.row import Row
 from amptune.search.table.verdict import Verdict, verdict_of
+from amptune.search.trials import Trials
 
 __all__ = ["TuningRun"]
 
@@ -42,6 +49,8 @@ CACHED_GRAPH = 0.1
 ANCHOR_S = 10.0
 # Seconds beyond the budget for judging the winner.
 GRACE_S = 8.0
+# Rounds of the comparison to keep time for, each in fresh processes, in no more than this share of all the time.
+ROUNDS, COMPARISON_SHARE = 2, 1 / 3
 
 
 @dataclass
@@ -55,21 +64,27 @@ class TuningRun:
     prepared: Prepared
     candidates: Candidates
     judge: Judge
+    evaluator: Evaluator
+    observer: Observer
+    plan: Plan
     findings: tuple[Finding, ...] = ()
     sizes: BatchSizes = NO_SIZES
+
+    def __post_init__(self) -> None:
+        self._built_s = self.request.budget.spent_s
+        self._verdict: tuple[Any, Verdict | None] | None = None
 
     @cached_property
     def study(self) -> Study:
         """The study, opened at first use: after the space is narrowed, or when that is interrupted."""
         candidates = self.candidates
-        name, space, stored = candidates.study_name, candidates.space, candidates.stored
         study = open_study(
             self.request.study,
-            name,
-            space,
+            candidates.study_name,
+            candidates.space,
             candidates.policy_of,
             seed=self.request.seed,
-            stored=stored,
+            stored=candidates.stored,
             objective=self.request.objective,
             baseline=candidates.baseline,
             fits=self.sizes.fits,
@@ -110,8 +125,13 @@ class TuningRun:
 
     def verdict(self) -> Verdict | None:
         """Returns the verdict on all rows; None if the baseline was not measured, or failed."""
-        machine = machine_of(self.prepared.hardware.device)
-        return verdict_of(self.table, self.candidates.baseline, machine, self.request.objective, self.bar)
+        table, known_as = self.table, self._verdict
+        state = len(table), len(self.judge.judgements), self.candidates
+        if known_as is None or known_as[0] != state:
+            machine = machine_of(self.prepared.hardware.device)
+            found = verdict_of(table, self.candidates.baseline, machine, self.request.objective, self.bar)
+            self._verdict = known_as = state, found
+        return known_as[1]
 
     def bar(self, policy: Policy) -> str | None:
         """Returns why a policy cannot win; None if it can."""
@@ -128,46 +148,123 @@ class TuningRun:
         cured = judged or any(rule.is_needed for rule in policy.fp32_modules)
         return not cured and self.judge.has_rejected(policy.recipe)
 
-    def narrow(self, evaluator: Evaluator, observer: Observer) -> None:
-        """Measures which modules there are reasons to keep in FP32, and which batch sizes there are.
+    def find_answer(self) -> None:
+        """Searches, judges and compares as the plan has it, until the answer is known or the budget is spent."""
+        self._find_batch_sizes()
+        study, request = self.study, self.request
+        study.reconsider(self.candidates.baseline)
+        self._put_first()
+        self.observer(
+            SearchStarted(
+                architecture=self.candidates.space.architecture,
+                size=study.size,
+                remembered=len(study.trials),
+                study=without_password(str(request.study)),
+                left_s=request.budget.left_s,
+            )
+        )
+        self._anchor()
+        search: list[Wants] = [self._graphs.wants, self._trials.wants, self._trials.compiling]
+        search += [self._numerics.wants, self._modules.wants, self._numerics.graph]
+        stages: list[list[Wants]] = [search, [self._graphs.wait], [self._comparison]]
+        because = None
+        try:
+            self.plan.carry_out(stages, self._needed_s)
+        except StudyError as error:  # a failing storage, or no worker can be started: what is in memory still decides
+            because = str(error)
+        measured = self._trials.measured
+        because = because or self._trials.ended_because()
+        self._graphs.forget()
+        self.observer(SearchEnded(because=because, trials=measured, left_s=request.budget.left_s))
 
-        Modules are timed by themselves and each dtype is judged; then the largest batches are found, if asked for.
-        """
-        request, prepared = self.request, self.prepared
-        observer(GroundworkStarted(groundwork="modules"))
-        ladder = timed_ladder(evaluator, prepared, self.candidates.space, request.budget, request.folder)
-        candidates = candidates_for(prepared, request.wanted, ladder)
-        observer(GroundworkStarted(groundwork="numerics"))
-        check = check_precision(self.judge, candidates.halves_alone, prepared.subject)
-        self.candidates, self.findings = candidates.guarded(check.safeguards), check.findings
-        if request.wanted.batch_size == "auto":
-            observer(GroundworkStarted(groundwork="batch-size"))
-            arms = (*self.candidates.halves_alone, candidates.baseline)[:1]
-            self.sizes = batch_sizes_for(evaluator, arms, prepared, request.budget, request.wanted.global_batch)
-            candidates = candidates_for(prepared, request.wanted, ladder, self.sizes.sizes)
-            self.candidates = candidates.guarded(check.safeguards)
-            self.findings += tuple(self.sizes.findings)
+    def _find_batch_sizes(self) -> None:
+        """Finds the largest batches, if asked for, before anything compiles beside that."""
+        wanted, prepared = self.request.wanted, self.prepared
+        self._take_ladder(self._modules.ladder())
+        if wanted.batch_size != "auto":
+            return
+        arms = (*self.candidates.halves_alone, self.candidates.baseline)[:1]
+        until_s = self.request.budget.left_s / 2
 
-    def anchor(self, evaluator: Evaluator) -> None:
+        def act(_: float) -> None:
+            self.observer(GroundworkStarted(groundwork="batch-size"))
+            left_s = lambda: self.request.budget.left_s - 2 * until_s + until_s / 4  # noqa: E731
+            self.sizes = batch_sizes_for(self.evaluator, arms, prepared, wanted.global_batch, left_s=left_s)
+
+        what = f"the largest batch under {arms[0]}"
+        self.plan.do(Step(stage="batch size", what=what, seconds=until_s, worth=math.inf, act=act), until_s)
+        self._take_ladder(self._modules.ladder())
+        self.findings += tuple(self.sizes.findings)
+
+    def _put_first(self) -> None:
+        """Has the known-good policies measured first; those that compile in the background come by themselves."""
+        first = self.candidates.first
+        if self._modules.are_open:
+            first = tuple(policy for policy in first if not policy.fp32_modules)
+            self.study.leave_out(lambda policy: any(not rule.is_needed for rule in policy.fp32_modules))
+        self.study.measure_first(policy for policy in first if policy.compile not in BEHIND)
+
+    def _take_ladder(self, ladder: Ladder | None) -> None:
+        """Makes the candidates anew, from the modules' measured times and the batch sizes that were found."""
+        candidates = candidates_for(self.prepared, self.request.wanted, ladder, self.sizes.sizes)
+        self.candidates = candidates.guarded(self._numerics.safeguards)
+
+    def _changed(self) -> None:
+        """Goes on with other policies: modules were timed, or a precision needs some of them in FP32."""
+        self._take_ladder(self._modules.ladder())
+        self.study.adopt(self.candidates.space, self.candidates.policy_of, self.sizes.fits)
+        self._put_first()
+
+    @cached_property
+    def _graphs(self) -> Graphs:
+        return Graphs(
+            self.study,
+            self.evaluator,
+            self.request.budget,
+            self.candidates.baseline,
+            self.observer,
+            leaves=len(self.prepared.subject.leaves),
+            memory_mib=self.prepared.memory_mib or math.inf,
+        )
+
+    @cached_property
+    def _trials(self) -> Trials:
+        request, baseline = self.request, self.candidates.baseline
+        return Trials(self.study, self.evaluator, request.budget, baseline, self.observer, self._graphs, request.run)
+
+    @cached_property
+    def _numerics(self) -> Numerics:
+        return Numerics(
+            self.judge,
+            self.prepared.subject,
+            study=lambda: self.study,
+            recipes=lambda: self.candidates.halves_alone,
+            cured=self._changed,
+            graph_s=self._graph_s,
+        )
+
+    @cached_property
+    def _modules(self) -> Modules:
+        return Modules(self.evaluator, self.prepared, self.candidates.space, self.request.folder, timed=self._changed)
+
+    def _anchor(self) -> None:
         """Measures the baseline in this run if only former runs did: no two runs are compared with each other."""
         baseline, run = self.candidates.baseline, self.request.run
         known = self.study.trial_of(baseline)
         if known is None or any(row.policy == baseline and row.run == run for row in self.table):
             return
         effort = self.request.objective.effort(replace(BLOCK, time_limit_s=max(ANCHOR_S, self.request.budget.left_s)))
-        outcome = evaluator.measure(baseline, effort)
+        outcome = self.evaluator.measure(baseline, effort)
         if isinstance(outcome, Measurement):
             kind, moment_s = known.row.launch, self.request.budget.clock()
             self.study.add(Row(policy=baseline, outcome=outcome, run=run, launch=kind, moment_s=moment_s))
 
-    def compare(self, evaluator: Evaluator, observer: Observer) -> None:
-        """Measures what tells most about the verdict, until it is known or the budget is spent."""
-        self.study.catch_up()
-        self.anchor(evaluator)
-        Narrowing(
-            evaluator=evaluator,
+    @cached_property
+    def _narrowing(self) -> Narrowing:
+        return Narrowing(
+            evaluator=self.evaluator,
             budget=self.request.budget,
-            observer=observer,
+            observer=self.observer,
             run=self.request.run,
             verdict=self.verdict,
             keep=self.study.add,
@@ -180,7 +277,27 @@ class TuningRun:
             reserve_s=lambda: self.judge.last_s,
             running={row.policy: row.launch for row in self.table if row.run == self.request.run},
             seed=self.request.seed,
-        ).until_known()
+        )
+
+    def _comparison(self, _: float) -> Step | None:
+        """Returns the round of the comparison that tells most, once there is something to compare."""
+        return self._narrowing.wants() if len(self.study.trials) > 1 else None
+
+    def _needed_s(self) -> float:
+        """Returns the seconds to keep for the answer: for judging it, and comparing it in fresh processes."""
+        if len(self.study.trials) < 2:
+            return 0.0
+        ranked = sorted(self.study.trials, key=lambda trial: -(self.study.yardstick.score(trial.outcome) or 0.0))
+        compared = [self.candidates.baseline, *(trial.policy for trial in ranked)][:MOST_POLICIES]
+        costs = list(map(self._cost_s, compared))
+        done = self._narrowing.rounds
+
+        def round_s(count: int) -> float:
+            return launch_s(self._narrowing.start_s, count) + sum(costs[:count])
+
+        most = max(0, ROUNDS - done) * round_s(len(costs))
+        share = COMPARISON_SHARE * (self.request.budget.seconds - self._built_s)
+        return self.judge.last_s + (min(most, share) if share >= round_s(2) or done else 0.0)
 
     def _cost_s(self, policy: Policy) -> float:
         """Returns the seconds of one block in a fresh process, as far as the trials tell."""
@@ -191,19 +308,15 @@ class TuningRun:
         return known.again_s + CACHED_GRAPH * compiled_s(policy, outcomes)
 
     def _unseen(self, leader: Policy) -> Iterator[Policy]:
-        """Yields the known-good policies that were not tried, then those one step from the leader that compile soon."""
+        """Yields the known-good policies that were not tried, then those one step from the leader; none to compile."""
         outcomes = {trial.policy: trial.outcome for trial in self.study.trials}
         for policy in (*self.candidates.known_good, *self.study.neighbours(leader)):
-            if cold_s(policy, outcomes) <= COLD_SHARE * self.request.budget.left_s:
+            if not cold_s(policy, outcomes):
                 yield policy
 
     def _rejects(self, policy: Policy) -> bool:
-        """Judges a leader before time is spent on it, with its graph if that takes a small part of the time."""
-        if self.judge.rejects(policy):
-            return True
-        if self.judge.is_graph_open(policy) and self._graph_s(policy) <= graph_judgement_s(self.request.budget):
-            self.judge.judge_graph(policy)
-        return self.judge.has_rejected(policy)
+        """Judges a leader before time is spent on it."""
+        return self.judge.rejects(policy)
 
     def sound_decision(self) -> Decision | None:
         """Returns the decision with its winner judged if there is time; a rejected winner is replaced by another."""
@@ -234,7 +347,7 @@ class TuningRun:
             self.table,
             verdict,
             self.judge,
-            noticed_before=self.findings,
+            noticed_before=(*self.findings, *self._numerics.findings),
             amp_recipes=self.candidates.amp_recipes,
             seconds=self.request.budget.spent_s,
             interrupted=interrupted,

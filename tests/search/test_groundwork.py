@@ -17,10 +17,10 @@ from amptune.measure.results.subject import Module, Prepared
 from amptune.measure.results.training_runs import ModuleParity, Parity
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, Reason, amp_recipe
 from amptune.search.decide.decision import Decision
-from amptune.search.events import Event, PolicyJudged
+from amptune.search.events import Event, PolicyJudged, TrialEnded
 from amptune.search.gate.judge import Judge, fp32_of
 from amptune.search.gate.repair import cure_of, traces_of
-from amptune.search.groundwork import check_precision
+from amptune.search.groundwork import examined
 from amptune.search.pipeline import TuningInterrupted, tune_with
 from amptune.search.plan.budget import Budget
 from amptune.search.table.ablation import variants_of
@@ -152,14 +152,15 @@ def test_a_cure_of_a_whole_kind_of_modules_is_one_rule() -> None:
     assert [str(rule) for rule in cure.rules] == ["type Norm"]
 
 
-def test_a_fault_outside_of_all_modules_has_no_cure_and_leaves_the_dtype_out() -> None:
+def test_a_fault_outside_of_all_modules_has_no_cure() -> None:
     evaluator = Faulty("resnet50", unsound=lambda policy: policy.autocast == "fp16")
-    guard = check_precision(
-        judge_on(evaluator), [amp_recipe("bf16"), amp_recipe("fp16")], evaluator.prepare(1.0).subject
-    )
-    assert guard.safeguards == {"fp16": None}
-    assert [finding.code for finding in guard.findings if finding.code != "first-inaccurate"] == ["unsound"]
-    assert "outside of them" in str(guard.findings[-1])
+    judge = judge_on(evaluator)
+    judgement = judge.judgement_of(amp_recipe("fp16"))
+    assert judgement is not None
+    cure, findings = examined(judge, judgement, evaluator.prepare(1.0).subject)
+    assert cure is None
+    assert [finding.code for finding in findings if finding.code != "first-inaccurate"] == ["unsound"]
+    assert "outside of them" in str(findings[-1])
 
 
 class Slow(Faulty):
@@ -170,16 +171,17 @@ class Slow(Faulty):
         return super().judge(policy, fp32, seconds, limit_s)
 
 
-@pytest.mark.parametrize("budget_s", [100.0, 1800.0])
-def test_a_search_for_culprits_that_takes_too_long_is_given_up_and_says_so(budget_s: float) -> None:
-    """With the larger budget something that cures was seen by then, and is better than to go without the dtype."""
+@pytest.mark.parametrize("until_s", [25.0, 450.0])
+def test_a_search_for_culprits_that_takes_too_long_is_given_up_and_says_so(until_s: float) -> None:
+    """With more time something that cures was seen by then, and is better than to go without the dtype."""
     evaluator = Slow("resnet50", culprits=("layer.3.norm", "layer.6.conv"), shows=False)
-    budget = Budget(seconds=budget_s, started=evaluator.clock(), clock=evaluator.clock)
-    judge = Judge(evaluator, STOCK, budget, lambda _: None)
-    guard = check_precision(judge, [amp_recipe("bf16")], evaluator.prepare(1.0).subject)
-    assert "no time" in str(guard.findings[-1])
-    rules = guard.safeguards["bf16"]
-    assert (rules is None) == (budget_s == 100.0)
+    budget = Budget(seconds=1800.0, started=evaluator.clock(), clock=evaluator.clock)
+    judge = Judge(evaluator, STOCK, budget, lambda _: None, cures_until_s=until_s)
+    judgement = judge.judgement_of(amp_recipe("bf16"))
+    assert judgement is not None
+    cure, findings = examined(judge, judgement, evaluator.prepare(1.0).subject)
+    assert "no time" in str(findings[-1])
+    assert (cure is None) == (until_s == 25.0)
 
 
 # --- tuning ------------------------------------------------------------------------------------------------------
@@ -190,15 +192,11 @@ def test_the_modules_that_a_dtype_needs_in_fp32_are_in_every_policy_of_it(tmp_pa
     decision, _ = tuned_on(evaluator, tmp_path)
     assert decision.policy.autocast in ("bf16", "fp16")
     assert "layer.3.norm" in excluded(decision.policy)
-    tried = [policy for policy in evaluator.measured if policy.autocast != "off"]
-    recipes = {
-        amp_recipe(dtype, memory_format=layout)
-        for dtype in ("bf16", "fp16")
-        for layout in ("contiguous", "channels_last")
-    }
-    assert all(
-        "layer.3.norm" in excluded(policy) for policy in tried if replace(policy, batch_size=None) not in recipes
-    )
+    cured = next(place for place, policy in enumerate(evaluator.measured) if "layer.3.norm" in excluded(policy))
+    dtype = evaluator.measured[cured].autocast
+    later = [policy for policy in evaluator.measured[cured:] if policy.autocast == dtype]
+    recipes = {amp_recipe(dtype, memory_format=layout) for layout in ("contiguous", "channels_last")}
+    assert all("layer.3.norm" in excluded(policy) for policy in later if policy not in recipes)
     reasons = [rule.reason for rule in decision.policy.fp32_modules if str(rule) == "layer.3.norm"]
     assert reasons
     assert reasons[0] is not None
@@ -215,10 +213,11 @@ def test_an_amp_recipe_that_is_not_sound_is_measured_and_does_not_win(tmp_path: 
 
 def test_a_dtype_that_nothing_cures_is_not_searched(tmp_path: Path) -> None:
     evaluator = Faulty("resnet50", unsound=lambda policy: policy.autocast == "fp16")
-    decision, _ = tuned_on(evaluator, tmp_path)
+    decision, events = tuned_on(evaluator, tmp_path)
     assert decision.policy.autocast != "fp16"
-    fp16 = {policy for policy in evaluator.measured if policy.autocast == "fp16"}
-    assert fp16 <= {amp_recipe("fp16"), amp_recipe("fp16", memory_format="channels_last")}
+    judged = [isinstance(event, PolicyJudged) and event.judgement.policy.autocast == "fp16" for event in events]
+    later = [event.trial.policy for event in events[judged.index(True) :] if isinstance(event, TrialEnded)]
+    assert "fp16" not in {policy.autocast for policy in later}
 
 
 def test_whatever_its_speed_no_policy_wins_that_fails_the_gate(tmp_path: Path) -> None:
@@ -256,7 +255,7 @@ def test_what_the_numerics_need_is_no_setting_to_revert() -> None:
     assert settings["fp32_modules: stem"].fp32_modules == (needed,)
 
 
-def test_interrupted_while_judging_there_is_nothing_to_write_yet(tmp_path: Path) -> None:
+def test_interrupted_while_judging_the_best_so_far_is_provisional(tmp_path: Path) -> None:
     class Interrupted(RecordedEvaluator):
         def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:  # noqa: ARG002
             raise KeyboardInterrupt
@@ -264,7 +263,9 @@ def test_interrupted_while_judging_there_is_nothing_to_write_yet(tmp_path: Path)
     evaluator = Interrupted("resnet50")
     with pytest.raises(TuningInterrupted) as caught:
         tune_with(evaluator, request_in(tmp_path, evaluator.clock), list[Event]().append)
-    assert caught.value.decision is None
+    decision = caught.value.decision
+    assert decision is not None
+    assert decision.provisional
 
 
 # --- graphs ------------------------------------------------------------------------------------------------------

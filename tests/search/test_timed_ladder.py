@@ -18,9 +18,8 @@ from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Module, Prepared
 from amptune.policy.settings import STOCK, HalfRule, Policy, amp_recipe
 from amptune.search.events import Event
-from amptune.search.groundwork import FILE, timed_ladder
+from amptune.search.groundwork import FILE, Modules
 from amptune.search.pipeline import TuningInterrupted, tune_with
-from amptune.search.plan.budget import Budget
 from amptune.search.space.candidates import Wanted, candidates_for
 from amptune.search.space.exclusions import Ladder
 from amptune.search.space.knobs import Space, restrict
@@ -45,10 +44,16 @@ class Timed(RecordedEvaluator):
         return recorded("vgg16")
 
 
-def ladder_in(folder: Path, evaluator: Timed, *, seconds: float = 300.0, layouts: Sequence[str] = ()) -> Ladder | None:
+def ladder_in(folder: Path, evaluator: Timed, *, layouts: Sequence[str] = ()) -> Ladder | None:
     prepared = evaluator.prepare(1.0)
     space = candidates_for(prepared, Wanted(baseline=STOCK, pins={})).space
-    return timed_ladder(evaluator, prepared, cut(space, layouts), Budget(seconds=seconds), folder)
+    modules = Modules(evaluator, prepared, cut(space, layouts), folder, timed=lambda: None)
+    step = modules.wants(60.0)
+    assert modules.are_open == (step is not None)
+    if step is not None:
+        step.act(60.0)
+    assert modules.wants(60.0) is None
+    return modules.ladder()
 
 
 def cut(space: Space, layouts: Sequence[str]) -> Space:
@@ -71,7 +76,7 @@ def test_times_are_measured_once_for_a_study_and_what_a_pin_left_out_later(tmp_p
     ladder_in(tmp_path, evaluator, layouts=["channels_last"])
     again = ladder_in(tmp_path, evaluator)
     assert [policy.memory_format for policy in evaluator.sensed] == ["channels_last", "contiguous"]
-    assert ladder_in(tmp_path, evaluator, seconds=5.0) == again
+    assert ladder_in(tmp_path, evaluator) == again
     assert len(evaluator.sensed) == 2
 
 
@@ -83,12 +88,6 @@ def test_a_file_that_is_none_of_ours_is_measured_anew(tmp_path: Path, content: s
     (tmp_path / FILE).write_text(content.replace("KEY", key))
     assert ladder_in(tmp_path, evaluator) is not None
     assert len(evaluator.sensed) == 4
-
-
-def test_a_short_budget_goes_by_intensity(tmp_path: Path) -> None:
-    evaluator = Timed("vgg16_cifar")
-    assert ladder_in(tmp_path, evaluator, seconds=20.0) is None
-    assert evaluator.sensed == []
 
 
 def test_where_no_module_can_be_timed_the_search_goes_by_intensity(tmp_path: Path) -> None:

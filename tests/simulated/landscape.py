@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -415,6 +415,7 @@ class SyntheticEvaluator:
         self._throttlings = [self._throttling() for _ in range(self._rng.poisson(trouble.throttlings))]
         self._processes: dict[Policy | bool, Process] = {}
         self._on_disk: set[Policy] = set()
+        self._ready_at_s: dict[Policy, float] = {}
 
     def prepare(self, limit_s: float) -> Prepared:  # noqa: ARG002  # it takes less than any limit there is
         self._process_of(STOCK)
@@ -423,6 +424,7 @@ class SyntheticEvaluator:
     def launch(self, policies: Sequence[Policy]) -> None:
         """Ends all processes and starts a fresh one for each of these, all at once."""
         self.launches += 1
+        self._ready_at_s.clear()
         self._processes = {policy: self._new_process() for policy in policies}
         self.clock.advance(self.trouble.launch_s)
 
@@ -441,6 +443,29 @@ class SyntheticEvaluator:
             self._processes[policy].known.add(policy)
         self._on_disk.update(policies)
         return dict.fromkeys(policies, seconds)
+
+    def build_ahead(self, count: int) -> None:
+        pass
+
+    @property
+    def compiling(self) -> Collection[Policy]:
+        return self._ready_at_s.keys()
+
+    def begin_compiling(self, policy: Policy, limit_s: float) -> None:  # noqa: ARG002
+        """In the background: a process is started, the graph compiled, each slower beside others."""
+        beside = 1 + self.trouble.beside_another * len(self._ready_at_s)
+        self._ready_at_s[policy] = self.clock() + self.trouble.launch_s + self.trouble.compile_s * beside
+
+    def compiled(self, wait_s: float = 0.0) -> Mapping[Policy, float | Failure]:
+        first_s = min(self._ready_at_s.values(), default=self.clock())
+        self.clock.advance(min(wait_s, max(0.0, first_s - self.clock())))
+        ready = [policy for policy, at_s in self._ready_at_s.items() if at_s <= self.clock() + ROUNDING]
+        for policy in ready:
+            del self._ready_at_s[policy]
+            self._processes[policy] = self._new_process()
+            self._processes[policy].known.add(policy)
+        self._on_disk.update(ready)
+        return dict.fromkeys(ready, self.trouble.compile_s)
 
     def measure_alone(self, policy: Policy, effort: Effort) -> Outcome:
         return self.measure(policy, effort)

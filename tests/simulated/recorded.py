@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -116,7 +116,9 @@ class RecordedEvaluator:
     watts: Callable[[Policy], float] | None = None
     measured: list[Policy] = field(default_factory=list)
     launched: list[tuple[Policy, ...]] = field(default_factory=list)
-    compiled: list[tuple[Policy, ...]] = field(default_factory=list)
+    compiled_behind: list[Policy] = field(default_factory=list)
+    in_background: dict[Policy, float] = field(default_factory=dict)
+    compile_s: float = 0.0
     judged: list[Policy] = field(default_factory=list)
     parity: Callable[[Policy], Parity | Failure] = lambda _: Parity()
     hardware: Hardware = H200
@@ -139,8 +141,26 @@ class RecordedEvaluator:
     graphs_at_once: int = 1
 
     def compile(self, policies: Sequence[Policy], limit_s: float) -> Mapping[Policy, float]:  # noqa: ARG002
-        self.compiled.append(tuple(policies))
         return dict.fromkeys(policies, 0.0)
+
+    def build_ahead(self, count: int) -> None:
+        pass
+
+    @property
+    def compiling(self) -> Collection[Policy]:
+        return self.in_background.keys()
+
+    def begin_compiling(self, policy: Policy, limit_s: float) -> None:  # noqa: ARG002
+        self.compiled_behind.append(policy)
+        self.in_background[policy] = self.clock() + self.compile_s
+
+    def compiled(self, wait_s: float = 0.0) -> Mapping[Policy, float | Failure]:
+        first_s = min(self.in_background.values(), default=self.clock())
+        self.clock.advance(min(wait_s, max(0.0, first_s - self.clock())))
+        ready = [policy for policy, at_s in self.in_background.items() if at_s <= self.clock()]
+        for policy in ready:
+            del self.in_background[policy]
+        return dict.fromkeys(ready, self.compile_s)
 
     def launch(self, policies: Sequence[Policy]) -> None:
         self.clock.advance(self.launch_s)

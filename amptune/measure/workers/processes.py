@@ -11,12 +11,13 @@ import signal
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.context import BaseContext, SpawnContext, SpawnProcess
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import pebble
 import psutil
@@ -25,7 +26,7 @@ from amptune.errors import StudyError
 from amptune.measure.results.outcome import Failure
 from amptune.measure.workers.worker import Setting, start
 
-__all__ = ["WorkerProcess", "start_importing", "stop_all", "workers_that_fit"]
+__all__ = ["Pending", "WorkerProcess", "start_importing", "stop_all", "workers_that_fit"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -100,6 +101,39 @@ def _context() -> BaseContext:
     return _Forking() if _fork_server_runs() else _Spawning()
 
 
+class Pending(Generic[T]):
+    """The answer of a worker to one task, which may not have come yet."""
+
+    def __init__(self, process: WorkerProcess, future: Future[T], limit_s: float, kills_before: int) -> None:
+        self._process, self._future, self._limit_s, self._kills_before = process, future, limit_s, kills_before
+
+    @property
+    def has_come(self) -> bool:
+        return self._future.done()
+
+    def answer(self) -> T | Failure:
+        """Waits for the answer; returns it, or a failure as `WorkerProcess.call` does."""
+        process = self._process
+        try:
+            # pebble counts from the task's start and would never notice a process that dies before.
+            return self._future.result(timeout=self._limit_s + LAUNCH_LIMIT_S)
+        except FutureTimeoutError:
+            process.stop()
+            return Failure(kind="timeout", message=f"no answer within {self._limit_s:.0f} s; the worker was replaced")
+        except BrokenProcessPool as broken:
+            process.stop()
+            why = f"no worker process can be started (its log is {process.log}): {broken}"
+            raise StudyError(why) from broken
+        except pebble.ProcessExpired as expired:
+            process.stop()
+            return _death(expired.exitcode, _kernel_oom_kills() > self._kills_before, process.log)
+
+    @staticmethod
+    def wait_for_one(pending: Iterable[Pending[T]], limit_s: float) -> None:
+        """Waits until one of the answers has come, or for `limit_s` seconds."""
+        wait([one._future for one in pending], timeout=limit_s, return_when=FIRST_COMPLETED)
+
+
 class WorkerProcess:
     """One process, started at the first call and replaced after it dies, hangs or is stopped."""
 
@@ -113,32 +147,18 @@ class WorkerProcess:
         `limit_s` includes the start of a process that does not run yet: importing torch, opening a CUDA context,
         building the model. An exception of the function is raised here.
         """
-        return self.begin(limit_s, function, *args, **kwargs)()
+        return self.begin(limit_s, function, *args, **kwargs).answer()
 
-    def begin(
-        self, limit_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> Callable[[], T | Failure]:
-        """Starts the function in the worker; returns a function that waits and answers as `call` does."""
+    def begin(self, limit_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
+        """Starts the function in the worker and returns its pending answer."""
         kills_before = _kernel_oom_kills()
         future = self._running().schedule(function, args=args, kwargs=kwargs, timeout=limit_s)
+        return Pending(self, future, limit_s, kills_before)
 
-        def answer() -> T | Failure:
-            try:
-                # pebble counts from the task's start and would never notice a process that dies before.
-                result: T = future.result(timeout=limit_s + LAUNCH_LIMIT_S)
-            except FutureTimeoutError:
-                self.stop()
-                return Failure(kind="timeout", message=f"no answer within {limit_s:.0f} s; the worker was replaced")
-            except BrokenProcessPool as broken:
-                self.stop()
-                why = f"no worker process can be started (its log is {self._setting.log}): {broken}"
-                raise StudyError(why) from broken
-            except pebble.ProcessExpired as expired:
-                self.stop()
-                return _death(expired.exitcode, _kernel_oom_kills() > kills_before, self._setting.log)
-            return result
-
-        return answer
+    @property
+    def log(self) -> Path:
+        """The file that takes what the user's code prints."""
+        return self._setting.log
 
     @property
     def runs(self) -> bool:

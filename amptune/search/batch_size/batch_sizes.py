@@ -14,7 +14,6 @@ from amptune.search.batch_size.largest import LargestBatch, Sizer
 from amptune.search.batch_size.memory_model import Arm, MemoryModel, arm_of
 from amptune.search.batch_size.memory_runs import FixedPart
 from amptune.search.batch_size.next_size import MOST_TIMES_OWN_ON_CPU
-from amptune.search.plan.budget import BATCH_SIZES_SHARE, Budget
 from amptune.search.space.candidates import GlobalBatch
 
 __all__ = ["NO_SIZES", "BatchSizes", "Runner", "batch_sizes_for", "sizer_for"]
@@ -72,11 +71,15 @@ NO_SIZES = BatchSizes(sizes=())
 
 
 def batch_sizes_for(
-    runner: Runner, arms: tuple[Policy, ...], prepared: Prepared, budget: Budget, whole: GlobalBatch | None
+    runner: Runner,
+    arms: tuple[Policy, ...],
+    prepared: Prepared,
+    whole: GlobalBatch | None,
+    *,
+    left_s: Callable[[], float],
 ) -> BatchSizes:
     """Finds the largest batch under each policy of `arms`, and the sizes between it and the workload's own."""
-    until_s = budget.left_s - BATCH_SIZES_SHARE * budget.seconds
-    sizer = sizer_for(runner, prepared, whole, left_s=lambda: budget.left_s - until_s)
+    sizer = sizer_for(runner, prepared, whole, left_s=left_s)
     if sizer is None:
         return NO_SIZES
     largest = tuple((policy, sizer.largest(policy)) for policy in arms)

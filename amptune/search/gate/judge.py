@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import Parity
 from amptune.policy.settings import Fp32Math, Policy
 from amptune.search.gate.limits import Judgement, judged
-from amptune.search.plan.budget import CURES_SHARE, REFERENCE_SHARE, Budget
+from amptune.search.plan.budget import Budget
 
 __all__ = [
     "Judge",
@@ -27,6 +28,8 @@ __all__ = [
     "without_graph",
 ]
 
+# The share of the time left that the reference may take: the more time, the more steps it compares.
+REFERENCE_SHARE = 0.1
 # The least time for the reference, even if the budget is short: one made in less time says too little.
 SHORTEST_REFERENCE_S = 2.0
 # The least time limit of a judgement, however little time is left: the judgement may be about the winner.
@@ -36,7 +39,7 @@ _BY_PRECISION: tuple[Fp32Math, ...] = ("ieee", "stock", "tf32")
 
 
 class OutOfTimeError(Exception):
-    """The gate's share of the budget is used up."""
+    """The time to look for a cure is used up."""
 
 
 def fp32_of(baseline: Policy) -> Policy:
@@ -64,9 +67,9 @@ class PolicyJudged:
 class Judge:
     """A judge of policies that remembers its judgements; `failure` says why nothing can be judged (any more).
 
-    `share` of the budget is for the FP32 reference, which takes `reference_share` of the budget, and for judgements
-    while a cure is looked for. A policy that lacked the memory or time to be judged is neither sound nor unsound.
-    `spent_s` are the seconds of all judgements, `last_s` those of the last one.
+    The FP32 reference takes `reference_share` of the time that is left. A cure is looked for until `cures_until_s` of
+    the budget are spent. A policy that lacked the memory or time to be judged is neither sound nor unsound. `last_s`
+    are the seconds of the last judgement.
     """
 
     evaluator: Evaluator
@@ -74,10 +77,9 @@ class Judge:
     budget: Budget
     observer: Callable[[PolicyJudged], None]
     tolerance: float | None = None
-    share: float = CURES_SHARE
     reference_share: float = REFERENCE_SHARE
+    cures_until_s: float = math.inf
     failure: Failure | None = None
-    spent_s: float = 0.0
     last_s: float = 0.0
     _judgements: dict[Policy, Judgement] = field(default_factory=dict)
     _unjudged: dict[Policy, Failure] = field(default_factory=dict)
@@ -143,11 +145,11 @@ class Judge:
 
     @property
     def has_time(self) -> bool:
-        """True if any of the judge's share of the budget is left."""
-        return self.spent_s <= self.share * self.budget.seconds and self.budget.left_s > 0
+        """True if a cure may be looked for a while longer."""
+        return self.budget.spent_s <= self.cures_until_s and self.budget.left_s > 0
 
     def require_time(self) -> None:
-        """Raises `OutOfTimeError` if the judge's share of the budget is used up."""
+        """Raises `OutOfTimeError` if the time to look for a cure is used up."""
         if not self.has_time:
             raise OutOfTimeError
 
@@ -172,7 +174,7 @@ class Judge:
         return self.failure is None and not seen and not self.is_exempt(policy)
 
     def _parity_of(self, policy: Policy) -> Parity | Failure:
-        seconds = max(SHORTEST_REFERENCE_S, self.reference_share * self.budget.seconds)
+        seconds = max(SHORTEST_REFERENCE_S, self.reference_share * self.budget.left_s)
         try:
             with self._counted():
                 return self.evaluator.judge(policy, fp32_of(self.baseline), seconds, self._limit_s)
@@ -194,7 +196,6 @@ class Judge:
             yield
         finally:
             self.last_s = self.budget.spent_s - before_s
-            self.spent_s += self.last_s
 
 
 def without_graph(policy: Policy) -> Policy:

@@ -9,20 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-__all__ = [
-    "BATCH_SIZES_SHARE",
-    "COLD_SHARE",
-    "CURES_SHARE",
-    "MODULE_TIMES_SHARE",
-    "REFERENCE_SHARE",
-    "SHORTEST_LOOP_S",
-    "Budget",
-    "Clock",
-    "comparisons_s",
-    "graph_judgement_s",
-    "larger_batch_s",
-    "loop_s",
-]
+__all__ = ["SHORTEST_LOOP_S", "Budget", "Clock", "larger_batch_s", "loop_s"]
 
 # Returns seconds since an arbitrary start; they never go backwards.
 Clock = Callable[[], float]
@@ -58,38 +45,11 @@ class Budget:
         return max(SHORTEST_PREPARE_S, self.left_s)
 
 
-# Before the search.
-# Timing every module once; it took 3.6 s for 1,000 modules on an H200 (reports/numerics/h200/sensing.txt).
-MODULE_TIMES_SHARE = 0.1
-# The FP32 reference of the numerics gate, made once; and the reference together with all judgements until each
-# precision that fails is cured.
-REFERENCE_SHARE, CURES_SHARE = 0.08, 0.25
-# Finding the largest batch that fits.
-BATCH_SIZES_SHARE = 0.15
-
-# The comparisons after the search get at most this share of the time that is left once the workload is built, and at
-# most the time of this many launches of their contenders.
-COMPARISONS_SHARE, COMPARISON_LAUNCHES = 0.5, 20
-# Before the comparison, a compiled policy is judged with its graph if that takes at most this share of the time left.
-GRAPH_SHARE = 0.2
-# A compiled policy is measured beside another one only if compiling it takes at most this share of the time left.
-COLD_SHARE = 0.2
-
 # After the decision. The training loop: half for its timed seconds, half for the step alone, warm-up and loader start.
 # A loop shorter than SHORTEST_LOOP_S says nothing.
 LOOP_SHARE, LONGEST_LOOP_S, SHORTEST_LOOP_S = 0.06, 5.0, 1.0
 # Measuring larger batches, where the batch size is the user's own.
 LARGER_BATCH_SHARE, LONGEST_LARGER_BATCH_S = 0.04, 20.0
-
-
-def comparisons_s(budget: Budget, *, prepare_s: float, launch_s: float) -> float:
-    """Returns the seconds that the search leaves to the comparisons; a launch of all contenders takes `launch_s`."""
-    return min(COMPARISONS_SHARE * (budget.seconds - prepare_s), COMPARISON_LAUNCHES * launch_s)
-
-
-def graph_judgement_s(budget: Budget) -> float:
-    """Returns the most seconds for judging a policy together with its compiled graph before the comparison."""
-    return GRAPH_SHARE * budget.left_s
 
 
 def loop_s(budget: Budget) -> float:

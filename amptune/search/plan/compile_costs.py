@@ -37,7 +37,7 @@ def cold_s(policy: Policy, tried: Mapping[Policy, Outcome]) -> float:
     if policy.compile == "off":
         return 0.0
     startup_s = {one: outcome.startup_s for one, outcome in tried.items() if isinstance(outcome, Measurement)}
-    if any(_graph_of(one) == _graph_of(policy) for one in startup_s):
+    if any(_is_same_graph(one, policy) for one in startup_s):
         return 0.0
     alike = [seconds for one, seconds in startup_s.items() if one.compile == policy.compile]
     unknown = AUTOTUNE_S if policy.compile in AUTOTUNED_MODES else COMPILE_S
@@ -46,8 +46,7 @@ def cold_s(policy: Policy, tried: Mapping[Policy, Outcome]) -> float:
 
 def compiled_s(policy: Policy, tried: Mapping[Policy, Outcome]) -> float:
     """Returns the measured compile time of a policy's graph, or else the expected one."""
-    graph = _graph_of(policy)
-    seen = [o.startup_s for one, o in tried.items() if isinstance(o, Measurement) and _graph_of(one) == graph]
+    seen = [o.startup_s for one, o in tried.items() if isinstance(o, Measurement) and _is_same_graph(one, policy)]
     return max(seen, default=cold_s(policy, tried))
 
 
@@ -63,7 +62,7 @@ def compile_findings(trials: Sequence[Trial], winner: Policy) -> Iterator[Findin
 
 
 def _pays(trials: Sequence[Trial], winner: Policy) -> Iterator[Finding]:
-    graph = [trial for trial in trials if _graph_of(trial.policy) == _graph_of(winner)]
+    graph = [trial for trial in trials if _is_same_graph(trial.policy, winner)]
     own = _fastest([trial for trial in graph if trial.policy == winner] or graph)
     eager = _fastest([trial for trial in trials if trial.policy.compile == "off"])
     seconds = max((outcome.startup_s for trial in graph if (outcome := _measured(trial)) is not None), default=0.0)
@@ -81,6 +80,10 @@ def _pays(trials: Sequence[Trial], winner: Policy) -> Iterator[Finding]:
         message=f"{took}, which pays after {steps:,} steps against {eager.policy}",
         figures={"compile_s": seconds, "pays_after_steps": steps},
     )
+
+
+def _is_same_graph(one: Policy, other: Policy) -> bool:
+    return one.compile == other.compile and _graph_of(one) == _graph_of(other)
 
 
 def _graph_of(policy: Policy) -> Policy:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from amptune.policy.settings import AUTOTUNED_MODES, CUDA_GRAPH_MODES
 from amptune.search.plan.compile_costs import AUTOTUNE_S, COMPILE_S
 from amptune.search.sampler.surrogate import Belief, Floats, Surrogate
-from amptune.search.space.knobs import Knob, Point, Value
+from amptune.search.space.knobs import Knob, Point
 
 __all__ = ["AUTOTUNED", "CUDA_GRAPHS", "Proposal", "Proposer", "Seen", "features_of", "with_features"]
 
@@ -51,14 +51,14 @@ class Seen:
 class Proposal:
     """A point by its index; `gain` is its expected improvement over the best, on the logarithm of the score.
 
-    A score below `least` would be a surprise: an outlier, or a wrong expectation. `cost` is the expected time of the
-    trial over that of the cheapest one.
+    A score below `least` would be a surprise: an outlier, or a wrong expectation. The trial is expected to take
+    `seconds`, None if nothing is known of that.
     """
 
     index: int
     gain: float
     least: float = 0.0
-    cost: float = 1.0
+    seconds: float | None = None
 
 
 class Proposer:
@@ -75,16 +75,15 @@ class Proposer:
     def next(
         self,
         seen: Mapping[int, Seen],
-        fixed: Mapping[str, Value],
         left_out: Collection[int] = (),
         running: Collection[int] = (),
     ) -> Proposal | None:
-        """Returns the point that promises most per second; None if every point with the `fixed` values was seen.
+        """Returns the point that promises most per second; None if every point was seen or is left out.
 
         Those that are `running` elsewhere are believed to turn out as expected.
         """
-        free = self._free(seen, fixed)
-        free[[*left_out, *running]] = False
+        free = np.ones(self._surrogate.size, dtype=bool)
+        free[[*seen, *left_out, *running]] = False
         if not free.any():
             return None
         belief = self.belief(seen, running)
@@ -97,8 +96,7 @@ class Proposer:
         chosen = int((gain / seconds).argmax())
         surprise = max(SURPRISING * float(belief.deviation[chosen]), LEAST_SURPRISE)
         least = math.exp(float(belief.mean[chosen]) - surprise)
-        cost = max(1.0, float(seconds[chosen] / seconds.min()))
-        return Proposal(index=chosen, gain=float(gain[chosen]), least=least, cost=cost)
+        return Proposal(index=chosen, gain=float(gain[chosen]), least=least, seconds=float(seconds[chosen]))
 
     def belief(self, seen: Mapping[int, Seen], running: Collection[int] = ()) -> Belief | None:
         """Returns the belief about every point; None if fewer than two scores are known."""
@@ -110,13 +108,6 @@ class Proposer:
         belief = self._surrogate.belief(logs)
         expected = {index: float(belief.mean[index]) for index in running if index not in logs}
         return self._surrogate.belief({**logs, **expected}) if expected else belief
-
-    def _free(self, seen: Mapping[int, Seen], fixed: Mapping[str, Value]) -> NDArray[np.bool_]:
-        free = np.ones(self._surrogate.size, dtype=bool)
-        free[list(seen)] = False
-        for name, value in fixed.items():
-            free &= self._values[name] == str(value)
-        return free
 
     def _is_dear(self, name: str, count: int) -> NDArray[np.bool_]:
         """Returns a mask of the points that have this expensive setting."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from amptune.measure.results.outcome import Failure, Measurement
-from amptune.policy.settings import Policy
+from amptune.policy.settings import CompileMode, Policy
 from amptune.search.batch_size.memory_model import arm_of
 from amptune.search.sampler.acquisition import Proposer, Seen, features_of, with_features
 from amptune.search.space.knobs import BATCH_SIZE, Knob, Point, Space, points
@@ -34,6 +35,9 @@ class Catalog:
                 self.points.setdefault(policy, point)  # deeper points of a short ladder give the same policy
         self.policies = list(self.points)
         self.index = {policy: index for index, policy in enumerate(self.policies)}
+        self._of_mode: dict[CompileMode, list[int]] = defaultdict(list)
+        for policy, index in self.index.items():
+            self._of_mode[policy.compile].append(index)
         self._knobs = _with_unused(space.knobs)
         self._choices = {knob.name: knob.choices for knob in space.knobs}
         self._traits = {policy: _traits(policy, point) for policy, point in self.points.items()}
@@ -49,6 +53,10 @@ class Catalog:
             return None
         policy = self._to_policy(Point(params))
         return policy if policy in self.points else None
+
+    def not_in(self, modes: Collection[CompileMode]) -> set[int]:
+        """Returns the policies, by index, that have none of these modes of torch.compile."""
+        return {index for mode, indices in self._of_mode.items() if mode not in modes for index in indices}
 
     def has_knob(self, name: str) -> bool:
         """Returns True if there is a choice for this knob."""

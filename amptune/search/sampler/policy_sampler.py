@@ -57,9 +57,9 @@ class PolicySampler(BaseSampler):
     """Proposes the policy of a space that promises most for its time.
 
     It learns from the finished trials of the Optuna study, and believes that running ones turn out as expected. So any
-    process that has the study gets the next policy from it. `fixed` settings and policies to leave out bound the next
-    proposals; `proposal` is the last one, None if no policy was left or none was asked for: the trial `was_enqueued`,
-    or the sampler `is_idle`.
+    process that has the study gets the next policy from it. Policies that are `left_out`, by index, are not proposed.
+    `proposal` is the last one, None if no policy was left or none was asked for: the trial `was_enqueued`, or the
+    sampler `is_idle`.
     """
 
     def __init__(
@@ -71,7 +71,6 @@ class PolicySampler(BaseSampler):
     ) -> None:
         self._distributions, self._catalog, self._history_of = distributions, catalog, history_of
         self._proposer = catalog.proposer(seed)
-        self.fixed: Mapping[str, Value] = {}
         self.left_out: Collection[int] = ()
         self.proposal: Proposal | None = None
         self.was_enqueued = self.is_idle = False
@@ -100,7 +99,7 @@ class PolicySampler(BaseSampler):
         history = self._history_of(trials_in(study))
         running = {self._catalog.index[one] for one in running_in(study).values() if one in self._catalog.index}
         left_out = {*self.left_out, *history.too_large()}
-        self.proposal = self._proposer.next(history.seen(), self.fixed, left_out, running)
+        self.proposal = self._proposer.next(history.seen(), left_out, running)
         index = 0 if self.proposal is None else self.proposal.index
         return dict(self._catalog.points[self._catalog.policies[index]])
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
 
 from amptune.errors import StudyError
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
-from amptune.policy.settings import Policy
+from amptune.policy.settings import CompileMode, Policy
 from amptune.search.gate.judge import PolicyJudged
 from amptune.search.gate.limits import Judgement
 from amptune.search.sampler.acquisition import Proposal
@@ -42,21 +41,21 @@ class Suggestion:
     """A policy to measure next; `handle` is its trial in the store.
 
     `gain` is its expected improvement, on the logarithm of the score; infinite for a policy that was asked for.
-    A score below `least` would be a surprise. `cost` is the trial's time over that of the cheapest one.
+    A score below `least` would be a surprise. The trial is expected to take `seconds`, None if that is unknown.
     """
 
     policy: Policy
     handle: Handle
     gain: float = math.inf
     least: float = 0.0
-    cost: float = 1.0
+    seconds: float | None = None
 
     @staticmethod
     def of(proposal: Proposal | None, policy: Policy, handle: Handle) -> Suggestion:
         """Returns the suggestion of a policy that was proposed, or asked for."""
         if proposal is None:
             return Suggestion(policy, handle)
-        return Suggestion(policy, handle, gain=proposal.gain, least=proposal.least, cost=proposal.cost)
+        return Suggestion(policy, handle, gain=proposal.gain, least=proposal.least, seconds=proposal.seconds)
 
 
 class Study:
@@ -79,6 +78,7 @@ class Study:
         self._catalog = catalog
         self._objective = objective
         self._baseline = baseline
+        self._seed = seed
         self._own = PolicySampler(store.distributions, catalog, self._history_that_tells, seed)
         self._given = sampler
         self._first: deque[Policy] = deque()
@@ -200,52 +200,57 @@ class Study:
         """Puts these policies first, including those outside the space."""
         self._first.extend(policies)
 
-    def measure_next(self, policies: Sequence[Policy]) -> None:
-        """Puts these policies before those that `measure_first` named."""
-        self._first.extendleft(reversed(policies))
+    def suggest(
+        self, *, wanted: Policy | None = None, modes: Collection[CompileMode] | None = None
+    ) -> Suggestion | None:
+        """Returns the next unmeasured policy, in one of these modes of torch.compile; None if all such are measured.
 
-    def suggest(self, fixed: Mapping[str, Any] | None = None) -> Suggestion | None:
-        """Returns the next unmeasured policy, with some knobs fixed; None if all such policies are measured.
-
-        A policy that another worker measures is none of them. What a foreign sampler proposes may have been measured,
-        or be no policy of the space: after some of those it is amptune's own sampler that proposes.
+        A `wanted` policy is suggested if it is free, and else what was put first. A policy that another worker measures
+        is none of them. What a foreign sampler proposes may have been measured, or be no policy of the space: after
+        some of those it is amptune's own sampler that proposes.
         """
         for attempt in count():
             self._catch_up_trials()
-            wanted = self._next_wanted()
+            asked = self._next_wanted(modes) if wanted is None or not self.is_free(wanted) else wanted
             given = None if attempt >= MOST_ASKED else self._given
-            handle = self._ask(wanted, fixed or {}, given)
-            proposal = self._own.proposal if wanted is None and given is None else None
-            policy = self._catalog.policy_of(handle.params) if handle.params else wanted
-            if policy is not None and self._is_free(policy, wanted) and self._claims(handle, policy):
+            handle = self._ask(asked, modes, given)
+            proposal = self._own.proposal if asked is None and given is None else None
+            policy = self._catalog.policy_of(handle.params) if handle.params else asked
+            if policy is not None and self._is_open(policy, asked, modes) and self._claims(handle, policy):
                 self._catch_up_trials()  # another worker may have been faster
                 if policy not in self._outcomes:
                     return Suggestion.of(proposal, policy, handle)
             self._store.forget(handle)
-            if proposal is None and wanted is None and given is None and not self._own.was_enqueued:
+            if proposal is None and asked is None and given is None and not self._own.was_enqueued:
                 return None
         raise AssertionError  # count() has no end
 
-    def _next_wanted(self) -> Policy | None:
-        """Returns the policy that was put first and is neither measured, nor being measured, nor known not to fit.
+    def has_wanted(self, modes: Collection[CompileMode]) -> bool:
+        """Returns True if a policy that was put first, in one of these modes of torch.compile, is not measured yet."""
+        return self._next_wanted(modes) is not None
+
+    def is_free(self, policy: Policy) -> bool:
+        """Returns True if a policy is neither measured, nor being measured, nor known not to fit.
 
         The baseline is measured though another worker, perhaps a killed one, has begun it: nothing works without it.
         """
-        too_large = self._history.too_large()
-        while self._first:
-            first = self._first[0]
-            is_open = first not in self._outcomes and self._catalog.index.get(first) not in too_large
-            if is_open and (first == self._baseline or first not in self._store.running()):
-                return first
-            self._first.popleft()
-        return None
+        fits = self._catalog.index.get(policy) not in self._history.too_large()
+        is_begun = policy != self._baseline and policy in self._store.running()
+        return policy not in self._outcomes and fits and not is_begun
 
-    def _ask(self, wanted: Policy | None, fixed: Mapping[str, Any], given: Sampler | None) -> Handle:
+    def _next_wanted(self, modes: Collection[CompileMode] | None) -> Policy | None:
+        """Returns the first free policy of those that were put first, in one of these modes."""
+        self._first = deque(policy for policy in self._first if self.is_free(policy))
+        return next((policy for policy in self._first if modes is None or policy.compile in modes), None)
+
+    def _ask(self, wanted: Policy | None, modes: Collection[CompileMode] | None, given: Sampler | None) -> Handle:
         """Begins a trial of the wanted policy, else of what is proposed; another worker may have enqueued a policy."""
         point = self._catalog.points.get(wanted) if wanted is not None else None
         if point is not None:
             self._store.enqueue(point)
-        self._own.fixed, self._own.left_out, self._own.is_idle = fixed, self._excluded, wanted is not None
+        others = set() if modes is None else self._catalog.not_in(modes)
+        self._own.left_out, self._own.is_idle = self._excluded | others, wanted is not None
+        fixed = {"compile": next(iter(modes))} if modes and len(modes) == 1 and self.has_knob("compile") else {}
         proposes = self._own if wanted is not None or given is None else with_fixed(given, fixed)
         handle = self._store.ask(proposes)
         if wanted is None or point is not None or self._own.was_enqueued:
@@ -255,9 +260,10 @@ class Study:
     def _claims(self, handle: Handle, policy: Policy) -> bool:
         return self._store.claim(handle, policy) or policy == self._baseline
 
-    def _is_free(self, policy: Policy, wanted: Policy | None) -> bool:
+    def _is_open(self, policy: Policy, wanted: Policy | None, modes: Collection[CompileMode] | None) -> bool:
         is_excluded = policy != wanted and self._catalog.index.get(policy) in self._excluded
-        return policy not in self._outcomes and not is_excluded
+        in_mode = policy == wanted or modes is None or policy.compile in modes
+        return policy not in self._outcomes and in_mode and not is_excluded
 
     def ranked(self) -> list[Policy]:
         """Returns the measured policies, the best first, those that are too slow for the objective last.
@@ -312,6 +318,14 @@ class Study:
     def _plain_score(self, outcome: Outcome) -> float:
         """Returns the score without a penalty for low speed, as that is one measurement and may be an outlier."""
         return (self._objective.score(outcome) or 0.0) if isinstance(outcome, Measurement) else 0.0
+
+    def adopt(self, space: Space, to_policy: ToPolicy, fits: Callable[[Policy], bool] = lambda _: True) -> None:
+        """Goes on with the policies of another space, or other policies of its points; trials are kept."""
+        self._catalog = Catalog(space, to_policy, fits)
+        self._own = PolicySampler(self._store.distributions, self._catalog, self._history_that_tells, self._seed)
+        self._left_out.clear()
+        self._history = self._history_of(self.trials)
+        self._outcomes = self._history.outcomes
 
     def reconsider(self, policy: Policy) -> None:
         """Forgets a failure: on a busy machine it may have been chance, and nothing works without a baseline."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 
 from amptune.policy.settings import Policy
@@ -31,10 +31,15 @@ NARROW = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextRound:
-    """One round: each policy measured once, in a fresh process or in the one that runs. The baseline comes first."""
+    """One round: each policy measured once, in a fresh process or in the one that runs. The baseline comes first.
+
+    It is expected to take `seconds`, and to add `worth` to the logarithm of the winner's score.
+    """
 
     policies: tuple[Policy, ...]
     fresh: bool
+    seconds: float = field(default=0.0, compare=False)
+    worth: float = field(default=0.0, compare=False)
 
 
 def next_round(
@@ -65,10 +70,13 @@ def next_round(
     for count in range(len(others), -1, -1):
         policies = (*core, *others[:count])
         starts = fresh or not set(policies) <= set(running)
-        if sum(map(cost_s, policies)) + (launch_s(start_s, len(policies)) if starts else 0.0) <= left_s:
-            return NextRound(policies=policies, fresh=starts)
-    fits = set(core) <= set(running) and sum(map(cost_s, core)) <= left_s
-    return NextRound(policies=tuple(core), fresh=False) if fits else None
+        seconds = sum(map(cost_s, policies)) + (launch_s(start_s, len(policies)) if starts else 0.0)
+        if seconds <= left_s:
+            gained = sum(worth.get(policy, 0.0) for policy in policies)
+            return NextRound(policies=policies, fresh=starts, seconds=seconds, worth=gained)
+    seconds = sum(map(cost_s, core))
+    fits = set(core) <= set(running) and seconds <= left_s
+    return NextRound(policies=tuple(core), fresh=False, seconds=seconds) if fits else None
 
 
 def launch_s(start_s: float, count: int) -> float:

@@ -1,0 +1,246 @@
+"""Graphs of torch.compile: which to compile in the background, while other policies are measured."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+from amptune.measure.evaluator import Evaluator
+from amptune.measure.results.outcome import Failure, Measurement
+from amptune.policy.settings import AUTOTUNED_MODES, CompileMode, Fp32Math, MemoryFormat, Policy
+from amptune.search.events import Compiling, Observer
+from amptune.search.plan.budget import Budget
+from amptune.search.plan.compile_costs import cold_s, expected_compile_s
+from amptune.search.plan.plan import WORTHWHILE, Step
+from amptune.search.sampler.study import Study, Suggestion
+
+__all__ = ["BEHIND", "IN_A_TRIAL", "Graphs", "cannot_compile", "instead_of"]
+
+# The modes compiled in the background; the others time kernels, which would disturb and be disturbed.
+BEHIND: tuple[CompileMode, ...] = ("reduce-overhead", "default")
+# The modes in which a trial compiles its own graph, if it has one.
+IN_A_TRIAL: tuple[CompileMode, ...] = ("off", *sorted(AUTOTUNED_MODES))
+# What to compile before anything was measured: half precision in the format that suits its kernels. The optimizer is in
+# no graph; a fused one saves kernel launches too.
+FUSED: tuple[bool, ...] = (True, False)
+MATHS: tuple[Fp32Math, ...] = ("tf32", "stock", "ieee")
+RECIPES = (
+    Policy(autocast="bf16"),
+    Policy(autocast="fp16"),
+    Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True),
+    Policy(),
+)
+LAYOUTS: tuple[MemoryFormat, ...] = ("channels_last_3d", "channels_last", "contiguous")
+# A graph is begun if this share of the time that it is expected to take is left: a guess may be wrong by as much.
+HOPEFUL = 0.5
+# The device memory that a compiling process is expected to need, relative to the eager baseline: CUDA graphs have their
+# own memory pool, and the process has its own CUDA context.
+OVER_EAGER = 1.5
+# Compiling is given up after this many compiled policies failed and none ran.
+COMPILE_ATTEMPTS = 2
+# What the first graphs are thought to gain, while no trial says more.
+UNTRIED_GAIN = 0.1
+
+
+@dataclass
+class Graphs:
+    """The graphs that compile in the background, and those that are ready to be measured.
+
+    The model has this many `leaves`. `memory_mib` is the device's memory.
+    """
+
+    study: Study
+    evaluator: Evaluator
+    budget: Budget
+    baseline: Policy
+    observer: Observer
+    leaves: int = 0
+    memory_mib: float = math.inf
+    _held: Suggestion | None = None
+    _asked_at: int | None = None
+    _running: dict[Policy, tuple[Suggestion, float]] = field(default_factory=dict)
+    _ready: deque[tuple[Suggestion, float | Failure]] = field(default_factory=deque)
+
+    @property
+    def behind(self) -> bool:
+        """True if graphs compile in the background; else a trial compiles its own."""
+        return self.evaluator.graphs_at_once > 0
+
+    def next_ready(self) -> tuple[Suggestion, float | Failure] | None:
+        """Returns a compiled policy with the seconds that took, or its failure; it stays the next until `taken`."""
+        self._collect()
+        return self._ready[0] if self._ready else None
+
+    def taken(self) -> None:
+        """Says that the next graph was measured."""
+        self._ready.popleft()
+
+    def wants(self, free_s: float) -> Step | None:
+        """Returns the step that begins the likeliest graph, if there is a place and enough time for it."""
+        self._collect()
+        if not self.behind or len(self._running) >= self._places:
+            return None
+        held = self.suggestion(free_s)
+        if held is None:
+            return None
+        what = str(held.policy)
+        return Step(stage="compile", what=what, seconds=0.0, worth=math.inf, act=lambda _: self._begin(held))
+
+    def suggestion(self, free_s: float) -> Suggestion | None:
+        """Returns the likeliest graph, the same one until another trial has ended; None if none is worth its time."""
+        count = len(self.study.trials)
+        if self._asked_at != count and not cannot_compile(self.study):
+            best = next(self._open_likeliest(), None)
+            if self._held is None or (best is not None and best != self._held.policy):
+                self._drop()
+                self._held = self._asked(best, free_s)
+            self._asked_at = count
+        if self._held is not None and self.gain(self._held) < WORTHWHILE * self.seconds(self._held.policy):
+            self._drop()
+        return self._held
+
+    def gain(self, suggestion: Suggestion) -> float:
+        """Returns what a graph is expected to gain, on the logarithm of the score."""
+        return min(suggestion.gain, UNTRIED_GAIN)
+
+    def release(self) -> None:
+        """Says that the suggestion is being measured."""
+        self._held, self._asked_at = None, None
+
+    def wait(self, free_s: float) -> Step | None:
+        """Returns the step that waits for a graph, when there is nothing better to do."""
+        if not self._running or free_s <= 0:
+            return None
+        seconds = min(free_s, max(1.0, min(map(self._remaining_s, self._running))))
+        return Step(
+            stage="wait",
+            what="for a graph",
+            seconds=seconds,
+            worth=math.inf,
+            act=self._collect,
+        )
+
+    def forget(self) -> None:
+        """Gives up the graphs that are not measured."""
+        self._drop()
+        for suggestion, _ in [*self._running.values(), *self._ready]:
+            self.study.forget(suggestion)
+        self._running.clear()
+        self._ready.clear()
+
+    def seconds(self, policy: Policy) -> float:
+        """Returns the seconds that compiling a policy is expected to take."""
+        outcomes = {trial.policy: trial.outcome for trial in self.study.trials}
+        compiled = any(isinstance(one, Measurement) and own.compile != "off" for own, one in outcomes.items())
+        unknown = expected_compile_s(self.leaves)
+        return cold_s(policy, outcomes) if compiled or policy.compile in AUTOTUNED_MODES else unknown
+
+    def _begin(self, suggestion: Suggestion) -> None:
+        self.release()
+        self._running[suggestion.policy] = suggestion, self.budget.spent_s
+        self.observer(Compiling(policies=(suggestion.policy,), left_s=self.budget.left_s))
+        self.evaluator.begin_compiling(suggestion.policy, max(self.budget.left_s, 1.0))
+
+    def _drop(self) -> None:
+        if self._held is not None:
+            self.study.forget(self._held)
+            self._held = None
+
+    def _collect(self, wait_s: float = 0.0) -> None:
+        """Notes the graphs that have come. One that was stopped for another's memory can be asked for again."""
+        came = self.evaluator.compiled(wait_s) if self._running else {}
+        for policy, result in came.items():
+            if policy in self._running:
+                self._ready.append((self._running.pop(policy)[0], result))
+        for policy in [one for one in self._running if one not in self.evaluator.compiling]:
+            self.study.forget(self._running.pop(policy)[0])
+
+    def _remaining_s(self, policy: Policy) -> float:
+        return self.seconds(policy) - (self.budget.spent_s - self._running[policy][1])
+
+    @property
+    def _places(self) -> int:
+        """The number of graphs that the CPU cores and the device's memory are enough for."""
+        first = self.study.trial_of(self.baseline)
+        measured = first is not None and isinstance(first.outcome, Measurement)
+        peak_mib = first.outcome.peak_reserved_mib if measured else 1.0  # type: ignore[union-attr]
+        in_memory = self.memory_mib / (OVER_EAGER * max(1.0, peak_mib))
+        return int(min(self.evaluator.graphs_at_once, max(1.0, in_memory - 1)))
+
+    def _asked(self, best: Policy | None, free_s: float) -> Suggestion | None:
+        """Returns the graph that was put first, else the best, else the sampler's; None if it would be late."""
+        if best is not None and not self.study.has_wanted(BEHIND):
+            return self.study.suggest(wanted=best) if self._is_in_time(best, free_s) else None
+        if self.study.has_wanted(IN_A_TRIAL):
+            return None
+        suggestion = self.study.suggest(modes=BEHIND)
+        if suggestion is not None and not self._is_in_time(suggestion.policy, free_s):
+            self.study.forget(suggestion)
+            return None
+        return suggestion
+
+    def _is_in_time(self, policy: Policy, free_s: float) -> bool:
+        return HOPEFUL * self.seconds(policy) < free_s
+
+    def _open_likeliest(self) -> Iterator[Policy]:
+        """Yields those of the likeliest that nobody has begun."""
+        held = None if self._held is None else self._held.policy
+        for policy in self._likeliest():
+            if policy in self.study and (policy == held or self.study.is_free(policy)):
+                yield policy
+
+    def _likeliest(self) -> Iterator[Policy]:
+        """Yields the best policy so far compiled in each mode, then those of other precisions in the first mode.
+
+        CUDA graphs save kernel launches, whatever the kernels are; without them a graph may be faster all the same.
+        They need more memory, so an objective of memory leaves the choice to the sampler.
+        """
+        if self.study.yardstick.objective.name == "memory":
+            return
+        best = list(self._plain())[:1] if self.study.has_wanted(IN_A_TRIAL) else best_of_precisions(self.study)
+        yield from (best[0].compiled(mode) for mode in BEHIND) if best else ()
+        yield from (policy.compiled(BEHIND[0]) for policy in best[1:2])
+
+    def _plain(self) -> Iterator[Policy]:
+        """Yields the policies to compile before anything was measured, the likeliest first."""
+        own = {"batch_size": self.baseline.batch_size, "accumulate": self.baseline.accumulate}
+        for recipe, layout, fused, fp32_math in product(RECIPES, LAYOUTS, FUSED, MATHS):
+            policy = replace(recipe, memory_format=layout, fused_optimizer=fused, **own)  # type: ignore[arg-type]
+            policy = replace(policy, fp32_math=fp32_math) if recipe.precision == "off" else policy
+            if any(policy.compiled(mode) in self.study for mode in BEHIND):
+                yield policy
+
+
+def best_of_precisions(study: Study) -> list[Policy]:
+    """Returns the best eager policy so far of each precision, the best precision first."""
+    scores = {trial.policy: study.yardstick.score(trial.outcome) or 0.0 for trial in study.trials}
+    best: dict[str, Policy] = {}
+    for policy in sorted(filter(scores.get, scores), key=scores.__getitem__, reverse=True):
+        if policy.compile == "off":
+            best.setdefault(policy.precision, policy)
+    return list(best.values())
+
+
+def instead_of(policy: Policy, failure: Failure, study: Study) -> list[Policy]:
+    """Returns what to try if a compiled policy fails: a smaller batch (graphs need more memory) or a simpler mode."""
+    if failure.kind == "oom":
+        smaller = study.next_smaller(policy)
+        return [] if smaller is None else [smaller]
+    other = policy.compiled(BEHIND[-1])
+    return [other] if other != policy and other in study else []
+
+
+def cannot_compile(study: Study) -> bool:
+    """Returns whether all compiled policies failed; with two modes in each, as CUDA graphs alone may be the cause."""
+    compiled = [trial for trial in study.trials if trial.policy.compile != "off"]
+    broken = {
+        trial.policy: trial.outcome
+        for trial in compiled
+        if isinstance(trial.outcome, Failure) and trial.outcome.kind != "oom"
+    }
+    others = any(instead_of(policy, failure, study) for policy, failure in broken.items())
+    enough = len({policy.compile for policy in broken}) > 1 or not others
+    return len(broken) == len(compiled) >= COMPILE_ATTEMPTS and enough

@@ -1,0 +1,250 @@
+"""Trials: the policies that are measured one after another, each briefly, as the study suggests them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median_low
+
+from amptune.measure.evaluator import Evaluator
+from amptune.measure.results.outcome import ENERGY_S, Effort, Failure, Measurement, Outcome
+from amptune.policy.settings import AUTOTUNED_MODES, Policy
+from amptune.search.events import Observer, TrialEnded, TrialStarted
+from amptune.search.graphs import BEHIND, IN_A_TRIAL, Graphs, cannot_compile, instead_of
+from amptune.search.plan.budget import Budget
+from amptune.search.plan.plan import WORTHWHILE, Step
+from amptune.search.sampler.study import Study, Suggestion
+from amptune.search.table.trial import Trial
+
+__all__ = ["Trials", "best_of"]
+
+# Before a trial was made.
+GUESSED_TRIAL_S = 3.0
+# A policy whose step is this many times slower than the best, per sample, is measured only briefly.
+HOPELESS = 2.0
+TRIAL_LIMIT_S, COMPILED_LIMIT_S = 120.0, 600.0
+# Without the baseline there is no answer, so it gets this much even if little of the budget is left.
+SHORTEST_BASELINE_S = 10.0
+BRIEF = Effort(warmup_s=2.0, energy_s=ENERGY_S)
+
+
+def best_of(study: Study) -> Trial | None:
+    """Returns the best trial so far that is fast enough for the objective, or None."""
+    yardstick = study.yardstick
+    alive = (trial for trial in study.trials if yardstick.allows(trial.outcome))
+    return max(alive, key=lambda trial: yardstick.score(trial.outcome) or 0.0, default=None)
+
+
+@dataclass
+class Trials:
+    """The trials of a run: the baseline, policies that were put first, graphs that are ready, then the sampler's."""
+
+    study: Study
+    evaluator: Evaluator
+    budget: Budget
+    baseline: Policy
+    observer: Observer
+    graphs: Graphs
+    run: str = ""
+
+    def __post_init__(self) -> None:
+        self._known = self._of_this_run
+        self._held: tuple[int, Suggestion] | None = None
+        self._has_failed = False
+
+    @property
+    def measured(self) -> int:
+        """The number of trials that this run made."""
+        return self._of_this_run - self._known
+
+    @property
+    def typical_s(self) -> float:
+        """The typical time of a trial with its graph compiled."""
+        return median_low(trial.again_s for trial in self.study.trials) if self.study.trials else GUESSED_TRIAL_S
+
+    def wants(self, free_s: float) -> Step | None:
+        """Returns the step that measures the next policy."""
+        if self._has_failed or not self._may_go_on:
+            return None
+        if self.study.trial_of(self.baseline) is None:
+            first = self._suggestion()
+            return None if first is None else self._step(first)
+        ready = self.graphs.next_ready()
+        if ready is not None:
+            act, what = partial(self._measure_ready, *ready), str(ready[0].policy)
+            return Step(stage="trial", what=what, seconds=min(self.typical_s, free_s), worth=math.inf, act=act)
+        while self.typical_s <= free_s and (suggestion := self._suggestion()) is not None:
+            if self._seconds(suggestion) <= free_s and not self._cannot_run(suggestion.policy):
+                return self._step(suggestion)
+            if not (suggestion.policy.cudnn_benchmark or suggestion.policy.compile != "off"):
+                return None
+            self._drop()
+            self.study.leave_out(partial(_is_as_dear, suggestion.policy))
+        return None
+
+    def compiling(self, free_s: float) -> Step | None:
+        """Returns the step that compiles a policy in its trial, if graphs cannot compile in the background."""
+        if self._has_failed or not self._may_go_on or self.graphs.behind or self.study.trial_of(self.baseline) is None:
+            return None
+        suggestion = self.graphs.suggestion(free_s)
+        if suggestion is None or self._seconds(suggestion) > free_s:
+            return None
+        return self._step(suggestion)
+
+    def ended_because(self) -> str:
+        """Returns in words why no more policies are measured."""
+        first = self.study.trial_of(self.baseline)
+        if first is not None and self._has_failed:
+            return "the baseline itself fails" if isinstance(first.outcome, Failure) else "the baseline has no figure"
+        if not self._may_go_on:
+            return f"all trials that are allowed are done: {self.budget.trials}"
+        suggestion = self._suggestion()
+        self._drop()
+        if suggestion is None:
+            left_out = "what is left of the space does not fit, takes too much time, or cannot be compiled here"
+            return left_out if self.study.has_left_out else "every policy of the space is measured"
+        seconds = self._seconds(suggestion)
+        if suggestion.gain < WORTHWHILE * seconds:
+            return "no policy that is left promises to be better"
+        return "the budget for searching is spent"
+
+    @property
+    def _of_this_run(self) -> int:
+        """The number of trials of this run; other workers on the study have runs of their own."""
+        return sum(trial.run == self.run for trial in self.study.trials)
+
+    @property
+    def _may_go_on(self) -> bool:
+        return self.budget.trials is None or self.measured < self.budget.trials
+
+    def _suggestion(self) -> Suggestion | None:
+        """Returns the suggestion to measure next, the same one until another trial has ended."""
+        count = len(self.study.trials)
+        if self._held is None or self._held[0] != count:
+            self._drop()
+            found = self.study.suggest(modes=IN_A_TRIAL)
+            self._held = None if found is None else (count, found)
+        return None if self._held is None else self._held[1]
+
+    def _drop(self) -> None:
+        if self._held is not None:
+            self.study.forget(self._held[1])
+            self._held = None
+
+    def _step(self, suggestion: Suggestion) -> Step:
+        return Step(
+            stage="trial",
+            what=str(suggestion.policy),
+            seconds=self._seconds(suggestion),
+            worth=self.graphs.gain(suggestion) if suggestion.policy.compile in BEHIND else suggestion.gain,
+            act=partial(self._measure, suggestion),
+            is_needed=suggestion.policy == self.baseline,
+        )
+
+    def _seconds(self, suggestion: Suggestion) -> float:
+        """Returns the seconds that a trial is expected to take."""
+        policy = suggestion.policy
+        compile_s = self.graphs.seconds(policy) if policy.compile != "off" else 0.0
+        return max(suggestion.seconds or 0.0, self.typical_s + compile_s)
+
+    def _cannot_run(self, policy: Policy) -> bool:
+        return policy.compile != "off" and cannot_compile(self.study)
+
+    def _measure_ready(self, suggestion: Suggestion, result: float | Failure, limit_s: float) -> None:
+        """Measures a policy in the process where it was compiled, or tells that compiling it failed."""
+        self.graphs.taken()
+        if isinstance(result, Failure):
+            self._tell(suggestion, self._trial(suggestion.policy, result, 0.0))
+        else:
+            self._measure(suggestion, limit_s, compile_s=result)
+
+    def _measure(self, suggestion: Suggestion, limit_s: float, compile_s: float = 0.0) -> None:
+        """Runs one trial. One that the budget cut short says nothing about the policy, which is then left out."""
+        if suggestion.policy.compile in BEHIND:
+            self.graphs.release()
+        else:
+            self._held = None
+        trial = self._try(suggestion, limit_s, compile_s)
+        if trial is None:
+            self.study.forget(suggestion)
+            self.study.leave_out(lambda policy: policy == suggestion.policy)
+        else:
+            self._tell(suggestion, trial)
+
+    def _tell(self, suggestion: Suggestion, trial: Trial) -> None:
+        self.study.tell(suggestion, trial)
+        if isinstance(trial.outcome, Failure) and trial.policy.compile != "off":
+            self.study.measure_first(instead_of(trial.policy, trial.outcome, self.study))
+        first = self.study.trial_of(self.baseline)
+        objective = self.study.yardstick.objective
+        self.observer(
+            TrialEnded(
+                trial=trial, best=best_of(self.study), baseline=first, left_s=self.budget.left_s, objective=objective
+            )
+        )
+        self._has_failed = trial is first and self.study.yardstick.score(trial.outcome) is None
+
+    def _try(self, suggestion: Suggestion, left_s: float, compile_s: float) -> Trial | None:
+        """Returns the trial, or None if the budget cut it short."""
+        policy = suggestion.policy
+        self.observer(TrialStarted(policy=policy))
+        longest_s = TRIAL_LIMIT_S if policy.compile == "off" else COMPILED_LIMIT_S
+        limit_s = min(longest_s, max(GUESSED_TRIAL_S, left_s))
+        before_s = self.budget.spent_s
+        effort = _effort(self.study, policy, limit_s)
+        outcome = self.evaluator.measure(policy, effort)
+        if policy == self.baseline and isinstance(outcome, Failure) and outcome.kind == "crash":
+            outcome = self.evaluator.measure(policy, effort)  # perhaps an accident, and all rests on the baseline
+        if isinstance(outcome, Measurement):
+            outcome = replace(outcome, startup_s=max(outcome.startup_s, compile_s))
+        seconds = self.budget.spent_s - before_s + compile_s
+        if isinstance(outcome, Failure) and outcome.kind == "timeout" and limit_s < longest_s:
+            return None
+        score = self.study.yardstick.score(outcome)
+        if isinstance(outcome, Measurement) and score is not None and score < suggestion.least and left_s > 2 * seconds:
+            # A surprising score: another program may have been running.
+            self.study.add(self._trial(policy, outcome, seconds).row)
+            again = self.evaluator.measure(policy, replace(effort, time_limit_s=limit_s - seconds))
+            outcome = _of_two(outcome, again)
+        return self._trial(policy, outcome, seconds)
+
+    def _trial(self, policy: Policy, outcome: Outcome, seconds: float) -> Trial:
+        number, moment_s = len(self.study.trials), self.budget.clock()
+        return Trial(number=number, policy=policy, outcome=outcome, seconds=seconds, run=self.run, moment_s=moment_s)
+
+
+def _is_as_dear(policy: Policy, other: Policy) -> bool:
+    """Returns True if `other` needs at least the kind of trial that there was no time for in the case of `policy`."""
+    if policy.compile == "off":
+        return other.cudnn_benchmark
+    return other.compile != "off" and (other.compile in AUTOTUNED_MODES or policy.compile not in AUTOTUNED_MODES)
+
+
+def _of_two(first: Measurement, second: Outcome) -> Outcome:
+    """Returns the faster measurement, or a failure of the second: a policy that sometimes fails is not for training.
+
+    Startup time and graph breaks come from the first one, as the second finds the graph compiled and reports neither.
+    """
+    if isinstance(second, Failure):
+        return first if second.kind == "timeout" else second
+    faster = max(first, second, key=lambda one: one.samples_per_s)
+    return replace(faster, startup_s=max(first.startup_s, second.startup_s), graph_breaks=first.graph_breaks)
+
+
+def _effort(study: Study, policy: Policy, limit_s: float) -> Effort:
+    """Returns how long to measure a policy: only briefly if it is hopelessly slow and its speed decides.
+
+    A policy that uses little energy may be slow, and only a longer block shows that.
+    """
+    yardstick = study.yardstick
+    effort = yardstick.objective.effort(replace(BRIEF, time_limit_s=limit_s))
+    best = best_of(study)
+    if best is None or not isinstance(best.outcome, Measurement) or yardstick.objective.name == "energy":
+        return effort
+    same = policy.batch_size == best.policy.batch_size and policy.accumulate == best.policy.accumulate
+    if not same and policy.batch_size is None:
+        return effort
+    samples = best.outcome.samples_per_step if same else (policy.batch_size or 1) * policy.accumulate
+    enough = best.samples_per_s / yardstick.share_of_needed_speed(best.outcome)
+    return replace(effort, abandon_above_ms=HOPELESS * 1000 * samples / enough)

@@ -1,0 +1,354 @@
+"""In which order policies are tried: the cheap before the dear, the best of them compiled first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from measurements import took
+from simulated.recorded import RecordedEvaluator, recorded_ms
+from test_pipeline import request_in
+
+from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
+from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.search.decide.decision import Decision
+from amptune.search.events import Compiling as GraphBegun
+from amptune.search.events import Event, SearchEnded, TrialEnded
+from amptune.search.pipeline import TuningInterrupted, tune_with
+from amptune.search.space.candidates import Wanted, candidates_for
+from amptune.search.table.objective import objective_of
+from amptune.search.trials import _of_two
+
+NO_GRAPHS = Failure(kind="error", message="a graph cannot be captured here")
+NO_COMPILER = Failure(kind="unsupported", message="no working C++ compiler found")
+FACTORS = {
+    "off": 1.0,
+    "default": 0.85,
+    "reduce-overhead": 0.8,
+    "max-autotune": 0.79,
+    "max-autotune-no-cudagraphs": 0.84,
+}
+COMPILE_S = {"off": 0.0, "default": 30.0, "reduce-overhead": 30.0}
+
+
+class Compiling(RecordedEvaluator):
+    """Takes simulated time: what it compiles, half a minute for each graph, or five to time its kernels too."""
+
+    takes_s: ClassVar[float] = 0.0  # besides
+    launch_s: ClassVar[float] = 2.0
+    factors = FACTORS
+
+    def measure(self, policy: Policy, effort: Effort) -> Outcome:
+        graph = replace(policy, fused_optimizer=False)
+        known = any(replace(one, fused_optimizer=False) == graph for one in self.measured)
+        seconds = 1.5 + (0.0 if known else COMPILE_S.get(policy.compile, 300.0))
+        self.clock.advance(min(seconds, effort.time_limit_s))
+        if seconds > effort.time_limit_s:
+            return Failure(kind="timeout", message="no answer in time")
+        outcome = super().measure(policy, effort)
+        return replace(outcome, startup_s=seconds - 1.5) if isinstance(outcome, Measurement) else outcome
+
+
+def searched(
+    folder: Path, evaluator: RecordedEvaluator | None = None, budget_s: float = 400, **wanted: Any
+) -> tuple[Decision, list[Event]]:
+    evaluator = evaluator or Compiling("resnet50", noise=0.002, graphs_at_once=0)
+    evaluator.true_ms = lambda policy: recorded_ms("resnet50", policy) * FACTORS[policy.compile]
+    request = request_in(folder, evaluator.clock, trials=None, **wanted)
+    request = replace(request, budget=replace(request.budget, seconds=budget_s))
+    events: list[Event] = []
+    return tune_with(evaluator, request, events.append), events
+
+
+def tried(events: list[Event]) -> list[Policy]:
+    return [event.trial.policy for event in events if isinstance(event, TrialEnded)]
+
+
+def test_the_best_eager_policy_is_compiled_first_when_the_cheap_trials_are_done(tmp_path: Path) -> None:
+    decision, events = searched(tmp_path)
+    policies = tried(events)
+    modes = [policy.compile for policy in policies]
+    first = next(place for place, mode in enumerate(modes) if mode != "off")
+    assert first >= 10
+    assert modes[first] == "reduce-overhead"
+    assert policies[first].autocast != "off"
+    assert policies[first].memory_format == "channels_last"
+    assert decision.policy.compile == "reduce-overhead"
+    finding = next(finding for finding in decision.findings if finding.code == "compile-pays")
+    assert finding.figures["compile_s"] == 30
+    assert finding.figures["pays_after_steps"] > 1000
+
+
+def test_kernels_are_not_timed_in_a_budget_that_could_not_hold_it(tmp_path: Path) -> None:
+    _, events = searched(tmp_path)
+    assert not [policy for policy in tried(events) if policy.compile.startswith("max-autotune")]
+
+
+@pytest.mark.parametrize("wanted", [{"compile": False}, {"pins": {"compile": "off"}}])
+def test_nothing_is_compiled_for_who_wants_nothing_compiled(tmp_path: Path, wanted: dict[str, Any]) -> None:
+    decision, events = searched(tmp_path, **wanted)
+    assert {policy.compile for policy in tried(events)} == {"off"}
+    assert decision.policy.compile == "off"
+
+
+def test_a_short_budget_compiles_nothing_and_says_so(tmp_path: Path) -> None:
+    decision, events = searched(tmp_path, budget_s=60)
+    assert {policy.compile for policy in tried(events)} == {"off"}
+    assert "compile-not-tried" in {finding.code for finding in decision.findings}
+
+
+def test_where_only_compiling_is_wanted_and_there_is_no_time_for_it_that_is_said(tmp_path: Path) -> None:
+    decision, events = searched(tmp_path, budget_s=40, pins={"compile": "max-autotune"})
+    assert {policy.compile for policy in tried(events)} == {"off"}
+    ended = next(event for event in events if isinstance(event, SearchEnded))
+    assert ended.because.startswith("what is left of the space does not fit, takes too much time, or cannot")
+    untried = next(finding for finding in decision.findings if finding.code == "compile-not-tried")
+    assert untried.message.endswith("there was no time for it; give more with --budget")
+
+
+def test_compiling_that_the_number_of_trials_left_no_room_for_is_not_put_down_to_time(tmp_path: Path) -> None:
+    evaluator = RecordedEvaluator("resnet50", noise=0.002)
+    decision = tune_with(evaluator, request_in(tmp_path, evaluator.clock, trials=1), lambda _: None)
+    untried = next(finding for finding in decision.findings if finding.code == "compile-not-tried")
+    assert "no time" not in untried.message
+    assert "--trials" in untried.message
+
+
+def test_a_compiled_policy_that_is_measured_twice_keeps_what_compiling_it_took() -> None:
+    first = took(9.0, startup_s=30.0, graph_breaks=("print",))
+    kept = _of_two(first, replace(first, step_ms=(5.0,) * 5, startup_s=0.0, graph_breaks=()))
+    assert isinstance(kept, Measurement)
+    assert (kept.median_ms, kept.startup_s, kept.graph_breaks) == (5.0, 30.0, ("print",))
+
+
+def test_compiling_is_given_up_where_it_cannot_be_done(tmp_path: Path) -> None:
+    evaluator = Compiling(
+        "resnet50",
+        noise=0.002,
+        graphs_at_once=0,
+        interfere=lambda policy: NO_COMPILER if policy.compile != "off" else None,
+    )
+    decision, events = searched(tmp_path, evaluator)
+    modes = [policy.compile for policy in tried(events) if policy.compile != "off"]
+    assert 2 <= len(modes) <= 3
+    assert set(modes) == {"reduce-overhead", "default"}
+    assert decision.policy.compile == "off"
+    assert decision.speedup.value > 2
+    failed = next(finding for finding in decision.findings if finding.code == "compile-failed")
+    assert "C++ compiler" in failed.message
+
+
+def test_where_cuda_graphs_fail_the_model_is_compiled_without_them(tmp_path: Path) -> None:
+    evaluator = Compiling(
+        "resnet50",
+        noise=0.002,
+        graphs_at_once=0,
+        interfere=lambda policy: NO_GRAPHS if policy.compile == "reduce-overhead" else None,
+    )
+    decision, _ = searched(tmp_path, evaluator)
+    assert decision.policy.compile == "default"
+
+
+def test_a_pinned_mode_is_tried_in_each_precision(tmp_path: Path) -> None:
+    _, events = searched(tmp_path, pins={"compile": "default"})
+    compiled = [policy for policy in tried(events) if policy.compile != "off"]
+    assert {policy.compile for policy in compiled} == {"default"}
+    assert {"bf16", "fp16"} <= {policy.autocast for policy in compiled}
+
+
+def test_the_search_ends_when_nothing_that_is_left_is_worth_its_time(tmp_path: Path) -> None:
+    _, events = searched(tmp_path, budget_s=4000)
+    ended = next(event for event in events if isinstance(event, SearchEnded))
+    assert ended.because == "no policy that is left promises to be better"
+    assert ended.trials < 120
+
+
+class Behind(RecordedEvaluator):
+    """Graphs compile in the background, for as long as `compile_s`. Eager steps tell nothing of the graphs."""
+
+    takes_s: ClassVar[float] = 1.5
+    launch_s: ClassVar[float] = 2.0
+    most_at_once = 0
+
+    def begin_compiling(self, policy: Policy, limit_s: float) -> None:
+        super().begin_compiling(policy, limit_s)
+        self.most_at_once = max(self.most_at_once, len(self.in_background))
+
+
+def waiting_for_the_host(policy: Policy) -> float:
+    if policy.compile == "off":
+        eager = {"off": 8.0, "bf16": 10.0, "fp16": 11.0}
+        return eager[policy.autocast] + (policy.memory_format == "contiguous")
+    graph = {"off": 6.0, "bf16": 3.0, "fp16": 4.0}
+    return graph[policy.autocast] - (policy.memory_format == "contiguous")
+
+
+def searched_behind(folder: Path, budget_s: float = 180, **wanted: Any) -> tuple[Behind, Decision, list[Event]]:
+    evaluator = wanted.pop("evaluator", None) or Behind("resnet50", noise=0.002, graphs_at_once=4)
+    evaluator.peak_mib = wanted.pop("peak_mib", lambda _: 5000.0)
+    evaluator.compile_s, evaluator.true_ms = wanted.pop("compile_s", 30.0), waiting_for_the_host
+    objective = objective_of(wanted.pop("objective", "throughput"))
+    request = request_in(folder, evaluator.clock, trials=wanted.pop("trials", None), **wanted)
+    budget = replace(request.budget, seconds=budget_s)
+    events: list[Event] = []
+    return evaluator, tune_with(evaluator, replace(request, budget=budget, objective=objective), events.append), events
+
+
+def graphs_in(events: list[Event]) -> list[Policy]:
+    return [policy for policy in tried(events) if policy.compile != "off"]
+
+
+def test_the_likeliest_graph_compiles_from_the_first_second_with_cuda_graphs_and_without(tmp_path: Path) -> None:
+    evaluator, _, events = searched_behind(tmp_path)
+    first = next(event for event in events if isinstance(event, GraphBegun | TrialEnded))
+    assert isinstance(first, GraphBegun)
+    likeliest = Policy(autocast="bf16", memory_format="channels_last", fused_optimizer=True)
+    assert evaluator.compiled_behind[:2] == [likeliest.compiled("reduce-overhead"), likeliest.compiled("default")]
+
+
+def test_others_are_measured_while_graphs_compile_and_each_graph_once_it_is_ready(tmp_path: Path) -> None:
+    evaluator, decision, events = searched_behind(tmp_path)
+    eager = list(takewhile(lambda policy: policy.compile == "off", tried(events)))
+    assert len(eager) >= 10
+    assert graphs_in(events)[:2] == evaluator.compiled_behind[:2]
+    assert decision.policy.autocast == "bf16"
+    assert decision.policy.compile != "off"
+
+
+def test_no_graph_that_was_ready_in_time_is_thrown_away(tmp_path: Path) -> None:
+    evaluator, _, events = searched_behind(tmp_path)
+    late = set(evaluator.compiled_behind) - set(graphs_in(events))
+    assert len(late) <= evaluator.graphs_at_once
+    assert len(graphs_in(events)) >= 4
+
+
+def test_the_best_dtype_is_compiled_with_cuda_graphs_and_without(tmp_path: Path) -> None:
+    """An encoder-decoder was fastest without, which was never tried (an H200)."""
+    _, decision, events = searched_behind(tmp_path)
+    modes = {policy.compile for policy in graphs_in(events) if policy.autocast == decision.policy.autocast}
+    assert modes == {"reduce-overhead", "default"}
+
+
+@pytest.mark.parametrize(("peak_mib", "most"), [(5_000.0, 4), (30_000.0, 2), (90_000.0, 1)])
+def test_no_more_compile_than_the_cores_and_the_memory_are_enough_for(
+    tmp_path: Path, peak_mib: float, most: int
+) -> None:
+    """Each is thought to need 1.5 times its eager peak, of 143,000 MiB, and so is what is measured beside them."""
+    evaluator, _, _ = searched_behind(tmp_path, peak_mib=lambda _: peak_mib)
+    assert evaluator.most_at_once <= max(most, 2), "two begin before the peak is known"
+    assert len(evaluator.compiled_behind) >= most
+
+
+def test_graphs_that_are_not_ready_in_time_leave_the_time_to_search_and_compare(tmp_path: Path) -> None:
+    """As on a host so slow that DenseNet-161 lost 95 of 215 s, and had one policy besides stock PyTorch."""
+    _, decision, events = searched_behind(tmp_path, compile_s=1000.0)
+    assert not graphs_in(events)
+    assert len(tried(events)) > 12
+    assert decision.baseline.rows >= 2
+
+
+def test_a_graph_that_fails_is_a_failed_trial_and_compiling_is_given_up(tmp_path: Path) -> None:
+    class Broken(Behind):
+        def compiled(self, wait_s: float = 0.0) -> Mapping[Policy, float | Failure]:
+            return dict.fromkeys(super().compiled(wait_s), NO_COMPILER)
+
+    evaluator, decision, events = searched_behind(tmp_path, evaluator=Broken("resnet50", graphs_at_once=4))
+    assert decision.policy.compile == "off"
+    failed = [
+        event.trial.outcome for event in events if isinstance(event, TrialEnded) and event.trial.policy.compile != "off"
+    ]
+    assert failed
+    assert set(failed) == {NO_COMPILER}
+    assert len(evaluator.compiled_behind) <= 6
+    assert any(finding.code == "compile-failed" for finding in decision.findings)
+
+
+def test_a_graph_that_was_stopped_to_free_memory_is_compiled_again(tmp_path: Path) -> None:
+    class Stopping(Behind):
+        def measure_alone(self, policy: Policy, effort: Effort) -> Outcome:
+            self.in_background.clear()
+            return super().measure(policy, effort)
+
+        def measure(self, policy: Policy, effort: Effort) -> Outcome:
+            return self.measure_alone(policy, effort) if len(self.measured) == 3 else super().measure(policy, effort)
+
+    evaluator, decision, events = searched_behind(
+        tmp_path, evaluator=Stopping("resnet50", noise=0.002, graphs_at_once=2)
+    )
+    again = [policy for policy in evaluator.compiled_behind if evaluator.compiled_behind.count(policy) > 1]
+    assert again
+    assert set(again) <= set(graphs_in(events))
+    assert decision.policy.compile != "off"
+
+
+def test_a_study_that_is_resumed_compiles_only_what_it_has_not_measured(tmp_path: Path) -> None:
+    _, _, events = searched_behind(tmp_path)
+    evaluator, _, _ = searched_behind(tmp_path)
+    assert not set(graphs_in(events)) & set(evaluator.compiled_behind)
+
+
+def test_what_compiling_took_stands_with_the_trial_and_in_the_finding(tmp_path: Path) -> None:
+    _, decision, events = searched_behind(tmp_path)
+    trials = [event.trial for event in events if isinstance(event, TrialEnded) and event.trial.policy.compile != "off"]
+    assert [trial.seconds for trial in trials] == pytest.approx([31.5] * len(trials))
+    assert all(isinstance(trial.outcome, Measurement) and trial.outcome.startup_s == 30.0 for trial in trials)
+    assert next(f for f in decision.findings if f.code == "compile-pays").figures["compile_s"] == 30.0
+
+
+def test_nothing_compiles_in_the_background_while_the_largest_batch_is_looked_for(tmp_path: Path) -> None:
+    beside: list[int] = []
+
+    class Alone(Behind):
+        def measure_alone(self, policy: Policy, effort: Effort) -> Outcome:
+            beside.append(len(self.in_background))
+            return super().measure(policy, effort)
+
+    searched_behind(tmp_path, evaluator=Alone("resnet50", noise=0.002, graphs_at_once=4), batch_size="auto")
+    assert beside
+    assert not any(beside)
+
+
+def test_the_known_good_policies_are_measured_and_compared_with_little_time_too(tmp_path: Path) -> None:
+    _, decision, events = searched_behind(tmp_path, budget_s=60)
+    recipes = {
+        amp_recipe(dtype, memory_format=f) for dtype in ("bf16", "fp16") for f in ("contiguous", "channels_last")
+    }
+    assert recipes <= set(tried(events))
+    assert decision.amp_recipe is not None
+    assert decision.baseline.rows >= 2
+
+
+def test_with_more_time_more_are_compared(tmp_path: Path) -> None:
+    (_, short, _), (_, long, _) = (searched_behind(tmp_path / str(s), budget_s=s) for s in (60, 1500))
+    few, many = ([one.rows for one in decision.verdict.contenders if one.rows > 1] for decision in (short, long))
+    assert len(few) < len(many)
+    assert min(few) >= 2
+
+
+def test_interrupted_at_any_moment_there_is_the_best_answer_so_far(tmp_path: Path) -> None:
+    class Interrupted(Behind):
+        def measure(self, policy: Policy, effort: Effort) -> Outcome:
+            if len(self.measured) == 9:
+                raise KeyboardInterrupt
+            return super().measure(policy, effort)
+
+    with pytest.raises(TuningInterrupted) as caught:
+        searched_behind(tmp_path, evaluator=Interrupted("resnet50", noise=0.002, graphs_at_once=4), compile_s=5.0)
+    decision = caught.value.decision
+    assert decision is not None
+    assert decision.policy.compile != "off"
+    assert decision.provisional
+
+
+@pytest.mark.parametrize("fusable", [True, False])
+def test_what_is_tried_first_has_the_fused_optimizer_where_there_is_one(*, fusable: bool) -> None:
+    prepared = RecordedEvaluator("resnet50").prepare(1.0)
+    prepared = replace(prepared, subject=replace(prepared.subject, fusable=fusable))
+    first = candidates_for(prepared, Wanted(baseline=STOCK, pins={})).first
+    tried = [policy for policy in first if policy.fp32_math == "tf32" and policy.autocast == "off"]
+    assert {policy.memory_format for policy in tried} == {"contiguous", "channels_last"}
+    assert {policy.fused_optimizer for policy in tried} == {fusable}
