@@ -54,6 +54,15 @@ def measured_in_turn(
     return rows
 
 
+def compile_beside(evaluator: Evaluator, policies: Sequence[Policy], limit_s: float) -> None:
+    """Compiles these policies beside one another, each in a process of its own, where it is measured later."""
+    budget = Budget(seconds=limit_s)
+    for policy in policies:
+        evaluator.begin_compiling(policy, limit_s)
+    while evaluator.compiling and budget.left_s > 0:
+        evaluator.compiled(budget.left_s)
+
+
 def rounds_of(rows: Sequence[Row]) -> Iterator[list[Row]]:
     """Yields the rows in rounds: a policy that comes again, or another launch, begins one."""
     found: list[Row] = []

@@ -31,6 +31,8 @@ from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any, get_args
 
+from comparison import compile_beside  # beside this program
+
 from amptune.errors import AmptuneError
 from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome, outcome_from_dict, outcome_to_dict
@@ -189,7 +191,7 @@ def measure_missing(oracle: Oracle, evaluator: WorkerEvaluator, path: Path, budg
     while policies := next_policies(oracle, budget.left_s):
         before_s = budget.spent_s
         if len(policies) > 1:
-            evaluator.compile(policies, budget.left_s)
+            compile_beside(evaluator, policies, budget.left_s)
         launch_s = (budget.spent_s - before_s) / len(policies)
         for policy in policies:
             row = measured(policy, oracle, evaluator, budget, launch_s)

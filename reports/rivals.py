@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from comparison import effects_on, measured_in_turn, rounds_of, rows_of  # beside this program
+from comparison import compile_beside, effects_on, measured_in_turn, rounds_of, rows_of  # beside this program
 from oracle import EFFORT, Oracle, Row, compile_caches, machine_of, read, require_the_same
 
 from amptune.errors import AmptuneError
@@ -46,10 +46,10 @@ from amptune.search.events import (
     Compiling,
     ContenderMeasured,
     Event,
-    GroundworkStarted,
     PolicyJudged,
     SearchEnded,
     SearchStarted,
+    StepStarted,
     TrialEnded,
     WorkloadBuilt,
 )
@@ -199,14 +199,14 @@ class Timeline:
         match event:
             case WorkloadBuilt():
                 self._note("workload-built")
-            case GroundworkStarted():
-                self._note(event.groundwork)
+            case StepStarted():
+                self._note(event.stage, of=event.what)
             case PolicyJudged():
                 self._note("judged", policy=policy_to_dict(event.judgement.policy))
             case SearchStarted():
                 self._note("search-started", policies=event.size)
             case Compiling():
-                self._note("compiling", graphs=len(event.policies))
+                self._note("compiling", policy=policy_to_dict(event.policy))
             case SearchEnded():
                 self._note("search-ended", because=event.because)
             case TrialEnded():
@@ -291,7 +291,7 @@ def compared(
         effort = replace(EFFORT, time_limit_s=COMPILE_LIMIT_S)
         # Compiled once before, beside one another, so that the launches find it in the caches.
         graphs = [policy for policy in policies if policy.compile != "off"]
-        evaluator.compile(graphs, COMPILE_LIMIT_S)
+        compile_beside(evaluator, graphs, COMPILE_LIMIT_S)
         tried = [(policy, evaluator.measure(policy, effort)) for policy in graphs]
         budget = Budget(seconds=finals_s)
         rows = measured_in_turn(evaluator, prepared, policies, budget, progress, tried=tried, seed=SEED)

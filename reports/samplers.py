@@ -50,12 +50,14 @@ from simulated.recorded import RecordedEvaluator, recorded_ms
 
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.search.graphs import Graphs
 from amptune.search.plan.budget import Budget
+from amptune.search.plan.plan import Plan
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import candidates_for
 from amptune.search.space.knobs import Forbidden, Knob, Point, Space, Value, forbidden_because, points
 from amptune.search.table.trial import Trial
-from amptune.search.trial_loop import search
+from amptune.search.trials import Trials
 
 SCHEMA = "amptune.samplers/1"
 GRID = Path(__file__).resolve().parent.parent / "tests" / "simulated" / "h200_grid.json"
@@ -581,16 +583,12 @@ def searched(table: Table, sampler: str, seed: int) -> Run:
 
 def _search_as_shipped(task: Task, watched: Watched) -> None:
     budget = Budget(seconds=task.limit_s, started=0.0, clock=task.clock)
-    evaluator = RecordedEvaluator(workload="")
+    evaluator = RecordedEvaluator(workload="", graphs_at_once=0)
     evaluator.measure = watched.measure  # type: ignore[method-assign]  # everything else is never asked for
-    search(
-        _study_of(task),
-        evaluator,
-        budget,
-        baseline=task.table.first[0],
-        reserve_s=lambda: 0.0,
-        observer=lambda _: None,
-    )
+    study, baseline = _study_of(task), task.table.first[0]
+    graphs = Graphs(study, evaluator, budget, baseline, lambda _: None)
+    trials = Trials(study, evaluator, budget, baseline, lambda _: None, graphs)
+    Plan(budget).carry_out([[trials.wants, trials.compiling]], lambda: 0.0)
 
 
 def _follow(proposals: Proposals, task: Task, watched: Watched) -> None:

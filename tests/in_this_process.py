@@ -45,7 +45,8 @@ class InThisProcess:
     memory_mib: float | None = None
     clock: SimulatedClock = field(default_factory=SimulatedClock)
     log: io.StringIO = field(default_factory=io.StringIO)
-    graphs_at_once: int = 1
+    graphs_at_once: int = 0
+    compiling: tuple[Policy, ...] = ()
     _reference: Reference | Failure | None = None
 
     def prepare(self, limit_s: float) -> Prepared:  # noqa: ARG002
@@ -58,7 +59,13 @@ class InThisProcess:
     def launch(self, policies: Sequence[Policy]) -> None:  # noqa: ARG002
         self.clock.advance(LAUNCH_S)
 
-    def compile(self, policies: Sequence[Policy], limit_s: float) -> Mapping[Policy, float]:  # noqa: ARG002
+    def build_ahead(self, count: int) -> None:
+        pass
+
+    def begin_compiling(self, policy: Policy, limit_s: float) -> None:
+        raise NotImplementedError
+
+    def compiled(self, wait_s: float = 0.0) -> Mapping[Policy, float | Failure]:  # noqa: ARG002
         return {}
 
     def measure(self, policy: Policy, effort: Effort) -> Outcome:

@@ -104,5 +104,6 @@ def _as_data(study_report: StudyReport) -> dict[str, Any]:
         "trials": len(record.trials),
         "failures": dict(Counter(failure.kind for _, failure in study_report.failures)),
         "command": command_of(study_report),
+        "timeline": list(record.timeline),
         "findings": [finding.as_dict() for finding in findings_of(study_report)],
     }

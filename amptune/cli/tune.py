@@ -224,4 +224,5 @@ def _as_data(decision: Decision, output: str) -> dict[str, Any]:
         "evidence": decision.policy_file.evidence,
         "valid_for": decision.policy_file.valid_for,
         "findings": [finding.as_dict() for finding in decision.findings],
+        "timeline": list(decision.timeline),
     }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from itertools import chain, repeat
+from typing import Any
 
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.findings import Finding
@@ -55,6 +56,8 @@ def _sections(study_report: StudyReport, findings: Sequence[Finding], title: str
     yield _section(f"All {len(study_report.record.trials)} trials", _trials(study_report))
     if study_report.failures:
         yield _section("Failures", _failures(study_report))
+    if study_report.record.timeline:
+        yield _section("What was done when", _timeline(study_report.record.timeline))
 
 
 def _heading(study_report: StudyReport, title: str) -> Iterator[str]:
@@ -208,6 +211,24 @@ def _failures(study_report: StudyReport) -> str:
         for trial, failure in study_report.failures
     )
     return _table(["kind", "policy", "message", "where"], rows)
+
+
+def _timeline(timeline: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a table of the plan's steps: when each began, how long it took, and what was expected of it."""
+    rows = (
+        (
+            f"{step['at_s']:.0f}",
+            f"{step['seconds']:.1f}",
+            f"{step['expected_s']:.1f}",
+            "" if step["worth"] is None else f"{math.expm1(step['worth']):.1%}",
+            step["stage"],
+            step["what"],
+            step["instead_of"] or "",
+        )
+        for step in timeline
+    )
+    headings = ["at, s", "took, s", "expected, s", "may gain", "stage", "what", "before"]
+    return _table(headings, rows)
 
 
 def _section(heading: str, content: str) -> str:

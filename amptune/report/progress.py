@@ -15,16 +15,15 @@ from amptune.search.events import (
     Compiling,
     ContenderMeasured,
     Event,
-    Groundwork,
-    GroundworkStarted,
     Observer,
     PolicyJudged,
     SearchEnded,
     SearchStarted,
+    StepStarted,
     TrialEnded,
-    TrialStarted,
     WorkloadBuilt,
 )
+from amptune.search.plan.plan import Stage as PlanStage
 from amptune.search.table.objective import Objective
 
 __all__ = ["describe", "progress_for"]
@@ -33,10 +32,15 @@ _STAGES = {
     "comparison": "comparison",
     "verify": "the claim measured again",
 }
-_GROUNDWORK: dict[Groundwork, str] = {
-    "modules": "timing modules by themselves",
-    "numerics": "judging the numerics of each precision",
-    "batch-size": "looking for the largest batch",
+_STEPS: dict[PlanStage, str] = {
+    "build": "building the workload",
+    "batch size": "looking for",
+    "trial": "measuring",
+    "numerics": "judging the numerics of",
+    "cure": "looking for the modules to keep in FP32 under",
+    "modules": "timing",
+    "wait": "waiting",
+    "graph": "judging the compiled graph of",
 }
 
 
@@ -64,7 +68,7 @@ def describe(event: Event) -> str | None:
             remembered = f"; {event.remembered} trials remembered from {event.study}" if event.remembered else ""
             text = f"search space {event.architecture}: {event.size} policies{remembered}"
         case Compiling():
-            text = f"compiling {len(event.policies)} graphs beside one another"
+            text = f"compiling in the background: {event.policy}"
         case TrialEnded():
             text = _trial(event)
         case SearchEnded():
@@ -85,12 +89,8 @@ def _print_line(console: Console, event: Event) -> None:
 def _show(console: Console, status: Status, event: Event) -> None:
     _print_line(console, event)
     match event:
-        case GroundworkStarted():
-            status.update(f"{_GROUNDWORK[event.groundwork]} …")
-        case Compiling():
-            status.update(f"compiling: {'; '.join(map(str, event.policies))}")
-        case TrialStarted():
-            status.update(f"measuring: {event.policy}")
+        case StepStarted() if event.stage in _STEPS:
+            status.update(f"{_STEPS[event.stage]} {event.what} …")
         case ContenderMeasured():
             status.update(f"{_STAGES[event.stage]}, launch {event.launch + 1}: {event.policy}")
         case _:

@@ -13,6 +13,7 @@ from amptune.measure.results.outcome import Outcome
 from amptune.measure.results.subject import Prepared
 from amptune.policy.settings import Policy
 from amptune.search.gate.judge import PolicyJudged
+from amptune.search.plan.plan import Stage as PlanStage
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.trial import Trial
 
@@ -21,24 +22,18 @@ __all__ = [
     "Compiling",
     "ContenderMeasured",
     "Event",
-    "Groundwork",
-    "GroundworkStarted",
     "Observer",
     "PolicyJudged",
     "SearchEnded",
     "SearchStarted",
     "Stage",
+    "StepStarted",
     "TrialEnded",
-    "TrialStarted",
     "WorkloadBuilt",
 ]
 
 # The purpose of rounds: to choose a winner, to check a claim.
 Stage = Literal["comparison", "verify"]
-
-# Work before the search that narrows the space: timing each module, judging the numerics of each precision, finding the
-# largest batch.
-Groundwork = Literal["modules", "numerics", "batch-size"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +45,11 @@ class WorkloadBuilt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroundworkStarted:
-    """The event before a measurement that precedes the search; few other events follow for a while."""
+class StepStarted:
+    """The event before a step of the plan; few other events follow for a while."""
 
-    groundwork: Groundwork
+    stage: PlanStage
+    what: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +64,10 @@ class SearchStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrialStarted:
-    policy: Policy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Compiling:
-    """The event before several graphs are compiled at once; no other event follows for a while."""
+    """The event that a graph begins to compile in the background."""
 
-    policies: tuple[Policy, ...]
+    policy: Policy
     left_s: float
 
 
@@ -119,11 +110,10 @@ class ContenderMeasured:
 
 
 Event = (
-    WorkloadBuilt
-    | GroundworkStarted
+    StepStarted
+    | WorkloadBuilt
     | PolicyJudged
     | SearchStarted
-    | TrialStarted
     | Compiling
     | TrialEnded
     | SearchEnded

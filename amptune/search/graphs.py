@@ -41,6 +41,8 @@ HOPEFUL = 0.5
 OVER_EAGER = 1.5
 # Compiling is given up after this many compiled policies failed and none ran.
 COMPILE_ATTEMPTS = 2
+# The sampler is asked for another graph after this many trials, if it knew none that is worth its time.
+ASK_AGAIN = 10
 # What the first graphs are thought to gain, while no trial says more.
 UNTRIED_GAIN = 0.1
 
@@ -60,7 +62,7 @@ class Graphs:
     leaves: int = 0
     memory_mib: float = math.inf
     _held: Suggestion | None = None
-    _asked_at: int | None = None
+    _ask_at: int = 0
     _running: dict[Policy, tuple[Suggestion, float]] = field(default_factory=dict)
     _ready: deque[tuple[Suggestion, float | Failure]] = field(default_factory=deque)
 
@@ -81,7 +83,7 @@ class Graphs:
     def wants(self, free_s: float) -> Step | None:
         """Returns the step that begins the likeliest graph, if there is a place and enough time for it."""
         self._collect()
-        if not self.behind or len(self._running) >= self._places:
+        if not self.behind or len(self._running) + len(self._ready) >= self._places:
             return None
         held = self.suggestion(free_s)
         if held is None:
@@ -91,13 +93,13 @@ class Graphs:
 
     def suggestion(self, free_s: float) -> Suggestion | None:
         """Returns the likeliest graph, the same one until another trial has ended; None if none is worth its time."""
-        count = len(self.study.trials)
-        if self._asked_at != count and not cannot_compile(self.study):
-            best = next(self._open_likeliest(), None)
-            if self._held is None or (best is not None and best != self._held.policy):
-                self._drop()
-                self._held = self._asked(best, free_s)
-            self._asked_at = count
+        if cannot_compile(self.study):
+            self._drop()
+            return None
+        count, best = len(self.study.trials), next(self._open_likeliest(), None)
+        if count >= self._ask_at or (best is not None and (self._held is None or best != self._held.policy)):
+            self._drop()
+            self._held, self._ask_at = self._asked(best, free_s), count + ASK_AGAIN
         if self._held is not None and self.gain(self._held) < WORTHWHILE * self.seconds(self._held.policy):
             self._drop()
         return self._held
@@ -108,7 +110,7 @@ class Graphs:
 
     def release(self) -> None:
         """Says that the suggestion is being measured."""
-        self._held, self._asked_at = None, None
+        self._held, self._ask_at = None, 0
 
     def wait(self, free_s: float) -> Step | None:
         """Returns the step that waits for a graph, when there is nothing better to do."""
@@ -141,7 +143,7 @@ class Graphs:
     def _begin(self, suggestion: Suggestion) -> None:
         self.release()
         self._running[suggestion.policy] = suggestion, self.budget.spent_s
-        self.observer(Compiling(policies=(suggestion.policy,), left_s=self.budget.left_s))
+        self.observer(Compiling(policy=suggestion.policy, left_s=self.budget.left_s))
         self.evaluator.begin_compiling(suggestion.policy, max(self.budget.left_s, 1.0))
 
     def _drop(self) -> None:

@@ -19,7 +19,7 @@ from amptune.measure.results.subject import Prepared
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.after_checks import checked_in_a_loop, larger_batch
 from amptune.search.decide.decision import Decision
-from amptune.search.events import Observer, WorkloadBuilt
+from amptune.search.events import Observer, StepStarted, WorkloadBuilt
 from amptune.search.gate.judge import Judge
 from amptune.search.plan.budget import Budget, larger_batch_s, loop_s
 from amptune.search.plan.plan import Plan, Step
@@ -137,7 +137,7 @@ def _workers(request: TuningRequest) -> WorkerEvaluator:
 
 def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) -> Decision:
     """Tunes on any evaluator: this machine, or a recording of one."""
-    plan = Plan(request.budget)
+    plan = Plan(request.budget, lambda step: observer(StepStarted(stage=step.stage, what=step.what)))
     prepared = _built(evaluator, request, plan)
     observer(WorkloadBuilt(prepared=prepared, left_s=request.budget.left_s))
     if request.objective.name == "energy" and prepared.hardware.gpu is None:

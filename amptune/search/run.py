@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import median
 from typing import Any
 
@@ -19,7 +19,7 @@ from amptune.search.batch_size.batch_sizes import NO_SIZES, BatchSizes, batch_si
 from amptune.search.decide.conclusion import decide
 from amptune.search.decide.decision import Decision
 from amptune.search.decide.samples import former_rows
-from amptune.search.events import GroundworkStarted, Observer, SearchEnded, SearchStarted
+from amptune.search.events import Observer, SearchEnded, SearchStarted
 from amptune.search.gate.judge import Judge
 from amptune.search.graphs import BEHIND, Graphs
 from amptune.search.groundwork import Modules, Numerics
@@ -72,6 +72,7 @@ class TuningRun:
 
     def __post_init__(self) -> None:
         self._built_s = self.request.budget.spent_s
+        self._has_ended = False
         self._verdict: tuple[Any, Verdict | None] | None = None
 
     @cached_property
@@ -167,15 +168,21 @@ class TuningRun:
         search: list[Wants] = [self._graphs.wants, self._trials.wants, self._trials.compiling]
         search += [self._numerics.wants, self._modules.wants, self._numerics.graph]
         stages: list[list[Wants]] = [search, [self._graphs.wait], [self._comparison]]
-        because = None
         try:
             self.plan.carry_out(stages, self._needed_s)
+            self._end_search(self._trials.ended_because())
         except StudyError as error:  # a failing storage, or no worker can be started: what is in memory still decides
-            because = str(error)
-        measured = self._trials.measured
-        because = because or self._trials.ended_because()
-        self._graphs.forget()
-        self.observer(SearchEnded(because=because, trials=measured, left_s=request.budget.left_s))
+            self._end_search(str(error))
+        finally:
+            self._graphs.forget()
+            self.study.keep_timeline(self.plan.timeline)
+
+    def _end_search(self, because: str) -> None:
+        """Tells once why no more policies are measured."""
+        if not self._has_ended:
+            self._has_ended = True
+            measured, left_s = self._trials.measured, self.request.budget.left_s
+            self.observer(SearchEnded(because=because, trials=measured, left_s=left_s))
 
     def _find_batch_sizes(self) -> None:
         """Finds the largest batches, if asked for, before anything compiles beside that."""
@@ -187,7 +194,6 @@ class TuningRun:
         until_s = self.request.budget.left_s / 2
 
         def act(_: float) -> None:
-            self.observer(GroundworkStarted(groundwork="batch-size"))
             left_s = lambda: self.request.budget.left_s - 2 * until_s + until_s / 4  # noqa: E731
             self.sizes = batch_sizes_for(self.evaluator, arms, prepared, wanted.global_batch, left_s=left_s)
 
@@ -279,9 +285,15 @@ class TuningRun:
             seed=self.request.seed,
         )
 
-    def _comparison(self, _: float) -> Step | None:
+    def _comparison(self, _free_s: float) -> Step | None:
         """Returns the round of the comparison that tells most, once there is something to compare."""
-        return self._narrowing.wants() if len(self.study.trials) > 1 else None
+        step = self._narrowing.wants() if len(self.study.trials) > 1 else None
+        return None if step is None else replace(step, act=partial(self._compare, step))
+
+    def _compare(self, step: Step, limit_s: float) -> None:
+        if not self._has_ended:
+            self._end_search(self._trials.ended_because())
+        step.act(limit_s)
 
     def _needed_s(self) -> float:
         """Returns the seconds to keep for the answer: for judging it, and comparing it in fresh processes."""
@@ -351,6 +363,7 @@ class TuningRun:
             amp_recipes=self.candidates.amp_recipes,
             seconds=self.request.budget.spent_s,
             interrupted=interrupted,
+            timeline=self.plan.timeline,
         )
         return decision.with_findings(self._noticed_after(decision.policy))
 

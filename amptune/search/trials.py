@@ -10,7 +10,7 @@ from statistics import median_low
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.results.outcome import ENERGY_S, Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import AUTOTUNED_MODES, Policy
-from amptune.search.events import Observer, TrialEnded, TrialStarted
+from amptune.search.events import Observer, TrialEnded
 from amptune.search.graphs import BEHIND, IN_A_TRIAL, Graphs, cannot_compile, instead_of
 from amptune.search.plan.budget import Budget
 from amptune.search.plan.plan import WORTHWHILE, Step
@@ -188,7 +188,6 @@ class Trials:
     def _try(self, suggestion: Suggestion, left_s: float, compile_s: float) -> Trial | None:
         """Returns the trial, or None if the budget cut it short."""
         policy = suggestion.policy
-        self.observer(TrialStarted(policy=policy))
         longest_s = TRIAL_LIMIT_S if policy.compile == "off" else COMPILED_LIMIT_S
         limit_s = min(longest_s, max(GUESSED_TRIAL_S, left_s))
         before_s = self.budget.spent_s

@@ -139,6 +139,10 @@ class HarnessEvaluator(SyntheticEvaluator):
         self._note("compile", *policies)
         return super().compile(policies, limit_s)
 
+    def begin_compiling(self, policy: Policy, limit_s: float) -> None:
+        self._note("compile", policy)
+        super().begin_compiling(policy, limit_s)
+
     def measure(self, policy: Policy, effort: Effort) -> Outcome:
         self._note("measure", policy)
         outcome = super().measure(policy, effort)

@@ -19,7 +19,7 @@ from amptune.report.explanation import explain, explain_for
 from amptune.report.progress import describe, progress_for
 from amptune.report.terminal import _parity_in_words, print_hardware
 from amptune.search.decide.pareto import ParetoPoint
-from amptune.search.events import SearchEnded, TrialEnded, TrialStarted
+from amptune.search.events import SearchEnded, StepStarted, TrialEnded
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.trial import Trial
 
@@ -60,7 +60,7 @@ def test_a_failed_trial_says_its_kind_and_why() -> None:
 def test_off_a_terminal_progress_is_plain_lines() -> None:
     stream = io.StringIO()
     with progress_for(stream) as observer:
-        observer(TrialStarted(policy=STOCK))
+        observer(StepStarted(stage="trial", what="stock PyTorch"))
         observer(SearchEnded(because="the budget for searching is spent", trials=3, left_s=-0.3))
     assert stream.getvalue() == "[   0 s left] search ended after 3 new trials: the budget for searching is spent\n"
 

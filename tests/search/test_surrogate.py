@@ -72,7 +72,7 @@ def test_what_runs_elsewhere_is_believed_to_turn_out_as_expected_and_is_not_prop
     seen = {i: Seen(score=math.exp(log_speed(POINTS[i])), seconds=1.0) for i in range(0, len(POINTS), 7)}
     running: list[int] = []
     for _ in range(6):
-        proposal = Proposer(KNOBS, POINTS, seed=0).next(seen, {}, running=running)
+        proposal = Proposer(KNOBS, POINTS, seed=0).next(seen, running=running)
         assert proposal is not None
         assert proposal.index not in {*seen, *running}
         running.append(proposal.index)
@@ -81,7 +81,7 @@ def test_what_runs_elsewhere_is_believed_to_turn_out_as_expected_and_is_not_prop
 def test_less_than_was_expected_by_far_is_a_surprise() -> None:
     proposer = Proposer(KNOBS, POINTS, seed=0)
     seen = {i: Seen(score=math.exp(log_speed(POINTS[i])), seconds=1.0) for i in range(0, len(POINTS), 3)}
-    proposal = proposer.next(seen, {})
+    proposal = proposer.next(seen)
     assert proposal is not None
     true = math.exp(log_speed(POINTS[proposal.index]))
     assert 0.6 * true < proposal.least < 0.97 * true
@@ -94,7 +94,7 @@ def test_the_best_of_a_space_is_found_in_a_fraction_of_it() -> None:
     for index in (0, 30, 60, 90, 120):
         seen[index] = Seen(score=math.exp(log_speed(POINTS[index])), seconds=1.0)
     while BEST not in seen:
-        proposal = proposer.next(seen, {})
+        proposal = proposer.next(seen)
         assert proposal is not None
         speed = math.exp(log_speed(POINTS[proposal.index]) + rng.normal(0, 0.01))
         seen[proposal.index] = Seen(score=speed, seconds=1.0)
@@ -106,7 +106,7 @@ def test_what_fails_is_kept_away_from() -> None:
     proposer = Proposer(KNOBS, POINTS, seed=0)
     speeds = {i: None if POINTS[i]["autocast"] == "fp16" else math.exp(log_speed(POINTS[i])) for i in every_fourth}
     seen = {index: Seen(score=speed, seconds=1.0) for index, speed in speeds.items()}
-    proposal = proposer.next(seen, {})
+    proposal = proposer.next(seen)
     assert proposal is not None
     assert POINTS[proposal.index]["autocast"] == "bf16"
 
@@ -117,18 +117,18 @@ def test_of_two_as_promising_the_cheaper_is_tried() -> None:
         index: Seen(score=math.exp(log_speed(POINTS[index])), seconds=20.0 if POINTS[index]["cudnn_benchmark"] else 1.0)
         for index in range(0, len(POINTS), 5)
     }
-    proposal = proposer.next(seen, {})
+    proposal = proposer.next(seen)
     assert proposal is not None
     assert POINTS[proposal.index]["cudnn_benchmark"] is False
 
 
-def test_a_fixed_knob_is_kept_and_nothing_seen_is_proposed() -> None:
+def test_nothing_that_was_seen_or_is_left_out_is_proposed() -> None:
     proposer = Proposer(KNOBS, POINTS, seed=0)
     seen = {0: Seen(score=1.0, seconds=1.0), 1: Seen(score=1.1, seconds=1.0)}
-    fixed: dict[str, Value] = {"autocast": "bf16", "cudnn_benchmark": False}
-    while proposal := proposer.next(seen, fixed):
-        assert proposal.index not in seen
-        assert all(POINTS[proposal.index][name] == value for name, value in fixed.items())
+    wanted = {"autocast": "bf16", "cudnn_benchmark": False}
+    out = [index for index, point in enumerate(POINTS) if any(point[name] != value for name, value in wanted.items())]
+    while proposal := proposer.next(seen, out):
+        assert proposal.index not in {*seen, *out}
         seen[proposal.index] = Seen(score=1.0, seconds=1.0)
     assert len(seen) == 2 + 2 * 2 * 6
 
@@ -137,7 +137,7 @@ def test_the_expected_gain_falls_as_the_best_becomes_known() -> None:
     proposer = Proposer(KNOBS, POINTS, seed=0)
     few = {i: Seen(score=math.exp(log_speed(POINTS[i])), seconds=1.0) for i in range(0, len(POINTS), 12)}
     many = {i: Seen(score=math.exp(log_speed(POINTS[i])), seconds=1.0) for i in {BEST, *range(0, len(POINTS), 2)}}
-    first, second = proposer.next(few, {}), Proposer(KNOBS, POINTS, seed=0).next(many, {})
+    first, second = proposer.next(few), Proposer(KNOBS, POINTS, seed=0).next(many)
     assert first is not None
     assert second is not None
     assert second.gain < first.gain / 2

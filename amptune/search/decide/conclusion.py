@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from amptune.measure.bench.readings import noticed
 from amptune.measure.results.subject import Prepared
@@ -34,10 +35,11 @@ def decide(
     noticed_before: Sequence[Finding] = (),
     seconds: float,
     interrupted: bool,
+    timeline: Sequence[Mapping[str, Any]] = (),
 ) -> Decision:
     """Returns the decision that a verdict on all `rows` leads to.
 
-    `noticed_before` are findings from before the search.
+    `noticed_before` are findings from before the search, `timeline` is the plan's.
     """
     policy = verdict.winner.policy
     finalists = _finalists(verdict, amp_recipes)
@@ -67,6 +69,7 @@ def decide(
         seconds=seconds,
         provisional=interrupted or (verdict.confidence == "likely" and not verdict.keeps_the_baseline),
         memory_mib=prepared.memory_mib,
+        timeline=tuple(timeline),
     )
     return decision.with_evidence(evidence_of(decision, rows, judge.known(policy)))
 

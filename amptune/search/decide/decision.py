@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -28,7 +28,8 @@ class Decision:
     It is `provisional` if the gain is likely and not confirmed, or the run was interrupted. The claim rests on
     `verdict`. `finalists` are the policies measured more than once, `ablation` says what each setting of the winner
     buys. `amp_recipe` is the better of the compared AMP recipes, or a failure if all of them failed. `points` are the
-    trials that ran and are sound, `memory_mib` is the memory that the device had available.
+    trials that ran and are sound, `memory_mib` is the memory that the device had available. `timeline` says what was
+    done when, and why.
     """
 
     policy_file: PolicyFile
@@ -44,6 +45,7 @@ class Decision:
     seconds: float
     provisional: bool
     memory_mib: float | None = None
+    timeline: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def policy(self) -> Policy:

@@ -12,8 +12,8 @@ from amptune.search.plan.budget import Budget
 __all__ = ["Done", "Plan", "Stage", "Step", "Wants"]
 
 Stage = Literal["build", "batch size", "compile", "trial", "numerics", "cure", "modules", "wait", "graph", "comparison"]
-# A step worth less than this share of speed in a second of its time is not worth doing: 1 % in five minutes.
-WORTHWHILE = 0.01 / 300
+# A step that promises less in a second of its time is not worth doing: 1 % of speed in a minute.
+WORTHWHILE = 0.01 / 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +59,13 @@ class Done:
 
 @dataclass
 class Plan:
-    """The order of all steps of a run: at each moment the one that is worth most for its time."""
+    """The order of all steps of a run: at each moment the one that is worth most for its time.
+
+    `started` is called before each.
+    """
 
     budget: Budget
+    started: Callable[[Step], None] = lambda _: None
     done: list[Done] = field(default_factory=list)
 
     def carry_out(self, stages: Sequence[Sequence[Wants]], needed_s: Callable[[], float]) -> None:
@@ -88,6 +92,7 @@ class Plan:
     def do(self, step: Step, limit_s: float, instead_of: Step | None = None) -> None:
         """Does one step and notes it on the timeline, also if it is interrupted."""
         began_s = self.budget.spent_s
+        self.started(step)
         try:
             step.act(limit_s)
         finally:

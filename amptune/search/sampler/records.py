@@ -94,7 +94,8 @@ class GateRecord:
 class StudyRecord:
     """A study read back: its tuning runs, the last one last, and all their trials.
 
-    `where` is its folder or database URL; `rows` are the timings that are no trials. Policies `outside` the searched
+    `where` is its folder or database URL; `rows` are the timings that are no trials, `timeline` what the
+    last tuning did when. Policies `outside` the searched
     space, which the user's wishes limit, were measured for comparison and cannot win.
     """
 
@@ -105,6 +106,7 @@ class StudyRecord:
     judged: tuple[GateRecord, ...] = ()
     outside: frozenset[Policy] = frozenset()
     rows: tuple[Row, ...] = ()
+    timeline: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def table(self) -> tuple[Row, ...]:

@@ -35,7 +35,7 @@ __all__ = ["JOURNAL", "Handle", "Store", "open_store", "recall", "running_in", "
 JOURNAL = "journal.log"
 SQLITE = "sqlite:///"
 # Prefixes of the names of a study's attributes.
-TUNING, JUDGED, ROW = "tuning", "judged", "row"
+TUNING, JUDGED, ROW, TIMELINE = "tuning", "judged", "row", "timeline"
 # The run of trials that an earlier amptune made.
 _FORMER = "former"
 # Larger than any batch.
@@ -135,6 +135,11 @@ class Store:
         with _storage_errors():
             return _rows_in(self._study.user_attrs)
 
+    def note_timeline(self, run: str, timeline: Sequence[Mapping[str, Any]]) -> None:
+        """Records what a tuning run did when."""
+        with _storage_errors():
+            self._study.set_user_attr(f"{TIMELINE} {run}", list(timeline))
+
     def note_judged(self, judged: GateRecord) -> None:
         """Records the numerics gate's judgement of a policy."""
         digest = hashlib.sha256(str(judged.policy).encode()).hexdigest()[:12]
@@ -205,7 +210,7 @@ def _last_tuned(study: optuna.Study) -> tuple[str, str]:
 
 def _record_of(study: optuna.Study, where: str) -> StudyRecord:
     attributes = study.user_attrs
-    kept: dict[str, dict[str, Any]] = {TUNING: {}, JUDGED: {}}
+    kept: dict[str, dict[str, Any]] = {TUNING: {}, JUDGED: {}, TIMELINE: {}}
     for key, value in attributes.items():
         kind, _, name = key.partition(" ")
         kept.get(kind, {})[name] = value
@@ -226,6 +231,7 @@ def _record_of(study: optuna.Study, where: str) -> StudyRecord:
         judged=tuple(map(GateRecord.from_dict, kept[JUDGED].values())),
         outside=_outside(study, trials),
         rows=tuple(_rows_in(attributes)),
+        timeline=tuple(kept[TIMELINE].get(tunings[-1].run, ())),
     )
 
 

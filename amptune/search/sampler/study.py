@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
 from amptune.errors import StudyError
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
@@ -191,6 +192,11 @@ class Study:
             observer(event)
 
         return observe
+
+    def keep_timeline(self, timeline: Sequence[Mapping[str, Any]]) -> None:
+        """Records what this run did when; a failing storage loses it."""
+        with suppress(StudyError):
+            self._store.note_timeline(self._run, timeline)
 
     def keep(self, judgement: Judgement) -> None:
         """Records the numerics gate's judgement of a policy."""
