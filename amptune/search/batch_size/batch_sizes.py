@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -22,11 +23,8 @@ __all__ = ["NO_SIZES", "BatchSizes", "Runner", "batch_sizes_for", "sizer_for"]
 PROBE_LIMIT_S = 60.0
 # A few steps are enough: the optimizer's state exists from the second one on.
 PROBE = Effort(warmup_s=0.0, measure_s=0.0, min_steps=1, max_steps=1)
-# Besides the largest sizes, the workload's own size times powers of two is searched, from own / LEAST_PART on. Beyond
-# own * FINE_UP_TO the factor is four: there the speed hardly depends on the size.
-LEAST_PART, FINE_UP_TO = 2, 8
-# With a global batch, about this many of the sizes that divide it are searched, evenly spread.
-MOST_SIZES = 12
+# Besides the largest sizes, at most about this many are searched, evenly spread.
+MOST_SIZES = 8
 
 
 class Runner(Protocol):
@@ -123,14 +121,12 @@ def _allowed(prepared: Prepared, whole: GlobalBatch | None) -> tuple[int, ...] |
 
 
 def _between(own: int, largest: list[int], whole: GlobalBatch | None) -> tuple[int, ...]:
-    """Returns the own size times powers of two and the largest; with a global batch, some of its divisors instead."""
-    highest = max([own, *largest])
-    if whole is not None:
-        sizes = [n for n in whole.batch_sizes if max(1, own // LEAST_PART) <= n <= highest]
-        step = max(1, len(sizes) // MOST_SIZES)
-        return tuple(sorted({*sizes[::-step], *largest}))
-    powers, size = [], max(1, own // LEAST_PART)
-    while size <= highest:
-        powers.append(size)
-        size *= 2 if size < FINE_UP_TO * own else 4
-    return tuple(sorted({*powers, *largest}))
+    """Returns some sizes from half the own one on, and the largest.
+
+    They are the own size times powers of two; with a global batch, its divisors.
+    """
+    least, highest = max(1, own // 2), max([own, *largest])
+    powers = [least * 2**power for power in range((highest // least).bit_length())]
+    sizes = powers if whole is None else [n for n in whole.batch_sizes if least <= n <= highest]
+    step = math.ceil(len(sizes) / MOST_SIZES)
+    return tuple(sorted({*sizes[::-step], *largest}))

@@ -16,11 +16,6 @@ from amptune.search.table.trial import Trial
 
 __all__ = ["LargestBatch", "Probe", "Sizer", "find_largest"]
 
-# This many sizes may fail for another reason than memory: a data set or a model that takes no more.
-MOST_REFUSALS = 3
-# Room for a probe that takes longer than expected.
-SLACK = 1.2
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
@@ -95,7 +90,7 @@ class Pace:
         return Pace(batch_size=probe.batch_size, steps_s=steps_s, rest_s=probe.seconds - steps_s)
 
     def seconds_for(self, batch_size: int) -> float:
-        return SLACK * (self.rest_s + self.steps_s * batch_size / self.batch_size)
+        return self.rest_s + self.steps_s * batch_size / self.batch_size
 
 
 @dataclass
@@ -163,7 +158,7 @@ class Sizer:
         ok = best.batch_size if best is not None else 0
         size = self._sizes.at_most(math.isqrt(max(1, ok) * least.batch_size))
         hung = isinstance(least.outcome, Failure) and least.outcome.kind == "timeout"
-        is_over = hung or len(refused) >= MOST_REFUSALS or len(probes) >= self.most_probes
+        is_over = hung or len(probes) >= self.most_probes
         return size if size > ok and not is_over else because
 
     def _outlook(self, policy: Policy, probes: Sequence[Probe]) -> Outlook:

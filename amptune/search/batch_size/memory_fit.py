@@ -8,28 +8,19 @@ from dataclasses import dataclass
 
 from amptune.search.batch_size.memory_runs import FixedPart, Line, Observation, line_through
 
-__all__ = ["Fit", "fit_of"]
+__all__ = ["CLEARLY", "REACH", "Fit", "fit_of"]
 
-# A prediction reaches at most REACH times beyond the anchor's batch; LONG_REACH times if even memory in proportion to
-# the batch would leave half of the limit free.
+# A prediction reaches at most this many times beyond the anchor's batch, or to where memory in proportion to the batch
+# would leave half of the limit free.
 REACH = 8
-LONG_REACH = 64
 # How far a peak may be off its line, as a share of what the samples take. ROUNDING applies at the observation itself
-# (blocks are rounded to 2 MiB and more: c10/cuda/CUDACachingAllocator); FAR_AWAY is added far from it. Another
+# (blocks are rounded to 2 MiB and more: c10/cuda/CUDACachingAllocator), FAR_AWAY is added far from it: another
 # convolution algorithm moves peaks by up to 6 % even without cudnn.benchmark (tests/simulated/h200_grid.json).
-ROUNDING = 0.004
-FAR_AWAY = 0.12
-# The scatter of peaks about the line, as a share of what the samples take: with fewer than three runs, and at least.
+ROUNDING, FAR_AWAY = 0.004, 0.125
+# Two peaks, slopes or sizes are clearly different if they are this factor apart.
+CLEARLY = 1 + FAR_AWAY
+# The scatter of peaks about the line, as a share of what the samples take, if fewer than three runs tell.
 SCATTER = 0.01
-LEAST_SCATTER = 0.003
-# The slope counts as known if its bounds are at most this factor apart.
-KNOWN = 1.15
-# A fixed part borrowed from another arm may be off by this share of what the samples take.
-BORROWED = 0.15
-# An arm that takes this many times the memory of another with the same tensors has workspaces it can do without.
-SWOLLEN = 1.05
-# A peak that grows by less than this share per doubling of the batch does not come from the samples.
-FLAT = 0.02
 # If memory is short, the allocator flushes memory that is reserved but not in use, except the share lost to
 # fragmentation. That share was 0 to 2/3 on an H200, seen from the largest batch that ran. A quarter gives the best
 # search steps on simulated devices (tests/search/test_largest_batch.py), and good ones on all that were measured.
@@ -80,10 +71,8 @@ class Fit:
     @property
     def surely(self) -> int:
         """The largest batch that should run even in the worst case, within the reach of predictions."""
-        highest = REACH * self.anchor.batch_size
-        if self.anchor.reserved_mib > 0:
-            in_proportion = self.anchor.batch_size * self.limit_mib / 2 / self.anchor.reserved_mib
-            highest = max(highest, int(min(in_proportion, LONG_REACH * self.anchor.batch_size)))
+        in_proportion = self.anchor.batch_size * self.limit_mib / max(1.0, self.anchor.reserved_mib)
+        highest = max(REACH * self.anchor.batch_size, int(in_proportion / 2))
         if self.smallest_failed is not None:
             highest = min(highest, self.smallest_failed - 1)
         return max(self.largest_run, self._largest(self.most_mib, highest))
@@ -109,7 +98,7 @@ class Fit:
     @property
     def knows_its_slope(self) -> bool:
         """True if the memory per sample is known well."""
-        return self.most_slope <= KNOWN * self.least_slope
+        return self.most_slope <= CLEARLY * self.least_slope
 
     @property
     def was_surprised(self) -> bool:
@@ -165,7 +154,7 @@ def fit_of(
     largest_run = max((one.batch_size for one in runs if one.fits(limit_mib)), default=0)
     failed = [one.batch_size for one in seen if not one.fits(limit_mib) and one.batch_size > largest_run]
     steeper = _slope_to_failure(anchor, min(failed, default=math.inf), limit_mib)
-    swollen = floor is not None and any(one.allocated_mib > SWOLLEN * floor.at(one.batch_size) for one in telling)
+    swollen = floor is not None and any(one.allocated_mib > CLEARLY * floor.at(one.batch_size) for one in telling)
     explained_mib = fixed.most_mib + max(most, steeper) * anchor.batch_size
     return Fit(
         anchor=anchor,
@@ -196,27 +185,21 @@ def _slopes(anchor: Observation, others: Sequence[Observation], fixed: FixedPart
     secants = [_secant(anchor, one, scatter, fixed) for one in others]
     weight = sum(error**-2 for _, error in secants)
     slope = sum(slope * error**-2 for slope, error in secants) / weight
-    least, most = slope - 2 * weight**-0.5, slope + 2 * weight**-0.5
-    steepest = max(1e-9, (anchor.reserved_mib - fixed.least_mib) / anchor.batch_size)
-    if _all_flat(others):  # their peaks may come from the optimizer step, and only the anchor's from its samples
-        most = max(most, math.sqrt(max(0.0, slope) * steepest), 0.1 * steepest)
-    return max(0.0, least), max(1e-9, least, min(most, steepest))
-
-
-def _all_flat(runs: Sequence[Observation]) -> bool:
-    """Returns True if these runs do not grow with the number of samples."""
-    small, large = runs[0], runs[-1]
-    doublings = math.log2(large.batch_size / small.batch_size)
-    return large.allocated_mib <= small.allocated_mib * (1 + FLAT * doublings)
+    least, most = slope - 2 / math.sqrt(weight), slope + 2 / math.sqrt(weight)
+    steepest = max(0.0, (anchor.reserved_mib - fixed.least_mib) / anchor.batch_size)
+    if others[-1].allocated_mib <= others[0].allocated_mib:
+        # These peaks may come from the optimizer step, and only the anchor's from its samples.
+        most = max(most, math.sqrt(max(0.0, slope) * steepest), FAR_AWAY * steepest)
+    return max(0.0, least), max(0.0, least, min(most, steepest))
 
 
 def _slopes_of_one(anchor: Observation, fixed: FixedPart, like: Line | None) -> tuple[float, float]:
     n = anchor.batch_size
     least = max(0.0, (anchor.allocated_mib - fixed.most_mib) / n)
-    most = max(1e-9, (anchor.reserved_mib - fixed.least_mib) / n)
+    most = max(0.0, (anchor.reserved_mib - fixed.least_mib) / n)
     if like is None or not least < (slope := (anchor.allocated_mib - like.fixed_mib) / n) < most:
         return least, most
-    return max(least, (1 - BORROWED) * slope), min(most, (1 + BORROWED) * slope)
+    return max(least, (1 - FAR_AWAY) * slope), min(most, (1 + FAR_AWAY) * slope)
 
 
 def _secant(anchor: Observation, one: Observation, scatter: float, fixed: FixedPart) -> tuple[float, float]:
@@ -228,10 +211,10 @@ def _secant(anchor: Observation, one: Observation, scatter: float, fixed: FixedP
 
 def _scatter(runs: Sequence[Observation], fixed: FixedPart) -> float:
     """Returns the standard deviation of peaks about a line through them, as a share of what the samples take."""
-    if len(runs) < 3:
+    if len(runs) <= 2:
         return SCATTER
     line = line_through([(one.batch_size, one.allocated_mib) for one in runs])
     off = [one.allocated_mib - line.at(one.batch_size) for one in runs]
     takes = max(one.allocated_mib for one in runs) - fixed.least_mib
     deviation = math.sqrt(sum(mib**2 for mib in off) / (len(runs) - 2))
-    return max(LEAST_SCATTER, deviation / takes) if takes > 0 else SCATTER
+    return max(ROUNDING, deviation / takes) if takes > 0 else SCATTER

@@ -13,13 +13,10 @@ from dataclasses import dataclass, field, replace
 
 from amptune.measure.results.outcome import Outcome
 from amptune.policy.settings import CompileMode, MemoryFormat, Policy, Weights
-from amptune.search.batch_size.memory_fit import Fit, fit_of
+from amptune.search.batch_size.memory_fit import CLEARLY, Fit, fit_of
 from amptune.search.batch_size.memory_runs import FixedPart, Line, Observation, line_through, observation_of
 
 __all__ = ["Arm", "MemoryModel", "arm_of"]
-
-# An out-of-memory is predicted only this factor above the limit, or above a size that failed.
-CLEARLY = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,5 +121,5 @@ class MemoryModel:
             return line_through(points)
         ((n, mib),) = points
         most_mib = self.fixed.most_mib if math.isfinite(self.fixed.most_mib) else self.fixed.least_mib
-        fixed_mib = min((self.fixed.least_mib + most_mib) / 2, 0.8 * mib)
+        fixed_mib = min(self.fixed.least_mib + most_mib, mib) / 2
         return Line(fixed_mib=fixed_mib, per_sample_mib=(mib - fixed_mib) / n)

@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from amptune.search.batch_size.memory_fit import Fit
+from amptune.search.batch_size.memory_fit import CLEARLY, REACH, Fit
 from amptune.search.batch_size.memory_runs import Observation
 
 __all__ = ["MOST_PROBES", "MOST_TIMES_OWN", "MOST_TIMES_OWN_ON_CPU", "Allowed", "Outlook", "Sizes"]
@@ -18,31 +18,18 @@ MOST_OOMS = 2
 MOST_TIMES_OWN = 4096
 # A CPU is kept busy by batches far below what fits into its memory.
 MOST_TIMES_OWN_ON_CPU = 16
-# An answer this close to the largest that could run is good enough: closing the gap costs more than it brings.
-GOOD_ENOUGH = 0.975
-# The goal: an answer is good if it is at least this share of the largest that runs.
+# The goal: an answer is good if it is at least this share of the largest that runs. A step that brings less than that
+# is not worth a run, and a failed one is forgiven.
 GOOD = 0.97
-# After one out-of-memory, another is risked only if the answer is below this share of what could run.
-WORTH_AN_OOM = 0.8
-# A careful step that gains less is not worth a run, even if only careful steps are left.
-WORTH_A_PROBE = 1.01
-# If not even the own batch runs, the next size is this many times smaller.
-FAR_DOWN = 32
-# A step that relies on released workspaces must gain this factor; the anchor must be this near to the size that surely
-# runs.
-WORTH_HOPING = 1.1
-NEAR = 0.4
-# Above all sizes that were thought possible, the search grows by this factor.
-GALLOP = 1.5
-# Rounding to a multiple (the grain) may cost this share of the answer.
-GRAIN_COSTS = 0.01
+# Matrix units are fastest on multiples of this (NVIDIA, "Tensor Core requirements").
+GRAIN = 8
 
 Allowed = Sequence[int] | Callable[[int], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The batch sizes that may be tried: multiples of 8, of less where that costs 1 % or more; or those allowed."""
+    """The batch sizes that may be tried: multiples of 8, of less where that costs too much; or those allowed."""
 
     cap: int
     allowed: tuple[int, ...] | None = None
@@ -79,7 +66,8 @@ class Sizes:
 
 
 def _grain(n: int) -> int:
-    return next((grain for grain in (8, 4, 2) if grain <= GRAIN_COSTS * n), 1)
+    may_cost = max(1, int((1 - GOOD) / 2 * n))
+    return min(GRAIN, 1 << (may_cost.bit_length() - 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,13 +98,13 @@ class Outlook:
             return self._first_size()
         ok = self.best.batch_size if self.best else 0
         top = self.top(self.fit)
-        if self.sizes.at_most(top) <= ok or ok >= GOOD_ENOUGH * top:
+        if self.sizes.at_most(top) <= ok or ok >= GOOD * top:
             return self._last_size(self.fit, ok) or self._why_nothing_larger(self.fit, ok, top)
         if hoped := self._hoped_for(self.fit, ok):
             return hoped
         if careful := self._careful_size(self.fit, ok, top):
             return careful
-        if self.ooms >= MOST_OOMS or (self.ooms and ok >= WORTH_AN_OOM * top):
+        if self.ooms >= MOST_OOMS or (self.ooms and 2 * ok >= top):
             failed = self.fit.smallest_failed or "another size"
             return f"{failed} did not fit, and nothing between the two was tried"
         return self._bold_size(self.fit, ok, top)
@@ -130,7 +118,7 @@ class Outlook:
     def _first_size(self) -> int | str:
         """Returns a size while nothing fits: the own batch size, then one far below what did not fit."""
         failed = min((one.batch_size for one in self.seen if not one.fits(self.limit_mib)), default=None)
-        wanted = self.own if failed is None or failed > self.own else max(1, failed // FAR_DOWN)
+        wanted = self.own if failed is None or failed > self.own else max(1, failed // REACH**2)
         size = self.sizes.at_most(wanted) or self.sizes.at_least(1)
         if not size:
             return "there is no batch size to try"
@@ -142,18 +130,18 @@ class Outlook:
 
     def _hoped_for(self, fit: Fit, ok: int) -> int:
         """Returns the size that would run if workspaces were released; 0 if they cannot be, or if that gains little."""
-        is_near = fit.knows_its_slope and fit.anchor.batch_size >= NEAR * fit.surely
+        is_near = fit.knows_its_slope and 2 * fit.anchor.batch_size >= fit.surely
         if self.ooms or self.left < 2 or not (fit.has_workspaces and is_near):
             return 0
         hoped = self.sizes.at_most(int(GOOD * fit.likely))
-        return hoped if hoped > WORTH_HOPING * max(fit.surely, ok) else 0
+        return hoped if hoped > CLEARLY * max(fit.surely, ok) else 0
 
     def _careful_size(self, fit: Fit, ok: int, top: int) -> int:
         """Returns a size that should run; 0 if a bolder size, whose failure would do no harm, would gain as much."""
         careful = self.sizes.at_most(_careful(fit))
-        may_be_last = self.ooms or careful >= GOOD_ENOUGH * top
-        worth = WORTH_A_PROBE * ok if may_be_last else _forgiven(ok)
-        return careful if self.ooms < MOST_OOMS and careful > ok and careful >= worth else 0
+        may_be_last = self.ooms or careful >= GOOD * top
+        worth = ok + 1 if may_be_last else _forgiven(ok)
+        return careful if self.ooms < MOST_OOMS and careful >= worth else 0
 
     def _bold_size(self, fit: Fit, ok: int, top: int) -> int:
         """Returns a size that may not fit, so near that the answer is good if it fails; farther if few runs are left.
@@ -164,7 +152,7 @@ class Outlook:
         if fit.smallest_failed is not None:
             wanted = math.isqrt(max(1, ok) * top)
         elif fit.was_surprised:
-            wanted = int(GALLOP * ok)
+            wanted = 2 * ok
         else:
             wanted = int(min(top, fit.likely) * GOOD ** (self.left - 1))
         size = self.sizes.at_most(min(top, max(_forgiven(ok), wanted)))
@@ -173,7 +161,7 @@ class Outlook:
     def _last_size(self, fit: Fit, ok: int) -> int:
         """Returns one more size above the answer if nobody knows how much memory workspaces take; else 0."""
         settled = self.ooms or fit.smallest_failed is not None or not fit.may_give_more
-        return 0 if settled else self.sizes.at_least(max(ok + 1, math.ceil(ok / GOOD_ENOUGH)))
+        return 0 if settled else self.sizes.at_least(max(ok + 1, math.ceil(ok / GOOD)))
 
     def _why_nothing_larger(self, fit: Fit, ok: int, top: int) -> str:
         larger = self.sizes.at_least(ok + 1)
