@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from amptune.policy.settings import AUTOTUNED_MODES, CUDA_GRAPH_MODES
 from amptune.search.plan.compile_costs import AUTOTUNE_S, COMPILE_S
-from amptune.search.sampler.surrogate import Belief, Floats, Surrogate
+from amptune.search.sampler.surrogate import NOISE, Belief, Floats, Surrogate
 from amptune.search.space.knobs import Knob, Point
 
 __all__ = ["AUTOTUNED", "CUDA_GRAPHS", "Proposal", "Proposer", "Seen", "features_of", "with_features"]
@@ -29,14 +29,10 @@ COMPILED, CUDA_GRAPHS, AUTOTUNED = "compile", "cuda_graphs", "autotuned"
 # Settings that make a trial expensive: plans to be timed, graphs to be compiled, kernels to be timed. These extra
 # seconds are assumed until a similar trial was measured; cuDNN's plans of ResNet-50 took 10 to 25 s on an H200.
 DEAR_S = {COMPILED: COMPILE_S, AUTOTUNED: AUTOTUNE_S - COMPILE_S, "cudnn_benchmark": 10.0}
-# torch.compile ignores these knobs: two points that differ only in them share a graph. A compiled trial with its graph
-# in a cache takes this much longer than an eager one.
+# torch.compile ignores these knobs: two points that differ only in them share a graph.
 NOT_COMPILED = ("fused_optimizer", "cudnn_benchmark")
-FROM_CACHE_S = 1.5
-# An infeasible point counts as this share of the worst score, so that its neighbours become suspect.
-INFEASIBLE_SHARE = 0.7
-# A score is a surprise if it is this many standard deviations, and at least this much (on the logarithm), too low.
-SURPRISING, LEAST_SURPRISE = 2.0, 0.07
+# A score is a surprise if it is this many standard deviations, of the belief and of a measurement, too low.
+SURPRISING = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +90,7 @@ class Proposer:
         gain = np.where(free, belief.improvement(float(belief.mean[feasible].max())), -1.0)
         seconds = self._seconds(seen)
         chosen = int((gain / seconds).argmax())
-        surprise = max(SURPRISING * float(belief.deviation[chosen]), LEAST_SURPRISE)
+        surprise = SURPRISING * (float(belief.deviation[chosen]) + NOISE)
         least = math.exp(float(belief.mean[chosen]) - surprise)
         return Proposal(index=chosen, gain=float(gain[chosen]), least=least, seconds=float(seconds[chosen]))
 
@@ -103,11 +99,9 @@ class Proposer:
         scores = {index: one.score for index, one in seen.items() if one.score is not None}
         if len(scores) < 2:
             return None
-        bad = INFEASIBLE_SHARE * min(scores.values())
-        logs = {index: math.log(scores.get(index, bad)) for index in seen}
-        belief = self._surrogate.belief(logs)
-        expected = {index: float(belief.mean[index]) for index in running if index not in logs}
-        return self._surrogate.belief({**logs, **expected}) if expected else belief
+        worst = min(scores.values())  # also of a point that failed, so that its neighbours become suspect
+        logs = {index: math.log(scores.get(index, worst)) for index in seen}
+        return self._surrogate.belief(logs, running)
 
     def _is_dear(self, name: str, count: int) -> NDArray[np.bool_]:
         """Returns a mask of the points that have this expensive setting."""
@@ -133,8 +127,8 @@ class Proposer:
             alike = (self._dear == np.array(kind)[:, None]).all(axis=0)
             seconds[alike] = means.get(kind) or _reckoned(kind, means) or seconds[alike]
         cached = self._compiled & np.isin(self._graph, list(graphs))
-        seconds[cached] = fmean(from_cache) if from_cache else float(seconds.min()) + FROM_CACHE_S
-        positive: Floats = np.maximum(seconds, 1e-3)
+        seconds[cached] = fmean(from_cache) if from_cache else float(seconds.min())
+        positive: Floats = np.maximum(seconds, np.finfo(float).eps)
         return positive
 
 

@@ -21,23 +21,17 @@ __all__ = ["Belief", "Floats", "Surrogate"]
 
 Floats = NDArray[np.float64]
 
-# The values tried for each prior; the likeliest is kept. They are: the variance of one setting's effect, as a share
-# of that of all trials; the added variance of a pair, as a share of its settings'; a measurement's standard deviation.
+# Before any trial, pairs and triples of settings add this share of their settings' variances, and a measurement has
+# this standard deviation, on the logarithm; FACTOR times smaller and larger are tried too, and the likeliest is kept.
+SHARE, NOISE, FACTOR = 0.1, 0.02, 3.0
+# The values tried for the variance of one setting's effect, as a share of that of all trials.
 EFFECTS = (1e-4, 0.003, 0.05, 0.4)
-PAIR_SHARES = (0.03, 0.1, 0.3)
-NOISES = (0.005, 0.02, 0.05)
-FIRST_GUESS = (0.1, 0.1, 0.02)
-TRIPLE_SHARE = 0.5
-OWN_SHARE = 1e-4
-# Priors are fitted on the first so many trials: each time there are this many times as many.
-FEWEST, GROWN = 2, 1.4
+# Priors are fitted on the first FEWEST trials, and again each time there are half as many more.
+FEWEST = 2
 # Ordered numbers (a batch size, a depth): the likeness of neighbours falls to 1/e over this many steps.
 REACH_STEPS = 2.0
 # A measurement this many standard deviations from what the others say counts as an outlier.
-OUTLIER = 3.5
-OUTLIER_NOISE = 10.0
-# Rows for trials at first; they are doubled as needed.
-FIRST_ROWS = 32
+OUTLIER = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +47,7 @@ class Belief:
 
         gap = self.mean - over
         ratio = gap / self.deviation
-        density = np.exp(-0.5 * ratio**2) / math.sqrt(2 * math.pi)
+        density = np.exp(-(ratio**2) / 2) / math.sqrt(2 * math.pi)
         expected: Floats = gap * ndtr(ratio) + self.deviation * density
         return expected
 
@@ -64,31 +58,39 @@ class Surrogate:
     def __init__(self, knobs: Sequence[Knob], points: Sequence[Point]) -> None:
         self._codes = np.array([[knob.choices.index(point[knob.name]) for knob in knobs] for point in points])
         self._alike = [_likeness(knob.choices) for knob in knobs]
-        effect, pair_share, noise = FIRST_GUESS
-        self._first_guess = _Prior(np.full(len(knobs), effect), pair_share, noise)
+        self._first_guess = _Prior(np.full(len(knobs), SHARE), SHARE, NOISE)
         # The prior fitted on the first trials, for each number of them, with those trials.
         self._priors: dict[int, tuple[tuple[tuple[int, float], ...], _Prior]] = {}
         self._prior = self._first_guess
         self._rows: dict[int, int] = {}
-        self._covariances: Floats = np.empty((FIRST_ROWS, len(points)))
+        self._covariances: Floats = np.empty((1, len(points)))
 
     @property
     def size(self) -> int:
         """The number of points."""
         return len(self._codes)
 
-    def belief(self, seen: Mapping[int, float]) -> Belief:
-        """Returns the belief about every point; `seen` has the logarithm of the speed of some, by index, in order."""
+    def belief(self, seen: Mapping[int, float], running: Collection[int] = ()) -> Belief:
+        """Returns the belief about every point; `seen` has the logarithm of the speed of some, by index, in order.
+
+        Those that are `running` are believed to turn out as expected.
+        """
         prior = self._prior_of(tuple(seen.items()))
         if prior is not self._prior:
             self._prior = prior
             self._rows.clear()
+        belief = self._given(seen)
+        expected = {index: float(belief.mean[index]) for index in running if index not in seen}
+        return self._given({**seen, **expected}) if expected else belief
+
+    def _given(self, seen: Mapping[int, float]) -> Belief:
         indices, values, centre, spread = _standardized(seen.items())
-        noises = np.full(len(values), prior.noise / spread)
-        fit = _solved(prior.kernel(self._likenesses(indices, indices)), values, noises).without_outliers(values)
+        noises = np.full(len(values), self._prior.noise / spread)
+        kernel = self._prior.kernel(self._likenesses(indices, indices))
+        fit = _solved(kernel, values, noises).without_outliers(values)
         cross = self._covariances_of(indices)
         mean: Floats = fit.coefficients @ cross
-        return Belief(centre + spread * mean, spread * _deviation_of(fit, cross, prior.variance))
+        return Belief(centre + spread * mean, spread * _deviation_of(fit, cross, self._prior.variance))
 
     def _prior_of(self, seen: tuple[tuple[int, float], ...]) -> _Prior:
         """Returns the prior for these trials: fitted on the first of them, again and again as they grew."""
@@ -99,7 +101,7 @@ class Surrogate:
                 indices, values, _, spread = _standardized(first)
                 found = _likeliest(prior, self._likenesses(indices, indices), values, spread)
                 self._priors[count] = first, found
-            prior, count = found, math.ceil(GROWN * count)
+            prior, count = found, count + math.ceil(count / 2)
         return prior
 
     def _covariances_of(self, indices: Sequence[int]) -> Floats:
@@ -122,7 +124,7 @@ class Surrogate:
 def _standardized(seen: Collection[tuple[int, float]]) -> tuple[list[int], Floats, float, float]:
     """Returns the indices, and the values less their median over their deviation, with both."""
     indices, logs = [index for index, _ in seen], np.array([log for _, log in seen])
-    centre, spread = float(np.median(logs)), max(float(logs.std()), 0.01)
+    centre, spread = float(np.median(logs)), max(float(logs.std()), NOISE)
     return indices, (logs - centre) / spread, centre, spread
 
 
@@ -139,9 +141,8 @@ class _Prior:
         rooted = np.sqrt(self.effects)[:, None, None] * alike
         one, two, three = rooted.sum(axis=0), (rooted**2).sum(axis=0), (rooted**3).sum(axis=0)
         pairs, triples = (one**2 - two) / 2, (one**3 - 3 * one * two + 2 * three) / 6  # Newton's identities
-        own = OWN_SHARE * alike.prod(axis=0)
         main = np.tensordot(self.effects, alike, axes=1)
-        together: Floats = main + self.pair_share * pairs + TRIPLE_SHARE * self.pair_share * triples + own
+        together: Floats = main + self.pair_share * (pairs + triples / 2)
         return together
 
     @property
@@ -159,8 +160,9 @@ def _likeliest(prior: _Prior, among: Floats, values: Floats, spread: float) -> _
     for knob in range(len(prior.effects)):
         effects = [np.where(np.arange(len(prior.effects)) == knob, effect, prior.effects) for effect in EFFECTS]
         prior = max([prior, *(replace(prior, effects=one) for one in effects)], key=likelihood)
-    prior = max([replace(prior, pair_share=share) for share in PAIR_SHARES], key=likelihood)
-    return max([replace(prior, noise=noise) for noise in NOISES], key=likelihood)
+    factors = (1 / FACTOR, 1.0, FACTOR)
+    prior = max((replace(prior, pair_share=factor * SHARE) for factor in factors), key=likelihood)
+    return max((replace(prior, noise=factor * NOISE) for factor in factors), key=likelihood)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,21 +174,21 @@ class _Fit:
     likelihood: float
 
     def without_outliers(self, values: Floats) -> _Fit:
-        """Returns the fit with far more noise at values that are far from what all the others predict."""
+        """Returns the fit with noise as large as the spread at values that are far from what all the others predict."""
         inverse = np.linalg.inv(self.cholesky @ self.cholesky.T)
         variance = 1 / np.diag(inverse)
         surprise = np.abs(self.coefficients * variance) / np.sqrt(variance)
         if not (surprise > OUTLIER).any():
             return self
-        return _solved(self.kernel, values, self.noise * np.where(surprise > OUTLIER, OUTLIER_NOISE, 1.0))
+        return _solved(self.kernel, values, np.where(surprise > OUTLIER, 1.0, self.noise))
 
 
 def _solved(kernel: Floats, values: Floats, noise: Floats) -> _Fit:
     from scipy.linalg import cho_solve
 
-    cholesky: Floats = np.asarray(np.linalg.cholesky(kernel + np.diag(noise**2 + 1e-9)))
+    cholesky: Floats = np.asarray(np.linalg.cholesky(kernel + np.diag(noise**2)))
     coefficients: Floats = cho_solve((cholesky, True), values)
-    likelihood = -0.5 * float(values @ coefficients) - float(np.log(np.diag(cholesky)).sum())
+    likelihood = -float(values @ coefficients) / 2 - float(np.log(np.diag(cholesky)).sum())
     return _Fit(kernel, noise, cholesky, coefficients, likelihood)
 
 
@@ -194,7 +196,7 @@ def _deviation_of(fit: _Fit, cross: Floats, variance: float) -> Floats:
     from scipy.linalg import solve_triangular
 
     reduced = solve_triangular(fit.cholesky, cross, lower=True)
-    deviation: Floats = np.sqrt(np.maximum(variance - (reduced**2).sum(axis=0), 1e-12))
+    deviation: Floats = np.sqrt(np.maximum(variance - (reduced**2).sum(axis=0), np.finfo(float).eps))
     return deviation
 
 
