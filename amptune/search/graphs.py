@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
+from statistics import median_low
 
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.results.outcome import Failure, Measurement
@@ -17,7 +18,7 @@ from amptune.search.plan.compile_costs import cold_s, expected_compile_s
 from amptune.search.plan.plan import WORTHWHILE, Step
 from amptune.search.sampler.study import Study, Suggestion
 
-__all__ = ["BEHIND", "IN_A_TRIAL", "Graphs", "cannot_compile", "instead_of"]
+__all__ = ["BEHIND", "IN_A_TRIAL", "Graphs", "cannot_compile", "instead_of", "typical_s"]
 
 # The modes compiled in the background; the others time kernels, which would disturb and be disturbed.
 BEHIND: tuple[CompileMode, ...] = ("reduce-overhead", "default")
@@ -43,6 +44,8 @@ OVER_EAGER = 1.5
 COMPILE_ATTEMPTS = 2
 # The sampler is asked for another graph after this many trials, if it knew none that is worth its time.
 ASK_AGAIN = 10
+# Before a trial was made.
+GUESSED_TRIAL_S = 3.0
 # What the first graphs are thought to gain, while no trial says more.
 UNTRIED_GAIN = 0.1
 
@@ -100,7 +103,8 @@ class Graphs:
         if count >= self._ask_at or (best is not None and (self._held is None or best != self._held.policy)):
             self._drop()
             self._held, self._ask_at = self._asked(best, free_s), count + ASK_AGAIN
-        if self._held is not None and self.gain(self._held) < WORTHWHILE * self.seconds(self._held.policy):
+        held = self._held
+        if held is not None and self.gain(held) < WORTHWHILE * (self.seconds(held.policy) + typical_s(self.study)):
             self._drop()
         return self._held
 
@@ -214,6 +218,11 @@ class Graphs:
             policy = replace(policy, fp32_math=fp32_math) if recipe.precision == "off" else policy
             if any(policy.compiled(mode) in self.study for mode in BEHIND):
                 yield policy
+
+
+def typical_s(study: Study) -> float:
+    """Returns the typical seconds of a trial with its graph compiled."""
+    return median_low(trial.again_s for trial in study.trials) if study.trials else GUESSED_TRIAL_S
 
 
 def best_of_precisions(study: Study) -> list[Policy]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median_low
 
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.results.outcome import ENERGY_S, Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import AUTOTUNED_MODES, Policy
 from amptune.search.events import Observer, TrialEnded
-from amptune.search.graphs import BEHIND, IN_A_TRIAL, Graphs, cannot_compile, instead_of
+from amptune.search.graphs import BEHIND, GUESSED_TRIAL_S, IN_A_TRIAL, Graphs, cannot_compile, instead_of, typical_s
 from amptune.search.plan.budget import Budget
 from amptune.search.plan.plan import WORTHWHILE, Step
 from amptune.search.sampler.study import Study, Suggestion
@@ -19,8 +18,6 @@ from amptune.search.table.trial import Trial
 
 __all__ = ["Trials", "best_of"]
 
-# Before a trial was made.
-GUESSED_TRIAL_S = 3.0
 # A policy whose step is this many times slower than the best, per sample, is measured only briefly.
 HOPELESS = 2.0
 TRIAL_LIMIT_S, COMPILED_LIMIT_S = 120.0, 600.0
@@ -58,11 +55,6 @@ class Trials:
         """The number of trials that this run made."""
         return self._of_this_run - self._known
 
-    @property
-    def typical_s(self) -> float:
-        """The typical time of a trial with its graph compiled."""
-        return median_low(trial.again_s for trial in self.study.trials) if self.study.trials else GUESSED_TRIAL_S
-
     def wants(self, free_s: float) -> Step | None:
         """Returns the step that measures the next policy."""
         if self._has_failed or not self._may_go_on:
@@ -73,8 +65,8 @@ class Trials:
         ready = self.graphs.next_ready()
         if ready is not None:
             act, what = partial(self._measure_ready, *ready), str(ready[0].policy)
-            return Step(stage="trial", what=what, seconds=min(self.typical_s, free_s), worth=math.inf, act=act)
-        while self.typical_s <= free_s and (suggestion := self._suggestion()) is not None:
+            return Step(stage="trial", what=what, seconds=min(typical_s(self.study), free_s), worth=math.inf, act=act)
+        while typical_s(self.study) <= free_s and (suggestion := self._suggestion()) is not None:
             if self._seconds(suggestion) <= free_s and not self._cannot_run(suggestion.policy):
                 return self._step(suggestion)
             if not (suggestion.policy.cudnn_benchmark or suggestion.policy.compile != "off"):
@@ -146,7 +138,7 @@ class Trials:
         """Returns the seconds that a trial is expected to take."""
         policy = suggestion.policy
         compile_s = self.graphs.seconds(policy) if policy.compile != "off" else 0.0
-        return max(suggestion.seconds or 0.0, self.typical_s + compile_s)
+        return max(suggestion.seconds or 0.0, typical_s(self.study) + compile_s)
 
     def _cannot_run(self, policy: Policy) -> bool:
         return policy.compile != "off" and cannot_compile(self.study)

@@ -10,7 +10,7 @@ import pytest
 
 from amptune.search.sampler.acquisition import Proposer, Seen
 from amptune.search.sampler.surrogate import Surrogate
-from amptune.search.space.knobs import Knob, Point, Value
+from amptune.search.space.knobs import Knob, Point
 
 KNOBS = (
     Knob(name="autocast", choices=("off", "bf16", "fp16")),
