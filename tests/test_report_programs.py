@@ -153,8 +153,8 @@ def test_compiling_has_no_more_time_than_the_command(tmp_path: Path) -> None:
     recorded = tuple(row(policy, 1.0) for policy in all_eager().missing() if policy.cuda_graphs)
     start = replace(all_eager(), rows=(*all_eager().rows, *recorded))
     oracle.measure_missing(start, evaluator, tmp_path / "w.jsonl", Budget(seconds=30))  # type: ignore[arg-type]
-    (limit_s,) = evaluator.compile_limits_s
-    assert limit_s <= 30
+    assert evaluator.compile_limits_s
+    assert max(evaluator.compile_limits_s) <= 30
 
 
 def test_a_timeout_of_its_own_is_a_row() -> None:

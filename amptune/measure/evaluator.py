@@ -141,17 +141,17 @@ class WorkerEvaluator:
     def build_ahead(self, count: int) -> None:
         for _ in range(min(count, worker.cores() // CORES_PER_GRAPH)):
             process = self._new()
-            process.begin(START_LIMIT_S, worker.get_ready, STOCK, count)
+            process.begin(START_LIMIT_S, worker.get_ready, STOCK, _graphs_at_once())
             self._built.append(process)
 
     @property
     def graphs_at_once(self) -> int:
-        return min(max(1, worker.cores() // CORES_PER_GRAPH), workers_that_fit()) if self._has_gpu else 0
+        return min(_graphs_at_once(), workers_that_fit()) if self._has_gpu else 0
 
     def begin_compiling(self, policy: Policy, limit_s: float) -> None:
         process = self._built.pop(0) if self._built else self._new()
         self._workers[policy] = process
-        self._graphs[policy] = process.begin(limit_s, worker.get_ready, policy, worker.cores() // CORES_PER_GRAPH)
+        self._graphs[policy] = process.begin(limit_s, worker.get_ready, policy, _graphs_at_once())
 
     def compiled(self, wait_s: float = 0.0) -> Mapping[Policy, float | Failure]:
         if wait_s > 0 and self._graphs:
@@ -246,3 +246,7 @@ class WorkerEvaluator:
     def _new(self) -> WorkerProcess:
         setting = Setting(source=self.source, device=self.device, log=self.log, memory_mib=self.memory_mib)
         return WorkerProcess(setting)
+
+
+def _graphs_at_once() -> int:
+    return max(1, worker.cores() // CORES_PER_GRAPH)

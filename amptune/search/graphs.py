@@ -97,15 +97,15 @@ class Graphs:
     def suggestion(self, free_s: float) -> Suggestion | None:
         """Returns the likeliest graph, the same one until another trial has ended; None if none is worth its time."""
         if cannot_compile(self.study):
-            self._drop()
+            self.drop()
             return None
         count, best = len(self.study.trials), next(self._open_likeliest(), None)
         if count >= self._ask_at or (best is not None and (self._held is None or best != self._held.policy)):
-            self._drop()
+            self.drop()
             self._held, self._ask_at = self._asked(best, free_s), count + ASK_AGAIN
         held = self._held
         if held is not None and self.gain(held) < WORTHWHILE * (self.seconds(held.policy) + typical_s(self.study)):
-            self._drop()
+            self.drop()
         return self._held
 
     def gain(self, suggestion: Suggestion) -> float:
@@ -131,7 +131,7 @@ class Graphs:
 
     def forget(self) -> None:
         """Gives up the graphs that are not measured."""
-        self._drop()
+        self.drop()
         for suggestion, _ in [*self._running.values(), *self._ready]:
             self.study.forget(suggestion)
         self._running.clear()
@@ -150,7 +150,8 @@ class Graphs:
         self.observer(Compiling(policy=suggestion.policy, left_s=self.budget.left_s))
         self.evaluator.begin_compiling(suggestion.policy, max(self.budget.left_s, 1.0))
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Gives back the policy that was suggested and is not begun."""
         if self._held is not None:
             self.study.forget(self._held)
             self._held = None

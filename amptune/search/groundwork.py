@@ -50,19 +50,20 @@ CURABLE, GRAPH_RISK = 0.5, 0.05
 class Numerics:
     """The judgements that a run's answer rests on: of the precision that leads, and of the graph of the leader.
 
-    `safeguards` are the rules that each precision needs, None if no rules help; `cured` is called when they change.
-    `recipes` returns the plain policies that the precisions are judged by, `graph_s` the seconds to judge a policy
-    together with its graph.
+    `safeguards` are the rules that each precision needs, None if none were found to help; `changed` is called when they
+    change. `recipes` are the plain policies that the precisions are judged by. `graph_s` returns the seconds to judge a
+    policy together with its graph.
     """
 
     judge: Judge
     subject: Subject
     study: Callable[[], Study]
-    recipes: Callable[[], Sequence[Policy]]
-    cured: Callable[[], None]
+    recipes: Sequence[Policy]
+    changed: Callable[[], None]
     graph_s: Callable[[Policy], float]
     findings: tuple[Finding, ...] = ()
     safeguards: dict[str, tuple[Fp32Rule, ...] | None] = field(default_factory=dict)
+    _uncured: set[str] = field(default_factory=set)
 
     def wants(self, free_s: float) -> Step | None:
         """Returns the step that judges what leads. Until it has passed, its lead over the best sound policy is none."""
@@ -76,7 +77,7 @@ class Numerics:
             act: Callable[[float], None] = lambda _: self._judge(recipe)  # noqa: E731
             return Step(stage="numerics", what=str(recipe), seconds=min(judgement_s, free_s), worth=lead, act=act)
         judgement = self.judge.rejection_of(recipe)
-        if judgement is not None and policy.precision not in self.safeguards:
+        if judgement is not None and policy.precision in self._uncured:
             seconds = min(CURE_JUDGEMENTS * judgement_s, max(0.0, free_s / 2))
             act = partial(self._cure, judgement)
             return Step(stage="cure", what=str(recipe), seconds=seconds, worth=CURABLE * lead, act=act)
@@ -102,22 +103,31 @@ class Numerics:
         best: Trial | None = None
         for trial in reversed(ranked):
             recipe = self._recipe_of(trial.policy)
-            if recipe is None or self.judge.has_passed(recipe):
+            if trial.policy.precision == "off" or (recipe is not None and self.judge.has_passed(recipe)):
                 return None if best is None else (best.policy, math.log(self._score(best) / self._score(trial)))
-            if best is None and (self.judge.is_open(recipe) or recipe.precision not in self.safeguards):
+            if (
+                best is None
+                and recipe is not None
+                and (self.judge.is_open(recipe) or recipe.precision in self._uncured)
+            ):
                 best = trial
         return None
 
     def _recipe_of(self, policy: Policy) -> Policy | None:
-        """Returns the plain policy that this policy's precision is judged by; None for FP32."""
-        return next((one for one in self.recipes() if one.precision == policy.precision), None)
+        """Returns the plain policy that a policy's precision is judged by; None for FP32, and outside the space."""
+        return next((one for one in self.recipes if one.precision == policy.precision), None)
 
     def _score(self, trial: Trial) -> float:
         yardstick = self.study().yardstick
         return (yardstick.score(trial.outcome) or 0.0) if yardstick.allows(trial.outcome) else 0.0
 
     def _judge(self, policy: Policy) -> None:
-        self.judge.judgement_of(policy)
+        """Judges a precision; one that is not as good as FP32 is left out of the search until it is cured."""
+        judgement = self.judge.judgement_of(policy)
+        if judgement is not None and not judgement.passes:
+            self._uncured.add(policy.precision)
+            self.safeguards[policy.precision] = None
+            self.changed()
         if self.judge.failure is not None:
             message = f"numerics could not be judged, as there is no FP32 reference: {self.judge.failure}"
             self.findings += (Finding(code="not-judged", message=message),)
@@ -127,9 +137,10 @@ class Numerics:
         self.judge.cures_until_s = self.judge.budget.spent_s + limit_s / 2
         cure, found = examined(self.judge, judgement, self.subject)
         self.judge.cures_until_s = math.inf
+        self._uncured.remove(judgement.policy.precision)
         self.safeguards[judgement.policy.precision] = None if cure is None else cure.rules
         self.findings += found
-        self.cured()
+        self.changed()
 
 
 def examined(judge: Judge, judgement: Judgement, subject: Subject) -> tuple[Cure | None, tuple[Finding, ...]]:

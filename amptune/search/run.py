@@ -49,6 +49,8 @@ CACHED_GRAPH = 0.1
 ANCHOR_S = 10.0
 # Seconds beyond the budget for judging the winner.
 GRACE_S = 8.0
+# Finding the largest batch takes at most this share of the time: nothing else is measured meanwhile.
+BATCH_SIZES_SHARE = 1 / 8
 # Rounds of the comparison to keep time for, each in fresh processes, in no more than this share of all the time.
 ROUNDS, COMPARISON_SHARE = 2, 1 / 3
 
@@ -191,14 +193,15 @@ class TuningRun:
         if wanted.batch_size != "auto":
             return
         arms = (*self.candidates.halves_alone, self.candidates.baseline)[:1]
-        until_s = self.request.budget.left_s / 2
+        seconds = self.request.budget.left_s * BATCH_SIZES_SHARE
+        rest_s = self.request.budget.left_s - seconds
 
         def act(_: float) -> None:
-            left_s = lambda: self.request.budget.left_s - 2 * until_s + until_s / 4  # noqa: E731
+            left_s = lambda: self.request.budget.left_s - rest_s  # noqa: E731
             self.sizes = batch_sizes_for(self.evaluator, arms, prepared, wanted.global_batch, left_s=left_s)
 
         what = f"the largest batch under {arms[0]}"
-        self.plan.do(Step(stage="batch size", what=what, seconds=until_s, worth=math.inf, act=act), until_s)
+        self.plan.do(Step(stage="batch size", what=what, seconds=seconds, worth=math.inf, act=act), seconds)
         self._take_ladder(self._modules.ladder())
         self.findings += tuple(self.sizes.findings)
 
@@ -217,6 +220,8 @@ class TuningRun:
 
     def _changed(self) -> None:
         """Goes on with other policies: modules were timed, or a precision needs some of them in FP32."""
+        self._trials.drop()
+        self._graphs.drop()
         self._take_ladder(self._modules.ladder())
         self.study.adopt(self.candidates.space, self.candidates.policy_of, self.sizes.fits)
         self._put_first()
@@ -244,8 +249,8 @@ class TuningRun:
             self.judge,
             self.prepared.subject,
             study=lambda: self.study,
-            recipes=lambda: self.candidates.halves_alone,
-            cured=self._changed,
+            recipes=self.candidates.halves_alone,
+            changed=self._changed,
             graph_s=self._graph_s,
         )
 
@@ -277,7 +282,7 @@ class TuningRun:
             objective=self.request.objective,
             bar=self.bar,
             unseen=self._unseen,
-            rejects=self._rejects,
+            rejects=self.judge.rejects,
             cost_s=self._cost_s,
             start_s=self.prepared.start_s,
             reserve_s=lambda: self.judge.last_s,
@@ -287,7 +292,7 @@ class TuningRun:
 
     def _comparison(self, _free_s: float) -> Step | None:
         """Returns the round of the comparison that tells most, once there is something to compare."""
-        step = self._narrowing.wants() if len(self.study.trials) > 1 else None
+        step = self._narrowing.wants()
         return None if step is None else replace(step, act=partial(self._compare, step))
 
     def _compare(self, step: Step, limit_s: float) -> None:
@@ -296,7 +301,12 @@ class TuningRun:
         step.act(limit_s)
 
     def _needed_s(self) -> float:
-        """Returns the seconds to keep for the answer: for judging it, and comparing it in fresh processes."""
+        """Returns the seconds to keep for the answer: for judging it, and comparing it in fresh processes.
+
+        They are infinite if there can be no answer.
+        """
+        if self._trials.has_failed:
+            return math.inf
         if len(self.study.trials) < 2:
             return 0.0
         ranked = sorted(self.study.trials, key=lambda trial: -(self.study.yardstick.score(trial.outcome) or 0.0))
@@ -325,10 +335,6 @@ class TuningRun:
         for policy in (*self.candidates.known_good, *self.study.neighbours(leader)):
             if not cold_s(policy, outcomes):
                 yield policy
-
-    def _rejects(self, policy: Policy) -> bool:
-        """Judges a leader before time is spent on it."""
-        return self.judge.rejects(policy)
 
     def sound_decision(self) -> Decision | None:
         """Returns the decision with its winner judged if there is time; a rejected winner is replaced by another."""

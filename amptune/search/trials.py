@@ -18,6 +18,8 @@ from amptune.search.table.trial import Trial
 
 __all__ = ["Trials", "best_of"]
 
+# With fewer trials nothing is known well enough to end the search.
+ENOUGH_TRIALS = 20
 # A policy whose step is this many times slower than the best, per sample, is measured only briefly.
 HOPELESS = 2.0
 TRIAL_LIMIT_S, COMPILED_LIMIT_S = 120.0, 600.0
@@ -48,7 +50,7 @@ class Trials:
     def __post_init__(self) -> None:
         self._known = self._of_this_run
         self._held: tuple[int, Suggestion] | None = None
-        self._has_failed = False
+        self.has_failed = False
 
     @property
     def measured(self) -> int:
@@ -57,7 +59,7 @@ class Trials:
 
     def wants(self, free_s: float) -> Step | None:
         """Returns the step that measures the next policy."""
-        if self._has_failed or not self._may_go_on:
+        if self.has_failed or not self._may_go_on:
             return None
         if self.study.trial_of(self.baseline) is None:
             first = self._suggestion()
@@ -71,13 +73,13 @@ class Trials:
                 return self._step(suggestion)
             if not (suggestion.policy.cudnn_benchmark or suggestion.policy.compile != "off"):
                 return None
-            self._drop()
+            self.drop()
             self.study.leave_out(partial(_is_as_dear, suggestion.policy))
         return None
 
     def compiling(self, free_s: float) -> Step | None:
         """Returns the step that compiles a policy in its trial, if graphs cannot compile in the background."""
-        if self._has_failed or not self._may_go_on or self.graphs.behind or self.study.trial_of(self.baseline) is None:
+        if self.has_failed or not self._may_go_on or self.graphs.behind or self.study.trial_of(self.baseline) is None:
             return None
         suggestion = self.graphs.suggestion(free_s)
         if suggestion is None or self._seconds(suggestion) > free_s:
@@ -87,12 +89,12 @@ class Trials:
     def ended_because(self) -> str:
         """Returns in words why no more policies are measured."""
         first = self.study.trial_of(self.baseline)
-        if first is not None and self._has_failed:
+        if first is not None and self.has_failed:
             return "the baseline itself fails" if isinstance(first.outcome, Failure) else "the baseline has no figure"
         if not self._may_go_on:
             return f"all trials that are allowed are done: {self.budget.trials}"
         suggestion = self._suggestion()
-        self._drop()
+        self.drop()
         if suggestion is None:
             left_out = "what is left of the space does not fit, takes too much time, or cannot be compiled here"
             return left_out if self.study.has_left_out else "every policy of the space is measured"
@@ -114,22 +116,25 @@ class Trials:
         """Returns the suggestion to measure next, the same one until another trial has ended."""
         count = len(self.study.trials)
         if self._held is None or self._held[0] != count:
-            self._drop()
+            self.drop()
             found = self.study.suggest(modes=IN_A_TRIAL)
             self._held = None if found is None else (count, found)
         return None if self._held is None else self._held[1]
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Gives back the policy that was suggested and is not begun."""
         if self._held is not None:
             self.study.forget(self._held[1])
             self._held = None
 
     def _step(self, suggestion: Suggestion) -> Step:
+        gain = self.graphs.gain(suggestion) if suggestion.policy.compile in BEHIND else suggestion.gain
+        least = 2 * WORTHWHILE * self._seconds(suggestion) if len(self.study.trials) < ENOUGH_TRIALS else 0.0
         return Step(
             stage="trial",
             what=str(suggestion.policy),
             seconds=self._seconds(suggestion),
-            worth=self.graphs.gain(suggestion) if suggestion.policy.compile in BEHIND else suggestion.gain,
+            worth=max(gain, least),
             act=partial(self._measure, suggestion),
             is_needed=suggestion.policy == self.baseline,
         )
@@ -175,7 +180,7 @@ class Trials:
                 trial=trial, best=best_of(self.study), baseline=first, left_s=self.budget.left_s, objective=objective
             )
         )
-        self._has_failed = trial is first and self.study.yardstick.score(trial.outcome) is None
+        self.has_failed = trial is first and self.study.yardstick.score(trial.outcome) is None
 
     def _try(self, suggestion: Suggestion, left_s: float, compile_s: float) -> Trial | None:
         """Returns the trial, or None if the budget cut it short."""

@@ -355,7 +355,7 @@ def test_a_baseline_file_with_the_workloads_own_batch_size_is_the_same_policy(tm
 def test_a_budget_for_the_baseline_alone_is_said_to_be_too_small(tmp_path: Path) -> None:
     evaluator = RecordedEvaluator("resnet50")
     request = request_in(tmp_path, evaluator.clock)
-    short = replace(request, budget=replace(request.budget, seconds=4.0))
+    short = replace(request, budget=replace(request.budget, seconds=3.0))
     decision = tune_with(evaluator, short, lambda _: None)
     assert evaluator.measured == [STOCK]
     assert decision.verdict.keeps_the_baseline

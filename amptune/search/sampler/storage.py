@@ -316,8 +316,8 @@ def _suggest(trial: Handle, name: str, distribution: BaseDistribution) -> None:
 
 
 def trials_in(study: optuna.Study, besides: Collection[int] = ()) -> list[Trial]:
-    """Returns the trials of an Optuna study that have an outcome, in their order, except the numbers `besides`."""
-    return sorted(_remembered(study, besides), key=lambda trial: trial.number)
+    """Returns the trials of an Optuna study that have an outcome, except the numbers `besides`, as they ended."""
+    return list(_remembered(study, besides))
 
 
 def running_in(study: optuna.Study) -> dict[int, Policy | None]:
@@ -339,7 +339,8 @@ def _age_s(trial: FrozenTrial) -> float:
 
 
 def _remembered(study: optuna.Study, besides: Collection[int]) -> Iterator[Trial]:
-    for frozen in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+    ended = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    for frozen in sorted(ended, key=lambda one: (one.datetime_complete or datetime.max, one.number)):
         attributes: Mapping[str, Any] = frozen.user_attrs
         if "outcome" in attributes and frozen.number not in besides:
             yield Trial(
