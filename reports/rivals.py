@@ -21,18 +21,17 @@ import importlib.util
 import json
 import math
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from comparison import compile_beside, effects_on, measured_in_turn, rounds_of, rows_of  # beside this program
+from autotune import Bridged, answer_of, policy_of_autotune  # beside this program
+from comparison import compile_beside, effects_on, measured_in_turn, rounds_of, rows_of
 from oracle import EFFORT, Oracle, Row, compile_caches, machine_of, read, require_the_same
 
 from amptune.errors import AmptuneError
@@ -60,25 +59,17 @@ from amptune.search.table.row import Row as Timing
 from amptune.search.table.verdict import Verdict, verdict_of
 from amptune.workload.zoo import NAMES
 
-if TYPE_CHECKING:
-    import torch
-
-    from amptune.workload.workload import Workload
-
 SCHEMA = "amptune.rivals/1"
 SEED = 1
 ORACLE_ROWS = 3
 # Compiling for the first time, before the comparison begins, may take as long as in the oracle.
 COMPILE_LIMIT_S = 300.0
-# What each part takes at the most beyond its budget. pytorch-autotune begins a trial where its budget holds what it
-# expects of one, and does not end it: its own budget is no limit.
-TUNING_MORE_S, AUTOTUNE_MORE_S, COMPARISON_MORE_S = 25.0, 60.0, 30.0
+# What each part takes at the most beyond its budget.
+TUNING_MORE_S, COMPARISON_MORE_S = 25.0, 30.0
 # It often ends long before its budget is spent; one that the command's limit ends is left for another command.
 SHORTEST_AUTOTUNE_S = 60.0
-AUTOTUNE_PATIENCE = 2.5
 SHORTEST_FINALS_S = 30.0
 UNKNOWN_COMPILE_S = 60.0
-LOG_CHARACTERS = 4000
 # How an answer is approached: how near the best trial is after so long, and when it stays so near.
 EARLY_S, NEAR = 60.0, 1.03
 
@@ -224,45 +215,14 @@ class Timeline:
 
 def autotuned(name: str, arguments: argparse.Namespace, limit: Budget) -> dict[str, Any] | None:
     """What pytorch-autotune found, or how it ended; None where the command's limit ends it or leaves no time."""
-    budget_s: float = arguments.budget
-    patience_s = AUTOTUNE_PATIENCE * budget_s + AUTOTUNE_MORE_S
-    limit_s = min(patience_s, limit.left_s)
-    if limit_s < SHORTEST_AUTOTUNE_S:
+    if limit.left_s < SHORTEST_AUTOTUNE_S:
         return None
-    started_s = time.monotonic()
     with compile_caches() as folder:
-        answer, log = folder / "answer.json", folder / "log"
-        command = [sys.executable, __file__, name, "--only-autotune", "--budget", str(budget_s), "--out", str(answer)]
+        answer = folder / "answer.json"
+        command = [sys.executable, __file__, name, "--only-autotune", "--out", str(answer)]
+        command += ["--budget", str(arguments.budget)]
         command += ["--device", arguments.device] if arguments.device else []
-        ended = run_alone(command, log, limit_s)
-        seconds = time.monotonic() - started_s
-        if ended is None and limit_s < patience_s:
-            return None
-        found = json.loads(answer.read_text()) if answer.exists() else {}
-        tail = log.read_text(errors="replace")[-LOG_CHARACTERS:]
-    how = f"ended by force after {limit_s:.0f} s" if ended is None else f"exit code {ended}"
-    failure = None if ended == 0 else f"{how}: {last_line(tail)}"
-    return {"budget_s": budget_s, "seconds": round(seconds, 1), "failure": failure, "log": tail, **found}
-
-
-def run_alone(command: Sequence[str], log: Path, limit_s: float) -> int | None:
-    """The exit code of a process that is ended, with all it started, after the limit: then None."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(  # noqa: S603  # this program, with its own arguments
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            return process.wait(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-
-def last_line(text: str) -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
+        return answer_of(command, answer, folder / "log", arguments.budget, limit.left_s)
 
 
 def compared(
@@ -329,52 +289,24 @@ def named_policies(data: Mapping[str, Any], oracle: Oracle) -> dict[str, Policy]
     return named | {f"oracle {place}": row.policy for place, row in enumerate(fastest, start=1)}
 
 
-def policy_of_autotune(config: Mapping[str, Any], *, fused: bool) -> Policy:
-    """The policy that comes closest to a configuration of pytorch-autotune 2.0.0.
-
-    It turns TF32 and cudnn.benchmark on for every precision but plain FP32 (tuner.py, `_apply_precision_flags`), and
-    fuses only an optimizer that it builds itself: `fused` is what the optimizer it returned says.
-    """
-    plain = config["precision"] == "fp32_default"
-    return Policy(
-        autocast={"amp_bf16": "bf16", "amp_fp16": "fp16"}.get(config["precision"], "off"),  # type: ignore[arg-type]
-        fp32_math="stock" if plain else "tf32",
-        memory_format="channels_last" if config["channels_last"] else "contiguous",
-        cudnn_benchmark=not plain,
-        compile=config["compile"],
-        fused_optimizer=fused,
-    )
-
-
 # --- in the process of pytorch-autotune --------------------------------------------------------------------------
 
 
 def run_autotune(name: str, budget_s: float, device: str | None, answer: Path) -> None:
     """Tunes by pytorch-autotune, and times the step it returns; the answer is written behind each."""
-    import pytorch_autotune  # type: ignore[import-not-found,unused-ignore]  # no dependency of amptune
     import torch
 
+    from amptune.runtime.layout import convert_batch
     from amptune.runtime.tensor_tree import map_tensors
     from amptune.workload.zoo import workload as bundled
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     workload = bundled(name)
     torch.manual_seed(0)
-    model = workload.model()
     batch = map_tensors(lambda tensor: tensor.to(device), workload.batch(workload.batch_size))
-    given = what_the_model_is_given(workload, batch)
-    own, rate = optimizer_of(workload, model)
+    bridged = Bridged(workload, batch)
     started_s = time.monotonic()
-    result = pytorch_autotune.autotune(
-        model,
-        given,
-        loss_fn=lambda output: loss_behind(workload, output, batch),
-        optimizer=own,
-        lr=rate,
-        budget=budget_s,
-        device=device,
-        cache=False,
-    )
+    result = bridged.search(budget_s, device)
     found = {
         "search_s": round(time.monotonic() - started_s, 1),
         "config": result.config.to_dict(),
@@ -382,50 +314,10 @@ def run_autotune(name: str, budget_s: float, device: str | None, answer: Path) -
         "report": result.report.to_dict(),
     }
     write(answer, found)
-    layout = torch.channels_last if result.config.channels_last else torch.contiguous_format
-    given = given.to(memory_format=layout)
-    own_ms = timed(lambda: result.step(given), device)
+    if result.config.channels_last:
+        batch = convert_batch(batch, "channels_last")  # once, so that no step has to
+    own_ms = timed(lambda: bridged.step(result, batch), device)
     write(answer, {**found, "own_step_ms": [round(ms, 4) for ms in own_ms]})
-
-
-class _Seen(Exception):  # noqa: N818  # no error: the way out of a loss function
-    """Carries what a model was called with."""
-
-
-def what_the_model_is_given(workload: Workload, batch: Any) -> torch.Tensor:
-    """The one tensor with which the workload's loss calls its model. Raises `AmptuneError` for another signature."""
-    import torch
-
-    def look(*args: Any, **kwargs: Any) -> None:
-        raise _Seen(args, kwargs)
-
-    try:
-        workload.loss(look, batch)  # type: ignore[misc,arg-type]
-    except _Seen as seen:
-        args, kwargs = seen.args
-        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-            return args[0]
-    raise AmptuneError(f"{workload.name}: its model does not take one tensor, for which no bridge is built here")
-
-
-def loss_behind(workload: Workload, output: Any, batch: Any) -> torch.Tensor:
-    """The workload's loss where the model has been run already."""
-    return workload.loss(lambda *_: output, batch)  # type: ignore[misc,arg-type]
-
-
-def optimizer_of(workload: Workload, model: torch.nn.Module) -> tuple[str | Callable[[Any], Any], float]:
-    """(the workload's optimizer as pytorch-autotune takes it, its learning rate).
-
-    By name where that means the same, for only then can it be fused; else as it is.
-    """
-    import torch
-
-    built = workload.optimizer(model)
-    rate = float(built.defaults["lr"])
-    own = torch.optim.AdamW(model.parameters(), lr=rate)
-    if type(built) is torch.optim.AdamW and built.defaults == own.defaults:
-        return "adamw", rate
-    return lambda _: workload.optimizer(model), rate
 
 
 def timed(step: Callable[[], object], device: str) -> list[float]:

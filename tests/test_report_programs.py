@@ -18,6 +18,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent.parent / "reports"))  # programs, no package
 
+import autotune
 import batch_sizes
 import comparison
 import costs
@@ -232,7 +233,7 @@ CHOSEN = {"precision": "amp_bf16", "compile": "reduce-overhead", "channels_last"
 
 
 def test_the_choice_of_pytorch_autotune_becomes_a_policy() -> None:
-    assert rivals.policy_of_autotune(CHOSEN, fused=False) == Policy(
+    assert autotune.policy_of_autotune(CHOSEN, fused=False) == Policy(
         autocast="bf16",
         fp32_math="tf32",
         memory_format="channels_last",
@@ -243,7 +244,7 @@ def test_the_choice_of_pytorch_autotune_becomes_a_policy() -> None:
 
 def test_its_plain_fp32_is_stock_pytorch() -> None:
     plain = {"precision": "fp32_default", "compile": "off", "channels_last": False, "fused_opt": False}
-    assert rivals.policy_of_autotune(plain, fused=False) == STOCK
+    assert autotune.policy_of_autotune(plain, fused=False) == STOCK
 
 
 def entry(at_s: float, policy: Policy, ms: float | None, what: str = "trial") -> dict[str, Any]:
@@ -317,9 +318,9 @@ def test_a_rival_that_crashed_stands_in_the_table_with_its_failure(tmp_path: Pat
 
 
 def test_a_process_that_hangs_is_ended(tmp_path: Path) -> None:
-    assert rivals.run_alone([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "log", 1.0) is None
-    assert rivals.run_alone([sys.executable, "-c", "print('so'); raise SystemExit(3)"], tmp_path / "log", 120.0) == 3
-    assert rivals.last_line((tmp_path / "log").read_text()) == "so"
+    assert autotune.run_alone([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "log", 1.0) is None
+    assert autotune.run_alone([sys.executable, "-c", "print('so'); raise SystemExit(3)"], tmp_path / "log", 120.0) == 3
+    assert autotune.last_line((tmp_path / "log").read_text()) == "so"
 
 
 def test_a_workload_is_split_into_what_its_model_is_given_and_its_loss() -> None:
@@ -329,9 +330,9 @@ def test_a_workload_is_split_into_what_its_model_is_given_and_its_loss() -> None
     one = workload("digits")
     batch = one.batch(4)
     model = one.model()
-    given = rivals.what_the_model_is_given(one, batch)
+    given = autotune.what_the_model_is_given(one, batch)
     assert one.loss is not None
-    whole, split = one.loss(model, batch), rivals.loss_behind(one, model(given), batch)
+    whole, split = one.loss(model, batch), autotune.loss_behind(one, model(given), batch)
     assert torch.equal(whole, split)
 
 
@@ -341,8 +342,8 @@ def test_only_an_optimizer_it_knows_by_name_can_be_fused() -> None:
 
     one = workload("digits")
     model = one.model()
-    assert callable(rivals.optimizer_of(one, model)[0])
-    assert rivals.optimizer_of(replace(one, optimizer=adamw), model) == ("adamw", 1e-4)
+    assert callable(autotune.optimizer_of(one, model)[0])
+    assert autotune.optimizer_of(replace(one, optimizer=adamw), model) == ("adamw", 1e-4)
 
 
 # --- comparisons ---------------------------------------------------------------------------------------------------
