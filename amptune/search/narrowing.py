@@ -72,14 +72,15 @@ class Narrowing:
             what=f"{len(chosen.policies)} policies" + (" in fresh processes" if chosen.fresh else ""),
             seconds=chosen.seconds,
             worth=max(chosen.worth, WORTHWHILE * max(chosen.seconds, 1.0)),
-            act=lambda _: self._do_round(),
+            act=lambda _: self._do_round(verdict, chosen),
             is_needed=True,
         )
 
-    def _do_round(self) -> None:
-        """Judges the leader, then measures the round that tells most."""
+    def _do_round(self, wanted_by: Verdict | None, chosen: NextRound | None) -> None:
+        """Judges the leader, then measures the round that was chosen, or another one if the judgement changed it."""
         verdict = self._judged()
-        chosen = None if verdict is None else self._next(verdict)
+        if verdict is not wanted_by:
+            chosen = None if verdict is None else self._next(verdict)
         self._is_over = chosen is None or not self._measured(chosen, self._order, verdict)
 
     def until_known(self, enough: Callable[[Verdict], bool] = lambda _: False) -> None:

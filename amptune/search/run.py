@@ -188,8 +188,9 @@ class TuningRun:
 
     def _find_batch_sizes(self) -> None:
         """Finds the largest batches, if asked for, before anything compiles beside that."""
-        wanted, prepared = self.request.wanted, self.prepared
-        self._take_ladder(self._modules.ladder())
+        wanted, prepared, ladder = self.request.wanted, self.prepared, self._modules.ladder()
+        if ladder is not None:
+            self._take_ladder(ladder)
         if wanted.batch_size != "auto":
             return
         arms = (*self.candidates.halves_alone, self.candidates.baseline)[:1]
@@ -222,8 +223,11 @@ class TuningRun:
         """Goes on with other policies: modules were timed, or a precision needs some of them in FP32."""
         self._trials.drop()
         self._graphs.drop()
+        before = self.candidates
         self._take_ladder(self._modules.ladder())
-        self.study.adopt(self.candidates.space, self.candidates.policy_of, self.sizes.fits)
+        self.study.leave_nothing_out()
+        if self.candidates != before:
+            self.study.adopt(self.candidates.space, self.candidates.policy_of, self.sizes.fits)
         self._put_first()
 
     @cached_property

@@ -133,6 +133,10 @@ class Study:
         self._left_out |= {index for policy, index in self._catalog.index.items() if which(policy)}
         self._first = deque(policy for policy in self._first if not which(policy))
 
+    def leave_nothing_out(self) -> None:
+        """Ends all exclusions."""
+        self._left_out.clear()
+
     def next_smaller(self, policy: Policy) -> Policy | None:
         """Returns the policy with the next smaller batch size of the space, if there is one."""
         return self._catalog.next_smaller(policy)
@@ -329,7 +333,6 @@ class Study:
         """Goes on with the policies of another space, or other policies of its points; trials are kept."""
         self._catalog = Catalog(space, to_policy, fits)
         self._own = PolicySampler(self._store.distributions, self._catalog, self._history_that_tells, self._seed)
-        self._left_out.clear()
         self._history = self._history_of(self.trials)
         self._outcomes = self._history.outcomes
 
