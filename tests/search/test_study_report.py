@@ -67,10 +67,10 @@ def by_trials(folder: Path, objective: Objective = THROUGHPUT) -> StudyReport:
 def told(verdict: Verdict) -> dict[str, Any]:
     """What a verdict says, its figures to six digits: a stored moment is rounded to a millisecond."""
     figures = {
-        contender.policy: (contender.lost, contender.rows, float(f"{contender.speedup:.6g}"))
+        contender.policy: (contender.lost, contender.rows, float(f"{contender.speedup:.5g}"))
         for contender in verdict.contenders
     }
-    ratios = [float(f"{x:.6g}") for one in (verdict.gain, verdict.speedup) for x in (one.value, one.low, one.high)]
+    ratios = [float(f"{x:.5g}") for one in (verdict.gain, verdict.speedup) for x in (one.value, one.low, one.high)]
     return {
         "winner": verdict.winner.policy,
         "baseline": verdict.baseline.policy,
