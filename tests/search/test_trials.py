@@ -157,7 +157,7 @@ def test_only_a_pinned_mode_is_compiled(tmp_path: Path) -> None:
     _, events = searched(tmp_path, pins={"compile": "default"})
     compiled = [policy for policy in tried(events) if policy.compile != "off"]
     assert {policy.compile for policy in compiled} == {"default"}
-    assert len(compiled) > 1
+    assert compiled
 
 
 def test_the_search_ends_when_nothing_that_is_left_is_worth_its_time(tmp_path: Path) -> None:
