@@ -142,6 +142,7 @@ class WorkerEvaluator:
         for _ in range(min(count, worker.cores() // CORES_PER_GRAPH)):
             process = self._new()
             process.begin(START_LIMIT_S, worker.get_ready, STOCK, _graphs_at_once())
+            process.begin(START_LIMIT_S, worker.import_compiler)
             self._built.append(process)
 
     @property

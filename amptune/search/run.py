@@ -52,7 +52,7 @@ GRACE_S = 8.0
 # Finding the largest batch takes at most this share of the time: nothing else is measured meanwhile.
 BATCH_SIZES_SHARE = 1 / 8
 # Rounds of the comparison to keep time for, each in fresh processes, in no more than this share of all the time.
-ROUNDS, COMPARISON_SHARE = 2, 1 / 3
+ROUNDS, COMPARISON_SHARE = 2, 1 / 6
 
 
 @dataclass

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -261,15 +261,25 @@ def _buffer_parities(reference: Reference, curve: LossCurve) -> Iterator[BufferP
     """Yields the buffers that training changes: they differ between FP32 and its replicas, or under the policy."""
     for name, own in reference.run.curve.buffers.items():
         found = curve.buffers.get(name)
-        length = float(np.linalg.norm(own))
         if found is None or found.shape != own.shape:
             continue
         others = [replica.buffers[name] for replica in reference.replicas if name in replica.buffers]
         apart = max((float(np.linalg.norm(other - own)) for other in others if other.shape == own.shape), default=0.0)
         off = float(np.linalg.norm(found - own))
         if off or apart:
-            size = max(length, 1e-30)
+            size = _scale(name, reference.run.curve.buffers)
             yield BufferParity(path=name, off=off / size, apart=apart / size)
+
+
+def _scale(name: str, buffers: Mapping[str, Floats]) -> float:
+    """Returns the length that a buffer's distances are relative to: its own, a running mean's standard deviation.
+
+    BatchNorm subtracts a mean and divides by the deviation: behind a layer whose outputs have no mean, the mean is made
+    of rounding errors and all the same harmless.
+    """
+    variance = buffers.get(f"{name.removesuffix('running_mean')}running_var") if name.endswith("running_mean") else None
+    lengths = buffers[name] if variance is None else np.sqrt(np.maximum(variance, 0.0))
+    return max(float(np.linalg.norm(lengths)), 1e-30)
 
 
 def _by_epoch(losses: Sequence[float], batches: int) -> NDArray[np.float64]:

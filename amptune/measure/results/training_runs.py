@@ -142,7 +142,8 @@ class ModuleParity:
 class BufferParity:
     """A buffer at the end of the loss curve, such as BatchNorm's running statistics.
 
-    `off` is its distance from FP32's buffer, `apart` that of FP32's replicas, both relative to FP32's buffer.
+    `off` is its distance from FP32's buffer, `apart` that of FP32's replicas, both relative to FP32's buffer; a running
+    mean's relative to the square root of its running variance.
     """
 
     path: str

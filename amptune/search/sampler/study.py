@@ -41,8 +41,8 @@ MOST_ASKED = 20
 class Suggestion:
     """A policy to measure next; `handle` is its trial in the store.
 
-    `gain` is its expected improvement, on the logarithm of the score; infinite for a policy that was asked for.
-    A score below `least` would be a surprise. The trial is expected to take `seconds`, None if that is unknown.
+    `gain` is its expected improvement, on the logarithm of the score; one that was asked for is thought to gain as much
+    as what promises most, and an infinity while next to nothing is known. A score below `least` would be a surprise. The trial is expected to take `seconds`, None if that is unknown.
     """
 
     policy: Policy
@@ -52,10 +52,10 @@ class Suggestion:
     seconds: float | None = None
 
     @staticmethod
-    def of(proposal: Proposal | None, policy: Policy, handle: Handle) -> Suggestion:
-        """Returns the suggestion of a policy that was proposed, or asked for."""
+    def of(proposal: Proposal | None, policy: Policy, handle: Handle, hope: Callable[[], float]) -> Suggestion:
+        """Returns the suggestion of a policy that was proposed, or asked for with the hope of a gain."""
         if proposal is None:
-            return Suggestion(policy, handle)
+            return Suggestion(policy, handle, gain=hope())
         return Suggestion(policy, handle, gain=proposal.gain, least=proposal.least, seconds=proposal.seconds)
 
 
@@ -229,7 +229,7 @@ class Study:
             if policy is not None and self._is_open(policy, asked, modes) and self._claims(handle, policy):
                 self._catch_up_trials()  # another worker may have been faster
                 if policy not in self._outcomes:
-                    return Suggestion.of(proposal, policy, handle)
+                    return Suggestion.of(proposal, policy, handle, lambda: self._own.hope(self._history))
             self._store.forget(handle)
             if proposal is None and asked is None and given is None and not self._own.was_enqueued:
                 return None

@@ -602,6 +602,37 @@ def test_statistics_poisoned_by_an_overflow_are_noticed() -> None:
     assert looked_at(workload_of(Poisoned), BF16).parity.failure is None
 
 
+def test_a_running_mean_that_is_made_of_rounding_errors_is_harmless() -> None:
+    """What comes out of a BatchNorm, and so out of the layer behind it, has no mean: MobileNet's linear bottlenecks."""
+    layers = [nn.Linear(16, 32, bias=False), nn.BatchNorm1d(32), nn.Linear(32, 8, bias=False), nn.BatchNorm1d(8)]
+    parity = sound(workload_of(lambda: nn.Sequential(*layers, nn.Linear(8, 4))), BF16)
+    assert {buffer.path for buffer in parity.buffers} >= {"3.running_mean", "3.running_var"}
+    assert all(buffer.off < 0.05 for buffer in parity.buffers)
+
+
+class Displaced(nn.Module):
+    """Half precision moves what a BatchNorm takes in; the branch adds nothing to what comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.inner(x).detach()
+        self.norm(inner.float() + (inner.dtype != torch.float32))
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def test_a_running_mean_is_off_in_units_of_its_deviation() -> None:
+    parity = sound(workload_of(Displaced), BF16)
+    off = {buffer.path: buffer.off for buffer in parity.buffers}
+    assert 0.1 < off["norm.running_mean"] < 3
+    assert off["norm.running_var"] < 0.05
+
+
 class Breaking(torch.autograd.Function):
     @staticmethod
     def forward(_context: Any, x: torch.Tensor) -> torch.Tensor:
