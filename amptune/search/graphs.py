@@ -16,7 +16,7 @@ from amptune.search.events import Compiling, Observer
 from amptune.search.plan.budget import Budget
 from amptune.search.plan.compile_costs import cold_s, expected_compile_s
 from amptune.search.plan.plan import WORTHWHILE, Step
-from amptune.search.sampler.study import Study, Suggestion
+from amptune.search.sampler.study import UNTRIED_GAIN, Study, Suggestion
 
 __all__ = ["BEHIND", "IN_A_TRIAL", "Graphs", "cannot_compile", "instead_of", "typical_s"]
 
@@ -46,8 +46,6 @@ COMPILE_ATTEMPTS = 2
 ASK_AGAIN = 10
 # Before a trial was made.
 GUESSED_TRIAL_S = 3.0
-# What the first graphs are thought to gain, while no trial says more.
-UNTRIED_GAIN = 0.1
 
 
 @dataclass

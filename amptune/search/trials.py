@@ -130,13 +130,14 @@ class Trials:
     def _step(self, suggestion: Suggestion) -> Step:
         gain = self.graphs.gain(suggestion) if suggestion.policy.compile in BEHIND else suggestion.gain
         least = 2 * WORTHWHILE * self._seconds(suggestion) if len(self.study.trials) < ENOUGH_TRIALS else 0.0
+        is_needed = suggestion.policy == self.baseline
         return Step(
             stage="trial",
             what=str(suggestion.policy),
             seconds=self._seconds(suggestion),
-            worth=max(gain, least),
+            worth=math.inf if is_needed else max(gain, least),
             act=partial(self._measure, suggestion),
-            is_needed=suggestion.policy == self.baseline,
+            is_needed=is_needed,
         )
 
     def _seconds(self, suggestion: Suggestion) -> float:

@@ -25,13 +25,14 @@ def candidates(space: str, **pins: str) -> Candidates:
 
 
 @pytest.mark.parametrize("space", sorted(set(space_names()) - {"cpu"}))
-def test_some_are_measured_right_behind_the_recipes_on_every_gpu(space: str) -> None:
+def test_one_is_measured_right_behind_the_first_recipe_on_every_gpu_and_others_behind_the_second(space: str) -> None:
+    """A second recipe is hardly faster than the first (MobileNetV3 on an H200, where it takes cuDNN 10 s to start)."""
     tried = candidates(space)
-    recipes = [STOCK, *tried.amp_recipes]
-    assert list(tried.soon[: len(recipes)]) == recipes
     recorded = [policy for policy in tried.soon if policy.cuda_graphs]
     assert recorded
-    assert list(tried.soon[len(recipes) :][: len(recorded)]) == recorded
+    first, *others = tried.amp_recipes
+    order = [STOCK, first, recorded[0], *others, *recorded[1:]]
+    assert list(tried.soon[: len(order)]) == order
     assert set(tried.soon) <= set(tried.first)
     assert set(tried.known_good) <= set(tried.soon)
 

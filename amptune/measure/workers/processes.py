@@ -9,6 +9,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -34,6 +36,8 @@ T = TypeVar("T")
 # Limit until a spawned process takes its first task; it imports nothing heavy before.
 LAUNCH_LIMIT_S = 30.0
 ANY_NUMBER = 8
+# pebble waits 3 s for a process to end when asked to, then kills it.
+END_LIMIT_S = 10.0
 
 
 @contextmanager
@@ -180,15 +184,22 @@ class WorkerProcess:
 
 
 def stop_all(processes: Iterable[WorkerProcess]) -> None:
-    """Ends all processes in parallel: one with a CUDA context takes a fifth of a second to end."""
+    """Ends all processes in parallel: one with a CUDA context takes a fifth of a second to end.
+
+    One that a driver holds cannot be killed: after some seconds it is left to its end.
+    """
     pools = []
     for process in processes:
         if process._pool is not None:
             process._pool.stop()  # type: ignore[no-untyped-call]  # pebble has not typed it
             pools.append(process._pool)
             process._pool = None
-    for pool in pools:
-        pool.join()
+    joining = [threading.Thread(target=pool.join, daemon=True) for pool in pools]
+    for thread in joining:
+        thread.start()
+    until_s = time.monotonic() + END_LIMIT_S
+    for thread in joining:
+        thread.join(max(0.0, until_s - time.monotonic()))
 
 
 def workers_that_fit() -> int:

@@ -79,11 +79,6 @@ class PolicySampler(BaseSampler):
         """Returns the belief about every policy of the catalog; None if fewer than two are known."""
         return self._proposer.belief(history.seen())
 
-    def hope(self, history: History) -> float:
-        """Returns the expected improvement of the policy that promises most; 0 if none is left."""
-        proposal = self._proposer.next(history.seen(), {*self.left_out, *history.too_large()})
-        return 0.0 if proposal is None else proposal.gain
-
     def infer_relative_search_space(
         self,
         study: optuna.Study,  # noqa: ARG002

@@ -33,6 +33,8 @@ __all__ = ["Study", "Suggestion", "open_study"]
 OUTLIER_SHARE = 0.6
 # A policy may reach this many standard deviations above its expected score.
 REACH = 3.0
+# What a policy that was asked for is thought to gain, on the logarithm of the score: 10 %.
+UNTRIED_GAIN = 0.1
 # A foreign sampler may propose so many policies in turn that were measured or are none.
 MOST_ASKED = 20
 
@@ -41,21 +43,20 @@ MOST_ASKED = 20
 class Suggestion:
     """A policy to measure next; `handle` is its trial in the store.
 
-    `gain` is its expected improvement, on the logarithm of the score; one that was asked for is thought to gain as much
-    as what promises most, and an infinity while next to nothing is known. A score below `least` would be a surprise. The trial is expected to take `seconds`, None if that is unknown.
+    `gain` is its expected improvement, on the logarithm of the score. A score below `least` would be a surprise. The trial is expected to take `seconds`, None if that is unknown.
     """
 
     policy: Policy
     handle: Handle
-    gain: float = math.inf
+    gain: float = UNTRIED_GAIN
     least: float = 0.0
     seconds: float | None = None
 
     @staticmethod
-    def of(proposal: Proposal | None, policy: Policy, handle: Handle, hope: Callable[[], float]) -> Suggestion:
-        """Returns the suggestion of a policy that was proposed, or asked for with the hope of a gain."""
+    def of(proposal: Proposal | None, policy: Policy, handle: Handle) -> Suggestion:
+        """Returns the suggestion of a policy that was proposed, or asked for."""
         if proposal is None:
-            return Suggestion(policy, handle, gain=hope())
+            return Suggestion(policy, handle)
         return Suggestion(policy, handle, gain=proposal.gain, least=proposal.least, seconds=proposal.seconds)
 
 
@@ -229,7 +230,7 @@ class Study:
             if policy is not None and self._is_open(policy, asked, modes) and self._claims(handle, policy):
                 self._catch_up_trials()  # another worker may have been faster
                 if policy not in self._outcomes:
-                    return Suggestion.of(proposal, policy, handle, lambda: self._own.hope(self._history))
+                    return Suggestion.of(proposal, policy, handle)
             self._store.forget(handle)
             if proposal is None and asked is None and given is None and not self._own.was_enqueued:
                 return None
@@ -251,7 +252,9 @@ class Study:
     def _next_wanted(self, modes: Collection[CompileMode] | None) -> Policy | None:
         """Returns the first free policy of those that were put first, in one of these modes."""
         self._first = deque(policy for policy in self._first if self.is_free(policy))
-        return next((policy for policy in self._first if modes is None or policy.compile in modes), None)
+        excluded = self._excluded
+        open_ones = (one for one in self._first if self._catalog.index.get(one) not in excluded)
+        return next((policy for policy in open_ones if modes is None or policy.compile in modes), None)
 
     def _ask(self, wanted: Policy | None, modes: Collection[CompileMode] | None, given: Sampler | None) -> Handle:
         """Begins a trial of the wanted policy, else of what is proposed; another worker may have enqueued a policy."""

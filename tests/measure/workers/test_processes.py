@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import asking
+import psutil
 import pytest
 
 from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.results.loop_timing import LoopTiming
 from amptune.measure.results.subject import Prepared
+from amptune.measure.workers import processes
 from amptune.measure.workers.processes import WorkerProcess, stop_all
 from amptune.measure.workers.worker import Setting, Source, prepare
 from amptune.policy.settings import STOCK
@@ -49,6 +53,19 @@ def test_one_that_was_ended_is_replaced_by_another_of_the_same_parent(two: list[
     after = two[0].call(LIMIT_S, os.getpid), two[0].call(LIMIT_S, os.getppid)
     assert after[0] != before[0]
     assert after[1] == before[1]
+
+
+def test_one_that_does_not_end_is_not_waited_for(two: list[WorkerProcess], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that a driver holds; this one ignores that it is asked to end, and is killed 3 s later."""
+    monkeypatch.setattr(processes, "END_LIMIT_S", 0.5)
+    two[0].call(LIMIT_S, signal.signal, signal.SIGTERM, signal.SIG_IGN)
+    process = psutil.Process(two[0].call(LIMIT_S, os.getpid))  # type: ignore[arg-type]
+    two[0].begin(LIMIT_S, time.sleep, LIMIT_S)
+    began_s = time.monotonic()
+    stop_all(two)
+    assert time.monotonic() - began_s < 2.5
+    assert process.is_running()
+    process.wait(LIMIT_S)
 
 
 def test_where_there_can_be_no_socket_to_fork_by_a_worker_is_spawned(
