@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -215,7 +215,7 @@ class WorkerEvaluator:
         self.close()
 
     def _measure(self, policy: Policy, effort: Effort) -> Outcome:
-        process = self._worker(policy)
+        process, effort = self._worker(policy), replace(effort, beside_compiling=bool(self._graphs))
         reply = process.call(effort.time_limit_s, worker.measure, policy, effort)
         if isinstance(reply, Failure):
             return reply

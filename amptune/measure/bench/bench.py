@@ -136,7 +136,8 @@ class Bench:
         slow = effort.abandon_above_ms is not None and last_ms > effort.abandon_above_ms
         warm_up = WarmUp(step_ms=last_ms) if slow else self._sampler.warm_up(stepper, last_ms, effort)
         warmup_s = self._clock.now_s() - warm_s
-        sample = self._sampler.sample(stepper, warm_up.step_ms, _glance(effort) if slow else effort, started_s)
+        effort = _glance(effort) if slow else effort
+        sample = self._sampler.sample(stepper, warm_up.step_ms, effort, started_s, warm_up.fastest_ms)
         warmup_steps = len(losses) + warm_up.steps
         steps = warmup_steps + sample.steps
         if not math.isfinite(stepper.last_loss):

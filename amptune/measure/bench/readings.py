@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CLOCK_CODES",
+    "COMPILING",
     "FOREIGN_PROCESS",
     "HOST_LOAD",
     "OWN_LOAD",
@@ -40,6 +41,7 @@ LOW_CLOCK = "low-clock"
 _ALLOC_RETRIES = "alloc-retries"
 FOREIGN_PROCESS = "foreign-process"
 HOST_LOAD = "host-load"
+COMPILING = "compiling"
 
 # `nvmlClocksEventReason*` of nvml.h. Harmless and left out: idle 0x1, application clocks 0x2, sync boost 0x10,
 # display clocks 0x100.
@@ -54,7 +56,7 @@ CLOCK_CODES = frozenset({*_SLOWED.values(), LOW_CLOCK})
 # States that the measured load itself brings about, and training too. No block is repeated for them.
 OWN_LOAD = frozenset({POWER_CAP, LOW_CLOCK})
 # Disturbances that end when another program ends, and come back with the next one.
-PASSING = frozenset({FOREIGN_PROCESS, HOST_LOAD})
+PASSING = frozenset({FOREIGN_PROCESS, HOST_LOAD, COMPILING})
 # nvbench discards a sample measured under this share of the GPU's clock (--throttle-threshold, default 75).
 LOW_CLOCK_SHARE = 0.75
 # Seconds per second that a thread may wait for a CPU. On two cores, the threads of a convolutional net waited 0.01 on
@@ -195,6 +197,7 @@ _WORDS = {
     LOW_CLOCK: "the GPU's clock was under 75 % of its highest, for no reason NVML gives,",
     _ALLOC_RETRIES: "the GPU's memory was so short that the allocator had to empty its cache",
     FOREIGN_PROCESS: "another process was on the GPU",
+    COMPILING: "graphs were compiling beside it, and steps had been faster before",
     HOST_LOAD: "threads had to wait for a CPU (other programs were running, or there are more threads than CPUs)",
 }
 
@@ -202,9 +205,9 @@ _WORDS = {
 def noticed(outcomes: Iterable[Outcome]) -> tuple[Finding, ...]:
     """Returns findings: `own-load` states, then disturbances, then `unsteady`.
 
-    The disturbances are `throttled`, `foreign-process`, `host-load` and `allocator-thrashing`. On a machine that does
-    not count how long threads wait for a CPU, or always counts 0, there is no `host-load`. Figures count blocks of
-    steps; those of `own-load` and `unsteady` count trials. Trials abandoned early are left out.
+    The disturbances are `throttled`, `foreign-process`, `host-load`, `beside-compiling` and `allocator-thrashing`. On a
+    machine that does not count how long threads wait for a CPU, or always counts 0, there is no `host-load`. Figures
+    count blocks of steps; those of `own-load` and `unsteady` count trials. Trials abandoned early are left out.
     """
     measured = [outcome for outcome in outcomes if isinstance(outcome, Measurement) and not outcome.abandoned]
     found = (
@@ -212,6 +215,7 @@ def noticed(outcomes: Iterable[Outcome]) -> tuple[Finding, ...]:
         _disturbed("throttled", CLOCK_CODES - OWN_LOAD, measured),
         _disturbed("foreign-process", {FOREIGN_PROCESS}, measured),
         _disturbed("host-load", {HOST_LOAD}, measured),
+        _disturbed("beside-compiling", {COMPILING}, measured),
         _disturbed("allocator-thrashing", {_ALLOC_RETRIES}, measured),
         _unsteady(measured),
     )

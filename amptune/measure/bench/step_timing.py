@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from amptune.measure.bench.clocks import Clock
 from amptune.measure.bench.readings import (
+    COMPILING,
     OWN_LOAD,
     PASSING,
     Instruments,
@@ -36,9 +37,10 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
-    """A finished warm-up: its steps, the step time at its end, and whether that time was steady."""
+    """A finished warm-up: its steps, the step time at its end, that of its fastest stretch, and whether it was steady."""
 
     step_ms: float
+    fastest_ms: float = math.inf
     steps: int = 0
     steady: bool = False
 
@@ -99,15 +101,22 @@ class StepTimer:
             steps += len(times)
             step_ms = statistics.median(times)
             medians.append(step_ms)
-        return WarmUp(step_ms=step_ms, steps=steps, steady=is_steady(medians))
+        fastest_ms = min(medians, default=math.inf)
+        return WarmUp(step_ms=step_ms, fastest_ms=fastest_ms, steps=steps, steady=is_steady(medians))
 
-    def sample(self, step: Step, step_ms: float, effort: Effort, started_s: float) -> Sample:
-        """Times one block of steps, again while a new disturbance is seen; the trial began at `started_s`."""
+    def sample(
+        self, step: Step, step_ms: float, effort: Effort, started_s: float, fastest_ms: float = math.inf
+    ) -> Sample:
+        """Times one block of steps, again while a new disturbance is seen; the trial began at `started_s`.
+
+        Beside graphs that compile, a block slower than a stretch of `fastest_ms` before it is disturbed.
+        """
+        most_ms = (1 + STEADY) * fastest_ms if effort.beside_compiling else math.inf
         blocks: list[TimedBlock] = []
         reasons: list[str] = []
         while True:
             block_start_s = self._clock.now_s()
-            blocks.append(self._block(step, step_ms, effort))
+            blocks.append(self._block(step, step_ms, effort, most_ms))
             new = self._new_causes(blocks[-1])
             again_until_s = 2 * self._clock.now_s() - block_start_s
             if not new or again_until_s >= started_s + REPEAT_UNTIL * effort.time_limit_s:
@@ -123,7 +132,7 @@ class StepTimer:
         self._lasting -= PASSING - set(block.contaminated_by)
         return tuple(code for code in block.contaminated_by if code not in self._lasting | OWN_LOAD)
 
-    def _block(self, step: Step, step_ms: float, effort: Effort) -> TimedBlock:
+    def _block(self, step: Step, step_ms: float, effort: Effort, most_ms: float) -> TimedBlock:
         before = self._instruments.read()
         least_s = 0.0 if before.energy_j is None else min(effort.energy_s, effort.measure_s)
         busy: list[Readings] = []
@@ -134,6 +143,7 @@ class StepTimer:
             step_ms = statistics.median(times)
         after = with_busy_clocks(self._instruments.read(), busy)
         codes = contamination(before, after, self._instruments.sm_clock_max_mhz())
+        codes += (COMPILING,) if step_ms > most_ms else ()
         return TimedBlock(step_ms=tuple(times), before=before, after=after, contaminated_by=codes)
 
 

@@ -196,6 +196,27 @@ def test_a_clean_block_is_not_repeated() -> None:
     assert (sample.discarded, sample.kept.contaminated_by, sample.steps) == ((), (), 10)
 
 
+@pytest.mark.parametrize(("beside", "discarded"), [(True, ("compiling",)), (False, ())])
+def test_beside_graphs_that_compile_a_block_slower_than_before_is_repeated(
+    beside: bool, discarded: tuple[str, ...]
+) -> None:
+    """Compilers use the GPU now and then: ViT-B's step then took 57 ms in place of 33 (an H200)."""
+    clock, effort = ScriptedClock(lambda n: 17.0 if 30 <= n < 40 else 10.0), replace(EFFORT, beside_compiling=beside)
+    one = sampler(clock)
+    warm = one.warm_up(lambda: None, 10.0, effort)
+    assert (warm.fastest_ms, warm.steps) == (10.0, 30)
+    sample = one.sample(lambda: None, warm.step_ms, effort, 0.0, warm.fastest_ms)
+    assert sample.discarded == discarded
+    assert sample.kept.step_ms[0] == (10.0 if beside else 17.0)
+
+
+def test_what_compiling_slows_in_every_repeat_is_kept_and_said() -> None:
+    clock, effort = ScriptedClock(lambda _: 17.0), replace(EFFORT, beside_compiling=True)
+    sample = sampler(clock).sample(lambda: None, 17.0, effort, 0.0, 10.0)
+    assert sample.discarded == ("compiling",) * MAX_REPEATS
+    assert sample.kept.contaminated_by == ("compiling",)
+
+
 def test_the_gpu_is_read_while_it_is_busy_and_not_when_it_waits() -> None:
     clock = ScriptedClock()
     nvml = ScriptedNvml(
