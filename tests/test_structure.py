@@ -202,6 +202,27 @@ def test_no_public_function_shares_its_modules_name() -> None:
     assert shared == []
 
 
+# A search with fewer numbers fits into a head; each new one needs another to go.
+MOST_NUMBERS = 190
+CONVERSIONS = 1000, 1024
+
+
+def numbers_in(source: str) -> list[float]:
+    """Numbers that somebody chose: not 0, 1, 2, -1 or a conversion of units."""
+    constants = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
+    numbers = (value for value in constants if type(value) in (int, float))
+    return [value for value in numbers if value not in (0, 1, 2, *CONVERSIONS)]
+
+
+def test_few_numbers_in_the_search_are_chosen() -> None:
+    counts = {path: len(numbers_in(path.read_text())) for path in (PACKAGE / "search").rglob("*.py")}
+    assert sum(counts.values()) <= MOST_NUMBERS, Counter(counts).most_common(5)
+
+
+def test_the_count_of_numbers_can_fail() -> None:
+    assert numbers_in("a, b = -1, 0.5; ms = 1000 * s; n = 7 if True else 2") == [0.5, 7]
+
+
 def modules_after(code: str) -> set[str]:
     """The modules that a fresh interpreter holds after running `code`."""
     program = f"{code}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"
