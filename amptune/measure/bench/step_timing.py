@@ -37,7 +37,7 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
-    """A finished warm-up: its steps, the step time at its end, that of its fastest stretch, and whether it was steady."""
+    """A finished warm-up: the step time at its end and in its fastest stretch, its steps, and whether it was steady."""
 
     step_ms: float
     fastest_ms: float = math.inf

@@ -43,7 +43,8 @@ MOST_ASKED = 20
 class Suggestion:
     """A policy to measure next; `handle` is its trial in the store.
 
-    `gain` is its expected improvement, on the logarithm of the score. A score below `least` would be a surprise. The trial is expected to take `seconds`, None if that is unknown.
+    `gain` is its expected improvement, on the logarithm of the score. A score below `least` would be a surprise. The
+    trial is expected to take `seconds`, None if that is unknown.
     """
 
     policy: Policy
