@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).parent.parent / "reports"))  # programs, no p
 
 import autotune
 import batch_sizes
+import beside_compiling
 import comparison
 import costs
 import oracle
@@ -536,6 +537,27 @@ def test_what_is_judged_anew_stands_in_a_table_and_in_groups() -> None:
     told = "\n".join(rejudge.summary(judged))
     assert "- **faster → kept**, 1: " in told
     assert "- **wider**, 1: " in told
+
+
+# --- beside graphs that compile ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_what_is_measured_while_a_graph_compiles_stands_beside_what_is_alone() -> None:
+    line = beside_compiling.measured("amptune.workload.zoo:digits", "cpu", ("default",))
+    assert len(line["alone"]) == beside_compiling.ALONE
+    assert line["beside"]
+    assert line["compiled"]["default"] > 1.0
+
+
+def test_a_disturbed_measurement_that_was_noticed_is_told_from_one_that_was_not() -> None:
+    beside = [
+        {"ms": 10.1, "discarded": [], "contaminated_by": []},
+        {"ms": 18.0, "discarded": ["compiling"] * 2, "contaminated_by": ["compiling"]},
+        {"ms": 11.0, "discarded": [], "contaminated_by": []},
+    ]
+    line = {"target": "zoo:vit", "alone": [{"ms": 10.0}], "beside": beside, "compiled": {"default": 27.4}}
+    assert beside_compiling.row(line) == "| vit | 10.00 | 11.00 | 1.10 × | 2 of 3 | 1 | default 27 |"
 
 
 # --- the samplers -------------------------------------------------------------------------------------------------

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 from amptune.errors import NothingFeasibleError
 from amptune.measure.results.half_effects import Half, ModuleTrace, Sensitivity
@@ -21,6 +21,8 @@ from amptune.measure.workers.worker import Setting, Source
 from amptune.policy.settings import STOCK, Policy
 
 __all__ = ["Evaluator", "WorkerEvaluator"]
+
+T = TypeVar("T")
 
 # Covers importing torch, opening a CUDA context and building the model, for all contenders at once.
 START_LIMIT_S = 120.0
@@ -127,6 +129,9 @@ class WorkerEvaluator:
         if isinstance(answer, Failure):
             raise NothingFeasibleError(f"the workload could not be built and run for one step: {answer}")
         self._has_gpu = answer.hardware.gpu is not None
+        if not self._has_gpu:  # nothing compiles in the background
+            stop_all(self._built)
+            self._built.clear()
         return answer
 
     def launch(self, policies: Sequence[Policy]) -> None:
@@ -150,6 +155,8 @@ class WorkerEvaluator:
         return min(_graphs_at_once(), workers_that_fit()) if self._has_gpu else 0
 
     def begin_compiling(self, policy: Policy, limit_s: float) -> None:
+        if policy in self._workers:
+            self._workers.pop(policy).stop()
         process = self._built.pop(0) if self._built else self._new()
         self._workers[policy] = process
         self._graphs[policy] = process.begin(limit_s, worker.get_ready, policy, _graphs_at_once())
@@ -169,10 +176,7 @@ class WorkerEvaluator:
         return self._graphs.keys()
 
     def measure(self, policy: Policy, effort: Effort) -> Outcome:
-        outcome = self._measure(policy, effort)
-        if isinstance(outcome, Failure) and outcome.kind == "oom" and self._stop_others(policy):
-            return self._measure(policy, effort)  # idle workers' CUDA contexts took memory that training will have
-        return outcome
+        return self._with_room(policy, lambda: self._measure(policy, effort))
 
     def measure_alone(self, policy: Policy, effort: Effort) -> Outcome:
         self._stop_others(policy)
@@ -180,11 +184,20 @@ class WorkerEvaluator:
 
     def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:
         if self._reference is None:
-            self._reference = self._worker(fp32).call(limit_s, worker.refer, fp32, seconds)
+            refer = lambda: self._worker(fp32).call(limit_s, worker.refer, fp32, seconds)  # noqa: E731
+            self._reference = self._with_room(fp32, refer)
         if isinstance(self._reference, Failure):
             return self._reference
-        parity = self._worker(policy).call(limit_s, worker.judge, policy, self._reference)
-        return Parity(failure=parity) if isinstance(parity, Failure) else parity
+        reference = self._reference
+
+        def parity() -> Parity | Failure:
+            found = self._worker(policy).call(limit_s, worker.judge, policy, reference)
+            if isinstance(found, Parity) and found.failure is not None and found.failure.kind == "oom":
+                return found.failure
+            return found
+
+        found = self._with_room(policy, parity)
+        return Parity(failure=found) if isinstance(found, Failure) else found
 
     def trace(self, policy: Policy, fp32: Policy, limit_s: float) -> tuple[ModuleTrace, ...] | Failure:
         return self._worker(policy).call(limit_s, worker.trace, policy, fp32)
@@ -214,6 +227,13 @@ class WorkerEvaluator:
     ) -> None:
         self.close()
 
+    def _with_room(self, policy: Policy, ask: Callable[[], T | Failure]) -> T | Failure:
+        """Asks again with no other worker running if memory was short: training will have what these took."""
+        answer = ask()
+        if isinstance(answer, Failure) and answer.kind == "oom" and self._stop_others(policy):
+            return ask()
+        return answer
+
     def _measure(self, policy: Policy, effort: Effort) -> Outcome:
         process, effort = self._worker(policy), replace(effort, beside_compiling=bool(self._graphs))
         reply = process.call(effort.time_limit_s, worker.measure, policy, effort)
@@ -227,8 +247,8 @@ class WorkerEvaluator:
         """Returns the worker launched for the policy, otherwise the one of its kind."""
         key = policy if policy in self._workers else (policy.cudnn_benchmark, policy.compile != "off")
         process = self._workers.pop(key, None) or self._new()
-        running = [other for other in self._workers.values() if other.runs]
-        if not process.runs and len(running) >= (self._room or max(2, len(running) + workers_that_fit())):
+        running = [other for one, other in self._workers.items() if other.runs and one not in self._graphs]
+        if not process.runs and running and len(running) >= (self._room or max(2, len(running) + workers_that_fit())):
             running[0].stop()  # the longest idle one
         self._workers[key] = process
         return process

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from statistics import median_low
@@ -52,7 +52,8 @@ GUESSED_TRIAL_S = 3.0
 class Graphs:
     """The graphs that compile in the background, and those that are ready to be measured.
 
-    The model has this many `leaves`. `memory_mib` is the device's memory.
+    The model has this many `leaves`. `memory_mib` is the device's memory, `trials_left` returns how many more policies
+    may be measured.
     """
 
     study: Study
@@ -62,6 +63,7 @@ class Graphs:
     observer: Observer
     leaves: int = 0
     memory_mib: float = math.inf
+    trials_left: Callable[[], float] = lambda: math.inf
     _held: Suggestion | None = None
     _ask_at: int = 0
     _running: dict[Policy, tuple[Suggestion, float]] = field(default_factory=dict)
@@ -84,7 +86,7 @@ class Graphs:
     def wants(self, free_s: float) -> Step | None:
         """Returns the step that begins the likeliest graph, if there is a place and enough time for it."""
         self._collect()
-        if not self.behind or len(self._running) + len(self._ready) >= self._places:
+        if not self.behind or len(self._running) + len(self._ready) >= min(self._places, self.trials_left()):
             return None
         held = self.suggestion(free_s)
         if held is None:
@@ -110,13 +112,13 @@ class Graphs:
         """Returns what a graph is expected to gain, on the logarithm of the score."""
         return min(suggestion.gain, UNTRIED_GAIN)
 
-    def release(self) -> None:
-        """Says that the suggestion is being measured."""
-        self._held, self._ask_at = None, 0
+    def release(self, suggestion: Suggestion) -> None:
+        """Says that a suggestion is being compiled or measured."""
+        self._held, self._ask_at = None if self._held is suggestion else self._held, 0
 
     def wait(self, free_s: float) -> Step | None:
         """Returns the step that waits for a graph, when there is nothing better to do."""
-        if not self._running or free_s <= 0:
+        if not self._running or free_s <= 0 or self.trials_left() <= 0:
             return None
         seconds = min(free_s, max(1.0, min(map(self._remaining_s, self._running))))
         return Step(
@@ -124,7 +126,7 @@ class Graphs:
             what="for a graph",
             seconds=seconds,
             worth=math.inf,
-            act=self._collect,
+            act=lambda limit_s: self._collect(min(limit_s, seconds)),
         )
 
     def forget(self) -> None:
@@ -143,7 +145,7 @@ class Graphs:
         return cold_s(policy, outcomes) if compiled or policy.compile in AUTOTUNED_MODES else unknown
 
     def _begin(self, suggestion: Suggestion) -> None:
-        self.release()
+        self.release(suggestion)
         self._running[suggestion.policy] = suggestion, self.budget.spent_s
         self.observer(Compiling(policy=suggestion.policy, left_s=self.budget.left_s))
         self.evaluator.begin_compiling(suggestion.policy, max(self.budget.left_s, 1.0))
@@ -178,7 +180,7 @@ class Graphs:
     def _asked(self, best: Policy | None, free_s: float) -> Suggestion | None:
         """Returns the graph that was put first, else the best, else the sampler's; None if it would be late."""
         if best is not None and not self.study.has_wanted(BEHIND):
-            return self.study.suggest(wanted=best) if self._is_in_time(best, free_s) else None
+            return self.study.suggest(wanted=best, modes=BEHIND) if self._is_in_time(best, free_s) else None
         if self.study.has_wanted(IN_A_TRIAL):
             return None
         suggestion = self.study.suggest(modes=BEHIND)

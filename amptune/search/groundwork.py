@@ -41,7 +41,7 @@ MODULES_GAIN = 0.01
 # Timing every module takes about this long for each: 3.6 s for 1,000 modules (reports/numerics/h200/sensing.txt).
 MODULE_S = 0.004
 # Before a judgement was made, it is thought to take this long; a cure takes as many judgements.
-GUESSED_JUDGEMENT_S, CURE_JUDGEMENTS = 5.0, 10
+GUESSED_JUDGEMENT_S, CURE_JUDGEMENTS = 10.0, 10
 # The chance that an unsound precision can be cured, and that a sound policy's graph is unsound.
 CURABLE, GRAPH_RISK = 0.5, 0.05
 

@@ -79,7 +79,7 @@ class Narrowing:
     def _do_round(self, wanted_by: Verdict | None, chosen: NextRound | None) -> None:
         """Judges the leader, then measures the round that was chosen, or another one if the judgement changed it."""
         verdict = self._judged()
-        if verdict is not wanted_by:
+        if verdict is not wanted_by or (chosen is not None and chosen.seconds > self._left_s):
             chosen = None if verdict is None else self._next(verdict)
         self._is_over = chosen is None or not self._measured(chosen, self._order, verdict)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import median
@@ -177,7 +178,9 @@ class TuningRun:
         except StudyError as error:  # a failing storage, or no worker can be started: what is in memory still decides
             self._end_search(str(error))
         finally:
-            self._graphs.forget()
+            for give_back in (self._trials.drop, self._graphs.forget):
+                with suppress(StudyError):
+                    give_back()
             self.study.keep_timeline(self.plan.timeline)
 
     def _end_search(self, because: str) -> None:
@@ -241,6 +244,7 @@ class TuningRun:
             self.observer,
             leaves=len(self.prepared.subject.leaves),
             memory_mib=self.prepared.memory_mib or math.inf,
+            trials_left=lambda: self._trials.left,
         )
 
     @cached_property
@@ -291,12 +295,14 @@ class TuningRun:
             cost_s=self._cost_s,
             start_s=self.prepared.start_s,
             reserve_s=lambda: self.judge.last_s,
-            running={row.policy: row.launch for row in self.table if row.run == self.request.run},
             seed=self.request.seed,
         )
 
     def _comparison(self, _free_s: float) -> Step | None:
         """Returns the round of the comparison that tells most, once there is something to compare."""
+        if not self._narrowing.rounds:  # each was measured in a process that still runs
+            own = (row for row in self.table if row.run == self.request.run)
+            self._narrowing.running = {row.policy: row.launch for row in own}
         step = self._narrowing.wants()
         return None if step is None else replace(step, act=partial(self._compare, step))
 

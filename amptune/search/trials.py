@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
+from amptune.errors import StudyError
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.results.outcome import ENERGY_S, Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import AUTOTUNED_MODES, Policy
@@ -109,15 +111,21 @@ class Trials:
         return sum(trial.run == self.run for trial in self.study.trials)
 
     @property
+    def left(self) -> float:
+        """The number of trials that may still be made."""
+        return math.inf if self.budget.trials is None else self.budget.trials - self.measured
+
+    @property
     def _may_go_on(self) -> bool:
-        return self.budget.trials is None or self.measured < self.budget.trials
+        return self.left > 0
 
     def _suggestion(self) -> Suggestion | None:
         """Returns the suggestion to measure next, the same one until another trial has ended."""
         count = len(self.study.trials)
         if self._held is None or self._held[0] != count:
             self.drop()
-            found = self.study.suggest(modes=IN_A_TRIAL)
+            begun = self.study.trial_of(self.baseline) is not None
+            found = self.study.suggest(modes=IN_A_TRIAL) if begun else self.study.suggest(wanted=self.baseline)
             self._held = None if found is None else (count, found)
         return None if self._held is None else self._held[1]
 
@@ -150,20 +158,29 @@ class Trials:
         return policy.compile != "off" and cannot_compile(self.study)
 
     def _measure_ready(self, suggestion: Suggestion, result: float | Failure, limit_s: float) -> None:
-        """Measures a policy in the process where it was compiled, or tells that compiling it failed."""
+        """Measures a policy in the process where it was compiled, or tells that compiling it failed.
+
+        One that lacked memory beside the others is compiled once more, in its trial.
+        """
         self.graphs.taken()
-        if isinstance(result, Failure):
-            self._tell(suggestion, self._trial(suggestion.policy, result, 0.0))
-        else:
+        if not isinstance(result, Failure):
             self._measure(suggestion, limit_s, compile_s=result)
+        elif result.kind == "oom":
+            self._measure(suggestion, limit_s)
+        else:
+            self._tell(suggestion, self._trial(suggestion.policy, result, 0.0))
 
     def _measure(self, suggestion: Suggestion, limit_s: float, compile_s: float = 0.0) -> None:
         """Runs one trial. One that the budget cut short says nothing about the policy, which is then left out."""
-        if suggestion.policy.compile in BEHIND:
-            self.graphs.release()
-        else:
+        self.graphs.release(suggestion)
+        if self._held is not None and self._held[1] is suggestion:
             self._held = None
-        trial = self._try(suggestion, limit_s, compile_s)
+        try:
+            trial = self._try(suggestion, limit_s, compile_s)
+        except BaseException:
+            with suppress(StudyError):
+                self.study.forget(suggestion)
+            raise
         if trial is None:
             self.study.forget(suggestion)
             self.study.leave_out(lambda policy: policy == suggestion.policy)
@@ -186,8 +203,8 @@ class Trials:
     def _try(self, suggestion: Suggestion, left_s: float, compile_s: float) -> Trial | None:
         """Returns the trial, or None if the budget cut it short."""
         policy = suggestion.policy
-        longest_s = TRIAL_LIMIT_S if policy.compile == "off" else COMPILED_LIMIT_S
-        limit_s = min(longest_s, max(GUESSED_TRIAL_S, left_s))
+        longest_s = TRIAL_LIMIT_S if policy.compile == "off" or compile_s > 0 else COMPILED_LIMIT_S
+        limit_s = min(longest_s, max(SHORTEST_BASELINE_S if policy == self.baseline else GUESSED_TRIAL_S, left_s))
         before_s = self.budget.spent_s
         effort = _effort(self.study, policy, limit_s)
         outcome = self.evaluator.measure(policy, effort)

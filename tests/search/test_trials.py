@@ -13,14 +13,17 @@ from measurements import took
 from simulated.recorded import RecordedEvaluator, recorded_ms
 from test_pipeline import request_in
 
+from amptune.errors import StudyError
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.decide.decision import Decision
 from amptune.search.events import Compiling as GraphBegun
 from amptune.search.events import Event, SearchEnded, TrialEnded
 from amptune.search.pipeline import TuningInterrupted, tune_with
+from amptune.search.sampler.storage import Handle, Store, open_store
 from amptune.search.space.candidates import Wanted, candidates_for
 from amptune.search.table.objective import objective_of
+from amptune.search.table.trial import Trial
 from amptune.search.trials import _of_two
 
 NO_GRAPHS = Failure(kind="error", message="a graph cannot be captured here")
@@ -310,6 +313,79 @@ def test_nothing_compiles_in_the_background_while_the_largest_batch_is_looked_fo
     searched_behind(tmp_path, evaluator=Alone("resnet50", noise=0.002, graphs_at_once=4), batch_size="auto")
     assert beside
     assert not any(beside)
+
+
+@pytest.mark.parametrize("graphs_at_once", [0, 4])
+def test_a_baseline_that_is_compiled_is_measured_first(tmp_path: Path, graphs_at_once: int) -> None:
+    baseline = Policy(compile="default")
+    evaluator = Behind("resnet50", noise=0.002, graphs_at_once=graphs_at_once)
+    _, decision, events = searched_behind(tmp_path, evaluator=evaluator, baseline=baseline)
+    assert tried(events)[0] == baseline
+    assert decision.baseline.policy == baseline
+
+
+def test_a_graph_that_lacked_memory_beside_others_is_compiled_once_more_in_its_trial(tmp_path: Path) -> None:
+    class Crowded(Behind):
+        def compiled(self, wait_s: float = 0.0) -> Mapping[Policy, float | Failure]:
+            return dict.fromkeys(super().compiled(wait_s), Failure(kind="oom", message="CUDA out of memory"))
+
+    _, decision, events = searched_behind(
+        tmp_path, evaluator=Crowded("resnet50", noise=0.002, graphs_at_once=4), compile_s=20.0
+    )
+    graphs = [
+        event.trial for event in events if isinstance(event, TrialEnded) and event.trial.policy in graphs_in(events)
+    ]
+    assert graphs
+    assert all(isinstance(trial.outcome, Measurement) for trial in graphs)
+    assert decision.policy.compile != "off"
+
+
+def test_no_graph_is_waited_for_that_may_not_be_measured(tmp_path: Path) -> None:
+    _, decision, events = searched_behind(tmp_path, trials=3, compile_s=60.0)
+    assert len(tried(events)) == 3
+    assert "wait" not in {step["stage"] for step in decision.timeline}
+
+
+@pytest.mark.parametrize("graphs_at_once", [0, 4])
+def test_a_storage_that_fails_leaves_the_answer_from_memory(
+    tmp_path: Path, graphs_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, forget = Store.tell, Store.forget
+    kept: list[Trial] = []
+
+    def full() -> None:
+        if len(kept) >= 6:
+            raise StudyError("the study cannot be read or written: No space left on device")
+
+    def tell(store: Store, handle: Handle, trial: Trial) -> None:
+        full()
+        kept.append(trial)
+        told(store, handle, trial)
+
+    monkeypatch.setattr(Store, "tell", tell)
+    monkeypatch.setattr(Store, "forget", lambda store, handle: (full(), forget(store, handle)))
+    evaluator = Behind("resnet50", noise=0.002, graphs_at_once=graphs_at_once)
+    _, decision, events = searched_behind(tmp_path, evaluator=evaluator, compile_s=60.0)
+    assert len(decision.trials) >= 6
+    assert "No space left" in next(event.because for event in events if isinstance(event, SearchEnded))
+
+
+def test_one_that_is_interrupted_leaves_nothing_running_in_the_study(tmp_path: Path) -> None:
+    evaluator = Behind("resnet50", noise=0.002, graphs_at_once=4)
+    count = 0
+
+    def interrupt(_: Policy) -> None:
+        nonlocal count
+        count += 1
+        if count == 6:
+            raise KeyboardInterrupt
+
+    evaluator.interfere = interrupt
+    with pytest.raises(TuningInterrupted) as interrupted:
+        searched_behind(tmp_path, evaluator=evaluator, compile_s=60.0)
+    assert interrupted.value.decision is not None
+    tried_on = candidates_for(evaluator.prepare(1.0), Wanted(baseline=STOCK, pins={}))
+    assert not open_store(tmp_path, tried_on.study_name, tried_on.stored or tried_on.space).running()
 
 
 def test_the_known_good_policies_are_measured_and_compared_with_little_time_too(tmp_path: Path) -> None:

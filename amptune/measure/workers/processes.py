@@ -173,6 +173,8 @@ class WorkerProcess:
         stop_all([self])
 
     def _running(self) -> pebble.ProcessPool:
+        if self._pool is not None and not self._pool.active:  # its process died while it had nothing to do
+            self.stop()
         if self._pool is None:
             self._pool = pebble.ProcessPool(
                 max_workers=1,

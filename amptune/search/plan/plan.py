@@ -87,7 +87,8 @@ class Plan:
         """Returns the steps that are worthwhile and fit into the time, the one with the highest rate first."""
         wanted = [step for wants in stages if (step := wants(free_s)) is not None]
         fits = [step for step in wanted if step.is_needed or (free_s >= MOMENT_S and step.seconds <= free_s)]
-        return sorted((step for step in fits if step.rate >= WORTHWHILE), key=lambda step: -step.rate)
+        worthwhile = (step for step in fits if step.is_needed or step.rate >= WORTHWHILE)
+        return sorted(worthwhile, key=lambda step: -step.rate)
 
     def do(self, step: Step, limit_s: float, instead_of: Step | None = None) -> None:
         """Does one step and notes it on the timeline, also if it is interrupted."""
