@@ -18,7 +18,7 @@ from amptune.measure.results.training_runs import ModuleParity, Parity
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, Reason, amp_recipe
 from amptune.search.decide.decision import Decision
 from amptune.search.events import Event, PolicyJudged, TrialEnded
-from amptune.search.gate.judge import Judge, fp32_of
+from amptune.search.gate.judge import Judge, fp32_of, numerics_of_policy
 from amptune.search.gate.repair import cure_of, traces_of
 from amptune.search.groundwork import examined
 from amptune.search.pipeline import TuningInterrupted, tune_with
@@ -234,7 +234,7 @@ def test_whatever_its_speed_no_policy_wins_that_fails_the_gate(tmp_path: Path) -
 def test_the_winner_is_judged_and_the_evidence_says_how_much_room_is_left(tmp_path: Path) -> None:
     decision, events = tuned_on(RecordedEvaluator("resnet50"), tmp_path)
     judged = {event.judgement.policy for event in events if isinstance(event, PolicyJudged)}
-    assert replace(decision.policy, batch_size=None) in judged
+    assert numerics_of_policy(decision.policy) in judged
     assert decision.policy_file.evidence["parity"]["share_of_allowed"] == 0.0
     assert "not-judged" not in {finding.code for finding in decision.findings}
 
