@@ -106,11 +106,12 @@ class Evaluator(Protocol):
 class WorkerEvaluator:
     """An evaluator on this machine that measures in worker processes.
 
-    While searching there are at most four: one for each combination of `cudnn.benchmark` and compiling or not. PyTorch
-    caches cuDNN's execution plans by shape, dtype and layout but not by that flag: in one process, the setting that
-    meets a shape first would decide for both (aten/src/ATen/native/cudnn/Conv_v8.cpp). The workers never measure at the
-    same time. Each frees its device memory after every trial, except CUDA graphs of a moderate size. `memory_mib`
-    limits the device memory of each worker.
+    While searching there are at most four, and one for each graph that compiled in the background: one for each
+    combination of `cudnn.benchmark` and compiling or not. PyTorch caches cuDNN's execution plans by shape, dtype and
+    layout but not by that flag: in one process, the setting that meets a shape first would decide for both
+    (aten/src/ATen/native/cudnn/Conv_v8.cpp). The workers never measure at the same time, though one that compiles may
+    run its first steps. Each frees its device memory after every trial, except CUDA graphs of a moderate size.
+    `memory_mib` limits the device memory of each worker.
     """
 
     source: Source
