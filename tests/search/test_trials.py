@@ -362,8 +362,12 @@ def test_a_storage_that_fails_leaves_the_answer_from_memory(
         kept.append(trial)
         told(store, handle, trial)
 
+    def give_back(store: Store, handle: Handle) -> None:
+        full()
+        forget(store, handle)
+
     monkeypatch.setattr(Store, "tell", tell)
-    monkeypatch.setattr(Store, "forget", lambda store, handle: (full(), forget(store, handle)))
+    monkeypatch.setattr(Store, "forget", give_back)
     evaluator = Behind("resnet50", noise=0.002, graphs_at_once=graphs_at_once)
     _, decision, events = searched_behind(tmp_path, evaluator=evaluator, compile_s=60.0)
     assert len(decision.trials) >= 6
