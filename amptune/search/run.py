@@ -300,7 +300,7 @@ class TuningRun:
 
     def _comparison(self, _free_s: float) -> Step | None:
         """Returns the round of the comparison that tells most, once there is something to compare."""
-        if not self._narrowing.rounds:  # each was measured in a process that still runs
+        if not self._narrowing.rounds:  # the processes of the trials still run, as a rule
             own = (row for row in self.table if row.run == self.request.run)
             self._narrowing.running = {row.policy: row.launch for row in own}
         step = self._narrowing.wants()

@@ -188,7 +188,7 @@ class WorkerProcess:
 def stop_all(processes: Iterable[WorkerProcess]) -> None:
     """Ends all processes in parallel: one with a CUDA context takes a fifth of a second to end.
 
-    One that a driver holds cannot be killed: after some seconds it is left to its end.
+    One that a driver holds cannot be killed, and is waited for no longer than `END_LIMIT_S`.
     """
     pools = []
     for process in processes:

@@ -18,7 +18,7 @@ WORTHWHILE = 0.01 / 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What a stage wants to do next: `act` does it in about `seconds`, and in no more than it is given.
+    """A step that a stage wants to take. `act` takes it, in about `seconds`, and is told how many it may use.
 
     `worth` is what it is expected to add to the logarithm of the answer's score; infinite if there is no answer without
     it. A step that `is_needed` may use the time that is kept for the answer.
@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def timeline(self) -> list[dict[str, Any]]:
-        """What was done when, as plain data with two decimals."""
+        """The steps that were taken, in order, as plain data; numbers are rounded to four decimals."""
 
         def plain(value: Any) -> Any:
             if not isinstance(value, float):
