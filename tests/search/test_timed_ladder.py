@@ -13,6 +13,7 @@ from test_exclusion_savings import recorded
 from test_groundwork import Faulty
 from test_pipeline import request_in, tuned_on
 
+from amptune.errors import StudyError
 from amptune.measure.results.half_effects import Half, Sensitivity
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Module, Prepared
@@ -20,17 +21,19 @@ from amptune.policy.settings import STOCK, HalfRule, Policy, amp_recipe
 from amptune.search.events import Event
 from amptune.search.groundwork import FILE, Modules
 from amptune.search.pipeline import TuningInterrupted, tune_with
+from amptune.search.sampler.study import open_study
 from amptune.search.space.candidates import Wanted, candidates_for
 from amptune.search.space.exclusions import Ladder
-from amptune.search.space.knobs import Space, restrict
+from amptune.search.space.knobs import Space, restrict, with_knob
 
 
 @dataclass
 class Timed(RecordedEvaluator):
-    """Gives the times that VGG16's modules took on an H200, whatever the layout."""
+    """Gives the times that VGG16's modules took on an H200, whatever the layout. One returns FP32 if it is `wide`."""
 
     sensed: list[Policy] = field(default_factory=list)
     fails: bool = False
+    wide: str | None = None
 
     def prepare(self, limit_s: float) -> Prepared:
         prepared = super().prepare(limit_s)
@@ -41,7 +44,8 @@ class Timed(RecordedEvaluator):
         if self.fails:
             return super().sense(policy, dtypes, limit_s)
         self.sensed.append(policy)
-        return recorded("vgg16")
+        modules = [replace(m, stream="fp32") if m.path == self.wide else m for m in recorded("vgg16").modules]
+        return replace(recorded("vgg16"), modules=tuple(modules))
 
 
 def ladder_in(folder: Path, evaluator: Timed, *, layouts: Sequence[str] = ()) -> Ladder | None:
@@ -157,4 +161,20 @@ def test_what_autocast_keeps_in_fp32_is_tried_in_half_and_can_be_pinned() -> Non
     assert not pinned.allows(in_half)
     point = next(point for point in tried.space.try_first if point["autocast"] == "bf16")
     assert tried.policy_of(point).half_modules == ()
-    assert candidates_for(prepared, Wanted(baseline=STOCK, pins={})).space.choices("half_modules") == ()
+
+
+def test_what_autocast_keeps_in_fp32_is_tried_in_half_once_the_modules_are_timed(tmp_path: Path) -> None:
+    """The study is open by then: a tuning of BART on an H200 asked it for the same policy for ever."""
+    evaluator = Timed("vgg16_cifar", wide="classifier.0")
+    decision, _ = tuned_on(evaluator, tmp_path)
+    assert any(policy.half_modules for policy in evaluator.measured)
+    assert decision.speedup.value > 1
+
+
+def test_a_storage_that_never_gives_what_it_was_asked_for_ends_the_search(tmp_path: Path) -> None:
+    evaluator = RecordedEvaluator("resnet50")
+    candidates = candidates_for(evaluator.prepare(1.0), Wanted(baseline=STOCK, pins={}))
+    study = open_study(tmp_path, "a", candidates.space, candidates.policy_of, seed=0)
+    study.adopt(with_knob(candidates.space, "batch_size", (32, 64), stock=32), candidates.policy_of)
+    with pytest.raises(StudyError, match="none of the policies"):
+        study.suggest()

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ REACH = 3.0
 UNTRIED_GAIN = 0.1
 # A foreign sampler may propose so many policies in turn that were measured or are none.
 MOST_ASKED = 20
+# So many workers can be faster in turn, or have enqueued what was measured since.
+MOST_ATTEMPTS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +221,10 @@ class Study:
 
         A `wanted` policy is suggested if it is free, and else what was put first. A policy that another worker measures
         is none of them. What a foreign sampler proposes may have been measured, or be no policy of the space: after
-        some of those it is amptune's own sampler that proposes.
+        some of those it is amptune's own sampler that proposes. Raises `StudyError` if the storage never returns what
+        it was asked for.
         """
-        for attempt in count():
+        for attempt in range(MOST_ATTEMPTS):
             self._catch_up_trials()
             asked = self._next_wanted(modes) if wanted is None or not self.is_free(wanted) else wanted
             given = None if attempt >= MOST_ASKED else self._given
@@ -235,7 +238,7 @@ class Study:
             self._store.forget(handle)
             if proposal is None and asked is None and given is None and not self._own.was_enqueued:
                 return None
-        raise AssertionError  # count() has no end
+        raise StudyError(f"the study gave none of the policies that it was asked for, {MOST_ATTEMPTS} times")
 
     def has_wanted(self, modes: Collection[CompileMode]) -> bool:
         """Returns True if a policy that was put first, in one of these modes of torch.compile, is not measured yet."""

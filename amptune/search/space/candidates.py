@@ -236,17 +236,18 @@ def candidates_for(
 ) -> Candidates:
     """Narrows the machine's space to what can matter for this model, then to what the user pinned.
 
-    Without a `ladder`, modules to exclude are ordered by their arithmetic intensity. `sizes` are the batch sizes to
-    search besides the workload's own, if the user asked for that.
+    Without a `ladder`, modules to exclude are ordered by their arithmetic intensity. The space is the same with any: a
+    depth that a ladder has not gives the policy of its last rung. `sizes` are the batch sizes to search besides the
+    workload's own, if the user asked for that.
 
     Raises an `AmptuneError` for a space that does not exist or a pin that means nothing.
     """
     subject = prepared.subject
     ladder = ladder or ladder_by_intensity(subject)
     space = load_space(wanted.space) if wanted.space else space_for(prepared.hardware)
-    space = _narrowed(space, subject, ladder.height)
+    space = _narrowed(space, subject)
     recipes = _amp_recipes(space)
-    if ladder.half:
+    if recipes and subject.leaves:
         space = with_knob(space, HALF, (False, True), stock=False)
     space = _compiling(space, wanted)
     for name, value in wanted.pins.items():
@@ -322,8 +323,8 @@ def _with_half_weights(space: Space, wanted: Wanted) -> Space:
     return restrict(space, "autocast", ("off",))
 
 
-def _narrowed(space: Space, subject: Subject, rungs: int) -> Space:
-    """Drops values that cannot matter: layouts and cuDNN plans without convolutions, depths above the ladder's top.
+def _narrowed(space: Space, subject: Subject) -> Space:
+    """Drops values that cannot matter: layouts and cuDNN plans without convolutions, exclusions without modules.
 
     If the optimizer cannot be fused, the starting points are tried without fusing it.
     """
@@ -333,7 +334,7 @@ def _narrowed(space: Space, subject: Subject, rungs: int) -> Space:
     allowed: dict[str, Any] = {
         "memory_format": lambda value: value in formats,
         "cudnn_benchmark": lambda value: bool(subject.convolution_dims) or not value,
-        "fp32_exclusions": lambda value: value <= rungs,
+        "fp32_exclusions": lambda value: bool(subject.leaves) or not value,
         "fused_optimizer": lambda value: subject.fusable or not value,
     }
     if not subject.fusable and space.choices("fused_optimizer"):
