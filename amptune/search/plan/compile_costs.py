@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.findings import Finding
@@ -86,6 +87,7 @@ def _is_same_graph(one: Policy, other: Policy) -> bool:
     return one.compile == other.compile and _graph_of(one) == _graph_of(other)
 
 
+@cache
 def _graph_of(policy: Policy) -> Policy:
     """Returns the policy without the optimizer, which is not compiled. Policies with equal graphs share the cache."""
     return replace(policy, fused_optimizer=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from amptune.measure.results.outcome import Failure, Measurement
@@ -82,7 +83,7 @@ class Catalog:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class History:
     """The trials of a catalog's policies so far, as an objective sees them. A policy's later trial replaces a former.
 
@@ -95,12 +96,12 @@ class History:
     objective: Objective
     baseline: Policy | None
 
-    @property
+    @cached_property
     def outcomes(self) -> dict[Policy, Trial]:
         """The last trial of each policy."""
         return {trial.policy: trial for trial in self.trials}
 
-    @property
+    @cached_property
     def yardstick(self) -> Yardstick:
         """The yardstick that trials are compared by, with the baseline's measurement if it is known."""
         outcome = next((trial.outcome for trial in reversed(self.trials) if trial.policy == self.baseline), None)
