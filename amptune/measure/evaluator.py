@@ -41,7 +41,10 @@ class Evaluator(Protocol):
         ...
 
     def launch(self, policies: Sequence[Policy]) -> None:
-        """Starts a fresh process for each policy; the policy is measured in it until the next launch."""
+        """Starts a fresh process for each policy; the policy is measured in it until the next launch.
+
+        Processes that compile go on; all others end.
+        """
         ...
 
     def build_ahead(self, count: int) -> None:
@@ -137,7 +140,10 @@ class WorkerEvaluator:
 
     def launch(self, policies: Sequence[Policy]) -> None:
         self._room = max(2, workers_that_fit())
-        self.close()
+        self._graphs = {policy: pending for policy, pending in self._graphs.items() if policy not in policies}
+        ended = [key for key in self._workers if key not in self._graphs]
+        stop_all([*map(self._workers.pop, ended), *self._built])
+        self._built.clear()
         self._workers |= {policy: self._new() for policy in policies}
         first = list(dict.fromkeys(policies))[: self._room]
         ready = [self._workers[policy].begin(START_LIMIT_S, worker.get_ready, policy, len(first)) for policy in first]

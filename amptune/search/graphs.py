@@ -74,6 +74,11 @@ class Graphs:
         """True if graphs compile in the background; else a trial compiles its own."""
         return self.evaluator.graphs_at_once > 0
 
+    @property
+    def may_come(self) -> bool:
+        """True if a graph is expected in time to be measured, or overdue."""
+        return any(self._remaining_s(policy) < self.budget.left_s for policy in self._running)
+
     def next_ready(self) -> tuple[Suggestion, float | Failure] | None:
         """Returns a compiled policy with the seconds that took, or its failure; it stays the next until `taken`."""
         self._collect()

@@ -22,7 +22,7 @@ from amptune.search.decide.decision import Decision
 from amptune.search.decide.samples import former_rows
 from amptune.search.events import Observer, SearchEnded, SearchStarted
 from amptune.search.gate.judge import Judge
-from amptune.search.graphs import BEHIND, Graphs
+from amptune.search.graphs import BEHIND, Graphs, typical_s
 from amptune.search.groundwork import Modules, Numerics
 from amptune.search.narrowing import BLOCK, Narrowing
 from amptune.search.plan.compile_costs import cold_s, compiled_s
@@ -294,7 +294,7 @@ class TuningRun:
             rejects=self.judge.rejects,
             cost_s=self._cost_s,
             start_s=self.prepared.start_s,
-            reserve_s=lambda: self.judge.last_s,
+            reserve_s=lambda: self.judge.last_s + (typical_s(self.study) if self._graphs.may_come else 0.0),
             seed=self.request.seed,
         )
 
@@ -307,7 +307,7 @@ class TuningRun:
         return None if step is None else replace(step, act=partial(self._compare, step))
 
     def _compare(self, step: Step, limit_s: float) -> None:
-        if not self._has_ended:
+        if not (self._has_ended or self._graphs.may_come):
             self._end_search(self._trials.ended_because())
         step.act(limit_s)
 

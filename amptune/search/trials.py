@@ -68,8 +68,14 @@ class Trials:
             return None if first is None else self._step(first)
         ready = self.graphs.next_ready()
         if ready is not None:
-            act, what = partial(self._measure_ready, *ready), str(ready[0].policy)
-            return Step(stage="trial", what=what, seconds=min(typical_s(self.study), free_s), worth=math.inf, act=act)
+            return Step(
+                stage="trial",
+                what=str(ready[0].policy),
+                seconds=typical_s(self.study),
+                worth=math.inf,
+                act=partial(self._measure_ready, *ready),
+                is_needed=typical_s(self.study) <= self.budget.left_s,  # it may be worth more than all that is compared
+            )
         while typical_s(self.study) <= free_s and (suggestion := self._suggestion()) is not None:
             if self._seconds(suggestion) <= free_s and not self._cannot_run(suggestion.policy):
                 return self._step(suggestion)

@@ -17,8 +17,8 @@ from amptune.errors import StudyError
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.decide.decision import Decision
+from amptune.search.events import ComparisonStarted, Event, SearchEnded, TrialEnded
 from amptune.search.events import Compiling as GraphBegun
-from amptune.search.events import Event, SearchEnded, TrialEnded
 from amptune.search.pipeline import TuningInterrupted, tune_with
 from amptune.search.sampler.storage import Handle, Store, open_store
 from amptune.search.space.candidates import Wanted, candidates_for
@@ -252,6 +252,18 @@ def test_graphs_that_are_not_ready_in_time_leave_the_time_to_search_and_compare(
     assert not graphs_in(events)
     assert len(tried(events)) > 12
     assert decision.baseline.rows >= 2
+
+
+@pytest.mark.parametrize("compile_s", [60.0, 64.0])
+def test_a_graph_that_comes_while_others_are_compared_is_measured_too(tmp_path: Path, compile_s: float) -> None:
+    """The graph of Swin-T took 72 s of a budget of 120 s, and trained twice as fast as all that was compared."""
+    _, decision, events = searched_behind(tmp_path, budget_s=68, compile_s=compile_s)
+    begun = next(place for place, event in enumerate(events) if isinstance(event, ComparisonStarted))
+    assert not any(policy.compile != "off" for policy in tried(events[:begun]))
+    assert graphs_in(events)
+    assert decision.policy.compile != "off"
+    last = [event for event in events if isinstance(event, TrialEnded | SearchEnded)][-1]
+    assert isinstance(last, SearchEnded)
 
 
 def test_a_graph_that_fails_is_a_failed_trial_and_compiling_is_given_up(tmp_path: Path) -> None:

@@ -422,9 +422,8 @@ class SyntheticEvaluator:
         return replace(self.landscape.prepared, start_s=self.trouble.launch_s)
 
     def launch(self, policies: Sequence[Policy]) -> None:
-        """Ends all processes and starts a fresh one for each of these, all at once."""
+        """Ends all processes but those that compile, and starts a fresh one for each of these, all at once."""
         self.launches += 1
-        self._ready_at_s.clear()
         self._processes = {policy: self._new_process() for policy in policies}
         self.clock.advance(self.trouble.launch_s)
 

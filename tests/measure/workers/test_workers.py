@@ -192,6 +192,15 @@ raises = of(model=lambda: 1 / 0)
 """
 
 
+def test_what_compiles_goes_on_while_others_are_started_and_measured(evaluator: WorkerEvaluator) -> None:
+    late = Policy(memory_format="channels_last")
+    evaluator.begin_compiling(late, LIMIT_S)
+    evaluator.launch([STOCK])
+    measured(evaluator, STOCK)
+    assert isinstance(evaluator.compiled(LIMIT_S)[late], float)
+    measured(evaluator, late)
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "words"),
     [
