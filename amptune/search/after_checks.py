@@ -13,16 +13,13 @@ from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.batch_size.batch_sizes import Runner, sizer_for
 from amptune.search.decide.decision import Decision, in_order
-from amptune.search.plan.budget import SHORTEST_LOOP_S, Budget, loop_s
+from amptune.search.plan.budget import SHORT_S, SHORTEST_LOOP_S, Budget, loop_s
 
 __all__ = [
     "Trainer",
     "checked_in_a_loop",
     "larger_batch",
 ]
-
-# Extra time, beyond the budget, for a loop whose loader is slow to start.
-GRACE_S = 10.0
 
 
 class Trainer(Protocol):
@@ -41,7 +38,9 @@ def checked_in_a_loop(trainer: Trainer, decision: Decision, budget: Budget) -> D
     if seconds < SHORTEST_LOOP_S or samples_per_s is None:
         return decision
     try:
-        timing = trainer.train(decision.verdict.winner.policy, seconds, max(budget.left_s, 0.0) + GRACE_S)
+        timing = trainer.train(
+            decision.verdict.winner.policy, seconds, max(budget.left_s, 0.0) + SHORT_S
+        )  # a loader may be slow to start
     except StudyError as error:  # no worker can be started any more
         timing = Failure(kind="crash", message=str(error))
     if isinstance(timing, Failure):

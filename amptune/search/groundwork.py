@@ -26,22 +26,22 @@ from amptune.search.gate.judge import Judge, OutOfTimeError
 from amptune.search.gate.limits import Judgement
 from amptune.search.gate.numeric_findings import findings_of
 from amptune.search.gate.repair import Cure, cure_of, traces_of
+from amptune.search.plan.budget import SHORT_S
 from amptune.search.plan.plan import Step
 from amptune.search.sampler.study import Study
 from amptune.search.space.exclusions import Ladder, ladder_by_time
 from amptune.search.space.knobs import Space
+from amptune.search.table.next_rows import UNSEEN
 from amptune.search.table.trial import Trial
 from amptune.search.trials import best_of
 
 __all__ = ["Modules", "Numerics", "examined"]
 
 
-# What keeping modules in FP32 is thought to gain while none was timed: 0 to 3 % where it gained anything.
-MODULES_GAIN = 0.01
 # Timing every module takes about this long for each: 3.6 s for 1,000 modules (reports/numerics/h200/sensing.txt).
 MODULE_S = 0.004
-# Before a judgement was made, it is thought to take this long; a cure takes as many judgements.
-GUESSED_JUDGEMENT_S, CURE_JUDGEMENTS = 10.0, 10
+# A cure takes as many judgements.
+CURE_JUDGEMENTS = 10
 # The chance that an unsound precision can be cured, and that a sound policy's graph is unsound.
 CURABLE, GRAPH_RISK = 0.5, 0.05
 
@@ -72,7 +72,7 @@ class Numerics:
             return None
         policy, lead = leading
         recipe = self._recipe_of(policy) or policy
-        judgement_s = self.judge.last_s or GUESSED_JUDGEMENT_S
+        judgement_s = self.judge.last_s or SHORT_S  # a guess, before the first
         if self.judge.is_open(recipe):
             act: Callable[[float], None] = lambda _: self._judge(recipe)  # noqa: E731
             return Step(stage="numerics", what=str(recipe), seconds=min(judgement_s, free_s), worth=lead, act=act)
@@ -195,7 +195,7 @@ class Modules:
             return None
         seconds = len(self._left) * (1.0 + MODULE_S * len(self.prepared.subject.leaves))
         what = f"{len(self.prepared.subject.leaves)} modules by themselves"
-        return Step(stage="modules", what=what, seconds=min(seconds, free_s), worth=MODULES_GAIN, act=self._time)
+        return Step(stage="modules", what=what, seconds=min(seconds, free_s), worth=UNSEEN, act=self._time)
 
     def _entries(self) -> dict[str, tuple[str, Policy]]:
         """Returns the memory format and the policy of each entry of the file."""

@@ -12,9 +12,9 @@ from amptune.measure.evaluator import Evaluator
 from amptune.measure.results.outcome import ENERGY_S, Effort, Failure, Outcome
 from amptune.policy.settings import Policy
 from amptune.search.events import ComparisonStarted, ContenderMeasured, Observer, Stage
-from amptune.search.plan.budget import Budget
+from amptune.search.plan.budget import SHORT_S, Budget
 from amptune.search.plan.plan import WORTHWHILE, Step
-from amptune.search.table.next_rows import NextRound, launch_s, next_round
+from amptune.search.table.next_rows import NextRound, launch_s, next_round, rivals
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.row import Row
 from amptune.search.table.verdict import Bar, Verdict
@@ -22,7 +22,7 @@ from amptune.search.table.verdict import Bar, Verdict
 __all__ = ["BLOCK", "Narrowing"]
 
 BLOCK = Effort(warmup_s=2.0, measure_s=0.4, min_steps=6, precision=0.003, energy_s=ENERGY_S)
-SHORTEST_LIMIT_S, LONGEST_LIMIT_S = 10.0, 120.0
+LONGEST_LIMIT_S = 120.0
 # Before a block was timed.
 GUESSED_BLOCK_S = 2.0
 # A worker that dies or hangs once may be an accident; running out of memory is not.
@@ -35,8 +35,9 @@ class Narrowing:
 
     `verdict` returns it, `keep` adds a row to the table. `bar` says who cannot win. `unseen` returns policies without a
     row that may be better than a leader. `rejects` judges the numerics of a leader; the bar then knows the result.
-    A block takes about `cost_s`, starting a process `start_s`; `reserve_s` is kept for judging a leader that the last
-    round brings. `running` names the launch of each policy that a process can measure without being started.
+    A block takes about `cost_s`, starting a process `start_s`. Judging a leader that the last round brings takes
+    `judging_s`; that is kept, and `reserve_s` besides. `running` names the launch of each policy that a process can
+    measure without being started.
     """
 
     evaluator: Evaluator
@@ -52,6 +53,7 @@ class Narrowing:
     rejects: Callable[[Policy], bool] = lambda _: False
     cost_s: Callable[[Policy], float] = lambda _: GUESSED_BLOCK_S
     start_s: float = 0.0
+    judging_s: Callable[[Policy], float] = lambda _: 0.0
     reserve_s: Callable[[], float] = lambda: 0.0
     running: Mapping[Policy, str] = field(default_factory=dict)
     seed: int = 0
@@ -79,8 +81,10 @@ class Narrowing:
     def _do_round(self, wanted_by: Verdict | None, chosen: NextRound | None) -> None:
         """Judges the leader, then measures the round that was chosen, or another one if the judgement changed it."""
         verdict = self._judged()
-        if verdict is not wanted_by or (chosen is not None and chosen.seconds > self._left_s):
-            chosen = None if verdict is None else self._next(verdict)
+        if verdict is None:
+            chosen = None
+        elif verdict is not wanted_by or (chosen is not None and chosen.seconds > self._left_s(verdict)):
+            chosen = self._next(verdict)
         self._is_over = chosen is None or not self._measured(chosen, self._order, verdict)
 
     def until_known(self, enough: Callable[[Verdict], bool] = lambda _: False) -> None:
@@ -122,12 +126,13 @@ class Narrowing:
             running=self.running,
             start_s=self.start_s,
             cost_s=self._cost_s,
-            left_s=self._left_s,
+            left_s=self._left_s(verdict),
         )
 
-    @property
-    def _left_s(self) -> float:
-        return self.budget.left_s - self.reserve_s()
+    def _left_s(self, verdict: Verdict) -> float:
+        """Returns the seconds that a round may take."""
+        able = [*rivals(verdict, self.bar), *([verdict.leader.policy] if verdict.leader is not None else [])]
+        return self.budget.left_s - self.reserve_s() - max(map(self.judging_s, able), default=0.0)
 
     def _cost_s(self, policy: Policy) -> float:
         return self._costs_s.get(policy) or self.cost_s(policy)
@@ -138,7 +143,7 @@ class Narrowing:
         if chosen.fresh:
             self._launch(chosen.policies)
         for policy in order.sample(chosen.policies, len(chosen.policies)):
-            if verdict is not None and self._left_s < self._cost_s(policy):
+            if verdict is not None and self._left_s(verdict) < self._cost_s(policy):
                 return False
             began_s = self.budget.spent_s
             outcome = self._outcome(policy)
@@ -169,10 +174,10 @@ class Narrowing:
 
     def _outcome(self, policy: Policy) -> Outcome | None:
         """Returns None if the budget, not the policy, cut the measurement short: that says nothing about the policy."""
-        limit_s = min(LONGEST_LIMIT_S, max(SHORTEST_LIMIT_S, self.budget.left_s))
+        limit_s = min(LONGEST_LIMIT_S, max(SHORT_S, self.budget.left_s))
         effort = self.objective.effort(replace(BLOCK, time_limit_s=limit_s))
         outcome = self.evaluator.measure(policy, effort)
-        if _is_accident(outcome) and not self._was_cut(outcome, limit_s) and self.budget.left_s >= SHORTEST_LIMIT_S:
+        if _is_accident(outcome) and not self._was_cut(outcome, limit_s) and self.budget.left_s >= SHORT_S:
             outcome = self.evaluator.measure(policy, effort)
         return None if self._was_cut(outcome, limit_s) else outcome
 

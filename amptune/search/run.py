@@ -25,6 +25,7 @@ from amptune.search.gate.judge import Judge
 from amptune.search.graphs import BEHIND, Graphs, typical_s
 from amptune.search.groundwork import Modules, Numerics
 from amptune.search.narrowing import BLOCK, Narrowing
+from amptune.search.plan.budget import SHORT_S
 from amptune.search.plan.compile_costs import cold_s, compiled_s
 from amptune.search.plan.plan import Plan, Step, Wants
 from amptune.search.request import TuningRequest
@@ -46,8 +47,6 @@ GRAPH_TIMES = 1.3
 # Loading a graph from the compiler's cache takes this share of compiling it: 2.5 of 25 to 40 s for ResNet-50
 # (reports/h200/oracle).
 CACHED_GRAPH = 0.1
-# The baseline is measured in every run, for at most this long if the budget is shorter.
-ANCHOR_S = 10.0
 # Seconds beyond the budget for judging the winner.
 GRACE_S = 8.0
 # Finding the largest batch takes at most this share of the time: nothing else is measured meanwhile.
@@ -273,7 +272,7 @@ class TuningRun:
         known = self.study.trial_of(baseline)
         if known is None or any(row.policy == baseline and row.run == run for row in self.table):
             return
-        effort = self.request.objective.effort(replace(BLOCK, time_limit_s=max(ANCHOR_S, self.request.budget.left_s)))
+        effort = self.request.objective.effort(replace(BLOCK, time_limit_s=max(SHORT_S, self.request.budget.left_s)))
         outcome = self.evaluator.measure(baseline, effort)
         if isinstance(outcome, Measurement):
             kind, moment_s = known.row.launch, self.request.budget.clock()
@@ -294,7 +293,8 @@ class TuningRun:
             rejects=self.judge.rejects,
             cost_s=self._cost_s,
             start_s=self.prepared.start_s,
-            reserve_s=lambda: self.judge.last_s + (typical_s(self.study) if self._graphs.may_come else 0.0),
+            judging_s=self._judging_s,
+            reserve_s=lambda: typical_s(self.study) if self._graphs.may_come else 0.0,
             seed=self.request.seed,
         )
 
@@ -330,8 +330,11 @@ class TuningRun:
 
         most = max(0, ROUNDS - done) * round_s(len(costs))
         share = COMPARISON_SHARE * (self.request.budget.seconds - self._built_s)
-        judging_s = self.judge.last_s if self.judge.is_open(ranked[0].policy) else 0.0
-        return judging_s + (min(most, share) if share >= round_s(2) or done else 0.0)
+        return self._judging_s(ranked[0].policy) + (min(most, share) if share >= round_s(2) or done else 0.0)
+
+    def _judging_s(self, policy: Policy) -> float:
+        """Returns the seconds to judge a policy without its graph."""
+        return self.judge.last_s if self.judge.is_open(policy) else 0.0
 
     def _cost_s(self, policy: Policy) -> float:
         """Returns the seconds of one block in a fresh process, as far as the trials tell."""

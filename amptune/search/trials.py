@@ -13,7 +13,7 @@ from amptune.measure.results.outcome import ENERGY_S, Effort, Failure, Measureme
 from amptune.policy.settings import AUTOTUNED_MODES, Policy
 from amptune.search.events import Observer, TrialEnded
 from amptune.search.graphs import BEHIND, GUESSED_TRIAL_S, IN_A_TRIAL, Graphs, cannot_compile, instead_of, typical_s
-from amptune.search.plan.budget import Budget
+from amptune.search.plan.budget import SHORT_S, Budget
 from amptune.search.plan.plan import WORTHWHILE, Step
 from amptune.search.sampler.study import Study, Suggestion
 from amptune.search.table.trial import Trial
@@ -25,8 +25,6 @@ ENOUGH_TRIALS = 20
 # A policy whose step is this many times slower than the best, per sample, is measured only briefly.
 HOPELESS = 2.0
 TRIAL_LIMIT_S, COMPILED_LIMIT_S = 120.0, 600.0
-# Without the baseline there is no answer, so it gets this much even if little of the budget is left.
-SHORTEST_BASELINE_S = 10.0
 BRIEF = Effort(warmup_s=2.0, energy_s=ENERGY_S)
 
 
@@ -210,7 +208,7 @@ class Trials:
         """Returns the trial, or None if the budget cut it short."""
         policy = suggestion.policy
         longest_s = TRIAL_LIMIT_S if policy.compile == "off" or compile_s > 0 else COMPILED_LIMIT_S
-        limit_s = min(longest_s, max(SHORTEST_BASELINE_S if policy == self.baseline else GUESSED_TRIAL_S, left_s))
+        limit_s = min(longest_s, max(SHORT_S if policy == self.baseline else GUESSED_TRIAL_S, left_s))
         before_s = self.budget.spent_s
         effort = _effort(self.study, policy, limit_s)
         outcome = self.evaluator.measure(policy, effort)

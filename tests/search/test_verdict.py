@@ -7,9 +7,9 @@ from tables import BF16, BF16_LAST, FP16, Drawn, block, decided, equals, in_turn
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import STOCK, Fp32Rule, Policy
 from amptune.search.table.effects import CPU, GPU, Machine
-from amptune.search.table.objective import objective_of
+from amptune.search.table.objective import NEGLIGIBLE, objective_of
 from amptune.search.table.ratio import CONFIRMED, LIKELY
-from amptune.search.table.verdict import NEGLIGIBLE, Verdict, departure_count, verdict_of
+from amptune.search.table.verdict import Verdict, departure_count, verdict_of
 
 BOTH = pytest.mark.parametrize("machine", [GPU, CPU], ids=lambda machine: str(machine.device))
 OOM = Failure(kind="oom", message="CUDA out of memory")

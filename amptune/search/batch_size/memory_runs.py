@@ -10,7 +10,7 @@ from amptune.measure.results.outcome import Measurement, Outcome
 
 __all__ = ["FixedPart", "Line", "Observation", "line_through", "observation_of"]
 
-_MIB = 2**20
+_MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -131,7 +132,7 @@ def _measurements(rows: Sequence[Row], policy: Policy) -> list[Measurement]:
 
 def _loss_deviation(a: Measurement, b: Measurement) -> float:
     pairs = zip(a.losses, b.losses, strict=False)
-    return max((abs(x - y) / max(abs(y), 1e-12) for x, y in pairs), default=0.0)
+    return max((abs(x - y) / max(abs(y), sys.float_info.min) for x, y in pairs), default=0.0)
 
 
 def _figures(contender: Contender) -> dict[str, Any]:

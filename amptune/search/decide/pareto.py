@@ -104,7 +104,7 @@ def spread_along(front: Sequence[ParetoPoint], most: int = MOST_POINTS) -> tuple
     if len(front) <= most:
         return tuple(front)
     places = [_place(point) for point in front]
-    ends = (min(range(len(front)), key=lambda i: front[i].costs[axis]) for axis in range(3))
+    ends = (min(range(len(front)), key=lambda i: front[i].costs[axis]) for axis in range(len(front[0].costs)))
     chosen = list(dict.fromkeys(ends))[:most]
     while len(chosen) < most:
         gaps = {i: min(math.dist(places[i], places[j]) for j in chosen) for i in range(len(front)) if i not in chosen}

@@ -61,6 +61,5 @@ def _least_speed(objective: Objective) -> str:
 
 def _times(ratio: Ratio) -> str:
     """Formats a ratio, without its interval if that is not seen in so many digits: peak memory is nearly the same."""
-    digits = 2 if abs(ratio.value - 1) >= 0.05 else 3
-    value, low, high = (f"{one:.{digits}f}" for one in (ratio.value, ratio.low, ratio.high))
+    value, low, high = (f"{one:.{ratio.digits}f}" for one in (ratio.value, ratio.low, ratio.high))
     return value if low == value == high else f"{value} [{low}, {high}]"

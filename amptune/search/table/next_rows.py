@@ -9,10 +9,11 @@ from statistics import NormalDist
 
 from amptune.policy.settings import Policy
 from amptune.search.table.model import Estimates
+from amptune.search.table.objective import NEGLIGIBLE
 from amptune.search.table.ratio import CONFIRMED, LIKELY
-from amptune.search.table.verdict import NEGLIGIBLE, Bar, Contender, Verdict, departure_count
+from amptune.search.table.verdict import Bar, Contender, Verdict, departure_count
 
-__all__ = ["NextRound", "launch_s", "next_round"]
+__all__ = ["UNSEEN", "NextRound", "launch_s", "next_round", "rivals"]
 
 # At most this many policies are measured in turn: each takes a process, and the round a time in which things drift.
 MOST_POLICIES = 8
@@ -21,8 +22,8 @@ MOST_POLICIES = 8
 BESIDE = 0.2
 # A policy is worth a row if, known exactly, it could be expected to gain this share.
 WORTH_A_ROW = 0.0005
-# What an unmeasured policy one step from the leader promises: most are worse, a few gain some percent. Such policies
-# are measured once no measured one promises more.
+# What an unmeasured policy one step from the leader promises, and FP32 for modules before they were timed: most are
+# worse, a few gain some percent. Such policies are measured once no measured one promises more.
 UNSEEN = 0.01
 MOST_UNSEEN = 4
 # A decided interval this narrow (half its width, relative) needs no further rows.
@@ -58,7 +59,7 @@ def next_round(
     be better.
     """
     core = _named(verdict)
-    worth = _rivals(verdict, bar)
+    worth = rivals(verdict, bar)
     new = [policy for policy in unseen if policy not in core][:MOST_UNSEEN]
     if max(worth.values(), default=0.0) >= UNSEEN:
         new = []
@@ -90,7 +91,7 @@ def _named(verdict: Verdict) -> list[Policy]:
     return list(dict.fromkeys(one.policy for one in named if one is not None))
 
 
-def _rivals(verdict: Verdict, bar: Bar) -> dict[Policy, float]:
+def rivals(verdict: Verdict, bar: Bar) -> dict[Policy, float]:
     """Returns what each policy that may still win is worth, the most first."""
     if verdict.leader is None:
         return {}

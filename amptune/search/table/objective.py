@@ -9,15 +9,24 @@ from typing import Literal, get_args
 from amptune.errors import ObjectiveError
 from amptune.measure.results.outcome import Effort, Measurement, Outcome
 
-__all__ = ["OBJECTIVES", "SPEED_SLACK", "THROUGHPUT", "Objective", "ObjectiveName", "Yardstick", "objective_of"]
+__all__ = [
+    "NEGLIGIBLE",
+    "OBJECTIVES",
+    "SPEED_SLACK",
+    "THROUGHPUT",
+    "Objective",
+    "ObjectiveName",
+    "Yardstick",
+    "objective_of",
+]
 
 ObjectiveName = Literal["throughput", "memory", "energy"]
 OBJECTIVES: tuple[ObjectiveName, ...] = get_args(ObjectiveName)
 
 # A speed is known to about 1 %, so a speed this share below the needed one is not shown to be too slow.
 SPEED_SLACK = 0.01
-# A memory gain below this share is not worth a change. Peaks have almost no noise, so any difference would be shown.
-LEAST_MEMORY_GAIN = 0.005
+# To a user, two policies that differ by at most this share are equal, and the simpler one wins.
+NEGLIGIBLE = 0.005
 # A too slow policy's score is multiplied by its share of the needed speed to this power; the share counts as no less
 # than HOPELESS_SHARE. So memory does not make up for slowness, and the score is smooth enough for a surrogate to learn.
 PENALTY, HOPELESS_SHARE = 6.0, 0.5
@@ -66,7 +75,7 @@ class Objective:
     @property
     def least_gain(self) -> float:
         """The largest gain that counts as none, even if it is shown."""
-        return LEAST_MEMORY_GAIN if self.name == "memory" else 0.0
+        return NEGLIGIBLE if self.name == "memory" else 0.0
 
     def effort(self, effort: Effort) -> Effort:
         """Returns the effort to measure a policy for this objective; `effort` is enough to know its speed."""

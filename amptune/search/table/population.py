@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["RESOLUTION", "shrunk"]
+from amptune.search.table.objective import NEGLIGIBLE
+
+__all__ = ["shrunk"]
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
-# Differences up to this share are none to a user, and the population is not resolved finer.
-RESOLUTION = 0.005
 # The baseline's own noise is at most this share of that of a difference to it.
 _SHARED = 0.9
 # Each round takes the estimates of the one before, so that the noise in them does not count twice.
@@ -49,7 +49,7 @@ def shrunk(raw: Array, covariance: Array, baseline: int) -> tuple[Array, Array]:
 def _towards(raw: Array, noise: Array, mean: Array, own: Array) -> tuple[Array, Array]:
     """Returns each policy's mean and variance, given the others' as its population."""
     centre = np.append(mean, raw.mean())
-    width = np.append(own + RESOLUTION**2, _BROAD**2)
+    width = np.append(own + NEGLIGIBLE**2, _BROAD**2)  # it is not resolved finer than matters to a user
     total = width + noise[:, None]
     density = -((raw[:, None] - centre) ** 2) / (2 * total) - np.log(total) / 2
     density[np.arange(len(raw)), np.arange(len(raw))] = -np.inf

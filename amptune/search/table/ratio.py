@@ -73,8 +73,13 @@ class Ratio:
         )
 
     def __str__(self) -> str:
-        digits = 2 if abs(self.value - 1) >= 0.05 else 3
+        digits = self.digits
         return f"{self.value:.{digits}f}× [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+    @property
+    def digits(self) -> int:
+        """The number of decimals to show."""
+        return 2 if abs(self.value - 1) >= 0.05 else 3
 
 
 def confidence_of(chance: float) -> Confidence:
@@ -96,4 +101,7 @@ def _t(freedom: float) -> float:
 
 
 def _exp(log: float) -> float:
-    return math.inf if log > 700 else math.exp(log)
+    try:
+        return math.exp(log)
+    except OverflowError:
+        return math.inf

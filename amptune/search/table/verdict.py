@@ -13,12 +13,11 @@ from amptune.policy.settings import Policy
 from amptune.search.table.effects import Machine
 from amptune.search.table.gains import gain_in_words, goal_of
 from amptune.search.table.model import Estimates, fit
-from amptune.search.table.objective import SPEED_SLACK, THROUGHPUT, Objective
+from amptune.search.table.objective import NEGLIGIBLE, SPEED_SLACK, THROUGHPUT, Objective
 from amptune.search.table.ratio import CONFIRMED, LIKELY, Confidence, Ratio, chance_in_words, confidence_of
 from amptune.search.table.row import Row
 
 __all__ = [
-    "NEGLIGIBLE",
     "Bar",
     "Contender",
     "Verdict",
@@ -28,8 +27,6 @@ __all__ = [
 
 # Something less probable is not worth a measurement.
 UNLIKELY = 0.1
-# To a user, two policies that differ by at most this share are equal, and the simpler one wins.
-NEGLIGIBLE = 0.005
 # Blocks of a typical policy that differ by more than this are reported.
 NOISY = 0.05
 # The spread of figures that are no times: a GPU's peaks differ by the allocator's rounding, energy by its counter's.
@@ -165,7 +162,7 @@ def verdict_of(
     own = next(one for one in contenders if one.policy == baseline)
     able = [one for one in contenders if one is not own and one.may_win and bar(one.policy) is None]
     shown = [one for one in able if one.chance >= LIKELY and not one.too_slow]
-    level = _level_with_the_best(shown, scores, speeds, objective)
+    level = _level_with_the_best(shown, scores, speeds)
     winner = min(level, key=lambda one: (departure_count(one.policy), -one.merit), default=own)
     verdict = Verdict(
         winner=winner,
@@ -199,9 +196,7 @@ def _confidence_in(winner: Contender, baseline: Contender, able: Sequence[Conten
     return "likely" if confidence == "confirmed" and doubtful else confidence
 
 
-def _level_with_the_best(
-    contenders: Sequence[Contender], scores: Estimates, speeds: Estimates, objective: Objective
-) -> list[Contender]:
+def _level_with_the_best(contenders: Sequence[Contender], scores: Estimates, speeds: Estimates) -> list[Contender]:
     """Returns the policies that are level with the best by the objective and, among those, with the fastest.
 
     A little less memory is not worth a loss of speed, and a simpler policy not a loss of confidence.
@@ -210,7 +205,7 @@ def _level_with_the_best(
     for found in dict.fromkeys((scores, speeds)) if contenders else ():
         own = {id(one): float(found.mean[found.policies.index(one.policy)]) for one in level}
         best = max(own.values())
-        level = [one for one in level if own[id(one)] >= best - max(NEGLIGIBLE, objective.least_gain)]
+        level = [one for one in level if own[id(one)] >= best - NEGLIGIBLE]
     confirmed = [one for one in level if confidence_of(one.chance) == "confirmed"]
     return confirmed or level
 
