@@ -22,13 +22,13 @@ from amptune.measure.results.subject import Prepared, Subject
 from amptune.policy.findings import Finding
 from amptune.policy.serialization import adapter_for
 from amptune.policy.settings import Fp32Math, Fp32Rule, Policy
-from amptune.search.gate.judge import Judge, OutOfTimeError
+from amptune.search.gate.judge import Judge, OutOfTimeError, raised_by
 from amptune.search.gate.limits import Judgement
 from amptune.search.gate.numeric_findings import findings_of
 from amptune.search.gate.repair import Cure, cure_of, traces_of
 from amptune.search.plan.budget import SHORT_S
 from amptune.search.plan.plan import Step
-from amptune.search.sampler.study import Study
+from amptune.search.sampler.study import UNTRIED_GAIN, Study
 from amptune.search.space.exclusions import Ladder, ladder_by_time
 from amptune.search.space.knobs import Space
 from amptune.search.table.next_rows import UNSEEN
@@ -67,7 +67,7 @@ class Numerics:
 
     def wants(self, free_s: float) -> Step | None:
         """Returns the step that judges what leads. Until it has passed, its lead over the best sound policy is none."""
-        leading = self._leading()
+        leading = self._leading() or self._broken()
         if leading is None or self.judge.failure is not None:
             return None
         policy, lead = leading
@@ -111,6 +111,15 @@ class Numerics:
                 and (self.judge.is_open(recipe) or recipe.precision in self._uncured)
             ):
                 best = trial
+        return None
+
+    def _broken(self) -> tuple[Policy, float] | None:
+        """Returns a plain policy that raised what FP32 does not, if that is not cured yet, and what a cure may gain."""
+        for recipe in self.recipes:
+            trial = self.study().trial_of(recipe)
+            failed = trial is not None and isinstance(trial.outcome, Failure) and raised_by(recipe, trial.outcome)
+            if failed and (self.judge.is_open(recipe) or recipe.precision in self._uncured):
+                return recipe, UNTRIED_GAIN
         return None
 
     def _recipe_of(self, policy: Policy) -> Policy | None:

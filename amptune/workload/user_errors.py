@@ -6,12 +6,13 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 
 from amptune.errors import AmptuneError, UserCodeError
 
-__all__ = ["user_code", "where_in_user_code"]
+__all__ = ["is_the_users", "user_code", "where_in_user_code"]
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _LIBRARIES = tuple({str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("stdlib", "purelib", "platlib")})
@@ -34,12 +35,14 @@ def user_code(doing: str) -> Iterator[None]:
 def where_in_user_code(trace: TracebackType | None) -> str | None:
     """Returns `file:line` of the innermost frame that is neither amptune's nor an installed library's."""
     for frame in reversed(traceback.extract_tb(trace)):
-        if _is_the_users(frame.filename):
+        if is_the_users(frame.filename):
             return f"{frame.filename}:{frame.lineno}"
     return None
 
 
-def _is_the_users(filename: str) -> bool:
+@cache
+def is_the_users(filename: str) -> bool:
+    """Returns True for a file that is neither amptune's nor an installed library's."""
     if filename.startswith("<"):
         return False
     path = Path(filename).resolve()

@@ -120,6 +120,33 @@ def test_the_reference_is_the_users_own_fp32() -> None:
     assert fp32_of(amp_recipe("bf16")) == STOCK
 
 
+TOO_LARGE = Failure(kind="error", message="value cannot be converted to type at::Half without overflow")
+
+
+@pytest.mark.parametrize(
+    ("failure", "policy", "rejected"),
+    [
+        (TOO_LARGE, amp_recipe("fp16"), True),
+        (Failure(kind="unsupported", message="not implemented for 'Half'"), amp_recipe("fp16"), True),
+        (Failure(kind="unsupported", message="no C++ compiler"), Policy(compile="default"), False),
+        (Failure(kind="oom", message="CUDA out of memory"), amp_recipe("fp16"), False),
+        (Failure(kind="crash", message="the worker died"), amp_recipe("fp16"), False),
+        (Failure(kind="timeout", message="no answer"), amp_recipe("fp16"), False),
+    ],
+)
+def test_what_a_policy_raises_and_fp32_does_not_is_its_own_fault(
+    failure: Failure, policy: Policy, *, rejected: bool
+) -> None:
+    class Raising(RecordedEvaluator):
+        def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity:  # noqa: ARG002
+            return Parity(failure=failure)
+
+    judge = judge_on(Raising("resnet50"))
+    judge.judge_graph(policy)
+    assert judge.has_rejected(policy) is rejected
+    assert (judge.unjudged_because(policy) is None) is rejected
+
+
 # --- the cure ----------------------------------------------------------------------------------------------------
 
 
@@ -346,3 +373,21 @@ def test_a_graph_of_plain_fp32_has_passed_until_it_is_judged() -> None:
     judge.judge_graph(graph)
     assert judge.has_rejected(graph)
     assert not judge.has_passed(graph)
+
+
+def test_a_precision_that_raises_is_cured_like_any_other(tmp_path: Path) -> None:
+    @dataclass
+    class Raising(Faulty):
+        def _raises(self, policy: Policy) -> bool:
+            return policy.autocast in self.dtypes and not set(self.culprits) <= excluded(policy)
+
+        def measure(self, policy: Policy, effort: Effort) -> Outcome:
+            return TOO_LARGE if self._raises(policy) else super().measure(policy, effort)
+
+        def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:
+            return Parity(failure=TOO_LARGE) if self._raises(policy) else super().judge(policy, fp32, seconds, limit_s)
+
+    decision, _ = tuned_on(Raising("resnet50", culprits=("layer.3.norm",)), tmp_path)
+    assert decision.policy.autocast != "off"
+    assert [str(rule) for rule in decision.policy.fp32_modules if rule.is_needed] == ["layer.3.norm"]
+    assert "cure" in {finding.code for finding in decision.findings}

@@ -21,7 +21,7 @@ from amptune.measure.bench.compilation import Compilations
 from amptune.measure.bench.failures import NonFiniteError, failure_of
 from amptune.measure.bench.peak_memory import memory_for
 from amptune.measure.bench.readings import Instruments
-from amptune.measure.bench.step import Stepper
+from amptune.measure.bench.step import Stepper, nonfinite_in
 from amptune.measure.bench.step_timing import StepTimer, WarmUp
 from amptune.measure.results.outcome import Effort, Measurement, Outcome
 from amptune.policy.settings import Policy
@@ -86,6 +86,7 @@ class Bench:
         self.model = _built_model(self.workload, self._seed)
         self._initial = [tensor.detach().clone() for tensor in self._state()]
         self._initial_sums: tuple[float, ...] | None = None
+        self.nonfinite = frozenset(nonfinite_in(self.model))
         self._kinds = self._kinds_of_state()
         self._modes = {module: module.training for module in self.model.modules()}
 
@@ -142,7 +143,7 @@ class Bench:
         steps = warmup_steps + sample.steps
         if not math.isfinite(stepper.last_loss):
             raise NonFiniteError(f"the loss is {stepper.last_loss} after {steps} steps")
-        skipped = stepper.require_sound(self.model, steps)
+        skipped = stepper.require_sound(self.model, steps, self.nonfinite)
         batches = tuned.accumulate if self.workload.step is None else 1  # the user's own step gets one
         samples = (tuned.policy.batch_size or self.workload.batch_size) * batches
         allocated, reserved = self._memory.peak_mib()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,14 @@ from amptune.runtime.tuned import Tuned
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 
-__all__ = ["Stepper"]
+__all__ = ["Stepper", "nonfinite_in"]
+
+
+def nonfinite_in(model: torch.nn.Module) -> Iterator[str]:
+    """Yields the names of the weights and buffers that hold an infinity, as masks do, or a NaN."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            yield name
 
 
 class Stepper:
@@ -89,12 +96,15 @@ class Stepper:
         norm = torch.nn.utils.get_total_norm(gradients)
         return float(norm) / float(self._tuned.scaler.get_scale())
 
-    def require_sound(self, model: torch.nn.Module, steps: int) -> float:
-        """Returns the share of `steps` that the loss scaler skipped. Raises `NonFiniteError` if training broke."""
-        for kind, named in (("weight", model.named_parameters()), ("buffer", model.named_buffers())):
-            for name, tensor in named:
-                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                    raise NonFiniteError(f"{kind} {name} is not finite after {steps} steps")
+    def require_sound(self, model: torch.nn.Module, steps: int, besides: Collection[str]) -> float:
+        """Returns the share of `steps` that the loss scaler skipped. Raises `NonFiniteError` if training broke.
+
+        Weights and buffers are to be finite `besides` those, by name, that were not when training began.
+        """
+        broken = next((name for name in nonfinite_in(model) if name not in besides), None)
+        if broken is not None:
+            kind = "weight" if broken in dict(model.named_parameters()) else "buffer"
+            raise NonFiniteError(f"{kind} {broken} is not finite after {steps} steps")
         skipped = self._skipped_steps()
         if steps >= _ENOUGH_TO_SETTLE and skipped >= steps:
             raise NonFiniteError(f"the loss scaler skipped all of {steps} steps: every gradient overflowed")

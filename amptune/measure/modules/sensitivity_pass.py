@@ -18,7 +18,7 @@ from torch import nn
 
 from amptune.measure.bench.bench import Bench
 from amptune.measure.modules.replay import Call, Ran, Replay, floating_in, kept_as_it_is, later_ms, versions_of
-from amptune.measure.numerics.dropout import without_dropout
+from amptune.measure.numerics.randomness import without_dropout
 from amptune.measure.numerics.short_training import Training
 from amptune.measure.results.half_effects import Half, InHalf, ModuleSensitivity, Sensitivity, Stream
 from amptune.policy.settings import Policy

@@ -101,11 +101,22 @@ def judge(bench: Bench, policy: Policy, reference: Reference) -> Parity:
     except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
         if not isinstance(error, NonFiniteError):
             traceback.print_exc()  # into the worker's log
-        broken = error.modules if isinstance(error, NonFiniteError) else ()
+        broken = error.modules if isinstance(error, NonFiniteError) else _raised_in(error, bench.model)
         parity = Parity(failure=failure_of(error), broken=broken)
     if parity.failure is not None:
         bench.release()  # the traceback held tensors until now
     return replace(parity, seconds=time.perf_counter() - start_s)
+
+
+def _raised_in(error: BaseException | None, model: torch.nn.Module) -> tuple[str, ...]:
+    """Returns the path of the innermost module whose code raised the error; () if none did."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    found: list[str] = []
+    while error is not None:
+        callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+        found += [paths[id(one)] for one in callers if id(one) in paths]
+        error = error.__cause__
+    return tuple(found[-1:])
 
 
 def _parity(bench: Bench, policy: Policy, reference: Reference) -> Parity:
@@ -144,13 +155,20 @@ def _affordable(seconds: float, step_s: float) -> Thoroughness:
 
 
 def _rounder(share: float) -> Callable[[torch.nn.Module], None]:
-    """Returns a function that changes every weight at random by this relative root mean square."""
+    """Returns a function that changes every weight at random by this relative root mean square.
+
+    It has a generator of its own: what the model draws afterwards is what it draws without the change.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
 
     @torch.no_grad()
     def change(model: torch.nn.Module) -> None:
         for parameter in model.parameters():
             if parameter.is_floating_point():
-                parameter.mul_(1 + share * torch.randn_like(parameter))
+                device = parameter.device
+                generator = generators.setdefault(device, torch.Generator(device))
+                noise = torch.randn(parameter.shape, generator=generator, device=device)
+                parameter.mul_((1 + share * noise).to(parameter.dtype))
 
     return change
 
@@ -264,11 +282,17 @@ def _buffer_parities(reference: Reference, curve: LossCurve) -> Iterator[BufferP
         if found is None or found.shape != own.shape:
             continue
         others = [replica.buffers[name] for replica in reference.replicas if name in replica.buffers]
-        apart = max((float(np.linalg.norm(other - own)) for other in others if other.shape == own.shape), default=0.0)
-        off = float(np.linalg.norm(found - own))
+        apart = max((_distance(other, own) for other in others if other.shape == own.shape), default=0.0)
+        off = _distance(found, own)
         if off or apart:
             size = _scale(name, reference.run.curve.buffers)
             yield BufferParity(path=name, off=off / size, apart=apart / size)
+
+
+def _distance(one: Floats, other: Floats) -> float:
+    """Returns the length of the difference; a mask's infinities, and NaN, differ from nothing equal."""
+    same = (one == other) | (np.isnan(one) & np.isnan(other))
+    return float(np.linalg.norm(one[~same] - other[~same]))
 
 
 def _scale(name: str, buffers: Mapping[str, Floats]) -> float:
@@ -279,7 +303,7 @@ def _scale(name: str, buffers: Mapping[str, Floats]) -> float:
     """
     variance = buffers.get(f"{name.removesuffix('running_mean')}running_var") if name.endswith("running_mean") else None
     lengths = buffers[name] if variance is None else np.sqrt(np.maximum(variance, 0.0))
-    return max(float(np.linalg.norm(lengths)), 1e-30)
+    return max(float(np.linalg.norm(lengths[np.isfinite(lengths)])), 1e-30)
 
 
 def _by_epoch(losses: Sequence[float], batches: int) -> NDArray[np.float64]:

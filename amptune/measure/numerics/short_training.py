@@ -17,7 +17,7 @@ from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import NonFiniteError
 from amptune.measure.bench.step import Stepper
 from amptune.measure.numerics.batches import Feed, batches_of
-from amptune.measure.numerics.dropout import without_dropout
+from amptune.measure.numerics.randomness import OwnGenerators, drawing_in_fp32, without_dropout
 from amptune.measure.numerics.sketches import Sketcher
 from amptune.measure.results.training_runs import Floats, Gradients, LossCurve
 from amptune.policy.settings import Policy
@@ -28,7 +28,7 @@ __all__ = ["Training"]
 
 # The loss scale of 65536 can be halved this often until it is below 1e-5, where scaling has no use.
 MOST_HALVINGS = 33
-# Only buffers up to this many elements are compared with FP32's.
+# Of a larger buffer, about this many elements are compared with FP32's.
 LARGEST_BUFFER = 2**16
 # Distance between the seeds of two runs.
 SEED_STRIDE = 10_000
@@ -69,14 +69,21 @@ class Training:
             bench.release()
 
     @cached_property
+    def _generators(self) -> OwnGenerators:
+        self.step()  # the first pass may make some
+        return OwnGenerators(self.bench.workload, self.bench.model)
+
+    @cached_property
     def sketcher(self) -> Sketcher:
         """The sketcher, made when gradients are first needed: tracing and sensing may not need it."""
         return Sketcher(self.bench.model)
 
     def restart(self, offset: int = 0) -> None:
         """Restores the initial weights and buffers, and seeds the random generators with seed + `offset`."""
+        generators = self._generators
         self._put_buffers_back()
         self.bench.restart(offset)
+        generators.seed(offset)
 
     def step(self) -> None:
         """Takes one training step with a fresh optimizer."""
@@ -95,7 +102,7 @@ class Training:
     ) -> Gradients:
         """Returns gradients of the first `count` batches, each from initial weights (after `prepare`), no dropout."""
         sketches, nonzero, losses = [], [], []
-        with without_dropout(self.tuned.model):
+        with without_dropout(self.tuned.model), drawing_in_fp32():
             stepper = self._stepper(capture=True)
             for self.feed.at in range(count):
                 losses.append(self._capture_one(stepper, SEED_STRIDE * seed + self.feed.at, prepare))
@@ -126,7 +133,8 @@ class Training:
         broken = next((i for i, loss in enumerate(found) if not math.isfinite(loss)), None)
         if broken is not None:
             raise NonFiniteError(f"the loss is {found[broken]} at step {broken + 1}")
-        stepper.require_sound(self.tuned.model, self._taken)  # repeated steps count too: the scale came down in them
+        # Repeated steps count too: the scale came down in them.
+        stepper.require_sound(self.bench.model, self._taken, self.bench.nonfinite)
         return LossCurve(
             losses=tuple(found),
             skipped=skipped,
@@ -136,10 +144,10 @@ class Training:
         )
 
     def _floating_buffers(self) -> dict[str, Floats]:
-        """Returns the buffers that are small enough to be statistics, not tables."""
-        named = self.bench.model.named_buffers()
-        small = ((name, one) for name, one in named if one.is_floating_point() and one.numel() <= LARGEST_BUFFER)
-        return {name: one.detach().float().flatten().cpu().numpy().copy() for name, one in small}
+        """Returns the buffers, each flat; of a large one, elements at a fixed distance."""
+        named = [(name, one) for name, one in self.bench.model.named_buffers() if one.is_floating_point()]
+        some = ((name, one.detach().flatten()[:: max(1, math.ceil(one.numel() / LARGEST_BUFFER))]) for name, one in named)
+        return {name: one.float().cpu().numpy().copy() for name, one in some}
 
     def _put_buffers_back(self) -> None:
         """Restores the original buffers: the step may have replaced, made or dropped some."""

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import NonFiniteError
-from amptune.measure.numerics.dropout import without_dropout
+from amptune.measure.numerics.randomness import without_dropout
 from amptune.measure.numerics.short_training import Training
 from amptune.measure.results.half_effects import ModuleTrace, Reach
 from amptune.policy.settings import Policy

@@ -25,6 +25,7 @@ __all__ = [
     "graphs_like",
     "is_exempt",
     "numerics_of_policy",
+    "raised_by",
     "without_graph",
 ]
 
@@ -182,8 +183,8 @@ class Judge:
             return Failure(kind="crash", message=str(error))
 
     def _note(self, policy: Policy, parity: Parity) -> None:
-        """Keeps a judgement; a policy that did not run stays unjudged, as its trials fail too if that matters."""
-        if parity.failure is not None and parity.failure.kind != "nonfinite":
+        """Keeps a judgement; a policy stays unjudged if the machine failed it. What only it raises is its own fault."""
+        if parity.failure is not None and not raised_by(policy, parity.failure):
             self._unjudged[policy] = parity.failure
             return
         self._judgements[policy] = judged(policy, parity, self.tolerance)
@@ -196,6 +197,11 @@ class Judge:
             yield
         finally:
             self.last_s = self.budget.spent_s - before_s
+
+
+def raised_by(policy: Policy, failure: Failure) -> bool:
+    """Returns True if a policy is to blame for a failure, not the machine or the compiler."""
+    return failure.kind in ("nonfinite", "error") or (failure.kind == "unsupported" and policy.compile == "off")
 
 
 def without_graph(policy: Policy) -> Policy:

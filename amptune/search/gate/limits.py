@@ -84,7 +84,8 @@ def _shortcomings(parity: Parity, tolerance: float | None) -> tuple[Finding, ...
     """Returns why a policy is not as good as FP32, the worst first; empty if it passes."""
     if parity.failure is not None:
         module = parity.broken[0] if parity.broken else None
-        return (Finding(code="breaks", message=str(parity.failure), module=module),)
+        raised = "" if parity.failure.kind == "nonfinite" else "it raises what FP32 does not: "
+        return (Finding(code="breaks", message=f"{raised}{parity.failure}", module=module),)
     training = [_finding(told) for told in _told_of_training(parity) if _is_too_much(told)]
     if tolerance is not None and parity.evaluated is not None and parity.evaluated_fp32 is not None:
         skipped = [finding for finding in training if finding.code == "steps-skipped"]

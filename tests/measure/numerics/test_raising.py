@@ -1,0 +1,103 @@
+"""Models that raise under autocast and train well in FP32: refused, with the module and the line named, and cured."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amptune import Workload
+from amptune.measure.bench.bench import Bench
+from amptune.measure.bench.failures import failure_of
+from amptune.measure.modules.inspection import inspect_model
+from amptune.measure.numerics.parity import judge, make_reference
+from amptune.measure.numerics.traces import trace_step
+from amptune.measure.results.half_effects import ModuleTrace
+from amptune.measure.results.outcome import Failure
+from amptune.measure.results.training_runs import Parity, Reference
+from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.search.gate.judge import Judge
+from amptune.search.gate.repair import cure_of, traces_of
+from amptune.search.plan.budget import Budget
+
+WIDTH = 16
+
+
+class Odd(nn.Module):
+    """A product, and what the user's own code does with it."""
+
+    def __init__(self, then: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.product, self.then = nn.Linear(WIDTH, WIDTH), then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(x, self.product(x))
+
+
+def checked(x: Tensor, y: Tensor) -> Tensor:
+    y = 3e4 * y * 3.0
+    if not torch.isfinite(y).all():
+        raise ValueError("the activations are not finite")
+    return x + y / 1e5
+
+
+def masked(x: Tensor, y: Tensor) -> Tensor:
+    return x + y.masked_fill(y < -3, -1e9).clamp(-3, 3)
+
+
+def scattered(x: Tensor, y: Tensor) -> Tensor:
+    out = torch.zeros(x.shape)
+    out[torch.arange(len(x))] = y
+    return x + out
+
+
+def ended(x: Tensor, y: Tensor) -> Tensor:
+    if y.dtype != torch.float32:
+        sys.exit("this code is written for float32")
+    return x + y
+
+
+@dataclass
+class Here:
+    """Judges in this process."""
+
+    bench: Bench
+    reference: Reference | None = None
+
+    def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity:  # noqa: ARG002
+        self.reference = self.reference or make_reference(self.bench, fp32, 2.0)
+        return judge(self.bench, policy, self.reference)
+
+    def trace(self, policy: Policy, fp32: Policy, limit_s: float) -> tuple[ModuleTrace, ...] | Failure:  # noqa: ARG002
+        try:
+            return trace_step(self.bench, policy, fp32)
+        except BaseException as error:  # noqa: BLE001  # as in a worker process
+            return failure_of(error)
+
+
+@pytest.mark.parametrize(
+    ("then", "dtype"), [(checked, "fp16"), (masked, "fp16"), (scattered, "bf16"), (scattered, "fp16"), (ended, "bf16")]
+)
+def test_what_raises_under_autocast_alone_is_refused_by_name_and_cured(then: Any, dtype: Any) -> None:
+    workload = Workload(
+        model=lambda: nn.Sequential(nn.Linear(8, WIDTH), Odd(then), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)),
+        batch=lambda n: torch.randn(n, 8),
+        loss=lambda model, batch: (model(batch).float() - batch[:, :1].sin()).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+        batch_size=32,
+    )
+    here: Any = Here(Bench(workload, torch.device("cpu")))
+    gatekeeper = Judge(here, STOCK, Budget(seconds=3600), lambda _: None)
+    judgement = gatekeeper.judgement_of(amp_recipe(dtype))
+    assert judgement is not None
+    (why,) = judgement.shortcomings
+    assert (why.code, why.module) == ("breaks", "1")
+    assert f"{__file__}:" in why.message
+    cure = cure_of(gatekeeper, judgement.policy, inspect_model(here.bench, ""), traces_of(gatekeeper, judgement.policy))
+    assert cure is not None
+    assert cure.modules == ("1.product",)
