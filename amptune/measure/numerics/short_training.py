@@ -145,9 +145,12 @@ class Training:
 
     def _floating_buffers(self) -> dict[str, Floats]:
         """Returns the buffers, each flat; of a large one, elements at a fixed distance."""
-        named = [(name, one) for name, one in self.bench.model.named_buffers() if one.is_floating_point()]
-        some = ((name, one.detach().flatten()[:: max(1, math.ceil(one.numel() / LARGEST_BUFFER))]) for name, one in named)
-        return {name: one.float().cpu().numpy().copy() for name, one in some}
+        found = {}
+        for name, buffer in self.bench.model.named_buffers():
+            if buffer.is_floating_point():
+                every = max(1, math.ceil(buffer.numel() / LARGEST_BUFFER))
+                found[name] = buffer.detach().flatten()[::every].float().cpu().numpy().copy()
+        return found
 
     def _put_buffers_back(self) -> None:
         """Restores the original buffers: the step may have replaced, made or dropped some."""
