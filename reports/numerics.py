@@ -6,6 +6,7 @@
 `--faults`: each model of `tests/numerics/faults.py`, under autocast in bf16 and fp16. Is it rejected where its fault
 shows and passed where it does not? Is the planted module named first, and what does the cure hold besides it?
 `--healthy N`: each model of `tests/numerics/healthy.py`, N times with other seeds: how many runs are rejected?
+`--packages N`: the same of the models of `package_models.py`; on a CPU, pictures in bf16 only.
 `--zoo`: the bundled workloads, in bf16, fp16, bf16 with channels_last, and TF32. Writes OUT.json, one row a judgement.
 """
 
@@ -15,7 +16,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from amptune.search.gate.numeric_findings import findings_of
 from amptune.search.gate.repair import cure_of, traces_of
 from amptune.search.plan.budget import Budget
 from amptune.workload.targets import load_workload, parse_target
+from amptune.workload.workload import Workload
 
 DTYPES = ("bf16", "fp16")
 ZOO = (
@@ -85,6 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", action="store_true")
     parser.add_argument("--healthy", type=int, default=0, metavar="N")
+    parser.add_argument("--packages", type=int, default=0, metavar="N")
     parser.add_argument("--zoo", nargs="*", metavar="NAME")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -94,8 +97,13 @@ def main() -> None:
         rows["faults"] = list(_shown(_faults(device)))
         _summarise_faults(rows["faults"])
     if options.healthy:
-        rows["healthy"] = list(_shown(_healthy(device, options.healthy)))
+        rows["healthy"] = list(_shown(_healthy(device, HEALTHY, options.healthy)))
         _summarise(rows["healthy"])
+    if options.packages:
+        from package_models import PACKAGE_MODELS  # beside this program; it needs torchvision, timm and transformers
+
+        rows["packages"] = list(_shown(_healthy(device, PACKAGE_MODELS, options.packages)))
+        _summarise(rows["packages"])
     if options.zoo is not None:
         rows["zoo"] = list(_shown(_zoo(device, options.zoo or ZOO)))
         _summarise(rows["zoo"])
@@ -141,11 +149,13 @@ def _fault(fault: Fault, bench: Bench, recipe: Policy) -> dict[str, Any]:
     return row | {"seconds": round(time.perf_counter() - start_s, 1)}
 
 
-def _healthy(device: torch.device, times: int) -> Iterator[dict[str, Any]]:
-    for name, workload in HEALTHY.items():
+def _healthy(device: torch.device, models: Mapping[str, Workload], times: int) -> Iterator[dict[str, Any]]:
+    for name, workload in models.items():
         for seed in range(times):
             bench = Bench(workload, device, seed=1_000_003 * (1 + seed))
-            policies = [amp_recipe(dtype) for dtype in DTYPES]  # type: ignore[arg-type]
+            of_pictures = any(isinstance(module, torch.nn.Conv2d) for module in bench.model.modules())
+            slow = device.type == "cpu" and of_pictures and models is not HEALTHY  # no fast kernels for fp16 there
+            policies = [amp_recipe(dtype) for dtype in (("bf16",) if slow else DTYPES)]  # type: ignore[arg-type]
             yield from _judgements(name, bench, policies, seed=seed)
 
 
@@ -168,7 +178,7 @@ def _judgements(name: str, bench: Bench, policies: Sequence[Policy], **more: Any
             "why": str(judgement),
             "share_of_allowed": round(judgement.used, 3),
             "drift": round(parity.drift, 3),
-            "bias": round(max((module.bias for module in parity.modules), default=0.0), 3),
+            "bias": round(max((gradient.bias for gradient in parity.gradients), default=0.0), 3),
             "spread": parity.spread,
             "thoroughness": asdict(reference.thoroughness),
             "reference_s": round(reference.seconds, 2),

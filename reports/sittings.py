@@ -114,7 +114,7 @@ def transformer(width: int, layers: int, dropout: float = 0.0) -> Callable[[], n
 
 def torchvision_model(name: str) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        import torchvision  # type: ignore[import-not-found]  # on the machine that measures
+        import torchvision
 
         return torchvision.models.get_model(name, weights=None)  # type: ignore[no-any-return]
 

@@ -220,7 +220,9 @@ def _sureness(evidence: Mapping[str, Any]) -> Iterator[str]:
         yield f"{confidence.capitalize()}: {what} with a probability of at least {chance_in_words(_SURE[confidence])}."
     elif confidence == "undecided":
         yield "Undecided: a policy may be better; more --budget, or a quieter machine, tells."
-    if evidence.get("provisional") and confidence != "likely":
+    if evidence.get("provisional") and any(one.get("code") == "not-judged" for one in evidence.get("findings", ())):
+        yield "Provisional: the numerics gate did not judge it."
+    elif evidence.get("provisional") and confidence != "likely":
         yield "Provisional: the search was cut short, or its measurements were too few."
 
 

@@ -43,7 +43,7 @@ _under_a_policy: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class PolicyDriftWarning(UserWarning):
-    """A warning that the policy was tuned with other software or on another model, so its speed may differ."""
+    """A warning that a policy may not do what its file says: other software, another model, or unjudged numerics."""
 
 
 def apply(
@@ -61,7 +61,8 @@ def apply(
     Raises `HardwareMismatchError` for a file that was tuned on another GPU, unless `any_hardware` or the
     environment's AMPTUNE_ANY_HARDWARE=1 allows it; `FileFormatError` for a malformed file; `PolicyApplyError`
     if the policy does not fit the model. The model is then unchanged. A bare `Policy` is not checked against the
-    hardware. Software versions other than those of the tuning give a `PolicyDriftWarning`.
+    hardware. A `PolicyDriftWarning` tells of software versions other than those of the tuning, and of a policy that
+    the numerics gate did not judge.
 
     `guard` watches the loop's first 20 steps, and gives a `PolicyMisuseWarning` for mistakes that harm training and
     raise nothing; None means the environment's AMPTUNE_GUARD. `protect_batch_norm` keeps the running statistics of
@@ -101,7 +102,7 @@ def _read(
     policy = read_policy(policy)
     if isinstance(policy, Policy):
         return policy, ()
-    return policy.policy, _validity(policy, model, any_hardware=any_hardware)
+    return policy.policy, (*_validity(policy, model, any_hardware=any_hardware), *_not_judged(policy))
 
 
 def _validity(policy: PolicyFile, model: nn.Module, *, any_hardware: bool) -> tuple[Finding, ...]:
@@ -116,6 +117,16 @@ def _validity(policy: PolicyFile, model: nn.Module, *, any_hardware: bool) -> tu
         labels["model"] = model_digest(model)
     nvml = hardware.gpu is None or hardware.software.driver is not None
     return require_valid(policy, labels, any_hardware=any_hardware, nvml=nvml)
+
+
+def _not_judged(policy_file: PolicyFile) -> Iterator[Finding]:
+    """Yields a finding for a policy that the numerics gate did not judge."""
+    evidence = policy_file.evidence
+    if evidence.get("provisional"):
+        for finding in evidence.get("findings", ()):
+            if finding.get("code") == "not-judged":
+                message = f"this policy is provisional: {finding.get('message')}"
+                yield Finding(code="not-judged", message=message)
 
 
 def _gpu_of(model: nn.Module) -> str | None:

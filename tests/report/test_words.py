@@ -123,6 +123,16 @@ def test_evidence_is_told_with_its_interval() -> None:
     assert "Valid for torch 2.11." in text
 
 
+def test_a_policy_that_was_not_judged_is_provisional_for_that_reason() -> None:
+    evidence: Any = {
+        "provisional": True,
+        "confidence": "likely",
+        "findings": [{"code": "not-judged", "message": "why"}],
+    }
+    text = "\n".join(explain(PolicyFile(policy=STOCK, evidence=evidence)))
+    assert "Provisional: the numerics gate did not judge it.\nwhy." in text
+
+
 def tuned_for_memory(**more: Any) -> PolicyFile:
     evidence: Any = {
         "objective": "memory",

@@ -11,7 +11,7 @@ from torch import nn
 from amptune.errors import HardwareMismatchError, PolicyApplyError
 from amptune.hardware.detect import probe
 from amptune.policy.file_io import save
-from amptune.policy.policy_file import PolicyFile
+from amptune.policy.policy_file import Evidence, PolicyFile
 from amptune.policy.profile import Entry, Profile
 from amptune.policy.settings import Fp32Rule, Policy
 from amptune.runtime.apply_policy import PolicyDriftWarning, apply
@@ -71,6 +71,17 @@ def test_other_versions_and_another_model_are_warned_of_and_are_findings() -> No
         assert [finding.figures["label"] for finding in tuned.findings] == ["torch", "model"]
     assert {warning.filename for warning in caught} == {__file__}
     assert "torch was 2.0 when this policy was tuned" in str(caught[0].message)
+
+
+def test_a_policy_that_was_not_judged_is_warned_of() -> None:
+    not_judged = {"code": "not-judged", "module": None, "message": "the numerics of bf16 were not judged"}
+    evidence = Evidence(findings=[not_judged], provisional=True)
+    with pytest.warns(PolicyDriftWarning, match="provisional: the numerics of bf16 were not judged"):
+        tuned = apply(PolicyFile(policy=POLICY, evidence=evidence), net())
+    assert [finding.code for finding in tuned.findings] == ["not-judged"]
+    tuned.undo()
+    # In the file of a baseline that stays, the finding is about other policies.
+    apply(PolicyFile(policy=POLICY, evidence=Evidence(findings=[not_judged])), net()).undo()
 
 
 def test_a_drift_made_an_error_changes_nothing() -> None:

@@ -85,7 +85,7 @@ def found(decision: Decision, code: str) -> list[str]:
 
 
 def test_the_policy_file_claims_what_the_verdict_says() -> None:
-    decision = concluded(ROUNDS)
+    decision = concluded(ROUNDS, judged(judge_of(), BF16_LAST))
     assert decision.winner == BF16_LAST
     assert decision.policy == replace(BF16_LAST, batch_size=128), "the batch size that it was measured with"
     assert decision.speedup == decision.gain == decision.verdict.winner.vs_baseline
@@ -233,6 +233,13 @@ def test_a_winner_whose_numerics_were_not_judged_says_so() -> None:
     assert found(concluded(ROUNDS, judged(judge_of(), BF16_LAST)), "not-judged") == []
 
 
+def test_a_winner_that_was_not_judged_is_provisional_however_sure_its_speed_is() -> None:
+    decision = concluded(ROUNDS)
+    assert (decision.verdict.confidence, decision.provisional) == ("confirmed", True)
+    assert evidence(decision)["provisional"] is True
+    assert not concluded(ROUNDS, judged(judge_of(), BF16_LAST)).provisional
+
+
 def test_a_winner_that_could_not_be_judged_says_why() -> None:
     no_memory = Failure(kind="oom", message="no memory for the reference")
     (text,) = found(concluded(ROUNDS, judged(judge_of(lambda _: no_memory), BF16_LAST)), "not-judged")
@@ -242,6 +249,7 @@ def test_a_winner_that_could_not_be_judged_says_why() -> None:
 def test_a_baseline_that_stays_needs_no_judgement() -> None:
     decision = concluded(in_turn({STOCK: [10.0] * 3, BF16: [20.0] * 3}))
     assert found(decision, "not-judged") == []
+    assert not decision.provisional
 
 
 def test_a_compiled_winner_whose_graph_was_not_judged_says_so() -> None:

@@ -14,7 +14,7 @@ from test_pipeline import request_in, tuned_on
 from amptune.measure.results.half_effects import ModuleTrace, Reach
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.results.subject import Module, Prepared
-from amptune.measure.results.training_runs import ModuleParity, Parity
+from amptune.measure.results.training_runs import GradientParity, Parity
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, Reason, amp_recipe
 from amptune.search.decide.decision import Decision
 from amptune.search.events import Event, PolicyJudged, TrialEnded
@@ -26,8 +26,10 @@ from amptune.search.plan.budget import Budget
 from amptune.search.table.ablation import variants_of
 
 UNSOUND = Parity(
-    modules=(
-        ModuleParity(path="body.norm", error=1, bias=1, noise=0.1, rounding=0.01, size=0.5, slope=0.2, vanished=0),
+    gradients=(
+        GradientParity(
+            name="body.norm.weight", error=1, bias=1, noise=0.1, rounding=0.01, size=0.5, slope=0.2, vanished=0
+        ),
     )
 )
 NOT_MADE = Failure(kind="nonfinite", message="the loss is nan in the first step of batch 1")

@@ -236,9 +236,12 @@ class Bench:
             for key in others:
                 del self._batches[key]
 
-    def restart(self, offset: int = 0) -> None:
-        """Restores the initial weights and seeds random generators with seed + `offset`; only within `on_device`."""
-        self._put_back()
+    def restart(self, offset: int = 0, weights: Sequence[torch.Tensor] = ()) -> None:
+        """Restores the initial weights and seeds random generators with seed + `offset`; only within `on_device`.
+
+        With `weights`, one for each parameter, the parameters get these.
+        """
+        self._put_back(weights)
         _seed_everything(self._seed + offset)
 
     def fingerprint(self, batches: Sequence[Any]) -> tuple[float, ...]:
@@ -259,8 +262,8 @@ class Bench:
         self._put_back()
 
     @torch.no_grad()
-    def _put_back(self) -> None:
-        for tensor, initial in zip(self._state(), self._initial, strict=True):
+    def _put_back(self, weights: Sequence[torch.Tensor] = ()) -> None:
+        for tensor, initial in zip(self._state(), [*weights, *self._initial[len(weights) :]], strict=True):
             if 0 not in tensor.stride():  # an expanded buffer: nothing can write to it
                 tensor.copy_(initial) if self._tuned is None else self._tuned.write(tensor, initial)
             tensor.grad = None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -24,7 +24,9 @@ from amptune.policy.settings import Policy
 from amptune.runtime.tuned import Tuned
 from amptune.workload.user_errors import user_code
 
-__all__ = ["Training"]
+__all__ = ["Training", "Weights"]
+
+Weights = Sequence[torch.Tensor]
 
 # The loss scale of 65536 can be halved this often until it is below 1e-5, where scaling has no use.
 MOST_HALVINGS = 33
@@ -78,11 +80,11 @@ class Training:
         """The sketcher, made when gradients are first needed: tracing and sensing may not need it."""
         return Sketcher(self.bench.model)
 
-    def restart(self, offset: int = 0) -> None:
-        """Restores the initial weights and buffers, and seeds the random generators with seed + `offset`."""
+    def restart(self, offset: int = 0, weights: Weights = ()) -> None:
+        """Restores the initial weights (or `weights`) and buffers, and seeds the generators with seed + `offset`."""
         generators = self._generators
         self._put_buffers_back()
-        self.bench.restart(offset)
+        self.bench.restart(offset, weights)
         generators.seed(offset)
 
     def step(self) -> None:
@@ -97,15 +99,28 @@ class Training:
         float(self._step(stepper)[0])
         return time.perf_counter() - start_s
 
+    def weights(self) -> Weights:
+        """Returns a copy of the model's parameters, on the CPU."""
+        return tuple(parameter.detach().to("cpu", copy=True) for parameter in self.bench.model.parameters())
+
     def gradients(
-        self, count: int, *, seed: int = 0, prepare: Callable[[torch.nn.Module], None] | None = None
+        self,
+        count: int,
+        *,
+        weights: Weights = (),
+        seed: int = 0,
+        prepare: Callable[[torch.nn.Module], None] | None = None,
     ) -> Gradients:
-        """Returns gradients of the first `count` batches, each from initial weights (after `prepare`), no dropout."""
+        """Returns gradients of the first `count` batches without dropout.
+
+        Each starts from the initial weights (or `weights`), which `prepare` may change.
+        """
         sketches, nonzero, losses = [], [], []
         with without_dropout(self.tuned.model), drawing_in_fp32():
             stepper = self._stepper(capture=True)
             for self.feed.at in range(count):
-                losses.append(self._capture_one(stepper, SEED_STRIDE * seed + self.feed.at, prepare))
+                start = partial(self.restart, SEED_STRIDE * seed + self.feed.at, weights)
+                losses.append(self._capture_one(stepper, start, prepare))
                 # Summed over the optimizer steps of one training step: a GAN takes several.
                 sketch, counts = (torch.stack(parts).sum(0) for parts in zip(*self._captured, strict=True))
                 self._require_finite(sketch)
@@ -158,10 +173,12 @@ class Training:
             module._buffers.clear()
             module._buffers.update(buffers)
 
-    def _capture_one(self, stepper: Stepper, seed: int, prepare: Callable[[torch.nn.Module], None] | None) -> float:
+    def _capture_one(
+        self, stepper: Stepper, start: Callable[[], None], prepare: Callable[[torch.nn.Module], None] | None
+    ) -> float:
         """Repeats the step until a gradient was captured before an optimizer step; returns the loss."""
         for _ in range(MOST_HALVINGS):
-            self.restart(seed)
+            start()
             if prepare is not None:
                 prepare(self.tuned.model)
             self._captured.clear()
@@ -187,7 +204,8 @@ class Training:
     def _require_finite(self, sketch: torch.Tensor) -> None:
         if not torch.isfinite(sketch).all():
             where = torch.nonzero(~torch.isfinite(sketch)).flatten().tolist()
-            modules = dict.fromkeys(self.sketcher.module_of[i] for i in self.sketcher.parameters_of(where))
+            names = (self.sketcher.names[i] for i in self.sketcher.parameters_of(where))
+            modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
             first, more = next(iter(modules)), len(modules) - 1
             others = f" and those of {more} modules more" if more else ""
             raise NonFiniteError(f"the gradient of {first or 'the model itself'}{others} is not finite", tuple(modules))
@@ -205,6 +223,11 @@ class Training:
         if capture:
             stepper.before_optimizer(self._capture)
         return stepper
+
+    def evaluated_at_start(self) -> float | None:
+        """Returns what the workload's `evaluate` gives before training; None without one."""
+        self.restart()
+        return self._evaluated()
 
     def _evaluated(self) -> float | None:
         evaluate = self.bench.workload.evaluate

@@ -19,13 +19,13 @@ _SEED = 0
 class Sketcher:
     """A sketcher of a model's gradients. Its signs are the same in every process with the same device.
 
-    `columns` holds each parameter's slice of a sketch, `module_of` the path of its module ("" for the model itself).
+    `names` are those of the parameters, `columns` holds each one's slice of a sketch.
     """
 
     def __init__(self, model: nn.Module) -> None:
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._parameters = [parameter for _, parameter in named]
-        self.module_of = tuple(name.rpartition(".")[0] for name, _ in named)
+        self.names = tuple(name for name, _ in named)
         most = _prime_up_to(min(MOST_COLUMNS, max(LEAST_COLUMNS, ALL_COLUMNS // max(1, len(named)))))
         widths = [min(_numbers(parameter).numel(), most) for parameter in self._parameters]
         ends = torch.tensor([0, *widths]).cumsum(0).tolist()

@@ -14,12 +14,13 @@ from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import Policy
 
 __all__ = [
+    "ILL_CONDITIONED",
     "ROUNDING",
     "BufferParity",
     "Floats",
+    "GradientParity",
     "Gradients",
     "LossCurve",
-    "ModuleParity",
     "Parity",
     "Reference",
     "Rounding",
@@ -38,6 +39,10 @@ Rounding = Literal["bf16", "fp16"]
 # Relative root mean square of the rounding error with that many bits: at most half a unit in the last place, evenly
 # distributed.
 ROUNDING: Mapping[Rounding, float] = {"bf16": 2**-8 / math.sqrt(12), "fp16": 2**-11 / math.sqrt(12)}
+
+# If rounding the weights alone changes a gradient by this share, a comparison of the gradient tells nothing. An
+# example: the first layers of DenseNet-161 at its first step.
+ILL_CONDITIONED = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +65,7 @@ class Thoroughness:
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """Sketches of the unscaled gradients of several batches from the initial weights.
+    """Sketches of the unscaled gradients of several batches from the same weights.
 
     `sketches` has the shape (batches, columns). `nonzero` (batches, parameters) counts nonzero elements.
     """
@@ -87,19 +92,22 @@ class LossCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The gradients and the loss curve of training under one policy."""
+    """The gradients and the loss curve of training under one policy; `more` are curves in the replicas' data orders."""
 
     gradients: Gradients
     curve: LossCurve
+    more: tuple[LossCurve, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
     """Training in FP32, and how much FP32 runs differ; made once and compared with every candidate.
 
-    `columns` holds each parameter's slice of a sketch, `module_of` the path of its module. `rounded` holds gradients
-    from weights with random changes as large as rounding errors, `reseeded` those under another seed than the run's;
-    both are of the first batches. `fingerprint` shows if another process has the same weights and batches.
+    `names` are those of the parameters, `columns` holds each one's slice of a sketch. `rounded` holds gradients from
+    weights with random changes as large as rounding errors, `reseeded` those under another seed than the run's; both
+    are of the first batches. If `after_training`, gradients are taken at the weights that the run's loss curve ends at,
+    because more of them can be compared there. `evaluated_at_start` is the result of `evaluate` before training.
+    `fingerprint` shows if another process has the same weights and batches.
     """
 
     policy: Policy
@@ -107,27 +115,29 @@ class Reference:
     rounded: Mapping[Rounding, Gradients]
     reseeded: Gradients
     replicas: tuple[LossCurve, ...]
+    names: tuple[str, ...]
     columns: tuple[slice, ...]
-    module_of: tuple[str, ...]
     spread: Spread
     thoroughness: Thoroughness
     fingerprint: tuple[float, ...]
+    after_training: bool = False
+    evaluated_at_start: float | None = None
     seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleParity:
-    """One module's gradients under a policy, compared with FP32, over all its parameters.
+class GradientParity:
+    """The gradients of one parameter, `name`, under a policy, compared with FP32.
 
     All figures are relative to the FP32 gradient. `error` is the root mean square of the difference over batches,
     beyond the effect of another seed. `bias` is the length of the mean difference over that of the mean gradient. The
     yardsticks are `noise`, the spread of FP32 gradients between batches, and `rounding`, the effect of rounded weights
     in FP32. `size` is the gradient's length, and `slope` the part of FP32's gradient in it (the slope of a regression
     over the same batches); both are 1 if equal to FP32. `vanished` is the share of FP32's nonzero elements that are 0
-    under the policy. `share` is the length of the module's FP32 gradient relative to the whole model's.
+    under the policy. `share` is the length of the parameter's FP32 gradient relative to the whole model's.
     """
 
-    path: str
+    name: str
     error: float
     bias: float
     noise: float
@@ -136,6 +146,11 @@ class ModuleParity:
     slope: float
     vanished: float
     share: float = 1.0
+
+    @property
+    def module(self) -> str:
+        """The path of the parameter's module; "" for the model itself."""
+        return self.name.rpartition(".")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,14 +172,17 @@ class Parity:
 
     `drift` is the distance of the loss curve above FP32's, the largest of any epoch, relative to the distance between
     FP32's replicas (at least a floor). `drift_share` is that distance relative to the loss; `below` is the distance
-    below FP32's, in the unit of `drift`. `buffers` are those that training changes. `skipped_share` is the share of
-    steps that the loss scaler skipped after it had settled at `scale`. `evaluated` and `evaluated_fp32` are the results
-    of the workload's `evaluate`. If training broke, `failure` gives the reason and `broken` the modules whose gradients
-    broke; the other fields are then empty.
+    below FP32's, in the unit of `drift`. If one curve was suspicious, they are those of the mean of several curves,
+    relative to its standard error. `precision` is the relative rounding error of the policy's products. `buffers` are
+    those that training changes. `skipped_share` is the share of steps that the loss scaler skipped after it had settled
+    at `scale`. `evaluated`, `evaluated_fp32` and `evaluated_at_start` are results of the workload's `evaluate`: of the
+    policy, of FP32, and before training. If training broke, `failure` gives the reason and `broken` the modules whose
+    gradients broke; the other fields are then empty.
     """
 
-    modules: tuple[ModuleParity, ...] = ()
+    gradients: tuple[GradientParity, ...] = ()
     spread: Spread = "batches"
+    precision: float = ROUNDING["bf16"]
     drift: float = 0.0
     drift_share: float = 0.0
     below: float = 0.0
@@ -173,6 +191,7 @@ class Parity:
     scale: float = 1.0
     evaluated: float | None = None
     evaluated_fp32: float | None = None
+    evaluated_at_start: float | None = None
     failure: Failure | None = None
     broken: tuple[str, ...] = ()
     seconds: float = 0.0

@@ -43,12 +43,13 @@ def decide(
     """
     policy = verdict.winner.policy
     finalists = _finalists(verdict, amp_recipes)
+    unjudged = tuple(_not_judged(judge, policy))
     findings = (
         *verdict.findings,
         *noticed_before,
         *compile_findings(trials, policy),
         *_rejected(judge, verdict, finalists),
-        *_not_judged(judge, policy),
+        *unjudged,
         *noticed(row.outcome for row in rows),
     )
     decision = Decision(
@@ -67,7 +68,9 @@ def decide(
         hardware=prepared.hardware,
         subject=prepared.subject,
         seconds=seconds,
-        provisional=interrupted or (verdict.confidence == "likely" and not verdict.keeps_the_baseline),
+        provisional=interrupted
+        or (verdict.confidence == "likely" and not verdict.keeps_the_baseline)
+        or any(finding.code == "not-judged" for finding in unjudged),
         memory_mib=prepared.memory_mib,
         timeline=tuple(timeline),
     )

@@ -25,11 +25,11 @@ __all__ = ["Decision", "in_order"]
 class Decision:
     """The result of a tuning.
 
-    It is `provisional` if the gain is likely and not confirmed, or the run was interrupted. The claim rests on
-    `verdict`. `finalists` are the policies measured more than once, `ablation` says what each setting of the winner
-    buys. `amp_recipe` is the better of the compared AMP recipes, or a failure if all of them failed. `points` are the
-    trials that ran and are sound, `memory_mib` is the memory that the device had available. `timeline` says what was
-    done when, and why.
+    It is `provisional` if the gain is likely and not confirmed, the policy's numerics were not judged, or the run was
+    interrupted. The claim rests on `verdict`. `finalists` are the policies measured more than once, `ablation` says
+    what each setting of the winner buys. `amp_recipe` is the better of the compared AMP recipes, or a failure if all of
+    them failed. `points` are the trials that ran and are sound, `memory_mib` is the memory that the device had
+    available. `timeline` says what was done when, and why.
     """
 
     policy_file: PolicyFile

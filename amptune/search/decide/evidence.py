@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from amptune.measure.results.outcome import Measurement
 from amptune.measure.results.subject import Prepared
+from amptune.measure.results.training_runs import ILL_CONDITIONED
 from amptune.policy.policy_file import Evidence
 from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import Policy
 from amptune.search.decide.decision import Decision, in_order
 from amptune.search.decide.pareto import front_of, spread_along
-from amptune.search.gate.limits import ILL_CONDITIONED, Judgement
+from amptune.search.gate.limits import Judgement
 from amptune.search.table.ablation import Ablated
 from amptune.search.table.objective import Objective
 from amptune.search.table.row import Row
@@ -110,12 +111,12 @@ def numerics_of(judgement: Judgement | None) -> dict[str, Any]:
     if judgement is None:
         return {}
     parity = judgement.parity
-    compared = [module for module in parity.modules if module.rounding < ILL_CONDITIONED]
+    compared = [gradient for gradient in parity.gradients if gradient.rounding < ILL_CONDITIONED]
     figures: dict[str, Any] = {
         "share_of_allowed": judgement.used,
-        "gradient_bias": max((module.bias for module in compared), default=None),
-        "gradient_error": max((module.error for module in compared), default=None),
-        "gradient_noise_fp32": statistics.median(module.noise for module in parity.modules) if parity.modules else None,
+        "gradient_bias": max((gradient.bias for gradient in compared), default=None),
+        "gradient_error": max((gradient.error for gradient in compared), default=None),
+        "gradient_noise_fp32": _median(gradient.noise for gradient in parity.gradients),
         "loss_drift": parity.drift_share,
         "loss_drift_of_fp32_spread": parity.drift,
         "skipped_share": parity.skipped_share,
@@ -123,7 +124,13 @@ def numerics_of(judgement: Judgement | None) -> dict[str, Any]:
         "evaluated_fp32": parity.evaluated_fp32,
     }
     rounded = {name: float(f"{value:.3g}") for name, value in figures.items() if value is not None}
-    return rounded | {"modules": len(parity.modules), "modules_compared": len(compared), "spread_from": parity.spread}
+    modules, judged = ({gradient.module for gradient in some} for some in (parity.gradients, compared))
+    return rounded | {"modules": len(modules), "modules_compared": len(judged), "spread_from": parity.spread}
+
+
+def _median(figures: Iterable[float]) -> float | None:
+    values = tuple(figures)
+    return statistics.median(values) if values else None
 
 
 def _measurements(rows: Sequence[Row], policy: Policy) -> list[Measurement]:

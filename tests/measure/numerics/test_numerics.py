@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from amptune.measure.numerics.parity import compare
+from amptune.measure.numerics.comparison import compare
 from amptune.measure.numerics.sketches import MOST_COLUMNS, Sketcher
 from amptune.measure.results.training_runs import Gradients, LossCurve, Parity, Reference, Run, Thoroughness
 from amptune.policy.settings import STOCK
@@ -110,12 +111,12 @@ def test_elements_that_are_not_0_are_counted_parameter_by_parameter() -> None:
     assert counts.tolist() == [int((random(20, 30) > 0).sum()), 0]
 
 
-def test_frozen_parameters_are_left_out_and_modules_named() -> None:
+def test_frozen_parameters_are_left_out_and_the_others_named() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 2)))
     model.register_parameter("own", nn.Parameter(torch.ones(2)))
     next(model.parameters())  # the model's own stands first
     model.get_submodule("0").requires_grad_(False)
-    assert Sketcher(model).module_of == ("", "1.0", "1.0")
+    assert Sketcher(model).names == ("own", "1.0.weight", "1.0.bias")
 
 
 def test_sparse_gradients_are_sketched_as_dense_ones() -> None:
@@ -199,9 +200,10 @@ def reference(
     reseeded: Rows | None = None,
     curve: tuple[float, ...] = falling(),
     replicas: Sequence[tuple[float, ...]] = (falling(by=1.02), falling(by=0.98)),
-    module_of: tuple[str, ...] = ("layer",),
+    names: tuple[str, ...] = ("layer.weight",),
+    widths: Sequence[int] = (),
 ) -> Reference:
-    width = fp32.sketches.shape[1] // len(module_of)
+    ends = np.cumsum([0, *(widths or [fp32.sketches.shape[1] // len(names)] * len(names))])
     few = fp32.sketches[:2]
     return Reference(
         policy=STOCK,
@@ -209,8 +211,8 @@ def reference(
         rounded=dict.fromkeys(("bf16", "fp16"), gradients(few if rounded is None else rounded)),
         reseeded=gradients(few if reseeded is None else reseeded),
         replicas=tuple(LossCurve(losses=losses) for losses in replicas),
-        columns=tuple(slice(i * width, (i + 1) * width) for i in range(len(module_of))),
-        module_of=module_of,
+        columns=tuple(slice(int(start), int(end)) for start, end in pairwise(ends)),
+        names=names,
         spread="batches",
         thoroughness=Thoroughness(batches=BATCHES),
         fingerprint=(),
@@ -224,7 +226,7 @@ def beside(theirs: Gradients, own: Reference, curve: tuple[float, ...] = falling
 def test_fp32_beside_itself_is_no_different() -> None:
     own = gradients(usual())
     parity = beside(own, reference(own))
-    (module,) = parity.modules
+    (module,) = parity.gradients
     assert (module.error, module.bias, module.vanished, module.size) == (0, 0, 0, 1)
     assert module.noise == pytest.approx(math.sqrt(1 / 2), rel=0.2)
     assert (parity.drift, parity.drift_share, parity.skipped_share) == (0, 0, 0)
@@ -234,7 +236,7 @@ def test_fp32_beside_itself_is_no_different() -> None:
 @settings(max_examples=50, deadline=None)
 def test_random_errors_are_errors_without_bias(share: float, seed: int) -> None:
     own = usual()
-    (module,) = beside(gradients(own + share * rows(seed + 2)), reference(gradients(own))).modules
+    (module,) = beside(gradients(own + share * rows(seed + 2)), reference(gradients(own))).gradients
     length = np.sqrt(np.mean(np.square(own).sum(1)))
     assert module.error == pytest.approx(share * math.sqrt(NUMBERS) / length, rel=0.1)
     assert module.bias < 0.35 * module.error
@@ -244,7 +246,7 @@ def test_random_errors_are_errors_without_bias(share: float, seed: int) -> None:
 @settings(max_examples=20, deadline=None)
 def test_a_systematic_error_is_a_bias_of_its_size(share: float) -> None:
     own = usual()
-    (module,) = beside(gradients(own * np.float32(1 + share)), reference(gradients(own))).modules
+    (module,) = beside(gradients(own * np.float32(1 + share)), reference(gradients(own))).gradients
     assert module.error == pytest.approx(share, rel=1e-3)
     assert module.bias == pytest.approx(share, rel=0.15)
     assert module.size == pytest.approx(1 + share, rel=1e-3)
@@ -253,55 +255,58 @@ def test_a_systematic_error_is_a_bias_of_its_size(share: float) -> None:
 def test_a_bias_is_seen_through_larger_random_errors() -> None:
     own = usual()
     mean = own.mean(axis=0, keepdims=True)
-    (noisy,) = beside(gradients(own + rows(7) + 0.5 * mean), reference(gradients(own))).modules
-    (fair,) = beside(gradients(own + rows(7)), reference(gradients(own))).modules
+    (noisy,) = beside(gradients(own + rows(7) + 0.5 * mean), reference(gradients(own))).gradients
+    (fair,) = beside(gradients(own + rows(7)), reference(gradients(own))).gradients
     assert noisy.bias == pytest.approx(0.5, rel=0.3)
     assert fair.bias < 0.2
 
 
 def test_a_gradient_that_is_0_in_the_mean_makes_nothing_look_large_beside_it() -> None:
     own = rows(1)
-    (module,) = beside(gradients(own + 0.1 * rows(2)), reference(gradients(own - own.mean(0)))).modules
+    (module,) = beside(gradients(own + 0.1 * rows(2)), reference(gradients(own - own.mean(0)))).gradients
     assert module.bias < 1
 
 
 def test_a_gradient_of_zeros_has_vanished() -> None:
     own = usual()
-    (module,) = beside(gradients(np.zeros_like(own), [0]), reference(gradients(own))).modules
+    (module,) = beside(gradients(np.zeros_like(own), [0]), reference(gradients(own))).gradients
     assert (module.vanished, module.size) == (1, 0)
     assert module.error == pytest.approx(1)
 
 
 def test_half_of_the_elements_may_vanish() -> None:
     own = usual()
-    (module,) = beside(gradients(own, [NUMBERS // 4]), reference(gradients(own))).modules
+    (module,) = beside(gradients(own, [NUMBERS // 4]), reference(gradients(own))).gradients
     assert module.vanished == pytest.approx(0.75)
 
 
 def test_elements_that_are_0_in_fp32_alone_are_nothing_that_vanished() -> None:
     own = usual()
-    (module,) = beside(gradients(own), reference(gradients(own, [NUMBERS // 2]))).modules
+    (module,) = beside(gradients(own), reference(gradients(own, [NUMBERS // 2]))).gradients
     assert module.vanished == 0
 
 
-def test_modules_without_a_gradient_in_fp32_are_not_compared() -> None:
+def test_parameters_without_a_gradient_in_fp32_are_not_compared() -> None:
     own = usual()
     own[:, : NUMBERS // 2] = 0
     both = [NUMBERS // 2, NUMBERS // 2]
-    parity = beside(gradients(own, both), reference(gradients(own, both), module_of=("unused", "used")))
-    assert [module.path for module in parity.modules] == ["used"]
+    parity = beside(gradients(own, both), reference(gradients(own, both), names=("unused.weight", "used.weight")))
+    assert [gradient.module for gradient in parity.gradients] == ["used"]
 
 
-def test_the_parameters_of_a_module_are_looked_at_together_and_by_themselves() -> None:
+def test_a_small_parameter_beside_a_large_one_is_compared_by_itself() -> None:
     own = usual()
+    own[:, 100:] *= 0.01
     theirs = own.copy()
-    theirs[:, :100] *= 2
-    modules = beside(
-        gradients(theirs, [100] * 4), reference(gradients(own, [100] * 4), module_of=("a", "b", "a", "b"))
-    ).modules
-    assert [module.path for module in modules] == ["a", "b"]
-    assert modules[0].error == pytest.approx(math.sqrt(1 / 2), rel=0.1)
-    assert modules[1].error == 0
+    theirs[:, 100:] = 0
+    both = [100, NUMBERS - 100]
+    large, small = beside(
+        gradients(theirs, [100, 0]), reference(gradients(own, both), names=("a.weight", "a.table"), widths=both)
+    ).gradients
+    assert (large.module, small.module) == ("a", "a")
+    assert large.error == 0
+    assert small.error == pytest.approx(1)
+    assert small.share == pytest.approx(0.01 * math.sqrt((NUMBERS - 100) / 100), rel=0.2)
 
 
 def test_what_another_seed_changes_is_no_error_of_the_policys() -> None:
@@ -309,21 +314,21 @@ def test_what_another_seed_changes_is_no_error_of_the_policys() -> None:
     noise = rows(3)
     (module,) = beside(
         gradients(own + 0.5 * noise), reference(gradients(own), reseeded=own[:2] + 0.5 * rows(4, 2))
-    ).modules
+    ).gradients
     assert module.error < 0.15
-    (without,) = beside(gradients(own + 0.5 * noise), reference(gradients(own))).modules
+    (without,) = beside(gradients(own + 0.5 * noise), reference(gradients(own))).gradients
     assert without.error > 0.3
 
 
 def test_the_yardstick_of_rounding_is_what_rounded_weights_change() -> None:
     own = usual()
-    (module,) = beside(gradients(own), reference(gradients(own), rounded=own[:2] * np.float32(1.25))).modules
+    (module,) = beside(gradients(own), reference(gradients(own), rounded=own[:2] * np.float32(1.25))).gradients
     assert module.rounding == pytest.approx(0.25, rel=0.2)
 
 
 def test_one_batch_has_no_spread_and_its_error_is_its_bias() -> None:
     own = usual()[:1]
-    (module,) = beside(gradients(own * np.float32(1.5)), reference(gradients(own))).modules
+    (module,) = beside(gradients(own * np.float32(1.5)), reference(gradients(own))).gradients
     assert module.noise == 0
     assert module.bias == pytest.approx(module.error) == pytest.approx(0.5)
 
@@ -332,8 +337,8 @@ def test_one_batch_has_no_spread_and_its_error_is_its_bias() -> None:
 def test_gradients_may_be_of_any_size(power: int) -> None:
     own, theirs = usual(), usual() * np.float32(1.1) + 0.1 * rows(3)
     unit = np.float32(10.0**power)
-    (there,) = beside(gradients(unit * theirs), reference(gradients(unit * own))).modules
-    (here,) = beside(gradients(theirs), reference(gradients(own))).modules
+    (there,) = beside(gradients(unit * theirs), reference(gradients(unit * own))).gradients
+    (here,) = beside(gradients(theirs), reference(gradients(own))).gradients
     for figure in ("error", "bias", "noise", "size", "rounding"):
         assert getattr(there, figure) == pytest.approx(getattr(here, figure), rel=1e-3, abs=1e-6)
 
@@ -372,6 +377,20 @@ def test_batches_within_an_epoch_may_differ() -> None:
 def test_replicas_that_are_alike_leave_a_floor() -> None:
     parity = drift_of(lambda _: 1.01, (falling(), falling()))
     assert parity.drift == pytest.approx(2)
+
+
+def test_several_curves_are_held_to_what_they_differ_by() -> None:
+    """By chance, two replicas were alike and one curve was far off; the others show that it was chance."""
+    own = reference(gradients(usual()), replicas=(falling(by=1.001), falling(by=0.999)))
+
+    def drift(*by: float) -> float:
+        first, *more = (LossCurve(losses=falling(by=one)) for one in by)
+        return compare(own, Run(gradients=own.run.gradients, curve=first, more=tuple(more)), "bf16").drift
+
+    assert drift(1.2) == pytest.approx(40)
+    assert drift(1.2, 1.0, 1.06) < 3
+    assert drift(1.2, 1.21, 1.19) > 20
+    assert drift(1.01, 1.011, 1.009) == pytest.approx(2), "not the less, for being more certain"
 
 
 def test_skipped_steps_are_told_as_a_share_and_evaluations_are_kept() -> None:

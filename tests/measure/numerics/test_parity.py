@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,13 @@ from amptune import Policy, Workload
 from amptune.errors import TargetError, UserCodeError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import NonFiniteError, TooSlowError
+from amptune.measure.numerics.casts import parameters_in_half
 from amptune.measure.numerics.parity import judge, make_reference
 from amptune.measure.numerics.short_training import Training
 from amptune.measure.results.training_runs import Parity, Reference
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, amp_recipe
 from amptune.runtime.tuned import Tuned
+from amptune.search.gate.limits import judged as held_to_the_limits
 
 CPU = torch.device("cpu")
 BF16, FP16 = amp_recipe("bf16"), amp_recipe("fp16")
@@ -83,17 +86,17 @@ def looked_at(workload: Workload, policy: Policy, *, device: torch.device = CPU,
 def sound(workload: Workload, policy: Policy, *, device: torch.device = CPU, seconds: float = LITTLE_S) -> Parity:
     parity = looked_at(workload, policy, device=device, seconds=seconds).parity
     assert parity.failure is None, parity.failure
-    assert parity.modules
+    assert parity.gradients
     return parity
 
 
 def is_fp32_itself(parity: Parity) -> bool:
-    exact = all((m.error, m.bias, m.size, m.vanished) == (0, 0, 1, 0) for m in parity.modules)
+    exact = all((m.error, m.bias, m.size, m.vanished) == (0, 0, 1, 0) for m in parity.gradients)
     return exact and (parity.drift, parity.skipped_share) == (0, 0)
 
 
 def is_close(parity: Parity, most: float = 0.05) -> bool:
-    return all(module.error < most and abs(module.size - 1) < most for module in parity.modules)
+    return all(gradient.error < most and abs(gradient.size - 1) < most for gradient in parity.gradients)
 
 
 # --- what is found of healthy models ------------------------------------------------------------------------------
@@ -107,10 +110,11 @@ def test_fp32_beside_itself_is_exactly_the_same() -> None:
 @pytest.mark.parametrize("policy", [BF16, FP16], ids=["bf16", "fp16"])
 def test_a_healthy_model_is_nearly_the_same_in_half(policy: Policy, device: torch.device) -> None:
     parity = sound(workload_of(perceptron), policy, device=device, seconds=ENOUGH_S)
-    assert [module.path for module in parity.modules] == ["0", "2", "3"]
-    assert all(0 < module.error < 0.1 for module in parity.modules)
-    assert all(0.1 < module.noise < 10 for module in parity.modules)
-    assert all(0 < module.rounding < 0.1 for module in parity.modules)
+    named = [f"{path}.{what}" for path in (0, 2, 3) for what in ("weight", "bias")]
+    assert [gradient.name for gradient in parity.gradients] == named
+    assert all(0 < gradient.error < 0.1 for gradient in parity.gradients)
+    assert all(0.1 < gradient.noise < 10 for gradient in parity.gradients)
+    assert all(0 < gradient.rounding < 0.1 for gradient in parity.gradients)
     assert abs(parity.drift) < 1
 
 
@@ -118,7 +122,7 @@ def test_bf16_rounds_more_coarsely_than_fp16() -> None:
     reference = looked_at(workload_of(perceptron), STOCK).reference
     coarse = judge(Bench(workload_of(perceptron), CPU), BF16, reference)
     fine = judge(Bench(workload_of(perceptron), CPU), FP16, reference)
-    for of_bf16, of_fp16 in zip(coarse.modules, fine.modules, strict=True):
+    for of_bf16, of_fp16 in zip(coarse.gradients, fine.gradients, strict=True):
         assert of_bf16.rounding == pytest.approx(8 * of_fp16.rounding, rel=0.2)
         assert of_bf16.error > of_fp16.error
 
@@ -257,8 +261,8 @@ def test_what_the_model_draws_is_the_same_in_all_runs_that_are_compared(
     """Else rounded weights seem to change the gradient too much for it to be judged."""
     model = lambda: nn.Sequential(nn.Linear(4, 16), Called(lambda _, x: x * draw(x).to(x)), nn.Linear(16, 1))  # noqa: E731
     parity = sound(workload_of(model, (4,)), BF16, seconds=ENOUGH_S)
-    assert all(module.error < 0.05 for module in parity.modules)
-    assert all(module.rounding < 0.05 for module in parity.modules)
+    assert all(gradient.error < 0.05 for gradient in parity.gradients)
+    assert all(gradient.rounding < 0.05 for gradient in parity.gradients)
 
 
 def test_a_generator_that_the_first_pass_makes_is_seeded_too() -> None:
@@ -270,6 +274,92 @@ def test_a_generator_that_the_first_pass_makes_is_seeded_too() -> None:
             return super().forward(x * torch.rand(x.shape, generator=self.made))
 
     assert is_close(sound(workload_of(lambda: Late(4, 1), (4,)), BF16, seconds=ENOUGH_S))
+
+
+# --- where gradients are compared -----------------------------------------------------------------------------------
+
+
+class Gate(nn.Module):
+    """A branch that starts closed: until the gate moves, nothing in it has a gradient."""
+
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__()
+        self.branch = branch
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.gate * self.branch(x).float()
+        return out
+
+
+def gated(inside: Callable[[torch.Tensor], torch.Tensor] = nn.Identity()) -> nn.Sequential:  # noqa: B008
+    branch = nn.Sequential(nn.Linear(32, 32), Called(lambda _, x: inside(x)), nn.Linear(32, 32))
+    return nn.Sequential(nn.Linear(16, 32), Gate(branch), nn.Linear(32, 4))
+
+
+def learnable(n: int) -> torch.Tensor:
+    return torch.randn(n, 16)
+
+
+def to_learn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(model(x), x[:, :4] + x[:, 4:8] * x[:, 8:12])
+
+
+def rounded_away(x: torch.Tensor) -> torch.Tensor:
+    """In FP32 this is x; in bf16 the sum has no bits left for it."""
+    return (x + 1e4) - 1e4
+
+
+def test_a_branch_that_starts_closed_is_judged_after_a_moment_of_training() -> None:
+    workload = workload_of(partial(gated, rounded_away), batch=learnable, loss=to_learn)
+    found = looked_at(workload, BF16, seconds=ENOUGH_S)
+    assert found.reference.after_training
+    assert "1.branch.2" in {finding.module for finding in held_to_the_limits(BF16, found.parity).shortcomings}
+    healthy = looked_at(workload_of(gated, batch=learnable, loss=to_learn), BF16, seconds=ENOUGH_S)
+    assert {gradient.name for gradient in healthy.parity.gradients} == set(dict(gated().named_parameters()))
+    assert held_to_the_limits(BF16, healthy.parity).passes
+
+
+def test_gradients_are_compared_at_the_start_if_all_can_be() -> None:
+    assert not looked_at(workload_of(perceptron), BF16).reference.after_training
+
+
+def test_another_process_trains_to_the_same_weights() -> None:
+    reference = looked_at(workload_of(gated, batch=learnable, loss=to_learn), STOCK, seconds=ENOUGH_S).reference
+    elsewhere = Bench(workload_of(gated, batch=learnable, loss=to_learn), CPU)
+    assert reference.after_training
+    assert is_fp32_itself(judge(elsewhere, STOCK, reference))
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 16)
+        self.norm = nn.LayerNorm(16)
+        self.lstm = nn.LSTM(16, 16, batch_first=True)
+        self.head = nn.Linear(16, 20)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.lstm(self.norm(self.words(ids)))[0]) * self.scale
+        return out
+
+
+@each_device
+def test_the_yardstick_rounds_what_autocast_rounds(device: torch.device) -> None:
+    workload = workload_of(Mixed, batch=lambda n: torch.randint(20, (n, 6)), loss=next_token)
+    rounded = set(parameters_in_half(Bench(workload, device), STOCK))
+    assert {"head.weight", "head.bias", "lstm.weight_ih_l0"} <= rounded
+    assert not rounded & {"words.weight", "norm.weight", "scale"}
+
+
+def test_all_parameters_are_rounded_where_autocast_breaks_the_model() -> None:
+    def refuses_half(x: torch.Tensor) -> torch.Tensor:
+        assert x.dtype == torch.float32
+        return x
+
+    bench = Bench(workload_of(partial(gated, refuses_half)), CPU)
+    assert set(parameters_in_half(bench, STOCK)) == set(dict(bench.model.named_parameters()))
 
 
 # --- what a model may be like ---------------------------------------------------------------------------------------
@@ -290,9 +380,8 @@ class Own(nn.Module):
 
 def test_parameters_of_the_model_itself_frozen_and_unused_ones() -> None:
     judged = looked_at(workload_of(Own), BF16)
-    assert [module.path for module in judged.parity.modules] == [""]
-    assert "fixed" not in judged.reference.module_of
-    assert len(judged.reference.module_of) == 3
+    assert [(gradient.name, gradient.module) for gradient in judged.parity.gradients] == [("weight", "")]
+    assert judged.reference.names == ("weight", "retired.weight", "retired.bias")
 
 
 class Tied(nn.Module):
@@ -314,7 +403,7 @@ def next_token(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 def test_tied_weights_are_looked_at_once() -> None:
     workload = workload_of(Tied, batch=lambda n: torch.randint(20, (n, 6)), loss=next_token)
     parity = sound(workload, BF16)
-    assert [module.path for module in parity.modules] == ["embedding"]
+    assert [gradient.name for gradient in parity.gradients] == ["embedding.weight"]
     assert is_close(parity)
 
 
@@ -326,7 +415,7 @@ def test_sparse_gradients_are_compared(policy: Policy) -> None:
         loss=lambda model, ids: (model(ids).float() - 1).square().mean(),
     )
     parity = sound(workload, policy)
-    assert [module.path for module in parity.modules] == ["0", "2"]
+    assert [gradient.name for gradient in parity.gradients] == ["0.weight", "2.weight", "2.bias"]
     assert is_close(parity)
 
 
@@ -344,7 +433,7 @@ class Complex(nn.Module):
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")  # Bench.fingerprint takes the real parts alone
 def test_complex_parameters_are_compared() -> None:
     parity = sound(workload_of(Complex), BF16)
-    assert [module.path for module in parity.modules] == ["", "head"]
+    assert [gradient.name for gradient in parity.gradients] == ["spectrum", "head.weight", "head.bias"]
     assert is_close(parity)
 
 
@@ -387,7 +476,7 @@ def test_weights_buffers_and_modes_are_as_they_were_for_the_next() -> None:
 def test_modules_are_named_as_the_user_does_where_the_policy_compiles() -> None:
     bench = Bench(workload_of(perceptron), CPU)
     with Training.on(bench, Policy(compile="default")) as training:  # compiling waits for the first step
-        assert dict.fromkeys(training.sketcher.module_of) == dict.fromkeys(("0", "2", "3"))
+        assert training.sketcher.names == tuple(dict(perceptron().named_parameters()))
 
 
 # --- what data may be like ------------------------------------------------------------------------------------------
@@ -402,14 +491,14 @@ def test_constant_data_is_taken_in_parts(samples: int, parts: int) -> None:
     judged = looked_at(workload_of(perceptron, batch=constant, batch_size=samples), BF16, seconds=ENOUGH_S)
     assert (judged.parity.failure, judged.parity.spread) == (None, "parts")
     assert len(judged.reference.run.gradients.sketches) == parts
-    assert all(module.noise > 0.1 for module in judged.parity.modules)
+    assert all(gradient.noise > 0.1 for gradient in judged.parity.gradients)
 
 
 @pytest.mark.parametrize("samples", [1, 7])
 def test_constant_data_that_is_too_little_for_parts_gives_no_spread(samples: int) -> None:
     judged = looked_at(workload_of(perceptron, batch=constant, batch_size=samples), BF16, seconds=ENOUGH_S)
     assert (judged.parity.failure, judged.parity.spread) == (None, "none")
-    assert all(module.noise == 0 for module in judged.parity.modules)
+    assert all(gradient.noise == 0 for gradient in judged.parity.gradients)
     assert is_close(judged.parity)
 
 

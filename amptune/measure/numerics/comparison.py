@@ -1,0 +1,172 @@
+"""Compares training under a policy with training in FP32: gradients, loss curves and buffers. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from amptune.measure.results.training_runs import (
+    ILL_CONDITIONED,
+    ROUNDING,
+    BufferParity,
+    Floats,
+    GradientParity,
+    LossCurve,
+    Parity,
+    Reference,
+    Rounding,
+    Run,
+)
+
+__all__ = ["comparable", "compare"]
+
+
+def compare(reference: Reference, run: Run, rounding: Rounding) -> Parity:
+    """Compares a run with the reference. Both are finite; `rounding` is the coarsest rounding the policy does."""
+    drift, share, below = _drift(reference, run)
+    return Parity(
+        gradients=tuple(_gradient_parities(reference, run, rounding)),
+        spread=reference.spread,
+        precision=ROUNDING[rounding],
+        drift=drift,
+        drift_share=share,
+        below=below,
+        buffers=tuple(_buffer_parities(reference, run.curve)),
+        skipped_share=run.curve.skipped / max(1, len(run.curve.losses)),
+        scale=run.curve.scale,
+        evaluated=run.curve.evaluated,
+        evaluated_fp32=reference.run.curve.evaluated,
+        evaluated_at_start=reference.evaluated_at_start,
+    )
+
+
+def comparable(reference: Reference) -> int:
+    """Returns the number of parameters whose gradient in half can be compared with FP32's, or is negligible."""
+    own = _gradient_parities(reference, reference.run, "bf16")
+    return sum(one.rounding < ILL_CONDITIONED or one.share < ROUNDING["bf16"] for one in own)
+
+
+def _gradient_parities(reference: Reference, run: Run, rounding: Rounding) -> Iterator[GradientParity]:
+    """Yields the parity of each parameter that has a gradient in FP32."""
+    own, found, rounded = reference.run.gradients, run.gradients, reference.rounded[rounding]
+    whole = _mean_square(own.sketches)
+    for i, (name, columns) in enumerate(zip(reference.names, reference.columns, strict=True)):
+        fp32, theirs = own.sketches[:, columns], found.sketches[:, columns]
+        size = _mean_square(fp32)
+        if size == 0:
+            continue
+        itself = _mean_square(_difference(reference.reseeded.sketches[:, columns], fp32))
+        before, after = float(own.nonzero[:, i].sum()), float(found.nonzero[:, i].sum())
+        yield GradientParity(
+            name=name,
+            error=math.sqrt(max(0.0, _mean_square(theirs - fp32) - itself) / size),
+            bias=_bias(_gram(theirs - fp32), _gram(fp32)),
+            noise=math.sqrt(_spread(_gram(fp32)) / size),
+            rounding=math.sqrt(_mean_square(_difference(rounded.sketches[:, columns], fp32)) / size),
+            size=math.sqrt(_mean_square(theirs) / size),
+            slope=float(np.vdot(theirs.astype(np.float64), fp32)) / (len(fp32) * size),
+            vanished=max(0.0, before - after) / max(1.0, before),
+            share=math.sqrt(size / whole),
+        )
+
+
+def _difference(some: Floats, all_batches: Floats) -> Floats:
+    return some - all_batches[: len(some)]
+
+
+def _mean_square(rows: Floats) -> float:
+    """Returns the mean squared length of the rows."""
+    return float(np.mean(np.square(rows.astype(np.float64)).sum(axis=1)))
+
+
+def _gram(rows: Floats) -> NDArray[np.float64]:
+    """Returns the inner products of all pairs of rows."""
+    wide = rows.astype(np.float64)
+    return wide @ wide.T
+
+
+def _bias(errors: NDArray[np.float64], gradients: NDArray[np.float64]) -> float:
+    """Returns the length of the mean error over that of the mean gradient, from inner products over batches.
+
+    A mean of few batches still contains part of the spread between batches. This part is subtracted from the error
+    but not from the gradient: otherwise any error would look large beside a gradient whose mean is 0.
+    """
+    batches = len(gradients)
+    error = max(0.0, float(errors.mean()) - _spread(errors) / batches)
+    gradient = float(gradients.mean()) + _spread(gradients) / batches
+    return math.sqrt(error / gradient) if gradient > 0 else 0.0
+
+
+def _spread(gram: NDArray[np.float64]) -> float:
+    """Returns the variance of the rows around their mean, summed over columns."""
+    batches = len(gram)
+    if batches < 2:
+        return 0.0
+    return max(0.0, float(np.mean(gram.diagonal()) - gram.mean()) * batches / (batches - 1))
+
+
+# Floor for the yardstick, as a share of the loss: replicas may differ by less than this.
+LEAST_DEVIATION = 0.005
+# Floor for the loss level, as a share of the first loss: a loss may fall to almost 0.
+LEAST_LEVEL = 0.02
+
+
+def _drift(reference: Reference, run: Run) -> tuple[float, float, float]:
+    """Returns the largest of any epoch: (above FP32, relative to the yardstick; above FP32, relative to the loss; below
+    FP32, relative to the yardstick).
+
+    The yardstick of one curve is the distance between the replicas. That of several is the standard error of their
+    mean, from the replicas and from the curves themselves.
+    """
+    replicas = reference.replicas
+    own = [_by_epoch(curve, reference) for curve in (reference.run.curve, *replicas)]
+    theirs = [_by_epoch(curve, reference) for curve in (run.curve, *run.more)]
+    least = max(LEAST_LEVEL * abs(reference.run.curve.losses[0]), 1e-30)
+    level = [np.maximum(np.abs(losses), least) for losses in own]
+    apart = [(replica - own[0]) / level[0] for replica in own[1:]]
+    above = np.array([(a - b) / size for a, b, size in zip(theirs, own, level, strict=False)])
+    mean, variance = above.mean(axis=0), float(np.mean(np.square(apart))) if apart else 0.0
+    if len(above) > 1:
+        variance = (variance + above.var(axis=0, ddof=1)) / 2 / len(above)
+    times = mean / np.maximum(np.sqrt(variance), LEAST_DEVIATION)
+    return float(times.max()), float(mean.max()), max(0.0, float(-times.min()))
+
+
+def _buffer_parities(reference: Reference, curve: LossCurve) -> Iterator[BufferParity]:
+    """Yields the buffers that training changes: they differ between FP32 and its replicas, or under the policy."""
+    for name, own in reference.run.curve.buffers.items():
+        found = curve.buffers.get(name)
+        if found is None or found.shape != own.shape:
+            continue
+        others = [replica.buffers[name] for replica in reference.replicas if name in replica.buffers]
+        apart = max((_distance(other, own) for other in others if other.shape == own.shape), default=0.0)
+        off = _distance(found, own)
+        if off or apart:
+            size = _scale(name, reference.run.curve.buffers)
+            yield BufferParity(path=name, off=off / size, apart=apart / size)
+
+
+def _distance(one: Floats, other: Floats) -> float:
+    """Returns the length of the difference; a mask's infinities, and NaN, differ from nothing equal."""
+    same = (one == other) | (np.isnan(one) & np.isnan(other))
+    return float(np.linalg.norm(one[~same] - other[~same]))
+
+
+def _scale(name: str, buffers: Mapping[str, Floats]) -> float:
+    """Returns the length that a buffer's distances are relative to: its own, a running mean's standard deviation.
+
+    BatchNorm subtracts a mean and divides by the deviation: behind a layer whose outputs have no mean, the mean is made
+    of rounding errors and all the same harmless.
+    """
+    variance = buffers.get(f"{name.removesuffix('running_mean')}running_var") if name.endswith("running_mean") else None
+    lengths = buffers[name] if variance is None else np.sqrt(np.maximum(variance, 0.0))
+    return max(float(np.linalg.norm(lengths[np.isfinite(lengths)])), 1e-30)
+
+
+def _by_epoch(curve: LossCurve, reference: Reference) -> NDArray[np.float64]:
+    """Returns the mean loss of each epoch: it covers all batches once, so the order of batches matters little."""
+    count = max(1, len(curve.losses) // reference.thoroughness.batches)
+    return np.array([np.mean(part) for part in np.array_split(np.array(curve.losses), count)])

@@ -1,0 +1,186 @@
+"""Forty models of torchvision, timm and transformers, small: each trains as well in half precision as in FP32.
+
+None of them was looked at while the numerics gate was made. Pictures are 64 × 64, sentences have 24 tokens; a class, or
+the next token, can be learned from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  # the name all of PyTorch's users give it
+
+from amptune.workload.workload import Workload
+
+__all__ = ["PACKAGE_MODELS"]
+
+CLASSES, PIXELS = 8, 64
+VOCABULARY, TOKENS, WIDTH = 96, 24, 64
+
+
+@cache
+def _patterns() -> Tensor:
+    """One smooth picture per class."""
+    coarse = torch.randn(CLASSES, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    return F.interpolate(coarse, size=(PIXELS, PIXELS), mode="bilinear")
+
+
+def _pictures(n: int) -> tuple[Tensor, Tensor]:
+    labels = torch.randint(CLASSES, (n,))
+    return torch.randn(n, 3, PIXELS, PIXELS) + _patterns()[labels], labels
+
+
+def _classified(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    pictures, labels = batch
+    found = model(pictures)
+    if isinstance(found, tuple):  # GoogLeNet has two more heads
+        first, *others = found
+        return F.cross_entropy(first, labels) + sum(0.3 * F.cross_entropy(one, labels) for one in others)
+    return F.cross_entropy(getattr(found, "logits", found), labels)
+
+
+def _segmented(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    pictures, labels = batch
+    found = model(pictures)["out"]
+    return F.cross_entropy(found, labels[:, None, None].expand(-1, *found.shape[2:]))
+
+
+def _sentences(n: int) -> Tensor:
+    """Arithmetic sequences of tokens."""
+    first, step = torch.randint(VOCABULARY, (n, 1)), torch.randint(1, 8, (n, 1))
+    return (first + step * torch.arange(TOKENS)) % (VOCABULARY - 3) + 3
+
+
+def _labelled(n: int) -> tuple[Tensor, Tensor]:
+    tokens = _sentences(n)
+    return tokens, tokens[:, 0] % CLASSES
+
+
+def _told_apart(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    tokens, labels = batch
+    loss: Tensor = model(input_ids=tokens, labels=labels).loss
+    return loss
+
+
+def _continued(model: nn.Module, tokens: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=5e-4)
+
+
+def _of_pictures(model: Callable[[], nn.Module], optimizer: Any = _sgd, loss: Any = _classified) -> Workload:
+    return Workload(model=model, batch=_pictures, loss=loss, optimizer=optimizer, batch_size=16)
+
+
+def _timm(name: str, **options: Any) -> nn.Module:
+    import timm
+
+    model: nn.Module = timm.create_model(name, num_classes=CLASSES, **options)
+    return model
+
+
+def _torchvision(name: str, **options: Any) -> nn.Module:
+    import torchvision
+
+    model: nn.Module = torchvision.models.get_model(name, num_classes=CLASSES, weights=None, **options)
+    return model
+
+
+def _segmenter() -> nn.Module:
+    import torchvision
+
+    model: nn.Module = torchvision.models.segmentation.lraspp_mobilenet_v3_large(
+        num_classes=CLASSES, weights=None, weights_backbone=None
+    )
+    return model
+
+
+def _transformer(kind: str, task: str, **options: Any) -> nn.Module:
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(**options)
+    model: nn.Module = getattr(transformers, f"{kind}{task}")(config)
+    return model
+
+
+_SMALL: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 2 * WIDTH,
+}
+_GPT: Mapping[str, Any] = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 2, "n_head": 4}
+_T5: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": WIDTH,
+    "d_ff": 2 * WIDTH,
+    "d_kv": 16,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
+_BART: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": WIDTH,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 2 * WIDTH,
+    "decoder_ffn_dim": 2 * WIDTH,
+}
+_DISTIL: Mapping[str, Any] = {"vocab_size": VOCABULARY, "dim": WIDTH, "n_layers": 2, "n_heads": 4, "hidden_dim": 128}
+
+
+def _decoder(kind: str, task: str = "ForCausalLM", **options: Any) -> Workload:
+    model = partial(_transformer, kind, task, **(options or _SMALL))
+    return Workload(model=model, batch=_sentences, loss=_continued, optimizer=_adamw, batch_size=16)
+
+
+def _encoder(kind: str, **options: Any) -> Workload:
+    model = partial(
+        _transformer, kind, "ForSequenceClassification", num_labels=CLASSES, pad_token_id=0, **(options or _SMALL)
+    )
+    return Workload(model=model, batch=_labelled, loss=_told_apart, optimizer=_adamw, batch_size=16)
+
+
+def _all() -> dict[str, Workload]:
+    convolutions = ("resnet18", "mobilenet_v2", "shufflenet_v2_x0_5", "squeezenet1_1", "mnasnet0_5", "densenet121")
+    found = {
+        name: _of_pictures(partial(_torchvision, name)) for name in (*convolutions, "regnet_y_400mf", "efficientnet_b0")
+    }
+    found["googlenet"] = _of_pictures(partial(_torchvision, "googlenet", init_weights=False))
+    found["swin_t"] = _of_pictures(partial(_torchvision, "swin_t"), _adamw)
+    found["convnext_tiny"] = _of_pictures(partial(_torchvision, "convnext_tiny"), _adamw)
+    found["lraspp"] = _of_pictures(_segmenter, loss=_segmented)
+    newer = ("mobilenetv3_small_050", "efficientnet_lite0", "resnest14d", "ghostnet_050", "repvgg_a0")
+    found |= {name: _of_pictures(partial(_timm, name)) for name in (*newer, "res2net50_26w_4s", "nf_regnet_b0")}
+    mixed = ("edgenext_xx_small", "mobilevit_xxs", "poolformer_s12", "pvt_v2_b0")
+    found |= {name: _of_pictures(partial(_timm, name), _adamw) for name in mixed}
+    of_one_size = ("vit_tiny_patch16_224", "cait_xxs24_224", "mixer_s32_224", "gmlp_ti16_224", "coat_tiny")
+    found |= {name: _of_pictures(partial(_timm, name, img_size=PIXELS), _adamw) for name in of_one_size}
+    found["xcit_nano_12_p16_224"] = _of_pictures(partial(_timm, "xcit_nano_12_p16_224"), _adamw)
+    found |= {kind.lower(): _decoder(kind) for kind in ("Llama", "GPTNeoX")}
+    found["qwen2"] = _decoder("Qwen2", **_SMALL, num_key_value_heads=2)
+    found["gpt2"] = _decoder("GPT2", "LMHeadModel", **_GPT)
+    found["opt"] = _decoder("OPT", **_SMALL, ffn_dim=2 * WIDTH, word_embed_proj_dim=WIDTH, pad_token_id=0)
+    found["t5"] = _decoder("T5", "ForConditionalGeneration", **_T5)
+    found["bart"] = _decoder("Bart", "ForConditionalGeneration", **_BART)
+    found |= {kind.lower(): _encoder(kind) for kind in ("Bert", "Electra", "Albert")}
+    found["distilbert"] = _encoder("DistilBert", **_DISTIL)
+    return found
+
+
+PACKAGE_MODELS: Mapping[str, Workload] = _all()
