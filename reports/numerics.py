@@ -3,8 +3,9 @@
     python reports/numerics.py --faults --healthy 20 --out reports/numerics/cpu
     python reports/numerics.py --faults --healthy 3 --zoo --out reports/numerics/h200
 
-`--faults`: each model of `tests/numerics/faults.py`, under autocast in bf16 and fp16. Is it rejected where its fault
-shows and passed where it does not? Is the planted module named first, and what does the cure hold besides it?
+`--faults`: each model of `faults.py` and `hard_faults.py` in `tests/numerics`, under autocast in bf16 and fp16. Is it
+rejected where its fault shows and passed where it does not? Is the planted module, or one that holds it, named first,
+and what does the cure hold besides it?
 `--healthy N`: each model of `tests/numerics/healthy.py`, N times with other seeds: how many runs are rejected?
 `--packages N`: the same of the models of `package_models.py`; on a CPU, pictures in bf16 only.
 `--zoo`: the bundled workloads, in bf16, fp16, bf16 with channels_last, and TF32. Writes OUT.json, one row a judgement.
@@ -27,13 +28,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "numerics"))
 
 from faults import FAULTS, Fault  # found by the line above
-from healthy import HEALTHY  # and by it
+from hard_faults import HARD_FAULTS
+from healthy import HEALTHY
 
 from amptune.measure.bench.bench import Bench
+from amptune.measure.bench.failures import failure_of
 from amptune.measure.modules.inspection import inspect_model
 from amptune.measure.numerics.parity import judge, make_reference
 from amptune.measure.numerics.traces import trace_step
 from amptune.measure.results.half_effects import ModuleTrace
+from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import Parity, Reference
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.gate.judge import Judge
@@ -79,8 +83,11 @@ class OnABench:
             self.reference = make_reference(self.bench, fp32, seconds)
         return judge(self.bench, policy, self.reference)
 
-    def trace(self, policy: Policy, fp32: Policy, limit_s: float) -> tuple[ModuleTrace, ...]:  # noqa: ARG002
-        return trace_step(self.bench, policy, fp32)
+    def trace(self, policy: Policy, fp32: Policy, limit_s: float) -> tuple[ModuleTrace, ...] | Failure:  # noqa: ARG002
+        try:
+            return trace_step(self.bench, policy, fp32)
+        except Exception as error:  # noqa: BLE001  # what the model raises
+            return failure_of(error)
 
 
 def main() -> None:
@@ -114,7 +121,7 @@ def main() -> None:
 
 
 def _faults(device: torch.device) -> Iterator[dict[str, Any]]:
-    for fault in FAULTS:
+    for fault in (*FAULTS, *HARD_FAULTS):
         bench = Bench(fault.workload, device)
         for dtype in DTYPES:
             yield _fault(fault, bench, amp_recipe(dtype))  # type: ignore[arg-type]
@@ -192,10 +199,19 @@ def _shown(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield row
 
 
+def _holds(named: str | None, planted: Sequence[str]) -> bool:
+    """Returns whether a module is a planted one or holds one."""
+    return named is not None and any(f"{path}.".startswith(f"{named}.") for path in planted)
+
+
 def _summarise_faults(rows: Sequence[dict[str, Any]]) -> None:
     broken = [row for row in rows if row["breaks"]]
-    first = sum(row.get("named_first") in row["planted"] for row in broken)
-    cured = [row for row in broken if row.get("cure") and set(row["planted"]) <= set(row["cure"])]
+    first = sum(_holds(row.get("named_first"), row["planted"]) for row in broken)
+    cured = [
+        row
+        for row in broken
+        if all(any(_holds(one, [path]) for one in row.get("cure") or ()) for path in row["planted"])
+    ]
     few = sum(len(row["cure"]) <= len(row["planted"]) + 1 for row in cured)
     sound = [row for row in rows if not row["breaks"]]
     print(

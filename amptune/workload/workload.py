@@ -31,7 +31,7 @@ class Workload:
     - `loader(batch_size)` returns an iterable of batches like those of `batch`, such as training's DataLoader.
       amptune then tries the winning policy in a loop over it. Without it, that loop calls `batch` at each step.
     - `evaluate(model)` may rate a trained model by one number. `evaluate_tolerance` is then the largest allowed
-      difference between a policy's number and FP32's after a short training; it decides if the numerics are sound.
+      difference between a policy's number and FP32's after a short training; it joins the limits of the numerics gate.
     """
 
     model: Callable[[], torch.nn.Module]

@@ -45,8 +45,9 @@ def compare(reference: Reference, run: Run, rounding: Rounding) -> Parity:
 
 def comparable(reference: Reference) -> int:
     """Returns the number of parameters whose gradient in half can be compared with FP32's, or is negligible."""
-    own = _gradient_parities(reference, reference.run, "bf16")
-    return sum(one.rounding < ILL_CONDITIONED or one.share < ROUNDING["bf16"] for one in own)
+    rounding: Rounding = "bf16"  # the coarsest
+    own = _gradient_parities(reference, reference.run, rounding)
+    return sum(one.rounding < ILL_CONDITIONED or one.share < ROUNDING[rounding] for one in own)
 
 
 def _gradient_parities(reference: Reference, run: Run, rounding: Rounding) -> Iterator[GradientParity]:

@@ -42,7 +42,7 @@ ROUNDING: Mapping[Rounding, float] = {"bf16": 2**-8 / math.sqrt(12), "fp16": 2**
 
 # If rounding the weights alone changes a gradient by this share, a comparison of the gradient tells nothing. An
 # example: the first layers of DenseNet-161 at its first step.
-ILL_CONDITIONED = 0.3
+ILL_CONDITIONED = 0.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,12 +111,13 @@ def numerics_of(judgement: Judgement | None) -> dict[str, Any]:
     if judgement is None:
         return {}
     parity = judgement.parity
-    compared = [gradient for gradient in parity.gradients if gradient.rounding < ILL_CONDITIONED]
+    gradients = [gradient for gradient in parity.gradients if gradient.share >= parity.precision]  # others are noise
+    compared = [gradient for gradient in gradients if gradient.rounding < ILL_CONDITIONED]
     figures: dict[str, Any] = {
         "share_of_allowed": judgement.used,
         "gradient_bias": max((gradient.bias for gradient in compared), default=None),
         "gradient_error": max((gradient.error for gradient in compared), default=None),
-        "gradient_noise_fp32": _median(gradient.noise for gradient in parity.gradients),
+        "gradient_noise_fp32": _median(gradient.noise for gradient in gradients),
         "loss_drift": parity.drift_share,
         "loss_drift_of_fp32_spread": parity.drift,
         "skipped_share": parity.skipped_share,
@@ -124,7 +125,7 @@ def numerics_of(judgement: Judgement | None) -> dict[str, Any]:
         "evaluated_fp32": parity.evaluated_fp32,
     }
     rounded = {name: float(f"{value:.3g}") for name, value in figures.items() if value is not None}
-    modules, judged = ({gradient.module for gradient in some} for some in (parity.gradients, compared))
+    modules, judged = ({gradient.module for gradient in some} for some in (gradients, compared))
     return rounded | {"modules": len(modules), "modules_compared": len(judged), "spread_from": parity.spread}
 
 

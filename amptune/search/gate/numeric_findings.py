@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from amptune.measure.results.half_effects import ModuleTrace, Reach, suspects
@@ -41,8 +42,11 @@ def findings_of(
     judgement: Judgement, cure: Cure | None, traces: Sequence[ModuleTrace], *, out_of_time: bool = False
 ) -> Iterator[Finding]:
     """Yields a finding for each module at fault, the most suspicious first, then one about the cure."""
-    for culprit in _culprits(cure, traces):
+    culprits = _culprits(cure, traces)
+    for culprit in culprits:
         yield _where(culprit, judgement.policy)
+    if not culprits and judgement.parity.broken:  # a step that raises an error leaves no traces
+        yield replace(judgement.shortcomings[0], figures=_figures(judgement.policy))
     yield _unsound(judgement, out_of_time=out_of_time) if cure is None else _cure(judgement, cure)
 
 

@@ -61,7 +61,7 @@ def cure_of(judge: Judge, policy: Policy, subject: Subject, traces: Sequence[Mod
 
     known = {module.path for module in subject.modules if module.runs}
     try:
-        guess = _followed(judge, with_rules, passes, traces, known)
+        guess = _followed(judge, with_rules, passes, _suspects(judge, policy, traces), known)
         found, minimal = smallest_cure(_units(subject, traces), passes, suspects=guess), True
     except OutOfTimeError:
         if not accepted:
@@ -83,20 +83,27 @@ def _followed(
     judge: Judge,
     with_rules: Callable[[Sequence[str]], Policy],
     passes: Callable[[Sequence[str]], bool],
-    traces: Sequence[ModuleTrace],
+    suspected: Sequence[str],
     known: Iterable[str],
 ) -> tuple[str, ...]:
     """Returns the first suspects, each found with those before it in FP32, until the policy passes; () if it fails."""
     guess: list[str] = []
     while len(guess) < MOST_SUSPECTS:
-        following = next((path for path in suspects(traces) if path in known and path not in guess), None)
+        following = next((path for path in suspected if path in known and path not in guess), None)
         if following is None:
             return ()
         guess.append(following)
         if passes(guess):
             return tuple(guess)
-        traces = traces_of(judge, with_rules(guess))
+        candidate = with_rules(guess)
+        suspected = _suspects(judge, candidate, traces_of(judge, candidate))
     return ()
+
+
+def _suspects(judge: Judge, policy: Policy, traces: Sequence[ModuleTrace]) -> Sequence[str]:
+    """Returns the modules to suspect, the most suspicious first: by the traces, else where training raised an error."""
+    judgement = judge.known(policy)
+    return suspects(traces) or (() if judgement is None else judgement.parity.broken)
 
 
 def _units(subject: Subject, traces: Sequence[ModuleTrace]) -> list[str]:

@@ -1,0 +1,300 @@
+"""Faults of the classes that the gate once missed: small parameters, closed branches, random numbers, exceptions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from faults import (
+    BF16,
+    BOTH,
+    CLASSES,
+    DIM,
+    FP16,
+    Attention,
+    EulerSteps,
+    Fault,
+    FeedForward,
+    GatedFeedForward,
+    HourOfShift,
+    KelvinLoss,
+    Pace,
+    RadialBasis,
+    Residual,
+    Stack,
+    Tokens,
+    in_autocast_dtype,
+)
+from faults import _adam as adam
+from faults import _classes as classes
+from faults import _fixed as fixed
+from faults import _head as head
+from faults import _loss as loss
+from faults import _sentences as sentences
+from faults import _tabular as tabular
+from faults import _temperatures as temperatures
+from faults import _values as values
+from faults import _worked_hours as worked_hours
+from torch import Tensor, nn
+
+from amptune.workload.workload import Workload
+
+__all__ = ["HARD_FAULTS"]
+
+SHIFTS = 8
+
+
+def _shifts(n: int) -> tuple[Tensor, ...]:
+    """The target depends on the shift; only the table of a model's shifts can tell."""
+    x, target = values(n)
+    shift = torch.randint(SHIFTS, (n,))
+    return x, shift, target / 2 + fixed(SHIFTS, target.shape[-1], seed=2)[shift]
+
+
+# --- a small parameter beside a large one ----------------------------------------------------------------------------
+
+
+class Table(nn.Module):
+    """One large weight, and a small table of one row per shift."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4 * DIM, DIM) / DIM**0.5)
+        self.table = nn.Parameter(0.1 * torch.randn(SHIFTS, DIM))
+
+    def forward(self, x: Tensor, shift: Tensor, *_: Tensor) -> Tensor:
+        wide = torch.relu(torch.nn.functional.linear(x, self.weight))
+        return x + wide.view(*x.shape[:-1], 4, DIM).mean(-2) + self.offset(shift)
+
+    def offset(self, shift: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class PaceTable(Table):
+    """As `Pace`: the gradient of a reciprocal vanishes in fp16."""
+
+    def offset(self, shift: Tensor) -> Tensor:
+        metres = (1 + 0.5 * torch.tanh(in_autocast_dtype(self.table[shift]))) * Pace.metres
+        return (torch.div(torch.ones_like(metres), metres) * Pace.metres - 1) * 4
+
+
+class SteppedTable(Table):
+    """As `EulerSteps`: each step is too short for a sum in half."""
+
+    def offset(self, shift: Tensor) -> Tensor:
+        rate, start = self.table[shift], in_autocast_dtype(torch.full_like(self.table[shift], 2.5))
+        state = start
+        for _ in range(EulerSteps.steps):
+            state = state + EulerSteps.dt * in_autocast_dtype(torch.tanh(rate))
+        return (state - start) / (EulerSteps.steps * EulerSteps.dt)
+
+
+class KelvinTable(Table):
+    """As `KelvinLoss`: bf16 tells temperatures apart in steps of 2 K."""
+
+    def offset(self, shift: Tensor) -> Tensor:
+        return in_autocast_dtype(self.table[shift] + KelvinLoss.zero) - KelvinLoss.zero
+
+
+# --- a branch that starts closed --------------------------------------------------------------------------------------
+
+
+class Closed(nn.Module):
+    """A residual branch behind a gate of 0, as in ReZero."""
+
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__()
+        self.branch = branch
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor, *context: Tensor) -> Tensor:
+        out: Tensor = x + self.gate * self.branch(x, *context)
+        return out
+
+
+# --- random numbers in the forward pass and in the loss --------------------------------------------------------------
+
+OWN = torch.Generator().manual_seed(3)
+NUMPY = np.random.default_rng(3)
+
+
+class Noise(nn.Module):
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
+        return x + 0.3 * self.draw(x).to(x)
+
+
+class BlurredKelvinLoss(KelvinLoss):
+    def forward(self, celsius: Tensor, kelvin: Tensor) -> Tensor:
+        blur = torch.from_numpy(NUMPY.standard_normal(tuple(kelvin.shape))).to(kelvin)
+        loss: Tensor = super().forward(celsius, kelvin + 0.1 * blur)
+        return loss
+
+
+# --- exceptions -------------------------------------------------------------------------------------------------------
+
+
+class CheckedFeedForward(GatedFeedForward):
+    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
+        out = super().forward(x)
+        if not torch.isfinite(out).all():
+            raise FloatingPointError("the activations are not finite")
+        return out
+
+
+class FilledMask(nn.Module):
+    def forward(self, scores: Tensor, keep: Tensor) -> Tensor:
+        return in_autocast_dtype(scores).masked_fill(keep[:, None, None, :] == 0, -1e9).softmax(-1)
+
+
+class Scattered(nn.Module):
+    """Writes what a layer gives into a tensor of the dtype that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        chosen = torch.arange(len(x), device=x.device)
+        out[chosen] = torch.tanh(self.linear(x))
+        return out
+
+
+def _shifted(block: nn.Module) -> nn.Module:
+    blocks = [Residual(FeedForward()), block, Residual(FeedForward()), Residual(FeedForward())]
+    return tabular(*blocks, outputs=4, criterion=nn.MSELoss())
+
+
+def _of_values(*blocks: nn.Module) -> nn.Module:
+    return tabular(Residual(FeedForward()), *blocks, Residual(FeedForward()), outputs=4, criterion=nn.MSELoss())
+
+
+def _of_classes(*blocks: nn.Module) -> nn.Module:
+    return tabular(Residual(FeedForward()), *blocks, Residual(FeedForward()))
+
+
+def _masked() -> nn.Module:
+    blocks = [Residual(Attention()), Residual(Attention(FilledMask())), Residual(FeedForward())]
+
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean(1)
+
+    return Stack(stem=Tokens(), blocks=blocks, head=head(CLASSES, Mean()), criterion=nn.CrossEntropyLoss())
+
+
+def _fault(
+    name: str, model: Callable[[], nn.Module], culprit: str, breaks: tuple[str, ...], what: str, batch: object = values
+) -> Fault:
+    return Fault(
+        name=name,
+        workload=Workload(model=model, batch=batch, loss=loss, optimizer=adam, batch_size=64),  # type: ignore[arg-type]
+        culprits=(culprit,),
+        breaks=breaks,  # type: ignore[arg-type]
+        what=what,
+    )
+
+
+HARD_FAULTS: tuple[Fault, ...] = (
+    _fault(
+        "small_pace",
+        lambda: _shifted(PaceTable()),
+        "blocks.1",
+        FP16,
+        "The gradient of a small table vanishes beside that of a large weight.",
+        _shifts,
+    ),
+    _fault(
+        "small_steps",
+        lambda: _shifted(SteppedTable()),
+        "blocks.1",
+        BOTH,
+        "What a small table adds is rounded away, step by step.",
+        _shifts,
+    ),
+    _fault(
+        "small_kelvin",
+        lambda: _shifted(KelvinTable()),
+        "blocks.1",
+        BF16,
+        "What a small table holds is rounded to multiples of 2.",
+        _shifts,
+    ),
+    _fault(
+        "closed_steps",
+        lambda: _shifted(Closed(SteppedTable())),
+        "blocks.1.branch",
+        BOTH,
+        "Behind a gate of 0, what a table adds is rounded away.",
+        _shifts,
+    ),
+    _fault(
+        "closed_kelvin",
+        lambda: _shifted(Closed(KelvinTable())),
+        "blocks.1.branch",
+        BF16,
+        "Behind a gate of 0, what a table holds is rounded to multiples of 2.",
+        _shifts,
+    ),
+    _fault(
+        "closed_hours",
+        lambda: _shifted(Closed(HourOfShift())),
+        "blocks.1.branch",
+        BF16,
+        "Behind a gate of 0, hours above 1024 are rounded to multiples of 8.",
+        worked_hours,
+    ),
+    _fault(
+        "noisy_distances",
+        lambda: _of_values(Noise(torch.randn_like), RadialBasis()),
+        "blocks.2",
+        BOTH,
+        "Distances are lost in differences, behind noise from torch's generator.",
+    ),
+    _fault(
+        "noisy_steps",
+        lambda: _of_values(Noise(lambda x: torch.randn(x.shape, generator=OWN)), EulerSteps()),
+        "blocks.2",
+        BOTH,
+        "A sum stands still, behind noise from a generator of the model's own.",
+    ),
+    _fault(
+        "noisy_loss",
+        lambda: tabular(
+            Residual(FeedForward()), Residual(FeedForward(nn.Tanh)), outputs=1, criterion=BlurredKelvinLoss()
+        ),
+        "criterion",
+        BOTH,
+        "The loss compares numbers around 300, with noise from numpy.",
+        temperatures,
+    ),
+    _fault(
+        "checked_overflow",
+        lambda: _of_classes(Residual(CheckedFeedForward())),
+        "blocks.1.branch",
+        FP16,
+        "The user's own check finds infinities.",
+        classes,
+    ),
+    _fault(
+        "filled_mask",
+        _masked,
+        "blocks.1.branch.softmax",
+        FP16,
+        "A mask is filled with -1e9, which fp16 does not hold.",
+        sentences,
+    ),
+    _fault(
+        "scattered",
+        lambda: _of_classes(Scattered()),
+        "blocks.1",
+        BOTH,
+        "An index assignment finds another dtype.",
+        classes,
+    ),
+)
