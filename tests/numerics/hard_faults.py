@@ -292,7 +292,7 @@ HARD_FAULTS: tuple[Fault, ...] = (
     _fault(
         "scattered",
         lambda: _of_classes(Scattered()),
-        "blocks.1",
+        "blocks.1.linear",
         BOTH,
         "An index assignment finds another dtype.",
         classes,

@@ -72,7 +72,8 @@ class Training:
 
     @cached_property
     def _generators(self) -> OwnGenerators:
-        self.step()  # the first pass may make some
+        if not self._taken:
+            self.step()  # the first pass may make some
         return OwnGenerators(self.bench.workload, self.bench.model)
 
     @cached_property
