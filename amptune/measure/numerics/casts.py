@@ -43,6 +43,6 @@ def parameters_in_half(bench: Bench, fp32: Policy) -> Collection[str]:
                 training.step()
             of_model = bench.model.named_parameters()
             found = {name for name, one in of_model if one.untyped_storage().data_ptr() in rounded.storages}
-    except BaseException:  # noqa: BLE001  # what the user's code raises under autocast is judged elsewhere
+    except (Exception, SystemExit):  # noqa: BLE001  # what the user's code raises under autocast is judged elsewhere
         return names
     return found or names

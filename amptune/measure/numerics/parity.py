@@ -1,10 +1,4 @@
-"""Trains shortly in FP32 and under a policy on the same batches, and compares the two.
-
-Gradients are compared as sketches. A sketch holds, for each parameter's gradient, a fixed number of sums of its
-elements under random signs. It is linear: the sketch of a difference is the difference of the sketches. It preserves
-inner products, and therefore lengths, up to a relative error of sqrt(2 / columns) (Charikar, Chen, Farach-Colton 2002,
-"Finding frequent items in data streams"; the AMS sketch of Alon, Matias, Szegedy 1996).
-"""
+"""Trains shortly in FP32 and under a policy on the same batches, and compares the two."""
 
 from __future__ import annotations
 
@@ -42,7 +36,7 @@ THOROUGHNESS = (
     Thoroughness(batches=3, epochs=1, replicas=1),
 )
 # A loss curve that is further from FP32's, in the unit of the distance between FP32's replicas, is trained again in
-# other data orders: one of twenty healthy ones is, by chance.
+# other data orders: of forty healthy models, five were that far off by chance.
 SUSPICIOUS = 2.0
 
 

@@ -226,9 +226,12 @@ class Training:
         return stepper
 
     def evaluated_at_start(self) -> float | None:
-        """Returns what the workload's `evaluate` gives before training; None without one."""
+        """Returns what the workload's `evaluate` gives before training; None if that is nothing or no number."""
         self.restart()
-        return self._evaluated()
+        try:
+            return self._evaluated()
+        except NonFiniteError:
+            return None
 
     def _evaluated(self) -> float | None:
         evaluate = self.bench.workload.evaluate

@@ -1,4 +1,10 @@
-"""Sketches of gradients: each is reduced to a fixed number of sums under random signs."""
+"""Sketches of gradients.
+
+A sketch holds, for each parameter's gradient, a fixed number of sums of its elements under random signs. It is linear:
+the sketch of a difference is the difference of the sketches. It preserves inner products, and therefore lengths, up to
+a relative error of sqrt(2 / columns) (Charikar, Chen, Farach-Colton 2002, "Finding frequent items in data streams"; the
+AMS sketch of Alon, Matias, Szegedy 1996).
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -851,13 +852,26 @@ def test_what_evaluate_says_is_kept() -> None:
     assert judged.parity.evaluated_fp32 == judged.reference.run.curve.evaluated
     assert judged.parity.evaluated == pytest.approx(judged.parity.evaluated_fp32, rel=0.01)
     assert judged.parity.evaluated != judged.parity.evaluated_fp32
+    with judged.bench.on_device(STOCK), torch.no_grad():
+        assert judged.parity.evaluated_at_start == evaluate(judged.bench.model)
     assert asked
     assert not any(asked)
 
 
+def test_an_evaluation_that_is_no_number_before_training_is_left_out() -> None:
+    seen: list[float] = []
+
+    def evaluate(model: nn.Module) -> float:
+        seen.append(float(next(model.parameters()).double().sum()))
+        return math.nan if len(seen) == 1 else 1.0
+
+    parity = looked_at(workload_of(perceptron, evaluate=evaluate), BF16).parity
+    assert (parity.evaluated_at_start, parity.evaluated, parity.evaluated_fp32) == (None, 1.0, 1.0)
+
+
 def test_without_evaluate_there_is_nothing_to_keep() -> None:
     parity = sound(workload_of(perceptron), BF16)
-    assert (parity.evaluated, parity.evaluated_fp32) == (None, None)
+    assert (parity.evaluated, parity.evaluated_fp32, parity.evaluated_at_start) == (None, None, None)
 
 
 def raising_in_half(error: BaseException) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
