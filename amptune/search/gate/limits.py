@@ -78,12 +78,7 @@ def _shortcomings(parity: Parity, tolerance: float | None) -> tuple[Finding, ...
     first: dict[str, _Figure] = {}
     for figure in exceeded:
         first.setdefault(figure.code if figure.module is None else figure.module, figure)
-    return tuple(
-        Finding(
-            code=one.code, message=one.message, module=one.module or None, figures={"times_allowed": one.times_allowed}
-        )
-        for one in first.values()
-    )
+    return tuple(figure.as_finding() for figure in first.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +89,11 @@ class _Figure:
     times_allowed: float
     message: str
     module: str | None = None
+
+    def as_finding(self) -> Finding:
+        message = f"{self.message} ({self.times_allowed:.3g} times what is allowed)"
+        figures = {"times_allowed": self.times_allowed}
+        return Finding(code=self.code, message=message, module=self.module or None, figures=figures)
 
 
 def _figures(parity: Parity, tolerance: float | None) -> Iterator[_Figure]:
