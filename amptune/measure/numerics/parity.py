@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,7 +21,7 @@ from amptune.measure.numerics.batches import batches_of, fingerprint_of
 from amptune.measure.numerics.casts import parameters_in_half
 from amptune.measure.numerics.comparison import comparable, compare
 from amptune.measure.numerics.short_training import Training, Weights
-from amptune.measure.results.training_runs import ROUNDING, Parity, Reference, Rounding, Run, Thoroughness
+from amptune.measure.results.training_runs import ROUNDING, Gradients, Parity, Reference, Rounding, Run, Thoroughness
 from amptune.policy.settings import Policy
 
 __all__ = ["judge", "make_reference"]
@@ -67,12 +68,12 @@ def _reference(bench: Bench, policy: Policy, seconds: float, *, divided: bool) -
         replicas = [training.curve(_order(count, wanted.epochs, seed), seed) for seed in range(1, 1 + wanted.replicas)]
 
         def reference(weights: Weights = ()) -> Reference:
-            gradients = partial(training.gradients, min(SELF_BATCHES, count), weights=weights)
+            gradients = _gradients_at(weights, training, rounded)
             return Reference(
                 policy=policy,
-                run=Run(gradients=training.gradients(count, weights=weights), curve=curve),
-                rounded={kind: gradients(prepare=_rounder(share, rounded)) for kind, share in ROUNDING.items()},
-                reseeded=gradients(seed=1),
+                run=Run(gradients=gradients.own, curve=curve),
+                rounded=gradients.rounded,
+                reseeded=gradients.reseeded,
                 replicas=tuple(replicas),
                 names=training.sketcher.names,
                 columns=training.sketcher.columns,
@@ -86,8 +87,28 @@ def _reference(bench: Bench, policy: Policy, seconds: float, *, divided: bool) -
         found = reference()
         if comparable(found) < len(found.names) and time.perf_counter() - start_s < seconds:
             found = max(found, reference(trained), key=comparable)
-        _trained[bench] = trained if found.after_training else ()
+        if found.after_training:
+            _after_training[bench] = (found, trained)
         return replace(found, seconds=time.perf_counter() - start_s)
+
+
+class _Gradients(NamedTuple):
+    """FP32 gradients: of all batches; of some, from rounded weights; and of some, under another seed."""
+
+    own: Gradients
+    rounded: Mapping[Rounding, Gradients]
+    reseeded: Gradients
+
+
+def _gradients_at(weights: Weights, training: Training, rounded: Collection[str]) -> _Gradients:
+    """Returns the gradients at these weights, () for the initial ones; autocast rounds the parameters `rounded`."""
+    count = len(training.feed)
+    some = partial(training.gradients, min(SELF_BATCHES, count), weights=weights)
+    return _Gradients(
+        own=training.gradients(count, weights=weights),
+        rounded={kind: some(prepare=_rounder(share, rounded)) for kind, share in ROUNDING.items()},
+        reseeded=some(seed=1),
+    )
 
 
 def judge(bench: Bench, policy: Policy, reference: Reference) -> Parity:
@@ -122,7 +143,8 @@ def _raised_in(error: BaseException | None, model: torch.nn.Module) -> tuple[str
 def _parity(bench: Bench, policy: Policy, reference: Reference) -> Parity:
     if not _alike(fingerprint_of(bench), reference.fingerprint):
         reference = make_reference(bench, reference.policy, reference.seconds)
-    weights, epochs = _weights_of(reference, bench), reference.thoroughness.epochs
+    reference, weights = _on_this_bench(reference, bench)
+    epochs = reference.thoroughness.epochs
     with _training_as(reference, bench, policy) as training:
         count = len(training.feed)
         gradients = training.gradients(count, weights=weights)
@@ -143,22 +165,28 @@ def _training_as(reference: Reference, bench: Bench, policy: Policy) -> Iterator
         yield training
 
 
-# By bench: the weights that the gradients of its reference were taken at; () for the initial ones.
-_trained: WeakKeyDictionary[Bench, Weights] = WeakKeyDictionary()
+# The reference made on a bench, and the weights that its gradients were taken at, if these are trained ones.
+_after_training: WeakKeyDictionary[Bench, tuple[Reference, Weights]] = WeakKeyDictionary()
 
 
-def _weights_of(reference: Reference, bench: Bench) -> Weights:
-    """Returns the weights that the gradients are compared at; () for the initial ones.
+def _on_this_bench(reference: Reference, bench: Bench) -> tuple[Reference, Weights]:
+    """Returns the reference, and the weights that gradients are compared at; () for the initial ones.
 
-    A process other than the one that made the reference trains in FP32 once more to get them.
+    If these are trained ones and another process made the reference, they are trained once more, and FP32's gradients
+    are taken again: on a GPU, the same training does not end at the same weights.
     """
     if not reference.after_training:
-        return ()
-    if not _trained.get(bench):
+        return reference, ()
+    if bench not in _after_training:
+        rounded = parameters_in_half(bench, reference.policy)
         with _training_as(reference, bench, reference.policy) as training:
             training.curve(_order(len(training.feed), reference.thoroughness.epochs))
-            _trained[bench] = training.weights()
-    return _trained[bench]
+            weights = training.weights()
+            gradients = _gradients_at(weights, training, rounded)
+        run = replace(reference.run, gradients=gradients.own)
+        own = replace(reference, run=run, rounded=gradients.rounded, reseeded=gradients.reseeded)
+        _after_training[bench] = (own, weights)
+    return _after_training[bench]
 
 
 def _alike(a: Sequence[float], b: Sequence[float]) -> bool:

@@ -325,11 +325,22 @@ def test_gradients_are_compared_at_the_start_if_all_can_be() -> None:
     assert not looked_at(workload_of(perceptron), BF16).reference.after_training
 
 
-def test_another_process_trains_to_the_same_weights() -> None:
-    reference = looked_at(workload_of(gated, batch=learnable, loss=to_learn), STOCK, seconds=ENOUGH_S).reference
-    elsewhere = Bench(workload_of(gated, batch=learnable, loss=to_learn), CPU)
+def test_another_process_compares_gradients_at_the_weights_that_its_own_training_ends_at() -> None:
+    """On a GPU they differ from those of the process that made the reference."""
+    lr = [0.05]
+    workload = workload_of(
+        gated,
+        batch=learnable,
+        loss=to_learn,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=lr[0]),
+    )
+    reference = looked_at(workload, STOCK, seconds=ENOUGH_S).reference
     assert reference.after_training
+    elsewhere = Bench(workload, CPU)
     assert is_fp32_itself(judge(elsewhere, STOCK, reference))
+    lr[0] = 0.02
+    other = judge(Bench(workload, CPU), STOCK, reference)
+    assert all((one.error, one.bias, one.size) == (0, 0, 1) for one in other.gradients)
 
 
 class Mixed(nn.Module):
