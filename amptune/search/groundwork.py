@@ -139,7 +139,7 @@ class Numerics:
             self.changed()
         if self.judge.failure is not None:
             message = f"numerics could not be judged, as there is no FP32 reference: {self.judge.failure}"
-            self.findings += (Finding(code="not-judged", message=message),)
+            self.findings += (Finding(code="no-reference", message=message),)
 
     def _cure(self, judgement: Judgement, limit_s: float) -> None:
         """Looks for the modules that a precision needs in FP32, in no more than half of the time."""

@@ -1,4 +1,4 @@
-"""Finds the parameters that autocast rounds to half precision; it uses the others in FP32."""
+"""Finds the parameters that autocast rounds to half precision; operations on the others get them in FP32."""
 
 from __future__ import annotations
 
@@ -16,33 +16,53 @@ from amptune.policy.settings import Policy
 
 __all__ = ["parameters_in_half"]
 
+_CASTS = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+
 
 class _Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the storage of each FP32 tensor that an operation turns into a half one."""
+    """Notes which parameters are cast to bf16, themselves or what is computed from parameters alone.
 
-    def __init__(self) -> None:
+    `rounded` and `sources` are storages; a weight under weight_norm has the two parametrized tensors as its sources.
+    """
+
+    def __init__(self, parameters: Collection[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.storages: set[int] = set()
+        self.rounded: set[int] = set()
+        self._sources = {_storage(parameter): {_storage(parameter)} for parameter in parameters}
+        self._alive: list[torch.Tensor] = []  # so that no other tensor gets the storage of one that is known
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if any(isinstance(one, torch.Tensor) and one.dtype == torch.bfloat16 for one in tree_leaves(out)):
-            for one in tree_leaves(args):
-                if isinstance(one, torch.Tensor) and one.dtype == torch.float32:
-                    self.storages.add(one.untyped_storage().data_ptr())
-        return out
+        found = func(*args, **(kwargs or {}))
+        given = [one for one in tree_leaves(args) if isinstance(one, torch.Tensor)]
+        made = [one for one in tree_leaves(found) if isinstance(one, torch.Tensor)]
+        if func in _CASTS and made[0].dtype == torch.bfloat16:
+            self.rounded.update(*(self._sources.get(_storage(one), ()) for one in given))
+        elif given and all(_storage(one) in self._sources for one in given):
+            sources = set().union(*(self._sources[_storage(one)] for one in given))
+            for one in made:
+                if _storage(one) != -1 and _storage(one) not in self._sources:
+                    self._sources[_storage(one)] = sources
+                    self._alive.append(one)
+        return found
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Returns an address; -1 for an empty or sparse tensor."""
+    return (tensor.untyped_storage().data_ptr() or -1) if tensor.layout == torch.strided else -1
 
 
 def parameters_in_half(bench: Bench, fp32: Policy) -> Collection[str]:
     """Returns the names of the parameters that autocast rounds in a training step; all if that cannot be seen."""
-    rounded = _Rounded()
     names = [name for name, _ in bench.model.named_parameters()]
     try:
+        with Training.on(bench, fp32) as training:
+            training.step()  # what the model keeps from its first step is FP32's
         with Training.on(bench, replace(fp32, autocast="bf16")) as training:
+            parameters = dict(bench.model.named_parameters())
+            rounded = _Rounded(parameters.values())
             with rounded:
                 training.step()
-            of_model = bench.model.named_parameters()
-            found = {name for name, one in of_model if one.untyped_storage().data_ptr() in rounded.storages}
+            found = {name for name, parameter in parameters.items() if _storage(parameter) in rounded.rounded}
     except (Exception, SystemExit):  # noqa: BLE001  # what the user's code raises under autocast is judged elsewhere
         return names
     return found or names

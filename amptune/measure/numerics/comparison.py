@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from amptune.measure.results.training_runs import (
     ILL_CONDITIONED,
+    NEGLIGIBLE,
     ROUNDING,
     BufferParity,
     Floats,
@@ -47,7 +48,7 @@ def comparable(reference: Reference) -> int:
     """Returns the number of parameters whose gradient in half can be compared with FP32's, or is negligible."""
     rounding: Rounding = "bf16"  # the coarsest
     own = _gradient_parities(reference, reference.run, rounding)
-    return sum(one.rounding < ILL_CONDITIONED or one.share < ROUNDING[rounding] for one in own)
+    return sum(one.rounding < ILL_CONDITIONED or one.share < NEGLIGIBLE * ROUNDING[rounding] for one in own)
 
 
 def _gradient_parities(reference: Reference, run: Run, rounding: Rounding) -> Iterator[GradientParity]:
@@ -59,7 +60,7 @@ def _gradient_parities(reference: Reference, run: Run, rounding: Rounding) -> It
         size = _mean_square(fp32)
         if size == 0:
             continue
-        itself = _mean_square(_difference(reference.reseeded.sketches[:, columns], fp32))
+        itself = _mean_square(_difference(reference.repeated.sketches[:, columns], fp32))
         before, after = float(own.nonzero[:, i].sum()), float(found.nonzero[:, i].sum())
         yield GradientParity(
             name=name,
@@ -116,24 +117,26 @@ LEAST_LEVEL = 0.02
 
 
 def _drift(reference: Reference, run: Run) -> tuple[float, float, float]:
-    """Returns the largest of any epoch: (above FP32, relative to the yardstick; above FP32, relative to the loss; below
-    FP32, relative to the yardstick).
+    """Returns the largest of any epoch: (above FP32, relative to the distance between the replicas; above FP32,
+    relative to the loss; below FP32, relative to the distance between the replicas).
 
-    The yardstick of one curve is the distance between the replicas. That of several is the standard error of their
-    mean, from the replicas and from the curves themselves.
+    More curves can only acquit: where their mean is nearer to FP32's, in units of its standard error from the replicas
+    and from the curves themselves, that counts.
     """
-    replicas = reference.replicas
-    own = [_by_epoch(curve, reference) for curve in (reference.run.curve, *replicas)]
+    own = [_by_epoch(curve, reference) for curve in (reference.run.curve, *reference.replicas)]
     theirs = [_by_epoch(curve, reference) for curve in (run.curve, *run.more)]
     least = max(LEAST_LEVEL * abs(reference.run.curve.losses[0]), 1e-30)
     level = [np.maximum(np.abs(losses), least) for losses in own]
     apart = [(replica - own[0]) / level[0] for replica in own[1:]]
+    variance = max(LEAST_DEVIATION**2, float(np.mean(np.square(apart))) if apart else 0.0)
     above = np.array([(a - b) / size for a, b, size in zip(theirs, own, level, strict=False)])
-    mean, variance = above.mean(axis=0), float(np.mean(np.square(apart))) if apart else 0.0
+    times = above[0] / math.sqrt(variance)
+    drift, below = float(times.max()), float(-times.min())
     if len(above) > 1:
-        variance = (variance + above.var(axis=0, ddof=1)) / 2 / len(above)
-    times = mean / np.maximum(np.sqrt(variance), LEAST_DEVIATION)
-    return float(times.max()), float(mean.max()), max(0.0, float(-times.min()))
+        error = np.sqrt((variance + above.var(axis=0, ddof=1)) / 2 / len(above))
+        mean_times = above.mean(axis=0) / error
+        drift, below = min(drift, float(mean_times.max())), min(below, float(-mean_times.min()))
+    return drift, float(above[0].max()), max(0.0, below)
 
 
 def _buffer_parities(reference: Reference, curve: LossCurve) -> Iterator[BufferParity]:

@@ -21,6 +21,7 @@ from amptune.measure.numerics.batches import batches_of, fingerprint_of
 from amptune.measure.numerics.casts import parameters_in_half
 from amptune.measure.numerics.comparison import comparable, compare
 from amptune.measure.numerics.short_training import Training, Weights
+from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import ROUNDING, Gradients, Parity, Reference, Rounding, Run, Thoroughness
 from amptune.policy.settings import Policy
 
@@ -62,42 +63,38 @@ def _reference(bench: Bench, policy: Policy, seconds: float, *, divided: bool) -
         wanted = _affordable(seconds, training.step_s())
         training.feed.keep(wanted.batches)
         count = len(training.feed)
+        gradients = _gradients_at((), training, rounded)
         begun = training.evaluated_at_start()
-        curve = training.curve(_order(count, wanted.epochs))
-        trained = training.weights()
-        replicas = [training.curve(_order(count, wanted.epochs, seed), seed) for seed in range(1, 1 + wanted.replicas)]
-
-        def reference(weights: Weights = ()) -> Reference:
-            gradients = _gradients_at(weights, training, rounded)
-            return Reference(
-                policy=policy,
-                run=Run(gradients=gradients.own, curve=curve),
-                rounded=gradients.rounded,
-                reseeded=gradients.reseeded,
-                replicas=tuple(replicas),
-                names=training.sketcher.names,
-                columns=training.sketcher.columns,
-                spread=training.feed.spread,
-                thoroughness=replace(wanted, batches=count),
-                fingerprint=fingerprint_of(bench),
-                after_training=bool(weights),
-                evaluated_at_start=begun,
-            )
-
-        found = reference()
-        if comparable(found) < len(found.names) and time.perf_counter() - start_s < seconds:
-            found = max(found, reference(trained), key=comparable)
-        if found.after_training:
-            _after_training[bench] = (found, trained)
-        return replace(found, seconds=time.perf_counter() - start_s)
+        curve, weights = training.curve(_order(count, wanted.epochs)), training.weights()
+        reference = Reference(
+            policy=policy,
+            run=Run(gradients=gradients.own, curve=curve),
+            rounded=gradients.rounded,
+            repeated=gradients.repeated,
+            replicas=tuple(
+                training.curve(_order(count, wanted.epochs, seed), seed) for seed in range(1, 1 + wanted.replicas)
+            ),
+            names=training.sketcher.names,
+            columns=training.sketcher.columns,
+            spread=training.feed.spread,
+            thoroughness=replace(wanted, batches=count),
+            fingerprint=fingerprint_of(bench),
+            evaluated_at_start=begun,
+        )
+        if comparable(reference) < len(reference.names) and time.perf_counter() - start_s < seconds:
+            later = _with(_gradients_at(weights, training, rounded), reference)
+            if comparable(later) > comparable(reference):
+                reference = replace(later, after_training=True)
+                _after_training[bench] = (reference, weights)
+        return replace(reference, seconds=time.perf_counter() - start_s)
 
 
 class _Gradients(NamedTuple):
-    """FP32 gradients: of all batches; of some, from rounded weights; and of some, under another seed."""
+    """FP32 gradients: of all batches; of some, from rounded weights; and of some, once more."""
 
     own: Gradients
     rounded: Mapping[Rounding, Gradients]
-    reseeded: Gradients
+    repeated: Gradients
 
 
 def _gradients_at(weights: Weights, training: Training, rounded: Collection[str]) -> _Gradients:
@@ -107,8 +104,14 @@ def _gradients_at(weights: Weights, training: Training, rounded: Collection[str]
     return _Gradients(
         own=training.gradients(count, weights=weights),
         rounded={kind: some(prepare=_rounder(share, rounded)) for kind, share in ROUNDING.items()},
-        reseeded=some(seed=1),
+        repeated=some(),
     )
+
+
+def _with(gradients: _Gradients, reference: Reference) -> Reference:
+    """Returns the reference with other gradients."""
+    run = replace(reference.run, gradients=gradients.own)
+    return replace(reference, run=run, rounded=gradients.rounded, repeated=gradients.repeated)
 
 
 def judge(bench: Bench, policy: Policy, reference: Reference) -> Parity:
@@ -118,10 +121,18 @@ def judge(bench: Bench, policy: Policy, reference: Reference) -> Parity:
     """
     start_s = time.perf_counter()
     try:
-        parity = _parity(bench, policy, reference)
+        reference, weights = _on_this_bench(reference, bench)
     except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
+        traceback.print_exc()  # into the worker's log
+        bench.release()
+        failure = failure_of(error)
+        kind = failure.kind if failure.kind == "oom" else "crash"  # FP32's failure is not the policy's
+        return Parity(failure=Failure(kind=kind, message=f"FP32, in the policy's process: {failure}"))
+    try:
+        parity = _parity(bench, policy, reference, weights)
+    except BaseException as error:  # noqa: BLE001
         if not isinstance(error, NonFiniteError):
-            traceback.print_exc()  # into the worker's log
+            traceback.print_exc()
         broken = error.modules if isinstance(error, NonFiniteError) else _raised_in(error, bench.model)
         parity = Parity(failure=failure_of(error), broken=broken)
     if parity.failure is not None:
@@ -140,10 +151,7 @@ def _raised_in(error: BaseException | None, model: torch.nn.Module) -> tuple[str
     return tuple(found[-1:])
 
 
-def _parity(bench: Bench, policy: Policy, reference: Reference) -> Parity:
-    if not _alike(fingerprint_of(bench), reference.fingerprint):
-        reference = make_reference(bench, reference.policy, reference.seconds)
-    reference, weights = _on_this_bench(reference, bench)
+def _parity(bench: Bench, policy: Policy, reference: Reference, weights: Weights) -> Parity:
     epochs = reference.thoroughness.epochs
     with _training_as(reference, bench, policy) as training:
         count = len(training.feed)
@@ -170,23 +178,25 @@ _after_training: WeakKeyDictionary[Bench, tuple[Reference, Weights]] = WeakKeyDi
 
 
 def _on_this_bench(reference: Reference, bench: Bench) -> tuple[Reference, Weights]:
-    """Returns the reference, and the weights that gradients are compared at; () for the initial ones.
+    """Returns the reference as it holds in this process, and the weights that gradients are compared at; () for the
+    initial ones.
 
     If these are trained ones and another process made the reference, they are trained once more, and FP32's gradients
     are taken again: on a GPU, the same training does not end at the same weights.
     """
+    if not _alike(fingerprint_of(bench), reference.fingerprint):
+        reference = make_reference(bench, reference.policy, reference.seconds)
     if not reference.after_training:
         return reference, ()
-    if bench not in _after_training:
+    own = _after_training.get(bench)
+    if own is None or (own[0].policy, own[0].thoroughness) != (reference.policy, reference.thoroughness):
         rounded = parameters_in_half(bench, reference.policy)
         with _training_as(reference, bench, reference.policy) as training:
             training.curve(_order(len(training.feed), reference.thoroughness.epochs))
             weights = training.weights()
-            gradients = _gradients_at(weights, training, rounded)
-        run = replace(reference.run, gradients=gradients.own)
-        own = replace(reference, run=run, rounded=gradients.rounded, reseeded=gradients.reseeded)
-        _after_training[bench] = (own, weights)
-    return _after_training[bench]
+            own = (_with(_gradients_at(weights, training, rounded), reference), weights)
+        _after_training[bench] = own
+    return own
 
 
 def _alike(a: Sequence[float], b: Sequence[float]) -> bool:

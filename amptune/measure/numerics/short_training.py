@@ -138,13 +138,14 @@ class Training:
         stepper = self._stepper()
         losses: list[torch.Tensor] = []
         skipped, settling = 0, MOST_HALVINGS
-        for place, self.feed.at in enumerate(order):
-            loss, went = self._step(stepper)
-            while not went and place < len(self.feed) and settling:
-                settling -= 1
+        with drawing_in_fp32():
+            for place, self.feed.at in enumerate(order):
                 loss, went = self._step(stepper)
-            skipped += not went
-            losses.append(loss.reshape(()))
+                while not went and place < len(self.feed) and settling:
+                    settling -= 1
+                    loss, went = self._step(stepper)
+                skipped += not went
+                losses.append(loss.reshape(()))
         found = torch.stack(losses).float().tolist()
         broken = next((i for i, loss in enumerate(found) if not math.isfinite(loss)), None)
         if broken is not None:

@@ -15,6 +15,7 @@ from amptune.policy.settings import Policy
 
 __all__ = [
     "ILL_CONDITIONED",
+    "NEGLIGIBLE",
     "ROUNDING",
     "BufferParity",
     "Floats",
@@ -43,6 +44,9 @@ ROUNDING: Mapping[Rounding, float] = {"bf16": 2**-8 / math.sqrt(12), "fp16": 2**
 # If rounding the weights alone changes a gradient by this share, a comparison of the gradient tells nothing. An
 # example: the first layers of DenseNet-161 at its first step.
 ILL_CONDITIONED = 0.15
+# An error that is this small beside the whole model's gradient does no harm, as a multiple of the rounding error of one
+# number. Parameters whose true gradient is 0, such as a bias before BatchNorm, have errors of up to a fifth of that.
+NEGLIGIBLE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,16 +108,16 @@ class Reference:
     """Training in FP32, and how much FP32 runs differ; made once and compared with every candidate.
 
     `names` are those of the parameters, `columns` holds each one's slice of a sketch. `rounded` holds gradients from
-    weights with random changes as large as rounding errors, `reseeded` those under another seed than the run's; both
-    are of the first batches. If `after_training`, gradients are taken at the weights that the run's loss curve ends at,
-    because more of them can be compared there. `evaluated_at_start` is the result of `evaluate` before training.
-    `fingerprint` shows if another process has the same weights and batches.
+    weights with random changes as large as rounding errors, `repeated` the same gradients once more; both are of the
+    first batches. If `after_training`, gradients are taken at the weights that the run's loss curve ends at, because
+    more of them can be compared there; another process takes FP32's again, at its own weights. `evaluated_at_start` is
+    the result of `evaluate` before training. `fingerprint` shows if another process has the same weights and batches.
     """
 
     policy: Policy
     run: Run
     rounded: Mapping[Rounding, Gradients]
-    reseeded: Gradients
+    repeated: Gradients
     replicas: tuple[LossCurve, ...]
     names: tuple[str, ...]
     columns: tuple[slice, ...]
@@ -130,11 +134,11 @@ class GradientParity:
     """The gradients of one parameter, `name`, under a policy, compared with FP32.
 
     All figures are relative to the FP32 gradient. `error` is the root mean square of the difference over batches,
-    beyond the effect of another seed. `bias` is the length of the mean difference over that of the mean gradient. The
-    yardsticks are `noise`, the spread of FP32 gradients between batches, and `rounding`, the effect of rounded weights
-    in FP32. `size` is the gradient's length, and `slope` the part of FP32's gradient in it (the slope of a regression
-    over the same batches); both are 1 if equal to FP32. `vanished` is the share of FP32's nonzero elements that are 0
-    under the policy. `share` is the length of the parameter's FP32 gradient relative to the whole model's.
+    beyond what FP32 differs by from itself. `bias` is the length of the mean difference over that of the mean gradient.
+    The yardsticks are `noise`, the spread of FP32 gradients between batches, and `rounding`, the effect of rounded
+    weights in FP32. `size` is the gradient's length, and `slope` the part of FP32's gradient in it (the slope of a
+    regression over the same batches); both are 1 if equal to FP32. `vanished` is the share of FP32's nonzero elements
+    that are 0 under the policy. `share` is the length of the parameter's FP32 gradient relative to the whole model's.
     """
 
     name: str
@@ -172,12 +176,12 @@ class Parity:
 
     `drift` is the distance of the loss curve above FP32's, the largest of any epoch, relative to the distance between
     FP32's replicas (at least a floor). `drift_share` is that distance relative to the loss; `below` is the distance
-    below FP32's, in the unit of `drift`. If one curve was suspicious, they are those of the mean of several curves,
-    relative to its standard error. `precision` is the relative rounding error of the policy's products. `buffers` are
-    those that training changes. `skipped_share` is the share of steps that the loss scaler skipped after it had settled
-    at `scale`. `evaluated`, `evaluated_fp32` and `evaluated_at_start` are results of the workload's `evaluate`: of the
-    policy, of FP32, and before training. If training broke, `failure` gives the reason and `broken` the modules whose
-    gradients broke; the other fields are then empty.
+    below FP32's, in the unit of `drift`. If the curve was suspicious, several are trained; where their mean, relative
+    to its standard error, is nearer to FP32's, `drift` and `below` are of that. `precision` is the relative rounding
+    error of the policy's products. `buffers` are those that training changes. `skipped_share` is the share of steps
+    that the loss scaler skipped after it had settled at `scale`. `evaluated`, `evaluated_fp32` and `evaluated_at_start`
+    are results of the workload's `evaluate`: of the policy, of FP32, and before training. If training broke, `failure`
+    gives the reason and `broken` the modules whose gradients broke; the other fields are then empty.
     """
 
     gradients: tuple[GradientParity, ...] = ()

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from amptune.measure.results.training_runs import ILL_CONDITIONED, GradientParity, Parity
+from amptune.measure.results.training_runs import ILL_CONDITIONED, NEGLIGIBLE, GradientParity, Parity
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 
@@ -24,12 +24,12 @@ TIMES_ROUNDING, MOST_TIMES_ROUNDING = 4.0, 16.0
 MOST_ERROR_OF_NOISE = 0.7
 MOST_VANISHED = 0.25
 LEAST_SIZE = 0.3
-# The slope of a policy's gradient over FP32's may differ from 1 by this. Both use the same batches, so these add no
-# noise.
+# The slope of a policy's gradient over FP32's, on the same batches, may differ from 1 by this.
 MOST_SLOPE_OFF = 0.2
-# An error that is this small beside the whole model's gradient does no harm, as a multiple of the rounding error of one
-# number. Parameters whose true gradient is 0, such as a bias before BatchNorm, have errors of up to a fifth of that.
-NEGLIGIBLE = 0.5
+# A gradient that is shorter than this share of the whole model's is rounding noise in FP32 too.
+NULL_SHARE = 2**-24
+# A measure that FP32 has not moved by a tolerance counts if the policy moves it by this many: it was no chance level.
+TIMES_MOVED = 3.0
 MOST_DRIFT = 3.0
 # A loss below FP32's does no harm, unless it is so far below that it must be another loss.
 MOST_BELOW = 10.0
@@ -105,8 +105,8 @@ def _figures(parity: Parity, tolerance: float | None) -> Iterator[_Figure]:
     yield _Figure(
         "loss-drifts",
         parity.drift / MOST_DRIFT,
-        f"the loss is {parity.drift_share:.1%} above that in FP32, {parity.drift:.1f} times what FP32 runs differ by "
-        "from one to the other",
+        f"the loss is {parity.drift_share:.1%} above that in FP32, {parity.drift:.1f} times what chance makes FP32 "
+        "runs differ by",
     )
     below = f"the loss is {parity.below:.1f} times further below that in FP32 than FP32 runs differ: it is another loss"
     yield _Figure("loss-differs", parity.below / MOST_BELOW, below)
@@ -123,9 +123,15 @@ def _figures(parity: Parity, tolerance: float | None) -> Iterator[_Figure]:
 
 
 def _of_evaluation(parity: Parity, tolerance: float) -> Iterator[_Figure]:
-    """Yields the figure of the user's own measure, unless FP32 has not changed it either."""
+    """Yields the figure of the user's own measure, unless it is still about what it was before training."""
     evaluated, fp32, at_start = parity.evaluated, parity.evaluated_fp32, parity.evaluated_at_start
-    if evaluated is None or fp32 is None or (at_start is not None and abs(fp32 - at_start) <= tolerance):
+    if evaluated is None or fp32 is None:
+        return
+    if (
+        at_start is not None
+        and abs(fp32 - at_start) <= tolerance
+        and abs(evaluated - at_start) <= TIMES_MOVED * tolerance
+    ):
         return
     off = abs(evaluated - fp32)
     times = off / tolerance if tolerance else math.inf if off else 0.0
@@ -136,13 +142,15 @@ def _of_evaluation(parity: Parity, tolerance: float) -> Iterator[_Figure]:
 
 
 def _of_gradient(one: GradientParity, negligible: float) -> Iterator[_Figure]:
-    """Yields the figures of a parameter's gradient; errors below `negligible` are allowed."""
+    """Yields the figures of a parameter's gradient; errors below `negligible` are allowed, but it must not vanish."""
+    if one.share < NULL_SHARE:
+        return
     module, _, name = one.name.rpartition(".")
     below_noise = min(MOST_TIMES_ROUNDING * one.rounding, MOST_ERROR_OF_NOISE * one.noise)
     whose, floor = f"the gradient of {name}", max(negligible, TIMES_ROUNDING * one.rounding, below_noise)
     vanished = f"{one.vanished:.0%} of the elements vanish in {whose}"
-    yield _Figure("gradient-vanishes", one.vanished / max(MOST_VANISHED, negligible), vanished, module)
-    size = 0.0 if abs(one.size - 1) <= negligible else _times_off(one.size)
+    yield _Figure("gradient-vanishes", one.vanished / MOST_VANISHED, vanished, module)
+    size = 0.0 if 1 <= one.size <= 1 + negligible else _times_off(one.size)
     yield _Figure("gradient-size", size, f"{whose} is {one.size:.2g} times as large as in FP32", module)
     if one.rounding >= ILL_CONDITIONED:
         return

@@ -197,7 +197,7 @@ def reference(
     fp32: Gradients,
     *,
     rounded: Rows | None = None,
-    reseeded: Rows | None = None,
+    repeated: Rows | None = None,
     curve: tuple[float, ...] = falling(),
     replicas: Sequence[tuple[float, ...]] = (falling(by=1.02), falling(by=0.98)),
     names: tuple[str, ...] = ("layer.weight",),
@@ -209,7 +209,7 @@ def reference(
         policy=STOCK,
         run=Run(gradients=fp32, curve=LossCurve(losses=curve)),
         rounded=dict.fromkeys(("bf16", "fp16"), gradients(few if rounded is None else rounded)),
-        reseeded=gradients(few if reseeded is None else reseeded),
+        repeated=gradients(few if repeated is None else repeated),
         replicas=tuple(LossCurve(losses=losses) for losses in replicas),
         columns=tuple(slice(int(start), int(end)) for start, end in pairwise(ends)),
         names=names,
@@ -309,11 +309,11 @@ def test_a_small_parameter_beside_a_large_one_is_compared_by_itself() -> None:
     assert small.share == pytest.approx(0.01 * math.sqrt((NUMBERS - 100) / 100), rel=0.2)
 
 
-def test_what_another_seed_changes_is_no_error_of_the_policys() -> None:
+def test_what_fp32_differs_by_from_itself_is_no_error_of_the_policys() -> None:
     own = usual()
     noise = rows(3)
     (module,) = beside(
-        gradients(own + 0.5 * noise), reference(gradients(own), reseeded=own[:2] + 0.5 * rows(4, 2))
+        gradients(own + 0.5 * noise), reference(gradients(own), repeated=own[:2] + 0.5 * rows(4, 2))
     ).gradients
     assert module.error < 0.15
     (without,) = beside(gradients(own + 0.5 * noise), reference(gradients(own))).gradients
@@ -390,7 +390,7 @@ def test_several_curves_are_held_to_what_they_differ_by() -> None:
     assert drift(1.2) == pytest.approx(40)
     assert drift(1.2, 1.0, 1.06) < 3
     assert drift(1.2, 1.21, 1.19) > 20
-    assert drift(1.01, 1.011, 1.009) == pytest.approx(2), "not the less, for being more certain"
+    assert drift(1.01) == drift(1.01, 1.011, 1.009) == pytest.approx(2), "more curves can only acquit"
 
 
 def test_skipped_steps_are_told_as_a_share_and_evaluations_are_kept() -> None:

@@ -344,25 +344,29 @@ def test_another_process_compares_gradients_at_the_weights_that_its_own_training
 
 
 class Mixed(nn.Module):
+    """`head` has a weight that is computed from two parameters; `words` and the norms are used in FP32."""
+
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(20, 16)
         self.norm = nn.LayerNorm(16)
         self.lstm = nn.LSTM(16, 16, batch_first=True)
-        self.head = nn.Linear(16, 20)
+        self.head = nn.utils.parametrizations.weight_norm(nn.Linear(16, 20))
+        self.batch_norm = nn.BatchNorm1d(6)
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.lstm(self.norm(self.words(ids)))[0]) * self.scale
+        out: torch.Tensor = self.head(self.batch_norm(self.lstm(self.norm(self.words(ids)))[0])) * self.scale
         return out
 
 
 @each_device
 def test_the_yardstick_rounds_what_autocast_rounds(device: torch.device) -> None:
-    workload = workload_of(Mixed, batch=lambda n: torch.randint(20, (n, 6)), loss=next_token)
+    workload = workload_of(Mixed, batch=lambda n: torch.randint(20, (n, 7)), loss=next_token)
     rounded = set(parameters_in_half(Bench(workload, device), STOCK))
-    assert {"head.weight", "head.bias", "lstm.weight_ih_l0"} <= rounded
-    assert not rounded & {"words.weight", "norm.weight", "scale"}
+    assert {f"head.parametrizations.weight.original{i}" for i in (0, 1)} <= rounded
+    assert {"head.bias", "lstm.weight_ih_l0"} <= rounded
+    assert not rounded & {"words.weight", "norm.weight", "batch_norm.weight", "scale"}
 
 
 def test_all_parameters_are_rounded_where_autocast_breaks_the_model() -> None:
