@@ -43,7 +43,7 @@ ROUNDING: Mapping[Rounding, float] = {"bf16": 2**-8 / math.sqrt(12), "fp16": 2**
 
 # If rounding the weights alone changes a gradient by this share, a comparison of the gradient tells nothing. An
 # example: the first layers of DenseNet-161 at its first step.
-ILL_CONDITIONED = 0.15
+ILL_CONDITIONED = 0.1
 # An error that is this small beside the whole model's gradient does no harm, as a multiple of the rounding error of one
 # number. Parameters whose true gradient is 0, such as a bias before BatchNorm, have errors of up to a fifth of that.
 NEGLIGIBLE = 0.5
