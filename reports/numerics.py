@@ -8,7 +8,9 @@ rejected where its fault shows and passed where it does not? Is the planted modu
 and what does the cure hold besides it?
 `--healthy N`: each model of `tests/numerics/healthy.py`, N times with other seeds: how many runs are rejected?
 `--packages N`: the same of the models of `package_models.py`; on a CPU, pictures in bf16 only.
-`--zoo`: the bundled workloads, in bf16, fp16, bf16 with channels_last, and TF32. Writes OUT.json, one row a judgement.
+`--zoo`: the bundled workloads, in bf16, fp16, bf16 with channels_last, and TF32.
+Writes OUT.json, one row a judgement, as each is done. `--part 2/5`: the second of five parts of all models, for one of
+five processes; `--summary OUT.json …` prints what stands in the files of all of them, and with `--out` joins them.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from amptune.measure.numerics.traces import trace_step
 from amptune.measure.results.half_effects import ModuleTrace
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import Parity, Reference
-from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.policy.settings import STOCK, Autocast, Policy, amp_recipe
 from amptune.search.gate.judge import Judge
 from amptune.search.gate.limits import judged
 from amptune.search.gate.numeric_findings import findings_of
@@ -48,7 +50,8 @@ from amptune.search.plan.budget import Budget
 from amptune.workload.targets import load_workload, parse_target
 from amptune.workload.workload import Workload
 
-DTYPES = ("bf16", "fp16")
+HALVES: tuple[Autocast, ...] = ("bf16", "fp16")
+KINDS = ("faults", "healthy", "packages", "zoo")
 ZOO = (
     "conv1",
     "mlp3",
@@ -96,35 +99,74 @@ def main() -> None:
     parser.add_argument("--healthy", type=int, default=0, metavar="N")
     parser.add_argument("--packages", type=int, default=0, metavar="N")
     parser.add_argument("--zoo", nargs="*", metavar="NAME")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/N")
+    parser.add_argument("--summary", type=Path, nargs="+", metavar="FILE")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.summary:
+        content = _joined([json.loads(file.read_text(encoding="utf-8")) for file in options.summary])
+        _write(options.out, content)
+    else:
+        content = _measured(options)
+    for kind in KINDS:
+        if kind in content:
+            print(f"{kind}: {_summary_of_faults(content[kind]) if kind == 'faults' else _summary(content[kind])}")
+
+
+def _measured(options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows: dict[str, list[dict[str, Any]]] = {}
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    content: dict[str, Any] = {"device": name, "torch": torch.__version__}
+    for kind, row in _rows(options, device):
+        print(*(f"{name}={value}" for name, value in row.items() if name not in {"thoroughness", "spread"}), flush=True)
+        content.setdefault(kind, []).append(row)
+        _write(options.out, content)
+    return content
+
+
+def _rows(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, dict[str, Any]]]:
+    part, parts = options.part
+    chosen = slice(part - 1, None, parts)
     if options.faults:
-        rows["faults"] = list(_shown(_faults(device)))
-        _summarise_faults(rows["faults"])
+        yield from (("faults", row) for row in _faults(device, (*FAULTS, *HARD_FAULTS)[chosen]))
     if options.healthy:
-        rows["healthy"] = list(_shown(_healthy(device, HEALTHY, options.healthy)))
-        _summarise(rows["healthy"])
+        models = dict(list(HEALTHY.items())[chosen])
+        yield from (("healthy", row) for row in _healthy(device, models, options.healthy, HALVES))
     if options.packages:
         from package_models import PACKAGE_MODELS  # beside this program; it needs torchvision, timm and transformers
 
-        rows["packages"] = list(_shown(_healthy(device, PACKAGE_MODELS, options.packages)))
-        _summarise(rows["packages"])
+        models = dict(list(PACKAGE_MODELS.items())[chosen])
+        yield from (("packages", row) for row in _healthy(device, models, options.packages))
     if options.zoo is not None:
-        rows["zoo"] = list(_shown(_zoo(device, options.zoo or ZOO)))
-        _summarise(rows["zoo"])
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    content = {"device": name, "torch": torch.__version__, **rows}
-    options.out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        yield from (("zoo", row) for row in _zoo(device, (options.zoo or ZOO)[chosen]))
 
 
-def _faults(device: torch.device) -> Iterator[dict[str, Any]]:
-    for fault in (*FAULTS, *HARD_FAULTS):
+def _part(text: str) -> tuple[int, int]:
+    part, parts = map(int, text.split("/"))
+    if not 1 <= part <= parts:
+        raise ValueError(text)
+    return part, parts
+
+
+def _joined(contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    joined: dict[str, Any] = {"device": contents[0]["device"], "torch": contents[0]["torch"]}
+    for kind in KINDS:
+        if rows := [row for content in contents for row in content.get(kind, ())]:
+            joined[kind] = rows
+    return joined
+
+
+def _write(out: Path | None, content: dict[str, Any]) -> None:
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _faults(device: torch.device, faults: Sequence[Fault]) -> Iterator[dict[str, Any]]:
+    for fault in faults:
         bench = Bench(fault.workload, device)
-        for dtype in DTYPES:
-            yield _fault(fault, bench, amp_recipe(dtype))  # type: ignore[arg-type]
+        for dtype in HALVES:
+            yield _fault(fault, bench, amp_recipe(dtype))
 
 
 def _fault(fault: Fault, bench: Bench, recipe: Policy) -> dict[str, Any]:
@@ -156,13 +198,15 @@ def _fault(fault: Fault, bench: Bench, recipe: Policy) -> dict[str, Any]:
     return row | {"seconds": round(time.perf_counter() - start_s, 1)}
 
 
-def _healthy(device: torch.device, models: Mapping[str, Workload], times: int) -> Iterator[dict[str, Any]]:
+def _healthy(
+    device: torch.device, models: Mapping[str, Workload], times: int, halves: Sequence[Autocast] = ()
+) -> Iterator[dict[str, Any]]:
     for name, workload in models.items():
         for seed in range(times):
             bench = Bench(workload, device, seed=1_000_003 * (1 + seed))
             of_pictures = any(isinstance(module, torch.nn.Conv2d) for module in bench.model.modules())
-            slow = device.type == "cpu" and of_pictures and models is not HEALTHY  # no fast kernels for fp16 there
-            policies = [amp_recipe(dtype) for dtype in (("bf16",) if slow else DTYPES)]  # type: ignore[arg-type]
+            slow = device.type == "cpu" and of_pictures  # no fast kernels for fp16 there
+            policies = [amp_recipe(half) for half in halves or (HALVES[:1] if slow else HALVES)]
             yield from _judgements(name, bench, policies, seed=seed)
 
 
@@ -193,18 +237,12 @@ def _judgements(name: str, bench: Bench, policies: Sequence[Policy], **more: Any
         }
 
 
-def _shown(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    for row in rows:
-        print(*(f"{name}={value}" for name, value in row.items() if name not in {"thoroughness", "spread"}), flush=True)
-        yield row
-
-
 def _holds(named: str | None, planted: Sequence[str]) -> bool:
     """Returns whether a module is a planted one or holds one."""
     return named is not None and any(f"{path}.".startswith(f"{named}.") for path in planted)
 
 
-def _summarise_faults(rows: Sequence[dict[str, Any]]) -> None:
+def _summary_of_faults(rows: Sequence[dict[str, Any]]) -> str:
     broken = [row for row in rows if row["breaks"]]
     first = sum(_holds(row.get("named_first"), row["planted"]) for row in broken)
     cured = [
@@ -214,16 +252,16 @@ def _summarise_faults(rows: Sequence[dict[str, Any]]) -> None:
     ]
     few = sum(len(row["cure"]) <= len(row["planted"]) + 1 for row in cured)
     sound = [row for row in rows if not row["breaks"]]
-    print(
-        f"faults: {sum(row['rejected'] for row in broken)} of {len(broken)} broken candidates rejected, the planted "
+    return (
+        f"{sum(row['rejected'] for row in broken)} of {len(broken)} broken candidates rejected, the planted "
         f"module named first in {first}, in the cure in {len(cured)}, with at most one more in {few}; "
         f"{sum(row['rejected'] for row in sound)} of {len(sound)} sound ones rejected"
     )
 
 
-def _summarise(rows: Sequence[dict[str, Any]]) -> None:
+def _summary(rows: Sequence[dict[str, Any]]) -> str:
     used = max(row["share_of_allowed"] for row in rows)
-    print(f"{sum(row['rejected'] for row in rows)} of {len(rows)} rejected; {used:.0%} of what is allowed at the most")
+    return f"{sum(row['rejected'] for row in rows)} of {len(rows)} rejected; {used:.0%} of what is allowed at the most"
 
 
 if __name__ == "__main__":
