@@ -31,7 +31,7 @@ def test_a_healthy_policy_passes_with_room_to_spare() -> None:
     judgement = judged(BF16, Parity(gradients=(HEALTHY,), drift=0.3))
     assert judgement.passes
     assert judgement.used < 0.5
-    assert str(judgement) == "as good as FP32: 31% of what is allowed"
+    assert str(judgement) == "as good as FP32: 33% of what is allowed"
 
 
 def test_fp32_itself_uses_nothing_of_what_is_allowed() -> None:
@@ -58,9 +58,8 @@ def test_one_bad_module_is_enough_and_is_named(changed: dict[str, float], code: 
 
 
 def test_noise_between_batches_excuses_no_error_that_rounding_does_not_make() -> None:
-    assert codes(with_gradient(error=0.5, noise=0.9, rounding=0.02)) == ["gradient-error"]
-    assert codes(with_gradient(error=0.5, noise=0.9, rounding=0.05)) == []
-    assert codes(with_gradient(error=0.5, noise=0.5, rounding=0.05)) == ["gradient-error"]
+    assert codes(with_gradient(error=0.5, noise=5.0, rounding=0.07)) == ["gradient-error"]
+    assert codes(with_gradient(error=0.5, noise=0.0, rounding=0.09)) == []
 
 
 def test_what_rounding_the_weights_does_in_fp32_is_no_fault_of_the_policy() -> None:

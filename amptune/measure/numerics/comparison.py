@@ -61,7 +61,7 @@ def _gradient_parities(reference: Reference, run: Run, rounding: Rounding) -> It
         if size == 0:
             continue
         itself = _mean_square(_difference(reference.repeated.sketches[:, columns], fp32))
-        before, after = float(own.nonzero[:, i].sum()), float(found.nonzero[:, i].sum())
+        before, after = float(own.noticeable[:, i].sum()), float(found.noticeable[:, i].sum())
         yield GradientParity(
             name=name,
             error=math.sqrt(max(0.0, _mean_square(theirs - fp32) - itself) / size),
@@ -146,21 +146,34 @@ def _buffer_parities(reference: Reference, curve: LossCurve) -> Iterator[BufferP
         if found is None or found.shape != own.shape:
             continue
         others = [replica.buffers[name] for replica in reference.replicas if name in replica.buffers]
-        apart = max((_distance(other, own) for other in others if other.shape == own.shape), default=0.0)
-        off = _distance(found, own)
+        distance = _between_variances if name.endswith("running_var") else _distance
+        size = _scale(name, reference.run.curve.buffers)
+        apart = max((distance(other, own, size) for other in others if other.shape == own.shape), default=0.0)
+        off = distance(found, own, size)
         if off or apart:
-            size = _scale(name, reference.run.curve.buffers)
-            yield BufferParity(path=name, off=off / size, apart=apart / size)
+            yield BufferParity(path=name, off=off, apart=apart)
 
 
-def _distance(one: Floats, other: Floats) -> float:
-    """Returns the length of the difference; a mask's infinities, and NaN, differ from nothing equal."""
+def _distance(one: Floats, other: Floats, size: float) -> float:
+    """Returns the length of the difference, relative to `size`; a mask's infinities, and NaN, differ from no equals."""
     same = (one == other) | (np.isnan(one) & np.isnan(other))
-    return float(np.linalg.norm(one[~same] - other[~same]))
+    return float(np.linalg.norm(one[~same] - other[~same])) / size
+
+
+def _between_variances(one: Floats, other: Floats, _: float) -> float:
+    """Returns the root mean square, over channels, of the relative difference of their deviations.
+
+    In some models one channel varies a thousand times more than all others, and in each run another: of the length of
+    the whole it would be all.
+    """
+    if np.isfinite(one).all() != np.isfinite(other).all():
+        return math.inf
+    a, b = (np.sqrt(np.maximum(np.nan_to_num(values), 0.0)) for values in (one, other))
+    return math.sqrt(float(np.mean(np.square((a - b) / np.maximum(np.maximum(a, b), 1e-30)))))
 
 
 def _scale(name: str, buffers: Mapping[str, Floats]) -> float:
-    """Returns the length that a buffer's distances are relative to: its own, a running mean's standard deviation.
+    """Returns the length that a buffer's distances are relative to: its own; of a running mean, its deviation's.
 
     BatchNorm subtracts a mean and divides by the deviation: behind a layer whose outputs have no mean, the mean is made
     of rounding errors and all the same harmless.

@@ -24,11 +24,12 @@ from amptune.measure.numerics.short_training import Training, Weights
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import ROUNDING, Gradients, Parity, Reference, Rounding, Run, Thoroughness
 from amptune.policy.settings import Policy
+from amptune.runtime.flags import set_fp32_math
 
 __all__ = ["judge", "make_reference"]
 
-# Number of batches on which FP32 is compared with itself (weights rounded, another seed).
-SELF_BATCHES = 2
+# Number of batches on which FP32's gradients are taken once more, to see what they differ by from themselves.
+REPEATED_BATCHES = 2
 # The first entry that fits into the time is used. If the last entry needs more than twice the time, nothing is judged.
 THOROUGHNESS = (
     Thoroughness(batches=8, epochs=4, replicas=2),
@@ -90,7 +91,7 @@ def _reference(bench: Bench, policy: Policy, seconds: float, *, divided: bool) -
 
 
 class _Gradients(NamedTuple):
-    """FP32 gradients: of all batches; of some, from rounded weights; and of some, once more."""
+    """FP32 gradients: of all batches; of all, from rounded weights; and of some, once more."""
 
     own: Gradients
     rounded: Mapping[Rounding, Gradients]
@@ -98,14 +99,21 @@ class _Gradients(NamedTuple):
 
 
 def _gradients_at(weights: Weights, training: Training, rounded: Collection[str]) -> _Gradients:
-    """Returns the gradients at these weights, () for the initial ones; autocast rounds the parameters `rounded`."""
+    """Returns the gradients at these weights, () for the initial ones; autocast rounds the parameters `rounded`.
+
+    They are computed in IEEE FP32: TF32, which convolutions use on a GPU by default, rounds as coarsely as fp16.
+    """
+    gradients = partial(training.gradients, weights=weights)
     count = len(training.feed)
-    some = partial(training.gradients, min(SELF_BATCHES, count), weights=weights)
-    return _Gradients(
-        own=training.gradients(count, weights=weights),
-        rounded={kind: some(prepare=_rounder(share, rounded)) for kind, share in ROUNDING.items()},
-        repeated=some(),
-    )
+    undo = set_fp32_math("ieee")
+    try:
+        return _Gradients(
+            own=gradients(count),
+            rounded={kind: gradients(count, prepare=_rounder(share, rounded)) for kind, share in ROUNDING.items()},
+            repeated=gradients(min(REPEATED_BATCHES, count)),
+        )
+    finally:
+        undo()
 
 
 def _with(gradients: _Gradients, reference: Reference) -> Reference:

@@ -116,7 +116,7 @@ class Training:
 
         Each starts from the initial weights (or `weights`), which `prepare` may change.
         """
-        sketches, nonzero, losses = [], [], []
+        sketches, noticeable, losses = [], [], []
         with without_dropout(self.tuned.model), drawing_in_fp32():
             stepper = self._stepper(capture=True)
             for self.feed.at in range(count):
@@ -126,8 +126,8 @@ class Training:
                 sketch, counts = (torch.stack(parts).sum(0) for parts in zip(*self._captured, strict=True))
                 self._require_finite(sketch)
                 sketches.append(sketch.numpy())
-                nonzero.append(counts.numpy())
-        return Gradients(sketches=np.stack(sketches), nonzero=np.stack(nonzero), losses=tuple(losses))
+                noticeable.append(counts.numpy())
+        return Gradients(sketches=np.stack(sketches), noticeable=np.stack(noticeable), losses=tuple(losses))
 
     def curve(self, order: Sequence[int], seed: int = 0) -> LossCurve:
         """Trains from the initial weights over the batches in this order; returns the loss curve.

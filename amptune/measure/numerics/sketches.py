@@ -20,6 +20,8 @@ __all__ = ["Sketcher"]
 # Minimum and maximum number of sums for each parameter, and the approximate number for all parameters together.
 LEAST_COLUMNS, MOST_COLUMNS, ALL_COLUMNS = 64, 8192, 2**20
 _SEED = 0
+# An element of a gradient smaller than this part of the nonzero ones' root mean square is a rounding error.
+TINY = 2.0**-12
 
 
 class Sketcher:
@@ -42,7 +44,7 @@ class Sketcher:
 
     @torch.no_grad()
     def __call__(self, scale: float | torch.Tensor = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (sketch, number of nonzero elements of each parameter) of the gradients, divided by `scale`."""
+        """Returns (sketch, number of noticeable elements of each parameter) of the gradients, divided by `scale`."""
         sketches, counts = [], []
         for parameter, columns, signs in zip(self._parameters, self.columns, self._signs, strict=True):
             gradient = parameter.grad
@@ -51,7 +53,7 @@ class Sketcher:
                 counts.append(torch.zeros((), dtype=torch.int64, device=parameter.device))
                 continue
             sketches.append(_sums(_numbers(_dense(gradient)) / scale, signs, columns.stop - columns.start))
-            counts.append(torch.count_nonzero(_dense(gradient)))
+            counts.append(_noticeable(_numbers(_dense(gradient))))
         return torch.cat(sketches).cpu(), torch.stack(counts).cpu()
 
     def parameters_of(self, columns: Sequence[int]) -> list[int]:
@@ -74,6 +76,18 @@ def _sums(gradient: torch.Tensor, signs: torch.Tensor | None, width: int) -> tor
         return flat
     padding = -flat.numel() % width
     return nn.functional.pad(flat * signs, (0, padding)).view(-1, width).sum(0)
+
+
+def _noticeable(gradient: torch.Tensor) -> torch.Tensor:
+    """Counts the elements that are not tiny beside the nonzero ones' root mean square.
+
+    Tiny ones are 0 but for FP32's rounding: those of queries and keys in a sequence of one token, for example.
+    """
+    sizes = gradient.abs().float()
+    largest = sizes.amax() if sizes.numel() else sizes.sum()
+    relative = sizes / largest  # a square of what is in half may be 0
+    mean_square = relative.square().sum() / relative.count_nonzero()
+    return (relative > TINY * mean_square.sqrt()).sum()
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

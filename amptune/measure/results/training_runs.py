@@ -63,19 +63,20 @@ class Thoroughness:
 
     @property
     def reference_steps(self) -> int:
-        """Training steps for the reference: the gradients, a few of them four times, and the loss curves."""
-        return self.batches * (1 + self.epochs * (1 + self.replicas)) + 6
+        """Training steps for the reference: the gradients, with each rounding and of two batches again; the curves."""
+        return self.batches * (1 + len(ROUNDING) + self.epochs * (1 + self.replicas)) + 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
     """Sketches of the unscaled gradients of several batches from the same weights.
 
-    `sketches` has the shape (batches, columns). `nonzero` (batches, parameters) counts nonzero elements.
+    `sketches` has the shape (batches, columns). `noticeable` (batches, parameters) counts elements that are not tiny
+    beside the others of their parameter.
     """
 
     sketches: Floats
-    nonzero: NDArray[np.int64]
+    noticeable: NDArray[np.int64]
     losses: tuple[float, ...]
 
 
@@ -108,10 +109,10 @@ class Reference:
     """Training in FP32, and how much FP32 runs differ; made once and compared with every candidate.
 
     `names` are those of the parameters, `columns` holds each one's slice of a sketch. `rounded` holds gradients from
-    weights with random changes as large as rounding errors, `repeated` the same gradients once more; both are of the
-    first batches. If `after_training`, gradients are taken at the weights that the run's loss curve ends at, because
-    more of them can be compared there; another process takes FP32's again, at its own weights. `evaluated_at_start` is
-    the result of `evaluate` before training. `fingerprint` shows if another process has the same weights and batches.
+    weights with random changes as large as rounding errors, `repeated` those of the first batches once more. If
+    `after_training`, gradients are taken at the weights that the run's loss curve ends at, because more of them can be
+    compared there; another process takes FP32's again, at its own weights. `evaluated_at_start` is the result of
+    `evaluate` before training. `fingerprint` shows if another process has the same weights and batches.
     """
 
     policy: Policy

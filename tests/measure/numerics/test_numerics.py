@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -111,6 +112,15 @@ def test_elements_that_are_not_0_are_counted_parameter_by_parameter() -> None:
     assert counts.tolist() == [int((random(20, 30) > 0).sum()), 0]
 
 
+@pytest.mark.parametrize("unit", [1e-30, 1.0, 1e30])
+def test_elements_that_are_rounding_errors_beside_the_others_do_not_count(unit: float) -> None:
+    """As the gradients of queries and keys beside those of values, in a sequence of one token."""
+    model = Weights(torch.zeros(30))
+    model.weights[0].grad = unit * torch.tensor([1.0, -2.0, 0.01] * 5 + [1e-6] * 10 + [0.0] * 5)
+    _, counts = Sketcher(model)()
+    assert counts.tolist() == [15]
+
+
 def test_frozen_parameters_are_left_out_and_the_others_named() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 2)))
     model.register_parameter("own", nn.Parameter(torch.ones(2)))
@@ -184,9 +194,10 @@ def usual() -> Rows:
     return (rows(0, 1) + rows(1)).astype(np.float32)
 
 
-def gradients(sketches: Rows, nonzero: Sequence[int] | None = None) -> Gradients:
-    counts = np.full((len(sketches), 1), sketches.shape[1]) if nonzero is None else np.array([nonzero] * len(sketches))
-    return Gradients(sketches=sketches, nonzero=counts, losses=(1.0,) * len(sketches))
+def gradients(sketches: Rows, noticeable: Sequence[int] | None = None) -> Gradients:
+    each = [sketches.shape[1]] if noticeable is None else noticeable
+    counts = np.array([each] * len(sketches))
+    return Gradients(sketches=sketches, noticeable=counts, losses=(1.0,) * len(sketches))
 
 
 def falling(epochs: int = 4, batches: int = BATCHES, by: float = 1.0) -> tuple[float, ...]:
@@ -398,3 +409,29 @@ def test_skipped_steps_are_told_as_a_share_and_evaluations_are_kept() -> None:
     curve = LossCurve(losses=falling(), skipped=8, scale=64.0, evaluated=0.5)
     parity = compare(own, Run(gradients=own.run.gradients, curve=curve), "fp16")
     assert (parity.skipped_share, parity.scale, parity.evaluated, parity.evaluated_fp32) == (0.25, 64.0, 0.5, None)
+
+
+# --- buffers -----------------------------------------------------------------------------------------------------
+
+
+def off_of(own: Sequence[float], found: Sequence[float]) -> float:
+    """How far a running variance is off."""
+    own_run, found_run = (
+        Run(
+            gradients=gradients(usual()),
+            curve=LossCurve(losses=falling(), buffers={"norm.running_var": np.array(values, dtype=np.float32)}),
+        )
+        for values in (own, found)
+    )
+    (buffer,) = compare(replace(reference(gradients(usual())), run=own_run), found_run, "bf16").buffers
+    return buffer.off
+
+
+def test_a_channel_that_varies_most_is_one_of_all_channels() -> None:
+    assert off_of([1e4] + [1.0] * 63, [1e6] + [1.0] * 63) == pytest.approx(0.9 / 8)
+    assert off_of([1.0] * 64, [4.0] * 64) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("broken", [math.inf, math.nan])
+def test_one_variance_that_is_not_finite_is_no_chance(broken: float) -> None:
+    assert off_of([1.0] * 64, [broken] + [1.0] * 63) == math.inf
