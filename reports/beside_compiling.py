@@ -79,7 +79,7 @@ def one(evaluator: WorkerEvaluator, policy: Policy) -> dict[str, Any]:
     if not isinstance(outcome, Measurement):
         sys.exit(f"{policy}: {outcome}")
     return {
-        "ms": outcome.median_ms,
+        "ms": outcome.mean_ms,
         "discarded": list(outcome.discarded),
         "contaminated_by": list(outcome.contaminated_by),
     }

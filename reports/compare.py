@@ -131,7 +131,7 @@ def measure_grid(evaluator: WorkerEvaluator, prepared: Prepared, batch_size: int
         effort = replace(GRID_EFFORT, abandon_above_ms=HOPELESS * best_ms)
         grid[policy] = evaluator.measure(policy, effort)
         if isinstance(outcome := grid[policy], Measurement):
-            best_ms = min(best_ms, outcome.median_ms)
+            best_ms = min(best_ms, outcome.mean_ms)
     return grid
 
 
@@ -149,7 +149,7 @@ def columns_of(tuned: Policy, grid: dict[Policy, Outcome]) -> list[Column]:
     """The columns of the table. The grid's three fastest go in, since one measurement does not say which is best."""
     batch_size = tuned.batch_size
     alive = {policy: outcome for policy, outcome in grid.items() if isinstance(outcome, Measurement)}
-    fastest = sorted(alive, key=lambda policy: alive[policy].median_ms)[:3]
+    fastest = sorted(alive, key=lambda policy: alive[policy].mean_ms)[:3]
     return [
         Column("stock", replace(STOCK, batch_size=batch_size)),
         Column("fp32 (ieee)", Policy(fp32_math="ieee", batch_size=batch_size)),

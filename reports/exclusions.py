@@ -84,7 +84,7 @@ def _measured(name: str, memory_format: Any, device: torch.device, rounds: int) 
     rows = rows_of((name, [(policy, bench.measure(policy, EFFORT)) for policy in policies]) for _ in range(rounds))
     verdict = verdict_of(rows, plain, machine_of("cuda" if device.type == "cuda" else "cpu"))
     for policy in policies:
-        own = [row.outcome.median_ms for row in rows if row.policy == policy and isinstance(row.outcome, Measurement)]
+        own = [row.outcome.mean_ms for row in rows if row.policy == policy and isinstance(row.outcome, Measurement)]
         ratio = verdict.scores.between(policy, plain) if verdict is not None else None
         yield _row(name, policy, own, ratio)
 

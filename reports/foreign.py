@@ -176,7 +176,7 @@ class Course:
 
 
 def _measured(policy: Policy, outcome: Outcome) -> Line:
-    ms = outcome.median_ms if isinstance(outcome, Measurement) else None
+    ms = outcome.mean_ms if isinstance(outcome, Measurement) else None
     return {"policy": policy_to_dict(replace(policy, batch_size=None)), "ms": ms}
 
 

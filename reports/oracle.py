@@ -76,7 +76,7 @@ class Row:
     @property
     def ms(self) -> float:
         """Infinite where it failed."""
-        return self.outcome.median_ms if isinstance(self.outcome, Measurement) else float("inf")
+        return self.outcome.mean_ms if isinstance(self.outcome, Measurement) else float("inf")
 
     def to_line(self) -> dict[str, Any]:
         data = outcome_to_dict(self.outcome)

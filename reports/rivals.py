@@ -206,7 +206,7 @@ class Timeline:
                 self._measured(event.stage, event.policy, event.outcome)
 
     def _measured(self, kind: str, policy: Policy, outcome: Outcome) -> None:
-        ms = outcome.median_ms / outcome.samples_per_step if isinstance(outcome, Measurement) else None
+        ms = outcome.mean_ms / outcome.samples_per_step if isinstance(outcome, Measurement) else None
         self._note(kind, policy=policy_to_dict(policy), ms_per_sample=ms)
 
     def _note(self, kind: str, **more: Any) -> None:
@@ -434,7 +434,7 @@ def _ratio(verdict: Verdict | None, a: Policy | None, b: Policy | None) -> Ratio
 def _step_ms(rows: Sequence[Timing], policy: Policy) -> float | None:
     """The geometric mean over its blocks of their medians; None if it failed in any of them."""
     outcomes = [row.outcome for row in rows if row.policy == policy]
-    blocks = [outcome.median_ms for outcome in outcomes if isinstance(outcome, Measurement)]
+    blocks = [outcome.mean_ms for outcome in outcomes if isinstance(outcome, Measurement)]
     return statistics.geometric_mean(blocks) if blocks and len(blocks) == len(outcomes) else None
 
 

@@ -215,7 +215,7 @@ def _later(rows: Sequence[Row], policy: Policy) -> float | None:
 
 
 def _times(rows: Sequence[Row], policy: Policy) -> list[float]:
-    return [r.outcome.median_ms for r in rows if r.policy == policy and isinstance(r.outcome, Measurement)]
+    return [r.outcome.mean_ms for r in rows if r.policy == policy and isinstance(r.outcome, Measurement)]
 
 
 # --- what was said -------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def _best_of(found: Iterable[tuple[Policy, Ratio]]) -> Said:
 def _former_ratios(rows: Sequence[Row]) -> Iterator[tuple[Policy, Ratio]]:
     """Yields each policy's ratio to stock PyTorch by the rules of then."""
     rounds = [
-        (one[0].launch, {row.policy: row.outcome.median_ms for row in one if isinstance(row.outcome, Measurement)})
+        (one[0].launch, {row.policy: row.outcome.mean_ms for row in one if isinstance(row.outcome, Measurement)})
         for one in rounds_of(rows)
     ]
     common = _common_spread([times for _, times in rounds])

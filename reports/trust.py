@@ -233,7 +233,7 @@ def fastest_of(grid: Mapping[Policy, Outcome]) -> list[Policy]:
     Under autocast and with no module kept in FP32, the FP32 math mode has nothing to act on.
     """
     alive = {policy: outcome for policy, outcome in grid.items() if isinstance(outcome, Measurement)}
-    ranked = sorted(alive, key=lambda policy: alive[policy].median_ms)
+    ranked = sorted(alive, key=lambda policy: alive[policy].mean_ms)
     return list(dict.fromkeys(p if p.autocast == "off" else replace(p, fp32_math="stock") for p in ranked))
 
 
@@ -291,7 +291,7 @@ def comparison_of(rows: Sequence[Row], stage: str = "verify") -> dict[str, Any]:
     found: dict[Policy, list[list[float]]] = defaultdict(lambda: [[] for _ in launches])
     for row in rows:
         if isinstance(row.outcome, Measurement):
-            found[row.policy][launches.index(row.launch)].append(round(row.outcome.median_ms, 4))
+            found[row.policy][launches.index(row.launch)].append(round(row.outcome.mean_ms, 4))
     measured = [row.outcome for row in rows if isinstance(row.outcome, Measurement)]
     return {
         "stage": stage,

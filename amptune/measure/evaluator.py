@@ -126,13 +126,14 @@ class WorkerEvaluator:
     _built: list[WorkerProcess] = field(default_factory=list)
     _has_gpu: bool = False
     _room: int = 0
+    _batches: int | None = None
     _reference: Reference | Failure | None = None
 
     def prepare(self, limit_s: float) -> Prepared:
         answer = self._worker(STOCK).call(limit_s, worker.prepare)
         if isinstance(answer, Failure):
             raise NothingFeasibleError(f"the workload could not be built and run for one step: {answer}")
-        self._has_gpu = answer.hardware.gpu is not None
+        self._has_gpu, self._batches = answer.hardware.gpu is not None, answer.batches
         if not self._has_gpu:  # nothing compiles in the background
             stop_all(self._built)
             self._built.clear()
@@ -242,7 +243,10 @@ class WorkerEvaluator:
         return answer
 
     def _measure(self, policy: Policy, effort: Effort) -> Outcome:
-        process, effort = self._worker(policy), replace(effort, beside_compiling=bool(self._graphs))
+        process, effort = (
+            self._worker(policy),
+            replace(effort, beside_compiling=bool(self._graphs), batches=self._batches),
+        )
         reply = process.call(effort.time_limit_s, worker.measure, policy, effort)
         if isinstance(reply, Failure):
             return reply

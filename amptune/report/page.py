@@ -191,7 +191,7 @@ def _trial(trial: Trial, numerics: str) -> list[str]:
     outcome, head = trial.outcome, [str(trial.number + 1), str(trial.policy)]
     if isinstance(outcome, Failure):
         return [*head, outcome.kind]
-    figures = (outcome.samples_per_s, outcome.median_ms, outcome.peak_allocated_mib, outcome.energy_j_per_sample)
+    figures = (outcome.samples_per_s, outcome.mean_ms, outcome.peak_allocated_mib, outcome.energy_j_per_sample)
     return [*head, *map(_number, figures), numerics]
 
 

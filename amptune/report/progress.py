@@ -108,7 +108,7 @@ def _trial(event: TrialEnded) -> str:
     if isinstance(trial.outcome, Failure):
         return f"{head}  {trial.outcome.kind:>10}        {trial.policy}: {trial.outcome.message}"
     mark = "*" if event.best is trial else " "
-    figures = f"{trial.outcome.median_ms:9.3f} ms {_relative(event)}{_figure(trial.outcome, event.objective)}"
+    figures = f"{trial.outcome.mean_ms:9.3f} ms {_relative(event)}{_figure(trial.outcome, event.objective)}"
     return f"{head} {mark}{figures} {trial.policy}"
 
 

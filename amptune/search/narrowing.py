@@ -1,4 +1,8 @@
-"""Narrowing: after the search, rounds of measurements that tell most about the verdict, until more tell little."""
+"""Narrowing: after the search, rounds of the user's training loop under the policies that may win, in turn.
+
+Each round is the one that tells most about the verdict, until more tell little. If the loop waits for its data, or the
+loader fails, steps are timed without it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ from functools import cached_property
 from itertools import count
 
 from amptune.measure.evaluator import Evaluator
-from amptune.measure.results.outcome import ENERGY_S, Effort, Failure, Outcome
+from amptune.measure.results.outcome import ENERGY_S, LOADER_FAILED, Effort, Failure, Outcome
+from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.events import ComparisonStarted, ContenderMeasured, Observer, Stage
 from amptune.search.plan.budget import SHORT_S, Budget
@@ -19,9 +24,12 @@ from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.row import Row
 from amptune.search.table.verdict import Bar, Verdict
 
-__all__ = ["BLOCK", "Narrowing"]
+__all__ = ["BLOCK", "TURN", "Narrowing"]
 
+# A block of steps by themselves, and a turn of the user's loop: 30 to 300 steps, but fewer slow ones.
 BLOCK = Effort(warmup_s=2.0, measure_s=0.4, min_steps=6, precision=0.003, energy_s=ENERGY_S)
+TURN = replace(BLOCK, measure_s=1.0, min_steps=30, max_steps=300, in_loop=True)
+LONGEST_TURN_S = 3.0
 LONGEST_LIMIT_S = 120.0
 # Before a block was timed.
 GUESSED_BLOCK_S = 2.0
@@ -34,10 +42,10 @@ class Narrowing:
     """Rounds of measurements, each chosen by the verdict on all rows so far.
 
     `verdict` returns it, `keep` adds a row to the table. `bar` says who cannot win. `unseen` returns policies without a
-    row that may be better than a leader. `rejects` judges the numerics of a leader; the bar then knows the result.
-    A block takes about `cost_s`, starting a process `start_s`. Judging a leader that the last round brings takes
-    `judging_s`; that is kept, and `reserve_s` besides. `running` names the launch of each policy that a process can
-    measure without being started.
+    row that may be better than a leader, `beside` those that are shown beside the winner. `rejects` judges the numerics
+    of a leader; the bar then knows the result. A block takes about `cost_s`, starting a process `start_s`. Judging a
+    leader that the last round brings takes `judging_s`; that is kept, and `reserve_s` besides. `running` names the
+    launch of each policy that a process can measure without being started.
     """
 
     evaluator: Evaluator
@@ -50,6 +58,7 @@ class Narrowing:
     objective: Objective = THROUGHPUT
     bar: Bar = lambda _: None
     unseen: Callable[[Policy], Iterable[Policy]] = lambda _: ()
+    beside: Callable[[Verdict], Sequence[Policy]] = lambda _: ()
     rejects: Callable[[Policy], bool] = lambda _: False
     cost_s: Callable[[Policy], float] = lambda _: GUESSED_BLOCK_S
     start_s: float = 0.0
@@ -57,6 +66,7 @@ class Narrowing:
     reserve_s: Callable[[], float] = lambda: 0.0
     running: Mapping[Policy, str] = field(default_factory=dict)
     seed: int = 0
+    loader_failure: Failure | None = field(default=None, init=False)
 
     _costs_s: dict[Policy, float] = field(default_factory=dict, init=False)
     _launches: int = field(default=0, init=False)
@@ -112,6 +122,14 @@ class Narrowing:
         return random.Random(self.seed)  # noqa: S311  # an order of measuring, no secret
 
     @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The finding that the user's loader failed, if it did."""
+        if self.loader_failure is None:
+            return ()
+        message = f"the training loop could not be timed, only steps by themselves: {self.loader_failure}"
+        return (Finding(code="loader-failed", message=message),)
+
+    @property
     def rounds(self) -> int:
         """The number of rounds in fresh processes so far."""
         return self._launches
@@ -122,6 +140,7 @@ class Narrowing:
         return next_round(
             verdict,
             self.bar,
+            beside=self.beside(verdict),
             unseen=[policy for policy in self.unseen(leader) if policy not in seen and self.bar(policy) is None],
             running=self.running,
             start_s=self.start_s,
@@ -146,7 +165,7 @@ class Narrowing:
             if verdict is not None and self._left_s(verdict) < self._cost_s(policy):
                 return False
             began_s = self.budget.spent_s
-            outcome = self._outcome(policy)
+            outcome = self._outcome(policy, verdict)
             if outcome is None:
                 return False
             self._costs_s[policy] = self.budget.spent_s - began_s
@@ -172,14 +191,27 @@ class Narrowing:
             left_s = self.budget.left_s
             self.observer(ComparisonStarted(stage=self.stage, policies=tuple(policies), left_s=left_s, leader=leader))
 
-    def _outcome(self, policy: Policy) -> Outcome | None:
+    def _outcome(self, policy: Policy, verdict: Verdict | None) -> Outcome | None:
         """Returns None if the budget, not the policy, cut the measurement short: that says nothing about the policy."""
         limit_s = min(LONGEST_LIMIT_S, max(SHORT_S, self.budget.left_s))
-        effort = self.objective.effort(replace(BLOCK, time_limit_s=limit_s))
+        effort = self.objective.effort(replace(self._effort(policy, verdict), time_limit_s=limit_s))
         outcome = self.evaluator.measure(policy, effort)
+        if isinstance(outcome, Failure) and outcome.exception == LOADER_FAILED:
+            self.loader_failure = outcome
+            return self._outcome(policy, verdict)
         if _is_accident(outcome) and not self._was_cut(outcome, limit_s) and self.budget.left_s >= SHORT_S:
             outcome = self.evaluator.measure(policy, effort)
         return None if self._was_cut(outcome, limit_s) else outcome
+
+    def _effort(self, policy: Policy, verdict: Verdict | None) -> Effort:
+        """Returns a turn of the user's loop, or a block of steps by themselves if the loop cannot tell their speed."""
+        if self.loader_failure is not None or (verdict is not None and verdict.waits_for_data):
+            return BLOCK
+        known = None if verdict is None else verdict.contender_of(policy)
+        if known is None or known.step_ms is None:
+            return TURN
+        in_time = int(1000 * LONGEST_TURN_S / known.step_ms)
+        return replace(TURN, min_steps=max(BLOCK.min_steps, min(TURN.min_steps, in_time)))
 
     @staticmethod
     def _was_cut(outcome: Outcome, limit_s: float) -> bool:

@@ -17,11 +17,11 @@ from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Prepared
 from amptune.policy.settings import STOCK, Policy
-from amptune.search.after_checks import checked_in_a_loop, larger_batch
+from amptune.search.after_checks import larger_batch
 from amptune.search.decide.decision import Decision
 from amptune.search.events import Observer, StepStarted, WorkloadBuilt
 from amptune.search.gate.judge import Judge
-from amptune.search.plan.budget import Budget, larger_batch_s, loop_s
+from amptune.search.plan.budget import Budget, larger_batch_s
 from amptune.search.plan.plan import Plan, Step
 from amptune.search.request import TuningRequest, place_of, source_of
 from amptune.search.run import TuningRun
@@ -120,7 +120,6 @@ def run_tuning(request: TuningRequest, observer: Observer, evaluator: Evaluator 
         try:
             decision = tune_with(evaluator, _with_time_for_the_rest(request), observer)
             try:
-                decision = checked_in_a_loop(evaluator, decision, request.budget)
                 return _told_of_a_larger_batch(evaluator, decision, request)
             except KeyboardInterrupt:
                 raise TuningInterrupted(decision) from None
@@ -173,7 +172,7 @@ def _built(evaluator: Evaluator, request: TuningRequest, plan: Plan) -> Prepared
 
 
 def _with_time_for_the_rest(request: TuningRequest) -> TuningRequest:
-    rest_s = loop_s(request.budget) + (larger_batch_s(request.budget) if _leaves_the_batch(request) else 0.0)
+    rest_s = larger_batch_s(request.budget) if _leaves_the_batch(request) else 0.0
     return replace(request, budget=request.budget.less(rest_s))
 
 

@@ -32,6 +32,7 @@ def chosen(
     machine: Machine = GPU,
     objective: Objective = THROUGHPUT,
     bar: Callable[[Policy], str | None] = lambda _: None,
+    beside: Sequence[Policy] = (),
     unseen: Sequence[Policy] = (),
     running: Collection[Policy] = (),
     start_s: float = 10.0,
@@ -41,6 +42,7 @@ def chosen(
     return next_round(
         decided(rows, machine, objective, bar),
         bar,
+        beside=beside,
         unseen=unseen,
         running=running,
         start_s=start_s,
@@ -177,14 +179,14 @@ def test_without_processes_that_run_a_round_is_fresh() -> None:
 @pytest.mark.parametrize(("start_s", "fresh"), [(0.1, True), (1000.0, False)])
 def test_processes_are_started_anew_while_that_is_worth_its_time(start_s: float, *, fresh: bool) -> None:
     """A launch shows what blocks of one process do not."""
-    rows = in_turn({STOCK: [10.0, 10.1], BF16: [9.0, 9.1]}, per_launch=2, spread=NOISY)
+    rows = in_turn({STOCK: [10.0, 10.1] * 2, BF16: [9.0, 9.1] * 2}, per_launch=2, spread=NOISY)
     found = chosen(rows, running={STOCK, BF16}, start_s=start_s, left_s=5000.0)
     assert found == NextRound(policies=(STOCK, BF16), fresh=fresh)
 
 
 def test_many_blocks_of_one_launch_ask_for_a_fresh_one() -> None:
     def asks(blocks: int) -> bool:
-        times = [10.0, 10.1] * (blocks // 2)
+        times = [10.0, 10.1] * blocks
         rows = in_turn({STOCK: times, BF16: [0.95 * ms for ms in times]}, per_launch=blocks, spread=NOISY)
         found = chosen(rows, running={STOCK, BF16}, start_s=40.0)
         assert found is not None
@@ -192,6 +194,21 @@ def test_many_blocks_of_one_launch_ask_for_a_fresh_one() -> None:
 
     assert not asks(2)
     assert asks(20)
+
+
+def test_after_one_launch_the_next_round_is_a_second_one_because_one_confirms_nothing() -> None:
+    rows = in_turn({STOCK: [10.0] * 9, BF16: [5.0] * 9}, per_launch=9)
+    assert chosen(rows, running={STOCK, BF16}, start_s=40.0) == NextRound(policies=(STOCK, BF16), fresh=True)
+
+
+def test_the_recipe_is_measured_beside_the_winner_while_there_is_time() -> None:
+    rows = in_turn({STOCK: [10.0], FP16: [9.0], BF16_LAST: [5.0]})
+    beside = chosen(rows, beside=[FP16])
+    assert beside is not None
+    assert beside.policies[:3] == (STOCK, BF16_LAST, FP16)
+    short = chosen(rows, beside=[FP16], left_s=16.5)
+    assert short is not None
+    assert FP16 not in short.policies
 
 
 def test_a_policy_without_a_process_makes_the_round_fresh() -> None:

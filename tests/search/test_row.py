@@ -11,7 +11,7 @@ from tables import BF16, BF16_LAST, block, row
 
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy
-from amptune.search.table.row import SITTING_S, Row, sittings_of, step_spread
+from amptune.search.table.row import SITTING_S, Row, are_alike, decisive, sittings_of, step_spread, waits_for_data
 
 FULL = Measurement(
     samples_per_step=32,
@@ -33,6 +33,10 @@ FULL = Measurement(
     startup_s=12.5,
     graph_breaks=("print",),
     recompiled=3,
+    prepared_anew=2,
+    settled=False,
+    in_loop=True,
+    wait_share=0.25,
     sm_clock_mhz=1755,
     temperature_c=71,
     host_delay=0.125,
@@ -98,12 +102,47 @@ def test_the_step_spread_is_a_share_of_the_step_time(step_ms: float, spread: flo
     assert step_spread(block(step_ms, spread)) == pytest.approx(spread, rel=1e-6, abs=1e-12)
 
 
-def test_one_slow_step_does_not_widen_the_step_spread() -> None:
+def test_one_slow_step_widens_the_step_spread_by_what_it_adds_to_the_doubt_about_the_mean() -> None:
     steps = (10.0, 10.1, 9.9, 10.05, 9.95)
-    calm, hit = (step_spread(replace(took(), step_ms=each)) for each in (steps, (*steps[:-1], 90.0)))
+    calm, hit, of_many = (
+        step_spread(replace(took(), step_ms=each)) for each in (steps, (*steps[:-1], 90.0), (*20 * steps, 20.0))
+    )
     assert calm is not None
     assert hit is not None
-    assert hit <= 2 * calm
+    assert hit > 0.5
+    assert of_many is not None
+    assert of_many <= 2 * calm
+
+
+# --- which rows decide ------------------------------------------------------------------------------------------------
+
+
+def in_loop(policy: Policy, step_ms: float, wait_share: float = 0.0) -> Row:
+    return row(policy, replace(block(step_ms), in_loop=True, wait_share=wait_share))
+
+
+def test_a_loop_that_waits_for_its_data_does_not_tell_how_fast_a_step_is() -> None:
+    steps, loops = [row(STOCK, 10.0), row(BF16, 5.0)], [in_loop(STOCK, 10.0), in_loop(BF16, 9.0, wait_share=0.5)]
+    assert waits_for_data([*steps, *loops])
+    assert decisive([*steps, *loops]) == steps
+    patient = [in_loop(STOCK, 10.0), in_loop(BF16, 5.2, wait_share=0.05)]
+    assert not waits_for_data([*steps, *patient])
+    assert decisive([*steps, *patient]) == [*steps, *patient]
+
+
+def test_unsettled_blocks_count_only_for_a_policy_that_has_no_others() -> None:
+    unsettled = [row(one, replace(block(5.0), settled=False)) for one in (BF16, BF16_LAST)]
+    settled = row(BF16, 6.0)
+    assert decisive([*unsettled, settled]) == [unsettled[1], settled]
+
+
+def test_steps_are_alike_if_they_take_about_the_same_multiple_of_the_baselines() -> None:
+    modes = (10.0, 20.0, 40.0) * 10
+    baseline = [row(STOCK, replace(took(), step_ms=modes))]
+    assert are_alike([row(BF16, replace(took(), step_ms=tuple(ms / 2 for ms in modes)))], baseline)
+    now_and_then = tuple(ms / 2 if n % 10 else 30 * ms for n, ms in enumerate(modes))
+    assert not are_alike([row(BF16, replace(took(), step_ms=now_and_then))], baseline)
+    assert not are_alike([row(BF16, replace(took(), step_ms=modes[:2]))], baseline)
 
 
 def test_few_steps_do_not_show_how_much_steps_differ() -> None:

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from measurements import took
 from tables import BF16, BF16_LAST, FP16, Drawn, block, decided, equals, in_turn, row
@@ -9,6 +13,7 @@ from amptune.policy.settings import STOCK, Fp32Rule, Policy
 from amptune.search.table.effects import CPU, GPU, Machine
 from amptune.search.table.objective import NEGLIGIBLE, objective_of
 from amptune.search.table.ratio import CONFIRMED, LIKELY
+from amptune.search.table.row import Row
 from amptune.search.table.verdict import Verdict, departure_count, verdict_of
 
 BOTH = pytest.mark.parametrize("machine", [GPU, CPU], ids=lambda machine: str(machine.device))
@@ -143,7 +148,8 @@ def test_a_baseline_that_was_measured_and_failed_later_is_still_compared_with() 
 def test_confidence_is_said_by_the_probability_that_the_winner_is_better(machine: Machine) -> None:
     said = {}
     for percent in range(0, 800, 5):
-        verdict = decided([row(STOCK, 10.0), row(BF16, 10 / (1 + percent / 100), moment_s=2.0)], machine)
+        times = {STOCK: [10.0] * 2, BF16: [10 / (1 + percent / 100)] * 2}
+        verdict = decided(in_turn(times, spread=0.02), machine)
         chance = verdict.contenders[0].chance if percent else 0.5
         word = "confirmed" if chance >= CONFIRMED else "likely" if chance >= LIKELY else "undecided"
         assert verdict.confidence == word
@@ -412,3 +418,72 @@ def test_each_fp32_rule_counts_as_a_departure_and_the_users_batch_size_does_not(
     assert departure_count(Policy(batch_size=32, accumulate=2)) == 0
     assert departure_count(Policy(autocast="bf16", batch_size=32)) == 1
     assert departure_count(Policy(autocast="bf16", fp32_modules=rules)) == 3
+
+
+# --- what training pays -----------------------------------------------------------------------------------------------
+
+
+def timed(policy: Policy, step_ms: Sequence[float], **more: Any) -> Row:
+    launch, moment_s = more.pop("launch", "0"), more.pop("moment_s", 0.0)
+    outcome = replace(took(), step_ms=tuple(step_ms), **more)
+    return Row(policy=policy, outcome=outcome, run="run", launch=launch, moment_s=moment_s)
+
+
+def test_a_policy_that_still_compiles_cannot_win_however_fast_its_steps_were() -> None:
+    rows = [row(STOCK, 40.0), timed(BF16, [18.0] * 9, settled=False), row(FP16, 30.0)]
+    verdict = decided(rows, GPU)
+    assert verdict.winner.policy == FP16
+    lost = verdict.contender_of(BF16)
+    assert lost is not None
+    assert "compiled or recorded anew" in lost.lost
+
+
+def test_a_policy_that_settles_in_a_later_block_can_win() -> None:
+    rows = [row(STOCK, 40.0), timed(BF16, [18.0] * 9, settled=False), row(BF16, 20.0, launch="1")]
+    assert decided(rows, GPU).winner.policy == BF16
+
+
+def test_a_policy_that_is_slow_now_and_then_and_may_be_slower_does_not_replace_the_baseline() -> None:
+    """As a model whose dropped layers make it record anew: 18.6 ms as a rule, hundreds in the mean."""
+    steps = [18.6] * 19 + [400.0]
+    rows = [timed(STOCK, [40.6, 40.7, 40.5, 40.6] * 5), timed(BF16, steps), timed(BF16, steps, launch="1")]
+    assert decided(rows, GPU).keeps_the_baseline
+
+
+def test_one_process_confirms_nothing() -> None:
+    one = decided(in_turn({STOCK: [10.0] * 8, BF16: [2.0] * 8}, per_launch=8), GPU)
+    assert (one.winner.policy, one.confidence) == (BF16, "likely")
+    assert decided(in_turn({STOCK: [10.0] * 8, BF16: [2.0] * 8}, per_launch=4), GPU).confidence == "confirmed"
+
+
+def loops(columns: Mapping[Policy, Sequence[float]], **more: Any) -> list[Row]:
+    return in_turn(
+        {policy: [replace(block(ms), in_loop=True, **more) for ms in times] for policy, times in columns.items()},
+        start_s=100.0,
+    )
+
+
+def test_the_users_loop_has_the_last_word() -> None:
+    """A policy that is faster on batches that lie on the device, and slower in the loop, does not win."""
+    trials = [row(STOCK, 10.0), row(BF16, 5.0), row(FP16, 6.0)]
+    assert decided(trials, GPU).winner.policy == BF16
+    verdict = decided([*trials, *loops({STOCK: [10.0] * 3, BF16: [8.0] * 3, FP16: [6.0] * 3})], GPU)
+    assert verdict.winner.policy == FP16
+    assert verdict.winner.step_ms == pytest.approx(6.0)
+    assert verdict.speedup.value == pytest.approx(10 / 6, rel=0.02)
+
+
+def test_what_the_loop_did_not_time_is_doubted() -> None:
+    trials = [row(STOCK, 10.0), row(BF16, 9.7)]
+    few, more = decided(trials, GPU), decided([*trials, *loops({STOCK: [10.0] * 3})], GPU)
+    assert few.contenders[0].gain is not None
+    assert more.contenders[0].gain is not None
+    assert more.contenders[0].gain.half_width > 1.5 * few.contenders[0].gain.half_width
+
+
+def test_if_the_loop_waits_for_its_data_steps_decide() -> None:
+    trials = [row(STOCK, 10.0), row(BF16, 5.0)]
+    verdict = decided([*trials, *loops({STOCK: [10.0] * 3, BF16: [10.0] * 3}, wait_share=0.4)], GPU)
+    assert verdict.waits_for_data
+    assert verdict.winner.policy == BF16
+    assert verdict.winner.step_ms == pytest.approx(5.0)

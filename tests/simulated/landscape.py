@@ -378,8 +378,8 @@ def trouble_of(words: Iterable[str]) -> Trouble:
 NO_TROUBLE = Trouble(noise=0.0, step_noise=0.0, launch_noise=0.0, drift=0.0, outliers=0.0)
 
 HW_THERMAL_SLOWDOWN = 0x40
-# The standard error of a median over that of a mean, and the 95 % point of a Gaussian.
-MEDIAN_ERROR, GAUSSIAN_95 = 1.253, 1.96
+# The 95 % point of a Gaussian.
+GAUSSIAN_95 = 1.96
 # So many slow steps are run before a trial that is far behind is abandoned, and so many more are timed.
 FIRST_STEPS, ABANDONED_STEPS = 3, 2
 
@@ -484,7 +484,8 @@ class SyntheticEvaluator:
         self.clock.advance(warmup_s + (FIRST_STEPS + steps) * ms / 1000)
         if self.clock() - start_s > effort.time_limit_s:
             return self._timed_out(policy, start_s + effort.time_limit_s)
-        return self._measurement(policy, ms * self._step_noise(steps), warmup_s, abandoned=abandoned)
+        measured = self._measurement(policy, ms * self._step_noise(steps), warmup_s, abandoned=abandoned)
+        return replace(measured, in_loop=effort.in_loop)
 
     def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity:  # noqa: ARG002
         """All are sound here. The reference takes its time, a judgement a third of that."""
@@ -590,7 +591,7 @@ class SyntheticEvaluator:
 
     def _steps(self, ms: float, effort: Effort) -> int:
         """As many as it takes for the precision asked for, within the limits asked for."""
-        for_precision = (GAUSSIAN_95 * MEDIAN_ERROR * self.trouble.step_noise / effort.precision) ** 2
+        for_precision = (GAUSSIAN_95 * self.trouble.step_noise / effort.precision) ** 2
         in_time = 1000 * effort.measure_s / ms
         return max(effort.min_steps, min(effort.max_steps, math.ceil(min(for_precision, in_time))))
 

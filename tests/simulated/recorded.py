@@ -188,6 +188,7 @@ class RecordedEvaluator:
             losses=(7.0, 6.9, 6.8),
             gradient_norm=3.0,
             energy_j_per_sample=self.watts(policy) * ms / 1000 / samples if self.watts else None,
+            in_loop=effort.in_loop,
         )
 
     def measure_alone(self, policy: Policy, effort: Effort) -> Outcome:

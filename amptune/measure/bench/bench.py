@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import math
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -18,6 +19,7 @@ from amptune.errors import TargetError
 from amptune.hardware.nvml import NvmlGpu
 from amptune.measure.bench.clocks import clock_for
 from amptune.measure.bench.compilation import Compilations
+from amptune.measure.bench.drawn_batches import DrawnBatches, seed_everything
 from amptune.measure.bench.failures import NonFiniteError, failure_of
 from amptune.measure.bench.peak_memory import memory_for
 from amptune.measure.bench.readings import Instruments
@@ -32,24 +34,52 @@ from amptune.runtime.tuned import Tuned
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 
-__all__ = ["Bench", "bytes_of"]
+__all__ = ["Batches", "Bench"]
 
 SEED = 0
-# Enough different batches that a step cannot profit from one cached input, few enough to keep on the device. Batches
-# larger than any cache: two, as in training that copies the next batch while it works on the current one.
-BATCHES, LARGE_BATCHES = 3, 2
-LARGE_BYTES = 256 * 2**20
-# Batches of other sizes stay on the CPU while their total size is below this.
-KEPT_BYTES = 2**30
+# What is not timed needs no more different batches.
+FEW_BATCHES = 3
 # The losses of the first steps are kept to compare policies; fewer if a step is slow. CUDA graphs are recorded in the
 # second step, so only a later step shows their step time.
 FIRST_STEPS = 8
 LEAST_FIRST_STEPS, LEAST_FIRST_STEPS_COMPILED = 3, 5
 FIRST_STEPS_S = 2.0
+# Waiting for graphs that are still compiled or recorded takes at most this share of a trial's time limit, twice.
+SETTLE_SHARE = 1 / 4
 # A step too slow to be of interest is timed only this often.
 SLOW_STEPS = 2
 # CUDA graphs keep their memory between trials of one policy, up to this share of the device's memory.
 GRAPHS_SHARE = 1 / 8
+
+
+class Batches(Protocol):
+    """An endless iterator of batches on the device."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __next__(self) -> Any: ...
+
+    def begin_block(self) -> None:
+        """Is called before each block of steps that is timed."""
+        ...
+
+
+class _Sequence:
+    """The same batches again and again. Each block begins with the first of them, after `begin`."""
+
+    def __init__(self, batches: Sequence[Any], begin: Callable[[], None]) -> None:
+        self._batches, self._begin, self._at = batches, begin, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._at += 1
+        return self._batches[(self._at - 1) % len(self._batches)]
+
+    def begin_block(self) -> None:
+        self._at = 0
+        self._begin()
 
 
 class Bench:
@@ -76,7 +106,7 @@ class Bench:
         self._clock = clock_for(device)
         self._memory = memory_for(device)
         self._sampler = StepTimer(self._clock, Instruments(nvml, self._memory))
-        self._batches: dict[tuple[int, int | None], list[Any]] = {}
+        self.drawn = DrawnBatches(workload, seed)
         self._compilations = Compilations()
         self._tuned: Tuned | None = None
         self._build()
@@ -90,20 +120,27 @@ class Bench:
         self._kinds = self._kinds_of_state()
         self._modes = {module: module.training for module in self.model.modules()}
 
-    def measure(self, policy: Policy, effort: Effort) -> Outcome:
-        """Trains for a short time under the policy, from the initial weights."""
+    def measure(self, policy: Policy, effort: Effort, batches: Batches | None = None) -> Outcome:
+        """Trains for a short time under the policy, from the initial weights.
+
+        Without `batches`, on a sequence that is the same for every policy; blocks begin with the same random numbers.
+        """
         try:
-            return self._trial(policy, effort)
+            return self._trial(policy, effort, batches)
         except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
             traceback.print_exc()  # into the worker's log
             return failure_of(error)
         finally:
             self.release()
 
-    def _trial(self, policy: Policy, effort: Effort) -> Measurement:
+    def _trial(self, policy: Policy, effort: Effort, batches: Batches | None) -> Measurement:
         """Runs one trial in its own frame: batches and optimizer state are freed before memory is given back."""
-        with self.on_device(policy) as (tuned, stepper):
-            return self._measure(tuned, stepper, effort)
+        if batches is None:
+            size = policy.batch_size or self.workload.batch_size
+            on_device = self._on_device(size, effort.batches)
+            batches = _Sequence(on_device, lambda: seed_everything(self._seed))
+        with self.on_device(policy, batches) as (tuned, stepper):
+            return self._measure(tuned, stepper, effort, batches)
 
     @contextmanager
     def on_device(self, policy: Policy, batches: Iterator[Any] | None = None) -> Iterator[tuple[Tuned, Stepper]]:
@@ -113,10 +150,10 @@ class Bench:
         """
         self._restore()
         self._compilations.begin(policy)
-        batches = batches or cycle(self._on_device(policy.batch_size or self.workload.batch_size))
+        batches = batches or cycle(self._on_device(policy.batch_size or self.workload.batch_size, FEW_BATCHES))
         self._memory.reset()
         self.model.to(self.device)
-        _seed_everything(self._seed)
+        seed_everything(self._seed)
         # never with the guard, whatever the environment says: its time would be in the figures
         with apply(policy, self.model, any_hardware=True, guard=False) as tuned:
             self._tuned = tuned
@@ -125,27 +162,36 @@ class Bench:
             finally:
                 self._tuned = None
 
-    def _measure(self, tuned: Tuned, stepper: Stepper, effort: Effort) -> Measurement:
+    def _measure(self, tuned: Tuned, stepper: Stepper, effort: Effort, batches: Batches) -> Measurement:
         started_s = self._clock.now_s()
+        effort = replace(effort, settle_s=min(effort.settle_s, SETTLE_SHARE * effort.time_limit_s))
         eager = tuned.policy.compile == "off" and not tuned.policy.cuda_graphs
         least = LEAST_FIRST_STEPS if eager else LEAST_FIRST_STEPS_COMPILED
         losses, norm, last_ms = self._first_steps(stepper, least)
         if isinstance(tuned.model, GraphedModel):
             tuned.model.recordings.require_some()
         warm_s = self._clock.now_s()
-        compiled = self._compilations.graphs
+        compiled, prepared = self._compilations.graphs, partial(self._prepared, tuned)
         slow = effort.abandon_above_ms is not None and last_ms > effort.abandon_above_ms
-        warm_up = WarmUp(step_ms=last_ms) if slow else self._sampler.warm_up(stepper, last_ms, effort)
+        warm_up = WarmUp(step_ms=last_ms) if slow else self._sampler.warm_up(stepper, last_ms, effort, prepared)
         warmup_s = self._clock.now_s() - warm_s
         effort = _glance(effort) if slow else effort
-        sample = self._sampler.sample(stepper, warm_up.step_ms, effort, started_s, warm_up.fastest_ms)
+        sample = self._sampler.sample(
+            stepper,
+            warm_up.step_ms,
+            effort,
+            started_s,
+            warm_up.fastest_ms,
+            begin=batches.begin_block,
+            prepared=prepared,
+        )
         warmup_steps = len(losses) + warm_up.steps
         steps = warmup_steps + sample.steps
         if not math.isfinite(stepper.last_loss):
             raise NonFiniteError(f"the loss is {stepper.last_loss} after {steps} steps")
         skipped = stepper.require_sound(self.model, steps, self.nonfinite)
-        batches = tuned.accumulate if self.workload.step is None else 1  # the user's own step gets one
-        samples = (tuned.policy.batch_size or self.workload.batch_size) * batches
+        taken = tuned.accumulate if self.workload.step is None else 1  # batches; the user's own step takes one
+        samples = (tuned.policy.batch_size or self.workload.batch_size) * taken
         allocated, reserved = self._memory.peak_mib()
         self._require_within_limit(allocated)
         kept = sample.kept
@@ -168,11 +214,18 @@ class Bench:
             startup_s=max(0.0, warm_s - started_s - len(losses) * last_ms / 1000),
             graph_breaks=self._compilations.breaks,
             recompiled=self._compilations.graphs - compiled,
+            prepared_anew=kept.prepared,
+            settled=kept.settled,
             contaminated_by=kept.contaminated_by,
             sm_clock_mhz=kept.after.sm_clock_mhz,
             temperature_c=kept.after.temperature_c,
             host_delay=kept.host_delay,
         )
+
+    def _prepared(self, tuned: Tuned) -> int:
+        """Returns how many graphs were compiled or recorded so far."""
+        own = tuned.model.recordings.made if isinstance(tuned.model, GraphedModel) else 0
+        return self._compilations.begun + own
 
     def _require_within_limit(self, peak_mib: float) -> None:
         """Raises `MemoryError` above the limit; only a CPU needs this, a GPU's allocator enforces its limit."""
@@ -193,48 +246,9 @@ class Bench:
             raise NonFiniteError(f"the loss is {losses[broken]} at step {broken + 1}")
         return tuple(losses), norm, took_ms
 
-    def _on_device(self, samples: int) -> list[Any]:
-        cached = self.batches(samples)
-        return [map_tensors(lambda tensor: tensor.to(self.device, copy=True), batch) for batch in cached]
-
-    def batches(self, samples: int, count: int | None = None) -> list[Any]:
-        """Returns the same batches for every policy, drawn once under a fixed seed and kept on the CPU.
-
-        Without a `count` there are a few, or two if they are large.
-        """
-        if (samples, count) not in self._batches:
-            self._make_room()
-            drawn = self._drawn(samples, count)
-            self._require_another_size(samples, drawn[0])
-            self._batches[samples, count] = drawn
-        return self._batches[samples, count]
-
-    def _require_another_size(self, samples: int, batch: Any) -> None:
-        """Raises `TargetError` if `batch(n)` ignores n: large batches would look fast."""
-        own = self.workload.batch_size
-        known = self._batches.get((own, None))
-        if samples == own or known is None:
-            return
-        shapes, own_shapes = ([tensor.shape for tensor in tensors_in(one)] for one in (batch, known[0]))
-        if shapes == own_shapes:
-            raise TargetError(
-                f"batch({samples}) gives tensors of the same shapes as batch({own}): it is to give n samples"
-            )
-
-    def _drawn(self, samples: int, count: int | None) -> list[Any]:
-        _seed_everything(self._seed)
-        with user_code(f"batch({samples})"):
-            batches = [self.workload.batch(samples)]
-            if count is None and bytes_of(batches) >= LARGE_BYTES:
-                return batches * LARGE_BATCHES  # one batch twice: drawing large batches takes seconds
-            return batches + [self.workload.batch(samples) for _ in range((count or BATCHES) - 1)]
-
-    def _make_room(self) -> None:
-        """Drops batches of other sizes than the workload's own if they have grown large in total."""
-        others = [key for key in self._batches if key[0] != self.workload.batch_size]
-        if bytes_of([self._batches[key] for key in others]) > KEPT_BYTES:
-            for key in others:
-                del self._batches[key]
+    def _on_device(self, samples: int, count: int | None = None) -> list[Any]:
+        sequence = self.drawn.sequence(samples, count)
+        return [map_tensors(lambda tensor: tensor.to(self.device, copy=True), batch) for batch in sequence]
 
     def restart(self, offset: int = 0, weights: Sequence[torch.Tensor] = ()) -> None:
         """Restores the initial weights and seeds random generators with seed + `offset`; only within `on_device`.
@@ -242,7 +256,7 @@ class Bench:
         With `weights`, one for each parameter, the parameters get these.
         """
         self._put_back(weights)
-        _seed_everything(self._seed + offset)
+        seed_everything(self._seed + offset)
 
     def fingerprint(self, batches: Sequence[Any]) -> tuple[float, ...]:
         """Returns sums of weights and batches; processes with comparable gradients have equal ones."""
@@ -284,11 +298,6 @@ class Bench:
                 torch.cuda.empty_cache()
 
 
-def bytes_of(batches: Sequence[Any]) -> int:
-    """Returns the size in bytes of the tensors in them, at any depth."""
-    return sum(tensor.nbytes for tensor in tensors_in(list(batches)))
-
-
 def _sums_of(tensors: Sequence[Any]) -> tuple[float, ...]:
     """Returns the sum of the magnitudes in each tensor, at any depth."""
     return tuple(
@@ -299,7 +308,7 @@ def _sums_of(tensors: Sequence[Any]) -> tuple[float, ...]:
 
 def _built_model(workload: Workload, seed: int) -> torch.nn.Module:
     """Builds the workload's model and initialises lazy modules. Raises `TargetError`, `UserCodeError`."""
-    _seed_everything(seed)
+    seed_everything(seed)
     with user_code("model()"):
         model = workload.model()
     if not isinstance(model, torch.nn.Module):
@@ -319,16 +328,6 @@ def _initialise_lazy(model: torch.nn.Module, workload: Workload) -> None:
         workload.loss(model, workload.batch(workload.batch_size))
 
 
-def _seed_everything(seed: int) -> None:
-    import random
-
-    import numpy as np
-
-    random.seed(seed)
-    np.random.seed(seed)  # users draw from the global generator
-    torch.manual_seed(seed)
-
-
 def _glance(effort: Effort) -> Effort:
     """Returns the effort for a policy too slow to be of interest: `SLOW_STEPS` steps, not timed again."""
-    return replace(effort, measure_s=0.0, min_steps=SLOW_STEPS, time_limit_s=0.0)
+    return replace(effort, measure_s=0.0, settle_s=0.0, min_steps=SLOW_STEPS, time_limit_s=0.0)

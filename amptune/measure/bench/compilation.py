@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import torch
 
@@ -15,10 +16,15 @@ REASONS, REASON_CHARACTERS = 3, 200
 
 
 class Compilations:
-    """The compiled graphs of this process: kept while one policy is measured again, dropped before another."""
+    """The compiled graphs of this process: kept while one policy is measured again, dropped before another.
+
+    `begun` counts the times that PyTorch began to compile a graph, or to record one as a CUDA graph. Once a limit on
+    compiling is reached, it runs such code eagerly: that is not counted, and shows in the steps.
+    """
 
     def __init__(self) -> None:
         self._of: Policy | None = None
+        self.begun = 0
 
     def begin(self, policy: Policy) -> None:
         """Drops another policy's graphs, which would interfere and hold memory. Call before the policy is applied."""
@@ -27,12 +33,23 @@ class Compilations:
         if policy.compile != "off":
             self._of = policy
             _counters().clear()
+            self._listen()
 
     def forget(self) -> None:
         """Drops all compiled graphs, CUDA graphs and their memory too; the cache on disk stays."""
         if self._of is not None:
             torch.compiler.reset()
             self._of = None
+
+    def _listen(self) -> None:
+        """Has PyTorch tell of each graph that it begins to compile or record; resetting the compiler ends that."""
+        from torch._dynamo.callback import callback_handler
+
+        if self._count not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self._count)
+
+    def _count(self, _: Any) -> None:
+        self.begun += 1
 
     @property
     def graphs(self) -> int:

@@ -1,4 +1,8 @@
-"""Times steps: warms up until the step time is steady, then times one undisturbed block of steps."""
+"""Times steps: warms up until the step time is steady, then times one undisturbed block of steps.
+
+A figure is the mean of a whole block, since training pays for its slow steps too. A block is discarded only for a cause
+from outside that was recorded.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from amptune.measure.bench.readings import (
 from amptune.measure.bench.run_delay import host_delay
 from amptune.measure.results.outcome import ENERGY_S, Effort
 
-__all__ = ["Sample", "StepTimer", "TimedBlock", "WarmUp", "is_steady", "median_half_width"]
+__all__ = ["Sample", "StepTimer", "TimedBlock", "WarmUp", "is_steady", "mean_half_width"]
 
 # Warm-up is over when the medians of three successive stretches of steps lie this close together.
 STEADY = 0.03
@@ -32,7 +36,19 @@ MAX_REPEATS = 2
 # No block is timed again after this share of the trial's time limit: the limit includes the worker's start.
 REPEAT_UNTIL = 0.5
 
+# A mean's interval is that of a Gaussian: it only decides when to stop. Fewer steps have none.
+_GAUSSIAN_95, _FEWEST_STEPS = 1.96, 6
+
 Step = Callable[[], object]
+Count = Callable[[], int]
+
+
+def _none() -> int:
+    return 0
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +65,16 @@ class WarmUp:
 class TimedBlock:
     """Steps timed in a row, the readings before and after them, and the codes of what these show.
 
-    The clocks and the temperature of `after` were read while the device was busy.
+    The clocks and the temperature of `after` were read while the device was busy. `prepared` graphs were compiled or
+    recorded meanwhile; the block is not `settled` if that still happened in its second half.
     """
 
     step_ms: tuple[float, ...]
     before: Readings
     after: Readings
     contaminated_by: tuple[str, ...]
+    prepared: int = 0
+    settled: bool = True
 
     @property
     def host_delay(self) -> float | None:
@@ -92,31 +111,48 @@ class StepTimer:
         self._instruments = instruments
         self._lasting: frozenset[str] = frozenset()
 
-    def warm_up(self, step: Step, step_ms: float, effort: Effort) -> WarmUp:
-        """Runs stretches of steps until they agree; `step_ms` is a first guess at a step's time."""
-        steps, deadline_s = 0, self._clock.now_s() + effort.warmup_s
-        medians: list[float] = []
-        while not is_steady(medians) and self._clock.now_s() < deadline_s:
+    def warm_up(self, step: Step, step_ms: float, effort: Effort, prepared: Count = _none) -> WarmUp:
+        """Runs stretches of steps until they agree; `step_ms` is a first guess at a step's time.
+
+        `prepared` returns how many graphs were compiled or recorded so far. Stretches in which one was do not count as
+        warm-up: they are followed by others, until so much time was spent that none may follow.
+        """
+        steps, began_s = 0, self._clock.now_s()
+        quiet_ms, medians, settling = 0.0, list[float](), Settling(prepared())
+        while not (is_steady(medians) and settling.is_over) and (
+            quiet_ms < 1000 * effort.warmup_s and self._clock.now_s() < began_s + effort.warmup_s + effort.settle_s
+        ):
             times = self._clock.time_steps(step, _stretch(step_ms))
             steps += len(times)
+            quiet_ms += 0.0 if settling.goes_on(times, prepared()) else sum(times)
             step_ms = statistics.median(times)
             medians.append(step_ms)
         fastest_ms = min(medians, default=math.inf)
         return WarmUp(step_ms=step_ms, fastest_ms=fastest_ms, steps=steps, steady=is_steady(medians))
 
     def sample(
-        self, step: Step, step_ms: float, effort: Effort, started_s: float, fastest_ms: float = math.inf
+        self,
+        step: Step,
+        step_ms: float,
+        effort: Effort,
+        started_s: float,
+        fastest_ms: float = math.inf,
+        *,
+        begin: Callable[[], object] = _nothing,
+        prepared: Count = _none,
     ) -> Sample:
         """Times one block of steps, again while a new disturbance is seen; the trial began at `started_s`.
 
-        Beside graphs that compile, a block slower than a stretch of `fastest_ms` before it is disturbed.
+        `begin` is called before each block, `prepared` returns how many graphs were compiled or recorded so far. Beside
+        graphs that compile, a block slower than a stretch of `fastest_ms` before it is disturbed.
         """
         most_ms = (1 + STEADY) * fastest_ms if effort.beside_compiling else math.inf
         blocks: list[TimedBlock] = []
         reasons: list[str] = []
         while True:
             block_start_s = self._clock.now_s()
-            blocks.append(self._block(step, step_ms, effort, most_ms))
+            begin()
+            blocks.append(self._block(step, step_ms, effort, most_ms, prepared))
             new = self._new_causes(blocks[-1])
             again_until_s = 2 * self._clock.now_s() - block_start_s
             if not new or again_until_s >= started_s + REPEAT_UNTIL * effort.time_limit_s:
@@ -132,19 +168,58 @@ class StepTimer:
         self._lasting -= PASSING - set(block.contaminated_by)
         return tuple(code for code in block.contaminated_by if code not in self._lasting | OWN_LOAD)
 
-    def _block(self, step: Step, step_ms: float, effort: Effort, most_ms: float) -> TimedBlock:
+    def _block(self, step: Step, step_ms: float, effort: Effort, most_ms: float, prepared: Count) -> TimedBlock:
         before = self._instruments.read()
         least_s = 0.0 if before.energy_j is None else min(effort.energy_s, effort.measure_s)
         busy: list[Readings] = []
         times: list[float] = []
-        while not _enough(times, effort, least_s):
-            count = min(_stretch(step_ms), effort.max_steps - len(times))
-            times += self._clock.time_steps(step, count, lambda: busy.append(self._instruments.clocks()))
+        settling = Settling(prepared())
+        until_ms = 1000 * (effort.measure_s + effort.settle_s)
+        while not _enough(times, effort, least_s) or not (settling.is_over or sum(times) >= until_ms):
+            count = max(1, min(_stretch(step_ms), effort.max_steps - len(times)))
+            stretch = self._clock.time_steps(step, count, lambda: busy.append(self._instruments.clocks()))
+            settling.goes_on(stretch, prepared())
+            times += stretch
             step_ms = statistics.median(times)
         after = with_busy_clocks(self._instruments.read(), busy)
         codes = contamination(before, after, self._instruments.sm_clock_max_mhz())
         codes += (COMPILING,) if step_ms > most_ms else ()
-        return TimedBlock(step_ms=tuple(times), before=before, after=after, contaminated_by=codes)
+        return TimedBlock(
+            step_ms=tuple(times),
+            before=before,
+            after=after,
+            contaminated_by=codes,
+            prepared=settling.prepared,
+            settled=settling.is_over,
+        )
+
+
+class Settling:
+    """Steps in a row, and whether graphs are still compiled or recorded between them.
+
+    That is over once at least half of the time has passed without. `count` is the number of graphs before.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._before = self._count = count
+        self._before_last_ms = self._ms = 0.0
+
+    def goes_on(self, times_ms: Sequence[float], count: int) -> bool:
+        """Adds a stretch of steps, after which there are `count` graphs; returns True if it brought one."""
+        self._ms += sum(times_ms)
+        has_come = count > self._count
+        if has_come:
+            self._count, self._before_last_ms = count, self._ms
+        return has_come
+
+    @property
+    def prepared(self) -> int:
+        """The number of graphs that came."""
+        return self._count - self._before
+
+    @property
+    def is_over(self) -> bool:
+        return 2 * self._before_last_ms <= self._ms
 
 
 def is_steady(medians: Sequence[float]) -> bool:
@@ -160,38 +235,24 @@ def is_steady(medians: Sequence[float]) -> bool:
     return high - low <= STEADY * low and not sloping
 
 
-def median_half_width(values: Sequence[float]) -> float:
-    """Returns half the width of the median's 95 % interval, relative to the median; infinite for under 6 values.
+def mean_half_width(values: Sequence[float]) -> float:
+    """Returns half the width of the mean's 95 % interval, relative to the mean; infinite for under 6 values.
 
-    The interval lies between order statistics, by the binomial distribution, for any distribution of the values
-    (Conover, Practical Nonparametric Statistics, 3.2). It assumes independent values, and steps in a row are not
-    independent. It therefore only decides when to stop; claims rest on rounds of trials.
+    It assumes independent values, and steps in a row are not independent. It therefore only decides when to stop;
+    claims rest on rounds of trials.
     """
-    rank = _rank_for_95_percent(len(values))
-    if rank == 0:
+    if len(values) < _FEWEST_STEPS:
         return math.inf
-    ordered = sorted(values)
-    return (ordered[-rank] - ordered[rank - 1]) / 2 / statistics.median(ordered)
-
-
-def _rank_for_95_percent(count: int) -> int:
-    """Returns the largest k such that the k-th smallest and k-th largest enclose the median with 95 %; 0 if none.
-
-    The computation uses exact integers: importing scipy.stats would leave the device idle in the middle of a trial.
-    """
-    rank, tail = 0, 1
-    while 40 * tail <= 2**count:  # P(at most `rank` of `count` values lie below the median) <= 2.5 %
-        rank += 1
-        tail += math.comb(count, rank)
-    return rank
+    mean = statistics.fmean(values)
+    return _GAUSSIAN_95 * statistics.stdev(values, mean) / math.sqrt(len(values)) / mean
 
 
 def _enough(times: Sequence[float], effort: Effort, least_s: float = 0.0) -> bool:
-    """Returns True if the median is precise, after at least `least_s`, or if the time or steps are used up."""
+    """Returns True if the mean is precise, after at least `least_s`, or if the time or steps are used up."""
     if len(times) < effort.min_steps:
         return len(times) >= effort.max_steps
     long_enough = sum(times) >= 1000 * effort.measure_s or len(times) >= effort.max_steps
-    return long_enough or (sum(times) >= 1000 * least_s and median_half_width(times) <= effort.precision)
+    return long_enough or (sum(times) >= 1000 * least_s and mean_half_width(times) <= effort.precision)
 
 
 def _stretch(step_ms: float) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -24,18 +25,25 @@ _END = object()
 class Epochs:
     """An endless iterator over the loader's batches on the host; a loader that ends is started again.
 
-    A workload without a loader gets a DataLoader that calls `batch` each time. Raises `TargetError` if there is
-    nothing to iterate over, `UserCodeError` if the user's code raises.
+    A workload without a loader gets the batches that were `drawn` ahead, or a DataLoader that calls `batch` each time.
+    Raises `TargetError` if there is nothing to iterate over, `UserCodeError` if the user's code raises. `failed` tells
+    if it raised.
     """
 
-    def __init__(self, workload: Workload, batch_size: int, device: torch.device) -> None:
+    def __init__(
+        self, workload: Workload, batch_size: int, device: torch.device, drawn: Sequence[Any] | None = None
+    ) -> None:
         self.source: Literal["loader", "batch"] = "batch" if workload.loader is None else "loader"
+        self.failed = False
         self._call = f"{self.source}({batch_size})"
-        self._build: Callable[[], Iterable[Any]] = (
-            partial(_fresh_batches, workload, batch_size, pinned=device.type == "cuda")
-            if workload.loader is None
-            else partial(workload.loader, batch_size)
+        self._build: Callable[[], Iterable[Any]] = partial(
+            _fresh_batches, workload, batch_size, pinned=device.type == "cuda"
         )
+        if workload.loader is not None:
+            self._build = partial(workload.loader, batch_size)
+        elif drawn is not None:
+            ahead = [_pinned(batch) for batch in drawn] if device.type == "cuda" else drawn
+            self._build = lambda: ahead
         self._loader: Iterable[Any] | None = None
         self._iterator: Iterator[Any] = iter(())
         self._given = 0
@@ -44,12 +52,16 @@ class Epochs:
         return self
 
     def __next__(self) -> Any:
-        batch = self._next()
-        if batch is _END:
-            self._begin_epoch()
+        try:
             batch = self._next()
-        if batch is _END:
-            raise TargetError(self._nothing_left())
+            if batch is _END:
+                self._begin_epoch()
+                batch = self._next()
+            if batch is _END:
+                raise TargetError(self._nothing_left())
+        except BaseException:
+            self.failed = True
+            raise
         self._given += 1
         return batch
 
@@ -93,13 +105,20 @@ class LoaderFeed:
     the samples handed out. With `hold_ms` the device is held that long before each step, so the host can run ahead.
     """
 
-    def __init__(self, workload: Workload, batch_size: int, device: torch.device, stopwatch: Stopwatch) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        batch_size: int,
+        device: torch.device,
+        stopwatch: Stopwatch,
+        drawn: Sequence[Any] | None = None,
+    ) -> None:
         self.wait_s = 0.0
         self.host_s = 0.0
         self.samples = 0
         self.pinned = True
         self.hold_ms = 0.0
-        self._epochs = Epochs(workload, batch_size, device)
+        self._epochs = Epochs(workload, batch_size, device, drawn)
         self._counter = SampleCounter(workload, batch_size)
         self._device = device
         self._stopwatch = stopwatch
@@ -107,6 +126,20 @@ class LoaderFeed:
     @property
     def source(self) -> Literal["loader", "batch"]:
         return self._epochs.source
+
+    @property
+    def failed(self) -> bool:
+        """True if the user's loader raised, or gave nothing, rather than the step."""
+        return self._epochs.failed
+
+    def begin_block(self) -> None:
+        """Begins to count the time that the device waits for batches."""
+        self._stopwatch.reset()
+
+    def wait_share(self) -> float:
+        """Returns the share of the time since `begin_block` for which the device waited for batches."""
+        totals_ms = self._stopwatch.totals_ms()
+        return totals_ms["wait"] / max(sum(totals_ms.values()), sys.float_info.min)
 
     def __iter__(self) -> Iterator[Any]:
         return self

@@ -1,32 +1,55 @@
 """Short runs of the user's training loop under a policy, with fresh data at every step, timed by wall clock.
 
-The tuner times steps over a few batches that are already on the device. This loop loads and copies batches as training
-does, and so checks if training reaches the tuner's speed.
+The search times steps over batches that are already on the device. This loop loads and copies batches as training does:
+the figures that decide are measured in it.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.clocks import Stopwatch, stopwatch_for
+from amptune.measure.bench.failures import failure_of
 from amptune.measure.bench.step import Stepper
 from amptune.measure.loop.feed import LoaderFeed
-from amptune.measure.results.loop_timing import LoopTiming, compare_with_loop
+from amptune.measure.results.loop_timing import LoopTiming
+from amptune.measure.results.outcome import LOADER_FAILED, Effort, Failure, Outcome
 from amptune.policy.settings import Policy
 from amptune.workload.user_errors import user_code
 
-__all__ = ["LoopTiming", "compare_with_loop", "run_loop"]
+__all__ = ["measure_in_loop", "run_loop"]
 
 # Number of single steps probed after the timed part: up to this many within half a second, at least two.
 _PROBES = 5
 _PROBES_MS = 500.0
 # The device is held for this multiple of the host's time for a step, so the host is done before it begins.
 _HOLD = 1.5
+
+
+def measure_in_loop(bench: Bench, policy: Policy, effort: Effort) -> Outcome:
+    """Times a block of steps of the user's loop under the policy, from the initial weights.
+
+    Without a loader, new batches are drawn ahead: nobody knows how training gets them. A loader that fails says nothing
+    about the policy: the failure's exception is then `LOADER_FAILED`.
+    """
+    size = policy.batch_size or bench.workload.batch_size
+    try:
+        drawn = None if bench.workload.loader is not None else bench.drawn.fresh_sequence(size, effort.batches)
+    except Exception as error:  # noqa: BLE001  # the user's code may raise anything
+        return failure_of(error)
+    feed = LoaderFeed(bench.workload, size, bench.device, stopwatch_for(bench.device), drawn)
+    try:
+        outcome = bench.measure(policy, effort, feed)
+        if isinstance(outcome, Failure):
+            return replace(outcome, exception=LOADER_FAILED) if feed.failed else outcome
+        return replace(outcome, in_loop=True, wait_share=feed.wait_share())
+    finally:
+        feed.close()
 
 
 def run_loop(bench: Bench, policy: Policy, seconds: float, warmup_s: float = 1.0) -> LoopTiming:

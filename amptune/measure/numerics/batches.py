@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from amptune.measure.bench.bench import Bench, bytes_of
+from amptune.measure.bench.bench import Bench
+from amptune.measure.bench.drawn_batches import bytes_of
 from amptune.measure.results.training_runs import Spread
 from amptune.runtime.tensor_tree import map_tensors, tensors_in
 
@@ -69,7 +70,7 @@ def fingerprint_of(bench: Bench) -> tuple[float, ...]:
 def batches_of(bench: Bench, *, divided: bool) -> tuple[list[Any], Spread]:
     """Returns (batches to train on, source of their spread): the workload's batches, or a constant one or its parts."""
     samples = bench.workload.batch_size
-    batches = bench.batches(samples, MOST_BATCHES)
+    batches = bench.drawn.batches(samples, MOST_BATCHES)
     if any(not _same(batch, batches[0]) for batch in batches[1:]):
         return batches, "batches"
     parts = min(MOST_BATCHES, samples // SMALLEST_PART)

@@ -1,4 +1,4 @@
-"""Timing of the user's training loop, and findings on why it differs from the tuner's figure."""
+"""Timing of the user's training loop, and findings on what limits it besides the step."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from typing import Literal
 
 from amptune.policy.findings import Finding
 
-__all__ = ["AGREEMENT", "WORTH_SAYING", "LoopTiming", "compare_with_loop", "limits_of"]
+__all__ = ["WORTH_SAYING", "LoopTiming", "limits_of", "waiting_in_words"]
 
-# Two processes that measure the same step differ by about this much, and so do two runs of a few seconds. A smaller
-# difference is not significant.
-AGREEMENT = 0.02
-# A smaller share of the loop's time cannot alone shift the tuner's figure by more than `AGREEMENT`.
+# A smaller share of the loop's time is less than two processes, or two runs of a few seconds, differ by.
 WORTH_SAYING = 0.02
 # A host that needs less than this part of a step's time to enqueue the step is ahead of the device, so the device does
 # not wait for it. In the few steps that measure `busy_ms` the device's clock may be a few percent higher than in the
@@ -35,7 +32,6 @@ class LoopTiming:
     - `busy_ms`: time the device needs for a step when all its work was enqueued ahead. None on a CPU.
 
     `source` tells what was iterated over: the workload's `loader`, or without one its `batch`, called for every step.
-    `alone_samples_per_s` is the tuner's own timing of the step in the same process, just before the loop.
     """
 
     samples_per_s: float
@@ -49,7 +45,6 @@ class LoopTiming:
     busy_ms: float | None = None
     pinned: bool | None = True
     source: Literal["loader", "batch"] = "loader"
-    alone_samples_per_s: float | None = None
 
     @property
     def wall_ms(self) -> float:
@@ -80,38 +75,6 @@ class LoopTiming:
         return self.wait_share > WORTH_SAYING
 
 
-def compare_with_loop(timing: LoopTiming, *, samples_per_s: float) -> tuple[Finding, ...]:
-    """Returns findings: the loop against the tuner's `samples_per_s`, then the reasons why the device is idle.
-
-    Reasons are given even if the figures agree: a step that waits for the host also did so when the tuner timed it.
-    """
-    return (
-        _end_to_end(timing, samples_per_s),
-        *limits_of(timing),
-        *_other_launch(timing, samples_per_s),
-        *_other_step(timing, timing.alone_samples_per_s or samples_per_s),
-    )
-
-
-def _end_to_end(timing: LoopTiming, samples_per_s: float) -> Finding:
-    off = timing.samples_per_s / samples_per_s - 1
-    if abs(off) <= AGREEMENT:
-        verdict = f"which agrees with the tuner's {samples_per_s:.4g} (within {AGREEMENT:.0%})"
-    else:
-        verdict = f"{_percent(abs(off))} {'above' if off > 0 else 'below'} the tuner's {samples_per_s:.4g}"
-    return Finding(
-        code="end-to-end",
-        message=f"the training loop runs at {timing.samples_per_s:.4g} samples/s, {verdict}",
-        figures={
-            "samples_per_s": timing.samples_per_s,
-            "tuner_samples_per_s": samples_per_s,
-            "off_percent": 100 * off,
-            "wait_share": timing.wait_share,
-            "copy_share": timing.copy_share,
-        },
-    )
-
-
 def limits_of(timing: LoopTiming) -> Iterator[Finding]:
     """Yields findings on what keeps the device idle: the input, copies, the host."""
     if timing.input_bound:
@@ -120,35 +83,6 @@ def limits_of(timing: LoopTiming) -> Iterator[Finding]:
         yield _reason("copy-bound", timing.copy_share, _copy_bound(timing), copy_ms=timing.copy_ms)
     if timing.host_share > WORTH_SAYING:
         yield _reason("host-bound", timing.host_share, _host_bound(timing), host_ms=timing.host_ms)
-
-
-def _other_launch(timing: LoopTiming, samples_per_s: float) -> Iterator[Finding]:
-    """Yields a finding if the step alone differs in the loop's process: launches differ from each other."""
-    if timing.alone_samples_per_s is None:
-        return
-    off = timing.alone_samples_per_s / samples_per_s - 1
-    if abs(off) > AGREEMENT:
-        message = (
-            f"the process of the loop is {_percent(abs(off))} {'faster' if off > 0 else 'slower'} than those that the "
-            f"tuner's figure is from: the step alone runs at {timing.alone_samples_per_s:.4g} samples/s in it"
-        )
-        yield Finding(
-            code="launch-differs", message=message, figures={"alone_samples_per_s": timing.alone_samples_per_s}
-        )
-
-
-def _other_step(timing: LoopTiming, samples_per_s: float) -> Iterator[Finding]:
-    """Yields a finding if the loop differs because the step itself does; data and copies do not explain that."""
-    alone_ms = timing.wall_ms * timing.samples_per_s / samples_per_s
-    off = timing.step_ms / alone_ms - 1
-    loop_off = timing.wall_ms / alone_ms - 1
-    if min(abs(off), abs(loop_off)) <= WORTH_SAYING or off * loop_off < 0:
-        return
-    message = (
-        f"the step itself takes {timing.step_ms:.3g} ms in the loop and {alone_ms:.3g} ms by itself: clocks under a "
-        "longer load, work that depends on the data (other shapes compile anew), or another process on the device"
-    )
-    yield Finding(code="step-differs", message=message, figures={"step_ms": timing.step_ms, "alone_step_ms": alone_ms})
 
 
 def _reason(code: str, share: float, message: str, **figures: float) -> Finding:
@@ -162,9 +96,14 @@ def _input_bound(timing: LoopTiming) -> str:
             f"waiting for batch() takes {share} of the loop's time: it was called for every step, since the workload "
             "has no loader; give it the DataLoader you train with, as loader=lambda batch_size: …"
         )
-    pinning = "" if timing.pinned is None else "pin_memory=True, "
+    return waiting_in_words(timing.wait_share, pins=timing.pinned is not None)
+
+
+def waiting_in_words(share: float, *, pins: bool = True) -> str:
+    """Returns what to do about a loader that the loop waits for during `share` of its time."""
+    pinning = "pin_memory=True, " if pins else ""
     return (
-        f"waiting for the loader takes {share} of the loop's time, which no faster step wins back: try more "
+        f"waiting for the loader takes {_percent(share)} of the loop's time, which no faster step wins back: try more "
         f"DataLoader workers, persistent_workers=True, {pinning}or less work per sample"
     )
 

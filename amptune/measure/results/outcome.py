@@ -11,6 +11,7 @@ from amptune.policy.serialization import adapter_for
 
 __all__ = [
     "ENERGY_S",
+    "LOADER_FAILED",
     "Effort",
     "Failure",
     "FailureKind",
@@ -23,6 +24,9 @@ __all__ = [
 # A GPU's energy counter is updated every 100 ms (seen on an H200), so it is too coarse for a shorter block than this.
 ENERGY_S = 0.3
 
+# The `exception` of a failure of the user's loader, which no policy is to blame for.
+LOADER_FAILED = "LoaderFailed"
+
 FailureKind = Literal["oom", "nonfinite", "unsupported", "timeout", "crash", "error"]
 
 
@@ -31,12 +35,16 @@ class Effort:
     """Limits on the time and the steps of one trial.
 
     Warm-up ends when the step time is steady or after `warmup_s`. The very first steps, which include compiling and
-    cudnn.benchmark's search, come before and do not count. Then steps are timed until half the width of their median's
-    95 % interval is at most `precision` of the median, or for `measure_s`; at least `min_steps`, at most `max_steps`.
+    cudnn.benchmark's search, come before and do not count. Then steps are timed until half the width of their mean's
+    95 % interval is at most `precision` of the mean, or for `measure_s`; at least `min_steps`, at most `max_steps`.
+    While something is still compiled or recorded, warm-up and timing go on for up to `settle_s` each.
     A device with an energy counter is timed for at least `energy_s`, which the counter needs (`max_steps` and
     `measure_s` still hold). A step slower than `abandon_above_ms` ends the trial early with the steps timed so far.
     `beside_compiling` says that graphs compile at the same time: their processes use the device now and then.
     `time_limit_s` is the hard limit, enforced from outside; it includes the worker's start.
+
+    With `in_loop` the user's training loop is timed: every step gets a new batch, from the workload's loader if there
+    is one. Otherwise steps take the same sequence of `batches` on the device again and again.
     """
 
     warmup_s: float = 5.0
@@ -44,21 +52,24 @@ class Effort:
     precision: float = 0.02
     min_steps: int = 5
     max_steps: int = 200
+    settle_s: float = 5.0
     energy_s: float = 0.0
     abandon_above_ms: float | None = None
     beside_compiling: bool = False
     time_limit_s: float = 60.0
+    in_loop: bool = False
+    batches: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """One policy, timed in one process.
 
-    `step_ms` holds every timed step in order: one block without a break. A step is one optimizer step over
-    `samples_per_step` samples. Disturbed blocks were timed again: `discarded` has one entry for each, its codes of
-    disturbances joined by "+". `contaminated_by` holds the codes of the kept block: disturbances that came back in
-    every repeat or were not repeated for lack of time, and states of the GPU under this very load, such as its
-    power cap. `steady` is False if `warmup_s` ran out before the step time was steady.
+    `step_ms` holds every timed step in order: one block without a break, with what it compiled or recorded. A step is
+    one optimizer step over `samples_per_step` samples. Disturbed blocks were timed again: `discarded` has one entry for
+    each, its codes of disturbances joined by "+". `contaminated_by` holds the codes of the kept block: disturbances
+    that came back in every repeat or were not repeated for lack of time, and states of the GPU under this very load,
+    such as its power cap. `steady` is False if `warmup_s` ran out before the step time was steady.
 
     Peaks cover the whole trial with warm-up and weights: on a GPU those of PyTorch's allocator, on a CPU the process's
     peak resident set for both. `losses` are those of the first steps from the initial weights, on the same batches for
@@ -72,7 +83,11 @@ class Measurement:
 
     `startup_s` is the extra time of the first steps over later ones: mainly compiling that no cache saved. For a
     compiled model, `graph_breaks` holds the reasons why it is not one graph; `recompiled` counts graphs compiled after
-    the first steps, because shapes keep changing.
+    the first steps, because shapes keep changing. `prepared_anew` counts the graphs that were compiled or recorded
+    while the block was timed. If that still happened in its second half, it is not `settled`: nobody knows the mean.
+
+    An `in_loop` measurement is of the user's training loop, with new batches. `wait_share` is the share of its time for
+    which the device had nothing to do because no batch was there.
     """
 
     samples_per_step: int
@@ -94,17 +109,22 @@ class Measurement:
     startup_s: float = 0.0
     graph_breaks: tuple[str, ...] = ()
     recompiled: int = 0
+    prepared_anew: int = 0
+    settled: bool = True
+    in_loop: bool = False
+    wait_share: float = 0.0
     sm_clock_mhz: int | None = None
     temperature_c: int | None = None
     host_delay: float | None = None
 
     @property
-    def median_ms(self) -> float:
-        return statistics.median(self.step_ms)
+    def mean_ms(self) -> float:
+        """The mean time of a step: what training pays for each."""
+        return statistics.fmean(self.step_ms)
 
     @property
     def samples_per_s(self) -> float:
-        return 1000 * self.samples_per_step / self.median_ms
+        return 1000 * self.samples_per_step / self.mean_ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

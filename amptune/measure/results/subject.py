@@ -73,10 +73,12 @@ class Prepared:
 
     `memory_mib` is the device memory that a training process can use: the free memory once its context is open (on a
     CPU, the available memory), or the user's limit. It is None if unknown. `start_s` is the time in seconds until the
-    workload was built; another worker needs the same time.
+    workload was built; another worker needs the same time. `batches` is the number of different batches to time steps
+    on, if it is known.
     """
 
     hardware: Hardware
     subject: Subject
     memory_mib: float | None = None
     start_s: float = 0.0
+    batches: int | None = None

@@ -86,7 +86,7 @@ class Reply:
 
 
 # Just enough steps to compile a policy's graphs.
-A_FEW_STEPS = Effort(warmup_s=0.0, measure_s=0.0, min_steps=1)
+A_FEW_STEPS = Effort(warmup_s=0.0, measure_s=0.0, settle_s=0.0, min_steps=1)
 # A worker that prints in every step must not fill the disk.
 MAX_LOG_BYTES = 20 * 2**20
 
@@ -155,6 +155,7 @@ def prepare() -> Prepared:
             subject=inspect_model(bench, _source_digest(_State.setting.source)),
             memory_mib=min(available_mib(bench.device), math.inf if limit is None else limit),
             start_s=start_s,
+            batches=len(bench.drawn.sequence(bench.workload.batch_size)),
         )
     except Exception:
         traceback.print_exc()  # into the log; the caller gets only the message
@@ -231,9 +232,11 @@ def cores() -> int:
 def measure(policy: Policy, effort: Effort) -> Reply:
     """Runs one trial. A bench that cannot be built, or be restored after a CUDA error, also gives a failure."""
     from amptune.measure.bench.failures import cuda_is_broken, failure_of
+    from amptune.measure.loop.own_loop import measure_in_loop
 
     try:
-        outcome = _bench().measure(policy, effort)
+        bench = _bench()
+        outcome = measure_in_loop(bench, policy, effort) if effort.in_loop else bench.measure(policy, effort)
     except Exception as error:  # noqa: BLE001  # whatever it was, it costs this worker and this trial
         traceback.print_exc()  # into the log
         return Reply(outcome=failure_of(error), broken=True)
@@ -241,15 +244,10 @@ def measure(policy: Policy, effort: Effort) -> Reply:
 
 
 def train(policy: Policy, seconds: float) -> LoopTiming | Failure:
-    """Times the step alone, then the workload's training loop for `seconds`; an error in the loop is a failure."""
+    """Runs the workload's training loop for `seconds`; an error in the loop is a failure."""
     from amptune.measure.loop.own_loop import run_loop
 
-    def timing() -> LoopTiming:
-        alone = _bench().measure(policy, Effort(warmup_s=seconds / 2, measure_s=seconds / 5))
-        found = run_loop(_bench(), policy, seconds)
-        return found if isinstance(alone, Failure) else replace(found, alone_samples_per_s=alone.samples_per_s)
-
-    return _attempt(timing)
+    return _attempt(lambda: run_loop(_bench(), policy, seconds))
 
 
 def refer(fp32: Policy, seconds: float) -> Reference | Failure:

@@ -46,7 +46,8 @@ class Recordings:
     """The recorded passes of one model.
 
     A kind of pass is recorded when it comes for the second time. The first time the model runs itself: this may set up
-    lasting state, and shows which outputs the loss uses. `say` gets one finding if a pass cannot be recorded.
+    lasting state, and shows which outputs the loss uses. `say` gets one finding if a pass cannot be recorded. `made`
+    counts recordings, dropped ones included.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Recordings:
         self.recorder = recorder
         self.device_type = device_type
         self.why_not: Finding | None = None
+        self.made = 0
         self._recorded: list[tuple[_Kind, Recording]] = []
         self._seen: list[_Seen] = []
         self._state: ModelState | None = None
@@ -117,6 +119,7 @@ class Recordings:
             return None, None
         self._unsettled = 0
         self._recorded.append((seen.kind, recording))
+        self.made += 1
         return recording, None
 
     def _kind_of(self, call: _Call) -> _Kind:

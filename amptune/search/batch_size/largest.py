@@ -86,7 +86,7 @@ class Pace:
         if not isinstance(probe.outcome, Measurement):
             return None
         steps = probe.outcome.warmup_steps + len(probe.outcome.step_ms)
-        steps_s = min(probe.seconds, steps * probe.outcome.median_ms / 1000)
+        steps_s = min(probe.seconds, steps * probe.outcome.mean_ms / 1000)
         return Pace(batch_size=probe.batch_size, steps_s=steps_s, rest_s=probe.seconds - steps_s)
 
     def seconds_for(self, batch_size: int) -> float:

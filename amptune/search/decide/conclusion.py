@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from amptune.measure.bench.readings import noticed
+from amptune.measure.results.loop_timing import WORTH_SAYING, waiting_in_words
 from amptune.measure.results.subject import Prepared
 from amptune.policy.findings import Finding
 from amptune.policy.policy_file import PolicyFile
@@ -17,7 +18,7 @@ from amptune.search.decide.pareto import ParetoPoint, points_of
 from amptune.search.gate.judge import Judge, numerics_of_policy, without_graph
 from amptune.search.plan.compile_costs import compile_findings
 from amptune.search.table.ablation import ablated
-from amptune.search.table.row import Row
+from amptune.search.table.row import Row, wait_share
 from amptune.search.table.trial import Trial
 from amptune.search.table.verdict import Contender, Verdict
 
@@ -47,6 +48,7 @@ def decide(
     findings = (
         *verdict.findings,
         *noticed_before,
+        *_of_the_loader(rows, verdict),
         *compile_findings(trials, policy),
         *_rejected(judge, verdict, finalists),
         *unjudged,
@@ -75,6 +77,15 @@ def decide(
         timeline=tuple(timeline),
     )
     return decision.with_evidence(evidence_of(decision, rows, judge.known(policy)))
+
+
+def _of_the_loader(rows: Sequence[Row], verdict: Verdict) -> Iterator[Finding]:
+    """Yields a finding if the user's loop waits for its data under the winner."""
+    shares = wait_share(rows)
+    share = max(shares.values(), default=0.0) if verdict.waits_for_data else shares.get(verdict.winner.policy, 0.0)
+    if share > WORTH_SAYING:
+        instead = "; the speeds here are those of steps that have their data" if verdict.waits_for_data else ""
+        yield Finding(code="input-bound", message=waiting_in_words(share) + instead, figures={"share": share})
 
 
 def _sound_points(trials: Sequence[Trial], verdict: Verdict, judge: Judge) -> tuple[ParetoPoint, ...]:

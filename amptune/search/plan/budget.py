@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-__all__ = ["SHORTEST_LOOP_S", "SHORT_S", "Budget", "Clock", "larger_batch_s", "loop_s"]
+__all__ = ["SHORT_S", "Budget", "Clock", "larger_batch_s"]
 
 # Returns seconds since an arbitrary start; they never go backwards.
 Clock = Callable[[], float]
@@ -47,17 +47,8 @@ class Budget:
         return max(SHORTEST_PREPARE_S, self.left_s)
 
 
-# After the decision. The training loop: half for its timed seconds, half for the step alone, warm-up and loader start.
-# A loop shorter than SHORTEST_LOOP_S says nothing.
-LOOP_SHARE, LONGEST_LOOP_S, SHORTEST_LOOP_S = 0.06, 5.0, 1.0
-# Measuring larger batches, where the batch size is the user's own.
+# After the decision. Measuring larger batches, where the batch size is the user's own.
 LARGER_BATCH_SHARE, LONGEST_LARGER_BATCH_S = 0.04, 20.0
-
-
-def loop_s(budget: Budget) -> float:
-    """Returns the seconds to reserve for the loop with its warm-up; 0 if the budget is too small for a loop."""
-    seconds = min(LONGEST_LOOP_S, LOOP_SHARE * budget.seconds / 2)
-    return 2 * seconds if seconds >= SHORTEST_LOOP_S else 0.0
 
 
 def larger_batch_s(budget: Budget) -> float:

@@ -11,7 +11,7 @@ from amptune.policy.settings import Policy
 from amptune.search.table.model import Estimates
 from amptune.search.table.objective import NEGLIGIBLE
 from amptune.search.table.ratio import CONFIRMED, LIKELY
-from amptune.search.table.verdict import Bar, Contender, Verdict, departure_count
+from amptune.search.table.verdict import PROCESSES, Bar, Contender, Verdict, departure_count
 
 __all__ = ["UNSEEN", "NextRound", "launch_s", "next_round", "rivals"]
 
@@ -47,6 +47,7 @@ def next_round(
     verdict: Verdict,
     bar: Bar,
     *,
+    beside: Sequence[Policy] = (),
     unseen: Sequence[Policy] = (),
     running: Collection[Policy] = (),
     start_s: float,
@@ -56,7 +57,7 @@ def next_round(
     """Returns the round that tells most in the time that is left; None if no round is worth it or fits.
 
     `running` policies have a process of their own, to start one takes `start_s`; `unseen` ones have no row yet and may
-    be better.
+    be better. Those `beside` are in every round that has room for them, so that they can be shown beside the winner.
     """
     core = _named(verdict)
     worth = rivals(verdict, bar)
@@ -65,7 +66,9 @@ def next_round(
         new = []
     if not new and (len(core) == 1 or (not worth and _is_settled(verdict))):
         return None
-    others = [*list(worth)[: MOST_POLICIES - len(core) - len(new)], *new]
+    shown = [policy for policy in beside if policy not in core]
+    rest = [policy for policy in worth if policy not in shown]
+    others = [*shown, *rest[: MOST_POLICIES - len(core) - len(shown) - len(new)], *new]
     together_s = launch_s(start_s, len(core + others))
     fresh = _fresh_tells_more(verdict, core, running, together_s, sum(map(cost_s, core + others)))
     for count in range(len(others), -1, -1):
@@ -127,7 +130,7 @@ def _is_settled(verdict: Verdict) -> bool:
     if leader is None or leader.gain is None:
         return True
     known = (verdict.scores, verdict.speeds) if verdict.objective.needs_speed else (verdict.scores,)
-    decided = leader.chance >= CONFIRMED or leader.chance <= 1 - LIKELY
+    decided = leader.chance <= 1 - LIKELY or (leader.chance >= CONFIRMED and leader.gain.launches >= PROCESSES)
     return decided and all(_is_narrow(leader.policy, fit) for fit in known)
 
 
@@ -142,9 +145,10 @@ def _fresh_tells_more(
     verdict: Verdict, core: Sequence[Policy], running: Collection[Policy], start_s: float, round_s: float
 ) -> bool:
     """Returns True if a second is better spent on fresh processes than on more blocks in those that run."""
-    if not set(core) <= set(running):
-        return True
     fit = verdict.scores
+    few = any(fit.launches[fit.policies.index(policy)] < PROCESSES for policy in core)
+    if few or not set(core) <= set(running):
+        return True
     fresh = again = 0.0
     for policy in core:
         p = fit.policies.index(policy)

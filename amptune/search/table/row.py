@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from amptune.measure.results.outcome import Measurement, Outcome, outcome_from_d
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import Policy
 
-__all__ = ["SITTING_S", "Row", "sittings_of", "step_spread"]
+__all__ = ["SITTING_S", "Row", "are_alike", "decisive", "sittings_of", "step_spread", "wait_share", "waits_for_data"]
 
 # Another run is another sitting, and so is each such part of a run: what other programs do has changed by then.
 SITTING_S = 600.0
@@ -20,6 +21,11 @@ SITTING_S = 600.0
 _DEVIATIONS = 1.4826
 # Fewer steps than this do not show how much steps differ.
 _FEWEST_STEPS = 5
+# If the loop waits for data for more than this share of its time, a faster step shows in the step alone.
+MOST_WAITING = 0.1
+# Steps of two policies are alike if the mean of their ratios is no farther than this from the median: a policy that is
+# as a rule fast, and now and then very slow, has no figure that a few blocks can tell.
+ALIKE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +46,16 @@ class Row:
     def is_disturbed(self) -> bool:
         """True if it was measured beside something else, and not only under its own load."""
         return isinstance(self.outcome, Measurement) and bool(set(self.outcome.contaminated_by) - OWN_LOAD)
+
+    @property
+    def in_loop(self) -> bool:
+        """True if the user's training loop was timed."""
+        return isinstance(self.outcome, Measurement) and self.outcome.in_loop
+
+    @property
+    def is_settled(self) -> bool:
+        """True unless graphs were still compiled or recorded in the second half of its block."""
+        return not isinstance(self.outcome, Measurement) or self.outcome.settled
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain data; `from_dict` is the inverse."""
@@ -71,9 +87,50 @@ def sittings_of(rows: Sequence[Row]) -> list[tuple[str, int]]:
     return [(row.run, int((row.moment_s - first_s[row.run]) // SITTING_S)) for row in rows]
 
 
-def step_spread(measurement: Measurement) -> float | None:
-    """Returns how much the steps of a block differ, as a robust standard deviation relative to their median.
+def decisive(rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows that tell how fast policies are: without loops that wait for data, and without unsettled blocks.
 
+    A policy that has no other rows keeps the unsettled ones.
+    """
+    waits = waits_for_data(rows)
+    timed = [row for row in rows if not (waits and row.in_loop)]
+    settled = {row.policy for row in timed if row.is_settled}
+    return [row for row in timed if row.is_settled or row.policy not in settled]
+
+
+def waits_for_data(rows: Sequence[Row]) -> bool:
+    """Returns True if the user's loop waits for its data for so long that it does not tell how fast a step is."""
+    return any(share > MOST_WAITING for share in wait_share(rows).values())
+
+
+def wait_share(rows: Sequence[Row]) -> dict[Policy, float]:
+    """Returns the share of its loop's time for which the device waits for data, by policy: the median of its rows."""
+    shares: dict[Policy, list[float]] = {}
+    for row in rows:
+        if isinstance(row.outcome, Measurement) and row.in_loop:
+            shares.setdefault(row.policy, []).append(row.outcome.wait_share)
+    return {policy: statistics.median(of) for policy, of in shares.items()}
+
+
+def are_alike(rows: Sequence[Row], baseline: Sequence[Row]) -> bool:
+    """Returns True if steps of a policy take about the same multiple of the baseline's on the same batches."""
+    pair = (_steps_on_the_sequence(rows), _steps_on_the_sequence(baseline))
+    ratios = [own / other for own, other in zip(*pair, strict=False)]
+    if len(ratios) < _FEWEST_STEPS:
+        return False
+    return abs(statistics.fmean(ratios) / statistics.median(ratios) - 1) <= ALIKE
+
+
+def _steps_on_the_sequence(rows: Sequence[Row]) -> tuple[float, ...]:
+    """Returns the newest block on the sequence of batches that is the same for all policies."""
+    blocks = (row.outcome for row in reversed(rows) if not row.in_loop)
+    return next((block.step_ms for block in blocks if isinstance(block, Measurement)), ())
+
+
+def step_spread(measurement: Measurement) -> float | None:
+    """Returns how much the steps of a block differ, as a share of their time: a robust standard deviation.
+
+    If a few slow steps make the mean of the block more uncertain than that, it is the standard error of the mean.
     Returns None for a block of few steps. Steps of a GPU that is the limit differ by 0.1 %, steps that wait for the
     host by 1 to 10 %; so do the blocks and the launches of such a policy (reports/sittings).
     """
@@ -81,4 +138,5 @@ def step_spread(measurement: Measurement) -> float | None:
     if len(steps) < _FEWEST_STEPS:
         return None
     middle = statistics.median(steps)
-    return _DEVIATIONS * statistics.median(abs(ms - middle) for ms in steps) / middle
+    robust = _DEVIATIONS * statistics.median(abs(ms - middle) for ms in steps) / middle
+    return max(robust, statistics.stdev(steps) / math.sqrt(len(steps)) / measurement.mean_ms)

@@ -15,7 +15,7 @@ from amptune.search.table.gains import gain_in_words, goal_of
 from amptune.search.table.model import Estimates, fit
 from amptune.search.table.objective import NEGLIGIBLE, SPEED_SLACK, THROUGHPUT, Objective
 from amptune.search.table.ratio import CONFIRMED, LIKELY, Confidence, Ratio, chance_in_words, confidence_of
-from amptune.search.table.row import Row
+from amptune.search.table.row import Row, are_alike, decisive, waits_for_data
 
 __all__ = [
     "Bar",
@@ -27,6 +27,8 @@ __all__ = [
 
 # Something less probable is not worth a measurement.
 UNLIKELY = 0.1
+# Launches differ more than blocks within one: nothing is confirmed by fewer processes.
+PROCESSES = 2
 # Blocks of a typical policy that differ by more than this are reported.
 NOISY = 0.05
 # The spread of figures that are no times: a GPU's peaks differ by the allocator's rounding, energy by its counter's.
@@ -44,8 +46,9 @@ class Contender:
 
     `vs_baseline` compares samples per second, `gain` the figure of the objective, both in a later sitting; `chance` is
     the probability that it is better than the baseline by the objective, `fast_enough` that it has the speed that the
-    objective needs. A policy that is `too_slow` cannot win. All rows of a `disturbed` one were disturbed. `lost` says
-    why it did not win; empty for the winner.
+    objective needs. A policy that is `too_slow` cannot win, nor one of which no row is `settled`. `alike` tells if its
+    steps take about the same multiple of the baseline's. All rows of a `disturbed` one were disturbed. `lost` says why
+    it did not win; empty for the winner.
     """
 
     policy: Policy
@@ -59,6 +62,8 @@ class Contender:
     chance: float = 0.0
     fast_enough: float = 1.0
     disturbed: bool = False
+    settled: bool = True
+    alike: bool = True
     rows: int = 0
     failure: Failure | None = None
     lost: str = ""
@@ -81,7 +86,13 @@ class Contender:
     @property
     def may_win(self) -> bool:
         """True if it runs, and more rows may show that it is the best."""
-        return self.failure is None and self.gain is not None and self.fast_enough >= UNLIKELY
+        return self.failure is None and self.gain is not None and self.settled and self.fast_enough >= UNLIKELY
+
+    @property
+    def is_shown(self) -> bool:
+        """True if it is likely better than the baseline. If it may also be worse, its steps have to be alike."""
+        certain = self.gain is not None and self.gain.low >= 1
+        return self.chance >= LIKELY and not self.too_slow and (certain or self.alike)
 
     @property
     def place(self) -> tuple[bool, bool, float, float]:
@@ -94,7 +105,7 @@ class Verdict:
     """The winner among the contenders, the baseline it is compared with, how sure that is, and the reasons.
 
     `leader` is the best policy that may win, shown to be better or not. `scores` and `speeds` hold the estimates by the
-    objective and by samples per second.
+    objective and by samples per second. If the user's loop `waits_for_data`, they are of steps by themselves.
     """
 
     winner: Contender
@@ -106,6 +117,7 @@ class Verdict:
     scores: Estimates = field(repr=False, compare=False)
     speeds: Estimates = field(repr=False, compare=False)
     objective: Objective = THROUGHPUT
+    waits_for_data: bool = False
 
     @property
     def speedup(self) -> Ratio:
@@ -161,7 +173,7 @@ def verdict_of(
     contenders = tuple(sorted(_contenders(rows, scores, speeds, objective), key=lambda one: one.place))
     own = next(one for one in contenders if one.policy == baseline)
     able = [one for one in contenders if one is not own and one.may_win and bar(one.policy) is None]
-    shown = [one for one in able if one.chance >= LIKELY and not one.too_slow]
+    shown = [one for one in able if one.is_shown]
     level = _level_with_the_best(shown, scores, speeds)
     winner = min(level, key=lambda one: (departure_count(one.policy), -one.merit), default=own)
     verdict = Verdict(
@@ -174,6 +186,7 @@ def verdict_of(
         scores=scores,
         speeds=speeds,
         objective=objective,
+        waits_for_data=waits_for_data(rows),
     )
     lost = tuple(replace(one, lost=_why(one, verdict, bar)) for one in contenders)
     return replace(verdict, contenders=lost, findings=tuple(_findings(verdict, len(level))))
@@ -186,13 +199,16 @@ def _spread(objective: Objective, machine: Machine) -> float:
 def _confidence_in(winner: Contender, baseline: Contender, able: Sequence[Contender]) -> Confidence:
     """Returns how sure it is that the winner is better; for the baseline, that no other policy is.
 
-    Nothing is confirmed if the winner may be too slow, or if one of the two was only measured beside a disturbance.
+    Nothing is confirmed by fewer than `PROCESSES`, if the winner may be too slow or worse, or if one of the two was
+    only measured beside a disturbance.
     """
     if winner is baseline:
         better = [min(one.gain.chance_above(1 + NEGLIGIBLE), one.fast_enough) for one in able if one.gain is not None]
         return confidence_of(1 - max(better)) if better else "undecided"
     confidence = confidence_of(winner.chance)
     doubtful = winner.fast_enough < LIKELY or winner.disturbed or baseline.disturbed
+    if winner.gain is not None:
+        doubtful |= winner.gain.launches < PROCESSES or winner.gain.low < 1
     return "likely" if confidence == "confirmed" and doubtful else confidence
 
 
@@ -211,16 +227,24 @@ def _level_with_the_best(contenders: Sequence[Contender], scores: Estimates, spe
 
 
 def _contenders(rows: Sequence[Row], scores: Estimates, speeds: Estimates, objective: Objective) -> Iterator[Contender]:
-    of: dict[Policy, list[Row]] = {row.policy: [] for row in rows}
-    for row in rows:
-        of[row.policy].append(row)
-    baseline = _newest_figures(of[scores.policies[scores.baseline]])
+    of, timed = _by_policy(rows), _by_policy(decisive(rows))
+    baseline = scores.policies[scores.baseline]
+    figures = _newest_figures(timed[baseline])
     for policy, own in of.items():
         failure = next((row.outcome for row in reversed(own) if isinstance(row.outcome, Failure)), None)
-        if failure is not None and policy != scores.policies[scores.baseline]:
+        if failure is not None and policy != baseline:
             yield Contender(policy=policy, failure=failure, rows=len(own))  # a policy that sometimes fails is useless
-        else:
-            yield _measured(policy, own, scores, speeds, objective, baseline)
+        elif policy in timed:
+            found = _measured(policy, timed[policy], scores, speeds, objective, figures)
+            settled = policy == baseline or any(row.is_settled for row in timed[policy])
+            yield replace(found, settled=settled, alike=are_alike(own, of[baseline]), rows=len(own))
+
+
+def _by_policy(rows: Iterable[Row]) -> dict[Policy, list[Row]]:
+    found: dict[Policy, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.policy, []).append(row)
+    return found
 
 
 def _newest_figures(rows: Sequence[Row]) -> tuple[str, float]:
@@ -230,7 +254,12 @@ def _newest_figures(rows: Sequence[Row]) -> tuple[str, float]:
 
 
 def _log_speeds(rows: Iterable[Row]) -> list[float]:
-    return [math.log(row.outcome.samples_per_s) for row in rows if isinstance(row.outcome, Measurement)]
+    """Returns the logarithms of the samples per second: of the user's loop, if it was timed."""
+    speeds = [
+        (row.in_loop, math.log(row.outcome.samples_per_s)) for row in rows if isinstance(row.outcome, Measurement)
+    ]
+    last_word = any(in_loop for in_loop, _ in speeds)
+    return [log for in_loop, log in speeds if in_loop == last_word]
 
 
 def _measured(
@@ -263,7 +292,6 @@ def _measured(
         chance=0.0 if gain is None else gain.chance_above(1 + objective.least_gain),
         fast_enough=_fast_enough(speed, objective),
         disturbed=all(row.is_disturbed for row in rows),
-        rows=len(blocks),
     )
 
 
@@ -286,10 +314,14 @@ def _why(one: Contender, verdict: Verdict, bar: Bar) -> str:
         return f"too slow: {one.vs_baseline} the speed of the baseline"
     if one.gain is None:
         return f"has no figure of {verdict.objective.name}"
+    if not one.settled:
+        return "graphs were still compiled or recorded anew when its time was over: nobody knows its mean step"
     return bar(one.policy) or _beside(one, verdict)
 
 
 def _beside(one: Contender, verdict: Verdict) -> str:
+    if one.chance >= LIKELY and not one.is_shown:
+        return f"may be slower than the baseline ({one.gain}), and its steps differ from each other too much to tell"
     if one.chance < LIKELY:
         return f"not shown to be better than the baseline: {one.gain}, {chance_in_words(one.chance)} sure"
     fit = verdict.scores

@@ -150,13 +150,13 @@ def test_a_trial_above_the_memory_allowed_is_out_of_memory() -> None:
 
 
 def test_large_batches_are_held_twice_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("amptune.measure.bench.bench.LARGE_BYTES", 1000)
-    monkeypatch.setattr("amptune.measure.bench.bench.KEPT_BYTES", 1500)
-    bench = Bench(workload_of(nn.Linear(8, 8)), CPU)
-    assert len(bench.batches(4)) == 3
-    assert len(bench.batches(64)) == 2
-    assert len(bench.batches(128)) == 2
-    assert {samples for samples, _ in bench._batches} == {4, 128}
+    monkeypatch.setattr("amptune.measure.bench.drawn_batches.LARGE_BYTES", 1000)
+    monkeypatch.setattr("amptune.measure.bench.drawn_batches.KEPT_BYTES", 1500)
+    drawn = Bench(workload_of(nn.Linear(8, 8)), CPU).drawn
+    assert len(drawn.sequence(4)) == 7  # of 128 bytes
+    assert len(drawn.sequence(64)) == 2
+    assert len(drawn.sequence(128)) == 2
+    assert {samples for _, samples, _ in drawn._kept} == {4, 128}
 
 
 @pytest.mark.gpu

@@ -1,0 +1,113 @@
+"""Batches that are drawn ahead of what is timed, under a fixed seed, and kept on the CPU."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from amptune.errors import TargetError
+from amptune.runtime.tensor_tree import tensors_in
+from amptune.workload.user_errors import user_code
+from amptune.workload.workload import Workload
+
+__all__ = ["DrawnBatches", "bytes_of", "seed_everything"]
+
+# All policies are timed on one sequence of batches that lie on the device: at most so many, drawn in about so many
+# seconds, of so many bytes. Batches larger than that: two, as in training that copies the next batch while it works on
+# the current one.
+MOST_BATCHES, DRAWING_S, LARGE_BYTES, LARGE_BATCHES = 32, 1.0, 256 * 2**20, 2
+# Batches of other sizes than the workload's own are kept while their total size is below this.
+KEPT_BYTES = 2**30
+
+_Key = tuple[str, int, int | None]  # what is asked for: its name, the samples, the number
+
+
+class DrawnBatches:
+    """The batches of one workload, drawn by its `batch`. The same question has the same answer in every process."""
+
+    def __init__(self, workload: Workload, seed: int) -> None:
+        self._workload = workload
+        self._seed = seed
+        self._kept: dict[_Key, list[Any]] = {}
+
+    def batches(self, samples: int, count: int) -> list[Any]:
+        """Returns so many batches, each of `samples`."""
+
+        def draw() -> list[Any]:
+            return [self._workload.batch(samples) for _ in range(count)]
+
+        return self._known(("batches", samples, count), draw)
+
+    def sequence(self, samples: int, count: int | None = None) -> list[Any]:
+        """Returns the batches that all policies are timed on.
+
+        There are `count`, or fewer if these are large; by default as many as are drawn within `DRAWING_S`.
+        """
+        found = self._known(("sequence", samples, count), lambda: self._some(samples, count))
+        return self._kept.setdefault(("sequence", samples, len(found)), found)
+
+    def fresh_sequence(self, samples: int, count: int | None = None) -> list[Any]:
+        """Returns batches like those of `sequence` that are others, drawn at each call."""
+        seed_everything(self._seed + 1)
+        with user_code(f"batch({samples})"):
+            return self._some(samples, count)
+
+    def _known(self, key: _Key, draw: Callable[[], list[Any]]) -> list[Any]:
+        samples = key[1]
+        if key not in self._kept:
+            self._make_room()
+            seed_everything(self._seed)
+            with user_code(f"batch({samples})"):
+                drawn = draw()
+            self._require_another_size(samples, drawn[0])
+            self._kept[key] = drawn
+        return self._kept[key]
+
+    def _some(self, samples: int, count: int | None) -> list[Any]:
+        """Draws `count` batches, or as many as there is time for; two at least, and no more than `LARGE_BYTES`."""
+        until_s = math.inf if count else time.monotonic() + DRAWING_S
+        batches = [self._workload.batch(samples)]
+        if bytes_of(batches) >= LARGE_BYTES:
+            return batches * LARGE_BATCHES  # one batch twice: drawing large batches takes seconds
+        most = min(count or MOST_BATCHES, LARGE_BYTES // max(1, bytes_of(batches)))
+        while len(batches) < LARGE_BATCHES or (len(batches) < most and time.monotonic() < until_s):
+            batches.append(self._workload.batch(samples))
+        return batches
+
+    def _require_another_size(self, samples: int, batch: Any) -> None:
+        """Raises `TargetError` if `batch(n)` ignores n: large batches would look fast."""
+        own = self._workload.batch_size
+        known = next((drawn[0] for (_, size, _), drawn in self._kept.items() if size == own), None)
+        if samples == own or known is None:
+            return
+        shapes, own_shapes = ([tensor.shape for tensor in tensors_in(one)] for one in (batch, known))
+        if shapes == own_shapes:
+            raise TargetError(
+                f"batch({samples}) gives tensors of the same shapes as batch({own}): it is to give n samples"
+            )
+
+    def _make_room(self) -> None:
+        """Drops batches of other sizes than the workload's own if they have grown large in total."""
+        others = [key for key in self._kept if key[1] != self._workload.batch_size]
+        if bytes_of([self._kept[key] for key in others]) > KEPT_BYTES:
+            for key in others:
+                del self._kept[key]
+
+
+def bytes_of(batches: Sequence[Any]) -> int:
+    """Returns the size in bytes of the tensors in them, at any depth."""
+    return sum(tensor.nbytes for tensor in tensors_in(list(batches)))
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds the global generators that users draw from."""
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
