@@ -10,7 +10,7 @@ from amptune.hardware.labels import is_software_label
 from amptune.policy.findings import Finding
 from amptune.policy.policy_file import PolicyFile
 
-__all__ = ["drift", "mismatches", "require_valid"]
+__all__ = ["drift", "is_of_this_machine", "mismatches", "require_valid"]
 
 # Drivers and ECC take a little of a GPU's memory; one with another memory size differs by far more.
 MEMORY_TOLERANCE = 0.02
@@ -27,8 +27,7 @@ def require_valid(
     Without `nvml` the memory in `labels` is torch's figure. Raises `HardwareMismatchError` if the policy is not valid
     for this machine, unless `any_hardware` or `AMPTUNE_ANY_HARDWARE=1` allows it.
     """
-    tolerance = MEMORY_TOLERANCE if nvml else TORCH_MEMORY_TOLERANCE
-    wrong = list(mismatches(policy_file.valid_for, labels, tolerance))
+    wrong = list(mismatches(policy_file.valid_for, labels, _memory_tolerance(nvml)))
     if wrong and not any_hardware and os.environ.get(OVERRIDE, "") in ("", "0"):
         name = f"policy {policy_file.name!r}" if policy_file.name else "this policy"
         raise HardwareMismatchError(
@@ -37,6 +36,12 @@ def require_valid(
             + f"\ntune here with `amptune tune`; to use it all the same, pass any_hardware=True or set {OVERRIDE}=1"
         )
     return tuple(drift(policy_file.valid_for, labels))
+
+
+def is_of_this_machine(policy_file: PolicyFile, labels: Mapping[str, str], *, nvml: bool = True) -> bool:
+    """Returns True if the evidence is of hardware like this and, if both have its digest, of this model."""
+    wrong = any(mismatches(policy_file.valid_for, labels, _memory_tolerance(nvml)))
+    return not wrong and not any(found.figures["label"] == "model" for found in drift(policy_file.valid_for, labels))
 
 
 def mismatches(
@@ -67,6 +72,10 @@ def drift(valid_for: Mapping[str, str], labels: Mapping[str, str]) -> Iterator[F
                 message=f"{change}; its claim may not hold",
                 figures={"label": name, "tuned": tuned, "here": here},
             )
+
+
+def _memory_tolerance(nvml: bool) -> float:
+    return MEMORY_TOLERANCE if nvml else TORCH_MEMORY_TOLERANCE
 
 
 def _same(name: str, tuned: str, here: str, memory_tolerance: float) -> bool:

@@ -15,12 +15,14 @@ from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.runtime.batch_norm import FiniteStatistics
+from amptune.runtime.claim_watch import ClaimWatch
 from amptune.runtime.class_swap import obstacle, overlaid, swap, swapped_class, unswap
 from amptune.runtime.digest import model_digest
 from amptune.runtime.flags import keep_autocast_out_of_compiled_backward, set_cudnn_benchmark, set_fp32_math
 from amptune.runtime.layout import convert_model, convertible
 from amptune.runtime.module_precision import precisions_of
 from amptune.runtime.policy_argument import kind_of, read_policy
+from amptune.runtime.step_claim import claim_about_steps
 from amptune.runtime.tuned import Tuned
 from amptune.runtime.weight_hook import PLAIN_WEIGHTS, WeightHook
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from amptune.runtime.graphs.graphed_model import GraphedModel
     from amptune.runtime.guard.guard import Guard
     from amptune.runtime.module_precision import Selected
+    from amptune.runtime.step_claim import StepClaim
 
 __all__ = ["PolicyDriftWarning", "apply"]
 
@@ -64,13 +67,14 @@ def apply(
     hardware. A `PolicyDriftWarning` tells of software versions other than those of the tuning, and of a policy that
     the numerics gate did not judge.
 
-    `guard` watches the loop's first 20 steps, and gives a `PolicyMisuseWarning` for mistakes that harm training and
-    raise nothing; None means the environment's AMPTUNE_GUARD. `protect_batch_norm` keeps the running statistics of
-    BatchNorm finite if a forward overflows in fp16: a value that is not finite is reset to its value at the last
-    `tuned.scaler.update()`.
+    If steps clearly take longer than the file's evidence says, there is one `PolicyDriftWarning`, after the first
+    hundreds of them. `guard` watches the loop's first 20 steps too, and gives a `PolicyMisuseWarning` for mistakes that
+    harm training and raise nothing; None means the environment's AMPTUNE_GUARD, and False watches nothing at all.
+    `protect_batch_norm` keeps the running statistics of BatchNorm finite if a forward overflows in fp16: a value that
+    is not finite is reset to its value at the last `tuned.scaler.update()`.
     """
     _require_plain(model)
-    settings, drift = _read(policy, model, any_hardware=any_hardware)
+    settings, drift, claim = _read(policy, model, any_hardware=any_hardware)
     selected = precisions_of(settings, model)
     _require_swappable(selected)
     if selected or settings.memory_format != "contiguous" or settings.cuda_graphs:
@@ -79,8 +83,17 @@ def apply(
     for finding in drift:
         warnings.warn(str(finding), PolicyDriftWarning, stacklevel=2)
     findings = (*drift, *_without_effect(settings, model))
-    guarded = os.environ.get(_GUARD, "") not in ("", "0") if guard is None else guard
-    return _apply(settings, model, selected, weights, findings, guarded=guarded, protect_batch_norm=protect_batch_norm)
+    wish = os.environ.get(_GUARD, "") if guard is None else "1" if guard else "0"
+    return _apply(
+        settings,
+        model,
+        selected,
+        weights,
+        findings,
+        watch=None if claim is None or wish == "0" else _watch(claim),
+        guarded=wish not in ("", "0"),
+        protect_batch_norm=protect_batch_norm,
+    )
 
 
 def _require_plain(model: nn.Module) -> None:
@@ -97,26 +110,31 @@ def _require_plain(model: nn.Module) -> None:
 
 def _read(
     policy: str | PathLike[str] | Policy | PolicyFile, model: nn.Module, *, any_hardware: bool
-) -> tuple[Policy, tuple[Finding, ...]]:
-    """Returns the settings, and findings about what has changed since the tuning."""
+) -> tuple[Policy, tuple[Finding, ...], StepClaim | None]:
+    """Returns the settings, findings about what has changed since the tuning, and what can be claimed of steps here."""
     policy = read_policy(policy)
     if isinstance(policy, Policy):
-        return policy, ()
-    return policy.policy, (*_validity(policy, model, any_hardware=any_hardware), *_not_judged(policy))
+        return policy, (), None
+    found, claim = _validity(policy, model, any_hardware=any_hardware)
+    return policy.policy, (*found, *_not_judged(policy)), claim
 
 
-def _validity(policy: PolicyFile, model: nn.Module, *, any_hardware: bool) -> tuple[Finding, ...]:
+def _validity(
+    policy: PolicyFile, model: nn.Module, *, any_hardware: bool
+) -> tuple[tuple[Finding, ...], StepClaim | None]:
+    """Returns the findings, and the claim if its machine is like this one: without labels that is not known."""
     if not policy.valid_for:
-        return ()
+        return (), None
     from amptune.hardware.detect import probe
-    from amptune.policy.hardware_match import require_valid
+    from amptune.policy.hardware_match import is_of_this_machine, require_valid
 
     hardware = probe(_gpu_of(model))
     labels = dict(hardware.labels)
     if "model" in policy.valid_for:
         labels["model"] = model_digest(model)
     nvml = hardware.gpu is None or hardware.software.driver is not None
-    return require_valid(policy, labels, any_hardware=any_hardware, nvml=nvml)
+    found = require_valid(policy, labels, any_hardware=any_hardware, nvml=nvml)
+    return found, claim_about_steps(policy) if is_of_this_machine(policy, labels, nvml=nvml) else None
 
 
 def _not_judged(policy_file: PolicyFile) -> Iterator[Finding]:
@@ -192,6 +210,7 @@ def _apply(
     weights: WeightHook,
     findings: Sequence[Finding],
     *,
+    watch: ClaimWatch | None,
     guarded: bool,
     protect_batch_norm: bool,
 ) -> Tuned:
@@ -225,6 +244,7 @@ def _apply(
         findings=[*findings, *weights.findings()],
         undo=undo,
         guard=guard,
+        claim_watch=watch,
         statistics=statistics,
         weights=weights,
         graphed=graphed,
@@ -238,6 +258,11 @@ def _weights(settings: Policy, model: nn.Module, selected: Sequence[tuple[Select
     from amptune.runtime.half.training import HalfTraining  # few policies need it, and importing it takes time
 
     return HalfTraining(settings, model, selected)
+
+
+def _watch(claim: StepClaim) -> ClaimWatch:
+    # at the loop's own line, which entered `tuned.autocast()`
+    return ClaimWatch(claim, lambda finding: warnings.warn(str(finding), PolicyDriftWarning, stacklevel=4))
 
 
 def _guard(settings: Policy, model: nn.Module, called: nn.Module) -> Guard:

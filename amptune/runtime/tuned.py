@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from amptune.policy.findings import Finding
     from amptune.policy.settings import Policy
     from amptune.runtime.batch_norm import FiniteStatistics
+    from amptune.runtime.claim_watch import ClaimWatch
     from amptune.runtime.graphs.graphed_model import GraphedModel
     from amptune.runtime.guard.guard import Guard
 
@@ -34,7 +35,7 @@ class Tuned:
     """A policy applied to a model. As a context manager it undoes itself at the end.
 
     `model` is the given model, or the wrapper that the policy's compile or cuda_graphs put around it. `findings` grow
-    while the loop is set up, and while a guard watches it run.
+    while the loop is set up, and while it is watched. `claim_watch` compares its steps with the policy file's evidence.
     """
 
     def __init__(
@@ -46,12 +47,14 @@ class Tuned:
         findings: Sequence[Finding],
         undo: Callable[[], None],
         guard: Guard | None = None,
+        claim_watch: ClaimWatch | None = None,
         statistics: FiniteStatistics | None = None,
         weights: WeightHook | None = None,
         graphed: GraphedModel | None = None,
     ) -> None:
         self.policy = policy
         self.model = model
+        self.claim_watch = claim_watch
         self._plain_model = plain_model
         self._device = ModelDevice(plain_model)
         self._findings = list(findings)
@@ -66,10 +69,12 @@ class Tuned:
     @property
     def findings(self) -> tuple[Finding, ...]:
         not_recorded = None if self._graphed is None else self._graphed.recordings.why_not
+        missed = None if self.claim_watch is None else self.claim_watch.finding
         return (
             *self._findings,
             *(() if not_recorded is None else (not_recorded,)),
             *(() if self._guard is None else self._guard.findings),
+            *(() if missed is None else (missed,)),
         )
 
     def autocast(self, *, cache_enabled: bool | None = None) -> torch.amp.autocast:
@@ -77,11 +82,15 @@ class Tuned:
 
         `cache_enabled` is PyTorch's option: CUDA graphs that are captured by hand need it to be False.
         """
-        if self._guard is not None and not torch.compiler.is_compiling():
-            self._guard.autocast_used()
+        device_type = self._device.device_type
+        if not torch.compiler.is_compiling():
+            if self._guard is not None:
+                self._guard.autocast_used()
+            if self.claim_watch is not None:
+                self.claim_watch.pass_begins(device_type)
         dtype = AUTOCAST_DTYPES.get(self.policy.autocast) if self._active else None
         enabled = dtype is not None
-        return torch.amp.autocast(self._device.device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+        return torch.amp.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
     @property
     def scaler(self) -> PolicyScaler:
@@ -110,6 +119,8 @@ class Tuned:
             self._fuse(optimizer)
         if self._guard is not None:
             self._guard.handed_out(optimizer)
+        if self.claim_watch is not None:
+            self.claim_watch.follow(optimizer)
         return optimizer
 
     def _fuse(self, optimizer: torch.optim.Optimizer) -> None:
@@ -124,6 +135,8 @@ class Tuned:
 
     def batch(self, batch: Any) -> Any:
         """Returns the batch in the policy's memory format: tensors at any depth of tuples, dicts and dataclasses."""
+        if self.claim_watch is not None and not torch.compiler.is_compiling():
+            self.claim_watch.batch_given(batch)
         return convert_batch(batch, self.policy.memory_format) if self._active else batch
 
     @property
@@ -136,6 +149,8 @@ class Tuned:
             raise PolicyApplyError("the policy leaves batch_size out: pass your own batch size to the DataLoader")
         if self._guard is not None:
             self._guard.batch_size_asked()
+        if self.claim_watch is not None:
+            self.claim_watch.size_is_as_measured()
         return self.policy.batch_size
 
     @property
@@ -160,6 +175,8 @@ class Tuned:
             self.model = self._plain_model
             if self._guard is not None:
                 self._guard.undo()
+            if self.claim_watch is not None:
+                self.claim_watch.end()
 
     def __enter__(self) -> Self:
         return self

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,11 @@ from torch.utils.data import DataLoader
 from training import POLICY, Batch, batches, net, same_weights, train_plainly
 
 from amptune.errors import PolicyApplyError
+from amptune.hardware.detect import probe
+from amptune.policy.policy_file import PolicyFile
 from amptune.policy.settings import LossScale, Policy
+from amptune.runtime.apply_policy import PolicyDriftWarning
+from amptune.runtime.step_claim import STEPS_COMPARED, STEPS_TO_SETTLE
 
 pytest.importorskip("lightning", reason="Lightning is not installed")
 
@@ -99,6 +104,20 @@ def test_clipping_and_accumulation_are_lightnings_own() -> None:
     moved = [after - was for after, was in zip(model.net.parameters(), before.parameters(), strict=True)]
     assert 0 < torch.cat([step.flatten() for step in moved]).norm().item() < 1.1e-4  # lr × the clipped norm
     assert fitted.global_step == 1
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_steps_are_held_to_the_files_evidence(cuda_graphs: bool) -> None:
+    """Not to a time that was measured with CUDA graphs, which Lightning leaves out, with a warning of its own."""
+    policy = replace(POLICY, batch_size=8, cuda_graphs=cuda_graphs)
+    file = PolicyFile(policy=policy, valid_for=dict(probe("cpu").labels), evidence={"step_ms": 1e-6})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", PolicyDriftWarning)
+        trainer(PolicyPrecision(file, submodule="net")).fit(
+            Lit(), loader(batches(STEPS_TO_SETTLE + STEPS_COMPARED + 1))
+        )
+    (found,) = [str(warning.message) for warning in said if warning.category is PolicyDriftWarning]
+    assert ("cuda_graphs is left out" if cuda_graphs else "this policy promised 1e-06") in found
 
 
 def test_batches_get_the_policys_memory_format() -> None:

@@ -11,7 +11,11 @@ from torch import nn
 from training import POLICY, Batch, batches, net, same_weights, train_plainly
 
 from amptune.errors import PolicyApplyError
+from amptune.hardware.detect import probe
+from amptune.policy.policy_file import PolicyFile
 from amptune.policy.settings import LossScale, Policy
+from amptune.runtime.apply_policy import PolicyDriftWarning
+from amptune.runtime.step_claim import STEPS_COMPARED, STEPS_TO_SETTLE
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate, which the Trainer of transformers needs, is not installed")
@@ -75,6 +79,19 @@ def test_it_trains_as_the_plain_loop_does(policy: Policy, tmp_path: Path) -> Non
     assert callback.tuned is not None
     callback.tuned.undo()
     assert type(made.model.net.head) is nn.Linear
+
+
+def test_steps_are_held_to_the_files_evidence(tmp_path: Path) -> None:
+    """The Trainer autocasts by itself, so the callback says when a step begins; its batch is one sample here."""
+    policy = replace(RULE, batch_size=1, accumulate=2)
+    labels = dict(probe("cpu").labels)
+    callback = PolicyCallback(PolicyFile(policy=policy, valid_for=labels, evidence={"step_ms": 1e-6}))
+    made = trainer(tmp_path, callback, data=batches(2 * (STEPS_TO_SETTLE + STEPS_COMPARED + 1)), logging_steps=1000)
+    with pytest.warns(PolicyDriftWarning, match="this policy promised 1e-06"):
+        made.train()
+    assert not made.optimizer.optimizer._optimizer_step_post_hooks
+    assert callback.tuned is not None
+    callback.tuned.undo()
 
 
 def test_what_the_trainer_saves_loads_into_a_plain_model(tmp_path: Path) -> None:

@@ -64,4 +64,7 @@ def apply_uncompiled(policy: Policy | PolicyFile, model: nn.Module, *, any_hardw
     eager = replace(settings, compile="off", cuda_graphs=False)
     if isinstance(policy, Policy):
         return apply(eager, model)
-    return apply(replace(policy, policy=eager), model, any_hardware=any_hardware)
+    evidence = policy.evidence.copy()
+    if settings.cuda_graphs:
+        evidence.pop("step_ms", None)  # a time that steps cannot reach without graphs
+    return apply(replace(policy, policy=eager, evidence=evidence), model, any_hardware=any_hardware)

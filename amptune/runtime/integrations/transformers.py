@@ -79,7 +79,7 @@ class PolicyCallback(TrainerCallback):
 
     def on_train_begin(
         self,
-        args: TrainingArguments,  # noqa: ARG002
+        args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,  # noqa: ARG002
         *,
@@ -97,6 +97,15 @@ class PolicyCallback(TrainerCallback):
         scaler = getattr(optimizer, "scaler", None)
         if scaler is not None and self.policy.loss_scale is not None and state.global_step == 0:
             scaler.load_state_dict(self.tuned.scaler.state_dict())
+        if self.tuned.claim_watch is not None and args.train_batch_size == self.policy.batch_size:
+            self.tuned.claim_watch.size_is_as_measured()
+
+    def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        """Tells the watch on step times that a forward pass begins: the Trainer does not use `tuned.autocast()`."""
+        if self.tuned is not None and self.tuned.claim_watch is not None:
+            self.tuned.claim_watch.pass_begins(args.device.type)
+
+    on_substep_end = on_step_begin  # a micro-batch is done, and the next one begins
 
 
 def _told(args: TrainingArguments) -> Told:
