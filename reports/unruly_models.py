@@ -282,7 +282,7 @@ def growing_images(*, tiny: bool = False) -> Workload:
         loader=partial(_Growing, sides),
         loss=cross_entropy,
         optimizer=sgd,
-        batch_size=2 if tiny else 128,
+        batch_size=2 if tiny else 96,
     )
 
 
