@@ -19,6 +19,7 @@ torch.compile are empty at the start of each command, unless `--caches` names a 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import itertools
 import json
 import os
@@ -315,13 +316,12 @@ def read(path: Path) -> Oracle | None:
 
 
 def append(path: Path, data: Mapping[str, Any]) -> None:
-    """Behind the last whole line."""
-    content = path.read_bytes() if path.exists() else b""
-    whole = content[: content.rfind(b"\n") + 1]
-    if whole != content:
-        path.write_bytes(whole)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(data) + "\n")
+    """Behind the last whole line. Programs that add to one file wait for one another."""
+    with path.open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(json.dumps(data).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
 

@@ -1,7 +1,8 @@
 """Ways to train, each by the README's loop in a process of its own, timed in turn: no part of amptune measures here.
 
 A loop takes a fresh batch from the workload's loader for each step, and copies it to the device. It waits for the
-device at the ends of a block alone.
+device at the ends of a block alone. Blocks last half a second; or each has the same number of steps, all of which count
+after the first ones, so that what is compiled or recorded later is part of the time.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 BLOCKS, BLOCK_S, FEWEST_STEPS = 4, 0.5, 5
 # Steps before anything is timed: compiling, and recording CUDA graphs; and those that follow another process's block.
 FIRST_STEPS, UNTIMED_STEPS = 10, 3
+# Blocks of a given number of steps; one that takes longer than this ends before.
+LONG_BLOCKS, LONGEST_BLOCK_S = 6, 20.0
 # A warm-up ends with steps that take as long as this.
 WARM_S = 1.0
 # An answer that takes longer is a failure. max-autotune took up to 212 s where others published it.
@@ -65,9 +68,9 @@ class LimitReachedError(Exception):
 
 
 def in_turn(
-    arms: Sequence[Arm], target: str, device: str | None, limit: Budget, *, seed: str = ""
+    arms: Sequence[Arm], target: str, device: str | None, limit: Budget, *, seed: str = "", steps: int | None = None
 ) -> list[dict[str, Any]]:
-    """Returns a row for each arm: the ms a step of each of its blocks, or its failure.
+    """Returns a row for each arm: the ms a step of each of its blocks, or its failure. A block may have given `steps`.
 
     All processes start and compile beside one another. Then they take turns, in an order drawn anew for each round. An
     arm that ran out of memory beside others has another try alone. Raises `LimitReachedError`.
@@ -75,7 +78,7 @@ def in_turn(
     order = random.Random(seed)  # noqa: S311  # an order, no secret
     started_s = time.monotonic()
     with ExitStack() as stack:
-        launched = [stack.enter_context(Launched(arm, target, device, limit)) for arm in arms]
+        launched = [stack.enter_context(Launched(arm, target, device, limit, steps)) for arm in arms]
         for one in launched:
             one.hear()
         beside = [one for one in launched if not one.arm.chooses_by_time]
@@ -84,28 +87,30 @@ def in_turn(
                 one.tell("warm_up")
             for one in group:
                 one.hear()
-        for _ in range(BLOCKS):
+        for _ in range(LONG_BLOCKS if steps else BLOCKS):
             for one in order.sample(launched, len(launched)):
                 one.tell("block")
                 one.hear()
     seconds = round(time.monotonic() - started_s, 1)
     crowded = [one.arm for one in launched if len(arms) > 1 and "out of memory" in (one.failure or "").lower()]
     rows = [{**one.row(), "launch_s": seconds} for one in launched if one.arm not in crowded]
-    return rows + [row for arm in crowded for row in in_turn([arm], target, device, limit)]
+    return rows + [row for arm in crowded for row in in_turn([arm], target, device, limit, steps=steps)]
 
 
 class Launched:
     """An arm's process. What it answered is in `blocks` and `failure`."""
 
-    def __init__(self, arm: Arm, target: str, device: str | None, limit: Budget) -> None:
+    def __init__(self, arm: Arm, target: str, device: str | None, limit: Budget, steps: int | None) -> None:
         self.arm = arm
         self.failure: str | None = None
         self._limit = limit
+        self._steps = steps
         self._answers: list[dict[str, Any]] = []
         told = {
             "target": target,
             "policy": None if arm.policy is None else policy_to_dict(arm.policy),
             "config": arm.config,
+            "steps": steps,
         }
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
@@ -157,6 +162,8 @@ class Launched:
             "failure": self.failure,
             "warm_s": next((answer["warm_s"] for answer in self._answers if "warm_s" in answer), None),
             "ms": [answer["ms"] for answer in self._answers if "ms" in answer],
+            "block_steps": self._steps,
+            "steps": [answer["steps"] for answer in self._answers if "ms" in answer],
             "losses": [answer["loss"] for answer in self._answers if "ms" in answer],
         }
 
@@ -185,11 +192,9 @@ class Loop:
     """A training loop that runs on from block to block."""
 
     def __init__(self, told: Mapping[str, Any], device: str | None) -> None:
-        import torch
-
         from amptune.workload.targets import load_workload, parse_target
 
-        torch.manual_seed(0)
+        seed_all()
         on = device_or_default(device)
         self._on_gpu = on.startswith("cuda")
         workload = load_workload(parse_target(told["target"]))
@@ -197,6 +202,7 @@ class Loop:
             self._step = step_of_autotune(told["config"], workload, on)
         else:
             self._step = step_under(policy_from_dict(told["policy"]), workload, on)
+        self._steps = told["steps"]
         self._records = told["policy"] is not None and told["policy"].get("cuda_graphs", False)
 
     def warm_up(self) -> dict[str, float]:
@@ -211,10 +217,18 @@ class Loop:
         return {"warm_s": round(warm_s + seconds, 2)}
 
     def block(self) -> dict[str, float]:
-        self._seconds(UNTIMED_STEPS)
-        steps = max(FEWEST_STEPS, math.ceil(BLOCK_S * FEWEST_STEPS / self._seconds(FEWEST_STEPS)))
-        ms = 1000 * self._seconds(steps) / steps
-        return {"ms": round(ms, 4), "loss": round(float(self._loss.detach()), 5)}
+        if self._steps is None:
+            self._seconds(UNTIMED_STEPS)
+            steps = max(FEWEST_STEPS, math.ceil(BLOCK_S * FEWEST_STEPS / self._seconds(FEWEST_STEPS)))
+            seconds = self._seconds(steps)
+        else:
+            steps = seconds = 0
+            while steps < self._steps and seconds < LONGEST_BLOCK_S:
+                fewer = min(FEWEST_STEPS, self._steps - steps)
+                seconds += self._seconds(fewer)
+                steps += fewer
+        loss = round(float(self._loss.detach()), 5)
+        return {"ms": round(1000 * seconds / steps, 4), "steps": steps, "loss": loss}
 
     def _seconds(self, steps: int) -> float:
         self._wait()
@@ -231,6 +245,16 @@ class Loop:
             torch.cuda.synchronize()
 
 
+def seed_all() -> None:
+    """Seeds the global generators: arms that draw alike get the same numbers."""
+    import numpy as np
+    import torch
+
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
 def device_or_default(device: str | None) -> str:
     import torch
 
@@ -244,13 +268,16 @@ def step_under(policy: Policy, workload: Workload, device: str) -> Callable[[], 
     model = workload.model().to(device)
     tuned = amptune.apply(policy, model)
     optimizer = tuned.optimizer(workload.optimizer(model))
+    seed_all()
     fresh = batches(workload, device)
 
     def step() -> torch.Tensor:
         batch = next(fresh)
+        if workload.step is not None:
+            return workload.step(tuned, tuned.model, optimizer, batch)
         optimizer.zero_grad()
         with tuned.autocast():
-            loss = workload.loss(tuned.model, tuned.batch(batch))  # type: ignore[misc]  # models here have a loss
+            loss = workload.loss(tuned.model, tuned.batch(batch))  # type: ignore[misc]  # there is one without a step
         tuned.scaler.scale(loss).backward()
         tuned.scaler.step(optimizer)
         tuned.scaler.update()
