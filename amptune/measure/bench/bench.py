@@ -23,6 +23,7 @@ from amptune.measure.bench.peak_memory import memory_for
 from amptune.measure.bench.readings import Instruments
 from amptune.measure.bench.step import Stepper, nonfinite_in
 from amptune.measure.bench.step_timing import StepTimer, WarmUp
+from amptune.measure.bench.stillness import Stillness
 from amptune.measure.results.outcome import Effort, Measurement, Outcome
 from amptune.policy.settings import Policy
 from amptune.runtime.apply_policy import apply
@@ -90,20 +91,23 @@ class Bench:
         self._kinds = self._kinds_of_state()
         self._modes = {module: module.training for module in self.model.modules()}
 
-    def measure(self, policy: Policy, effort: Effort) -> Outcome:
-        """Trains for a short time under the policy, from the initial weights."""
+    def measure(self, policy: Policy, effort: Effort, stillness: Stillness | None = None) -> Outcome:
+        """Trains for a short time under the policy, from the initial weights.
+
+        `stillness` stops the processes that compile beside it while steps are timed.
+        """
         try:
-            return self._trial(policy, effort)
+            return self._trial(policy, effort, stillness)
         except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
             traceback.print_exc()  # into the worker's log
             return failure_of(error)
         finally:
             self.release()
 
-    def _trial(self, policy: Policy, effort: Effort) -> Measurement:
+    def _trial(self, policy: Policy, effort: Effort, stillness: Stillness | None) -> Measurement:
         """Runs one trial in its own frame: batches and optimizer state are freed before memory is given back."""
         with self.on_device(policy) as (tuned, stepper):
-            return self._measure(tuned, stepper, effort)
+            return self._measure(tuned, stepper, effort, stillness)
 
     @contextmanager
     def on_device(self, policy: Policy, batches: Iterator[Any] | None = None) -> Iterator[tuple[Tuned, Stepper]]:
@@ -125,7 +129,7 @@ class Bench:
             finally:
                 self._tuned = None
 
-    def _measure(self, tuned: Tuned, stepper: Stepper, effort: Effort) -> Measurement:
+    def _measure(self, tuned: Tuned, stepper: Stepper, effort: Effort, stillness: Stillness | None) -> Measurement:
         started_s = self._clock.now_s()
         eager = tuned.policy.compile == "off" and not tuned.policy.cuda_graphs
         least = LEAST_FIRST_STEPS if eager else LEAST_FIRST_STEPS_COMPILED
@@ -138,7 +142,7 @@ class Bench:
         warm_up = WarmUp(step_ms=last_ms) if slow else self._sampler.warm_up(stepper, last_ms, effort)
         warmup_s = self._clock.now_s() - warm_s
         effort = _glance(effort) if slow else effort
-        sample = self._sampler.sample(stepper, warm_up.step_ms, effort, started_s, warm_up.fastest_ms)
+        sample = self._sampler.sample(stepper, warm_up.step_ms, effort, started_s, stillness)
         warmup_steps = len(losses) + warm_up.steps
         steps = warmup_steps + sample.steps
         if not math.isfinite(stepper.last_loss):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from amptune.measure.bench.clocks import Clock
 from amptune.measure.bench.readings import (
     COMPILING,
-    OWN_LOAD,
+    NOT_REPEATED,
     PASSING,
     Instruments,
     Readings,
@@ -18,6 +18,7 @@ from amptune.measure.bench.readings import (
     with_busy_clocks,
 )
 from amptune.measure.bench.run_delay import host_delay
+from amptune.measure.bench.stillness import Stillness, StoppedTrees
 from amptune.measure.results.outcome import ENERGY_S, Effort
 
 __all__ = ["Sample", "StepTimer", "TimedBlock", "WarmUp", "is_steady", "median_half_width"]
@@ -37,10 +38,9 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
-    """A finished warm-up: the step time at its end and in its fastest stretch, its steps, and whether it was steady."""
+    """A finished warm-up: the step time at its end, its number of steps, and whether the step time was steady."""
 
     step_ms: float
-    fastest_ms: float = math.inf
     steps: int = 0
     steady: bool = False
 
@@ -49,13 +49,14 @@ class WarmUp:
 class TimedBlock:
     """Steps timed in a row, the readings before and after them, and the codes of what these show.
 
-    The clocks and the temperature of `after` were read while the device was busy.
+    The clocks and the temperature of `after` were read while the device was busy. `untimed` steps ran before the block.
     """
 
     step_ms: tuple[float, ...]
     before: Readings
     after: Readings
     contaminated_by: tuple[str, ...]
+    untimed: int = 0
 
     @property
     def host_delay(self) -> float | None:
@@ -73,7 +74,7 @@ class TimedBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """The block to use, the reason why each earlier one was discarded, and the number of steps in all of them."""
+    """The block to use, the reason why each earlier one was discarded, and the number of steps in and before them."""
 
     kept: TimedBlock
     discarded: tuple[str, ...]
@@ -101,22 +102,22 @@ class StepTimer:
             steps += len(times)
             step_ms = statistics.median(times)
             medians.append(step_ms)
-        fastest_ms = min(medians, default=math.inf)
-        return WarmUp(step_ms=step_ms, fastest_ms=fastest_ms, steps=steps, steady=is_steady(medians))
+        return WarmUp(step_ms=step_ms, steps=steps, steady=is_steady(medians))
 
     def sample(
-        self, step: Step, step_ms: float, effort: Effort, started_s: float, fastest_ms: float = math.inf
+        self, step: Step, step_ms: float, effort: Effort, started_s: float, stillness: Stillness | None = None
     ) -> Sample:
         """Times one block of steps, again while a new disturbance is seen; the trial began at `started_s`.
 
-        Beside graphs that compile, a block slower than a stretch of `fastest_ms` before it is disturbed.
+        What compiles beside it is stopped for each block.
         """
-        most_ms = (1 + STEADY) * fastest_ms if effort.beside_compiling else math.inf
+        stillness = stillness or Stillness()
         blocks: list[TimedBlock] = []
         reasons: list[str] = []
         while True:
             block_start_s = self._clock.now_s()
-            blocks.append(self._block(step, step_ms, effort, most_ms))
+            with stillness.pause() as beside:
+                blocks.append(self._block(step, step_ms, effort, beside))
             new = self._new_causes(blocks[-1])
             again_until_s = 2 * self._clock.now_s() - block_start_s
             if not new or again_until_s >= started_s + REPEAT_UNTIL * effort.time_limit_s:
@@ -125,14 +126,17 @@ class StepTimer:
                 self._lasting |= frozenset.intersection(*(frozenset(block.contaminated_by) for block in blocks))
                 break
             reasons.append("+".join(new))
-        return Sample(kept=blocks[-1], discarded=tuple(reasons), steps=sum(len(block.step_ms) for block in blocks))
+        steps = sum(block.untimed + len(block.step_ms) for block in blocks)
+        return Sample(kept=blocks[-1], discarded=tuple(reasons), steps=steps)
 
     def _new_causes(self, block: TimedBlock) -> tuple[str, ...]:
         """Returns the disturbances not known to last. A `PASSING` one counts as lasting until a block without it."""
         self._lasting -= PASSING - set(block.contaminated_by)
-        return tuple(code for code in block.contaminated_by if code not in self._lasting | OWN_LOAD)
+        return tuple(code for code in block.contaminated_by if code not in self._lasting | NOT_REPEATED)
 
-    def _block(self, step: Step, step_ms: float, effort: Effort, most_ms: float) -> TimedBlock:
+    def _block(self, step: Step, step_ms: float, effort: Effort, beside: StoppedTrees) -> TimedBlock:
+        # The GPU finishes what the stopped processes had given it while these steps run.
+        untimed = len(self._clock.time_steps(step, _stretch(step_ms))) if beside.has_stopped else 0
         before = self._instruments.read()
         least_s = 0.0 if before.energy_j is None else min(effort.energy_s, effort.measure_s)
         busy: list[Readings] = []
@@ -143,8 +147,8 @@ class StepTimer:
             step_ms = statistics.median(times)
         after = with_busy_clocks(self._instruments.read(), busy)
         codes = contamination(before, after, self._instruments.sm_clock_max_mhz())
-        codes += (COMPILING,) if step_ms > most_ms else ()
-        return TimedBlock(step_ms=tuple(times), before=before, after=after, contaminated_by=codes)
+        codes += () if beside.is_quiet else (COMPILING,)
+        return TimedBlock(step_ms=tuple(times), before=before, after=after, contaminated_by=codes, untimed=untimed)
 
 
 def is_steady(medians: Sequence[float]) -> bool:

@@ -35,7 +35,6 @@ class Effort:
     95 % interval is at most `precision` of the median, or for `measure_s`; at least `min_steps`, at most `max_steps`.
     A device with an energy counter is timed for at least `energy_s`, which the counter needs (`max_steps` and
     `measure_s` still hold). A step slower than `abandon_above_ms` ends the trial early with the steps timed so far.
-    `beside_compiling` says that graphs compile at the same time: their processes use the device now and then.
     `time_limit_s` is the hard limit, enforced from outside; it includes the worker's start.
     """
 
@@ -46,7 +45,6 @@ class Effort:
     max_steps: int = 200
     energy_s: float = 0.0
     abandon_above_ms: float | None = None
-    beside_compiling: bool = False
     time_limit_s: float = 60.0
 
 
