@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 from amptune.errors import NothingFeasibleError
+from amptune.measure.bench.stillness import ProcessIdentity
 from amptune.measure.results.half_effects import Half, ModuleTrace, Sensitivity
 from amptune.measure.results.loop_timing import LoopTiming
 from amptune.measure.results.outcome import Effort, Failure, Outcome
@@ -242,17 +243,20 @@ class WorkerEvaluator:
 
     def _measure(self, policy: Policy, effort: Effort) -> Outcome:
         process = self._worker(policy)
-        graphs = [graph for graph in self._graphs.values() if graph.process is not process]
-        identities = [one.identity for one in (*(graph.process for graph in graphs), *self._built)]
-        beside = tuple(identity for identity in identities if identity is not None)
-        reply = process.call(effort.time_limit_s, worker.measure, policy, effort, beside)
+        reply = process.call(effort.time_limit_s, worker.measure, policy, effort, self._beside(process))
         if isinstance(reply, Failure):
             return reply
-        for graph in graphs:
-            graph.pauses += reply.pauses
+        for graph in self._graphs.values():
+            graph.pauses += () if graph.process is process else reply.pauses
         if reply.broken:
             process.stop()
         return reply.outcome
+
+    def _beside(self, process: WorkerProcess) -> tuple[ProcessIdentity, ...]:
+        """Returns the processes that may compile or build while this one measures."""
+        others = [*(graph.process for graph in self._graphs.values()), *self._built]
+        identities = [other.identity for other in others if other is not process]
+        return tuple(identity for identity in identities if identity is not None)
 
     def _worker(self, policy: Policy) -> WorkerProcess:
         """Returns the worker launched for the policy, otherwise the one of its kind."""
