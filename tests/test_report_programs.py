@@ -543,21 +543,28 @@ def test_what_is_judged_anew_stands_in_a_table_and_in_groups() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_measured_while_a_graph_compiles_stands_beside_what_is_alone() -> None:
-    line = beside_compiling.measured("amptune.workload.zoo:digits", "cpu", ("default",))
+def test_what_is_measured_while_a_graph_compiles_stands_beside_what_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside_compiling, "MEASURED", {"eager": beside_compiling.EAGER})
+    monkeypatch.setattr(beside_compiling, "BRIEF", Effort(warmup_s=0.0, measure_s=0.0, min_steps=1))
+    line = beside_compiling.measured("amptune.workload.zoo:digits", "cpu", beside_compiling.OTHERS[1:])
     assert len(line["alone"]) == beside_compiling.ALONE
-    assert line["beside"]
-    assert line["compiled"]["default"] > 1.0
+    assert {one["still"] for one in line["beside"]} == {False, True}
+    assert line["compiled"]["fp16 default"] > 1.0
 
 
-def test_a_disturbed_measurement_that_was_noticed_is_told_from_one_that_was_not() -> None:
+def test_what_is_measured_while_compilers_stand_still_is_told_from_what_is_measured_while_they_go_on() -> None:
     beside = [
-        {"ms": 10.1, "discarded": [], "contaminated_by": []},
-        {"ms": 18.0, "discarded": ["compiling"] * 2, "contaminated_by": ["compiling"]},
-        {"ms": 11.0, "discarded": [], "contaminated_by": []},
+        {"policy": "eager", "still": False, "ms": 18.0, "contaminated_by": []},
+        {"policy": "eager", "still": False, "ms": 10.2, "contaminated_by": []},
+        {"policy": "eager", "still": True, "ms": 10.1, "contaminated_by": []},
+        {"policy": "eager", "still": True, "ms": 10.6, "contaminated_by": ["compiling"]},
     ]
-    line = {"target": "zoo:vit", "alone": [{"ms": 10.0}], "beside": beside, "compiled": {"default": 27.4}}
-    assert beside_compiling.row(line) == "| vit | 10.00 | 11.00 | 1.10 × | 2 of 3 | 1 | default 27 |"
+    alone = [{"policy": "eager", "ms": 10.0}, {"policy": "default", "ms": 7.0}]
+    line = {"target": "zoo:vit", "alone": alone, "beside": beside, "compiled": {"fp16 default": 27.4}}
+    assert list(beside_compiling.rows(line)) == [
+        "| vit | eager | 10.00 | 14.10 [10.20, 18.00] | 1 of 2 | 10.35 [10.10, 10.60] | 1 of 2 | 1 | fp16 default 27 |",
+        "| vit | default | 7.00 | nan [nan, nan] | 0 of 0 | nan [nan, nan] | 0 of 0 | 0 | fp16 default 27 |",
+    ]
 
 
 # --- the samplers -------------------------------------------------------------------------------------------------

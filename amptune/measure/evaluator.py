@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 from amptune.errors import NothingFeasibleError
+from amptune.measure.bench.stillness import ProcessIdentity
 from amptune.measure.results.half_effects import Half, ModuleTrace, Sensitivity
 from amptune.measure.results.loop_timing import LoopTiming
 from amptune.measure.results.outcome import Effort, Failure, Outcome
@@ -16,7 +17,8 @@ from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Prepared
 from amptune.measure.results.training_runs import Parity, Reference
 from amptune.measure.workers import worker
-from amptune.measure.workers.processes import Pending, WorkerProcess, stop_all, workers_that_fit
+from amptune.measure.workers.background_graph import BackgroundGraph
+from amptune.measure.workers.processes import WorkerProcess, stop_all, workers_that_fit
 from amptune.measure.workers.worker import Setting, Source
 from amptune.policy.settings import STOCK, Policy
 
@@ -112,9 +114,9 @@ class WorkerEvaluator:
     While searching there are at most four, and one for each graph that compiled in the background: one for each
     combination of `cudnn.benchmark` and compiling or not. PyTorch caches cuDNN's execution plans by shape, dtype and
     layout but not by that flag: in one process, the setting that meets a shape first would decide for both
-    (aten/src/ATen/native/cudnn/Conv_v8.cpp). The workers never measure at the same time, though one that compiles may
-    run its first steps. Each frees its device memory after every trial, except CUDA graphs of a moderate size.
-    `memory_mib` limits the device memory of each worker.
+    (aten/src/ATen/native/cudnn/Conv_v8.cpp). The workers never measure at the same time, and those that compile stand
+    still while a block of steps is timed. Each frees its device memory after every trial, except CUDA graphs of a
+    moderate size. `memory_mib` limits the device memory of each worker.
     """
 
     source: Source
@@ -122,7 +124,7 @@ class WorkerEvaluator:
     log: Path
     memory_mib: float | None = None
     _workers: dict[Policy | tuple[bool, bool], WorkerProcess] = field(default_factory=dict)
-    _graphs: dict[Policy, Pending[Outcome | None]] = field(default_factory=dict)
+    _graphs: dict[Policy, BackgroundGraph] = field(default_factory=dict)
     _built: list[WorkerProcess] = field(default_factory=list)
     _has_gpu: bool = False
     _room: int = 0
@@ -141,7 +143,7 @@ class WorkerEvaluator:
 
     def launch(self, policies: Sequence[Policy]) -> None:
         self._room = max(2, workers_that_fit())
-        self._graphs = {policy: pending for policy, pending in self._graphs.items() if policy not in policies}
+        self._graphs = {policy: graph for policy, graph in self._graphs.items() if policy not in policies}
         ended = [key for key in self._workers if key not in self._graphs]
         stop_all([*map(self._workers.pop, ended), *self._built])
         self._built.clear()
@@ -167,16 +169,14 @@ class WorkerEvaluator:
             self._workers.pop(policy).stop()
         process = self._built.pop(0) if self._built else self._new()
         self._workers[policy] = process
-        self._graphs[policy] = process.begin(limit_s, worker.get_ready, policy, _graphs_at_once())
+        self._graphs[policy] = BackgroundGraph(process, policy, _graphs_at_once(), limit_s)
 
     def compiled(self, wait_s: float = 0.0) -> Mapping[Policy, float | Failure]:
         if wait_s > 0 and self._graphs:
-            Pending.wait_for_one(self._graphs.values(), wait_s)
-        come = [policy for policy, pending in self._graphs.items() if pending.has_come]
-        found: dict[Policy, float | Failure] = {}
-        for policy in come:
-            outcome = self._graphs.pop(policy).answer()
-            found[policy] = outcome if isinstance(outcome, Failure) else outcome.startup_s if outcome else 0.0
+            BackgroundGraph.wait_for_one(self._graphs.values(), wait_s)
+        results = {policy: graph.result() for policy, graph in self._graphs.items()}
+        found = {policy: result for policy, result in results.items() if result is not None}
+        self._graphs = {policy: graph for policy, graph in self._graphs.items() if policy not in found}
         return found
 
     @property
@@ -243,16 +243,21 @@ class WorkerEvaluator:
         return answer
 
     def _measure(self, policy: Policy, effort: Effort) -> Outcome:
-        process, effort = (
-            self._worker(policy),
-            replace(effort, beside_compiling=bool(self._graphs), batches=self._batches),
-        )
-        reply = process.call(effort.time_limit_s, worker.measure, policy, effort)
+        process, effort = self._worker(policy), replace(effort, batches=self._batches)
+        reply = process.call(effort.time_limit_s, worker.measure, policy, effort, self._beside(process))
         if isinstance(reply, Failure):
             return reply
+        for graph in self._graphs.values():
+            graph.pauses += () if graph.process is process else reply.pauses
         if reply.broken:
             process.stop()
         return reply.outcome
+
+    def _beside(self, process: WorkerProcess) -> tuple[ProcessIdentity, ...]:
+        """Returns the processes that may compile or build while this one measures."""
+        others = [*(graph.process for graph in self._graphs.values()), *self._built]
+        identities = [other.identity for other in others if other is not process]
+        return tuple(identity for identity in identities if identity is not None)
 
     def _worker(self, policy: Policy) -> WorkerProcess:
         """Returns the worker launched for the policy, otherwise the one of its kind."""
@@ -270,7 +275,7 @@ class WorkerEvaluator:
         others = [
             process for process in (*self._workers.values(), *self._built) if process is not mine and process.runs
         ]
-        self._graphs = {one: pending for one, pending in self._graphs.items() if self._workers[one] is mine}
+        self._graphs = {one: graph for one, graph in self._graphs.items() if graph.process is mine}
         self._built.clear()
         stop_all(others)
         return bool(others)

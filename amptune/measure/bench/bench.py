@@ -24,7 +24,8 @@ from amptune.measure.bench.failures import NonFiniteError, failure_of
 from amptune.measure.bench.peak_memory import memory_for
 from amptune.measure.bench.readings import Instruments
 from amptune.measure.bench.step import Stepper, nonfinite_in
-from amptune.measure.bench.step_timing import StepTimer, WarmUp
+from amptune.measure.bench.step_timing import StepTimer, Surroundings, WarmUp
+from amptune.measure.bench.stillness import Stillness
 from amptune.measure.results.outcome import Effort, Measurement, Outcome
 from amptune.policy.settings import Policy
 from amptune.runtime.apply_policy import apply
@@ -120,27 +121,36 @@ class Bench:
         self._kinds = self._kinds_of_state()
         self._modes = {module: module.training for module in self.model.modules()}
 
-    def measure(self, policy: Policy, effort: Effort, batches: Batches | None = None) -> Outcome:
+    def measure(
+        self,
+        policy: Policy,
+        effort: Effort,
+        batches: Batches | None = None,
+        stillness: Stillness | None = None,
+    ) -> Outcome:
         """Trains for a short time under the policy, from the initial weights.
 
         Without `batches`, on a sequence that is the same for every policy; blocks begin with the same random numbers.
+        `stillness` stops the processes that compile beside it while steps are timed.
         """
         try:
-            return self._trial(policy, effort, batches)
+            return self._trial(policy, effort, batches, stillness or Stillness())
         except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
             traceback.print_exc()  # into the worker's log
             return failure_of(error)
         finally:
             self.release()
 
-    def _trial(self, policy: Policy, effort: Effort, batches: Batches | None) -> Measurement:
+    def _trial(self, policy: Policy, effort: Effort, batches: Batches | None, stillness: Stillness) -> Measurement:
         """Runs one trial in its own frame: batches and optimizer state are freed before memory is given back."""
         if batches is None:
             size = policy.batch_size or self.workload.batch_size
-            on_device = self._on_device(size, effort.batches)
-            batches = _Sequence(on_device, lambda: seed_everything(self._seed))
+            batches = _Sequence(self._on_device(size, effort.batches), lambda: seed_everything(self._seed))
         with self.on_device(policy, batches) as (tuned, stepper):
-            return self._measure(tuned, stepper, effort, batches)
+            around = Surroundings(
+                begin=batches.begin_block, prepared=partial(self._prepared, tuned), stillness=stillness
+            )
+            return self._measure(tuned, stepper, effort, around)
 
     @contextmanager
     def on_device(self, policy: Policy, batches: Iterator[Any] | None = None) -> Iterator[tuple[Tuned, Stepper]]:
@@ -162,7 +172,7 @@ class Bench:
             finally:
                 self._tuned = None
 
-    def _measure(self, tuned: Tuned, stepper: Stepper, effort: Effort, batches: Batches) -> Measurement:
+    def _measure(self, tuned: Tuned, stepper: Stepper, effort: Effort, around: Surroundings) -> Measurement:
         started_s = self._clock.now_s()
         effort = replace(effort, settle_s=min(effort.settle_s, SETTLE_SHARE * effort.time_limit_s))
         eager = tuned.policy.compile == "off" and not tuned.policy.cuda_graphs
@@ -171,20 +181,12 @@ class Bench:
         if isinstance(tuned.model, GraphedModel):
             tuned.model.recordings.require_some()
         warm_s = self._clock.now_s()
-        compiled, prepared = self._compilations.graphs, partial(self._prepared, tuned)
+        compiled = self._compilations.graphs
         slow = effort.abandon_above_ms is not None and last_ms > effort.abandon_above_ms
-        warm_up = WarmUp(step_ms=last_ms) if slow else self._sampler.warm_up(stepper, last_ms, effort, prepared)
+        warm_up = WarmUp(step_ms=last_ms) if slow else self._sampler.warm_up(stepper, last_ms, effort, around)
         warmup_s = self._clock.now_s() - warm_s
         effort = _glance(effort) if slow else effort
-        sample = self._sampler.sample(
-            stepper,
-            warm_up.step_ms,
-            effort,
-            started_s,
-            warm_up.fastest_ms,
-            begin=batches.begin_block,
-            prepared=prepared,
-        )
+        sample = self._sampler.sample(stepper, warm_up.step_ms, effort, started_s, around)
         warmup_steps = len(losses) + warm_up.steps
         steps = warmup_steps + sample.steps
         if not math.isfinite(stepper.last_loss):

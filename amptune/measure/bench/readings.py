@@ -27,6 +27,7 @@ __all__ = [
     "COMPILING",
     "FOREIGN_PROCESS",
     "HOST_LOAD",
+    "NOT_REPEATED",
     "OWN_LOAD",
     "PASSING",
     "Instruments",
@@ -53,10 +54,13 @@ _SLOWED = {
     0x80: "power-brake",
 }
 CLOCK_CODES = frozenset({*_SLOWED.values(), LOW_CLOCK})
-# States that the measured load itself brings about, and training too. No block is repeated for them.
+# States that the measured load itself brings about, and training too.
 OWN_LOAD = frozenset({POWER_CAP, LOW_CLOCK})
+# No block is repeated for these. What compiles goes on during a block that is too long, or that compiles itself
+# (stillness.py), and so would it during the next one.
+NOT_REPEATED = OWN_LOAD | {COMPILING}
 # Disturbances that end when another program ends, and come back with the next one.
-PASSING = frozenset({FOREIGN_PROCESS, HOST_LOAD, COMPILING})
+PASSING = frozenset({FOREIGN_PROCESS, HOST_LOAD})
 # nvbench discards a sample measured under this share of the GPU's clock (--throttle-threshold, default 75).
 LOW_CLOCK_SHARE = 0.75
 # Seconds per second that a thread may wait for a CPU. On two cores, the threads of a convolutional net waited 0.01 on
@@ -197,7 +201,7 @@ _WORDS = {
     LOW_CLOCK: "the GPU's clock was under 75 % of its highest, for no reason NVML gives,",
     _ALLOC_RETRIES: "the GPU's memory was so short that the allocator had to empty its cache",
     FOREIGN_PROCESS: "another process was on the GPU",
-    COMPILING: "graphs were compiling beside it, and steps had been faster before",
+    COMPILING: "graphs were compiling beside it (they stand still for two seconds at most)",
     HOST_LOAD: "threads had to wait for a CPU (other programs were running, or there are more threads than CPUs)",
 }
 

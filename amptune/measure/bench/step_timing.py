@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from amptune.measure.bench.clocks import Clock
 from amptune.measure.bench.readings import (
     COMPILING,
-    OWN_LOAD,
+    NOT_REPEATED,
     PASSING,
     Instruments,
     Readings,
@@ -22,6 +22,7 @@ from amptune.measure.bench.readings import (
     with_busy_clocks,
 )
 from amptune.measure.bench.run_delay import host_delay
+from amptune.measure.bench.stillness import Stillness, StoppedTrees
 from amptune.measure.results.outcome import ENERGY_S, Effort
 
 __all__ = ["Sample", "StepTimer", "TimedBlock", "WarmUp", "is_steady", "mean_half_width"]
@@ -40,23 +41,26 @@ REPEAT_UNTIL = 0.5
 _GAUSSIAN_95, _FEWEST_STEPS = 1.96, 6
 
 Step = Callable[[], object]
-Count = Callable[[], int]
 
 
-def _none() -> int:
-    return 0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What goes on around the steps.
 
+    `begin` is called before each block, `prepared` returns how many graphs were compiled or recorded so far, and
+    `stillness` stops the processes that compile beside a block.
+    """
 
-def _nothing() -> None:
-    pass
+    begin: Callable[[], object] = lambda: None
+    prepared: Callable[[], int] = lambda: 0
+    stillness: Stillness = field(default_factory=Stillness)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
-    """A finished warm-up: the step time at its end and in its fastest stretch, its steps, and whether it was steady."""
+    """A finished warm-up: the step time at its end, its number of steps, and whether the step time was steady."""
 
     step_ms: float
-    fastest_ms: float = math.inf
     steps: int = 0
     steady: bool = False
 
@@ -65,14 +69,16 @@ class WarmUp:
 class TimedBlock:
     """Steps timed in a row, the readings before and after them, and the codes of what these show.
 
-    The clocks and the temperature of `after` were read while the device was busy. `prepared` graphs were compiled or
-    recorded meanwhile; the block is not `settled` if that still happened in its second half.
+    The clocks and the temperature of `after` were read while the device was busy. `untimed` steps ran before the block.
+    `prepared` graphs were compiled or recorded meanwhile; the block is not `settled` if that still happened in its
+    second half.
     """
 
     step_ms: tuple[float, ...]
     before: Readings
     after: Readings
     contaminated_by: tuple[str, ...]
+    untimed: int = 0
     prepared: int = 0
     settled: bool = True
 
@@ -92,11 +98,14 @@ class TimedBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """The block to use, the reason why each earlier one was discarded, and the number of steps in all of them."""
+    """The block to use, the reason why each earlier one was discarded, and the number of steps in and before them."""
 
     kept: TimedBlock
     discarded: tuple[str, ...]
     steps: int
+
+
+ALONE = Surroundings()
 
 
 class StepTimer:
@@ -111,48 +120,33 @@ class StepTimer:
         self._instruments = instruments
         self._lasting: frozenset[str] = frozenset()
 
-    def warm_up(self, step: Step, step_ms: float, effort: Effort, prepared: Count = _none) -> WarmUp:
+    def warm_up(self, step: Step, step_ms: float, effort: Effort, around: Surroundings = ALONE) -> WarmUp:
         """Runs stretches of steps until they agree; `step_ms` is a first guess at a step's time.
 
-        `prepared` returns how many graphs were compiled or recorded so far. Stretches in which one was do not count as
-        warm-up: they are followed by others, until so much time was spent that none may follow.
+        Stretches in which graphs were compiled or recorded are followed by others, as long as `effort` allows.
         """
         steps, began_s = 0, self._clock.now_s()
-        quiet_ms, medians, settling = 0.0, list[float](), Settling(prepared())
+        quiet_ms, medians, settling = 0.0, list[float](), Settling(around.prepared())
         while not (is_steady(medians) and settling.is_over) and (
             quiet_ms < 1000 * effort.warmup_s and self._clock.now_s() < began_s + effort.warmup_s + effort.settle_s
         ):
             times = self._clock.time_steps(step, _stretch(step_ms))
             steps += len(times)
-            quiet_ms += 0.0 if settling.goes_on(times, prepared()) else sum(times)
+            quiet_ms += 0.0 if settling.goes_on(times, around.prepared()) else sum(times)
             step_ms = statistics.median(times)
             medians.append(step_ms)
-        fastest_ms = min(medians, default=math.inf)
-        return WarmUp(step_ms=step_ms, fastest_ms=fastest_ms, steps=steps, steady=is_steady(medians))
+        return WarmUp(step_ms=step_ms, steps=steps, steady=is_steady(medians))
 
     def sample(
-        self,
-        step: Step,
-        step_ms: float,
-        effort: Effort,
-        started_s: float,
-        fastest_ms: float = math.inf,
-        *,
-        begin: Callable[[], object] = _nothing,
-        prepared: Count = _none,
+        self, step: Step, step_ms: float, effort: Effort, started_s: float, around: Surroundings = ALONE
     ) -> Sample:
-        """Times one block of steps, again while a new disturbance is seen; the trial began at `started_s`.
-
-        `begin` is called before each block, `prepared` returns how many graphs were compiled or recorded so far. Beside
-        graphs that compile, a block slower than a stretch of `fastest_ms` before it is disturbed.
-        """
-        most_ms = (1 + STEADY) * fastest_ms if effort.beside_compiling else math.inf
+        """Times one block of steps, again while a new disturbance is seen; the trial began at `started_s`."""
         blocks: list[TimedBlock] = []
         reasons: list[str] = []
         while True:
             block_start_s = self._clock.now_s()
-            begin()
-            blocks.append(self._block(step, step_ms, effort, most_ms, prepared))
+            with around.stillness.pause() as beside:
+                blocks.append(self._block(step, step_ms, effort, around, beside))
             new = self._new_causes(blocks[-1])
             again_until_s = 2 * self._clock.now_s() - block_start_s
             if not new or again_until_s >= started_s + REPEAT_UNTIL * effort.time_limit_s:
@@ -161,34 +155,41 @@ class StepTimer:
                 self._lasting |= frozenset.intersection(*(frozenset(block.contaminated_by) for block in blocks))
                 break
             reasons.append("+".join(new))
-        return Sample(kept=blocks[-1], discarded=tuple(reasons), steps=sum(len(block.step_ms) for block in blocks))
+        steps = sum(block.untimed + len(block.step_ms) for block in blocks)
+        return Sample(kept=blocks[-1], discarded=tuple(reasons), steps=steps)
 
     def _new_causes(self, block: TimedBlock) -> tuple[str, ...]:
         """Returns the disturbances not known to last. A `PASSING` one counts as lasting until a block without it."""
         self._lasting -= PASSING - set(block.contaminated_by)
-        return tuple(code for code in block.contaminated_by if code not in self._lasting | OWN_LOAD)
+        return tuple(code for code in block.contaminated_by if code not in self._lasting | NOT_REPEATED)
 
-    def _block(self, step: Step, step_ms: float, effort: Effort, most_ms: float, prepared: Count) -> TimedBlock:
+    def _block(
+        self, step: Step, step_ms: float, effort: Effort, around: Surroundings, beside: StoppedTrees
+    ) -> TimedBlock:
+        # The GPU finishes what the stopped processes had given it while these steps run.
+        untimed = len(self._clock.time_steps(step, _stretch(step_ms))) if beside.has_stopped else 0
+        around.begin()
         before = self._instruments.read()
         least_s = 0.0 if before.energy_j is None else min(effort.energy_s, effort.measure_s)
         busy: list[Readings] = []
         times: list[float] = []
-        settling = Settling(prepared())
+        settling = Settling(around.prepared())
         until_ms = 1000 * (effort.measure_s + effort.settle_s)
         while not _enough(times, effort, least_s) or not (settling.is_over or sum(times) >= until_ms):
             count = max(1, min(_stretch(step_ms), effort.max_steps - len(times)))
             stretch = self._clock.time_steps(step, count, lambda: busy.append(self._instruments.clocks()))
-            settling.goes_on(stretch, prepared())
+            settling.goes_on(stretch, around.prepared())
             times += stretch
             step_ms = statistics.median(times)
         after = with_busy_clocks(self._instruments.read(), busy)
         codes = contamination(before, after, self._instruments.sm_clock_max_mhz())
-        codes += (COMPILING,) if step_ms > most_ms else ()
+        codes += () if beside.is_quiet else (COMPILING,)
         return TimedBlock(
             step_ms=tuple(times),
             before=before,
             after=after,
             contaminated_by=codes,
+            untimed=untimed,
             prepared=settling.prepared,
             settled=settling.is_over,
         )

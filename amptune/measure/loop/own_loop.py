@@ -16,6 +16,7 @@ from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.clocks import Stopwatch, stopwatch_for
 from amptune.measure.bench.failures import failure_of
 from amptune.measure.bench.step import Stepper
+from amptune.measure.bench.stillness import Stillness
 from amptune.measure.loop.feed import LoaderFeed
 from amptune.measure.results.loop_timing import LoopTiming
 from amptune.measure.results.outcome import LOADER_FAILED, Effort, Failure, Outcome
@@ -31,7 +32,7 @@ _PROBES_MS = 500.0
 _HOLD = 1.5
 
 
-def measure_in_loop(bench: Bench, policy: Policy, effort: Effort) -> Outcome:
+def measure_in_loop(bench: Bench, policy: Policy, effort: Effort, stillness: Stillness | None = None) -> Outcome:
     """Times a block of steps of the user's loop under the policy, from the initial weights.
 
     Without a loader, new batches are drawn ahead: nobody knows how training gets them. A loader that fails says nothing
@@ -44,7 +45,7 @@ def measure_in_loop(bench: Bench, policy: Policy, effort: Effort) -> Outcome:
         return failure_of(error)
     feed = LoaderFeed(bench.workload, size, bench.device, stopwatch_for(bench.device), drawn)
     try:
-        outcome = bench.measure(policy, effort, feed)
+        outcome = bench.measure(policy, effort, feed, stillness)
         if isinstance(outcome, Failure):
             return replace(outcome, exception=LOADER_FAILED) if feed.failed else outcome
         return replace(outcome, in_loop=True, wait_share=feed.wait_share())

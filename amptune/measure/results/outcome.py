@@ -40,7 +40,6 @@ class Effort:
     While something is still compiled or recorded, warm-up and timing go on for up to `settle_s` each.
     A device with an energy counter is timed for at least `energy_s`, which the counter needs (`max_steps` and
     `measure_s` still hold). A step slower than `abandon_above_ms` ends the trial early with the steps timed so far.
-    `beside_compiling` says that graphs compile at the same time: their processes use the device now and then.
     `time_limit_s` is the hard limit, enforced from outside; it includes the worker's start.
 
     With `in_loop` the user's training loop is timed: every step gets a new batch, from the workload's loader if there
@@ -55,7 +54,6 @@ class Effort:
     settle_s: float = 5.0
     energy_s: float = 0.0
     abandon_above_ms: float | None = None
-    beside_compiling: bool = False
     time_limit_s: float = 60.0
     in_loop: bool = False
     batches: int | None = None

@@ -5,6 +5,7 @@ The pool is pebble's: it enforces time limits from outside, notices a dead proce
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ import pebble
 import psutil
 
 from amptune.errors import StudyError
+from amptune.measure.bench.stillness import ProcessIdentity, this_process
 from amptune.measure.results.outcome import Failure
 from amptune.measure.workers.worker import Setting, start
 
@@ -108,8 +110,11 @@ def _context() -> BaseContext:
 class Pending(Generic[T]):
     """The answer of a worker to one task, which may not have come yet."""
 
-    def __init__(self, process: WorkerProcess, future: Future[T], limit_s: float, kills_before: int) -> None:
+    def __init__(self, process: WorkerProcess, future: Future[T], limit_s: float | None, kills_before: int) -> None:
         self._process, self._future, self._limit_s, self._kills_before = process, future, limit_s, kills_before
+        self.came_s = math.inf
+        """The moment when it came, on `time.monotonic`."""
+        future.add_done_callback(self._came)
 
     @property
     def has_come(self) -> bool:
@@ -120,10 +125,9 @@ class Pending(Generic[T]):
         process = self._process
         try:
             # pebble counts from the task's start and would never notice a process that dies before.
-            return self._future.result(timeout=self._limit_s + LAUNCH_LIMIT_S)
+            return self._future.result(timeout=None if self._limit_s is None else self._limit_s + LAUNCH_LIMIT_S)
         except FutureTimeoutError:
-            process.stop()
-            return Failure(kind="timeout", message=f"no answer within {self._limit_s:.0f} s; the worker was replaced")
+            return self.give_up(self._limit_s or 0.0)
         except BrokenProcessPool as broken:
             process.stop()
             why = f"no worker process can be started (its log is {process.log}): {broken}"
@@ -131,6 +135,14 @@ class Pending(Generic[T]):
         except pebble.ProcessExpired as expired:
             process.stop()
             return _death(expired.exitcode, _kernel_oom_kills() > self._kills_before, process.log)
+
+    def give_up(self, limit_s: float) -> Failure:
+        """Ends the process, and returns the failure of a task that took longer than `limit_s`."""
+        self._process.stop()
+        return Failure(kind="timeout", message=f"no answer within {limit_s:.0f} s; the worker was replaced")
+
+    def _came(self, _: Future[T]) -> None:
+        self.came_s = time.monotonic()
 
     @staticmethod
     def wait_for_one(pending: Iterable[Pending[T]], limit_s: float) -> None:
@@ -144,6 +156,7 @@ class WorkerProcess:
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         self._pool: pebble.ProcessPool | None = None
+        self._identity: Future[ProcessIdentity] = Future()
 
     def call(self, limit_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Failure:
         """Runs the function in the worker; returns its result, or a failure (`timeout`, `crash`, `oom`).
@@ -153,8 +166,8 @@ class WorkerProcess:
         """
         return self.begin(limit_s, function, *args, **kwargs).answer()
 
-    def begin(self, limit_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
-        """Starts the function in the worker and returns its pending answer."""
+    def begin(self, limit_s: float | None, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
+        """Starts the function in the worker and returns its pending answer; None is no limit."""
         kills_before = _kernel_oom_kills()
         future = self._running().schedule(function, args=args, kwargs=kwargs, timeout=limit_s)
         return Pending(self, future, limit_s, kills_before)
@@ -167,6 +180,16 @@ class WorkerProcess:
     @property
     def runs(self) -> bool:
         return self._pool is not None
+
+    @property
+    def identity(self) -> ProcessIdentity | None:
+        """Returns which process it is, once it has started; None if none runs."""
+        if self._pool is None:
+            return None
+        try:
+            return self._identity.result(timeout=LAUNCH_LIMIT_S)
+        except (FutureTimeoutError, CancelledError, BrokenProcessPool, pebble.ProcessExpired):
+            return None
 
     def stop(self) -> None:
         """Ends the process at once; the next call starts another."""
@@ -182,6 +205,7 @@ class WorkerProcess:
                 initargs=(self._setting, dict(os.environ), multiprocessing.get_start_method(allow_none=True)),
                 context=_context(),
             )
+            self._identity = self._pool.schedule(this_process)
         return self._pool
 
 

@@ -13,11 +13,12 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from amptune.measure.bench.stillness import Pause, ProcessIdentity, Stillness
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.subject import Prepared
 from amptune.policy.settings import Policy
@@ -79,10 +80,14 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """An outcome, and whether its process is unusable from now on (a sticky CUDA error)."""
+    """An outcome, and whether its process is unusable from now on (a sticky CUDA error).
+
+    In the `pauses`, the processes that compiled beside the trial stood still.
+    """
 
     outcome: Outcome
     broken: bool = False
+    pauses: tuple[Pause, ...] = ()
 
 
 # Just enough steps to compile a policy's graphs.
@@ -229,18 +234,25 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def measure(policy: Policy, effort: Effort) -> Reply:
-    """Runs one trial. A bench that cannot be built, or be restored after a CUDA error, also gives a failure."""
+def measure(policy: Policy, effort: Effort, beside: Sequence[ProcessIdentity] = ()) -> Reply:
+    """Runs one trial, and stops the processes that compile `beside` it while a block of steps is timed.
+
+    A bench that cannot be built, or be restored after a CUDA error, also gives a failure.
+    """
     from amptune.measure.bench.failures import cuda_is_broken, failure_of
     from amptune.measure.loop.own_loop import measure_in_loop
 
+    stillness = Stillness(beside)
     try:
         bench = _bench()
-        outcome = measure_in_loop(bench, policy, effort) if effort.in_loop else bench.measure(policy, effort)
+        if effort.in_loop:
+            outcome = measure_in_loop(bench, policy, effort, stillness)
+        else:
+            outcome = bench.measure(policy, effort, stillness=stillness)
     except Exception as error:  # noqa: BLE001  # whatever it was, it costs this worker and this trial
         traceback.print_exc()  # into the log
-        return Reply(outcome=failure_of(error), broken=True)
-    return Reply(outcome=outcome, broken=cuda_is_broken())
+        return Reply(outcome=failure_of(error), broken=True, pauses=tuple(stillness.pauses))
+    return Reply(outcome=outcome, broken=cuda_is_broken(), pauses=tuple(stillness.pauses))
 
 
 def train(policy: Policy, seconds: float) -> LoopTiming | Failure:

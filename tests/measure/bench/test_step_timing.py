@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -28,7 +29,14 @@ from amptune.measure.bench import bench as bench_module
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.clocks import CpuClock, CudaClock
 from amptune.measure.bench.readings import Instruments
-from amptune.measure.bench.step_timing import MAX_REPEATS, Sample, StepTimer, is_steady, mean_half_width
+from amptune.measure.bench.step_timing import (
+    MAX_REPEATS,
+    Sample,
+    StepTimer,
+    is_steady,
+    mean_half_width,
+)
+from amptune.measure.bench.stillness import Stillness, StoppedTrees
 from amptune.measure.results.outcome import Effort, Measurement, outcome_from_dict, outcome_to_dict
 from amptune.policy.settings import STOCK
 
@@ -191,25 +199,49 @@ def test_a_clean_block_is_not_repeated() -> None:
     assert (sample.discarded, sample.kept.contaminated_by, sample.steps) == ((), (), 10)
 
 
-@pytest.mark.parametrize(("beside", "discarded"), [(True, ("compiling",)), (False, ())])
-def test_beside_graphs_that_compile_a_block_slower_than_before_is_repeated(
-    beside: bool, discarded: tuple[str, ...]
-) -> None:
-    """Compilers use the GPU now and then: ViT-B's step then took 57 ms in place of 33 (an H200)."""
-    clock, effort = ScriptedClock(lambda n: 17.0 if 30 <= n < 40 else 10.0), replace(EFFORT, beside_compiling=beside)
-    one = sampler(clock)
-    warm = one.warm_up(lambda: None, 10.0, effort)
-    assert (warm.fastest_ms, warm.steps) == (10.0, 30)
-    sample = one.sample(lambda: None, warm.step_ms, effort, 0.0, warm.fastest_ms)
-    assert sample.discarded == discarded
-    assert sample.kept.step_ms[0] == (10.0 if beside else 17.0)
+class ScriptedStillness(Stillness):
+    """One that has processes to stop, and notes how many steps had run when it stopped them and let them go on."""
+
+    def __init__(self, clock: ScriptedClock, *, quiet: bool = True) -> None:
+        super().__init__()
+        self._clock, self._quiet = clock, quiet
+        self.at: list[int] = []
+
+    @contextmanager
+    def pause(self) -> Iterator[StoppedTrees]:
+        self.at.append(self._clock.steps)
+        yield ScriptedTrees(self._quiet)
+        self.at.append(self._clock.steps)
 
 
-def test_what_compiling_slows_in_every_repeat_is_kept_and_said() -> None:
-    clock, effort = ScriptedClock(lambda _: 17.0), replace(EFFORT, beside_compiling=True)
-    sample = sampler(clock).sample(lambda: None, 17.0, effort, 0.0, 10.0)
-    assert sample.discarded == ("compiling",) * MAX_REPEATS
-    assert sample.kept.contaminated_by == ("compiling",)
+class ScriptedTrees(StoppedTrees):
+    has_stopped = True
+    is_quiet = True
+
+    def __init__(self, quiet: bool) -> None:
+        self.is_quiet = quiet
+
+
+def test_what_compiles_stands_still_for_each_block_and_the_gpu_finishes_its_work_first() -> None:
+    clock = ScriptedClock()
+    nvml = ScriptedNvml(reasons=until(20, clock, HW_THERMAL), energy_mj=lambda: 10_000 * clock.steps)
+    stillness = ScriptedStillness(clock)
+    one = sampler(clock, nvml)
+    sample = one.sample(
+        lambda: None, 10.0, replace(EFFORT, precision=-1.0), clock.now_s(), Surroundings(stillness=stillness)
+    )
+    assert stillness.at == [0, 60, 60, 120]  # twice, as the first block is disturbed: a stretch, then the block
+    assert (sample.discarded, sample.kept.contaminated_by) == (("hw-thermal",), ())
+    assert (len(sample.kept.step_ms), sample.kept.untimed, sample.steps) == (50, 10, 120)
+    assert sample.kept.energy_j == pytest.approx(10.0 * 50)
+
+
+def test_a_block_during_which_graphs_compiled_says_so_and_is_not_repeated() -> None:
+    clock = ScriptedClock()
+    sample = sampler(clock).sample(
+        lambda: None, 10.0, EFFORT, 0.0, Surroundings(stillness=ScriptedStillness(clock, quiet=False))
+    )
+    assert (sample.discarded, sample.kept.contaminated_by) == ((), ("compiling",))
 
 
 def test_the_gpu_is_read_while_it_is_busy_and_not_when_it_waits() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import misbehaving as how
+import psutil
 import pytest
 from alike import trained_alike
 
@@ -199,6 +201,34 @@ def test_what_compiles_goes_on_while_others_are_started_and_measured(evaluator: 
     measured(evaluator, STOCK)
     assert isinstance(evaluator.compiled(LIMIT_S)[late], float)
     measured(evaluator, late)
+
+
+def test_what_compiles_stands_still_while_others_are_timed_and_goes_on(evaluator: WorkerEvaluator) -> None:
+    late = Policy(compile="default", batch_size=how.HANGS)
+    evaluator.begin_compiling(late, LIMIT_S)
+    graph = evaluator._graphs[late]
+    identity = graph.process.identity
+    assert identity is not None
+    began_s = time.monotonic()
+    outcome = measured(evaluator, STOCK)
+    assert len(graph.pauses) == len(outcome.discarded) + 1
+    assert all(began_s < pause.from_s < pause.until_s < time.monotonic() for pause in graph.pauses)
+    assert psutil.Process(identity.pid).status() != psutil.STATUS_STOPPED
+    evaluator.begin_compiling(late, 1.0)  # again, with less time
+    failure = evaluator.compiled(LIMIT_S)[late]
+    assert isinstance(failure, Failure)
+    assert failure.kind == "timeout"
+    assert late not in evaluator.compiling
+
+
+def test_a_worker_says_which_process_it_is(evaluator: WorkerEvaluator) -> None:
+    evaluator.launch([STOCK])
+    (process,) = evaluator._workers.values()
+    identity = process.identity
+    assert identity is not None
+    assert identity.pid == process.call(LIMIT_S, os.getpid)
+    process.stop()
+    assert process.identity is None
 
 
 @pytest.mark.parametrize(

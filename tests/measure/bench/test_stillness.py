@@ -1,0 +1,255 @@
+"""Real trees of processes: they stand still while a block is timed, and none stays stopped."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from amptune.measure.bench import stillness as module
+from amptune.measure.bench.stillness import Pause, ProcessIdentity, Stillness
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="this system cannot stop processes")
+
+# Each process of a tree writes a byte a millisecond into a file of its own, until its parent ends. The lowest one
+# starts another when there is a file "more".
+TREE = """
+import os, subprocess, sys, time
+folder, below = sys.argv[1], int(sys.argv[2])
+start = lambda below: subprocess.Popen([sys.executable, "-S", "-c", sys.argv[3], folder, str(below), sys.argv[3]])
+if below > 0:
+    start(below - 1)
+parent, more = os.getppid(), os.path.join(folder, "more")
+with open(os.path.join(folder, str(os.getpid())), "ab", buffering=0) as out:
+    while os.getppid() == parent:
+        out.write(b".")
+        time.sleep(0.001)
+        if below == 0 and os.path.exists(more):
+            os.remove(more)
+            start(-1)
+"""
+
+
+class Tree:
+    """A process that started another, which started a third."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self._process = subprocess.Popen([sys.executable, "-S", "-c", TREE, str(folder), "2", TREE])
+        until(lambda: len(self.written()) == 3 and min(self.written().values()) > 0)
+        self.identity = ProcessIdentity(
+            pid=self._process.pid, started_s=psutil.Process(self._process.pid).create_time()
+        )
+
+    def written(self) -> dict[str, int]:
+        return {file.name: file.stat().st_size for file in self.folder.iterdir() if file.name.isdigit()}
+
+    def start_one_more(self) -> None:
+        count = len(self.written())
+        (self.folder / "more").touch()
+        until(lambda: len(self.written()) > count)
+
+    @property
+    def stands_still(self) -> bool:
+        before = self.written()
+        time.sleep(0.1)
+        return self.written() == before
+
+    @property
+    def all_go_on(self) -> bool:
+        before = self.written()
+        until(lambda: all(size > before[name] for name, size in self.written().items()))
+        return True
+
+    def end(self) -> None:
+        processes = [psutil.Process(self._process.pid), *psutil.Process(self._process.pid).children(recursive=True)]
+        for process in processes:
+            process.kill()
+        self._process.wait()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Waits until it holds; a test that waits in vain ends at its own limit."""
+    while not holds():
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Iterator[Tree]:
+    tree = Tree(tmp_path / "tree")
+    yield tree
+    tree.end()
+
+
+@pytest.fixture(autouse=True)
+def busy_machines_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LIMIT_S", 300)
+    monkeypatch.setattr(module, "SETTLE_S", 300.0)
+
+
+def test_a_whole_tree_stands_still_in_a_pause_and_goes_on_after_it(tree: Tree) -> None:
+    stillness = Stillness([tree.identity])
+    for _ in range(2):
+        with stillness.pause() as stopped:
+            assert stopped.has_stopped
+            assert tree.stands_still
+            assert stopped.is_quiet
+        assert tree.all_go_on
+    first, second = stillness.pauses
+    assert first.from_s + 0.1 <= first.until_s <= second.from_s < second.until_s <= time.monotonic()
+
+
+def test_the_tree_goes_on_after_an_error_in_the_pause(tree: Tree) -> None:
+    with pytest.raises(KeyError), Stillness([tree.identity]).pause():
+        raise KeyError
+    assert tree.all_go_on
+
+
+def test_a_child_born_while_the_tree_is_listed_stands_still_too(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    guarded: list[int] = []
+
+    def watchdog(processes: list[psutil.Process]) -> subprocess.Popen[bytes]:
+        if not guarded:
+            tree.start_one_more()
+        guarded.append(len(processes))
+        return original(processes)
+
+    original = module._watchdog
+    monkeypatch.setattr(module, "_watchdog", watchdog)
+    with Stillness([tree.identity]).pause() as stopped:
+        assert guarded == [3, 1]
+        assert tree.stands_still
+        assert stopped.is_quiet
+    assert tree.all_go_on
+
+
+MEASURES = """
+import sys, time
+from amptune.measure.bench import stillness
+stillness.LIMIT_S = 2
+with stillness.Stillness([stillness.ProcessIdentity(pid=int(sys.argv[1]), started_s=float(sys.argv[2]))]).pause():
+    print("stopped", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_the_tree_goes_on_after_the_process_that_stopped_it_was_killed(tree: Tree) -> None:
+    command = [sys.executable, "-c", MEASURES, str(tree.identity.pid), repr(tree.identity.started_s)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as measuring:
+        assert measuring.stdout is not None
+        assert measuring.stdout.readline() == b"stopped\n"
+        measuring.kill()
+    assert tree.all_go_on
+
+
+def test_no_pause_is_longer_than_its_limit_and_a_longer_block_is_not_quiet(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LIMIT_S", 1)
+    stillness = Stillness([tree.identity])
+    with stillness.pause() as stopped:
+        assert tree.all_go_on
+        assert not stopped.is_quiet
+    assert [round(pause.until_s - pause.from_s, 3) for pause in stillness.pauses] == [1.0]
+    assert tree.all_go_on
+
+
+def test_the_tree_goes_on_as_soon_as_the_measured_process_compiles(tree: Tree) -> None:
+    import torch
+    from torch._dynamo.callback import callback_handler
+
+    stillness = Stillness([tree.identity])
+    callbacks = list(callback_handler.start_callbacks)
+    with stillness.pause() as stopped:
+        torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(2))
+        assert not stopped.is_quiet
+        assert tree.all_go_on
+    assert callback_handler.start_callbacks == callbacks
+    assert len(stillness.pauses) == 1
+
+
+def test_a_step_that_drops_all_graphs_in_the_pause_does_no_harm(tree: Tree) -> None:
+    from torch._dynamo.callback import callback_handler
+
+    with Stillness([tree.identity]).pause():
+        callback_handler.clear()
+    assert tree.all_go_on
+
+
+def test_processes_that_have_ended_do_no_harm() -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
+        identity = ProcessIdentity(pid=process.pid, started_s=psutil.Process(process.pid).create_time())
+        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
+        with Stillness([identity]).pause() as stopped:
+            assert stopped.is_quiet
+    stillness = Stillness([identity])
+    with stillness.pause() as stopped:
+        assert stopped.is_quiet
+        assert not stopped.has_stopped
+    assert stillness.pauses == []
+
+
+def test_a_process_that_ends_in_the_pause_does_no_harm(tree: Tree) -> None:
+    with Stillness([tree.identity]).pause() as stopped:
+        psutil.Process(tree.identity.pid).children()[0].kill()
+        until(lambda: psutil.Process(tree.identity.pid).children()[0].status() == psutil.STATUS_ZOMBIE)
+        assert stopped.has_stopped
+    before = tree.written()[str(tree.identity.pid)]
+    until(lambda: tree.written()[str(tree.identity.pid)] > before)
+
+
+def test_a_process_that_has_another_ones_id_is_never_signalled(tree: Tree, tmp_path: Path) -> None:
+    other = Tree(tmp_path / "other")
+    try:
+        earlier = ProcessIdentity(pid=other.identity.pid, started_s=other.identity.started_s - 3600)
+        with Stillness([earlier, tree.identity]).pause() as stopped:
+            assert tree.stands_still
+            assert other.all_go_on
+            assert stopped.is_quiet
+    finally:
+        other.end()
+
+
+def test_where_processes_cannot_be_stopped_none_is_and_that_is_known(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(signal, "SIGSTOP")
+    with Stillness([tree.identity]).pause() as stopped:
+        assert tree.all_go_on
+        assert (stopped.has_stopped, stopped.is_quiet) == (False, False)
+
+
+def test_without_a_watchdog_nothing_is_stopped(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: object) -> subprocess.Popen[bytes]:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(module, "_watchdog", fails)
+    with Stillness([tree.identity]).pause() as stopped:
+        assert tree.all_go_on
+        assert (stopped.has_stopped, stopped.is_quiet) == (False, False)
+
+
+def test_no_process_is_left_behind(tree: Tree) -> None:
+    before = psutil.Process().children(recursive=True)
+    with Stillness([tree.identity]).pause():
+        assert len(psutil.Process().children()) > 1
+    assert set(psutil.Process().children(recursive=True)) == set(before)
+
+
+def test_with_nothing_beside_it_a_pause_is_quiet_and_stops_nothing() -> None:
+    stillness = Stillness()
+    with stillness.pause() as stopped:
+        assert (stopped.has_stopped, stopped.is_quiet) == (False, True)
+    assert stillness.pauses == []
+
+
+@pytest.mark.parametrize(("from_s", "until_s", "within_s"), [(0, 9, 2), (0, 4, 1), (4, 9, 1), (6, 9, 0), (0, 2, 0)])
+def test_the_part_of_a_pause_between_two_moments(from_s: float, until_s: float, within_s: float) -> None:
+    assert Pause(from_s=3.0, until_s=5.0).within(from_s, until_s) == within_s
