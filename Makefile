@@ -1,15 +1,20 @@
-# make tune       sets up, tunes a bundled workload on this machine, writes policy.yaml
-# make test       sets up, runs linters, types and tests: some minutes on two cores
-# make test-all   the same with all that takes long, and `make frozen`: under an hour
-# make frozen     holds what amptune does against what it did at the starting commit (tests/frozen)
+# make tune          sets up, tunes a bundled workload on this machine, writes policy.yaml
+# make test          sets up, runs linters, types and tests: some minutes on two cores
+# make test-all      the same with all that takes long, and `make frozen`: under an hour
+# make test-newest   `make test` in an environment of its own, with the newest version of every package but torch
+# make constraints   the same, and if it is green its versions are those that `make` installs from then on
+# make frozen        holds what amptune does against what it did at the starting commit (tests/frozen)
 #
 # Override on the command line:
 #   make tune WORKLOAD=bert_base BUDGET=300s      (names: amptune/workload/zoo)
 #   make test TORCH=torch==2.11.0 PYTHON=python3.12
+#   make test CONSTRAINTS=          (without the tested versions, if they do not fit that torch or Python)
 
 PYTHON   ?= python3
 TORCH    ?= torch==2.13.0
 VENV     ?= .venv
+# The versions that `make test` was green with, so that it is green tomorrow too. torch and what CUDA needs are not in it.
+CONSTRAINTS ?= tests/package/constraints.txt
 GPU      := $(shell nvidia-smi -L 2>/dev/null)
 WORKLOAD ?= $(if $(GPU),resnet50,digits)
 BUDGET   ?= 300s
@@ -17,10 +22,11 @@ BUDGET   ?= 300s
 BESIDE   ?= 2
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+NEWEST := $(VENV)/newest
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: tune test test-all frozen checked lint frameworks setup clean
+.PHONY: tune test test-all test-newest constraints frozen checked lint frameworks setup clean
 
 tune: $(VENV)/tune.stamp
 	$(BIN)/amptune probe
@@ -33,6 +39,14 @@ test: checked
 test-all: checked frozen
 	HYPOTHESIS_PROFILE=new $(PYTEST) -n $(BESIDE) --dist worksteal -m "not gpu"
 	$(if $(GPU),$(PYTEST) -m gpu)
+
+test-newest:
+	rm -rf $(NEWEST)
+	$(MAKE) test VENV=$(NEWEST) CONSTRAINTS=
+
+constraints: test-newest
+	$(NEWEST)/bin/pip list --format=freeze --exclude-editable --exclude pip --exclude setuptools --exclude torch \
+	  --exclude triton | grep -Ev '^(cuda-|nvidia-[^m])' > tests/package/constraints.txt
 
 frozen: $(VENV)/test.stamp
 	PYTHONPATH=tests $(BIN)/python -m frozen check
@@ -54,11 +68,11 @@ $(VENV)/torch.stamp:
 	$(PIP) --no-compile '$(TORCH)'
 	@touch $@
 
-$(VENV)/tune.stamp: $(VENV)/torch.stamp pyproject.toml
+$(VENV)/tune.stamp: $(VENV)/torch.stamp pyproject.toml $(CONSTRAINTS)
 	$(PIP) --no-compile -e '.[tune,digits]'
 	@touch $@
 
-$(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml
+$(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml $(CONSTRAINTS)
 	$(PIP) --no-compile -e '.[test]'
 	@touch $@ $(VENV)/tune.stamp
 

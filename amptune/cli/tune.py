@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,9 +46,13 @@ __all__ = ["tune_command"]
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the search; batches have their own.")
 @click.option("--sampler", type=click.Choice(["amptune", "tpe", "gp", "random"]), default="amptune", show_default=True,
               help="What proposes policies: amptune's own sampler, or one of Optuna's.")  # fmt: skip
+@click.option("-v", "--verbose", is_flag=True, help="Print the policies that were compared and all findings too.")
+@click.option("-q", "--quiet", is_flag=True, help="Print no progress.")
 @json_option
 @pass_session
-def tune_command(session: Session, /, output: str, as_json: bool, report: str | None, **options: Any) -> int:
+def tune_command(
+    session: Session, /, output: str, as_json: bool, verbose: bool, quiet: bool, report: str | None, **options: Any
+) -> int:
     """Find the best policy for TARGET on this machine.
 
     TARGET is FILE.py:NAME or PACKAGE.MODULE:NAME, an amptune.Workload or a function that returns one;
@@ -64,18 +70,19 @@ def tune_command(session: Session, /, output: str, as_json: bool, report: str | 
         if Path(report).resolve() == Path(output).resolve():
             raise click.BadParameter(f"{report} is where the policy is written (-o)", param_hint="--report")
     request = _request(session, **options)
+    deliver = partial(_deliver, output=output, as_json=as_json, verbose=verbose)
     try:
-        with progress_for(sys.stderr) as observer:
+        with nullcontext(_no_progress) if quiet else progress_for(sys.stderr) as observer:
             decision = run_tuning(request, observer, session.evaluator)
     except TuningInterrupted as interrupted:
         if interrupted.decision is None:
             click.echo("interrupted before the baseline was measured: nothing to write", err=True)
         else:
-            _deliver(interrupted.decision, output, as_json=as_json)
+            deliver(interrupted.decision)
             _report(interrupted.decision, request, report)
             click.echo("interrupted: this is the best so far; the same command continues", err=True)
         return 130
-    _deliver(decision, output, as_json=as_json)
+    deliver(decision)
     _report(decision, request, report)
     return 0
 
@@ -175,7 +182,11 @@ def _batch_size(text: str | None) -> int | Literal["auto"] | None:
     return int(text)
 
 
-def _deliver(decision: Decision, output: str, *, as_json: bool) -> None:
+def _no_progress(_: object) -> None:
+    """Tells nothing."""
+
+
+def _deliver(decision: Decision, output: str, *, as_json: bool, verbose: bool) -> None:
     """Writes the policy and prints the result; if the file cannot be written, the policy goes to stdout."""
     from amptune.errors import OutputError
     from amptune.policy.file_io import dumps, save
@@ -189,7 +200,7 @@ def _deliver(decision: Decision, output: str, *, as_json: bool) -> None:
     if as_json:
         print_json("amptune.tune/1", _as_data(decision, output))
     else:
-        print_decision(decision, output, sys.stdout)
+        print_decision(decision, output, sys.stdout, verbose=verbose)
 
 
 def _report(decision: Decision, request: TuningRequest, output: str | None) -> None:

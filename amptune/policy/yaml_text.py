@@ -215,11 +215,20 @@ def _scalar(node: yaml.ScalarNode) -> Any:
 
 def _refuse_deep(text: str, source: str) -> None:
     """Raises if nesting is too deep. Runs before composing, which recurses; parsing does not recurse."""
-    level = 0
-    for event in yaml.parse(text, Loader=_BaseLoader):
-        level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if level > MAX_DEPTH:
-            raise FileFormatError([Problem(message=f"nested deeper than {MAX_DEPTH} levels", source=source)])
+    too_deep = FileFormatError([Problem(message=f"nested deeper than {MAX_DEPTH} levels", source=source)])
+    level = read_to = 0
+    try:
+        for event in yaml.parse(text, Loader=_BaseLoader):
+            level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            read_to = event.end_mark.index if event.end_mark else read_to
+            if level > MAX_DEPTH:
+                raise too_deep
+    except yaml.MarkedYAMLError as error:
+        # PyYAML 6.0.4 has a limit of its own. Its scanner runs ahead of the events, so it can meet that limit first.
+        ahead = text[read_to : error.problem_mark.index] if error.problem_mark else ""
+        if level + len(re.findall(r"[\[{]", ahead)) - len(re.findall(r"[]}]", ahead)) > MAX_DEPTH:
+            raise too_deep from error
+        raise
 
 
 def _syntax_problem(error: yaml.MarkedYAMLError, text: str, source: str) -> Problem:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from amptune.policy.settings import Policy
+from amptune.report.answer import answer_of, important, ranked
 from amptune.search.decide.pareto import MOST_POINTS, ParetoPoint, spread_along
 from amptune.search.decide.study_report import StudyReport, command_of, findings_of
 from amptune.search.table.gains import FIGURES
@@ -35,21 +36,26 @@ __all__ = [
 _WIDTH_ELSEWHERE = 150
 
 
-def print_decision(decision: Decision, output: str, stream: TextIO) -> None:
-    """Prints the winner, the policies compared with it, and the file it was written to."""
+def print_decision(decision: Decision, output: str, stream: TextIO, *, verbose: bool = False) -> None:
+    """Prints the answer in three lines and the important findings; if `verbose`, the tables and all findings too."""
     console = _console_for(stream)
+    for line in answer_of(decision, output):
+        console.print(line, markup=False)
+    shown = ranked(decision.findings) if verbose else important(decision.findings)
+    if verbose:
+        _print_tables(console, decision)
+    for finding in shown:
+        console.print(f"• {finding}", markup=False)
+    parity = decision.policy_file.evidence.get("parity", {})
+    if parity and verbose:
+        console.print(f"• {_parity_in_words(parity)}", markup=False)
+
+
+def _print_tables(console: Console, decision: Decision) -> None:
+    console.print()
     console.print(_comparison(decision))
     if decision.ablation:
         console.print(_bought(decision.ablation, decision.objective))
-    for finding in decision.findings:
-        console.print(f"• {finding}", markup=False)
-    parity = decision.policy_file.evidence.get("parity", {})
-    if parity:
-        console.print(f"• {_parity_in_words(parity)}", markup=False)
-    state = "provisional policy" if decision.provisional else "policy"
-    trials = f"{len(decision.trials)} trials, {decision.seconds:.0f} s"
-    console.print(f"\n{state} written to {output} ({trials}). In training:", markup=False)
-    console.print(f'  tuned = amptune.apply("{output}", model)', markup=False)
 
 
 def print_verification(found: Verification, stream: TextIO) -> None:

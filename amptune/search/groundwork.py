@@ -90,8 +90,10 @@ class Numerics:
             return None
         eager = [self._score(trial) for trial in self.study().trials if trial.policy.compile == "off"]
         lead = math.log(self._score(best) / max(eager)) if max(eager, default=0.0) > 0.0 else 0.0
-        act: Callable[[float], None] = lambda _: self.judge.judge_graph(best.policy)  # noqa: E731
         seconds = self.graph_s(best.policy)
+        if seconds > self.judge.longest_graph_s:
+            return None
+        act = partial(self.judge.judge_graph, best.policy)
         return Step(stage="graph", what=str(best.policy), seconds=seconds, worth=GRAPH_RISK * lead, act=act)
 
     def _leading(self) -> tuple[Policy, float] | None:

@@ -360,11 +360,11 @@ class TuningRun:
         """Returns the decision with its winner judged if there is time; a rejected winner is replaced by another."""
         decision = self.decision(interrupted=False)
         while decision is not None and self.request.budget.left_s > -GRACE_S:
-            winner = decision.winner
+            winner, left_s = decision.winner, self.request.budget.left_s + GRACE_S
             if self.judge.is_open(winner):
                 self.judge.judgement_of(winner)
-            elif self.judge.is_graph_open(winner) and self._graph_s(winner) < self.request.budget.left_s + GRACE_S:
-                self.judge.judge_graph(winner)
+            elif self.judge.is_graph_open(winner) and self._graph_s(winner) < min(left_s, self.judge.longest_graph_s):
+                self.judge.judge_graph(winner, left_s)
             else:
                 return decision
             decision = self.decision(interrupted=False)

@@ -54,6 +54,47 @@ def test_progress_is_told_in_order_each_line_with_the_time_left(folder: Path) ->
     assert found[0] == 0
 
 
+def test_the_answer_is_three_lines_what_was_found_how_sure_and_what_to_do_next(folder: Path) -> None:
+    lines = run(*TUNE, *FEW, folder=folder, evaluator=Machine()).stdout.splitlines()
+    assert re.fullmatch(r"fp16, channels_last: 2\.55× \[2\.\d\d, 2\.\d\d\] the speed of the baseline", lines[0])
+    sure = r"confirmed, over 99\.9 % sure: \d+ measurements in \d+ processes, 4 trials, \d+ s"
+    assert re.fullmatch(sure, lines[1])
+    assert lines[2] == 'policy written to policy.yaml. In training: amptune.apply("policy.yaml", model)'
+    assert all(len(line) <= 80 for line in lines[:3])
+    assert lines[3].startswith("• ")
+
+
+def test_where_nothing_is_better_the_answer_says_to_keep_what_one_has(folder: Path) -> None:
+    same = Machine(true_ms=lambda _: 10.0)
+    lines = run(*TUNE, *FEW, folder=folder, evaluator=same).stdout.splitlines()
+    assert lines[0] == "keep what you have: no policy was shown to be faster"
+    assert re.match(
+        r"(confirmed: none of \d+ others is better|undecided: .+ is better with a probability of )", lines[1]
+    )
+    assert lines[2].startswith("policy written to policy.yaml; ")
+
+
+def test_where_only_the_baseline_was_measured_the_answer_asks_for_time(folder: Path) -> None:
+    lines = run(*TUNE, "--trials", "1", folder=folder, evaluator=Machine(interfere=interrupting(after=1))).stdout
+    assert lines.splitlines()[1].startswith("only the baseline was measured, 1 trial, ")
+    assert lines.splitlines()[2] == "provisional policy written to policy.yaml; give more time with --budget"
+
+
+def test_the_policies_that_were_compared_and_all_findings_are_for_verbose(folder: Path) -> None:
+    short = run(*TUNE, *FEW, folder=folder, evaluator=Machine()).stdout
+    verbose = run(*TUNE, *FEW, "-v", "--study", "other", folder=folder, evaluator=Machine()).stdout
+    assert "ms/step" not in short
+    assert "ms/step" in verbose
+    assert "what each setting buys" in verbose
+    assert verbose.count("\n• ") > short.count("\n• ")
+
+
+def test_quiet_prints_no_progress(folder: Path) -> None:
+    done = run(*TUNE, *FEW, "-q", folder=folder, evaluator=Machine())
+    assert done.stderr == ""
+    assert "policy written to policy.yaml" in done.stdout
+
+
 def test_json_is_one_versioned_object_on_stdout(folder: Path) -> None:
     done = run(*TUNE, *FEW, "--json", folder=folder, evaluator=Machine())
     answer = json.loads(done.stdout)

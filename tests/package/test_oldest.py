@@ -1,4 +1,4 @@
-"""amptune with the oldest versions that it says it works with; the newest are those that `make test` installs."""
+"""amptune with the oldest versions that it says it works with; `make test-newest` takes the newest."""
 
 from __future__ import annotations
 

@@ -131,6 +131,8 @@ TOO_LARGE = Failure(kind="error", message="value cannot be converted to type at:
         (TOO_LARGE, amp_recipe("fp16"), True),
         (Failure(kind="unsupported", message="not implemented for 'Half'"), amp_recipe("fp16"), True),
         (Failure(kind="unsupported", message="no C++ compiler"), Policy(compile="default"), False),
+        (Failure(kind="error", message="a result was overwritten"), Policy(compile="reduce-overhead"), False),
+        (NOT_MADE, Policy(compile="reduce-overhead"), True),
         (Failure(kind="oom", message="CUDA out of memory"), amp_recipe("fp16"), False),
         (Failure(kind="crash", message="the worker died"), amp_recipe("fp16"), False),
         (Failure(kind="timeout", message="no answer"), amp_recipe("fp16"), False),
@@ -364,6 +366,51 @@ def test_a_graph_stands_for_the_others_in_its_dtype() -> None:
     assert not judge.has_rejected(last)
     assert judge.has_rejected(other)
     assert not judge.has_rejected(replace(other, compile="off"))
+
+
+def test_a_graph_that_could_not_be_judged_bars_no_policy_and_is_not_tried_again() -> None:
+    @dataclass
+    class Raising(Faulty):
+        def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:
+            found = super().judge(policy, fp32, seconds, limit_s)
+            return Parity(failure=TOO_LARGE) if policy.compile != "off" else found
+
+    judge = judge_on(Raising("resnet50"))
+    graph, other = (Policy(autocast="bf16", compile=mode) for mode in ("reduce-overhead", "default"))
+    judge.judgement_of(graph)
+    judge.judge_graph(graph)
+    for policy in (graph, other):
+        assert judge.has_passed(policy)
+        assert not judge.is_graph_open(policy)
+        assert judge.unjudged_because(policy) == TOO_LARGE
+    assert judge.is_graph_open(replace(other, autocast="fp16"))
+    assert judge.unjudged_because(replace(other, compile="off")) is None
+
+
+@pytest.mark.parametrize(("given_s", "limit_s"), [(1000.0, 150.0), (40.0, 40.0)])
+def test_a_graph_is_judged_in_what_the_plan_gives_and_a_quarter_of_the_budget(given_s: float, limit_s: float) -> None:
+    class Limited(RecordedEvaluator):
+        limits_s: ClassVar[list[float]] = []
+
+        def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:
+            self.limits_s.append(limit_s)
+            return super().judge(policy, fp32, seconds, limit_s)
+
+    evaluator = Limited("resnet50")
+    judge_on(evaluator).judge_graph(Policy(autocast="bf16", compile="default"), given_s)
+    assert evaluator.limits_s == [limit_s]
+
+
+@pytest.mark.parametrize(("share", "is_judged"), [(0.25, True), (0.04, False)])
+def test_a_graph_that_takes_more_than_its_share_of_the_budget_is_not_judged(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_judged: bool
+) -> None:
+    """It compiles in 20 s, so compiling it for the gate is expected to take 26 of 600."""
+    monkeypatch.setattr("amptune.search.gate.judge.GRAPH_SHARE", share)
+    evaluator, decision = tuned_with_graphs(tmp_path, seconds=600)
+    assert any(policy.compile != "off" for policy in evaluator.judged) is is_judged
+    told = [str(finding) for finding in decision.findings if finding.code == "graph-not-judged"]
+    assert bool(told) is not is_judged
 
 
 def test_a_graph_of_plain_fp32_has_passed_until_it_is_judged() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 import traceback
@@ -9,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -25,6 +27,7 @@ from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import ROUNDING, Gradients, Parity, Reference, Rounding, Run, Thoroughness
 from amptune.policy.settings import Policy
 from amptune.runtime.flags import set_fp32_math
+from amptune.workload.user_errors import is_the_users
 
 __all__ = ["judge", "make_reference"]
 
@@ -125,7 +128,8 @@ def _with(gradients: _Gradients, reference: Reference) -> Reference:
 def judge(bench: Bench, policy: Policy, reference: Reference) -> Parity:
     """Trains under the policy on the reference's batches; an error becomes the `failure` of the result.
 
-    If model() or batch(n) give other values in this process than in the reference's, it makes its own reference.
+    What breaks in this procedure itself is a failure of kind "crash", and no fault of the policy's. If model() or
+    batch(n) give other values in this process than in the reference's, it makes its own reference.
     """
     start_s = time.perf_counter()
     try:
@@ -142,10 +146,34 @@ def judge(bench: Bench, policy: Policy, reference: Reference) -> Parity:
         if not isinstance(error, NonFiniteError):
             traceback.print_exc()
         broken = error.modules if isinstance(error, NonFiniteError) else _raised_in(error, bench.model)
-        parity = Parity(failure=failure_of(error), broken=broken)
+        parity = Parity(failure=_failure_of(error), broken=broken)
     if parity.failure is not None:
         bench.release()  # the traceback held tensors until now
     return replace(parity, seconds=time.perf_counter() - start_s)
+
+
+def _failure_of(error: BaseException) -> Failure:
+    failure = failure_of(error)
+    if failure.kind not in ("error", "unsupported") or not _is_our_own(error):
+        return failure
+    return Failure(kind="crash", message=f"the numerics check itself broke: {failure}")
+
+
+def _is_our_own(error: BaseException) -> bool:
+    """Returns True if the innermost frame that is amptune's or the user's belongs to this room's procedure.
+
+    The modes that change what a function draws stand around each call of the user's; the bench does what it is told.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename == _BENCH or frame.name == "__torch_function__":
+            continue
+        if is_the_users(frame.filename) or Path(frame.filename).is_relative_to(_PACKAGE):
+            return Path(frame.filename).parent == _PROCEDURE
+    return False
+
+
+_PROCEDURE, _BENCH = Path(__file__).parent, inspect.getfile(Bench)
+_PACKAGE = _PROCEDURE.parents[1]
 
 
 def _raised_in(error: BaseException | None, model: torch.nn.Module) -> tuple[str, ...]:

@@ -145,7 +145,7 @@ class Training:
                     settling -= 1
                     loss, went = self._step(stepper)
                 skipped += not went
-                losses.append(loss.reshape(()))
+                losses.append(loss.reshape(()).clone())  # a CUDA graph writes its next result into the same memory
         found = torch.stack(losses).float().tolist()
         broken = next((i for i, loss in enumerate(found) if not math.isfinite(loss)), None)
         if broken is not None:

@@ -31,6 +31,8 @@ __all__ = [
 
 # The share of the time left that the reference may take: the more time, the more steps it compares.
 REFERENCE_SHARE = 0.1
+# The share of the whole budget that judging a graph may take: an encoder-decoder's took 104 of 300 s on an H100.
+GRAPH_SHARE = 0.25
 # The least time for the reference, even if the budget is short: one made in less time says too little.
 SHORTEST_REFERENCE_S = 2.0
 # The least time limit of a judgement, however little time is left: the judgement may be about the winner.
@@ -95,12 +97,17 @@ class Judge:
 
     def judgement_of(self, policy: Policy) -> Judgement | None:
         """Returns None if the policy is exempt or cannot be judged. A compiled policy is judged without its graph."""
-        self._judge(without_graph(policy))
+        self._judge(without_graph(policy), self._limit_s)
         return None if self.is_exempt(policy) else self.known(policy)
 
-    def judge_graph(self, policy: Policy) -> None:
+    def judge_graph(self, policy: Policy, limit_s: float = math.inf) -> None:
         """Judges a compiled policy with its graph, which takes time: it is compiled anew for the gate's batches."""
-        self._judge(policy)
+        self._judge(policy, min(limit_s, self.longest_graph_s))
+
+    @property
+    def longest_graph_s(self) -> float:
+        """The seconds that judging a graph may take."""
+        return GRAPH_SHARE * self.budget.seconds
 
     def known(self, policy: Policy) -> Judgement | None:
         """Returns the judgement of the policy, or else that of the policy without its graph."""
@@ -108,8 +115,10 @@ class Judge:
         return self._judgements.get(whole, self._judgements.get(plain))
 
     def unjudged_because(self, policy: Policy) -> Failure | None:
-        """Returns why the policy could not be judged; None if there is no such reason."""
-        return self._unjudged.get(numerics_of_policy(policy), self.failure)
+        """Returns why the policy, or a graph in its dtype, could not be judged; None if there is no such reason."""
+        own = self._unjudged.get(numerics_of_policy(policy), self.failure)
+        graphs = (why for one, why in self._unjudged.items() if _is_graph_like(one, policy))
+        return own or next(graphs, None)
 
     def rejection_of(self, policy: Policy) -> Judgement | None:
         """Returns the judgement that the policy failed, without its graph or with it; None if it failed neither."""
@@ -131,8 +140,12 @@ class Judge:
         return self._is_open(without_graph(policy))
 
     def is_graph_open(self, policy: Policy) -> bool:
-        """Returns whether a policy is compiled and its graph can be judged, with no graph in its dtype judged yet."""
-        return policy.compile != "off" and self._of_graph(policy) is None and self._is_open(policy)
+        """Returns whether a policy is compiled and its graph can be judged, with no graph in its dtype judged yet.
+
+        If one could not be judged, none in its dtype is tried again: what broke it is likely to break the others.
+        """
+        tried = self._of_graph(policy) is not None or any(_is_graph_like(one, policy) for one in self._unjudged)
+        return policy.compile != "off" and not tried and self._is_open(policy)
 
     def rejects(self, policy: Policy) -> bool:
         """Judges the policy if needed; returns whether it must not win."""
@@ -161,9 +174,9 @@ class Judge:
     def _of_graph(self, policy: Policy) -> Judgement | None:
         return next(graphs_like(policy, self._judgements.values()), None)
 
-    def _judge(self, policy: Policy) -> None:
+    def _judge(self, policy: Policy, limit_s: float) -> None:
         if self._is_open(policy):
-            parity = self._parity_of(numerics_of_policy(policy))
+            parity = self._parity_of(numerics_of_policy(policy), limit_s)
             if isinstance(parity, Failure):
                 self.failure = parity
             else:
@@ -174,11 +187,11 @@ class Judge:
         seen = own in self._judgements or own in self._unjudged
         return self.failure is None and not seen and not self.is_exempt(policy)
 
-    def _parity_of(self, policy: Policy) -> Parity | Failure:
+    def _parity_of(self, policy: Policy, limit_s: float) -> Parity | Failure:
         seconds = max(SHORTEST_REFERENCE_S, self.reference_share * self.budget.left_s)
         try:
             with self._counted():
-                return self.evaluator.judge(policy, fp32_of(self.baseline), seconds, self._limit_s)
+                return self.evaluator.judge(policy, fp32_of(self.baseline), seconds, limit_s)
         except StudyError as error:  # no worker can be started any more
             return Failure(kind="crash", message=str(error))
 
@@ -200,8 +213,12 @@ class Judge:
 
 
 def raised_by(policy: Policy, failure: Failure) -> bool:
-    """Returns True if a policy is to blame for a failure, not the machine or the compiler."""
-    return failure.kind in ("nonfinite", "error") or (failure.kind == "unsupported" and policy.compile == "off")
+    """Returns True if a policy is to blame for a failure, not the machine, the compiler or the gate.
+
+    An exception of a graph alone is not the policy's: its steps ran when it was timed, and its precision is judged
+    without a graph.
+    """
+    return failure.kind == "nonfinite" or (failure.kind in ("error", "unsupported") and policy.compile == "off")
 
 
 def without_graph(policy: Policy) -> Policy:
@@ -222,10 +239,14 @@ def graphs_like(policy: Policy, judged: Iterable[J]) -> Iterator[J]:
 
     A compiler that breaks one of them is likely to break the others.
     """
-    graphs = [one for one in judged if "off" not in (policy.compile, one.policy.compile)]
+    graphs = [one for one in judged if _is_graph_like(one.policy, policy)]
     own = numerics_of_policy(policy)
     yield from (one for one in graphs if numerics_of_policy(one.policy) == own)
-    yield from (one for one in graphs if one.policy.precision == policy.precision)
+    yield from graphs
+
+
+def _is_graph_like(one: Policy, other: Policy) -> bool:
+    return "off" not in (one.compile, other.compile) and one.precision == other.precision
 
 
 def numerics_of_policy(policy: Policy) -> Policy:
