@@ -77,6 +77,18 @@ class Estimates:
         p, b = self.policies.index(policy), self.baseline
         return self._ratio(p, b, float(self.mean[p] - self.mean[b]), float(self.own[p] + self.own[b]))
 
+    def as_measured(self, policy: Policy) -> Ratio | None:
+        """Returns the ratio to the baseline over all processes like those measured; None as `to_baseline`.
+
+        It is not about a later sitting: no other sitting and no next process is added to what is not known.
+        """
+        later = self.to_baseline(policy)
+        if later is None or policy == self.policies[self.baseline]:
+            return later
+        p, b = self.policies.index(policy), self.baseline
+        log, deviation = float(self.mean[p] - self.mean[b]), math.sqrt(float(self.own[p] + self.own[b]))
+        return Ratio.of_log(log, deviation, freedom=later.freedom, launches=later.launches)
+
     def between(self, policy: Policy, other: Policy) -> Ratio | None:
         """Returns the ratio of two policies in a later sitting, from their own rows alone; None if one has no score."""
         if policy not in self.policies or other not in self.policies:
