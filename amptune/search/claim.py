@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -33,19 +32,17 @@ class Comparison:
     """The policy over its baseline after a round: as measured in this sitting, and as it may be in a later one.
 
     Whether a claim holds is a question about this sitting. It was made in another one, so it is false only if no other
-    sitting would reach it either. `last` is the ratio in the round alone, and `disturbed` says that something else
-    disturbed the round.
+    sitting would reach it either. `last` is the ratio in the round alone.
     """
 
     here: Ratio
     later: Ratio
     last: float
-    disturbed: bool = False
 
     @property
     def highest(self) -> float:
-        """The largest ratio that the round leaves possible: without limit if it was disturbed."""
-        return math.inf if self.disturbed else max(self.here.high, self.later.high, self.last)
+        """The largest ratio that the round leaves possible."""
+        return max(self.here.high, self.later.high, self.last)
 
 
 # After a round: the ratio of speed, and that of the gain if one is claimed; None for what was not measured.
@@ -146,21 +143,20 @@ class Pair:
         known = [one for one in verdicts if one is not None and self._runs_in(one)]
         if len(known) < len(verdicts):
             return None
-        disturbed = any(row.is_disturbed for row in last)
-        speed = self._comparison([one.speeds for one in known], disturbed=disturbed)
-        gain = self._comparison([one.scores for one in known], disturbed=disturbed)
+        speed = self._comparison([one.speeds for one in known])
+        gain = self._comparison([one.scores for one in known])
         return None if speed is None else (speed,) if self.claim.gain is None else (speed, gain)
 
     def _runs_in(self, verdict: Verdict) -> bool:
         found = verdict.contender_of(self.policy)
         return found is not None and found.failure is None
 
-    def _comparison(self, fits: Sequence[Estimates], *, disturbed: bool) -> Comparison | None:
+    def _comparison(self, fits: Sequence[Estimates]) -> Comparison | None:
         here, later, last = fits
         now, then, alone = (here.as_measured(self.policy), *(fit.to_baseline(self.policy) for fit in (later, last)))
         if now is None or then is None or alone is None:
             return None
-        return Comparison(here=now, later=then, last=alone.value, disturbed=disturbed)
+        return Comparison(here=now, later=then, last=alone.value)
 
 
 def claim_of(policy_file: PolicyFile) -> Claim:

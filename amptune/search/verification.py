@@ -207,27 +207,21 @@ def _why_open(found: Verification, disturbed: Sequence[Finding]) -> str:
     figure = found.open_figures[0]
     if figure.measured is None:
         return f"its {figure.name} was not measured here"
-    here, later, needed = (
-        figure.measured.here,
-        figure.measured.later,
-        f"{figure.needed:.2f}×, the claim less {MARGIN:.0%}",
-    )
+    here, later = figure.measured.here, figure.measured.later
+    needed = f"{figure.needed:.2f}×, the claim less {MARGIN:.0%}"
     if here.value >= figure.needed:
         why = f"±{here.half_width:.0%} is too wide, ±{NARROW_ENOUGH:.0%} would do"
     elif here.high >= figure.needed:
         why = f"the interval (±{here.half_width:.0%}) reaches {needed}, its middle does not"
     elif later.high >= figure.needed:
         why = f"this is below {needed}, but a later sitting may give {later}"
-    elif figure.measured.disturbed:
-        why = f"this is below {needed}, but the last round was disturbed"
     elif not figure.is_missed:
         why = f"this is below {needed}, but the last round by itself is not"
     else:
         why = f"this is below {needed}, and a second round has to be too"
-    after = (
-        f"{_counted(found.policy.rows, 'measurement')} in {_counted(max(1, here.launches), 'process', 'es')} of each"
-    )
-    return f"{figure.name}: {why}, after {after}{_beside(disturbed)}; give more with --budget, or a quieter machine"
+    rows, launches = _counted(found.policy.rows, "measurement"), _counted(max(1, here.launches), "process", "es")
+    after = f"{rows} in {launches} of each{_beside(disturbed)}"
+    return f"{figure.name}: {why}, after {after}; give more with --budget, or a quieter machine"
 
 
 def _counted(count: int, what: str, plural: str = "s") -> str:

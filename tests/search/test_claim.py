@@ -23,12 +23,10 @@ def ratio(value: float, share: float) -> Ratio:
     return Ratio(value=value, low=value * (1 - share), high=value * (1 + share), launches=3)
 
 
-def told(
-    value: float, share: float, *, later: float = 0.0, last: float | None = None, disturbed: bool = False
-) -> Comparison:
+def told(value: float, share: float, *, later: float = 0.0, last: float | None = None) -> Comparison:
     """A ratio after a round. A later sitting adds `later` to its share; the last round shows the same unless given."""
     wider = ratio(value, share + later)
-    return Comparison(here=ratio(value, share), later=wider, last=value if last is None else last, disturbed=disturbed)
+    return Comparison(here=ratio(value, share), later=wider, last=value if last is None else last)
 
 
 def rounds(*found: Comparison) -> list[Ratios]:
@@ -64,8 +62,8 @@ def test_a_claim_is_missed_by_two_rounds_in_a_row_below_it() -> None:
 
 @pytest.mark.parametrize(
     "doubtful",
-    [told(1.8, 0.05, disturbed=True), told(1.8, 0.05, later=0.1), told(1.8, 0.05, last=2.0)],
-    ids=["disturbed", "a later sitting may reach it", "the last round reaches it"],
+    [told(1.8, 0.05, later=0.1), told(1.8, 0.05, last=2.0)],
+    ids=["a later sitting may reach it", "the last round reaches it"],
 )
 def test_what_may_be_an_accident_does_not_miss_a_claim(doubtful: Comparison) -> None:
     assert TWICE.answer(rounds(told(1.8, 0.05), doubtful)) == "open"
@@ -97,13 +95,12 @@ def test_a_pair_compares_this_sitting_more_narrowly_than_a_later_one() -> None:
     assert found.here.half_width < 0.7 * found.later.half_width
 
 
-def test_the_last_round_by_itself_says_what_it_measured_and_whether_it_was_disturbed() -> None:
+def test_the_last_round_by_itself_says_what_it_measured() -> None:
     before, last = {STOCK: [10.0] * 3, BF16: [7.0] * 3}, {STOCK: [10.0], BF16: [5.0]}
     rows = [*in_turn(before), *in_turn(last, start_s=60.0)]
     (found,) = PAIR.ratios(rows) or ()
     assert found is not None
     assert found.last == pytest.approx(2.0)
-    assert not found.disturbed
 
 
 def test_a_policy_that_fails_in_one_round_has_no_ratio() -> None:

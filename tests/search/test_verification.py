@@ -184,7 +184,7 @@ def test_one_round_below_the_claim_does_not_tell() -> None:
 
 
 def test_what_disturbed_the_measurements_is_said_if_they_did_not_tell() -> None:
-    found = on_a_simulated_machine(0, Trouble(busy=1.0), factor=1.2)
+    found = on_a_simulated_machine(0, Trouble(busy=1.0), factor=1.0)
     assert codes(found)[0] == "undecided"
     assert re.search(r"\(disturbed: host load in (\d+) of \1\)", str(found.findings[0]))
 
