@@ -19,7 +19,7 @@ from amptune.policy.settings import Policy
 from amptune.search.events import ComparisonStarted, ContenderMeasured, Observer, Stage
 from amptune.search.plan.budget import SHORT_S, Budget
 from amptune.search.plan.plan import WORTHWHILE, Step
-from amptune.search.table.next_rows import NextRound, launch_s, next_round, rivals
+from amptune.search.table.next_rows import NextRound, launch_s, next_round, rivals, round_again
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.row import Row
 from amptune.search.table.verdict import Bar, Verdict
@@ -97,11 +97,11 @@ class Narrowing:
             chosen = self._next(verdict)
         self._is_over = chosen is None or not self._measured(chosen, self._order, verdict)
 
-    def until_known(self, enough: Callable[[Verdict], bool] = lambda _: False) -> None:
-        """Measures rounds until one tells little, the verdict is `enough`, or the budget is spent."""
+    def until_known(self) -> None:
+        """Measures rounds until one tells little, or the budget is spent."""
         for _ in count():
             verdict = self._judged()
-            if verdict is None or enough(verdict) or (chosen := self._next(verdict)) is None:
+            if verdict is None or (chosen := self._next(verdict)) is None:
                 return
             if not self._measured(chosen, self._order, verdict):
                 return
@@ -109,6 +109,22 @@ class Narrowing:
     def round_of(self, policies: Sequence[Policy]) -> None:
         """Measures these policies once each, in fresh processes, whatever the verdict is."""
         self._measured(NextRound(policies=tuple(policies), fresh=True), self._order, None)
+
+    def again(self, policies: Sequence[Policy], *, fresh: bool) -> bool:
+        """Measures these policies once more, in `fresh` processes or where it tells most; False if the budget ends."""
+        verdict = self.verdict()
+        if verdict is None:
+            return False
+        chosen = round_again(
+            verdict,
+            policies,
+            fresh=fresh,
+            running=self.running,
+            start_s=self.start_s,
+            cost_s=self._cost_s,
+            left_s=self._left_s(verdict),
+        )
+        return chosen is not None and self._measured(chosen, self._order, verdict)
 
     def _judged(self) -> Verdict | None:
         """Returns the verdict whose leader has passed the numerics gate."""

@@ -240,14 +240,13 @@ def _is_as_dear(policy: Policy, other: Policy) -> bool:
 
 
 def _of_two(first: Measurement, second: Outcome) -> Outcome:
-    """Returns the faster measurement, or a failure of the second: a policy that sometimes fails is not for training.
+    """Returns the second measurement, also if it failed: a policy that sometimes fails is not for training.
 
     Startup time and graph breaks come from the first one, as the second finds the graph compiled and reports neither.
     """
     if isinstance(second, Failure):
         return first if second.kind == "timeout" else second
-    faster = max(first, second, key=lambda one: one.samples_per_s)
-    return replace(faster, startup_s=max(first.startup_s, second.startup_s), graph_breaks=first.graph_breaks)
+    return replace(second, startup_s=max(first.startup_s, second.startup_s), graph_breaks=first.graph_breaks)
 
 
 def _effort(study: Study, policy: Policy, limit_s: float) -> Effort:

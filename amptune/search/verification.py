@@ -7,128 +7,73 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from amptune.errors import ClaimError, NothingFeasibleError, ObjectiveError
+from amptune.errors import NothingFeasibleError
 from amptune.hardware.detect import probe
 from amptune.hardware.machine import Hardware
 from amptune.measure.bench.readings import noticed
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
-from amptune.measure.results.outcome import Failure
+from amptune.measure.results.outcome import Failure, Measurement
 from amptune.measure.results.subject import Prepared
 from amptune.policy.findings import Finding
 from amptune.policy.hardware_match import require_valid
 from amptune.policy.policy_file import PolicyFile
-from amptune.policy.serialization import policy_from_dict
-from amptune.policy.settings import STOCK, Policy
+from amptune.policy.settings import Policy
+from amptune.search.claim import MARGIN, NARROW_ENOUGH, Answer, Claim, Comparison, Figure, Pair, Ratios, claim_of
 from amptune.search.events import Observer
 from amptune.search.narrowing import Narrowing
 from amptune.search.plan.budget import Budget
 from amptune.search.request import source_of
-from amptune.search.table.effects import machine_of
 from amptune.search.table.gains import use_of
-from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.ratio import Ratio
 from amptune.search.table.row import Row
-from amptune.search.table.verdict import Contender, Verdict, verdict_of
+from amptune.search.table.verdict import Contender
 from amptune.workload.workload import Workload
 
-__all__ = ["MARGIN", "Claim", "Verification", "claim_of", "verify", "verify_with"]
+__all__ = ["Verification", "verify", "verify_with"]
 
-# The new interval has to reach the claimed speed-up less this share of it.
-MARGIN = 0.02
 # If a claim fails, the policy's or the baseline's step time is named if it moved by more than this share.
 MOVED = 0.03
-# An interval wider than this (half its width, relative) does not confirm a claim by reaching it.
-TELLING = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """The claim of a policy file: its speed as a multiple of the baseline's, and the ms per step of both.
-
-    A policy tuned for memory or energy also claims a `gain` in that figure: the baseline's over its own.
-    """
-
-    policy: Policy
-    baseline: Policy
-    speedup: float
-    step_ms: float | None
-    baseline_ms: float | None
-    objective: Objective = THROUGHPUT
-    gain: float | None = None
-
-    @property
-    def needed(self) -> float:
-        """The speed-up that an interval has to reach for the claim to hold."""
-        return (1 - MARGIN) * self.speedup
-
-    def is_met_by(self, speedup: Ratio, gain: Ratio | None) -> bool:
-        """Returns True if both intervals reach what is claimed less 2 %."""
-        return all(ratio is not None and ratio.high >= needed for ratio, needed in self._beside(speedup, gain))
-
-    def is_clear(self, speedup: Ratio, gain: Ratio | None) -> bool:
-        """Returns True if each interval is entirely on one side of what is needed."""
-        known = [(ratio, needed) for ratio, needed in self._beside(speedup, gain) if ratio is not None]
-        return all(not r.low < needed <= r.high for r, needed in known)
-
-    def is_left_open_by(self, speedup: Ratio, gain: Ratio | None) -> bool:
-        """Returns True if an interval reaches what is needed but is so wide that it also misses it by far."""
-        known = [(ratio, needed) for ratio, needed in self._beside(speedup, gain) if ratio is not None]
-        return any(r.low < needed <= r.high and not r.half_width <= TELLING for r, needed in known)
-
-    def _beside(self, speedup: Ratio, gain: Ratio | None) -> list[tuple[Ratio | None, float]]:
-        """Returns each measured ratio with the ratio that is needed."""
-        return [(speedup, self.needed)] + ([] if self.gain is None else [(gain, (1 - MARGIN) * self.gain)])
+# Findings about what disturbed the measurements.
+DISTURBANCES = ("throttled", "foreign-process", "host-load", "beside-compiling", "allocator-thrashing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """The claim and what was measured now; `speedup` is None if the policy failed."""
+    """The claim and what was measured now: the ratios after each round, none if the policy failed."""
 
     claim: Claim
     policy: Contender
     baseline: Contender
-    speedup: Ratio | None
+    rounds: tuple[Ratios, ...]
     findings: tuple[Finding, ...]
     hardware: Hardware
     seconds: float
-    gain: Ratio | None = None
+
+    @property
+    def answer(self) -> Answer:
+        """What the rounds say of the claim; "missed" if the policy failed."""
+        return self.claim.answer(self.rounds) if self.rounds else "missed"
 
     @property
     def holds(self) -> bool:
-        """True if the new intervals reach what is claimed less 2 %, and are narrow enough to confirm it."""
-        return self.speedup is not None and self.claim.is_met_by(self.speedup, self.gain) and not self.undecided
+        """True if the claim is met."""
+        return self.answer == "met"
 
     @property
-    def undecided(self) -> bool:
-        """True if the claim may be met, and may be missed by far."""
-        speedup, gain = self.speedup, self.gain
-        met = speedup is not None and self.claim.is_met_by(speedup, gain)
-        return met and speedup is not None and self.claim.is_left_open_by(speedup, gain)
+    def speedup(self) -> Ratio | None:
+        """The speed of the policy over the baseline's in this sitting; None if the policy failed."""
+        return _here(self.rounds[-1][0]) if self.rounds else None
 
+    @property
+    def gain(self) -> Ratio | None:
+        """The gain by the claim's objective in this sitting; None if none is claimed or it was not measured."""
+        return _here(self.rounds[-1][1]) if self.rounds and self.claim.gain is not None else None
 
-def claim_of(policy_file: PolicyFile) -> Claim:
-    """Returns the claim to verify. Raises `ClaimError` if the file claims nothing."""
-    evidence: Any = policy_file.evidence
-    if "speedup" not in evidence:
-        name = f"policy {policy_file.name!r}" if policy_file.name else "this policy"
-        raise ClaimError(f"{name} claims nothing: there is no evidence.speedup in its file; `amptune tune` writes one")
-    baseline = evidence.get("baseline", {})
-    try:
-        return Claim(
-            policy=policy_file.policy,
-            baseline=policy_from_dict(baseline["policy"]) if "policy" in baseline else STOCK,
-            speedup=evidence["speedup"],
-            step_ms=evidence.get("step_ms"),
-            baseline_ms=float(baseline["step_ms"]) if "step_ms" in baseline else None,
-            objective=Objective(evidence.get("objective", "throughput"), evidence.get("least_speed", 1.0)),
-            gain=evidence.get("gain"),
-        )
-    except ObjectiveError as error:
-        raise ClaimError(f"evidence.objective is not what `amptune tune` writes: {error}") from error
-    except (TypeError, ValueError) as error:
-        raise ClaimError(f"evidence.baseline is not what `amptune tune` writes: {error}") from error
+    @property
+    def open_figures(self) -> list[Figure]:
+        """What is claimed and not met by the last round."""
+        return [figure for figure in self.claim.figures(self.rounds[-1]) if not figure.is_met]
 
 
 def verify(
@@ -157,68 +102,76 @@ def verify(
 
 
 def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, observer: Observer) -> Verification:
-    """Verifies on any evaluator: policy and baseline in turn, until the claim is known to hold or not."""
+    """Verifies on any evaluator: policy and baseline in turn, until the claim is met or missed."""
     claim = claim_of(policy_file)
     prepared = evaluator.prepare(budget.left_to_prepare_s)
     labels = {**dict(prepared.hardware.labels), "model": prepared.subject.model_digest}
-    policy, baseline = (_sized(each, prepared) for each in (claim.policy, claim.baseline))
-    rows = _measured(evaluator, claim, (baseline, policy), prepared, budget, observer)
-    verdict = verdict_of(rows, baseline, machine_of(prepared.hardware.device), claim.objective)
+    pair = Pair(
+        claim=claim,
+        policy=_sized(claim.policy, prepared),
+        baseline=_sized(claim.baseline, prepared),
+        device=prepared.hardware.device,
+    )
+    rows, rounds = _measured(evaluator, pair, prepared.start_s, budget, observer)
+    verdict = pair.verdict(rows)
     if verdict is None:
-        raise _not_measured(rows, claim, baseline)
-    found_policy = verdict.contender_of(policy)
-    if found_policy is None:
+        raise _not_measured(rows, pair)
+    policy = verdict.contender_of(pair.policy)
+    if policy is None:
         raise NothingFeasibleError(f"{claim.policy} could not be measured within the budget; give more with --budget")
     found = Verification(
         claim=claim,
-        policy=found_policy,
+        policy=policy,
         baseline=verdict.baseline,
-        speedup=found_policy.vs_baseline,
+        rounds=() if policy.failure is not None else tuple(rounds),
         findings=(),
         hardware=prepared.hardware,
         seconds=budget.spent_s,
-        gain=found_policy.gain if claim.gain is not None else None,
     )
     changed = require_valid(policy_file, labels)
     disturbed = noticed(row.outcome for row in rows)
-    return replace(found, findings=(_answer(found), *_moved(found), *changed, *disturbed))
+    return replace(found, findings=(_answer(found, disturbed), *_moved(found), *changed, *disturbed))
 
 
 def _measured(
-    evaluator: Evaluator,
-    claim: Claim,
-    pair: tuple[Policy, Policy],
-    prepared: Prepared,
-    budget: Budget,
-    observer: Observer,
-) -> list[Row]:
-    """Returns rows of baseline and policy, measured in turn until the claim is known to hold or not."""
+    evaluator: Evaluator, pair: Pair, start_s: float, budget: Budget, observer: Observer
+) -> tuple[list[Row], list[Ratios]]:
+    """Returns rows of baseline and policy, and the ratios after each round, until these answer the claim.
+
+    What misses the claim is measured again in fresh processes: one that is slow by chance stays so.
+    """
     rows: list[Row] = []
-    baseline, policy = pair
+    rounds: list[Ratios] = []
     narrowing = Narrowing(
         evaluator=evaluator,
         budget=budget,
         observer=observer,
         run="verify",
-        verdict=lambda: verdict_of(rows, baseline, machine_of(prepared.hardware.device), claim.objective),
+        verdict=lambda: pair.verdict(rows),
         keep=rows.append,
         stage="verify",
-        objective=claim.objective,
-        start_s=prepared.start_s,
+        objective=pair.claim.objective,
+        start_s=start_s,
     )
-    narrowing.round_of(tuple(dict.fromkeys(pair)))
+    narrowing.round_of(pair.both)
+    while (ratios := pair.ratios(rows)) is not None:
+        rounds.append(ratios)
+        if None in ratios or pair.claim.is_settled(rounds):
+            break
+        if not narrowing.again(pair.both, fresh=pair.claim.is_missed_by(ratios)):
+            break
+    return rows, rounds
 
-    def enough(verdict: Verdict) -> bool:
-        found = verdict.contender_of(policy)
-        known = found is None or found.vs_baseline is None or claim.is_clear(found.vs_baseline, found.gain)
-        return policy == baseline or (known and len(rows) > len(pair))
 
-    narrowing.until_known(enough)
-    return rows
+def _here(comparison: Comparison | None) -> Ratio | None:
+    return None if comparison is None else comparison.here
 
 
-def _not_measured(rows: Sequence[Row], claim: Claim, baseline: Policy) -> NothingFeasibleError:
-    failure = next((row.outcome for row in rows if row.policy == baseline and isinstance(row.outcome, Failure)), None)
+def _not_measured(rows: Sequence[Row], pair: Pair) -> NothingFeasibleError:
+    claim, outcomes = pair.claim, [row.outcome for row in rows if row.policy == pair.baseline]
+    if any(isinstance(outcome, Measurement) for outcome in outcomes):
+        return NothingFeasibleError(f"the {claim.objective.name} that is claimed cannot be measured on this machine")
+    failure = next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)
     if failure is not None:
         return NothingFeasibleError(f"the baseline ({claim.baseline}) fails here: {failure}")
     return NothingFeasibleError(f"{claim.baseline} could not be measured within the budget; give more with --budget")
@@ -228,30 +181,61 @@ def _sized(policy: Policy, prepared: Prepared) -> Policy:
     return replace(policy, batch_size=policy.batch_size or prepared.subject.batch_size)
 
 
-def _answer(found: Verification) -> Finding:
-    """Returns the verdict as a finding, with the two figures."""
+def _answer(found: Verification, disturbed: Sequence[Finding]) -> Finding:
+    """Returns the answer as a finding, with the two figures."""
     claimed = f"{found.claim.speedup:g}× claimed"
     if found.speedup is None:
         return Finding(code="policy-fails", message=f"the policy fails here: {found.policy.failure}; {claimed}")
     figures = {"claimed": found.claim.speedup, "measured": found.speedup.value, "margin": MARGIN}
-    if found.policy.policy == found.baseline.policy:
-        return Finding(
-            code="holds", message="the policy is the baseline: nothing is claimed, and it runs", figures=figures
-        )
-    gain = _gain_in_words(found)
-    if found.holds:
-        message = f"the claim holds: {found.speedup} measured here, {claimed}{gain}"
-        return Finding(code="holds", message=message, figures=figures)
-    if found.undecided:
-        more = "give more with --budget, or a quieter machine"
-        message = f"undecided: {found.speedup} measured here, {claimed}{gain}; {more}"
-        return Finding(code="undecided", message=message, figures=figures)
-    missed = f"; the interval does not reach {found.claim.needed:.2f}×, the claim less {MARGIN:.0%}"
-    message = (
-        f"the claim does not hold: {found.speedup} measured here, {claimed}"
-        f"{missed if found.speedup.high < found.claim.needed else ''}{gain}"
-    )
-    return Finding(code="does-not-hold", message=message, figures=figures)
+    both = f"{found.speedup} measured here, {claimed}{_gain_in_words(found)}"
+    match found.answer:
+        case "met" if found.policy.policy == found.baseline.policy:
+            code, message = "holds", "the policy is the baseline: nothing is claimed, and it runs"
+        case "met":
+            code, message = "holds", f"the claim holds: {both}"
+        case "missed":
+            needed = found.claim.figures(found.rounds[-1])[0]
+            missed = f"; the interval does not reach {needed.needed:.2f}×, the claim less {MARGIN:.0%}"
+            code, message = "does-not-hold", f"the claim does not hold: {both}{missed if needed.is_missed else ''}"
+        case "open":
+            code, message = "undecided", f"could not tell: {both}; {_why_open(found, disturbed)}"
+    return Finding(code=code, message=message, figures=figures)
+
+
+def _why_open(found: Verification, disturbed: Sequence[Finding]) -> str:
+    """Returns why the rounds did not answer the claim: how wide the interval is, and what it rests on."""
+    figure = found.open_figures[0]
+    if figure.measured is None:
+        return f"its {figure.name} was not measured here"
+    here, later = figure.measured.here, figure.measured.later
+    needed = f"{figure.needed:.2f}×, the claim less {MARGIN:.0%}"
+    if here.value >= figure.needed:
+        why = f"±{here.half_width:.0%} is too wide, ±{NARROW_ENOUGH:.0%} would do"
+    elif here.high >= figure.needed:
+        why = f"the interval (±{here.half_width:.0%}) reaches {needed}, its middle does not"
+    elif later.high >= figure.needed:
+        why = f"this is below {needed}, but a later sitting may give {later}"
+    elif not figure.is_missed:
+        why = f"this is below {needed}, but the last round by itself is not"
+    else:
+        why = f"this is below {needed}, and a second round has to be too"
+    rows, launches = _counted(found.policy.rows, "measurement"), _counted(max(1, here.launches), "process", "es")
+    after = f"{rows} in {launches} of each{_beside(disturbed)}"
+    return f"{figure.name}: {why}, after {after}; give more with --budget, or a quieter machine"
+
+
+def _counted(count: int, what: str, plural: str = "s") -> str:
+    return f"{count} {what}{plural if count != 1 else ''}"
+
+
+def _beside(disturbed: Sequence[Finding]) -> str:
+    """Returns what disturbed the measurements, in words; "" if nothing did."""
+    kept = {
+        one.code: f"{one.code.replace('-', ' ')} in {one.figures['kept']} of {one.figures['of']}"
+        for one in disturbed
+        if one.code in DISTURBANCES and one.figures["kept"]
+    }
+    return f" (disturbed: {', '.join(kept.values())})" if kept else ""
 
 
 def _gain_in_words(found: Verification) -> str:

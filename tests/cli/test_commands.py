@@ -362,6 +362,16 @@ def test_a_claim_that_does_not_hold_exits_with_1_and_says_so(folder: Path) -> No
     assert "speed-up" in done.stdout
 
 
+def test_a_claim_of_which_nothing_could_be_told_exits_with_1_and_says_why(folder: Path) -> None:
+    claiming(folder, 1.05)
+    done = run(*VERIFY, "--budget", "10s", folder=folder, evaluator=Machine(noise=0.3))
+    assert done.returncode == 1, done.stderr
+    words = " ".join(done.stdout.split())
+    assert "could not tell: " in words
+    assert "is too wide, ±10% would do" in words or "its middle does not" in words
+    assert "give more with --budget, or a quieter machine" in words
+
+
 def test_what_was_tuned_is_verified(folder: Path) -> None:
     run(*TUNE, *FEW, folder=folder, evaluator=Machine())
     assert run(*VERIFY, folder=folder, evaluator=Machine()).returncode == 0

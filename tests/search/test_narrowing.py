@@ -189,11 +189,24 @@ def test_a_round_of_policies_measures_each_once_in_a_fresh_process() -> None:
     assert len(bench.rows) == 3, "a spent budget still gives one round"
 
 
-def test_it_ends_when_the_verdict_is_enough() -> None:
-    bench = Bench(times_ms=ALIKE_MS)
+def test_policies_are_measured_again_however_well_they_are_known() -> None:
+    bench = Bench()
+    bench.known(STOCK, BF16)
+    rows, launches = len(bench.rows), len(bench.machine.launched)
+    assert bench.narrowing.again((STOCK, BF16), fresh=False)
+    assert len(bench.rows) == rows + 2
+    assert bench.narrowing.again((STOCK, BF16), fresh=True)
+    assert len(bench.machine.launched) >= launches + 1
+    assert len(bench.rows) == rows + 4
+
+
+def test_policies_are_measured_again_only_within_the_budget() -> None:
+    bench = Bench(times_ms=ALIKE_MS, seconds=30.0)
+    assert not bench.narrowing.again((STOCK, BF16), fresh=False), "without a row of the baseline there is no ratio"
     bench.narrowing.round_of((STOCK, BF16))
-    bench.narrowing.until_known(lambda _: len(bench.rows) >= 6)
-    assert len(bench.rows) == 6
+    while bench.narrowing.again((STOCK, BF16), fresh=False):
+        pass
+    assert 30.0 - 2 * BLOCK_S < bench.spent_s <= 30.0
 
 
 def test_without_a_row_of_the_baseline_nothing_is_measured() -> None:

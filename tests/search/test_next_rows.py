@@ -11,7 +11,7 @@ from tables import BF16, BF16_LAST, FP16, block, decided, equals, in_turn, row
 from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.table.effects import CPU, GPU, Machine
-from amptune.search.table.next_rows import MOST_POLICIES, NextRound, next_round
+from amptune.search.table.next_rows import MOST_POLICIES, NextRound, next_round, round_again
 from amptune.search.table.objective import THROUGHPUT, Objective, objective_of
 from amptune.search.table.row import Row
 
@@ -232,3 +232,43 @@ def test_no_round_is_begun_that_does_not_fit() -> None:
 def test_a_budget_without_time_for_a_launch_uses_the_processes_that_run() -> None:
     found = chosen(TRIALS, left_s=5.0, running={STOCK, BF16})
     assert found == NextRound(policies=(STOCK, BF16), fresh=False)
+
+
+# --- the same policies again ------------------------------------------------------------------------------------------
+
+
+def again(
+    *, fresh: bool = False, running: Collection[Policy] = (STOCK, BF16), start_s: float = 10.0, left_s: float = 1000.0
+) -> NextRound | None:
+    """Another round of two policies that are known well, where a block takes 2 s."""
+    verdict = decided(in_turn({STOCK: [10.0] * 6, BF16: [5.0] * 6}, per_launch=6), GPU)
+    return round_again(
+        verdict,
+        (STOCK, BF16),
+        fresh=fresh,
+        running=running,
+        start_s=start_s,
+        cost_s=lambda _: 2.0,
+        left_s=left_s,
+    )
+
+
+def test_policies_that_are_known_are_measured_again_if_that_is_asked_for() -> None:
+    assert policies(again()) == (STOCK, BF16)
+
+
+def test_another_round_is_in_fresh_processes_if_wanted_or_needed_or_if_that_tells_more() -> None:
+    costly, cheap = again(start_s=500.0), again(start_s=0.1)
+    assert costly is not None
+    assert not costly.fresh
+    assert cheap is not None
+    assert cheap.fresh
+    for found in (again(fresh=True, start_s=500.0), again(running=(), start_s=500.0)):
+        assert found is not None
+        assert found.fresh
+
+
+def test_another_round_is_in_the_running_processes_if_fresh_ones_do_not_fit() -> None:
+    assert again(fresh=True, left_s=10.0) == NextRound(policies=(STOCK, BF16), fresh=False)
+    assert again(fresh=True, left_s=3.0) is None
+    assert again(running=(), left_s=10.0) is None

@@ -102,14 +102,14 @@ def test_of_what_is_outside_the_space_only_what_is_simpler_is_a_neighbour(study:
     }
 
 
-def test_a_surprisingly_slow_trial_is_measured_again_and_the_faster_measurement_kept(tmp_path: Path) -> None:
+def test_a_surprisingly_slow_trial_is_measured_again(tmp_path: Path) -> None:
     """As when something else runs on the machine for a moment."""
     seen: list[Policy] = []
     events: list[Event] = []
 
     def true_ms(policy: Policy) -> float:
         searching = not any(isinstance(event, SearchEnded) for event in events)
-        disturbed = searching and len(policy.fp32_modules) == 2 and policy not in seen
+        disturbed = searching and bool(policy.fp32_modules) and policy not in seen
         seen.append(policy)
         return recorded_ms("resnet50", policy) * (1.6 if disturbed else 1.0)
 
@@ -121,11 +121,11 @@ def test_a_surprisingly_slow_trial_is_measured_again_and_the_faster_measurement_
         if isinstance(event, SearchEnded):
             searched.extend(evaluator.measured)
 
-    tune_with(evaluator, request_in(tmp_path, evaluator.clock, pins={"cuda_graphs": "false"}), watch)
+    tune_with(evaluator, request_in(tmp_path, evaluator.clock, pins={"cuda_graphs": "false", "compile": "off"}), watch)
     trials = [event.trial for event in events if isinstance(event, TrialEnded)]
     again = {policy for policy in searched if searched.count(policy) == 2}
     assert again
-    assert any(len(policy.fp32_modules) == 2 for policy in again)
+    assert any(policy.fp32_modules for policy in again)
     for trial in trials:
         if trial.policy in again:
             assert not isinstance(trial.outcome, Failure)

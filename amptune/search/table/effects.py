@@ -5,7 +5,7 @@ The priors are learned from repeated sittings of models on two kinds of machine 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 __all__ = ["CPU", "EFFECTS", "GPU", "Effect", "Machine", "machine_of"]
@@ -39,6 +39,12 @@ class Machine:
     @property
     def effects(self) -> dict[str, Effect]:
         return {name: getattr(self, name) for name in EFFECTS}
+
+    @property
+    def in_one_sitting(self) -> Machine:
+        """The priors of this machine for what is said of one sitting alone: sittings have no effect."""
+        none = Effect(size=0.0)
+        return replace(self, sitting=none, host=none)
 
 
 GPU = Machine(

@@ -80,6 +80,18 @@ class Estimates:
         p, b = self.policies.index(policy), self.baseline
         return self._ratio(p, b, float(self.mean[p] - self.mean[b]), float(self.own[p] + self.own[b]))
 
+    def as_measured(self, policy: Policy) -> Ratio | None:
+        """Returns the ratio to the baseline over all processes like those measured; None as `to_baseline`.
+
+        It is not about a later sitting: no other sitting and no next process is added to what is not known.
+        """
+        later = self.to_baseline(policy)
+        if later is None or policy == self.policies[self.baseline]:
+            return later
+        p, b = self.policies.index(policy), self.baseline
+        log, deviation = float(self.mean[p] - self.mean[b]), math.sqrt(float(self.own[p] + self.own[b]))
+        return Ratio.of_log(log, deviation, freedom=later.freedom, launches=later.launches)
+
     def between(self, policy: Policy, other: Policy) -> Ratio | None:
         """Returns the ratio of two policies in a later sitting, from their own rows alone; None if one has no score."""
         if policy not in self.policies or other not in self.policies:
@@ -244,12 +256,15 @@ def _data(scored: Sequence[tuple[Row, float]], spreads: Mapping[Policy, float], 
         fixed=_LEVEL**2 * run
         + np.outer(disturbed, disturbed) * process
         + np.outer(apart, apart) * _alike([row.policy for row in rows]),
-        launches=tuple(
-            len({(row.run, row.launch) for row in rows if row.policy == policy and (row.in_loop or not elsewhere)})
-            for policy in policies
-        ),
+        launches=tuple(_launches([row for row in rows if row.policy == policy]) for policy in policies),
         spread=np.array([spreads[policy] for policy in policies]),
     )
+
+
+def _launches(rows: Sequence[Row]) -> int:
+    """Returns the number of processes that the user's loop was timed in, or steps by themselves if it was in none."""
+    in_loop = {(row.run, row.launch) for row in rows if row.in_loop}
+    return len(in_loop or {(row.run, row.launch) for row in rows})
 
 
 def _alike(keys: Sequence[object]) -> Array:

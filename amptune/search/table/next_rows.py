@@ -13,7 +13,7 @@ from amptune.search.table.objective import NEGLIGIBLE
 from amptune.search.table.ratio import CONFIRMED, LIKELY
 from amptune.search.table.verdict import PROCESSES, Bar, Contender, Verdict, departure_count
 
-__all__ = ["UNSEEN", "NextRound", "launch_s", "next_round", "rivals"]
+__all__ = ["UNSEEN", "NextRound", "launch_s", "next_round", "rivals", "round_again"]
 
 # At most this many policies are measured in turn: each takes a process, and the round a time in which things drift.
 MOST_POLICIES = 8
@@ -81,6 +81,28 @@ def next_round(
     seconds = sum(map(cost_s, core))
     fits = set(core) <= set(running) and seconds <= left_s
     return NextRound(policies=tuple(core), fresh=False, seconds=seconds) if fits else None
+
+
+def round_again(
+    verdict: Verdict,
+    policies: Sequence[Policy],
+    *,
+    fresh: bool,
+    running: Collection[Policy],
+    start_s: float,
+    cost_s: Callable[[Policy], float],
+    left_s: float,
+) -> NextRound | None:
+    """Returns another round of these policies, whatever it is worth; None if none fits.
+
+    It is in fresh processes if that is wanted (`fresh`) or tells more, and fits; else in those that run.
+    """
+    together_s, round_s = launch_s(start_s, len(policies)), sum(map(cost_s, policies))
+    fresh = fresh or _fresh_tells_more(verdict, policies, running, together_s, round_s)
+    if fresh and together_s + round_s <= left_s:
+        return NextRound(policies=tuple(policies), fresh=True, seconds=together_s + round_s)
+    fits = set(policies) <= set(running) and round_s <= left_s
+    return NextRound(policies=tuple(policies), fresh=False, seconds=round_s) if fits else None
 
 
 def launch_s(start_s: float, count: int) -> float:

@@ -237,7 +237,8 @@ def _contenders(rows: Sequence[Row], scores: Estimates, speeds: Estimates, objec
         elif policy in timed:
             found = _measured(policy, timed[policy], scores, speeds, objective, figures)
             settled = policy == baseline or any(row.is_settled for row in timed[policy])
-            yield replace(found, settled=settled, alike=are_alike(own, of[baseline]), rows=len(own))
+            rows_measured = sum(isinstance(row.outcome, Measurement) for row in own)
+            yield replace(found, settled=settled, alike=are_alike(own, of[baseline]), rows=rows_measured)
 
 
 def _by_policy(rows: Iterable[Row]) -> dict[Policy, list[Row]]:

@@ -33,6 +33,7 @@ from amptune.measure.bench.step_timing import (
     MAX_REPEATS,
     Sample,
     StepTimer,
+    Surroundings,
     is_steady,
     mean_half_width,
 )
