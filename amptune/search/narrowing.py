@@ -26,10 +26,10 @@ from amptune.search.table.verdict import Bar, Verdict
 
 __all__ = ["BLOCK", "TURN", "Narrowing"]
 
-# A block of steps by themselves, and a turn of the user's loop: 30 to 300 steps, but fewer slow ones.
+# A block of steps by themselves, and a turn of the user's loop: 30 steps at least, or as many slow ones as fit into the
+# time of a warm-up.
 BLOCK = Effort(warmup_s=2.0, measure_s=0.4, min_steps=6, precision=0.003, energy_s=ENERGY_S)
-TURN = replace(BLOCK, measure_s=1.0, min_steps=30, max_steps=300, in_loop=True)
-LONGEST_TURN_S = 3.0
+TURN = replace(BLOCK, min_steps=30, in_loop=True)
 LONGEST_LIMIT_S = 120.0
 # Before a block was timed.
 GUESSED_BLOCK_S = 2.0
@@ -226,7 +226,7 @@ class Narrowing:
         known = None if verdict is None else verdict.contender_of(policy)
         if known is None or known.step_ms is None:
             return TURN
-        in_time = int(1000 * LONGEST_TURN_S / known.step_ms)
+        in_time = int(1000 * TURN.warmup_s / known.step_ms)
         return replace(TURN, min_steps=max(BLOCK.min_steps, min(TURN.min_steps, in_time)))
 
     @staticmethod

@@ -36,7 +36,7 @@ from amptune.search.space.exclusions import Ladder
 from amptune.search.table.effects import machine_of
 from amptune.search.table.next_rows import MOST_POLICIES, launch_s
 from amptune.search.table.row import Row
-from amptune.search.table.verdict import Verdict, verdict_of
+from amptune.search.table.verdict import PROCESSES, Verdict, verdict_of
 from amptune.search.trials import Trials
 
 __all__ = ["TuningRun"]
@@ -51,8 +51,8 @@ CACHED_GRAPH = 0.1
 GRACE_S = 8.0
 # Finding the largest batch takes at most this share of the time: nothing else is measured meanwhile.
 BATCH_SIZES_SHARE = 1 / 8
-# Rounds of the comparison to keep time for, each in fresh processes, in no more than this share of all the time.
-ROUNDS, COMPARISON_SHARE = 2, 1 / 4
+# The rounds of the comparison that time is kept for, each in fresh processes, take no more than this share of it.
+COMPARISON_SHARE = 1 / 4
 
 
 @dataclass
@@ -328,7 +328,7 @@ class TuningRun:
         def round_s(count: int) -> float:
             return launch_s(self._narrowing.start_s, count) + sum(costs[:count])
 
-        most = max(0, ROUNDS - done) * round_s(len(costs))
+        most = max(0, PROCESSES - done) * round_s(len(costs))
         share = COMPARISON_SHARE * (self.request.budget.seconds - self._built_s)
         return self._judging_s(ranked[0].policy) + (min(most, share) if share >= round_s(2) or done else 0.0)
 

@@ -45,7 +45,7 @@ def test_progress_is_told_in_order_each_line_with_the_time_left(folder: Path) ->
     done = run(*TUNE, *FEW, folder=folder, evaluator=Machine())
     lines = re.findall(r"^\[ *(\d+) s left\] +(.*)", done.stderr, flags=re.MULTILINE)
     left_s, said = zip(*((int(seconds), words) for seconds, words in lines), strict=True)
-    assert left_s[0] == 54  # some is kept for the loop, and for a look at larger batches
+    assert left_s[0] == 58  # some is kept for a look at larger batches
     assert list(left_s) == sorted(left_s, reverse=True)
     stages = ["resnet50: 25,000,000 parameters", "search space hopper", "1 *", "numerics of", "search ended"]
     stages.append("comparison: ")
@@ -71,7 +71,7 @@ def test_where_nothing_is_better_the_answer_says_to_keep_what_one_has(folder: Pa
     assert re.match(
         r"(confirmed: none of \d+ others is better|undecided: .+ is better with a probability of )", lines[1]
     )
-    assert lines[2].startswith("policy written to policy.yaml; ")
+    assert any(line.startswith("policy written to policy.yaml; ") for line in lines[2:4])  # 80 columns: it may be long
 
 
 def test_where_only_the_baseline_was_measured_the_answer_asks_for_time(folder: Path) -> None:
@@ -114,12 +114,12 @@ def test_the_same_command_again_resumes(folder: Path) -> None:
 def test_the_budget_counts_from_the_start_of_the_command(folder: Path) -> None:
     class Slow(Machine):
         def prepare(self, limit_s: float) -> Prepared:
-            assert limit_s == 54.0
+            assert limit_s == 57.6
             self.clock.advance(25.0)
             return super().prepare(limit_s)
 
     done = run(*TUNE, *FEW, folder=folder, evaluator=Slow())
-    assert done.stderr.startswith("[  29 s left] resnet50")
+    assert done.stderr.startswith("[  33 s left] resnet50")
 
 
 def test_an_interruption_writes_the_best_so_far(folder: Path) -> None:

@@ -109,7 +109,7 @@ def test_a_surprisingly_slow_trial_is_measured_again(tmp_path: Path) -> None:
 
     def true_ms(policy: Policy) -> float:
         searching = not any(isinstance(event, SearchEnded) for event in events)
-        disturbed = searching and bool(policy.fp32_modules) and policy not in seen
+        disturbed = searching and policy.cudnn_benchmark and policy not in seen
         seen.append(policy)
         return recorded_ms("resnet50", policy) * (1.6 if disturbed else 1.0)
 
@@ -125,7 +125,7 @@ def test_a_surprisingly_slow_trial_is_measured_again(tmp_path: Path) -> None:
     trials = [event.trial for event in events if isinstance(event, TrialEnded)]
     again = {policy for policy in searched if searched.count(policy) == 2}
     assert again
-    assert any(policy.fp32_modules for policy in again)
+    assert any(policy.cudnn_benchmark for policy in again)
     for trial in trials:
         if trial.policy in again:
             assert not isinstance(trial.outcome, Failure)

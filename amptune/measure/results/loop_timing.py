@@ -8,10 +8,12 @@ from typing import Literal
 
 from amptune.policy.findings import Finding
 
-__all__ = ["WORTH_SAYING", "LoopTiming", "limits_of", "waiting_in_words"]
+__all__ = ["MOST_WAITING", "WORTH_SAYING", "LoopTiming", "limits_of", "waiting_in_words"]
 
 # A smaller share of the loop's time is less than two processes, or two runs of a few seconds, differ by.
 WORTH_SAYING = 0.02
+# If a loop waits for its data for more than this share of its time, a faster step shows in the step alone.
+MOST_WAITING = 0.1
 # A host that needs less than this part of a step's time to enqueue the step is ahead of the device, so the device does
 # not wait for it. In the few steps that measure `busy_ms` the device's clock may be a few percent higher than in the
 # loop; without this threshold those percents would be blamed on the host.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from amptune.measure.bench.readings import OWN_LOAD
+from amptune.measure.results.loop_timing import MOST_WAITING
 from amptune.measure.results.outcome import Measurement, Outcome, outcome_from_dict, outcome_to_dict
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import Policy
@@ -21,8 +22,6 @@ SITTING_S = 600.0
 _DEVIATIONS = 1.4826
 # Fewer steps than this do not show how much steps differ.
 _FEWEST_STEPS = 5
-# If the loop waits for data for more than this share of its time, a faster step shows in the step alone.
-MOST_WAITING = 0.1
 # Steps of two policies are alike if the mean of their ratios is no farther than this from the median: a policy that is
 # as a rule fast, and now and then very slow, has no figure that a few blocks can tell.
 ALIKE = 0.1
