@@ -385,6 +385,8 @@ def test_on_a_gpu_a_step_takes_the_gpus_time_wherever_the_loop_waits_for_it(read
     watch.size_is_as_measured()
     cycles = 5_000_000
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    for _ in range(100):  # until the GPU's clock is at its highest
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
     began.record()
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
     ended.record()

@@ -121,7 +121,7 @@ def test_a_surprisingly_slow_trial_is_measured_again(tmp_path: Path) -> None:
         if isinstance(event, SearchEnded):
             searched.extend(evaluator.measured)
 
-    tune_with(evaluator, request_in(tmp_path, evaluator.clock, pins={"cuda_graphs": "false", "compile": "off"}), watch)
+    tune_with(evaluator, request_in(tmp_path, evaluator.clock, pins={"cuda_graphs": "false"}), watch)
     trials = [event.trial for event in events if isinstance(event, TrialEnded)]
     again = {policy for policy in searched if searched.count(policy) == 2}
     assert again

@@ -44,11 +44,13 @@ FEW_BATCHES = 3
 # second step, so only a later step shows their step time.
 FIRST_STEPS = 8
 LEAST_FIRST_STEPS, LEAST_FIRST_STEPS_COMPILED = 3, 5
-FIRST_STEPS_S = 2.0
+FIRST_STEPS_S = 1.0
 # Waiting for graphs that are still compiled or recorded takes at most this share of a trial's time limit, twice.
 SETTLE_SHARE = 1 / 4
 # A step too slow to be of interest is timed only this often.
 SLOW_STEPS = 2
+# Initial weights of at most this share of the device's memory are kept on it while training restarts from them often.
+NEAR_SHARE = 1 / 32
 # CUDA graphs keep their memory between trials of one policy, up to this share of the device's memory.
 GRAPHS_SHARE = 1 / 8
 
@@ -116,6 +118,7 @@ class Bench:
         self._compilations.forget()
         self.model = _built_model(self.workload, self._seed)
         self._initial = [tensor.detach().clone() for tensor in self._state()]
+        self._near: list[torch.Tensor] | None = None
         self._initial_sums: tuple[float, ...] | None = None
         self.nonfinite = frozenset(nonfinite_in(self.model))
         self._kinds = self._kinds_of_state()
@@ -260,6 +263,22 @@ class Bench:
         self._put_back(weights)
         seed_everything(self._seed + offset)
 
+    @contextmanager
+    def initial_weights_near(self) -> Iterator[None]:
+        """Keeps a copy of the initial weights on the device, if they are small: copying large ones takes a second."""
+        if self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            if sum(tensor.nbytes for tensor in self._initial) <= NEAR_SHARE * total:
+                self._near = [tensor.to(self.device) for tensor in self._initial]
+        try:
+            yield
+        finally:
+            self._near = None
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a copy, on the device if the initial weights are kept there, else on the CPU."""
+        return tensor.detach().to("cpu" if self._near is None else self.device, copy=True)
+
     def fingerprint(self, batches: Sequence[Any]) -> tuple[float, ...]:
         """Returns sums of weights and batches; processes with comparable gradients have equal ones."""
         if self._initial_sums is None:
@@ -279,7 +298,8 @@ class Bench:
 
     @torch.no_grad()
     def _put_back(self, weights: Sequence[torch.Tensor] = ()) -> None:
-        for tensor, initial in zip(self._state(), [*weights, *self._initial[len(weights) :]], strict=True):
+        initial_state = self._initial if self._near is None else self._near
+        for tensor, initial in zip(self._state(), [*weights, *initial_state[len(weights) :]], strict=True):
             if 0 not in tensor.stride():  # an expanded buffer: nothing can write to it
                 tensor.copy_(initial) if self._tuned is None else self._tuned.write(tensor, initial)
             tensor.grad = None

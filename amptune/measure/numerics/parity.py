@@ -24,7 +24,16 @@ from amptune.measure.numerics.casts import parameters_in_half
 from amptune.measure.numerics.comparison import comparable, compare
 from amptune.measure.numerics.short_training import Training, Weights
 from amptune.measure.results.outcome import Failure
-from amptune.measure.results.training_runs import ROUNDING, Gradients, Parity, Reference, Rounding, Run, Thoroughness
+from amptune.measure.results.training_runs import (
+    ROUNDING,
+    THOROUGHNESS,
+    Gradients,
+    Parity,
+    Reference,
+    Rounding,
+    Run,
+    Thoroughness,
+)
 from amptune.policy.settings import Policy
 from amptune.runtime.flags import set_fp32_math
 from amptune.workload.user_errors import is_the_users
@@ -33,14 +42,6 @@ __all__ = ["judge", "make_reference"]
 
 # Number of batches on which FP32's gradients are taken once more, to see what they differ by from themselves.
 REPEATED_BATCHES = 2
-# The first entry that fits into the time is used. If the last entry needs more than twice the time, nothing is judged.
-THOROUGHNESS = (
-    Thoroughness(batches=8, epochs=4, replicas=2),
-    Thoroughness(batches=6, epochs=3, replicas=2),
-    Thoroughness(batches=4, epochs=3, replicas=2),
-    Thoroughness(batches=4, epochs=2, replicas=1),
-    Thoroughness(batches=3, epochs=1, replicas=1),
-)
 # A loss curve that is further from FP32's, in the unit of the distance between FP32's replicas, is trained again in
 # other data orders: of forty healthy models, five were that far off by chance.
 SUSPICIOUS = 2.0

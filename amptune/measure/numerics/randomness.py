@@ -58,8 +58,10 @@ class _NoDropout(TorchFunctionMode):
     """A mode that calls dropout functions with a probability of 0."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if "dropout" not in name and func not in _PLACES and not (kwargs and "dropout_p" in kwargs):
+            return func(*args, **(kwargs or {}))  # a step has thousands of these
+        kwargs = dict(kwargs or {})
         place = 1 if "dropout" in name else _PLACES.get(func)
         if "dropout_p" in kwargs:
             kwargs["dropout_p"] = 0.0
@@ -76,6 +78,7 @@ _IN_PLACE = {
     getattr(torch.Tensor, name)
     for name in ("normal_", "uniform_", "exponential_", "bernoulli_", "cauchy_", "log_normal_", "geometric_")
 }
+_DRAWS = {*_NEW, *_IN_PLACE, torch.bernoulli}
 
 
 @contextmanager
@@ -89,6 +92,8 @@ class _InFp32(TorchFunctionMode):
     """A mode that draws in FP32 and converts."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _DRAWS:
+            return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
         given = args[0] if args and isinstance(args[0], torch.Tensor) else None
         dtype = kwargs.get("dtype") or (torch.get_default_dtype() if given is None else given.dtype)

@@ -59,7 +59,7 @@ class Training:
         """
         feed = Feed(*batches_of(bench, divided=divided), device=bench.device)
         try:
-            with bench.on_device(_bare(policy), feed) as (tuned, _):
+            with bench.on_device(_bare(policy), feed) as (tuned, _), bench.initial_weights_near():
                 training = Training(bench, tuned, feed)
                 try:
                     yield training
@@ -101,8 +101,8 @@ class Training:
         return time.perf_counter() - start_s
 
     def weights(self) -> Weights:
-        """Returns a copy of the model's parameters, on the CPU."""
-        return tuple(parameter.detach().to("cpu", copy=True) for parameter in self.bench.model.parameters())
+        """Returns a copy of the model's parameters."""
+        return tuple(map(self.bench.copied, self.bench.model.parameters()))
 
     def gradients(
         self,

@@ -17,6 +17,7 @@ __all__ = [
     "ILL_CONDITIONED",
     "NEGLIGIBLE",
     "ROUNDING",
+    "THOROUGHNESS",
     "BufferParity",
     "Floats",
     "GradientParity",
@@ -65,6 +66,16 @@ class Thoroughness:
     def reference_steps(self) -> int:
         """Training steps for the reference: the gradients, with each rounding and of two batches again; the curves."""
         return self.batches * (1 + len(ROUNDING) + self.epochs * (1 + self.replicas)) + 2
+
+
+# The first entry that fits into the time is used. If the last entry needs more than twice the time, nothing is judged.
+THOROUGHNESS = (
+    Thoroughness(batches=8, epochs=4, replicas=2),
+    Thoroughness(batches=6, epochs=3, replicas=2),
+    Thoroughness(batches=4, epochs=3, replicas=2),
+    Thoroughness(batches=4, epochs=2, replicas=1),
+    Thoroughness(batches=3, epochs=1, replicas=1),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
