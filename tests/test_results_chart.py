@@ -30,10 +30,10 @@ def picture() -> ElementTree.Element:
 
 
 def times_ms(comparison: dict[str, Any], name: str) -> float:
-    """The geometric mean over the comparison's blocks of the block's median, read without amptune's code."""
+    """The geometric mean over the comparison's blocks of the block's mean, read without amptune's code."""
     policy = comparison["contenders"][name]
     rows = [row for one in comparison["rounds"] for row in one["rows"] if row["policy"] == policy]
-    return statistics.geometric_mean(statistics.median(row["outcome"]["step_ms"]) for row in rows)
+    return statistics.geometric_mean(statistics.fmean(row["outcome"]["step_ms"]) for row in rows)
 
 
 def speeds(path: Path) -> dict[str, float]:

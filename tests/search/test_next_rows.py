@@ -241,7 +241,7 @@ def again(
     *, fresh: bool = False, running: Collection[Policy] = (STOCK, BF16), start_s: float = 10.0, left_s: float = 1000.0
 ) -> NextRound | None:
     """Another round of two policies that are known well, where a block takes 2 s."""
-    verdict = decided(in_turn({STOCK: [10.0] * 6, BF16: [5.0] * 6}, per_launch=6), GPU)
+    verdict = decided(in_turn({STOCK: [10.0] * 6, BF16: [5.0] * 6}, per_launch=3), GPU)
     return round_again(
         verdict,
         (STOCK, BF16),
