@@ -23,7 +23,7 @@ class Evidence(TypedDict, total=False):
     `baseline`, `amp_recipe` and the `finalists` hold the same figures for other policies, or their failure.
     `launches` is how many process launches the speed-up rests on. `parity` is how far training is from that in
     FP32: the first steps, and what the numerics gate saw; `ablation` what each setting buys, as the speed with it
-    over the speed without; `end_to_end` what a training loop with fresh data reached. `tuned_on` is UTC, ISO 8601.
+    over the speed without; `end_to_end`, in older files, what a training loop reached. `tuned_on` is UTC, ISO 8601.
 
     `confidence` is "confirmed", "likely" (then `provisional` is set) or "undecided" (then the baseline stays).
 

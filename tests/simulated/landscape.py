@@ -353,6 +353,8 @@ class Trouble:
     busy: float = 0.0
     busy_by: tuple[float, float] = (0.10, 0.50)
     busy_s: float = 30.0
+    # The share of compiled policies whose graphs are recorded anew again and again: one step in ten is slow then.
+    unruly: float = 0.0
     # Costs in simulated seconds, in the size of those on an H200.
     trial_s: float = 1.0
     warmup_s: float = 0.3
@@ -380,6 +382,8 @@ NO_TROUBLE = Trouble(noise=0.0, step_noise=0.0, launch_noise=0.0, drift=0.0, out
 HW_THERMAL_SLOWDOWN = 0x40
 # The 95 % point of a Gaussian.
 GAUSSIAN_95 = 1.96
+# How often a step of an unruly policy is slow, and by how much.
+SLOW_SHARE, SLOW_TIMES = 0.1, 40.0
 # So many slow steps are run before a trial that is far behind is abandoned, and so many more are timed.
 FIRST_STEPS, ABANDONED_STEPS = 3, 2
 
@@ -484,8 +488,12 @@ class SyntheticEvaluator:
         self.clock.advance(warmup_s + (FIRST_STEPS + steps) * ms / 1000)
         if self.clock() - start_s > effort.time_limit_s:
             return self._timed_out(policy, start_s + effort.time_limit_s)
-        measured = self._measurement(policy, ms * self._step_noise(steps), warmup_s, abandoned=abandoned)
-        return replace(measured, in_loop=effort.in_loop)
+        step_ms = ms * self._step_noise(steps)
+        slow = self._rng.random(steps) < SLOW_SHARE if self.is_unruly(policy) else np.zeros(steps, dtype=bool)
+        step_ms[slow] *= SLOW_TIMES
+        measured = self._measurement(policy, step_ms, warmup_s, abandoned=abandoned)
+        settled = not slow[steps // 2 :].any()
+        return replace(measured, in_loop=effort.in_loop, settled=settled, prepared_anew=int(slow.sum()))
 
     def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity:  # noqa: ARG002
         """All are sound here. The reference takes its time, a judgement a third of that."""
@@ -516,9 +524,20 @@ class SyntheticEvaluator:
         unlucky = self.trouble.oom > 0 and own not in known and _drawn("oom", self._seed, own) < self.trouble.oom
         return self.landscape.fits(policy) and not unlucky
 
+    def is_unruly(self, policy: Policy) -> bool:
+        """Whether graphs of this policy are recorded anew for ever."""
+        compiled = policy.compile != "off" and self.trouble.unruly > 0
+        return compiled and _drawn("unruly", self._seed, replace(policy, batch_size=None)) < self.trouble.unruly
+
     def best(self) -> Policy:
         """The policy that is truly the fastest of those that run."""
-        return next(filter(self.runs, self.landscape.ranking))
+        fit = (policy for policy in self.landscape.ranking if self.runs(policy) and not self.is_unruly(policy))
+        return next(fit)
+
+    def samples_per_s(self, policy: Policy) -> float:
+        """The truth of the landscape, with what an unruly policy's slow steps take."""
+        slower = 1 + SLOW_SHARE * (SLOW_TIMES - 1) if self.is_unruly(policy) else 1.0
+        return self.landscape.samples_per_s(policy) / slower
 
     def drift_factor(self) -> float:
         """On every time at this moment: it falls or rises, and ends at 1."""
@@ -582,7 +601,7 @@ class SyntheticEvaluator:
             )
             slow = self.trouble.second_mode_by * (_drawn("next mode", self._seed, one) < self.trouble.second_mode)
             times.append(launch * (1 + slow) * self.sitting_factor(one, "next"))
-        return self.landscape.samples_per_s(policy) / self.landscape.samples_per_s(baseline) * times[1] / times[0]
+        return self.samples_per_s(policy) / self.samples_per_s(baseline) * times[1] / times[0]
 
     def _throttling(self) -> Throttling:
         start_s = self._rng.uniform(0, self.trouble.throttle_within_s)
@@ -724,13 +743,13 @@ def _judged(
 ) -> Replay:
     landscape, optimum = evaluator.landscape, evaluator.best()
     best, baseline = landscape.samples_per_s(optimum), landscape.samples_per_s(decision.baseline.policy)
-    chosen = landscape.samples_per_s(decision.policy)
+    chosen = evaluator.samples_per_s(decision.policy)
     speedup = decision.speedup
     tried = [trial.policy for trial in decision.trials if isinstance(trial.outcome, Measurement)]
     finalists = [policy for one in comparisons for policy in one.policies]
 
     def regret_of(policies: Iterable[Policy]) -> float:
-        return best / max(map(landscape.samples_per_s, filter(evaluator.runs, policies)), default=chosen) - 1
+        return best / max(map(evaluator.samples_per_s, filter(evaluator.runs, policies)), default=chosen) - 1
 
     return Replay(
         workload=landscape.workload,
