@@ -26,15 +26,14 @@ DOES_NOT_HOLD = 1
 @json_option
 @pass_session
 def verify_command(session: Session, policy: str, target: str, budget: float, device: str | None, as_json: bool) -> int:
-    r"""Measure the claim of POLICY.yaml again, on this machine, against the baseline it names.
+    """Measure the claim of POLICY.yaml again, on this machine, against the baseline it names.
 
     TARGET is the workload it was tuned for, FILE.py:NAME or PACKAGE.MODULE:NAME. Policy and baseline are
-    measured in turn, each in a process of its own, until one of these is known, or the budget is spent:
+    measured in turn, each in a process of its own, until the claim is met or missed, or the budget is
+    spent.
 
-    \b
-    met     the new 95 % interval lies above the claim less 2 %, or the
-            measured value does and its interval is at most 10 % to each side
-    missed  the interval lies below the claim less 2 %, twice in a row
+    It is met if the new 95 % interval lies above the claim less 2 %, or if the measured value does and its interval
+    is at most 10 % to each side. It is missed if the interval lies below that, twice in a row.
 
     Exit code 0 if the claim is met, 1 if it is missed or amptune could not tell, with the reason and with what changed.
     4 on hardware the policy is not for.
