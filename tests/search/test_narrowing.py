@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import pytest
 from simulated.recorded import Interference, RecordedEvaluator
 from tables import BF16, BF16_LAST, FP16, block, row
 
-from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
+from amptune.measure.results.outcome import LOADER_FAILED, Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.events import ComparisonStarted, ContenderMeasured, Event
 from amptune.search.narrowing import LONGEST_LIMIT_S, Narrowing
@@ -419,4 +419,51 @@ def test_a_neighbour_that_was_lucky_once_is_measured_again_before_it_wins() -> N
     bench.machine.true_ms = lambda policy: next(luck, 5.3) if policy == BF16_LAST else bench.times_ms[policy]
     verdict = bench.known(STOCK, BF16)
     assert bench.machine.measured.count(BF16_LAST) > 1
+    assert verdict.winner.policy == BF16
+
+
+# --- the user's loop --------------------------------------------------------------------------------------------------
+
+
+def test_turns_are_of_the_users_loop_with_thirty_steps_or_as_many_as_take_two_seconds() -> None:
+    bench = Bench(times_ms={**TRUE_MS, STOCK: 190.0})
+    bench.tried(*TRUE_MS)
+    bench.narrowing.until_known()
+    assert all(effort.in_loop for effort in bench.machine.efforts)
+    assert {effort.min_steps for effort in bench.machine.efforts} == {10, 30}
+
+
+def test_a_loader_that_fails_leaves_the_steps_to_decide_and_is_told() -> None:
+    broken = Failure(kind="error", message="no such file: train.csv", exception=LOADER_FAILED)
+
+    class Loaderless(Noting):
+        def measure(self, policy: Policy, effort: Effort) -> Outcome:
+            outcome = super().measure(policy, effort)
+            return broken if effort.in_loop else outcome
+
+    bench = Bench(kind=Loaderless)
+    bench.tried(*TRUE_MS)
+    bench.narrowing.until_known()
+    assert [effort.in_loop for effort in bench.machine.efforts].count(True) == 1
+    assert all(isinstance(one.outcome, Measurement) for one in bench.rows)
+    (finding,) = bench.narrowing.findings
+    assert finding.code == "loader-failed"
+    assert "train.csv" in str(finding)
+
+
+def test_a_loop_that_waits_for_its_data_is_given_up_for_steps() -> None:
+    class Waiting(Noting):
+        def measure(self, policy: Policy, effort: Effort) -> Outcome:
+            outcome = super().measure(policy, effort)
+            assert isinstance(outcome, Measurement)
+            return replace(outcome, wait_share=0.5) if effort.in_loop else outcome
+
+    bench = Bench(kind=Waiting)
+    bench.tried(*TRUE_MS)
+    bench.narrowing.until_known()
+    in_loop = [effort.in_loop for effort in bench.machine.efforts]
+    assert in_loop[0]
+    assert not in_loop[-1]
+    verdict = bench.verdict()
+    assert verdict is not None
     assert verdict.winner.policy == BF16

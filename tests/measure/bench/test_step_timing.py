@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -564,3 +564,46 @@ def test_a_measurement_of_an_older_journal_still_loads() -> None:
     assert (outcome.steady, outcome.discarded, outcome.contaminated_by) == (True, (), ())
     assert outcome.host_delay is None
     assert outcome.step_ms == FULL.step_ms
+
+
+# Graphs that keep coming.
+
+
+def coming(clock: ScriptedClock, at: Sequence[int]) -> Surroundings:
+    """Graphs are compiled before the steps with these numbers."""
+    return Surroundings(prepared=lambda: sum(clock.steps > n for n in at))
+
+
+def test_a_block_goes_on_until_no_graph_came_in_its_second_half() -> None:
+    clock = ScriptedClock(lambda n: 500.0 if n == 3 else 10.0)
+    one, around = sampler(clock), coming(clock, [3])
+    kept = one.sample(lambda: None, 10.0, EFFORT, 0.0, around).kept
+    assert (kept.prepared, kept.settled) == (1, True)
+    assert kept.step_ms[3] == 500.0  # it is part of the mean
+    assert sum(kept.step_ms) >= 2 * sum(kept.step_ms[:4])
+
+
+def test_a_policy_whose_graphs_keep_coming_is_not_settled_and_not_timed_for_ever() -> None:
+    clock = ScriptedClock(lambda _: 10.0)
+    around = Surroundings(prepared=lambda: clock.steps)
+    warm = sampler(clock).warm_up(lambda: None, 10.0, replace(EFFORT, settle_s=1.0, warmup_s=0.5), around)
+    assert 1500 <= 10.0 * warm.steps < 1700
+    kept = sampler(clock).sample(lambda: None, 10.0, replace(EFFORT, settle_s=1.0), 0.0, around).kept
+    assert not kept.settled
+    assert 1500 <= sum(kept.step_ms) < 1700
+
+
+def test_a_warm_up_with_a_graph_in_it_goes_on_after_it() -> None:
+    clock = ScriptedClock(lambda n: 3000.0 if n == 5 else 10.0)
+    warm = sampler(clock).warm_up(lambda: None, 10.0, replace(EFFORT, warmup_s=2.0), coming(clock, [5]))
+    assert warm.steady
+    assert warm.steps > 30
+
+
+def test_each_block_begins_anew() -> None:
+    clock, begun = ScriptedClock(), []
+    nvml = ScriptedNvml(reasons=lambda: HW_THERMAL if clock.steps < 5 else 0)
+    sampler(clock, nvml).sample(
+        lambda: None, 10.0, EFFORT, clock.now_s(), Surroundings(begin=lambda: begun.append(clock.steps))
+    )
+    assert begun[0] == 0

@@ -6,6 +6,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,9 +21,9 @@ from amptune.measure.bench import clocks
 from amptune.measure.bench.bench import Bench
 from amptune.measure.loop import feed, own_loop
 from amptune.measure.loop.feed import Epochs
-from amptune.measure.loop.own_loop import run_loop
+from amptune.measure.loop.own_loop import measure_in_loop, run_loop
 from amptune.measure.results.loop_timing import LoopTiming, limits_of
-from amptune.measure.results.outcome import Effort, Measurement
+from amptune.measure.results.outcome import LOADER_FAILED, Effort, Failure, Measurement
 from amptune.policy.settings import STOCK, amp_recipe
 
 CPU = torch.device("cpu")
@@ -460,3 +461,52 @@ def test_fresh_batches_are_pinned_on_a_gpu_and_keep_their_type() -> None:
 def test_batches_made_on_the_gpu_need_no_copy() -> None:
     timing = on_gpu(seconds=0.1, batch=lambda n: torch.randn(n, 8, device="cuda"))
     assert timing.steps >= 1
+
+
+# --- a turn of the loop -----------------------------------------------------------------------------------------------
+
+TURN = Effort(warmup_s=0.0, measure_s=0.1, precision=-1.0, min_steps=6, max_steps=20, in_loop=True)
+
+
+def turn(**parts: object) -> Measurement | Failure:
+    return measure_in_loop(Bench(workload_of(**parts), CPU), STOCK, TURN)
+
+
+def test_a_turn_of_the_loop_pays_for_waiting_and_says_how_much(scripted: ScriptedTime) -> None:
+    outcome = turn(loader=endless_in(scripted, 0.02), loss=StepsIn(scripted, 0.005))
+    assert isinstance(outcome, Measurement)
+    assert outcome.in_loop
+    assert outcome.mean_ms == pytest.approx(25.0)
+    assert outcome.wait_share == pytest.approx(0.8, abs=0.03)  # the last step is not over
+
+
+def test_without_a_loader_drawing_a_batch_is_not_timed(scripted: ScriptedTime) -> None:
+    outcome = turn(batch=batch_in(scripted, 0.02), loss=StepsIn(scripted, 0.005))
+    assert isinstance(outcome, Measurement)
+    assert outcome.mean_ms == pytest.approx(5.0)
+    assert outcome.wait_share == 0.0
+
+
+def test_the_batches_of_a_turn_are_others_than_those_of_the_search() -> None:
+    drawn = Bench(workload_of(), CPU).drawn
+    fresh, again = drawn.fresh_sequence(BATCH, 4), drawn.fresh_sequence(BATCH, 4)
+    assert all(torch.equal(one, other) for one, other in zip(fresh, again, strict=True))
+    assert not any(torch.equal(one, other) for one, other in product(fresh, drawn.sequence(BATCH, 4)))
+
+
+def test_a_loader_that_fails_is_told_from_a_policy_that_fails() -> None:
+    def loader(n: int) -> Iterator[torch.Tensor]:
+        yield torch.randn(n, 8)
+        raise FileNotFoundError("train.csv")
+
+    outcome = turn(loader=loader)
+    assert isinstance(outcome, Failure)
+    assert outcome.exception == LOADER_FAILED
+    assert "train.csv" in outcome.message
+
+    def loss(*_: object) -> torch.Tensor:
+        raise ValueError("no loss")
+
+    failed = turn(loss=loss)
+    assert isinstance(failed, Failure)
+    assert failed.exception == "ValueError"
