@@ -51,7 +51,7 @@ Ratios = tuple[Comparison | None, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """What the claim needs of one ratio, with what was measured; None if there is no such figure."""
+    """A ratio that the claim needs, with its measured value; None if there is no such figure."""
 
     name: str
     needed: float

@@ -51,8 +51,8 @@ CACHED_GRAPH = 0.1
 GRACE_S = 8.0
 # Finding the largest batch takes at most this share of the time: nothing else is measured meanwhile.
 BATCH_SIZES_SHARE = 1 / 8
-# The rounds of the comparison that time is kept for take no more than this share of it: with a quarter, simulated tunings
-# of 120 s lost 7.6 % in place of 4.5 %.
+# The rounds of the comparison get no more than this share of the time: with a quarter, simulated tunings of 120 s lost
+# 7.6 % in place of 4.5 %.
 COMPARISON_SHARE = 1 / 6
 
 

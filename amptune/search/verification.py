@@ -52,7 +52,7 @@ class Verification:
 
     @property
     def answer(self) -> Answer:
-        """What the rounds say of the claim; "missed" if the policy failed."""
+        """The answer of the rounds to the claim; "missed" if the policy failed."""
         return self.claim.answer(self.rounds) if self.rounds else "missed"
 
     @property
@@ -72,7 +72,7 @@ class Verification:
 
     @property
     def open_figures(self) -> list[Figure]:
-        """What is claimed and not met by the last round."""
+        """The figures of the claim that the last round does not meet."""
         return [figure for figure in self.claim.figures(self.rounds[-1]) if not figure.is_met]
 
 

@@ -68,7 +68,7 @@ class Batches(Protocol):
 
 
 class _Sequence:
-    """The same batches again and again. Each block begins with the first of them, after `begin`."""
+    """An endless cycle of batches. Each block begins with the first of them, after `begin`."""
 
     def __init__(self, batches: Sequence[Any], begin: Callable[[], None]) -> None:
         self._batches, self._begin, self._at = batches, begin, 0

@@ -45,7 +45,7 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What goes on around the steps.
+    """The work around the steps that are timed.
 
     `begin` is called before each block, `prepared` returns how many graphs were compiled or recorded so far, and
     `stillness` stops the processes that compile beside a block.
