@@ -331,7 +331,9 @@ class TuningRun:
 
         most = max(0, PROCESSES - done) * round_s(len(costs))
         share = COMPARISON_SHARE * (self.request.budget.seconds - self._built_s)
-        return self._judging_s(ranked[0].policy) + (min(most, share) if share >= round_s(2) or done else 0.0)
+        running_s = sum(costs[:2])  # a turn of the baseline and the best policy, in the processes that run
+        kept_s = min(most, share) if share >= round_s(2) or done else min(running_s, share)
+        return self._judging_s(ranked[0].policy) + kept_s
 
     def _judging_s(self, policy: Policy) -> float:
         """Returns the seconds to judge a policy without its graph."""

@@ -23,7 +23,7 @@ from amptune.policy.settings import Policy
 from amptune.search.table.effects import EFFECTS, Effect, Machine
 from amptune.search.table.population import shrunk
 from amptune.search.table.ratio import Ratio
-from amptune.search.table.row import Row, decisive, sittings_of, step_spread
+from amptune.search.table.row import Row, decisive, mean_error, sittings_of, step_spread
 
 __all__ = ["Estimates", "fit"]
 
@@ -207,8 +207,8 @@ def _pooled(steps: float, runs: Iterable[Sequence[float]]) -> float:
 class _Data:
     """The rows as arrays. `design` is (rows, policies), 1 where a row is of a policy; kernels are (rows, rows).
 
-    `fixed` is the covariance of effects whose size is not estimated: the level of a run, disturbances, and the
-    difference of steps by themselves to the user's loop.
+    `fixed` is the covariance of effects whose size is not estimated: the level of a run, disturbances, the
+    difference of steps by themselves to the user's loop, and the doubt about means that a few slow steps decide.
     """
 
     score: Array
@@ -239,6 +239,7 @@ def _data(scored: Sequence[tuple[Row, float]], spreads: Mapping[Policy, float], 
     single = [counts[row.policy] == 1 for row in rows]
     disturbed = np.array([_DISTURBED * row.is_disturbed for row in rows])
     apart = np.array([elsewhere * (not row.in_loop) for row in rows])
+    means = np.array([mean_error(row.outcome) if isinstance(row.outcome, Measurement) else 0.0 for row in rows])
     spread = np.array([spreads[row.policy] for row in rows])
     time_s = np.array([row.moment_s for row in rows])
     together, run, sittings = np.outer(spread, spread), _alike([row.run for row in rows]), sittings_of(rows)
@@ -255,7 +256,8 @@ def _data(scored: Sequence[tuple[Row, float]], spreads: Mapping[Policy, float], 
         },
         fixed=_LEVEL**2 * run
         + np.outer(disturbed, disturbed) * process
-        + np.outer(apart, apart) * _alike([row.policy for row in rows]),
+        + np.outer(apart, apart) * _alike([row.policy for row in rows])
+        + np.diag(np.maximum(0.0, means**2 - spread**2)),
         launches=tuple(_launches([row for row in rows if row.policy == policy]) for policy in policies),
         spread=np.array([spreads[policy] for policy in policies]),
     )

@@ -14,7 +14,17 @@ from amptune.measure.results.outcome import Measurement, Outcome, outcome_from_d
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import Policy
 
-__all__ = ["SITTING_S", "Row", "are_alike", "decisive", "sittings_of", "step_spread", "wait_share", "waits_for_data"]
+__all__ = [
+    "SITTING_S",
+    "Row",
+    "are_alike",
+    "decisive",
+    "mean_error",
+    "sittings_of",
+    "step_spread",
+    "wait_share",
+    "waits_for_data",
+]
 
 # Another run is another sitting, and so is each such part of a run: what other programs do has changed by then.
 SITTING_S = 600.0
@@ -127,9 +137,8 @@ def _steps_on_the_sequence(rows: Sequence[Row]) -> tuple[float, ...]:
 
 
 def step_spread(measurement: Measurement) -> float | None:
-    """Returns how much the steps of a block differ, as a share of their time: a robust standard deviation.
+    """Returns how much the steps of a block differ, as a robust standard deviation relative to their median.
 
-    If a few slow steps make the mean of the block more uncertain than that, it is the standard error of the mean.
     Returns None for a block of few steps. Steps of a GPU that is the limit differ by 0.1 %, steps that wait for the
     host by 1 to 10 %; so do the blocks and the launches of such a policy (reports/sittings).
     """
@@ -137,5 +146,10 @@ def step_spread(measurement: Measurement) -> float | None:
     if len(steps) < _FEWEST_STEPS:
         return None
     middle = statistics.median(steps)
-    robust = _DEVIATIONS * statistics.median(abs(ms - middle) for ms in steps) / middle
-    return max(robust, statistics.stdev(steps) / math.sqrt(len(steps)) / measurement.mean_ms)
+    return _DEVIATIONS * statistics.median(abs(ms - middle) for ms in steps) / middle
+
+
+def mean_error(measurement: Measurement) -> float:
+    """Returns the standard error of the block's mean step, as a share of it: a few very slow steps make it large."""
+    steps = measurement.step_ms
+    return statistics.stdev(steps) / math.sqrt(len(steps)) / measurement.mean_ms if len(steps) > 1 else 0.0
