@@ -147,8 +147,9 @@ def fit(
         return None
     spreads = _spreads([row for row, _ in scored], machine.least_spread, spread)
     elsewhere = _NOT_IN_LOOP if spread is None and any(row.in_loop for row, _ in scored) else 0.0
-    sizes = _sized(_data(core[-_MOST_ROWS:], spreads, elsewhere), machine.effects)
-    return _estimated(_data(core + singles, spreads, elsewhere), policies, policies.index(baseline), sizes)
+    sizes = _sized(_data(core[-_MOST_ROWS:], spreads, elsewhere, of_time=spread is None), machine.effects)
+    data = _data(core + singles, spreads, elsewhere, of_time=spread is None)
+    return _estimated(data, policies, policies.index(baseline), sizes)
 
 
 def _newest(scored: Sequence[tuple[Row, float]]) -> list[tuple[Row, float]]:
@@ -231,15 +232,20 @@ class _Data:
         return np.asarray(np.linalg.inv(covariance), dtype=np.float64)
 
 
-def _data(scored: Sequence[tuple[Row, float]], spreads: Mapping[Policy, float], elsewhere: float) -> _Data:
-    """Returns the arrays; rows that are not of the user's loop are off by `elsewhere`."""
+def _data(
+    scored: Sequence[tuple[Row, float]], spreads: Mapping[Policy, float], elsewhere: float, *, of_time: bool
+) -> _Data:
+    """Returns the arrays; rows that are not of the user's loop are off by `elsewhere`.
+
+    A mean that a few slow steps decide is doubtful, which matters for scores `of_time`.
+    """
     rows = [row for row, _ in scored]
     policies = list(dict.fromkeys(row.policy for row in rows))
     counts = Counter(row.policy for row in rows)
     single = [counts[row.policy] == 1 for row in rows]
     disturbed = np.array([_DISTURBED * row.is_disturbed for row in rows])
     apart = np.array([elsewhere * (not row.in_loop) for row in rows])
-    means = np.array([mean_error(row.outcome) if isinstance(row.outcome, Measurement) else 0.0 for row in rows])
+    means = np.array([_doubt(row) if of_time else 0.0 for row in rows])
     spread = np.array([spreads[row.policy] for row in rows])
     time_s = np.array([row.moment_s for row in rows])
     together, run, sittings = np.outer(spread, spread), _alike([row.run for row in rows]), sittings_of(rows)
@@ -261,6 +267,11 @@ def _data(scored: Sequence[tuple[Row, float]], spreads: Mapping[Policy, float], 
         launches=tuple(_launches([row for row in rows if row.policy == policy]) for policy in policies),
         spread=np.array([spreads[policy] for policy in policies]),
     )
+
+
+def _doubt(row: Row) -> float:
+    """Returns the standard error of the row's mean step, relative to it."""
+    return mean_error(row.outcome) if isinstance(row.outcome, Measurement) else 0.0
 
 
 def _launches(rows: Sequence[Row]) -> int:
