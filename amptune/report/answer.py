@@ -18,11 +18,11 @@ __all__ = ["answer_of", "important", "ranked"]
 _SAID = {"faster", "less-memory", "less-energy", "keep", "provisional", "undecided", "budget-too-small"}
 # Findings about whether the policy can be trusted.
 _GRAVE = {
-    "not-judged", "graph-not-judged", "no-reference", "rejected", "unsound", "cure", "speed-not-shown", "step-differs",
-    "end-to-end-failed",
+    "not-judged", "graph-not-judged", "no-reference", "rejected", "unsound", "cure", "speed-not-shown",
+    "loader-failed",
 }  # fmt: skip
 # Findings that change nothing for the user; so do those that count blocks.
-_DETAILS = {"simplest", "noisy", "compile-costs", "compile-not-needed", "launch-differs", "sound"}
+_DETAILS = {"simplest", "noisy", "compile-costs", "compile-not-needed", "sound"}
 # Of the important findings, the most that are shown without being asked for.
 MOST_SHOWN = 5
 
