@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from amptune.cli.options import SECONDS, json_option, print_json
+from amptune.cli.options import SECONDS, json_option, print_json, target_argument
 from amptune.cli.session import Session, pass_session
 
 if TYPE_CHECKING:
@@ -18,18 +18,21 @@ __all__ = ["diagnose_command"]
 
 
 @click.command("diagnose", short_help="Why is a training step slow, and where do its NaNs come from?")
-@click.argument("target")
+@target_argument
 @click.option("--budget", type=SECONDS, default="120s", show_default=True, help="Wall-clock time of the whole command.")
 @click.option("--device", metavar="cuda:N|cpu", help="Default: the first GPU, else the CPU.")
 @json_option
 @pass_session
-def diagnose_command(session: Session, target: str, budget: float, device: str | None, as_json: bool) -> int:
+def diagnose_command(
+    session: Session, target: str, arguments: tuple[str, ...], budget: float, device: str | None, as_json: bool
+) -> int:
     """Say what is wrong with the training step of TARGET on this machine, and what to do about it.
 
-    TARGET is FILE.py:NAME or PACKAGE.MODULE:NAME. Numerics: training under autocast in bf16 and in fp16 is held
-    against FP32; where it is not as good, the module in which that begins is named, and the smallest set of modules
-    that cures it when kept in FP32. Speed: what the step waits for, as stock PyTorch runs it and under the AMP
-    recipe. Exit code 0 whatever is found.
+    TARGET is FILE.py[:NAME] or PACKAGE.MODULE:NAME; what stands behind -- are its script's own arguments.
+
+    Numerics: training under autocast in bf16 and in fp16 is held against FP32; where it is not as good, the module in
+    which that begins is named, and the smallest set of modules that cures it when kept in FP32. Speed: what the step
+    waits for, as stock PyTorch runs it and under the AMP recipe. Exit code 0 whatever is found.
     """
     session.start_importing()
     from amptune.report.progress import progress_for
@@ -38,7 +41,7 @@ def diagnose_command(session: Session, target: str, budget: float, device: str |
 
     with progress_for(sys.stderr) as observer:
         time, machine = session.budget(budget), session.evaluator
-        found = diagnose(target, budget=time, device=device, observer=observer, evaluator=machine)
+        found = diagnose(target, budget=time, arguments=arguments, device=device, observer=observer, evaluator=machine)
     if as_json:
         print_json("amptune.diagnose/1", _as_data(found, target))
     else:

@@ -96,11 +96,17 @@ def cli() -> None:
     """Find the fastest numerically safe way to run a PyTorch training step on this machine.
 
     \b
-    amptune init train_workload.py                  describe your training step
-    amptune tune train_workload.py:workload         measure; writes policy.yaml
-    amptune explain policy.yaml                     what was found, in words
-    amptune diagnose train_workload.py:workload     why is it slow, where do NaNs come from?
-    amptune verify policy.yaml train_workload.py:workload      does it still hold?
+    amptune tune train.py                   measure the workload in it; writes policy.yaml
+    amptune explain policy.yaml             what was found, in words
+    amptune diagnose train.py               why is it slow, where do NaNs come from?
+    amptune verify policy.yaml train.py     does it still hold?
+    amptune init workload.py                no script yet: describe a training step
+
+    \b
+    In train.py, one of:
+    workload = amptune.Workload.from_loop(model, loader, loss_fn, optimizer)
+    workload = amptune.Workload.from_trainer(trainer)
+    workload = amptune.Workload.from_lightning(module, loader)
 
     In training: tuned = amptune.apply("policy.yaml", model)
 

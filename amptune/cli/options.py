@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import click
 
-__all__ = ["MEMORY", "SECONDS", "json_option", "objective_options", "print_json"]
+__all__ = ["MEMORY", "SECONDS", "json_option", "objective_options", "print_json", "target_argument"]
 
 if TYPE_CHECKING:
     _FloatType = click.ParamType[float]
@@ -72,6 +72,12 @@ def objective_options(default: str | None, help_text: str) -> Callable[[F], F]:
         return objective(least_speed(function))
 
     return add
+
+
+def target_argument(function: F) -> F:
+    """Adds TARGET, and `arguments`: what stands behind `--` for the target's script."""
+    arguments = click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGUMENTS]")
+    return click.argument("target")(arguments(function))
 
 
 def json_option(function: F) -> F:

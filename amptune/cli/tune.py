@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from amptune.cli.options import MEMORY, SECONDS, json_option, objective_options, print_json
+from amptune.cli.options import MEMORY, SECONDS, json_option, objective_options, print_json, target_argument
 from amptune.cli.session import Session, pass_session
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ __all__ = ["tune_command"]
 
 
 @click.command("tune")
-@click.argument("target")
+@target_argument
 @click.option("-o", "--output", default="policy.yaml", show_default=True, help="Where the policy is written.")
 @click.option("--budget", type=SECONDS, default="300s", show_default=True, help="Wall-clock time of the whole command.")
 @click.option("--trials", type=click.IntRange(1), help="Try at most this many policies.")
@@ -55,8 +55,9 @@ def tune_command(
 ) -> int:
     """Find the best policy for TARGET on this machine.
 
-    TARGET is FILE.py:NAME or PACKAGE.MODULE:NAME, an amptune.Workload or a function that returns one;
-    `amptune init` writes a starter. Stock PyTorch and the AMP recipe are always measured and compared.
+    TARGET is FILE.py, if it has one workload, FILE.py:NAME or PACKAGE.MODULE:NAME: an amptune.Workload or a function
+    that returns one. `amptune init` writes a starter. What stands behind -- are the script's own arguments.
+    Stock PyTorch and the AMP recipe are always measured and compared.
     The same command again resumes its study: what was measured is not measured twice.
     """
     session.start_importing()
@@ -90,6 +91,7 @@ def tune_command(
 def _request(
     session: Session,
     target: str,
+    arguments: tuple[str, ...],
     budget: float,
     trials: int | None,
     space: str | None,
@@ -114,7 +116,7 @@ def _request(
 
     folder, storage = place_of(study, target)
     return TuningRequest(
-        source=source_of(target),
+        source=source_of(target, arguments),
         wanted=Wanted(
             baseline=_baseline(baseline),
             space=space,

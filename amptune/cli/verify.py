@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from amptune.cli.options import SECONDS, json_option, print_json
+from amptune.cli.options import SECONDS, json_option, print_json, target_argument
 from amptune.cli.session import Session, pass_session
 
 if TYPE_CHECKING:
@@ -20,15 +20,24 @@ DOES_NOT_HOLD = 1
 
 @click.command("verify", short_help="Measure a policy's claim again: does it still hold here?")
 @click.argument("policy", metavar="POLICY.yaml")
-@click.argument("target")
+@target_argument
 @click.option("--budget", type=SECONDS, default="90s", show_default=True, help="Wall-clock time of the whole command.")
 @click.option("--device", metavar="cuda:N|cpu", help="Default: the first GPU, else the CPU.")
 @json_option
 @pass_session
-def verify_command(session: Session, policy: str, target: str, budget: float, device: str | None, as_json: bool) -> int:
+def verify_command(
+    session: Session,
+    policy: str,
+    target: str,
+    arguments: tuple[str, ...],
+    budget: float,
+    device: str | None,
+    as_json: bool,
+) -> int:
     """Measure the claim of POLICY.yaml again, on this machine, against the baseline it names.
 
-    TARGET is the workload it was tuned for, FILE.py:NAME or PACKAGE.MODULE:NAME. Policy and baseline are
+    TARGET is the workload it was tuned for, FILE.py[:NAME] or PACKAGE.MODULE:NAME; what stands behind -- are its
+    script's own arguments. Policy and baseline are
     measured in turn, each in a process of its own, until the claim is met or missed, or the budget is
     spent.
 
@@ -47,7 +56,9 @@ def verify_command(session: Session, policy: str, target: str, budget: float, de
     policy_file = load(policy)
     with progress_for(sys.stderr) as observer:
         time, machine = session.budget(budget), session.evaluator
-        found = verify(policy_file, target, budget=time, device=device, observer=observer, evaluator=machine)
+        found = verify(
+            policy_file, target, budget=time, arguments=arguments, device=device, observer=observer, evaluator=machine
+        )
     if as_json:
         print_json("amptune.verify/1", _as_data(found, policy))
     else:

@@ -69,16 +69,17 @@ def diagnose(
     workload: Workload | str,
     *,
     budget: Budget,
+    arguments: Sequence[str] = (),
     device: str | None = None,
     observer: Observer | None = None,
     evaluator: Evaluator | None = None,
 ) -> Diagnosis:
     """Examines a workload under autocast in every dtype of the machine, and under stock PyTorch.
 
-    The machine is this one unless an `evaluator` is given. Raises the workload's own errors, and `NothingFeasibleError`
-    if even stock PyTorch does not run.
+    The machine is this one unless an `evaluator` is given; `arguments` are those of a target's script. Raises the
+    workload's own errors, and `NothingFeasibleError` if even stock PyTorch does not run.
     """
-    source = source_of(workload)
+    source = source_of(workload, arguments)
     with (
         tempfile.TemporaryDirectory(prefix="amptune-") as folder,
         closing(evaluator or WorkerEvaluator(source, device, Path(folder) / "workers.log")) as machine,

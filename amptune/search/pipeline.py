@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +49,7 @@ class TuningInterrupted(KeyboardInterrupt):
 
 
 def tune(
-    workload: Workload | str,
+    workload: Workload | Callable[[], Workload] | str,
     *,
     budget_s: float = 300.0,
     trials: int | None = None,
@@ -71,11 +71,11 @@ def tune(
 ) -> Decision:
     """Finds the best policy for a workload on this machine: `amptune tune` as a function.
 
-    `workload` is a `Workload` (its functions travel to the worker processes by value) or a target such as
-    `"train.py:workload"`. `budget_s` is wall-clock seconds, final comparison included; `trials` bounds the
-    number of policies tried. `space` names a search space or its file, `pins` fixes knobs by name, `study`
-    is a folder or a database URL to remember trials in (default: under `.amptune/`). `batch_size` is a number, or
-    "auto" to search it too. `global_batch` is the samples of one optimizer step over all `devices`; batches are
+    `workload` is a `Workload` (its functions travel to the worker processes by value), a function that builds one
+    there, or a target such as `"train.py:workload"`. `budget_s` is wall-clock seconds, final comparison included;
+    `trials` bounds the number of policies tried. `space` names a search space or its file, `pins` fixes knobs by name,
+    `study` is a folder or a database URL to remember trials in (default: under `.amptune/`). `batch_size` is a number,
+    or "auto" to search it too. `global_batch` is the samples of one optimizer step over all `devices`; batches are
     accumulated to reach it. `compile` says whether to try torch.compile; by default the budget decides. A `sampler` of
     Optuna proposes policies in place of amptune's own, for throughput.
 
@@ -86,7 +86,7 @@ def tune(
     Raises a subclass of `AmptuneError`, and `TuningInterrupted` on Ctrl-C, with the best so far.
     """
     source = source_of(workload)
-    name = workload.name or "workload" if isinstance(workload, Workload) else workload
+    name = workload if isinstance(workload, str) else getattr(workload, "name", None) or "workload"
     folder, storage = place_of(study, name)
     request = TuningRequest(
         source=source,
@@ -141,6 +141,7 @@ def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) 
     observer(WorkloadBuilt(prepared=prepared, left_s=request.budget.left_s))
     if request.objective.name == "energy" and prepared.hardware.gpu is None:
         raise ObjectiveError(f"{NO_ENERGY}: it is read from a GPU, and {prepared.hardware.name} is none")
+    request = _accumulating(request, prepared)
     candidates = candidates_for(prepared, request.wanted)
     judge = Judge(evaluator, candidates.baseline, request.budget, observer, prepared.subject.tolerance)
     run = TuningRun(request, prepared, candidates, judge, evaluator, observer, plan)
@@ -169,6 +170,15 @@ def _built(evaluator: Evaluator, request: TuningRequest, plan: Plan) -> Prepared
     )
     plan.do(step, limit_s)
     return found[0]
+
+
+def _accumulating(request: TuningRequest, prepared: Prepared) -> TuningRequest:
+    """Returns the request with the global batch of a workload that accumulates, unless another was asked for."""
+    subject, wanted = prepared.subject, request.wanted
+    if subject.accumulate == 1 or wanted.global_batch is not None:
+        return request
+    whole = GlobalBatch(samples=subject.batch_size * subject.accumulate)
+    return replace(request, wanted=replace(wanted, global_batch=whole))
 
 
 def _with_time_for_the_rest(request: TuningRequest) -> TuningRequest:

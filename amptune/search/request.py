@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
-
-import cloudpickle
 
 from amptune.errors import ObjectiveError, TargetError
 from amptune.measure.workers.worker import Source
@@ -17,6 +17,8 @@ from amptune.search.plan.budget import Budget
 from amptune.search.sampler.policy_sampler import Sampler
 from amptune.search.space.candidates import Wanted
 from amptune.search.table.objective import THROUGHPUT, Objective
+from amptune.workload.by_value import to_bytes
+from amptune.workload.script import require_importable
 from amptune.workload.targets import parse_target
 from amptune.workload.workload import Workload
 
@@ -74,21 +76,23 @@ def _name_of(baseline: Policy) -> str | None:
     return named.get(baseline, "FILE")
 
 
-def source_of(workload: Workload | str) -> Source:
-    """Returns where workers get the workload from. Raises `TargetError` for a malformed target or a missing file."""
+def source_of(workload: Workload | Callable[[], Workload] | str, arguments: Sequence[str] = ()) -> Source:
+    """Returns where workers get the workload from: a target, an object, or a function that builds it there.
+
+    `arguments` are those of a target's script. Raises `TargetError` for a malformed target, a missing file, a script
+    that trains when it is imported, and what cannot be sent to other processes.
+    """
     if isinstance(workload, str):
-        return Source(target=parse_target(workload).absolute())
-    if not isinstance(workload, Workload):
+        target = parse_target(workload)
+        if target.is_file:
+            require_importable(Path(target.place))
+        return Source(target=target.absolute(), arguments=tuple(arguments))
+    if not isinstance(workload, Workload) and not inspect.isroutine(workload):
         raise TargetError(
-            f"tune() takes a Workload or a target such as 'train.py:workload', not {type(workload).__name__}"
+            "tune() takes a Workload, a function that returns one, or a target such as 'train.py:workload', "
+            f"not {type(workload).__name__}"
         )
-    try:
-        return Source(pickled=cloudpickle.dumps(workload))
-    except Exception as error:
-        raise TargetError(
-            f"the workload cannot be sent to the worker processes: {type(error).__name__}: {error}; build what "
-            "cannot be pickled (open files, locks, CUDA tensors) inside model(), batch() or optimizer()"
-        ) from error
+    return Source(pickled=to_bytes(workload, "workload"))
 
 
 def place_of(study: str | Path | None, name: str) -> tuple[Path, Path | str]:

@@ -115,6 +115,7 @@ class TuningRun:
             objective=request.objective,
             options=request.options,
             device=self.prepared.hardware.device,
+            arguments=request.source.arguments,
         )
 
     @cached_property

@@ -81,19 +81,21 @@ def verify(
     workload: Workload | str,
     *,
     budget: Budget,
+    arguments: Sequence[str] = (),
     device: str | None = None,
     observer: Observer | None = None,
     evaluator: Evaluator | None = None,
 ) -> Verification:
     """Measures a policy's claim again, on this machine unless an `evaluator` is given: `amptune verify` as a function.
 
-    Raises `ClaimError` if the file claims nothing, `HardwareMismatchError` on another machine,
-    `NothingFeasibleError` if the baseline fails, and any error that the workload raises.
+    `arguments` are those of a target's script. Raises `ClaimError` if the file claims nothing,
+    `HardwareMismatchError` on another machine, `NothingFeasibleError` if the baseline fails, and any error that the
+    workload raises.
     """
     claim_of(policy_file)
     if evaluator is None:  # checked before a model is built that may be far too large here
         require_valid(policy_file, dict(probe(device).labels))
-    source = source_of(workload)
+    source = source_of(workload, arguments)
     with (
         tempfile.TemporaryDirectory(prefix="amptune-") as folder,
         closing(evaluator or WorkerEvaluator(source, device, Path(folder) / "workers.log")) as machine,

@@ -1,4 +1,4 @@
-"""Targets: names of workloads on a command line, `file.py:name` or `package.module:name`."""
+"""Targets: names of workloads on a command line, `file.py`, `file.py:name` or `package.module:name`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,28 +14,38 @@ from types import ModuleType
 from typing import Any
 
 from amptune.errors import TargetError
-from amptune.workload.user_errors import user_code
+from amptune.workload.user_errors import user_code, user_script
 from amptune.workload.workload import Workload
 
-__all__ = ["Target", "load_workload", "parse_target", "source_digest"]
+__all__ = ["Target", "load_workload", "parse_target", "source_digest", "workload_in"]
+
+
+# How an annotation names a workload, as a string or as the class.
+_WORKLOADS = ("Workload", "Workload'>")
 
 
 class Target(str):
-    """A target's text in valid form; `place` is the file or module, `attribute` the name in it."""
+    """A target's text in valid form; `place` is the file or module, `attribute` the name in it, "" for its only one."""
 
     __slots__ = ()
 
     @property
     def place(self) -> str:
-        return self.rpartition(":")[0]
+        return str(self) if self._is_whole_file else self.rpartition(":")[0]
 
     @property
     def attribute(self) -> str:
-        return self.rpartition(":")[2]
+        return "" if self._is_whole_file else self.rpartition(":")[2]
 
     def absolute(self) -> str:
         """Returns the target with its file path made absolute, so that it is valid in any working directory."""
-        return f"{Path(self.place).resolve()}:{self.attribute}" if self.is_file else str(self)
+        if not self.is_file:
+            return str(self)
+        return ":".join(filter(None, [str(Path(self.place).resolve()), self.attribute]))
+
+    @property
+    def _is_whole_file(self) -> bool:
+        return self.endswith(".py")
 
     @property
     def is_file(self) -> bool:
@@ -44,8 +55,10 @@ class Target(str):
 def parse_target(text: str) -> Target:
     """Checks the form and that the file exists, without running the file. Raises `TargetError`."""
     target = Target(text)
-    if not target.place or not target.attribute.isidentifier():
-        raise TargetError(f"{text!r} is no target: write FILE.py:NAME or PACKAGE.MODULE:NAME, as in train.py:workload")
+    if not target._is_whole_file and (not target.place or not target.attribute.isidentifier()):
+        raise TargetError(
+            f"{text!r} is no target: write FILE.py, FILE.py:NAME or PACKAGE.MODULE:NAME, as in train.py:workload"
+        )
     if target.is_file and not Path(target.place).is_file():
         raise TargetError(f"{text}: there is no file {target.place} (looked in {Path.cwd()})")
     return target
@@ -54,18 +67,25 @@ def parse_target(text: str) -> Target:
 def load_workload(target: Target) -> Workload:
     """Imports the target and returns its workload, named after the attribute if it has no name.
 
-    Raises `TargetError` if the target does not exist or is no workload, `UserCodeError` if its code raises.
+    Raises `TargetError` if the target does not exist, is no workload, or is a file that has not just one;
+    `UserCodeError` if its code raises.
     """
-    found = _attribute(_import(target), target)
+    module = _import(target)
+    name = target.attribute or _only_workload(module, target)
+    return workload_in(_attribute(module, target, name), target, name)
+
+
+def workload_in(found: Any, place: str, name: str | None) -> Workload:
+    """Returns the workload that was found, or that the function found returns; `name` is for one without a name."""
     if callable(found) and not isinstance(found, Workload | type):
-        with user_code(f"{target}: {target.attribute}()"):
+        with user_code(f"{place}: {name or ''}()"):
             found = found()
     if not isinstance(found, Workload):
         raise TargetError(
-            f"{target} is {_a(found)}, not an amptune.Workload nor a function that returns one; "
+            f"{place} is {_a(found)}, not an amptune.Workload nor a function that returns one; "
             "`amptune init` writes an example"
         )
-    return found if found.name else replace(found, name=target.attribute)
+    return found if found.name or name is None else replace(found, name=name)
 
 
 def source_digest(target: Target) -> str:
@@ -104,21 +124,44 @@ def _import_file(path: Path) -> ModuleType:
         raise TargetError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    with user_code(f"importing {path.name}"):
+    with user_script(f"importing {path.name}"):
         spec.loader.exec_module(module)
     return module
 
 
-def _attribute(module: ModuleType, target: Target) -> Any:
-    with user_code(f"{target}: looking up {target.attribute}"):
-        if hasattr(module, target.attribute):
-            return getattr(module, target.attribute)
-    names = [name for name in dir(module) if not name.startswith("_")]
-    workloads = [name for name in names if isinstance(getattr(module, name, None), Workload)]
-    close = difflib.get_close_matches(target.attribute, workloads or names)
+def _only_workload(module: ModuleType, target: Target) -> str:
+    """Returns the name of the file's one workload; else of its one function that is to return one."""
+    known: dict[int, str] = {}
+    for name, value in vars(module).items():
+        if isinstance(value, Workload):
+            known.setdefault(id(value), name)
+    names = list(known.values()) or [name for name, value in vars(module).items() if _is_promised(name, value)]
+    if len(names) == 1:
+        return names[0]
+    if names:
+        raise TargetError(f"{target} has the workloads {', '.join(names)}: say which, as in {target}:{names[0]}")
+    raise TargetError(
+        f"{target} has no workload: write one line, workload = amptune.Workload.from_loop(model, loader, loss_fn, "
+        "optimizer), or from_trainer(trainer), or from_lightning(module, loader); `amptune init` writes an example"
+    )
+
+
+def _is_promised(name: str, value: Any) -> bool:
+    """Returns True for a function named `workload`, or annotated to return one."""
+    returned = getattr(value, "__annotations__", {}).get("return") if inspect.isfunction(value) else None
+    return inspect.isfunction(value) and (name == "workload" or str(returned).rpartition(".")[2] in _WORKLOADS)
+
+
+def _attribute(module: ModuleType, target: Target, name: str) -> Any:
+    with user_code(f"{target}: looking up {name}"):
+        if hasattr(module, name):
+            return getattr(module, name)
+    names = [other for other in dir(module) if not other.startswith("_")]
+    workloads = [other for other in names if isinstance(getattr(module, other, None), Workload)]
+    close = difflib.get_close_matches(name, workloads or names)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     hint = hint or (f"; it has the workloads {', '.join(workloads)}" if workloads else "")
-    raise TargetError(f"{target}: {target.place} has no {target.attribute}{hint}")
+    raise TargetError(f"{target}: {target.place} has no {name}{hint}")
 
 
 def _a(value: Any) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from functools import cache
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from amptune.errors import AmptuneError, UserCodeError
 
-__all__ = ["is_the_users", "user_code", "where_in_user_code"]
+__all__ = ["is_the_users", "user_code", "user_script", "where_in_user_code"]
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _LIBRARIES = tuple({str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("stdlib", "purelib", "platlib")})
@@ -30,6 +33,36 @@ def user_code(doing: str) -> Iterator[None]:
         kind = type(error).__name__
         place = f" ({where})" if where else ""
         raise UserCodeError(f"{doing} raised {kind}: {error}{place}", kind=kind, where=where) from error
+
+
+@contextmanager
+def user_script(doing: str) -> Iterator[None]:
+    """Does as `user_code`; the error of a script that ends itself has what it said, as argument parsers do."""
+    heard = _Heard(sys.stderr)
+    try:
+        with redirect_stderr(heard), user_code(doing):
+            yield
+    except UserCodeError as error:
+        said = heard.said.getvalue().strip()
+        if error.kind != "SystemExit" or not said:
+            raise
+        remedy = "the script's arguments stand behind --: amptune tune FILE.py -- ARGUMENTS"
+        raise UserCodeError(f"{error}\n{said}\n{remedy}", kind=error.kind, where=error.where) from error
+
+
+class _Heard:
+    """A stream that also keeps what is written to it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.said = io.StringIO()
+
+    def write(self, text: str) -> int:
+        self.said.write(text)
+        return int(self._stream.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def where_in_user_code(trace: TracebackType | None) -> str | None:

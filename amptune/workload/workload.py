@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from amptune.errors import TargetError
 
@@ -20,14 +21,15 @@ __all__ = ["Workload"]
 class Workload:
     """One training step, in parts that amptune can build, repeat and restore.
 
-    - `model()` builds the module on the CPU; amptune moves it to the device.
+    - `model()` builds the module on the CPU; amptune moves it to the device. A module in its place is copied.
     - `batch(n)` returns `n` samples: a tensor, or tuples, lists, dicts or dataclasses of tensors, moved to
       the device by amptune. Fresh data at each call is best; constant data works.
     - `loss(model, batch)` runs the forward pass and returns a scalar tensor.
     - `optimizer(model)` builds the optimizer over the model's parameters.
     - `step(tuned, model, optimizer, batch)` replaces `loss` if a step is not forward, loss, backward, optimizer
       step; it does the whole step, with `tuned.autocast()` and `tuned.scaler`, and returns the loss.
-    - `batch_size` is the size training uses today; the baseline uses it too.
+    - `batch_size` is the size training uses today; the baseline uses it too. `accumulate` is today's number of such
+      batches for one optimizer step; every policy keeps their product.
     - `loader(batch_size)` returns an iterable of batches like those of `batch`, such as training's DataLoader.
       amptune then tries the winning policy in a loop over it. Without it, that loop calls `batch` at each step.
     - `evaluate(model)` may rate a trained model by one number. `evaluate_tolerance` is then the largest allowed
@@ -43,6 +45,7 @@ class Workload:
     evaluate: Callable[[torch.nn.Module], float] | None = None
     evaluate_tolerance: float | None = None
     batch_size: int = 32
+    accumulate: int = 1
     name: str | None = None
 
     def __post_init__(self) -> None:
@@ -57,7 +60,74 @@ class Workload:
             wrong.append("give either loss or step, and not both")
         if self.evaluate_tolerance is not None and (self.evaluate is None or not self.evaluate_tolerance >= 0):
             wrong.append("evaluate_tolerance needs evaluate, and must not be negative")
-        if not isinstance(self.batch_size, int) or isinstance(self.batch_size, bool) or self.batch_size < 1:
-            wrong.append(f"batch_size must be a whole number of at least 1, not {self.batch_size!r}")
+        wrong += [
+            f"{part} must be a whole number of at least 1, not {value!r}"
+            for part in ("batch_size", "accumulate")
+            if not isinstance(value := getattr(self, part), int) or isinstance(value, bool) or value < 1
+        ]
+        if self.step is not None and self.accumulate != 1:
+            wrong.append("accumulate needs loss: a step of your own accumulates by itself")
         if wrong:
             raise TargetError("Workload: " + "; ".join(wrong))
+        if "torch" in sys.modules and isinstance(self.model, sys.modules["torch"].nn.Module):
+            from amptune.workload.copied_model import CopiedModel
+
+            object.__setattr__(self, "model", CopiedModel(self.model))
+
+    @classmethod
+    def from_loop(
+        cls,
+        model: torch.nn.Module,
+        loader: Iterable[Any],
+        loss: Callable[..., torch.Tensor],
+        optimizer: torch.optim.Optimizer | Callable[[torch.nn.Module], torch.optim.Optimizer],
+        *,
+        batch_size: int | None = None,
+        accumulate: int = 1,
+        name: str | None = None,
+    ) -> Self:
+        """Returns the workload of a loop over these objects; they stay as they are, in weights and on their device.
+
+        `loss` is a function `loss(model, batch)`, or PyTorch's kind (`nn.CrossEntropyLoss()`) for batches that are
+        pairs (input, target). `optimizer` is built anew over the copied model, from its class, arguments and groups; or
+        it is a function of the model. `batch_size` is needed if the loader does not tell it.
+
+        Raises `TargetError` for what cannot be copied, such as quantised weights, with the reason.
+        """
+        from amptune.workload.from_loop import parts_of_loop
+
+        return cls(**parts_of_loop(model, loader, loss, optimizer, batch_size), accumulate=accumulate, name=name)
+
+    @classmethod
+    def from_trainer(cls, trainer: Any, *, name: str | None = None) -> Self:
+        """Returns the workload of a Trainer of transformers: its loss, collator, optimizer, batch size, accumulation.
+
+        Model, arguments, dataset, collator and class are copied; the Trainer is built anew in the measuring processes.
+        Clipping, schedules and callbacks are not part of the measured step.
+
+        Raises `TargetError` for DeepSpeed, FSDP, quantised weights and a `device_map`, with the reason.
+        """
+        from amptune.workload.from_trainer import parts_of_trainer
+
+        return cls(**parts_of_trainer(trainer), name=name)
+
+    @classmethod
+    def from_lightning(
+        cls,
+        module: Any,
+        loader: Iterable[Any],
+        *,
+        batch_size: int | None = None,
+        accumulate: int = 1,
+        name: str | None = None,
+    ) -> Self:
+        """Returns the workload of a LightningModule: its `training_step` and `configure_optimizers` over the loader.
+
+        No Trainer is attached: what `self.log` gets is lost, and what the Trainer was told (clipping, callbacks) is not
+        part of the measured step. `accumulate` is its `accumulate_grad_batches`.
+
+        Raises `TargetError` for manual optimisation and for several optimizers, with the reason.
+        """
+        from amptune.workload.from_lightning import parts_of_lightning
+
+        return cls(**parts_of_lightning(module, loader, batch_size), accumulate=accumulate, name=name)

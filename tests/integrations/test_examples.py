@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import budget_here
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
@@ -25,8 +26,11 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 def output_of(script: str, *launcher: str) -> str:
-    command = [sys.executable, *launcher, str(EXAMPLES / script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return output_of_command(*launcher, str(EXAMPLES / script))
+
+
+def output_of_command(*arguments: str, folder: Path | None = None) -> str:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -40,6 +44,9 @@ def output_of(script: str, *launcher: str) -> str:
         pytest.param("compiled.py", marks=slow),
         pytest.param("activation_checkpointing.py", marks=slow),
         pytest.param("cuda_graphs.py", marks=[pytest.mark.gpu, on_gpu]),
+        "tune_a_loop.py",
+        pytest.param("tune_a_trainer.py", marks=[slow, needs("transformers"), needs("accelerate")]),
+        pytest.param("tune_a_lightning_module.py", marks=[slow, needs("lightning")]),
         pytest.param("lightning_trainer.py", marks=[slow, needs("lightning")]),
         pytest.param("transformers_trainer.py", marks=[slow, needs("transformers"), needs("accelerate")]),
         pytest.param("accelerate_loop.py", marks=[slow, needs("accelerate")]),
@@ -58,6 +65,20 @@ def test_an_example_of_two_processes_learns(script: str) -> None:
 @slow
 def test_the_example_of_export_computes_what_the_model_does() -> None:
     assert "computes what the model does, its head in torch.float32" in output_of("export.py")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "tune_a_loop.py",
+        pytest.param("tune_a_trainer.py", marks=[slow, needs("transformers"), needs("accelerate")]),
+        pytest.param("tune_a_lightning_module.py", marks=[slow, needs("lightning")]),
+    ],
+)
+def test_an_example_that_is_tuned_as_it_stands_trains_under_its_policy(script: str, tmp_path: Path) -> None:
+    tune = ("-m", "amptune", "tune", str(EXAMPLES / script), "--budget", budget_here(10), "--trials", "2")
+    assert "written to policy.yaml" in output_of_command(*tune, folder=tmp_path)
+    assert_learned(output_of_command(str(EXAMPLES / script), folder=tmp_path))
 
 
 def test_every_example_stands_in_the_docs_and_is_run_here() -> None:

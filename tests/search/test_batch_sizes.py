@@ -110,6 +110,18 @@ def test_a_global_batch_leaves_the_own_batch_unless_that_is_to_be_searched(tmp_p
     assert {(trial.policy.batch_size, trial.policy.accumulate) for trial in decision.trials} == {(128, 4)}
 
 
+def test_a_workload_that_accumulates_keeps_its_global_batch(tmp_path: Path) -> None:
+    class Accumulating(Ticking):
+        def prepare(self, limit_s: float) -> Prepared:
+            prepared = super().prepare(limit_s)
+            return replace(prepared, subject=replace(prepared.subject, accumulate=4))
+
+    evaluator = Accumulating("resnet50")
+    decision = tune_with(evaluator, request_in(tmp_path, evaluator.clock), lambda _: None)
+    assert {(trial.policy.batch_size, trial.policy.accumulate) for trial in decision.trials} == {(128, 4)}
+    assert (decision.baseline.policy.accumulate, decision.policy.accumulate) == (4, 4)
+
+
 def test_a_global_batch_that_cannot_be_made_up_is_refused_with_sizes_that_can(tmp_path: Path) -> None:
     with pytest.raises(SpaceError, match=r"--batch-size: .*125"):
         tuned(tmp_path, global_batch=GlobalBatch(samples=1000))

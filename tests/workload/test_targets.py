@@ -50,9 +50,9 @@ def test_a_target_is_a_workload_or_a_function_that_returns_one(script: Path, nam
     assert workload.name == name
 
 
-@pytest.mark.parametrize("text", ["train.py", ":name", "train.py:", "train.py:not a name", ""])
+@pytest.mark.parametrize("text", ["train", ":name", "train.py:", "train.py:not a name", ""])
 def test_a_target_of_the_wrong_form_says_the_right_one(text: str) -> None:
-    with pytest.raises(TargetError, match=r"is no target: write FILE.py:NAME or PACKAGE.MODULE:NAME"):
+    with pytest.raises(TargetError, match=r"is no target: write FILE.py, FILE.py:NAME or PACKAGE.MODULE:NAME"):
         parse_target(text)
 
 
@@ -74,6 +74,32 @@ def test_a_name_far_from_all_is_answered_with_the_workloads_there_are(script: Pa
 def test_a_thing_that_is_no_workload_is_said_to_be_what_it_is(script: Path) -> None:
     with pytest.raises(TargetError, match=r"is of type int, not an amptune.Workload"):
         load_workload(parse_target(f"{script}:number"))
+
+
+ONE = WORKLOAD.replace("ready = build()\n", "workload = build()\nthe_same = workload\n")
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        (ONE, "workload"),
+        (WORKLOAD.replace("ready = build()\n", "").replace("def build():", "def build() -> Workload:"), "build"),
+        (WORKLOAD.replace("ready = build()\n", "").replace("def build():", "def build() -> 'Workload':"), "build"),
+        (WORKLOAD.replace("ready = build()\n", "def workload():\n    return build()\n"), "workload"),
+    ],
+)
+def test_a_file_stands_for_its_one_workload(tmp_path: Path, source: str, name: str) -> None:
+    (tmp_path / "one.py").write_text(source)
+    assert load_workload(parse_target(str(tmp_path / "one.py"))).name == name
+
+
+def test_a_file_with_several_workloads_asks_which_and_one_without_says_what_to_write(tmp_path: Path) -> None:
+    (tmp_path / "several.py").write_text(f"{WORKLOAD}\nother = build()\n")
+    with pytest.raises(TargetError, match=r"has the workloads ready, other: say which, as in .*several.py:ready"):
+        load_workload(parse_target(str(tmp_path / "several.py")))
+    (tmp_path / "without.py").write_text("x = 1\n")
+    with pytest.raises(TargetError, match=r"has no workload: write one line, workload = amptune.Workload.from_loop"):
+        load_workload(parse_target(str(tmp_path / "without.py")))
 
 
 def test_a_function_that_raises_is_the_users_error_with_its_place(script: Path) -> None:

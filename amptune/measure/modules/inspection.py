@@ -61,6 +61,7 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
         tolerance=bench.workload.evaluate_tolerance,
         fusable=fusable,
         own_step=bench.workload.step is not None,
+        accumulate=bench.workload.accumulate,
     )
 
 

@@ -51,6 +51,7 @@ class Subject:
     `convolution_dims` are the numbers of spatial dimensions of its convolutions. `root_types` are the names of the
     model's class and base classes. `tolerance` is the allowed distance of `evaluate` from its value in FP32. `fusable`
     tells if the optimizer has a fused kernel not used yet, `own_step` if the workload defines its own step.
+    `accumulate` is the number of batches for one optimizer step in training today.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Subject:
     tolerance: float | None = None
     fusable: bool = True
     own_step: bool = False
+    accumulate: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

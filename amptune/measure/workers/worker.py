@@ -55,12 +55,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The source of a worker's workload: a target's text, or a `Workload` pickled by value (cloudpickle).
+    """The source of a worker's workload: a target's text; or a `Workload`, or a function that returns one, as bytes.
 
-    `batch_size` replaces the workload's own batch size.
+    `batch_size` replaces the workload's own batch size; `arguments` are what the target's script finds in `sys.argv`.
     """
 
     target: str | None = None
+    arguments: tuple[str, ...] = ()
     pickled: bytes | None = None
     batch_size: int | None = None
 
@@ -140,7 +141,9 @@ def start(setting: Setting, environment: Mapping[str, str], start_method: str | 
     stream = io.TextIOWrapper(io.BufferedWriter(_Log(log)), encoding="utf-8", errors="replace", line_buffering=True)
     sys.stdout = sys.stderr = stream
     if setting.source.target is not None:
-        sys.argv = [setting.source.target.rpartition(":")[0]]
+        from amptune.workload.targets import Target
+
+        sys.argv = [Target(setting.source.target).place, *setting.source.arguments]
     _State.setting = setting
 
 
@@ -315,6 +318,7 @@ def _bench() -> Bench:
         from amptune.hardware.nvml import open_gpu
         from amptune.measure.bench.bench import Bench
         from amptune.measure.bench.peak_memory import limit_memory
+        from amptune.workload.copied_model import give_back
 
         gpu = probe(_State.setting.device).gpu
         if gpu is not None:
@@ -325,6 +329,7 @@ def _bench() -> Bench:
         if limit is not None:
             limit_memory(device, limit)
         workload = _workload(_State.setting.source)
+        give_back(workload.model)
         gc.collect()
         gc.freeze()  # imported objects are then skipped by each trial's garbage collection
         _State.bench = Bench(workload, device, nvml, memory_mib=limit)
@@ -337,19 +342,29 @@ def _workload(source: Source) -> Workload:
 
 
 def _own_workload(source: Source) -> Workload:
+    """Returns the workload; what a script draws when it is imported, such as weights, is the same in every process."""
+    from amptune.measure.bench.bench import SEED
+    from amptune.measure.bench.drawn_batches import seed_everything
+
+    seed_everything(SEED)
     if source.target is not None:
         from amptune.workload.targets import load_workload, parse_target
 
         return load_workload(parse_target(source.target))
-    import cloudpickle
+    from amptune.workload.by_value import from_bytes
+    from amptune.workload.targets import workload_in
 
-    unpickle: Callable[[bytes | None], Workload] = cloudpickle.loads
-    return unpickle(source.pickled)
+    return workload_in(from_bytes(source.pickled or b""), "workload", name=None)
 
 
 def _source_digest(source: Source) -> str:
     if source.target is not None:
         from amptune.workload.targets import parse_target, source_digest
 
-        return source_digest(parse_target(source.target))
-    return hashlib.sha256(source.pickled or b"").hexdigest()
+        digest = source_digest(parse_target(source.target))
+        return digest if not source.arguments else _sha256("\0".join([digest, *source.arguments]).encode())
+    return _sha256(source.pickled or b"")
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

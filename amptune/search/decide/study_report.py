@@ -127,6 +127,7 @@ def command_of(study_report: StudyReport) -> str:
     return (
         shlex.join(["amptune", "tune", last.target, *last.options, "--objective", objective.name])
         + f"{least} --study {shlex.quote(where)}"
+        + (f" -- {shlex.join(last.arguments)}" if last.arguments else "")
     )
 
 

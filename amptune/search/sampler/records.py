@@ -24,7 +24,8 @@ class TuningRecord:
     """One tuning run: what was tuned, where, and against which baseline. `began` is UTC, ISO 8601.
 
     `target` is the workload's name on the command line, None if it came from Python. `folder` has the raw samples of
-    comparisons that an earlier amptune made. `options` are those of `amptune tune` that select the same study.
+    comparisons that an earlier amptune made. `options` are those of `amptune tune` that select the same study,
+    `arguments` those of the target's script.
     """
 
     run: str
@@ -38,6 +39,7 @@ class TuningRecord:
     objective: Objective
     options: tuple[str, ...] = ()
     device: str = "cpu"
+    arguments: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain data for the study; `from_dict` is the inverse."""
@@ -54,6 +56,7 @@ class TuningRecord:
             "least_speed": self.objective.least_speed,
             "options": list(self.options),
             "device": self.device,
+            "arguments": list(self.arguments),
         }
 
     @staticmethod
@@ -64,6 +67,7 @@ class TuningRecord:
             baseline=policy_from_dict(data["baseline"]),
             objective=Objective(data["objective"], data["least_speed"]),
             options=tuple(map(str, data.get("options", ()))),
+            arguments=tuple(map(str, data.get("arguments", ()))),
             device=data.get("device", "cuda" if "NVIDIA" in data["hardware"] else "cpu"),
         )
 

@@ -20,6 +20,14 @@ def start_method() -> str:
     return multiprocessing.get_start_method()
 
 
+def drawn() -> tuple[float, ...]:
+    """The sums of the weights and of a batch."""
+    from amptune.measure.workers.worker import _bench
+
+    bench = _bench()
+    return bench.fingerprint(bench.drawn.batches(8, 1))
+
+
 def looked_through() -> int:
     """How many objects a collection of garbage looks through."""
     return len(gc.get_objects())

@@ -102,6 +102,27 @@ workload = Workload(
 """
 
 
+DRAWN_AT_IMPORT = """
+import torch
+from torch import nn
+from amptune import Workload
+
+data = torch.randn(8, 2)
+workload = Workload(model=nn.Linear(2, 1), batch=lambda n: data[:n].clone(), batch_size=8,
+                    loss=lambda model, batch: model(batch).mean(),
+                    optimizer=lambda m: torch.optim.SGD(m.parameters(), 0.1))
+"""
+
+
+def test_what_a_script_draws_while_it_is_imported_is_the_same_in_every_process(tmp_path: Path) -> None:
+    (tmp_path / "drawn.py").write_text(DRAWN_AT_IMPORT)
+    workers = [worker(tmp_path, f"{tmp_path / 'drawn.py'}:workload") for _ in range(2)]
+    one, other = (each.call(LIMIT_S, asking.drawn) for each in workers)
+    stop_all(workers)
+    assert isinstance(one, tuple)
+    assert one == other
+
+
 def test_what_a_workers_start_takes_is_known(two: list[WorkerProcess]) -> None:
     prepared = two[0].call(LIMIT_S, prepare)
     assert isinstance(prepared, Prepared)

@@ -1,0 +1,66 @@
+"""A model of the user's that is copied, in place of a function that builds one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from amptune.errors import TargetError
+from amptune.workload.by_value import from_bytes, to_bytes
+
+__all__ = ["CopiedModel", "give_back", "plain_model"]
+
+
+class CopiedModel:
+    """A function that returns copies of a module on the CPU. It is pickled with the module's weights of that moment.
+
+    A copy of a module in evaluation mode is in training mode, which loops set when they begin.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        require_copyable(module)
+
+    def __call__(self) -> nn.Module:
+        copy: nn.Module = from_bytes(to_bytes(self.module, "model"))
+        return copy if copy.training else copy.train()
+
+    def __reduce__(self) -> tuple[type[CopiedModel], tuple[nn.Module]]:
+        return type(self), (self.module,)
+
+
+def plain_model(model: nn.Module) -> Any:
+    """Returns the module inside the wrapper of torch.compile or of CUDA graphs, or the model itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def require_copyable(module: nn.Module) -> None:
+    """Raises `TargetError` for a model whose copy would not train as the model itself does."""
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    reason = None
+    if kinds & {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"}:
+        reason = "it is wrapped for several devices: give the model in it, as before it was wrapped"
+    elif "DeepSpeedEngine" in kinds or any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        reason = "DeepSpeed holds its weights and its step: amptune measures PyTorch's own"
+    elif plain_model(module) is not module:
+        reason = "it is compiled already: give the model before torch.compile, which amptune tries by itself"
+    elif getattr(module, "is_quantized", False) or getattr(module, "quantization_method", None) is not None:
+        reason = "its weights are quantised: their kernels have one precision, so there is nothing to choose"
+    elif len(set(getattr(module, "hf_device_map", {}).values())) > 1:
+        reason = "its device_map spreads it over several devices: amptune measures the step on one"
+    elif any(parameter.is_meta for parameter in module.parameters()):
+        reason = "its weights are on the meta device: they have no values to start from"
+    elif any(type(parameter.data).__name__ == "DTensor" for parameter in module.parameters()):
+        reason = "its weights are sharded: give the model before it is sharded"
+    if reason is not None:
+        raise TargetError(f"the model ({type(module).__name__}) cannot be copied: {reason}")
+
+
+def give_back(model: Any) -> None:
+    """Moves the module that is copied to the CPU, in a process that needs the copies alone."""
+    if isinstance(model, CopiedModel):
+        model.module.to("cpu")
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has not typed it
+            torch.cuda.empty_cache()

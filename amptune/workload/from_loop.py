@@ -1,0 +1,66 @@
+"""A workload from what a training loop of one's own has: model, loader, loss and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from amptune.errors import TargetError
+from amptune.workload.copied_model import CopiedModel
+from amptune.workload.loader_batches import LoaderBatches
+from amptune.workload.rebuilt_optimizer import RebuiltOptimizer
+
+__all__ = ["parts_of_loop"]
+
+
+def parts_of_loop(
+    model: nn.Module, loader: Iterable[Any], loss: Callable[..., Any], optimizer: Any, batch_size: int | None
+) -> dict[str, Any]:
+    """Returns the parts of a `Workload` by name. Raises `TargetError` for what cannot be one."""
+    if not isinstance(model, nn.Module):
+        raise TargetError(f"model is {type(model).__name__}, not a torch.nn.Module")
+    if not isinstance(optimizer, torch.optim.Optimizer) and not callable(optimizer):
+        raise TargetError(
+            f"optimizer is {type(optimizer).__name__}: give a torch.optim.Optimizer, or a function of model"
+        )
+    batches = LoaderBatches(loader, batch_size)
+    return {
+        "model": CopiedModel(model),
+        "batch": batches.batch,
+        "loader": batches.at,
+        "batch_size": batches.batch_size,
+        "loss": Criterion(loss) if is_criterion(loss) else loss,
+        "optimizer": RebuiltOptimizer(optimizer, model) if isinstance(optimizer, torch.optim.Optimizer) else optimizer,
+    }
+
+
+def is_criterion(loss: Any) -> bool:
+    """Returns True for PyTorch's own kind of loss, which takes (output, target), not (model, batch)."""
+    return isinstance(loss, nn.Module) or getattr(loss, "__module__", None) == nn.functional.__name__
+
+
+class Criterion:
+    """The loss of a model whose batches are pairs (input, target): `criterion(model(input), target)`."""
+
+    def __init__(self, criterion: Callable[[Any, Any], torch.Tensor]) -> None:
+        self._criterion = criterion
+        self._device: torch.device | None = None
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        if not isinstance(batch, list | tuple) or len(batch) != 2:
+            raise TargetError(
+                f"{self._name} takes (output, target), but the loader's batches are {type(batch).__name__}, not pairs "
+                "(input, target): give loss=lambda model, batch: …"
+            )
+        inputs, targets = batch
+        if isinstance(self._criterion, nn.Module) and self._device != targets.device:
+            self._criterion.to(targets.device)  # weights of classes are no part of the model
+            self._device = targets.device
+        return self._criterion(model(inputs), targets)
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._criterion, "__name__", type(self._criterion).__name__)

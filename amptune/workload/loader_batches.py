@@ -1,0 +1,148 @@
+"""Batches from a loader of the user's: as it makes them, and of other sizes by its collator."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from amptune.errors import TargetError
+from amptune.runtime.tensor_tree import tensors_in
+
+__all__ = ["LoaderBatches"]
+
+# So many batches of a loader that decides itself which samples go together.
+MOST_KEPT = 32
+
+
+class LoaderBatches:
+    """What a workload draws from a loader: `batch(n)`, and `at(batch_size)` to iterate over.
+
+    Random samples are collated. If the loader chooses samples itself (a sampler of its own, an `IterableDataset`, no
+    DataLoader at all), its first batches are taken as they come, because their shapes may depend on that choice.
+    Raises `TargetError` if `batch_size` is neither given nor known from the loader.
+    """
+
+    def __init__(self, loader: Iterable[Any], batch_size: int | None = None) -> None:
+        if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
+            raise TargetError(
+                f"loader is {type(loader).__name__}, which cannot be iterated over again for each epoch: give a "
+                "DataLoader, a list of batches, or an object whose __iter__ begins anew"
+            )
+        self.loader = loader
+        self.batch_size = batch_size or _size_of(loader)
+        self._kept: list[Any] = []
+
+    def batch(self, n: int) -> Any:
+        """Returns n samples, drawn by torch's global generator."""
+        if isinstance(self.loader, DataLoader) and (n != self.batch_size or _is_plain(self.loader)):
+            return _collated(self.loader, n)
+        if n != self.batch_size:
+            raise self._no_other_size(n)
+        if not self._kept:
+            self._kept = _first_of(self.loader)
+        return self._kept[int(torch.randint(len(self._kept), ()))]
+
+    def at(self, batch_size: int) -> Iterable[Any]:
+        """Returns the loader, or one like it that makes batches of another size."""
+        if batch_size == self.batch_size:
+            return self.loader
+        if not isinstance(self.loader, DataLoader) or type(self.loader.batch_sampler) is not BatchSampler:
+            raise self._no_other_size(batch_size)
+        return _resized(self.loader, batch_size)
+
+    def _no_other_size(self, n: int) -> TargetError:
+        kind = type(self.loader).__name__
+        return TargetError(f"no batches of {n} can be made of this {kind}: it decides itself what is in a batch")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out the batches, which each process draws anew, and the loader's running worker processes."""
+        loader: Any = self.loader
+        if isinstance(loader, DataLoader):
+            loader = copy.copy(loader)
+            loader._iterator = None
+        return {"loader": loader, "batch_size": self.batch_size, "_kept": []}
+
+
+def _size_of(loader: Iterable[Any]) -> int:
+    if isinstance(loader, DataLoader):
+        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    else:  # such as a list
+        size = next((len(tensor) for batch in islice(loader, 1) for tensor in tensors_in(batch) if tensor.ndim), None)
+    if not isinstance(size, int):
+        raise TargetError(f"the {type(loader).__name__} does not tell its batch size: pass batch_size=…")
+    return size
+
+
+def _is_plain(loader: DataLoader[Any]) -> bool:
+    """Returns True if any samples may go together in a batch."""
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler or isinstance(loader.dataset, IterableDataset):
+        return False
+    return isinstance(batches.sampler, RandomSampler | SequentialSampler)
+
+
+def _collated(loader: DataLoader[Any], n: int) -> Any:
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        samples: list[Any] = []
+        while len(samples) < n and (more := list(islice(dataset, n - len(samples)))):
+            samples += more
+    else:
+        if len(dataset) == 0:
+            raise TargetError("the loader's dataset is empty")
+        indices = torch.randint(len(dataset), (n,)).tolist()
+        many = getattr(dataset, "__getitems__", None)
+        samples = [dataset[index] for index in indices] if many is None else many(indices)
+    return loader.collate_fn(samples)
+
+
+def _first_of(loader: Iterable[Any]) -> list[Any]:
+    """Returns the first batches, the same in each process; without the last of an epoch, which may be smaller."""
+    with _own_randomness():
+        batches = list(islice(loader, MOST_KEPT + 1))
+    if not batches:
+        raise TargetError("the loader yields no batch: is its dataset empty?")
+    return batches[:-1] or batches
+
+
+@contextmanager
+def _own_randomness() -> Iterator[None]:
+    """Seeds the global generators, and puts them back: other draws must not depend on when this one took place."""
+    import numpy as np
+
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def _resized(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
+    batches: Any = loader.batch_sampler
+    return DataLoader(
+        loader.dataset,
+        batch_size,
+        sampler=None if isinstance(loader.dataset, IterableDataset) else batches.sampler,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        drop_last=batches.drop_last,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )

@@ -1,0 +1,115 @@
+"""A training script, read before it is imported: does importing it train?"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from amptune.errors import TargetError
+
+__all__ = ["require_importable"]
+
+_NOT_EXECUTED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
+
+
+def require_importable(path: Path) -> None:
+    """Raises `TargetError`, with the lines to write, if importing the script would train.
+
+    A script trains in a loop with a backward pass or an optimizer's step, or by `train()` or `fit()` of a Trainer: not
+    under the `__main__` guard, but in functions too that it calls. A file that is no Python is left to the import.
+    """
+    source = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        script = _Script(ast.parse(source))
+    except SyntaxError:
+        return
+    for statement in script.tree.body:
+        found = script.training_in(statement)
+        if found is not None:
+            raise TargetError(_lines_to_write(path.name, source, script, statement, found))
+
+
+@dataclass
+class _Script:
+    """What a script executes when it is imported, as far as its text tells."""
+
+    tree: ast.Module
+    _functions: dict[str, ast.FunctionDef] = field(init=False)
+    _trainers: set[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._functions = {node.name: node for node in self.tree.body if isinstance(node, ast.FunctionDef)}
+        made = [node for node in ast.walk(self.tree) if isinstance(node, ast.Assign) and _makes_trainer(node.value)]
+        self._trainers = {target.id for node in made for target in node.targets if isinstance(target, ast.Name)}
+
+    def training_in(self, statement: ast.stmt) -> ast.AST | None:
+        """Returns the first loop or call that trains when a statement is executed."""
+        return next((node for node in self._executed(statement) if self._trains(node)), None)
+
+    def has_workload(self) -> bool:
+        """Returns True if the script names amptune's `Workload`."""
+        return any("Workload" in (getattr(node, "attr", ""), getattr(node, "id", "")) for node in ast.walk(self.tree))
+
+    def _trains(self, node: ast.AST) -> bool:
+        if isinstance(node, ast.For | ast.While):
+            return any(_is_step(inner) for inner in self._executed(node))
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            return False
+        held = node.func.value
+        is_trainer = _makes_trainer(held) or (isinstance(held, ast.Name) and held.id in self._trainers)
+        return is_trainer and node.func.attr in ("train", "fit")
+
+    def _executed(self, node: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[ast.AST]:
+        """Yields the nodes that executing one executes, those of the script's own functions that it calls too."""
+        if isinstance(node, _NOT_EXECUTED) or _is_guard(node):
+            return
+        yield node
+        for part in ast.iter_child_nodes(node):
+            yield from self._executed(part, inside)
+        name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+        if name in self._functions and name not in inside:
+            for statement in self._functions[name].body:
+                yield from self._executed(statement, (*inside, name))
+
+
+def _is_guard(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+
+
+def _is_step(node: ast.AST) -> bool:
+    """Returns True for a backward pass, and for the step of what is called an optimizer."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    return node.func.attr == "backward" or (node.func.attr == "step" and "opt" in ast.unparse(node.func.value).lower())
+
+
+def _makes_trainer(node: ast.AST) -> bool:
+    """Returns True for a call of a class named like a Trainer: `lightning.Trainer(…)`, `SFTTrainer(…)`."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Trainer")
+
+
+def _lines_to_write(name: str, source: str, script: _Script, statement: ast.stmt, found: ast.AST) -> str:
+    lines = source.splitlines()
+    first, last = statement.lineno, statement.end_lineno or statement.lineno
+    which = f"line {first}" if first == last else f"lines {first} to {last}"
+    shown = [lines[first - 1], *([] if first == last else ["    …"])]
+    body = "\n".join(f"        {line}" for line in shown)
+    guard = (
+        f"{name} trains when it is imported ({name}:{first}: {lines[first - 1].strip()}), and amptune imports it in "
+        f'every measuring process. Put {which} under a guard:\n\n    if __name__ == "__main__":\n{body}'
+    )
+    if script.has_workload():
+        return guard
+    return f"{guard}\n\nand above it write what amptune is to tune:\n\n    {_workload_for(found)}"
+
+
+def _workload_for(found: ast.AST) -> str:
+    """Returns the line that makes a workload of what trains."""
+    arguments = "loop(model, loader, loss_fn, optimizer)"
+    if isinstance(found, ast.Call) and isinstance(found.func, ast.Attribute):
+        arguments = f"trainer({ast.unparse(found.func.value)})"
+        if found.func.attr == "fit":
+            arguments = f"lightning({', '.join(map(ast.unparse, found.args[:2])) or 'module, loader'})"
+    return f"workload = amptune.Workload.from_{arguments}"

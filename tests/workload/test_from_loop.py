@@ -1,0 +1,248 @@
+"""Workloads from the objects of a loop: what is copied, what is built again, what is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from amptune import Workload
+from amptune.errors import TargetError
+from amptune.measure.bench.bench import Bench
+from amptune.measure.results.outcome import Effort, Measurement
+from amptune.policy.settings import STOCK
+from amptune.search.request import source_of
+from amptune.workload.by_value import from_bytes, to_bytes
+
+DATA = TensorDataset(torch.randn(40, 6), torch.randint(3, (40,)))
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def workload_of(model: nn.Module | None = None, **parts: Any) -> Workload:
+    model = net() if model is None else model
+    given = {"loader": DataLoader(DATA, 8, shuffle=True), "loss": nn.CrossEntropyLoss()}
+    return Workload.from_loop(model, **{**given, "optimizer": parts.get("optimizer") or adam(model), **parts})
+
+
+def sent(workload: Workload) -> Workload:
+    """The workload as a measuring process gets it."""
+    there = from_bytes(to_bytes(workload, "workload"))
+    assert isinstance(there, Workload)
+    return there
+
+
+def losses_of(workload: Workload) -> tuple[float, ...]:
+    outcome = Bench(workload, torch.device("cpu")).measure(STOCK, Effort(warmup_s=0.01, measure_s=0.01, min_steps=2))
+    assert isinstance(outcome, Measurement), outcome
+    return outcome.losses
+
+
+def test_it_trains_there_and_the_users_own_objects_stay_as_they_were() -> None:
+    model = net()
+    optimizer = adam(model)
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+    losses = losses_of(sent(workload_of(model, optimizer=optimizer)))
+    assert len(set(losses)) > 1
+    assert all(map(torch.equal, before, model.state_dict().values()))
+    assert optimizer.state == {}
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_every_process_draws_the_same_batches_in_whatever_order_it_asks() -> None:
+    """Of a loader that chooses its samples by itself too, whose first batches are drawn once."""
+    own_choice = DataLoader(DATA, batch_sampler=[[0, 1, 2], [3, 4, 5], [6, 7, 8]])
+    for workload in (workload_of(), workload_of(loader=own_choice, batch_size=3)):
+        size = workload.batch_size
+        one, other = (Bench(sent(workload), torch.device("cpu")) for _ in range(2))
+        other.drawn.batches(size, 1)
+        expected, found = one.drawn.sequence(size, 4), other.drawn.sequence(size, 4)
+        assert all(torch.equal(a[0], b[0]) for a, b in zip(expected, found, strict=True))
+        assert len({float(batch[0].sum()) for batch in found}) > 1
+
+
+def test_the_model_and_its_optimizer_are_copied_as_they_are() -> None:
+    model = net()
+    model[3].weight = nn.Parameter(torch.zeros(3, 8))
+    optimizer = torch.optim.SGD(
+        [{"params": model[0].parameters(), "lr": 0.5}, {"params": [model[3].weight], "weight_decay": 0.1}],
+        momentum=0.9,
+        lr=1.0,
+    )
+    workload = sent(workload_of(model, optimizer=optimizer))
+    copy: Any = workload.model()
+    assert all(map(torch.equal, model.state_dict().values(), copy.state_dict().values()))
+    built = workload.optimizer(copy)
+    assert type(built) is torch.optim.SGD
+    first, second = built.param_groups
+    assert [id(parameter) for parameter in first["params"]] == [id(copy[0].weight), id(copy[0].bias)]
+    assert (first["lr"], first["momentum"], first["weight_decay"]) == (0.5, 0.9, 0.0)
+    assert (second["lr"], second["weight_decay"]) == (1.0, 0.1)
+    assert second["params"] == [copy[3].weight]
+
+
+def test_the_optimizer_of_a_compiled_model_has_its_parameters() -> None:
+    workload = workload_of()
+    model = workload.model()
+    wrapped: Any = torch.compile(model)
+    optimizer = workload.optimizer(wrapped)
+    assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
+
+
+def test_shared_weights_stay_shared_and_evaluation_mode_ends() -> None:
+    model: Any = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)).eval()
+    model[1].weight = model[0].weight
+    copy: Any = workload_of(model).model()
+    assert copy[1].weight is copy[0].weight
+    assert copy.training
+    assert not model.training
+
+
+def test_a_module_in_place_of_the_function_that_builds_it_is_copied() -> None:
+    model: Any = net()
+    workload = Workload(
+        model=model,
+        batch=lambda n: torch.randn(n, 6),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=adam,
+    )
+    before = model[0].weight.clone()
+    assert len(losses_of(workload)) >= 3
+    assert torch.equal(model[0].weight, before)
+
+
+def test_the_loader_tells_the_batch_size_and_other_sizes_are_collated() -> None:
+    def padded(samples: list[Any]) -> dict[str, torch.Tensor]:
+        x, y = zip(*samples, strict=True)
+        return {"x": torch.stack(x), "y": torch.tensor(y)}
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+    workload = sent(workload_of(loader=DataLoader(DATA, 8, shuffle=True, collate_fn=padded), loss=loss))
+    assert workload.batch_size == 8
+    assert workload.batch(5)["x"].shape == (5, 6)
+    assert workload.loader is not None
+    assert [len(batch["y"]) for batch in workload.loader(8)] == [8] * 5
+    assert [len(batch["y"]) for batch in workload.loader(16)] == [16, 16, 8]
+    losses_of(workload)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.randn(6), i % 3) for i in range(10)])
+
+
+def test_a_stream_and_a_list_of_batches_are_loaders_too() -> None:
+    stream = sent(workload_of(loader=DataLoader(Stream(), 4)))
+    assert stream.batch(4)[0].shape == (4, 6)
+    assert stream.batch(25)[0].shape == (25, 6)
+    batches = [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(5)]
+    fixed = sent(workload_of(loader=batches))
+    assert fixed.batch_size == 4
+    losses_of(fixed)
+    with pytest.raises(TargetError, match="no batches of 8 can be made of this list"):
+        fixed.batch(8)
+
+
+def test_running_workers_of_a_loader_are_left_behind() -> None:
+    loader = DataLoader(DATA, 8, num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    running = iter(loader)
+    assert sent(workload_of(loader=loader)).batch(2)[0].shape == (2, 6)
+    assert len(list(running)) == 5
+
+
+class Locked(Dataset[int]):
+    def __init__(self) -> None:
+        self.file = {"lock": threading.Lock()}
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_what_cannot_be_pickled_is_named_and_a_function_works_instead() -> None:
+    def build() -> Workload:
+        return workload_of(loader=DataLoader(Locked(), 2))
+
+    with pytest.raises(TargetError, match=r"loader\.dataset\.file\.lock: TypeError: cannot pickle.*def workload\(\)"):
+        source_of(build())
+    assert isinstance(from_bytes(source_of(build).pickled or b"")().batch_size, int)
+
+
+def test_a_lock_that_a_function_uses_is_named_too() -> None:
+    lock = threading.Lock()
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        with lock:
+            return model(batch[0]).mean()  # type: ignore[no-any-return]
+
+    with pytest.raises(TargetError, match=r"workload\.loss\.lock: TypeError: cannot pickle"):
+        source_of(workload_of(loss=loss))
+
+
+class Quantised(nn.Linear):
+    is_quantized = True
+
+
+def spread() -> nn.Module:
+    model = net()
+    model.hf_device_map = {"0": 0, "3": 1}  # type: ignore[assignment]  # as transformers sets it
+    return model
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"model": Quantised(6, 3)}, "its weights are quantised"),
+        ({"model": spread()}, "device_map spreads it"),
+        ({"model": nn.DataParallel(net())}, "wrapped for several devices"),
+        ({"model": torch.compile(net())}, "compiled already"),
+        ({"model": nn.Linear(6, 3, device="meta")}, "on the meta device"),
+        ({"model": 3, "optimizer": len}, "model is int, not a torch.nn.Module"),
+        ({"optimizer": adam(net())}, "6 of the optimizer's 6 parameters are not the model's"),
+        ({"optimizer": 0.1}, "optimizer is float"),
+        ({"loader": iter([1])}, "cannot be iterated over again"),
+        ({"loader": []}, "does not tell its batch size: pass batch_size="),
+    ],
+)
+def test_what_cannot_be_copied_or_tried_is_refused_with_the_reason(parts: dict[str, Any], words: str) -> None:
+    with pytest.raises(TargetError, match=words):
+        workload_of(**parts)
+
+
+def test_a_loss_of_pytorchs_own_kind_takes_pairs() -> None:
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
+    model = net()
+    for loss in (weighted, nn.functional.cross_entropy):
+        assert workload_of(model, loss=loss).loss is not None
+    batch = DATA[:4]
+    workload = workload_of(model, loss=weighted)
+    assert workload.loss is not None
+    assert torch.equal(workload.loss(model.eval(), batch), weighted(model(batch[0]), batch[1]))
+    with pytest.raises(TargetError, match=r"CrossEntropyLoss takes \(output, target\), but .* are dict, not pairs"):
+        workload.loss(model, {"x": batch[0]})
+
+
+def test_an_optimizer_that_cannot_be_built_again_asks_for_a_function() -> None:
+    class Needy(torch.optim.SGD):
+        def __init__(self, params: Any, secret: int) -> None:
+            super().__init__(params, lr=secret / 10)
+
+    model = net()
+    workload = workload_of(model, optimizer=Needy(model.parameters(), 1))
+    with pytest.raises(TargetError, match=r"Needy cannot be built again .*secret.*optimizer=lambda model"):
+        workload.optimizer(model)

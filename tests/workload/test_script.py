@@ -1,0 +1,84 @@
+"""Scripts are read before they are imported: one that would train is shown the lines to write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from amptune.errors import TargetError
+from amptune.search.request import source_of
+from amptune.workload.script import require_importable
+
+LOOP = """
+for epoch in range(3):
+    for x, y in loader:
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        optimizer.step()
+"""
+
+TRAINS = {
+    "a loop": LOOP,
+    "a function that is called": f"def main():\n    {LOOP.replace(chr(10), chr(10) + '    ')}\nmain()\n",
+    "a step in a function of its own": "def step(b):\n    loss(b).backward()\nwhile True:\n    step(batch)\n",
+    "Accelerate": "for batch in loader:\n    accelerator.backward(model(batch))\n",
+    "a closure": "for batch in loader:\n    optimizer.step(closure)\n",
+    "a Trainer": "trainer = Trainer(model=model)\ntrainer.train()\n",
+    "a Trainer at once": "import lightning as L\nL.Trainer(max_epochs=1).fit(Lit(), loader)\n",
+    "within try": f"try:\n    {LOOP.strip().replace(chr(10), chr(10) + '    ')}\nfinally:\n    pass\n",
+}
+
+DOES_NOT = {
+    "a guard": f"if __name__ == '__main__':\n    {LOOP.strip().replace(chr(10), chr(10) + '    ')}\n",
+    "a function that is not called": f"def main():\n    {LOOP.replace(chr(10), chr(10) + '    ')}\n",
+    "the training mode": "model = Net()\nmodel.train()\nfor block in model.blocks:\n    block.train()\n",
+    "another fit": "scaler = StandardScaler()\nscaler.fit(x)\n",
+    "another step": "for _ in range(3):\n    environment.step(0)\n",
+    "recursion": "def f(n):\n    return f(n - 1)\nf(3)\n",
+    "no Python": "for :::",
+}
+
+
+def said_of(source: str, folder: Path) -> str:
+    path = folder / "train.py"
+    path.write_text(source)
+    with pytest.raises(TargetError) as caught:
+        require_importable(path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("source", TRAINS.values(), ids=TRAINS)
+def test_a_script_that_trains_is_found_out(source: str, tmp_path: Path) -> None:
+    assert "train.py trains when it is imported" in said_of(source, tmp_path)
+
+
+@pytest.mark.parametrize("source", DOES_NOT.values(), ids=DOES_NOT)
+def test_one_that_does_not_is_left_alone(source: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(source)
+    require_importable(tmp_path / "train.py")
+
+
+def test_the_lines_to_write_are_shown_with_the_scripts_own_names(tmp_path: Path) -> None:
+    said = said_of("import lightning as L\nt = L.Trainer()\nt.fit(classifier, train_loader)\n", tmp_path)
+    assert said.startswith("train.py trains when it is imported (train.py:3: t.fit(classifier, train_loader))")
+    assert (
+        'Put line 3 under a guard:\n\n    if __name__ == "__main__":\n        t.fit(classifier, train_loader)' in said
+    )
+    assert said.endswith("    workload = amptune.Workload.from_lightning(classifier, train_loader)")
+    assert said_of(TRAINS["a Trainer"], tmp_path).endswith("Workload.from_trainer(trainer)")
+    loop = said_of(LOOP, tmp_path)
+    assert "Put lines 2 to 6 under a guard" in loop
+    assert loop.endswith("Workload.from_loop(model, loader, loss_fn, optimizer)")
+
+
+def test_a_script_that_has_a_workload_is_shown_the_guard_alone(tmp_path: Path) -> None:
+    assert "from_loop" not in said_of(f"from amptune import Workload\nw = Workload.of()\n{LOOP}", tmp_path)
+
+
+def test_it_is_read_and_not_run(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{LOOP}")
+    with pytest.raises(TargetError, match="trains when it is imported"):
+        source_of(f"{path}:workload")
+    assert not (tmp_path / "ran").exists()
