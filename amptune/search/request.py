@@ -18,7 +18,7 @@ from amptune.search.sampler.policy_sampler import Sampler
 from amptune.search.space.candidates import Wanted
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.workload.by_value import to_bytes
-from amptune.workload.script import require_importable
+from amptune.workload.script import require_importable, require_workload
 from amptune.workload.targets import parse_target
 from amptune.workload.workload import Workload
 
@@ -86,6 +86,8 @@ def source_of(workload: Workload | Callable[[], Workload] | str, arguments: Sequ
         target = parse_target(workload)
         if target.is_file:
             require_importable(Path(target.place))
+            if not target.attribute:
+                require_workload(Path(target.place))
         return Source(target=target.absolute(), arguments=tuple(arguments))
     if not isinstance(workload, Workload) and not inspect.isroutine(workload):
         raise TargetError(

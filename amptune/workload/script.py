@@ -9,7 +9,7 @@ from pathlib import Path
 
 from amptune.errors import TargetError
 
-__all__ = ["require_importable"]
+__all__ = ["require_importable", "require_workload"]
 
 _NOT_EXECUTED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
 
@@ -31,6 +31,23 @@ def require_importable(path: Path) -> None:
             raise TargetError(_lines_to_write(path.name, source, script, statement, found))
 
 
+def require_workload(path: Path) -> None:
+    """Raises `TargetError`, with the lines to write, if no word of the script is about a workload."""
+    source = path.read_text(encoding="utf-8", errors="replace")
+    if "workload" in source.lower():
+        return
+    try:
+        script = _Script(ast.parse(source))
+    except SyntaxError:
+        return
+    found = next((node for node in ast.walk(script.tree) if script.trains(node)), script.tree)
+    raise TargetError(
+        f"{path.name} has no workload. Write one where model, data and optimizer exist; if that is inside of a "
+        f"function, then in a function that returns it:\n\n    import amptune\n\n    def workload():\n        …\n"
+        f"        return {_workload_for(found)}"
+    )
+
+
 @dataclass
 class _Script:
     """What a script executes when it is imported, as far as its text tells."""
@@ -46,13 +63,10 @@ class _Script:
 
     def training_in(self, statement: ast.stmt) -> ast.AST | None:
         """Returns the first loop or call that trains when a statement is executed."""
-        return next((node for node in self._executed(statement) if self._trains(node)), None)
+        return next((node for node in self._executed(statement) if self.trains(node)), None)
 
-    def has_workload(self) -> bool:
-        """Returns True if the script names amptune's `Workload`."""
-        return any("Workload" in (getattr(node, "attr", ""), getattr(node, "id", "")) for node in ast.walk(self.tree))
-
-    def _trains(self, node: ast.AST) -> bool:
+    def trains(self, node: ast.AST) -> bool:
+        """Returns True for a loop, or for a call of a Trainer, that trains when it is executed."""
         if isinstance(node, ast.For | ast.While):
             return any(_is_step(inner) for inner in self._executed(node))
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -60,6 +74,10 @@ class _Script:
         held = node.func.value
         is_trainer = _makes_trainer(held) or (isinstance(held, ast.Name) and held.id in self._trainers)
         return is_trainer and node.func.attr in ("train", "fit")
+
+    def has_workload(self) -> bool:
+        """Returns True if the script names amptune's `Workload`."""
+        return any("Workload" in (getattr(node, "attr", ""), getattr(node, "id", "")) for node in ast.walk(self.tree))
 
     def _executed(self, node: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[ast.AST]:
         """Yields the nodes that executing one executes, those of the script's own functions that it calls too."""
@@ -91,18 +109,18 @@ def _makes_trainer(node: ast.AST) -> bool:
 
 
 def _lines_to_write(name: str, source: str, script: _Script, statement: ast.stmt, found: ast.AST) -> str:
-    lines = source.splitlines()
-    first, last = statement.lineno, statement.end_lineno or statement.lineno
-    which = f"line {first}" if first == last else f"lines {first} to {last}"
-    shown = [lines[first - 1], *([] if first == last else ["    …"])]
+    lines, first = source.splitlines(), statement.lineno
+    shown = [lines[first - 1], *([] if statement.end_lineno == first else ["    …"])]
     body = "\n".join(f"        {line}" for line in shown)
     guard = (
         f"{name} trains when it is imported ({name}:{first}: {lines[first - 1].strip()}), and amptune imports it in "
-        f'every measuring process. Put {which} under a guard:\n\n    if __name__ == "__main__":\n{body}'
+        "every measuring process. Put that, and what needs its result, under a guard:\n\n"
+        f'    if __name__ == "__main__":\n{body}'
     )
     if script.has_workload():
         return guard
-    return f"{guard}\n\nand above it write what amptune is to tune:\n\n    {_workload_for(found)}"
+    line = f"    import amptune\n    workload = {_workload_for(found)}"
+    return f"{guard}\n\nand above it write what amptune is to tune:\n\n{line}"
 
 
 def _workload_for(found: ast.AST) -> str:
@@ -112,4 +130,4 @@ def _workload_for(found: ast.AST) -> str:
         arguments = f"trainer({ast.unparse(found.func.value)})"
         if found.func.attr == "fit":
             arguments = f"lightning({', '.join(map(ast.unparse, found.args[:2])) or 'module, loader'})"
-    return f"workload = amptune.Workload.from_{arguments}"
+    return f"amptune.Workload.from_{arguments}"

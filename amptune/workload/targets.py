@@ -139,10 +139,12 @@ def _only_workload(module: ModuleType, target: Target) -> str:
     if len(names) == 1:
         return names[0]
     if names:
-        raise TargetError(f"{target} has the workloads {', '.join(names)}: say which, as in {target}:{names[0]}")
+        place = Path(target.place).name
+        raise TargetError(f"{place} has the workloads {', '.join(names)}: say which, as in {place}:{names[0]}")
     raise TargetError(
-        f"{target} has no workload: write one line, workload = amptune.Workload.from_loop(model, loader, loss_fn, "
-        "optimizer), or from_trainer(trainer), or from_lightning(module, loader); `amptune init` writes an example"
+        f"{Path(target.place).name} has no workload: write one line, workload = amptune.Workload.from_loop(model, "
+        "loader, loss_fn, optimizer), or from_trainer(trainer), or from_lightning(module, loader); `amptune init` writes "
+        "an example"
     )
 
 

@@ -6,7 +6,7 @@ import io
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from functools import cache
 from pathlib import Path
@@ -15,15 +15,20 @@ from typing import Any
 
 from amptune.errors import AmptuneError, UserCodeError
 
-__all__ = ["is_the_users", "user_code", "user_script", "where_in_user_code"]
+__all__ = ["is_the_users", "tell_of_user_code", "user_code", "user_script", "where_in_user_code"]
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _LIBRARIES = tuple({str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("stdlib", "purelib", "platlib")})
+# What the user's code does now, the innermost last, and who is told of it.
+_doing = ["measuring"]
+_tell: list[Callable[[str], None]] = [lambda _: None]
 
 
 @contextmanager
 def user_code(doing: str) -> Iterator[None]:
     """Turns any exception of the user's code while `doing` something into `UserCodeError`, even `SystemExit`."""
+    _doing.append(doing)
+    _tell[0](doing)
     try:
         yield
     except AmptuneError:
@@ -33,6 +38,14 @@ def user_code(doing: str) -> Iterator[None]:
         kind = type(error).__name__
         place = f" ({where})" if where else ""
         raise UserCodeError(f"{doing} raised {kind}: {error}{place}", kind=kind, where=where) from error
+    finally:
+        _doing.pop()
+        _tell[0](_doing[-1])
+
+
+def tell_of_user_code(tell: Callable[[str], None]) -> None:
+    """From now on, `tell` is called with what the user's code does, whenever that changes."""
+    _tell[0] = tell
 
 
 @contextmanager

@@ -62,18 +62,25 @@ def test_one_that_does_not_is_left_alone(source: str, tmp_path: Path) -> None:
 def test_the_lines_to_write_are_shown_with_the_scripts_own_names(tmp_path: Path) -> None:
     said = said_of("import lightning as L\nt = L.Trainer()\nt.fit(classifier, train_loader)\n", tmp_path)
     assert said.startswith("train.py trains when it is imported (train.py:3: t.fit(classifier, train_loader))")
-    assert (
-        'Put line 3 under a guard:\n\n    if __name__ == "__main__":\n        t.fit(classifier, train_loader)' in said
-    )
+    assert 'under a guard:\n\n    if __name__ == "__main__":\n        t.fit(classifier, train_loader)\n' in said
     assert said.endswith("    workload = amptune.Workload.from_lightning(classifier, train_loader)")
     assert said_of(TRAINS["a Trainer"], tmp_path).endswith("Workload.from_trainer(trainer)")
     loop = said_of(LOOP, tmp_path)
-    assert "Put lines 2 to 6 under a guard" in loop
+    assert "        for epoch in range(3):\n            …\n" in loop
     assert loop.endswith("Workload.from_loop(model, loader, loss_fn, optimizer)")
 
 
 def test_a_script_that_has_a_workload_is_shown_the_guard_alone(tmp_path: Path) -> None:
     assert "from_loop" not in said_of(f"from amptune import Workload\nw = Workload.of()\n{LOOP}", tmp_path)
+
+
+def test_a_script_without_a_workload_is_told_so_before_it_is_imported(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("def main():\n    trainer = L.Trainer()\n    trainer.fit(Lit(), loader)\n")
+    with pytest.raises(TargetError, match=r"train.py has no workload") as caught:
+        source_of(str(path))
+    assert "return amptune.Workload.from_lightning(Lit(), loader)" in str(caught.value)
+    assert source_of(f"{path}:main").target == f"{path}:main"
 
 
 def test_it_is_read_and_not_run(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from amptune.errors import TargetError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import failure_of
+from amptune.measure.modules.first_step import require_training
 from amptune.measure.results.subject import Leaf, Module, Subject
 from amptune.policy.settings import STOCK
 from amptune.runtime.digest import model_digest
@@ -35,7 +37,8 @@ class _Seen:
 def inspect_model(bench: Bench, source_digest: str) -> Subject:
     """Runs one FP32 step with hooks on every leaf.
 
-    If the step fails, the leaves' figures stay 0; the baseline's own trial reports the failure.
+    If the step fails, the leaves' figures stay 0; the baseline's own trial reports the failure. Raises `TargetError` if
+    the step does not train the model.
     """
     leaves = {path: module for path, module in bench.model.named_modules() if not any(module.children())}
     seen = {path: _Seen() for path in leaves}
@@ -43,7 +46,9 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
     try:
         with bench.on_device(STOCK) as (_, stepper), _watching(leaves, seen):
             fusable = is_fusable(stepper.optimizer)
-            stepper()
+            require_training(stepper, bench.model, own_step=bench.workload.step is not None)
+    except TargetError:
+        raise
     except Exception as error:  # noqa: BLE001  # reported by the baseline's trial, which repeats it
         print(f"the instrumented step failed: {failure_of(error)}", flush=True)  # noqa: T201  # into the worker's log
     finally:

@@ -28,6 +28,7 @@ import psutil
 from amptune.errors import StudyError
 from amptune.measure.bench.stillness import ProcessIdentity, this_process
 from amptune.measure.results.outcome import Failure
+from amptune.measure.workers.activity import Activity
 from amptune.measure.workers.worker import Setting, start
 
 __all__ = ["Pending", "WorkerProcess", "start_importing", "stop_all", "workers_that_fit"]
@@ -138,8 +139,10 @@ class Pending(Generic[T]):
 
     def give_up(self, limit_s: float) -> Failure:
         """Ends the process, and returns the failure of a task that took longer than `limit_s`."""
-        self._process.stop()
-        return Failure(kind="timeout", message=f"no answer within {limit_s:.0f} s; the worker was replaced")
+        process = self._process
+        process.stop()
+        what = f"no answer within {limit_s:.0f} s: {process.activity}; the worker was replaced"
+        return Failure(kind="timeout", message=f"{what}, its output is in {process.log}")
 
     def _came(self, _: Future[T]) -> None:
         self.came_s = time.monotonic()
@@ -157,6 +160,8 @@ class WorkerProcess:
         self._setting = setting
         self._pool: pebble.ProcessPool | None = None
         self._identity: Future[ProcessIdentity] = Future()
+        self.activity: Activity | None = None
+        """What the process that was started last is doing."""
 
     def call(self, limit_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Failure:
         """Runs the function in the worker; returns its result, or a failure (`timeout`, `crash`, `oom`).
@@ -199,11 +204,14 @@ class WorkerProcess:
         if self._pool is not None and not self._pool.active:  # its process died while it had nothing to do
             self.stop()
         if self._pool is None:
+            context = _context()
+            self.activity = Activity(context)
+            start_method = multiprocessing.get_start_method(allow_none=True)
             self._pool = pebble.ProcessPool(
                 max_workers=1,
                 initializer=start,
-                initargs=(self._setting, dict(os.environ), multiprocessing.get_start_method(allow_none=True)),
-                context=_context(),
+                initargs=(self._setting, dict(os.environ), start_method, self.activity),
+                context=context,
             )
             self._identity = self._pool.schedule(this_process)
         return self._pool

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, TypeVar
 from amptune.measure.bench.stillness import Pause, ProcessIdentity, Stillness
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.subject import Prepared
+from amptune.measure.workers.activity import Activity
 from amptune.policy.settings import Policy
+from amptune.workload.user_errors import tell_of_user_code
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -125,7 +127,7 @@ class _Log(io.RawIOBase):
         return self._descriptor
 
 
-def start(setting: Setting, environment: Mapping[str, str], start_method: str | None) -> None:
+def start(setting: Setting, environment: Mapping[str, str], start_method: str | None, activity: Activity) -> None:
     """Initializes a pool's process: takes the parent's environment, sends output to the log, ignores Ctrl-C.
 
     Processes of the user's code (a DataLoader's) start as in training, by `start_method`.
@@ -145,12 +147,17 @@ def start(setting: Setting, environment: Mapping[str, str], start_method: str | 
 
         sys.argv = [Target(setting.source.target).place, *setting.source.arguments]
     _State.setting = setting
+    tell_of_user_code(activity.note)
 
 
 def prepare() -> Prepared:
-    """Builds the workload and inspects its model. Raises `TargetError`, `UserCodeError` or `DeviceError`."""
+    """Builds the workload, checks its inputs, inspects its model.
+
+    Raises `TargetError`, `UserCodeError` or `DeviceError`.
+    """
     from amptune.hardware.detect import probe
     from amptune.measure.bench.peak_memory import available_mib
+    from amptune.measure.loop.input_checks import require_sound_input
     from amptune.measure.modules.inspection import inspect_model
 
     limit = _State.setting.memory_mib
@@ -158,6 +165,7 @@ def prepare() -> Prepared:
     try:
         bench = _bench()
         start_s = time.monotonic() - began_s
+        require_sound_input(bench)
         return Prepared(
             hardware=probe(_State.setting.device),
             subject=inspect_model(bench, _source_digest(_State.setting.source)),

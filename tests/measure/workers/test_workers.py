@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ import psutil
 import pytest
 from alike import trained_alike
 
-from amptune.errors import TargetError, UserCodeError
+from amptune.errors import NothingFeasibleError, TargetError, UserCodeError
 from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.results.loop_timing import LoopTiming
 from amptune.measure.results.outcome import Effort, Failure, Measurement
@@ -109,8 +110,18 @@ def test_a_worker_that_hangs_is_ended_at_its_time_limit(evaluator: WorkerEvaluat
     measured(evaluator, STOCK)  # so that the worker runs already
     failure = failed(evaluator, how.HANGS, replace(QUICK, time_limit_s=2.0))
     assert failure.kind == "timeout"
-    assert "no answer within 2 s" in failure.message
+    said = r"no answer within 2 s: measuring for \d+ s; the worker was replaced, its output is in /.*workers.log"
+    assert re.fullmatch(said, failure.message)
     measured(evaluator, STOCK)
+
+
+def test_a_worker_that_hangs_says_what_the_users_code_was_doing(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(f"import time\ntime.sleep({LIMIT_S})\n")
+    with WorkerEvaluator(Source(target=f"{tmp_path / 'slow.py'}:workload"), "cpu", tmp_path / "workers.log") as hanging:
+        process = hanging._worker(STOCK)
+        assert isinstance(process.call(LIMIT_S, os.getpid), int)
+        with pytest.raises(NothingFeasibleError, match=r"no answer within 15 s: importing slow.py for \d+ s"):
+            hanging.prepare(15.0)
 
 
 def test_each_cudnn_benchmark_setting_has_a_process_of_its_own(evaluator: WorkerEvaluator) -> None:

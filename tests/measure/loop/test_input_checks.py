@@ -1,0 +1,107 @@
+"""Wrong inputs are told before the budget is spent on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from benches import CPU, workload_of
+from torch import nn
+from torch.utils.data import DataLoader
+
+from amptune import Workload
+from amptune.errors import TargetError, UserCodeError
+from amptune.measure.bench.bench import Bench
+from amptune.measure.loop.input_checks import require_sound_input
+from amptune.measure.modules.inspection import inspect_model
+
+
+def check(workload: Workload) -> None:
+    bench = Bench(workload, CPU)
+    require_sound_input(bench)
+    inspect_model(bench, "digest")
+
+
+def net() -> nn.Module:
+    return nn.Linear(8, 2)
+
+
+def of(**more: Any) -> Workload:
+    return workload_of(net, **more)
+
+
+def test_sound_inputs_pass() -> None:
+    check(of(loader=lambda n: DataLoader(torch.randn(32, 8), n)))
+
+
+@pytest.mark.parametrize("rows", [lambda _: 64, lambda n: n + 1])
+def test_a_batch_of_another_number_of_samples_is_an_error(rows: Any) -> None:
+    workload = of(batch=lambda n: torch.randn(rows(n), 8), batch_size=32)
+    with pytest.raises(TargetError, match=r"batch\(32\) returns (64|33) samples.* would count 32.*batch_size=(64|33)"):
+        check(workload)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        lambda n: torch.randn(5 * n, 8),  # tokens of n texts, packed
+        lambda n: torch.randn(6, n, 8),  # time first
+        lambda _: (torch.randn(40, 8), torch.zeros(7)),  # a graph: nodes and edges
+    ],
+)
+def test_what_holds_n_samples_in_another_way_passes(batch: Any) -> None:
+    check(of(batch=batch, loss=lambda model, x: model(x[0] if isinstance(x, tuple) else x).square().mean()))
+
+
+def test_an_optimizer_over_another_models_parameters_is_an_error() -> None:
+    other = net()
+    with pytest.raises(TargetError, match="holds 2 parameters, and none is the model's"):
+        check(of(optimizer=lambda _: torch.optim.SGD(other.parameters(), lr=0.1)))
+
+
+def test_a_loss_of_another_model_is_an_error() -> None:
+    other = net()
+    with pytest.raises(TargetError, match="no gradient reaches the optimizer's parameters"):
+        check(of(loss=lambda _, batch: other(batch).square().mean()))
+
+
+def stepping(every: int | None) -> Any:
+    calls = []
+
+    def step(tuned: Any, model: Any, optimizer: Any, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = model(batch).square().mean()
+        tuned.scaler.scale(loss).backward()
+        calls.append(1)
+        if every is not None and len(calls) % every == 0:
+            tuned.scaler.step(optimizer)
+            optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def test_a_step_that_never_steps_is_an_error_and_one_that_accumulates_is_not() -> None:
+    check(of(loss=None, step=stepping(4)))
+    with pytest.raises(TargetError, match="neither did the optimizer step nor a weight change"):
+        check(of(loss=None, step=stepping(None)))
+
+
+def test_a_step_with_an_optimizer_of_its_own_trains_too() -> None:
+    def step(_: Any, model: Any, __: Any, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = model(batch).square().mean()
+        own = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss.backward()  # type: ignore[no-untyped-call]
+        own.step()
+        return loss
+
+    check(of(loss=None, step=step))
+
+
+def test_an_empty_loader_and_one_that_raises_and_one_of_another_size_are_errors() -> None:
+    with pytest.raises(TargetError, match=r"loader\(4\) yields no batch: is its dataset empty"):
+        check(of(loader=lambda n: DataLoader([], n)))  # type: ignore[arg-type]  # a list is a dataset
+    with pytest.raises(UserCodeError, match=r"loader\(4\) raised ZeroDivisionError"):
+        check(of(loader=lambda _: 1 / 0))
+    with pytest.raises(TargetError, match=r"loader\(4\) begins with a batch of tensors of shape"):
+        check(of(loader=lambda _: DataLoader(torch.randn(32, 8), 16)))
