@@ -96,11 +96,20 @@ def apply(
     )
 
 
+def has_policy(model: nn.Module) -> bool:
+    """Returns True while a policy is applied to the model, or to one that it is a copy of."""
+    return model in _under_a_policy or bool(_patched(model))
+
+
+def _patched(model: nn.Module) -> list[str]:
+    return [path for path, module in model.named_modules() if swapped_class(module) is not None]
+
+
 def _require_plain(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise PolicyApplyError(f"a policy is applied to a torch.nn.Module, not to {kind_of(model)}")
-    patched = [path for path, module in model.named_modules() if swapped_class(module) is not None]
-    if model in _under_a_policy or patched:
+    patched = _patched(model)
+    if has_policy(model):
         where = f" ({patched[0] or 'the model itself'} has a precision of its own)" if patched else ""
         raise PolicyApplyError(
             f"this {type(model).__name__} already has a policy{where}; undo that one first, with tuned.undo(); "

@@ -22,6 +22,8 @@ def to_bytes(value: Any, name: str) -> bytes:
     """
     try:
         return _dumped(value)
+    except TargetError:
+        raise
     except Exception as error:
         place, reason = _culprit(value, name, error)
         raise TargetError(
@@ -72,4 +74,5 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | tuple):
         yield from ((str(index), part) for index, part in enumerate(value))
     elif not isinstance(value, type):
-        yield from getattr(value, "__dict__", {}).items()
+        state = value.__getstate__()
+        yield from state.items() if isinstance(state, dict) else ()

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from amptune.errors import TargetError
+from amptune.runtime.apply_policy import has_policy
 from amptune.workload.by_value import from_bytes, to_bytes
 
-__all__ = ["CopiedModel", "give_back", "plain_model"]
+__all__ = ["CopiedModel", "plain_model"]
 
 
 class CopiedModel:
@@ -24,11 +25,26 @@ class CopiedModel:
         require_copyable(module)
 
     def __call__(self) -> nn.Module:
+        self._require_no_policy()
         copy: nn.Module = from_bytes(to_bytes(self.module, "model"))
         return copy if copy.training else copy.train()
 
+    def give_back(self) -> None:
+        """Moves the module to the CPU, in a process that needs its copies alone: it would take the device's memory."""
+        self.module.to("cpu")
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has not typed it
+            torch.cuda.empty_cache()
+
     def __reduce__(self) -> tuple[type[CopiedModel], tuple[nn.Module]]:
+        self._require_no_policy()
         return type(self), (self.module,)
+
+    def _require_no_policy(self) -> None:
+        if has_policy(self.module):
+            raise TargetError(
+                f"a policy is applied to the model ({type(self.module).__name__}) that is to be tuned: apply it under "
+                '`if __name__ == "__main__":`, or call tuned.undo() before'
+            )
 
 
 def plain_model(model: nn.Module) -> Any:
@@ -56,11 +72,3 @@ def require_copyable(module: nn.Module) -> None:
         reason = "its weights are sharded: give the model before it is sharded"
     if reason is not None:
         raise TargetError(f"the model ({type(module).__name__}) cannot be copied: {reason}")
-
-
-def give_back(model: Any) -> None:
-    """Moves the module that is copied to the CPU, in a process that needs the copies alone."""
-    if isinstance(model, CopiedModel):
-        model.module.to("cpu")
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has not typed it
-            torch.cuda.empty_cache()

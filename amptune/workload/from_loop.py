@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -51,9 +51,13 @@ class Criterion:
 
     def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
         if not isinstance(batch, list | tuple) or len(batch) != 2:
+            kind = type(batch).__name__
+            example = f"lambda model, batch: {self._name}()(model(…), …)"
+            if isinstance(batch, Mapping):
+                kind = f"{kind} of {', '.join(map(str, batch))}"
             raise TargetError(
-                f"{self._name} takes (output, target), but the loader's batches are {type(batch).__name__}, not pairs "
-                "(input, target): give loss=lambda model, batch: …"
+                f"{self._name} takes (output, target), but the loader's batches are {kind}, not pairs (input, target): "
+                f"give a function as loss, such as {example}"
             )
         inputs, targets = batch
         if isinstance(self._criterion, nn.Module) and self._device != targets.device:

@@ -24,7 +24,10 @@ QUIET: dict[str, Any] = {
     "use_cpu": True,
     "bf16": False,
     "fp16": False,
+    "tf32": None,
     "torch_compile": False,
+    "torch_compile_mode": None,
+    "torch_compile_backend": None,
     "report_to": [],
     "eval_strategy": "no",
     "save_strategy": "no",
@@ -47,7 +50,7 @@ def parts_of_trainer(trainer: Any) -> dict[str, Any]:
         raise TargetError("the Trainer has no train_dataset: there is nothing to train on")
     copied = CopiedTrainer(trainer)
     return {
-        "model": copied.model,
+        "model": copied,
         "batch": copied.batch,
         "loader": copied.loader,
         "loss": copied.loss,
@@ -58,10 +61,11 @@ def parts_of_trainer(trainer: Any) -> dict[str, Any]:
 
 
 class CopiedTrainer:
-    """A Trainer's parts, and another Trainer of them that computes losses, built where it is first needed."""
+    """A function that returns copies of a Trainer's model, with the other parts for a Trainer that computes losses."""
 
     def __init__(self, trainer: Any) -> None:
         self._kind = type(trainer)
+        self._callbacks = trainer.callback_handler.callbacks
         self._model = CopiedModel(trainer.model)
         self._arguments = trainer.args
         self._given = {name: getattr(trainer, name) for name in GIVEN if getattr(trainer, name, None) is not None}
@@ -74,7 +78,7 @@ class CopiedTrainer:
         self._built: Any = None
         self._batches: LoaderBatches | None = None
 
-    def model(self) -> nn.Module:
+    def __call__(self) -> nn.Module:
         """Returns a copy of the model in training mode, as `train()` prepares it."""
         model: Any = self._model().train()
         if self._arguments.gradient_checkpointing:
@@ -113,13 +117,20 @@ class CopiedTrainer:
         optimizer: torch.optim.Optimizer = trainer.optimizer
         return optimizer
 
+    def give_back(self) -> None:
+        """Undoes the policy that a `PolicyCallback` applied, and moves the Trainer's model to the CPU."""
+        for callback in self._callbacks:
+            if (tuned := getattr(callback, "tuned", None)) is not None:
+                tuned.undo()
+        self._model.give_back()
+
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the Trainer that was built here."""
-        return {**self.__dict__, "_built": None, "_batches": None}
+        """Leaves out the callbacks, and the Trainer that was built here."""
+        return {**self.__dict__, "_callbacks": [], "_built": None, "_batches": None}
 
     def _trainer(self) -> Any:
         if self._built is None:
-            self.model()
+            self()
         return self._built
 
     def _build(self, model: nn.Module) -> Any:

@@ -78,7 +78,7 @@ def load_workload(target: Target) -> Workload:
 def workload_in(found: Any, place: str, name: str | None) -> Workload:
     """Returns the workload that was found, or that the function found returns; `name` is for one without a name."""
     if callable(found) and not isinstance(found, Workload | type):
-        with user_code(f"{place}: {name or ''}()"):
+        with user_script(f"{Path(place).name}: {name or ''}()"):
             found = found()
     if not isinstance(found, Workload):
         raise TargetError(
@@ -143,8 +143,8 @@ def _only_workload(module: ModuleType, target: Target) -> str:
         raise TargetError(f"{place} has the workloads {', '.join(names)}: say which, as in {place}:{names[0]}")
     raise TargetError(
         f"{Path(target.place).name} has no workload: write one line, workload = amptune.Workload.from_loop(model, "
-        "loader, loss_fn, optimizer), or from_trainer(trainer), or from_lightning(module, loader); `amptune init` writes "
-        "an example"
+        "loader, loss_fn, optimizer), or from_trainer(trainer), or from_lightning(module, loader); `amptune init` "
+        "writes an example"
     )
 
 

@@ -233,7 +233,9 @@ def test_a_loss_of_pytorchs_own_kind_takes_pairs() -> None:
     workload = workload_of(model, loss=weighted)
     assert workload.loss is not None
     assert torch.equal(workload.loss(model.eval(), batch), weighted(model(batch[0]), batch[1]))
-    with pytest.raises(TargetError, match=r"CrossEntropyLoss takes \(output, target\), but .* are dict, not pairs"):
+    with pytest.raises(
+        TargetError, match=r"CrossEntropyLoss takes \(output, target\), but .* are dict of x, not pairs"
+    ):
         workload.loss(model, {"x": batch[0]})
 
 

@@ -13,11 +13,13 @@ pytest.importorskip("accelerate", reason="Accelerate is not installed")
 
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-from amptune import Workload
+from amptune import Fp32Rule, Policy, Workload
 from amptune.errors import TargetError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.results.outcome import Effort, Measurement
 from amptune.policy.settings import STOCK
+from amptune.runtime.apply_policy import has_policy
+from amptune.runtime.integrations.transformers import PolicyCallback, training_arguments
 from amptune.workload.by_value import from_bytes, to_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -113,3 +115,16 @@ def test_what_holds_the_weights_itself_is_refused_with_the_reason(tmp_path: Path
         Workload.from_trainer(trainer_of(tmp_path, train_dataset=None))
     with pytest.raises(TargetError, match="trainer is int, not a Trainer"):
         Workload.from_trainer(3)
+
+
+def test_a_policy_in_use_is_undone_in_a_process_that_measures(tmp_path: Path) -> None:
+    """So that a script is tuned again, or verified, as it is in use."""
+    policy = Policy(autocast="bf16", fp32_modules=(Fp32Rule(path="classifier"),), batch_size=4, accumulate=2)
+    arguments: Any = training_arguments(policy)
+    trainer = trainer_of(tmp_path, arguments=arguments, callbacks=[PolicyCallback(policy)])
+    workload = Workload.from_trainer(trainer)
+    with pytest.raises(TargetError, match="a policy is applied to the model"):
+        to_bytes(workload, "workload")
+    model: Any = workload.model
+    model.give_back()
+    assert not has_policy(sent(workload).model())

@@ -116,6 +116,28 @@ def test_a_script_that_raises_while_imported_is_the_users_error(tmp_path: Path) 
         load_workload(parse_target(f"{path}:workload"))
 
 
+ARGUMENTS = """
+import argparse
+def parse():
+    parser = argparse.ArgumentParser("train.py")
+    parser.add_argument("--data", required=True)
+    return parser.parse_args([])
+"""
+
+
+@pytest.mark.parametrize("use", ["parse()", "def workload():\n    return parse()"])
+def test_what_argparse_says_is_shown(tmp_path: Path, use: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(f"{ARGUMENTS}\n{use}\n")
+    with pytest.raises(UserCodeError) as caught:
+        load_workload(parse_target(f"{path}:workload"))
+    said = str(caught.value)
+    assert "raised SystemExit: 2" in said
+    assert "train.py: error: the following arguments are required: --data" in said
+    assert said.endswith("the script's arguments stand behind --: amptune tune FILE.py -- ARGUMENTS")
+    assert "--data" in capsys.readouterr().err  # and in the log
+
+
 def test_a_module_that_does_not_exist_is_a_wrong_target() -> None:
     with pytest.raises(TargetError, match="there is no module nosuchpackage"):
         load_workload(parse_target("nosuchpackage.train:workload"))

@@ -326,7 +326,6 @@ def _bench() -> Bench:
         from amptune.hardware.nvml import open_gpu
         from amptune.measure.bench.bench import Bench
         from amptune.measure.bench.peak_memory import limit_memory
-        from amptune.workload.copied_model import give_back
 
         gpu = probe(_State.setting.device).gpu
         if gpu is not None:
@@ -337,7 +336,8 @@ def _bench() -> Bench:
         if limit is not None:
             limit_memory(device, limit)
         workload = _workload(_State.setting.source)
-        give_back(workload.model)
+        if (give_back := getattr(workload.model, "give_back", None)) is not None:
+            give_back()
         gc.collect()
         gc.freeze()  # imported objects are then skipped by each trial's garbage collection
         _State.bench = Bench(workload, device, nvml, memory_mib=limit)

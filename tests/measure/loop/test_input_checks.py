@@ -8,7 +8,7 @@ import pytest
 import torch
 from benches import CPU, workload_of
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from amptune import Workload
 from amptune.errors import TargetError, UserCodeError
@@ -32,7 +32,7 @@ def of(**more: Any) -> Workload:
 
 
 def test_sound_inputs_pass() -> None:
-    check(of(loader=lambda n: DataLoader(torch.randn(32, 8), n)))
+    check(of(loader=lambda n: DataLoader(TensorDataset(torch.randn(32, 8)), n)))
 
 
 @pytest.mark.parametrize("rows", [lambda _: 64, lambda n: n + 1])
@@ -104,4 +104,4 @@ def test_an_empty_loader_and_one_that_raises_and_one_of_another_size_are_errors(
     with pytest.raises(UserCodeError, match=r"loader\(4\) raised ZeroDivisionError"):
         check(of(loader=lambda _: 1 / 0))
     with pytest.raises(TargetError, match=r"loader\(4\) begins with a batch of tensors of shape"):
-        check(of(loader=lambda _: DataLoader(torch.randn(32, 8), 16)))
+        check(of(loader=lambda _: DataLoader(TensorDataset(torch.randn(32, 8)), 16)))
