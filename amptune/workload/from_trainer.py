@@ -57,6 +57,7 @@ def parts_of_trainer(trainer: Any) -> dict[str, Any]:
         "optimizer": copied.optimizer,
         "batch_size": trainer.args.per_device_train_batch_size,
         "accumulate": trainer.args.gradient_accumulation_steps,
+        "clip": trainer.args.max_grad_norm or None,
     }
 
 

@@ -29,7 +29,8 @@ class Workload:
     - `step(tuned, model, optimizer, batch)` replaces `loss` if a step is not forward, loss, backward, optimizer
       step; it does the whole step, with `tuned.autocast()` and `tuned.scaler`, and returns the loss.
     - `batch_size` is the size training uses today; the baseline uses it too. `accumulate` is today's number of such
-      batches for one optimizer step; every policy keeps their product.
+      batches for one optimizer step; every policy keeps their product. `clip` is the largest gradient norm, if training
+      clips gradients (`clip_grad_norm_`).
     - `loader(batch_size)` returns an iterable of batches like those of `batch`, such as training's DataLoader.
       amptune then tries the winning policy in a loop over it. Without it, that loop calls `batch` at each step.
     - `evaluate(model)` may rate a trained model by one number. `evaluate_tolerance` is then the largest allowed
@@ -46,6 +47,7 @@ class Workload:
     evaluate_tolerance: float | None = None
     batch_size: int = 32
     accumulate: int = 1
+    clip: float | None = None
     name: str | None = None
 
     def __post_init__(self) -> None:
@@ -65,8 +67,10 @@ class Workload:
             for part in ("batch_size", "accumulate")
             if not isinstance(value := getattr(self, part), int) or isinstance(value, bool) or value < 1
         ]
-        if self.step is not None and self.accumulate != 1:
-            wrong.append("accumulate needs loss: a step of your own accumulates by itself")
+        if self.step is not None and (self.accumulate != 1 or self.clip is not None):
+            wrong.append("accumulate and clip need loss: a step of your own accumulates and clips by itself")
+        if self.clip is not None and not self.clip > 0:
+            wrong.append(f"clip must be positive, not {self.clip!r}")
         if wrong:
             raise TargetError("Workload: " + "; ".join(wrong))
         if "torch" in sys.modules and isinstance(self.model, sys.modules["torch"].nn.Module):
@@ -84,6 +88,7 @@ class Workload:
         *,
         batch_size: int | None = None,
         accumulate: int = 1,
+        clip: float | None = None,
         name: str | None = None,
     ) -> Self:
         """Returns the workload of a loop over these objects; they stay as they are, in weights and on their device.
@@ -96,14 +101,15 @@ class Workload:
         """
         from amptune.workload.from_loop import parts_of_loop
 
-        return cls(**parts_of_loop(model, loader, loss, optimizer, batch_size), accumulate=accumulate, name=name)
+        parts = parts_of_loop(model, loader, loss, optimizer, batch_size)
+        return cls(**parts, accumulate=accumulate, clip=clip, name=name)
 
     @classmethod
     def from_trainer(cls, trainer: Any, *, name: str | None = None) -> Self:
-        """Returns the workload of a Trainer of transformers: its loss, collator, optimizer, batch size, accumulation.
+        """Returns the workload of a Trainer of transformers: loss, collator, optimizer, accumulation, clipping.
 
         Model, arguments, dataset, collator and class are copied; the Trainer is built anew in the measuring processes.
-        Clipping, schedules and callbacks are not part of the measured step.
+        Schedules and callbacks are not part of the measured step.
 
         Raises `TargetError` for DeepSpeed, FSDP, quantised weights and a `device_map`, with the reason.
         """
@@ -119,15 +125,17 @@ class Workload:
         *,
         batch_size: int | None = None,
         accumulate: int = 1,
+        clip: float | None = None,
         name: str | None = None,
     ) -> Self:
         """Returns the workload of a LightningModule: its `training_step` and `configure_optimizers` over the loader.
 
-        No Trainer is attached: what `self.log` gets is lost, and what the Trainer was told (clipping, callbacks) is not
-        part of the measured step. `accumulate` is its `accumulate_grad_batches`.
+        No Trainer is attached: what `self.log` gets is lost. `accumulate` is the Trainer's `accumulate_grad_batches`,
+        `clip` its `gradient_clip_val`; its callbacks are not part of the measured step.
 
         Raises `TargetError` for manual optimisation and for several optimizers, with the reason.
         """
         from amptune.workload.from_lightning import parts_of_lightning
 
-        return cls(**parts_of_lightning(module, loader, batch_size), accumulate=accumulate, name=name)
+        parts = parts_of_lightning(module, loader, batch_size)
+        return cls(**parts, accumulate=accumulate, clip=clip, name=name)

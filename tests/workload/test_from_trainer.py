@@ -64,7 +64,7 @@ def test_its_loss_optimizer_batches_and_accumulation_are_the_trainers(tmp_path: 
     trainer = trainer_of(tmp_path, arguments={"weight_decay": 0.1, "bf16": True})
     before = [weight.clone() for weight in trainer.model.parameters()]
     workload = sent(Workload.from_trainer(trainer))
-    assert (workload.batch_size, workload.accumulate) == (4, 2)
+    assert (workload.batch_size, workload.accumulate, workload.clip) == (4, 2, 1.0)
     bench = Bench(workload, torch.device("cpu"))
     outcome = bench.measure(STOCK, Effort(warmup_s=0.01, measure_s=0.01, min_steps=2))
     assert isinstance(outcome, Measurement), outcome

@@ -75,6 +75,9 @@ class Stepper:
             scaled.backward()  # type: ignore[no-untyped-call]  # torch has not typed it
         if self._after_backward:
             self._after_backward()
+        if self._workload.clip is not None:
+            tuned.scaler.unscale_(self._optimizer)
+            torch.nn.utils.clip_grad_norm_(tuned.model.parameters(), self._workload.clip)
         tuned.scaler.step(self._optimizer)
         tuned.scaler.update()
         self._optimizer.zero_grad()

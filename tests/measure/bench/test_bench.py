@@ -155,6 +155,28 @@ def test_the_gradient_norm_is_that_of_the_first_step_unscaled() -> None:
     assert scaled.gradient_norm == pytest.approx(plain.gradient_norm, rel=0.01)
 
 
+@pytest.mark.parametrize("policy", [STOCK, amp_recipe("fp16")], ids=str)
+def test_gradients_are_clipped_when_they_are_unscaled(policy: Policy) -> None:
+    norms: list[float] = []
+
+    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        gradients = [parameter.grad for parameter in optimizer.param_groups[0]["params"]]
+        norms.append(float(nn.utils.get_total_norm(gradients)))
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        made.register_step_pre_hook(note)
+        return made
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).float().square().mean() / 16  # type: ignore[no-any-return]  # small: none overflows
+
+    outcome = measured(Bench(workload_of(nn.Linear(8, 3), optimizer=optimizer, loss=loss, clip=1e-3), CPU), policy)
+    assert norms == pytest.approx([1e-3] * len(norms), rel=0.01)
+    assert outcome.gradient_norm is not None
+    assert outcome.gradient_norm > 1e-2  # as the model has it
+
+
 def test_fp16_whose_every_step_overflows_is_not_finite() -> None:
     workload = workload_of(nn.Linear(8, 3), loss=lambda model, batch: model(batch).float().square().sum() * 1e30)
     outcome = Bench(workload, CPU).measure(amp_recipe("fp16"), QUICK)
