@@ -45,7 +45,7 @@ class Narrowing:
     row that may be better than a leader, `beside` those that are shown beside the winner. `rejects` judges the numerics
     of a leader; the bar then knows the result. A block takes about `cost_s`, starting a process `start_s`. Judging a
     leader that the last round brings takes `judging_s`; that is kept, and `reserve_s` besides. `running` names the
-    launch of each policy that a process can measure without being started.
+    launch of each policy that a process can measure without being started. Without `in_loop`, steps are timed alone.
     """
 
     evaluator: Evaluator
@@ -66,6 +66,7 @@ class Narrowing:
     reserve_s: Callable[[], float] = lambda: 0.0
     running: Mapping[Policy, str] = field(default_factory=dict)
     seed: int = 0
+    in_loop: bool = True
     loader_failure: Failure | None = field(default=None, init=False)
 
     _costs_s: dict[Policy, float] = field(default_factory=dict, init=False)
@@ -221,7 +222,8 @@ class Narrowing:
 
     def _effort(self, policy: Policy, verdict: Verdict | None) -> Effort:
         """Returns a turn of the user's loop, or a block of steps by themselves if the loop cannot tell their speed."""
-        if self.loader_failure is not None or (verdict is not None and verdict.waits_for_data):
+        waits = verdict is not None and verdict.waits_for_data
+        if not self.in_loop or self.loader_failure is not None or waits:
             return BLOCK
         known = None if verdict is None else verdict.contender_of(policy)
         if known is None or known.step_ms is None:

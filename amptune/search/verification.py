@@ -26,7 +26,7 @@ from amptune.search.plan.budget import Budget
 from amptune.search.request import source_of
 from amptune.search.table.gains import use_of
 from amptune.search.table.ratio import Ratio
-from amptune.search.table.row import Row
+from amptune.search.table.row import Row, waits_for_data
 from amptune.search.table.verdict import Contender
 from amptune.workload.workload import Workload
 
@@ -156,6 +156,9 @@ def _measured(
         start_s=start_s,
     )
     narrowing.round_of(pair.both)
+    if waits_for_data(rows):  # such rows are left out of a verdict
+        narrowing.in_loop = False
+        narrowing.round_of(pair.both)
     while (ratios := pair.ratios(rows)) is not None:
         rounds.append(ratios)
         if None in ratios or pair.claim.is_settled(rounds):

@@ -20,10 +20,6 @@ from amptune.workload.workload import Workload
 __all__ = ["Target", "load_workload", "parse_target", "source_digest", "workload_in"]
 
 
-# How an annotation names a workload, as a string or as the class.
-_WORKLOADS = ("Workload", "Workload'>")
-
-
 class Target(str):
     """A target's text in valid form; `place` is the file or module, `attribute` the name in it, "" for its only one."""
 
@@ -150,8 +146,10 @@ def _only_workload(module: ModuleType, target: Target) -> str:
 
 def _is_promised(name: str, value: Any) -> bool:
     """Returns True for a function named `workload`, or annotated to return one."""
-    returned = getattr(value, "__annotations__", {}).get("return") if inspect.isfunction(value) else None
-    return inspect.isfunction(value) and (name == "workload" or str(returned).rpartition(".")[2] in _WORKLOADS)
+    if not inspect.isfunction(value):
+        return False
+    returned = value.__annotations__.get("return")
+    return name == "workload" or returned is Workload or str(returned).rpartition(".")[2] == Workload.__name__
 
 
 def _attribute(module: ModuleType, target: Target, name: str) -> Any:

@@ -154,6 +154,15 @@ def test_one_of_optunas_samplers_can_propose(tmp_path: Path) -> None:
     assert load(tmp_path / "policy.yaml").policy.autocast == "fp16"
 
 
+def test_arguments_of_the_script_stand_behind_two_dashes_and_in_the_command_that_measures_more(folder: Path) -> None:
+    done = run("tune", "train.py:small", "--budget", "60s", "--", "--lr", "0.1", folder=folder, evaluator=Machine())
+    assert done.returncode == 0, done.stderr
+    report = run("report", "train.py:small", "--json", folder=folder)
+    assert json.loads(report.stdout)["command"].endswith(" -- --lr 0.1")
+    done = run("tune", "train.py:small", "--lr", "0.1", folder=folder, evaluator=Machine())
+    assert (done.returncode, "TARGET [-- ARGUMENTS]" in done.stderr) == (2, True)
+
+
 MISTAKES = [
     (["tune", "nowhere.py:x"], 2, "there is no file nowhere.py"),
     (["tune", "train.py:small", "--set", "autcast=bf16"], 2, "did you mean autocast"),

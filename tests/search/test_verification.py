@@ -15,7 +15,7 @@ from simulated.landscape import WORKLOADS, SyntheticEvaluator, Trouble, landscap
 from simulated.recorded import H200, RecordedEvaluator, recorded_ms
 
 from amptune.errors import ClaimError, HardwareMismatchError, NothingFeasibleError
-from amptune.measure.results.outcome import Failure
+from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.file_io import load, save
 from amptune.policy.policy_file import Evidence, PolicyFile
 from amptune.policy.settings import STOCK, Policy, amp_recipe
@@ -86,6 +86,17 @@ def test_a_miss_is_confirmed_in_fresh_processes() -> None:
 @pytest.mark.parametrize(("factor", "holds"), [(1.015, True), (1.05, False)])
 def test_a_claim_may_be_missed_by_two_percent_and_no_more(factor: float, *, holds: bool) -> None:
     assert verified(claiming(TRUE * factor)).holds is holds
+
+
+def test_a_loop_that_waits_for_its_data_leaves_the_claim_to_steps_by_themselves() -> None:
+    class Waiting(RecordedEvaluator):
+        def measure(self, policy: Policy, effort: Effort) -> Outcome:
+            outcome = super().measure(policy, effort)
+            assert isinstance(outcome, Measurement)
+            return replace(outcome, in_loop=effort.in_loop, wait_share=0.4 if effort.in_loop else 0.0)
+
+    found = verified(claiming(TRUE), Waiting("resnet50", noise=0.002))
+    assert found.holds
 
 
 def small(policy: Policy) -> float:

@@ -16,6 +16,10 @@ def environment(name: str) -> str | None:
     return os.environ.get(name)
 
 
+def argv() -> list[str]:
+    return sys.argv
+
+
 def start_method() -> str:
     return multiprocessing.get_start_method()
 

@@ -85,6 +85,13 @@ def test_the_environment_is_that_of_the_moment(two: list[WorkerProcess], monkeyp
     assert two[1].call(LIMIT_S, asking.environment, "AMPTUNE_ASKED") == "yes"
 
 
+def test_a_script_finds_its_arguments_where_it_looks_for_them(tmp_path: Path) -> None:
+    source = Source(target="/a/train.py:workload", arguments=("--lr", "0.1"))
+    one = WorkerProcess(Setting(source=source, device="cpu", log=tmp_path / "workers.log"))
+    assert one.call(LIMIT_S, asking.argv) == ["/a/train.py", "--lr", "0.1"]
+    stop_all([one])
+
+
 def test_processes_of_the_users_own_start_as_they_would_in_training(two: list[WorkerProcess]) -> None:
     assert two[0].call(LIMIT_S, asking.start_method) == multiprocessing.get_start_method()
 
