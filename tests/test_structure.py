@@ -60,6 +60,7 @@ PLACES = [
     "search.run",
     "search.pipeline",
     "search.verification",
+    "search.numerics_verification",
     "search.diagnosis",
     "report",
     "__init__",

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from frozen.adapter import (
@@ -54,6 +54,9 @@ from optuna.storages import InMemoryStorage
 
 from simulated.clock import SimulatedClock as SimulatedClock  # tests/frozen has it from here
 from simulated.recorded import H200
+
+if TYPE_CHECKING:  # no part of what decides a replay
+    from amptune.measure.results.training_runs import LossCurve
 
 HERE = Path(__file__).parent
 SPACE = HERE / "big_space.yaml"
@@ -513,6 +516,9 @@ class SyntheticEvaluator:
 
     def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming | Failure:  # noqa: ARG002
         return Failure(kind="unsupported", message="no training loop was recorded")
+
+    def train_long(self, policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:  # noqa: ARG002
+        return Failure(kind="unsupported", message="no long training was recorded")
 
     def close(self) -> None:
         self._processes.clear()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from amptune.measure.results.half_effects import Half, ModuleTrace, Sensitivity
     from amptune.measure.results.loop_timing import LoopTiming
     from amptune.measure.results.step_profile import StepProfile
-    from amptune.measure.results.training_runs import Parity, Reference
+    from amptune.measure.results.training_runs import LossCurve, Parity, Reference
     from amptune.workload.workload import Workload
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "start",
     "trace",
     "train",
+    "train_long",
 ]
 
 T = TypeVar("T")
@@ -274,6 +275,13 @@ def judge(policy: Policy, reference: Reference) -> Parity:
     from amptune.measure.numerics.parity import judge
 
     return judge(_bench(), policy, reference)
+
+
+def train_long(policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:
+    """Trains in the user's loop for so many steps, or until the seconds are over."""
+    from amptune.measure.loop.long_training import train_long
+
+    return _attempt(lambda: train_long(_bench(), policy, steps, seed, seconds))
 
 
 def trace(policy: Policy, fp32: Policy) -> tuple[ModuleTrace, ...] | Failure:

@@ -11,11 +11,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from amptune.measure.results.training_runs import ILL_CONDITIONED, NEGLIGIBLE, GradientParity, Parity
+from amptune.measure.results.training_runs import (
+    ILL_CONDITIONED,
+    NEGLIGIBLE,
+    BufferParity,
+    GradientParity,
+    Parity,
+)
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 
-__all__ = ["Judgement", "judged"]
+__all__ = ["Judgement", "buffer_limit", "judged"]
 
 MOST_BIAS = MOST_ERROR = 0.3
 # Rounding every activation, and not only the weights, was seen to have up to 4.4 times the effect.
@@ -111,13 +117,18 @@ def _figures(parity: Parity, tolerance: float | None) -> Iterator[_Figure]:
     for buffer in parity.buffers:
         yield _Figure(
             "statistics-differ",
-            buffer.off / max(MOST_BUFFER_OFF, TIMES_APART * buffer.apart),
+            buffer.off / buffer_limit(buffer),
             f"the buffer {buffer.path} is off by {buffer.off:.0%} after a moment of training",
         )
     if tolerance is not None:
         yield from _of_evaluation(parity, tolerance)
     for gradient in parity.gradients:
         yield from _of_gradient(gradient, NEGLIGIBLE * parity.precision / gradient.share)
+
+
+def buffer_limit(buffer: BufferParity) -> float:
+    """Returns how far a buffer may be from FP32's."""
+    return max(MOST_BUFFER_OFF, TIMES_APART * buffer.apart)
 
 
 def _of_evaluation(parity: Parity, tolerance: float) -> Iterator[_Figure]:
