@@ -41,6 +41,7 @@ def compare(reference: Reference, run: Run, rounding: Rounding) -> Parity:
         evaluated=run.curve.evaluated,
         evaluated_fp32=reference.run.curve.evaluated,
         evaluated_at_start=reference.evaluated_at_start,
+        all_rounded_because=reference.all_rounded_because,
     )
 
 

@@ -63,7 +63,7 @@ def make_reference(bench: Bench, policy: Policy, seconds: float) -> Reference:
 
 def _reference(bench: Bench, policy: Policy, seconds: float, *, divided: bool) -> Reference:
     start_s = time.perf_counter()
-    rounded = parameters_in_half(bench, policy)
+    rounded, unseen = parameters_in_half(bench, policy)
     with Training.on(bench, policy, divided=divided) as training:
         wanted = _affordable(seconds, training.step_s())
         training.feed.keep(wanted.batches)
@@ -85,6 +85,7 @@ def _reference(bench: Bench, policy: Policy, seconds: float, *, divided: bool) -
             thoroughness=replace(wanted, batches=count),
             fingerprint=fingerprint_of(bench),
             evaluated_at_start=begun,
+            all_rounded_because=unseen,
         )
         if comparable(reference) < len(reference.names) and time.perf_counter() - start_s < seconds:
             later = _with(_gradients_at(weights, training, rounded), reference)
@@ -227,7 +228,7 @@ def _on_this_bench(reference: Reference, bench: Bench) -> tuple[Reference, Weigh
         return reference, ()
     own = _after_training.get(bench)
     if own is None or (own[0].policy, own[0].thoroughness) != (reference.policy, reference.thoroughness):
-        rounded = parameters_in_half(bench, reference.policy)
+        rounded, _ = parameters_in_half(bench, reference.policy)
         with _training_as(reference, bench, reference.policy) as training:
             training.curve(_order(len(training.feed), reference.thoroughness.epochs))
             weights = training.weights()

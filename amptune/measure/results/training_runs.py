@@ -124,6 +124,7 @@ class Reference:
     `after_training`, gradients are taken at the weights that the run's loss curve ends at, because more of them can be
     compared there; another process takes FP32's again, at its own weights. `evaluated_at_start` is the result of
     `evaluate` before training. `fingerprint` shows if another process has the same weights and batches.
+    `all_rounded_because` says why all parameters were rounded, if nobody saw which of them autocast rounds.
     """
 
     policy: Policy
@@ -138,6 +139,7 @@ class Reference:
     fingerprint: tuple[float, ...]
     after_training: bool = False
     evaluated_at_start: float | None = None
+    all_rounded_because: str | None = None
     seconds: float = 0.0
 
 
@@ -192,7 +194,8 @@ class Parity:
     to its standard error, is nearer to FP32's, `drift` and `below` are of that. `precision` is the relative rounding
     error of the policy's products. `buffers` are those that training changes. `skipped_share` is the share of steps
     that the loss scaler skipped after it had settled at `scale`. `evaluated`, `evaluated_fp32` and `evaluated_at_start`
-    are results of the workload's `evaluate`: of the policy, of FP32, and before training. If training broke, `failure`
+    are results of the workload's `evaluate`: of the policy, of FP32, and before training. `all_rounded_because` is the
+    reference's: the effect of rounding, and with it the limits, may then be too large. If training broke, `failure`
     gives the reason and `broken` the modules whose gradients broke; the other fields are then empty.
     """
 
@@ -208,6 +211,7 @@ class Parity:
     evaluated: float | None = None
     evaluated_fp32: float | None = None
     evaluated_at_start: float | None = None
+    all_rounded_because: str | None = None
     failure: Failure | None = None
     broken: tuple[str, ...] = ()
     seconds: float = 0.0

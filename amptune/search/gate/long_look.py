@@ -114,9 +114,9 @@ def _answer(look: LongLook) -> Finding:
 def _miss(look: LongLook) -> str:
     """Returns what misses: the failure, else the worst figure, else the worst buffer."""
     if look.failure is not None and look.failure.kind == "nonfinite":
-        return f"with seed {len(look.pairs)}, {look.failure.message}, and not in FP32"
+        return f"with seed {len(look.pairs) + 1}, {look.failure.message}, and not in FP32"
     if look.failure is not None:
-        return f"with seed {len(look.pairs)} it raises what FP32 does not: {look.failure}"
+        return f"with seed {len(look.pairs) + 1} it raises what FP32 does not: {look.failure}"
     if look.worst is not None and look.worst.agreement == "missed":
         return _in_words(look.worst)
     buffer = look.buffers_off[0]
@@ -128,7 +128,7 @@ def _miss(look: LongLook) -> str:
 
 def _why_open(look: LongLook) -> str:
     if look.failure is not None:
-        return f"training under the policy ended with seed {len(look.pairs)}: {look.failure}"
+        return f"training under the policy ended with seed {len(look.pairs) + 1}: {look.failure}"
     stopped = "" if look.stopped is None else f"; {look.stopped}"
     if look.worst is None:
         return f"{len(look.pairs)} seeds were trained, and {LEAST_SEEDS} are needed{stopped}"

@@ -27,6 +27,7 @@ from amptune.measure.results.training_runs import Parity, Reference
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, amp_recipe
 from amptune.runtime.tuned import Tuned
 from amptune.search.gate.limits import judged as held_to_the_limits
+from amptune.search.gate.numeric_findings import yardstick_findings
 
 CPU = torch.device("cpu")
 BF16, FP16 = amp_recipe("bf16"), amp_recipe("fp16")
@@ -363,7 +364,9 @@ class Mixed(nn.Module):
 @each_device
 def test_the_yardstick_rounds_what_autocast_rounds(device: torch.device) -> None:
     workload = workload_of(Mixed, batch=lambda n: torch.randint(20, (n, 7)), loss=next_token)
-    rounded = set(parameters_in_half(Bench(workload, device), STOCK))
+    names, unseen = parameters_in_half(Bench(workload, device), STOCK)
+    rounded = set(names)
+    assert unseen is None
     assert {f"head.parametrizations.weight.original{i}" for i in (0, 1)} <= rounded
     assert {"head.bias", "lstm.weight_ih_l0"} <= rounded
     assert not rounded & {"words.weight", "norm.weight", "batch_norm.weight", "scale"}
@@ -375,7 +378,19 @@ def test_all_parameters_are_rounded_where_autocast_breaks_the_model() -> None:
         return x
 
     bench = Bench(workload_of(partial(gated, refuses_half)), CPU)
-    assert set(parameters_in_half(bench, STOCK)) == set(dict(bench.model.named_parameters()))
+    names, unseen = parameters_in_half(bench, STOCK)
+    assert set(names) == set(dict(bench.model.named_parameters()))
+    assert unseen is not None
+    assert unseen.startswith("a step under autocast bf16 failed: error")
+    (told,) = yardstick_findings(held_to_the_limits(BF16, Parity(all_rounded_because=unseen)))
+    assert "its limits for gradients may be too wide" in str(told)
+
+
+def test_the_judgement_says_that_all_parameters_were_taken_as_rounded() -> None:
+    """Nothing here is cast by autocast."""
+    workload = workload_of(lambda: nn.LayerNorm(16))
+    assert looked_at(workload, BF16).parity.all_rounded_because == "autocast casts no parameter"
+    assert looked_at(workload_of(lambda: nn.Linear(16, 4)), BF16).parity.all_rounded_because is None
 
 
 # --- what a model may be like ---------------------------------------------------------------------------------------
