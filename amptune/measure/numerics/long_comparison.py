@@ -114,7 +114,7 @@ class Gap:
 
 
 def gaps_of(pairs: Sequence[CurvePair], tolerance: float | None = None) -> tuple[Gap, ...]:
-    """Returns the gaps of the loss, part by part, and of what `evaluate` gave at the end, if it was called.
+    """Returns the gaps of the loss, part by part and over all steps, and of what `evaluate` gave, if it was called.
 
     There are `LEAST_SEEDS` pairs at least. What `evaluate` gives may differ by its `tolerance`, or by more if seeds do.
     """
@@ -125,6 +125,8 @@ def gaps_of(pairs: Sequence[CurvePair], tolerance: float | None = None) -> tuple
     ends = [steps * part // PARTS for part in range(PARTS + 1)]
     names = [f"loss in steps {start + 1:,} to {end:,}" for start, end in pairwise(ends)]
     gaps = _gaps(names, _parts(fp32), _parts(policy), np.maximum(level, 1e-30), below=BELOW)
+    means = fp32.mean(axis=1, keepdims=True), policy.mean(axis=1, keepdims=True)
+    gaps += _gaps([f"loss in all {steps:,} steps"], *means, np.maximum(level, 1e-30).mean(keepdims=True), below=BELOW)
     ended = [(one.fp32.evaluated, one.policy.evaluated) for one in pairs if one.ends_alike]
     rated = np.array([both for both in ended if None not in both], dtype=np.float64)
     if len(rated) >= LEAST_SEEDS:
@@ -162,13 +164,18 @@ def _parts(losses: Values) -> Values:
 def _gaps(
     names: Sequence[str], fp32: Values, policy: Values, level: Values, below: float, least: float = 0.0
 ) -> list[Gap]:
-    """Returns a gap for each column of the two tables (seeds, figures); `level` is the size of each figure."""
+    """Returns a gap for each column of the two tables (seeds, figures); `level` is the size of each figure.
+
+    Runs of one seed have the same data, so the interval of their differences is the narrower one until rounding has
+    led them apart; then it is the interval of two independent samples.
+    """
     from scipy.special import stdtrit  # takes longer to import than a command needs to print its help
 
     seeds = len(fp32)
-    variance = _smooth(fp32.var(axis=0, ddof=1))
+    variance, of_policy, of_both = (_smooth(one.var(axis=0, ddof=1)) for one in (fp32, policy, policy - fp32))
     spread = np.maximum(np.sqrt(variance), LEAST_DEVIATION * level)
-    error = np.sqrt((variance + _smooth(policy.var(axis=0, ddof=1))) / seeds) * stdtrit(2 * (seeds - 1), 0.975)
+    apart = np.sqrt((variance + of_policy) / seeds) * stdtrit(2 * (seeds - 1), 0.975)
+    error = np.minimum(apart, np.sqrt(of_both / seeds) * stdtrit(seeds - 1, 0.975))
     return [
         Gap(
             what=name,

@@ -77,8 +77,8 @@ class LongLook:
 
     @property
     def shown(self) -> tuple[Gap, ...]:
-        """The gaps of the first and the last part of the loss, and of what `evaluate` gave."""
-        parts = [gap for gap in self.gaps if gap.what.startswith("loss")]
+        """The gaps of the first and the last part of the loss, of all of it, and of what `evaluate` gave."""
+        parts = [gap for gap in self.gaps if gap.what.startswith("loss in steps")]
         return (*parts[:1], *parts[-1:], *self.gaps[len(parts) :])
 
     @property

@@ -41,7 +41,7 @@ def yardstick_findings(judgement: Judgement) -> Iterator[Finding]:
 def line_to_look(judgement: Judgement) -> str:
     """Returns a line of Python, or a command, that shows what a policy was refused for.
 
-    In Python, `model` and `loss` are the workload's, and `batch` is a batch on the model's device. The loss is scaled by
+    In Python, `model` and `loss` are the workload's, and `batch` is one batch on the device. The loss is scaled by
     a constant, so that small gradients do not vanish in fp16 and no scale has to settle first.
     """
     worst = judgement.shortcomings[0]
