@@ -440,7 +440,7 @@ def test_a_long_look_that_is_interrupted_exits_with_130_and_keeps_what_there_is(
 
     done = run(*LONG, folder=folder, evaluator=Machine(curve=curve))
     assert done.returncode == 130
-    assert "could not tell: 1 seeds were trained, and 3 are needed; it was interrupted" in " ".join(done.stdout.split())
+    assert "could not tell: an answer needs 3 seeds (trained: 1); it was interrupted" in " ".join(done.stdout.split())
     assert len((folder / ".amptune/train.py-small/curves.jsonl").read_text().splitlines()) == 2
 
 

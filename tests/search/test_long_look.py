@@ -90,7 +90,7 @@ def test_in_between_nobody_can_tell_and_more_seeds_are_asked_for() -> None:
 def test_too_few_seeds_tell_nothing() -> None:
     found = look(seeds=2, stopped="the budget was spent")
     assert found.agreement == "open"
-    assert str(found.findings[0]) == "could not tell: 2 seeds were trained, and 3 are needed; the budget was spent"
+    assert str(found.findings[0]) == "could not tell: an answer needs 3 seeds (trained: 2); the budget was spent"
 
 
 def test_curves_that_were_cut_short_can_miss_but_not_meet() -> None:
@@ -265,4 +265,4 @@ def test_the_page_shows_the_curves_of_both_and_the_figures() -> None:
 
 def test_a_page_without_curves_says_why() -> None:
     assert "<svg" not in page_of_look(look(seeds=0))
-    assert "0 seeds were trained" in page_of_look(look(seeds=0))
+    assert "an answer needs 3 seeds (trained: 0)" in page_of_look(look(seeds=0))

@@ -131,7 +131,7 @@ def _why_open(look: LongLook) -> str:
         return f"training under the policy ended with seed {len(look.pairs) + 1}: {look.failure}"
     stopped = "" if look.stopped is None else f"; {look.stopped}"
     if look.worst is None:
-        return f"{len(look.pairs)} seeds were trained, and {LEAST_SEEDS} are needed{stopped}"
+        return f"an answer needs {LEAST_SEEDS} seeds (trained: {len(look.pairs)}){stopped}"
     if look.worst.agreement == "open":
         return f"{_in_words(look.worst)}: the interval reaches beyond; give more --seeds{stopped}"
     return f"the first {look.steps_seen:,} of {look.steps:,} steps are like FP32's ({_in_words(look.worst)}){stopped}"
