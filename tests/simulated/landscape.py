@@ -56,7 +56,7 @@ from simulated.clock import SimulatedClock as SimulatedClock  # tests/frozen has
 from simulated.recorded import H200
 
 if TYPE_CHECKING:  # no part of what decides a replay
-    from amptune.measure.results.training_runs import LossCurve
+    from frozen.adapter import LossCurve
 
 HERE = Path(__file__).parent
 SPACE = HERE / "big_space.yaml"

@@ -34,7 +34,7 @@ from frozen.adapter import (
 from simulated.clock import SimulatedClock
 
 if TYPE_CHECKING:  # no part of what decides a replay
-    from amptune.measure.results.training_runs import LossCurve
+    from frozen.adapter import LossCurve
 
 H200 = Hardware(
     device="cuda",
@@ -99,7 +99,7 @@ def recorded_ms(workload: str, policy: Policy) -> float:
 
 def falling(_: Policy, steps: int, seed: int) -> LossCurve:
     """A loss that falls alike under all policies, from another height for each seed."""
-    from amptune.measure.results.training_runs import LossCurve
+    from frozen.adapter import LossCurve
 
     return LossCurve(losses=tuple((1 + seed / 100) / (1 + step) for step in range(steps)))
 
