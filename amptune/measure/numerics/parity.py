@@ -53,12 +53,13 @@ def make_reference(bench: Bench, policy: Policy, seconds: float) -> Reference:
     Raises any error of the workload, `NonFiniteError` if FP32 itself breaks, and `TooSlowError`.
     """
     _, spread = batches_of(bench, divided=True)
-    try:
-        return _reference(bench, policy, seconds, divided=True)
-    except Exception as error:
-        if spread != "parts" or isinstance(error, TooSlowError):
-            raise
-        return _reference(bench, policy, seconds, divided=False)  # the workload may accept only whole batches
+    with bench.staying_on_device():
+        try:
+            return _reference(bench, policy, seconds, divided=True)
+        except Exception as error:
+            if spread != "parts" or isinstance(error, TooSlowError):
+                raise
+            return _reference(bench, policy, seconds, divided=False)  # the workload may accept only whole batches
 
 
 def _reference(bench: Bench, policy: Policy, seconds: float, *, divided: bool) -> Reference:
@@ -133,24 +134,28 @@ def judge(bench: Bench, policy: Policy, reference: Reference) -> Parity:
     batch(n) give other values in this process than in the reference's, it makes its own reference.
     """
     start_s = time.perf_counter()
+    with bench.staying_on_device():
+        parity = _judged(bench, policy, reference)
+    if parity.failure is not None:
+        bench.release()  # the traceback held tensors until now
+    return replace(parity, seconds=time.perf_counter() - start_s)
+
+
+def _judged(bench: Bench, policy: Policy, reference: Reference) -> Parity:
     try:
         reference, weights = _on_this_bench(reference, bench)
     except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
         traceback.print_exc()  # into the worker's log
-        bench.release()
         failure = failure_of(error)
         kind = failure.kind if failure.kind == "oom" else "crash"  # FP32's failure is not the policy's
         return Parity(failure=Failure(kind=kind, message=f"FP32, in the policy's process: {failure}"))
     try:
-        parity = _parity(bench, policy, reference, weights)
+        return _parity(bench, policy, reference, weights)
     except BaseException as error:  # noqa: BLE001
         if not isinstance(error, NonFiniteError):
             traceback.print_exc()
         broken = error.modules if isinstance(error, NonFiniteError) else _raised_in(error, bench.model)
-        parity = Parity(failure=_failure_of(error), broken=broken)
-    if parity.failure is not None:
-        bench.release()  # the traceback held tensors until now
-    return replace(parity, seconds=time.perf_counter() - start_s)
+        return Parity(failure=_failure_of(error), broken=broken)
 
 
 def _failure_of(error: BaseException) -> Failure:

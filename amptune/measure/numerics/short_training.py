@@ -58,17 +58,17 @@ class Training:
         With `divided`, and if all batches are equal, it trains over the parts of one batch.
         """
         feed = Feed(*batches_of(bench, divided=divided), device=bench.device)
-        try:
-            with bench.on_device(_bare(policy), feed) as (tuned, _), bench.initial_weights_near():
-                training = Training(bench, tuned, feed)
-                try:
-                    yield training
-                finally:
-                    training._put_buffers_back()
-                    training.__dict__.pop("sketcher", None)  # its signs take a byte for every parameter
-        finally:
-            feed.forget()
-            bench.release()
+        with bench.staying_on_device():
+            try:
+                with bench.on_device(_bare(policy), feed) as (tuned, _):
+                    training = Training(bench, tuned, feed)
+                    try:
+                        yield training
+                    finally:
+                        training._put_buffers_back()
+                        training.__dict__.pop("sketcher", None)  # its signs take a byte for every parameter
+            finally:
+                feed.forget()
 
     @cached_property
     def _generators(self) -> OwnGenerators:

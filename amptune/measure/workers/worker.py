@@ -324,10 +324,9 @@ def _bench() -> Bench:
         limit = _State.setting.memory_mib
         if limit is not None:
             limit_memory(device, limit)
-        workload = _workload(_State.setting.source)
+        _State.bench = Bench(_workload(_State.setting.source), device, nvml, memory_mib=limit)
         gc.collect()
-        gc.freeze()  # imported objects are then skipped by each trial's garbage collection
-        _State.bench = Bench(workload, device, nvml, memory_mib=limit)
+        gc.freeze()  # what was imported and built is then skipped by each trial's garbage collection
     return _State.bench
 
 
