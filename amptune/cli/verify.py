@@ -38,7 +38,7 @@ def verify_command(session: Session, policy: str, target: str, budget: float, de
     Exit code 0 if the claim is met, 1 if it is missed or amptune could not tell, with the reason and with what changed.
     4 on hardware the policy is not for.
     """
-    session.start_importing()
+    session.start_importing(target)
     from amptune.policy.file_io import load
     from amptune.report.progress import progress_for
     from amptune.report.terminal import print_verification

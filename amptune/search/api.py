@@ -59,7 +59,7 @@ def tune(
     Raises a subclass of `AmptuneError`, and `TuningInterrupted` on Ctrl-C, with the best so far.
     """
     started_s = time.monotonic()
-    start_importing()  # while this process imports the search
+    start_importing(workload if isinstance(workload, str) else "")  # while this process imports the search
     from amptune.search.pipeline import run_tuning
     from amptune.search.request import TuningRequest, place_of, source_of
     from amptune.search.space.candidates import GlobalBatch, Wanted
