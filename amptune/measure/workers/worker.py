@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from amptune.errors import UserCodeError
 from amptune.measure.bench.stillness import Pause, ProcessIdentity, Stillness
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.subject import Prepared
@@ -160,10 +161,22 @@ def prepare() -> Prepared:
             subject=inspect_model(bench, _source_digest(_State.setting.source)),
             memory_mib=min(available_mib(bench.device), math.inf if limit is None else limit),
             start_s=start_s,
-            batches=len(bench.drawn.sequence(bench.workload.batch_size)),
+            batches=_count_of_batches(bench),
         )
     except Exception:
         traceback.print_exc()  # into the log; the caller gets only the message
+        raise
+
+
+def _count_of_batches(bench: Bench) -> int:
+    """Returns how many batches all policies are timed on. If memory is short for one, the first trial says so."""
+    from amptune.measure.bench.failures import failure_of
+
+    try:
+        return len(bench.drawn.sequence(bench.workload.batch_size))
+    except UserCodeError as error:
+        if failure_of(error).kind == "oom":
+            return 1
         raise
 
 
