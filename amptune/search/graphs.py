@@ -94,7 +94,7 @@ class Graphs:
         if not self.behind or len(self._running) + len(self._ready) >= min(self._places, self.trials_left()):
             return None
         held = self.suggestion(free_s)
-        if held is None or not self._leaves_time(held.policy, free_s):
+        if held is None:
             return None
         what = str(held.policy)
         return Step(stage="compile", what=what, seconds=0.0, worth=math.inf, act=lambda _: self._begin(held))
@@ -196,15 +196,6 @@ class Graphs:
 
     def _is_in_time(self, policy: Policy, free_s: float) -> bool:
         return HOPEFUL * self.seconds(policy) < free_s
-
-    def _leaves_time(self, policy: Policy, free_s: float) -> bool:
-        """Returns True if those that compile already would still end in time beside one more.
-
-        At worst it is as if they took turns: on an H100's host a windowed transformer's graph took 61 to 72 s alone, 93
-        to 130 beside another (issue 44).
-        """
-        beside = len(self._running)
-        return not beside or (1 + beside) * self.seconds(policy) < HOPEFUL * free_s
 
     def _open_likeliest(self) -> Iterator[Policy]:
         """Yields those of the likeliest that nobody has begun."""

@@ -277,7 +277,7 @@ def train(policy: Policy, seconds: float) -> LoopTiming | Failure:
 
 def refer(fp32: Policy, seconds: float) -> Reference | Failure:
     """Trains in FP32 for about `seconds`, to make the reference for the numerics of policies."""
-    from amptune.measure.numerics.parity import make_reference
+    from amptune.measure.numerics.reference import make_reference
 
     return _attempt(lambda: make_reference(_bench(), fp32, seconds))
 
