@@ -59,7 +59,7 @@ def tune_command(
     `amptune init` writes a starter. Stock PyTorch and the AMP recipe are always measured and compared.
     The same command again resumes its study: what was measured is not measured twice.
     """
-    session.start_importing()
+    session.start_importing(options["target"])
     from amptune.policy.file_io import require_writable
     from amptune.report.progress import progress_for
     from amptune.search.pipeline import TuningInterrupted, run_tuning

@@ -68,7 +68,7 @@ def verify_command(
     alone = next((name for name, value in asked.items() if value is not None), None)
     if alone is not None and not numerics:
         raise click.BadParameter("says something together with --numerics alone", param_hint=alone)
-    session.start_importing()
+    session.start_importing(target)
     if numerics:
         options = {"steps": steps or STEPS, "seeds": seeds or SEEDS, "device": device}
         return _long_look(session, policy, target, report, as_json, budget or LONG_LOOK_S, options)

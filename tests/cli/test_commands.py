@@ -385,7 +385,7 @@ def test_what_was_tuned_is_verified(folder: Path) -> None:
 def test_a_claim_made_on_other_hardware_exits_with_4_before_anything_is_built(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("amptune.measure.workers.processes.start_importing", lambda: None)
+    monkeypatch.setattr("amptune.measure.workers.processes.start_importing", lambda _: None)
     monkeypatch.setattr("amptune.search.verification.WorkerEvaluator", None)
     claiming(folder, 2.0, labels='{nvidia.com/gpu.product: "NVIDIA-Nothing"}')
     done = run("verify", "policy.yaml", "train.py:endless", folder=folder)

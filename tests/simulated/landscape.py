@@ -495,8 +495,13 @@ class SyntheticEvaluator:
         slow = self._rng.random(steps) < SLOW_SHARE if self.is_unruly(policy) else np.zeros(steps, dtype=bool)
         step_ms[slow] *= SLOW_TIMES
         measured = self._measurement(policy, step_ms, warmup_s, abandoned=abandoned)
-        settled = not slow[steps // 2 :].any()
-        return replace(measured, in_loop=effort.in_loop, settled=settled, prepared_anew=int(slow.sum()))
+        told: dict[str, Any] = {
+            "in_loop": getattr(effort, "in_loop", False),
+            "settled": not slow[steps // 2 :].any(),
+            "prepared_anew": int(slow.sum()),
+        }
+        known = {field.name for field in fields(measured)}  # the starting commit has none of them
+        return replace(measured, **{name: value for name, value in told.items() if name in known})
 
     def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity:  # noqa: ARG002
         """All are sound here. The reference takes its time, a judgement a third of that."""

@@ -66,17 +66,17 @@ class Training:
     @contextmanager
     def over(feed: Feed, bench: Bench, policy: Policy) -> Iterator[Training]:
         """Yields training on the bench's device, over the batches of `feed`."""
-        try:
-            with bench.on_device(_bare(policy), feed) as (tuned, _), bench.initial_weights_near():
-                training = Training(bench, tuned, feed)
-                try:
-                    yield training
-                finally:
-                    training._put_buffers_back()
-                    training.__dict__.pop("sketcher", None)  # its signs take a byte for every parameter
-        finally:
-            feed.forget()
-            bench.release()
+        with bench.staying_on_device():
+            try:
+                with bench.on_device(_bare(policy), feed) as (tuned, _):
+                    training = Training(bench, tuned, feed)
+                    try:
+                        yield training
+                    finally:
+                        training._put_buffers_back()
+                        training.__dict__.pop("sketcher", None)  # its signs take a byte for every parameter
+            finally:
+                feed.forget()
 
     @cached_property
     def _generators(self) -> OwnGenerators:

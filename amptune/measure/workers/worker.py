@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from amptune.errors import UserCodeError
 from amptune.measure.bench.stillness import Pause, ProcessIdentity, Stillness
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.subject import Prepared
@@ -161,10 +162,22 @@ def prepare() -> Prepared:
             subject=inspect_model(bench, _source_digest(_State.setting.source)),
             memory_mib=min(available_mib(bench.device), math.inf if limit is None else limit),
             start_s=start_s,
-            batches=len(bench.drawn.sequence(bench.workload.batch_size)),
+            batches=_count_of_batches(bench),
         )
     except Exception:
         traceback.print_exc()  # into the log; the caller gets only the message
+        raise
+
+
+def _count_of_batches(bench: Bench) -> int:
+    """Returns how many batches all policies are timed on. If memory is short for one, the first trial says so."""
+    from amptune.measure.bench.failures import failure_of
+
+    try:
+        return len(bench.drawn.sequence(bench.workload.batch_size))
+    except UserCodeError as error:
+        if failure_of(error).kind == "oom":
+            return 1
         raise
 
 
@@ -265,7 +278,7 @@ def train(policy: Policy, seconds: float) -> LoopTiming | Failure:
 
 def refer(fp32: Policy, seconds: float) -> Reference | Failure:
     """Trains in FP32 for about `seconds`, to make the reference for the numerics of policies."""
-    from amptune.measure.numerics.parity import make_reference
+    from amptune.measure.numerics.reference import make_reference
 
     return _attempt(lambda: make_reference(_bench(), fp32, seconds))
 
@@ -332,10 +345,9 @@ def _bench() -> Bench:
         limit = _State.setting.memory_mib
         if limit is not None:
             limit_memory(device, limit)
-        workload = _workload(_State.setting.source)
+        _State.bench = Bench(_workload(_State.setting.source), device, nvml, memory_mib=limit)
         gc.collect()
-        gc.freeze()  # imported objects are then skipped by each trial's garbage collection
-        _State.bench = Bench(workload, device, nvml, memory_mib=limit)
+        gc.freeze()  # what was imported and built is then skipped by each trial's garbage collection
     return _State.bench
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from amptune.measure.results.training_runs import (
     ILL_CONDITIONED,
+    MOST_BUFFER_OFF,
     NEGLIGIBLE,
     BufferParity,
     GradientParity,
@@ -37,7 +38,7 @@ TIMES_MOVED = 3.0
 MOST_DRIFT = 3.0
 # A loss below FP32's does no harm, unless it is so far below that it must be another loss.
 MOST_BELOW = 10.0
-MOST_BUFFER_OFF, TIMES_APART = 0.3, 3.0
+TIMES_APART = 3.0
 # The share of steps skipped after the loss scale has settled; in practice one step in 2,000 is skipped.
 MOST_SKIPPED = 0.2
 
