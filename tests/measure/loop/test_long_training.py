@@ -18,7 +18,8 @@ from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import NonFiniteError
 from amptune.measure.loop.long_training import train_long
 from amptune.measure.numerics.long_comparison import CurvePair
-from amptune.measure.numerics.parity import judge, make_reference
+from amptune.measure.numerics.parity import judge
+from amptune.measure.numerics.reference import make_reference
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.gate.limits import judged
 from amptune.search.gate.long_look import LongLook
