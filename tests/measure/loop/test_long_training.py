@@ -201,7 +201,7 @@ def test_the_long_look_finds_what_the_gate_passes(work: Workload, steps: int, na
     bench = Bench(work, CPU)
     judgement = judged(BF16, judge(bench, BF16, make_reference(bench, STOCK, ENOUGH_S)))
     assert judgement.passes
-    assert judgement.used < 0.1
+    assert judgement.used < 0.2
     look = looked_at(work, BF16, steps)
     assert look.agreement == "missed"
     assert str(look.findings[0]).startswith(f"does not train like FP32: {named}")
