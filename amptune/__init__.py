@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from amptune.runtime.apply_policy import apply as apply
     from amptune.runtime.guard.misuse import PolicyMisuseWarning as PolicyMisuseWarning
     from amptune.runtime.tuned import Tuned as Tuned
+    from amptune.search.api import tune as tune
     from amptune.search.decide.decision import Decision as Decision
-    from amptune.search.pipeline import tune as tune
     from amptune.workload.workload import Workload as Workload
 
 __version__ = "0.1.0"
@@ -49,7 +49,7 @@ _HOME = {
     "load": "amptune.policy.file_io",
     "probe": "amptune.hardware.detect",
     "save": "amptune.policy.file_io",
-    "tune": "amptune.search.pipeline",
+    "tune": "amptune.search.api",
 }
 
 __all__ = [*_HOME, "__version__"]  # names of the table above

@@ -33,7 +33,7 @@ from amptune.policy.file_io import save
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.report.progress import progress_for
-from amptune.search.pipeline import tune
+from amptune.search.api import tune
 from amptune.search.plan.budget import Budget
 from amptune.search.table.effects import machine_of
 from amptune.search.table.verdict import Contender, Verdict, verdict_of

@@ -207,8 +207,9 @@ class Loop:
 
     def warm_up(self) -> dict[str, float]:
         warm_s = self._seconds(FIRST_STEPS)
-        steps = FEWEST_STEPS
-        while (seconds := self._seconds(steps)) < WARM_S:
+        steps, seconds = FEWEST_STEPS, 0.0
+        # Blocks of a given number of steps begin at the same step for all: steps may get faster as a model learns.
+        while self._steps is None and (seconds := self._seconds(steps)) < WARM_S:
             steps *= 2
         if self._on_gpu and not self._records:  # others need what only compiling or choosing kernels needed
             import torch

@@ -41,6 +41,7 @@ from amptune.measure.workers.worker import Source
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.report.progress import progress_for
+from amptune.search.api import tune
 from amptune.search.events import (
     Compiling,
     ContenderMeasured,
@@ -52,7 +53,6 @@ from amptune.search.events import (
     TrialEnded,
     WorkloadBuilt,
 )
-from amptune.search.pipeline import tune
 from amptune.search.plan.budget import Budget
 from amptune.search.table.ratio import Ratio
 from amptune.search.table.row import Row as Timing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -19,7 +20,7 @@ from amptune.measure.results.loop_timing import LoopTiming
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Prepared
-from amptune.measure.results.training_runs import Parity, Reference
+from amptune.measure.results.training_runs import LossCurve, Parity, Reference
 from amptune.measure.workers import worker
 from amptune.measure.workers.worker import Setting, Source
 from amptune.policy.settings import Policy
@@ -95,6 +96,10 @@ class InThisProcess:
 
     def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming | Failure:  # noqa: ARG002
         return self._logged(lambda: worker.train(policy, min(seconds, LOOP_S)))
+
+    def train_long(self, policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:  # noqa: ARG002
+        self.clock.advance(TRIAL_S)
+        return self._logged(lambda: worker.train_long(policy, steps, seed, math.inf))
 
     def close(self) -> None:
         worker._State.bench = None

@@ -114,6 +114,9 @@ def test_blocks_of_given_steps_count_them_all_and_a_slow_one_ends_before(
     assert sum(taken) == 12
     monkeypatch.setattr(plain_loop, "LONGEST_BLOCK_S", 2.0)
     assert loop.block()["steps"] == plain_loop.FEWEST_STEPS
+    taken.clear()
+    loop.warm_up()
+    assert taken == [plain_loop.FIRST_STEPS], "a fast arm's block begins at the same step as a slow one's"
     arms = [plain_loop.Arm(names=("stock",), policy=STOCK, caches=tmp_path / "caches")]
     (row,) = plain_loop.in_turn(arms, target, "cpu", Budget(seconds=300), steps=7)
     assert row["steps"] == [7] * plain_loop.LONG_BLOCKS

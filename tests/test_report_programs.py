@@ -24,6 +24,7 @@ import beside_compiling
 import comparison
 import costs
 import oracle
+import parity
 import rejudge
 import replay
 import rivals
@@ -750,3 +751,25 @@ def test_every_place_that_is_to_be_broken_is_still_there() -> None:
 def test_a_run_of_the_suite_is_told_in_a_line() -> None:
     row = {"target": "test", "busy": True, "seconds": 301.2, "tests": 12, "exit_code": 1, "failed": ["a::b"]}
     assert suite.told(row) == "make test, beside other work: 301 s, 12 tests, exit 1, failed: a::b"
+
+
+def test_the_table_of_parity_has_means_and_deviations_and_counts_the_runs_that_broke() -> None:
+    rows: list[dict[str, Any]] = [
+        {"model": "digits", "precision": precision, "seed": seed, "evaluated": 0.95 + seed / 50}
+        for seed in (0, 1)
+        for precision in ("FP32", "bf16")
+    ]
+    rows += [{"model": "digits", "precision": "fp16", "seed": seed, "failure": "nonfinite: nan"} for seed in (0, 1)]
+    assert list(parity.table_of(rows)) == [
+        "| model | FP32 | bf16 | fp16 | seeds |",
+        "|---|---|---|---|---|",
+        "| digits | 0.9600 ± 0.0141 | 0.9600 ± 0.0141 | - (2 of 2 broke) | 2 |",
+    ]
+
+
+def test_the_sources_of_parity_are_bytes_of_the_standard_library_and_held_out_modules_are_others() -> None:
+    seen, held_out = parity._bytes()
+    assert len(seen) > 5 * len(held_out) > 0
+    batch = parity.sources().batch(3)
+    assert batch.shape == (3, parity.CONTEXT + 1)
+    assert batch.max() < 256

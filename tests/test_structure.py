@@ -55,11 +55,12 @@ PLACES = [
     "search.graphs",
     "search.trials",
     "search.groundwork",
-    "search.finals",
     "search.after_checks",
     "search.run",
     "search.pipeline",
+    "search.api",
     "search.verification",
+    "search.numerics_verification",
     "search.diagnosis",
     "report",
     "__init__",
@@ -252,8 +253,12 @@ def test_training_loads_neither_the_search_nor_the_terminal(tmp_path: Path) -> N
     assert not loaded_by(code) & HEAVY
 
 
+def test_the_function_tune_is_light_so_that_workers_start_before_the_search_is_imported() -> None:
+    assert not loaded_by("import amptune; amptune.tune") & {"optuna", "sqlalchemy", "torch", "numpy"}
+
+
 def test_the_check_of_lightness_can_fail() -> None:
-    assert "optuna" in loaded_by("import amptune; amptune.tune")
+    assert "optuna" in loaded_by("import amptune.search.pipeline")
 
 
 def test_neither_a_tuning_nor_a_report_imports_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,12 +28,12 @@ class Session:
         """Returns a budget for the whole command, including the time spent before this call."""
         return Budget(seconds=seconds, trials=trials, started=self.started, clock=self.clock)
 
-    def start_importing(self) -> None:
-        """Starts importing the workers' modules in parallel with this process, unless `evaluator` is given."""
+    def start_importing(self, target: str) -> None:
+        """Starts importing what workers need and what `target` imports, unless `evaluator` is given."""
         from amptune.measure.workers.processes import start_importing
 
         if self.evaluator is None:
-            start_importing()
+            start_importing(target)
 
 
 # Gives a command the `Session` passed as click's `obj`, else a new one that starts now.

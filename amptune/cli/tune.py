@@ -60,7 +60,7 @@ def tune_command(
     Stock PyTorch and the AMP recipe are always measured and compared.
     The same command again resumes its study: what was measured is not measured twice.
     """
-    session.start_importing()
+    session.start_importing(options["target"])
     from amptune.policy.file_io import require_writable
     from amptune.report.progress import progress_for
     from amptune.search.pipeline import TuningInterrupted, run_tuning
@@ -139,11 +139,10 @@ def _request(
 def _baseline(text: str) -> Policy:
     from amptune.policy.file_io import load
     from amptune.policy.policy_file import is_preset
-    from amptune.policy.settings import STOCK, amp_recipe
+    from amptune.policy.settings import STOCK
 
-    named = {"stock": STOCK, "amp-fp16": amp_recipe("fp16"), "amp-bf16": amp_recipe("bf16")}
-    if text in named:
-        return named[text]
+    if text == "stock":
+        return STOCK
     if not is_preset(text) and not Path(text).exists():
         raise click.BadParameter(f"{text!r} is not stock, amp-fp16, amp-bf16 or a policy file", param_hint="--baseline")
     return load(text).policy

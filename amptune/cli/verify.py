@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,17 +12,26 @@ from amptune.cli.options import SECONDS, json_option, print_json, target_argumen
 from amptune.cli.session import Session, pass_session
 
 if TYPE_CHECKING:
+    from amptune.search.gate.long_look import LongLook
     from amptune.search.verification import Verification
 
 __all__ = ["verify_command"]
 
-DOES_NOT_HOLD = 1
+DOES_NOT_HOLD, INTERRUPTED = 1, 130
+CLAIM_S, LONG_LOOK_S = 90.0, 600.0
+STEPS, SEEDS = 2000, 5
 
 
 @click.command("verify", short_help="Measure a policy's claim again: does it still hold here?")
 @click.argument("policy", metavar="POLICY.yaml")
 @target_argument
-@click.option("--budget", type=SECONDS, default="90s", show_default=True, help="Wall-clock time of the whole command.")
+@click.option(
+    "--numerics", is_flag=True, help="Does it train like FP32? Trains both side by side; measures no claim of speed."
+)
+@click.option("--steps", type=click.IntRange(min=20), help="With --numerics: training steps of a run. Default: 2000.")
+@click.option("--seeds", type=click.IntRange(min=3), help="With --numerics: runs of each of the two. Default: 5.")
+@click.option("--report", metavar="F.html", help="With --numerics: also write a page with the loss curves.")
+@click.option("--budget", type=SECONDS, help="Wall-clock time of the whole command. Default: 90s; --numerics: 10m.")
 @click.option("--device", metavar="cuda:N|cpu", help="Default: the first GPU, else the CPU.")
 @json_option
 @pass_session
@@ -30,24 +40,39 @@ def verify_command(
     policy: str,
     target: str,
     arguments: tuple[str, ...],
-    budget: float,
+    numerics: bool,
+    steps: int | None,
+    seeds: int | None,
+    report: str | None,
+    budget: float | None,
     device: str | None,
     as_json: bool,
 ) -> int:
     """Measure the claim of POLICY.yaml again, on this machine, against the baseline it names.
 
     TARGET is the workload it was tuned for, FILE.py[:NAME] or PACKAGE.MODULE:NAME; what stands behind -- are its
-    script's own arguments. Policy and baseline are
-    measured in turn, each in a process of its own, until the claim is met or missed, or the budget is
-    spent.
+    script's own arguments. Policy and baseline are measured in turn, each in a process of its own, until the claim is
+    met or missed, or the budget is spent.
 
     It is met if the new 95 % interval lies above the claim less 2 %, or if the measured value does and its interval
     is at most 10 % to each side. It is missed if the interval lies below that, twice in a row.
 
     Exit code 0 if the claim is met, 1 if it is missed or amptune could not tell, with the reason and with what changed.
     4 on hardware the policy is not for.
+
+    With --numerics, FP32 and the policy train in your own loop, with several seeds. The policy trains like FP32 (0) if
+    its mean loss lies within 3 standard deviations of FP32's seeds in every tenth of the steps, its 95 % interval
+    included, and so does what `evaluate` gives; buffers such as BatchNorm's are compared too. Else it does not, or
+    amptune could not tell (1). The curves are kept in .amptune/TARGET/curves.jsonl. Ctrl-C answers from what there is.
     """
-    session.start_importing()
+    asked = {"--steps": steps, "--seeds": seeds, "--report": report}
+    alone = next((name for name, value in asked.items() if value is not None), None)
+    if alone is not None and not numerics:
+        raise click.BadParameter("says something together with --numerics alone", param_hint=alone)
+    session.start_importing(target)
+    if numerics:
+        options = {"steps": steps or STEPS, "seeds": seeds or SEEDS, "device": device, "arguments": arguments}
+        return _long_look(session, policy, target, report, as_json, budget or LONG_LOOK_S, options)
     from amptune.policy.file_io import load
     from amptune.report.progress import progress_for
     from amptune.report.terminal import print_verification
@@ -55,7 +80,7 @@ def verify_command(
 
     policy_file = load(policy)
     with progress_for(sys.stderr) as observer:
-        time, machine = session.budget(budget), session.evaluator
+        time, machine = session.budget(budget or CLAIM_S), session.evaluator
         found = verify(
             policy_file, target, budget=time, arguments=arguments, device=device, observer=observer, evaluator=machine
         )
@@ -64,6 +89,63 @@ def verify_command(
     else:
         print_verification(found, sys.stdout)
     return 0 if found.holds else DOES_NOT_HOLD
+
+
+def _long_look(
+    session: Session,
+    policy: str,
+    target: str,
+    report: str | None,
+    as_json: bool,
+    budget_s: float,
+    options: Mapping[str, Any],
+) -> int:
+    """Trains in FP32 and under the policy, and prints whether the policy trains like FP32."""
+    from amptune.cli.report import write_page
+    from amptune.policy.file_io import load, require_writable
+    from amptune.report.long_look_page import page_of_look
+    from amptune.report.progress import progress_for
+    from amptune.report.terminal import print_long_look
+    from amptune.search.numerics_verification import verify_numerics
+    from amptune.search.request import place_of
+
+    policy_file, curves = load(policy), place_of(None, target)[0] / "curves.jsonl"
+    if report is not None:
+        require_writable(report)
+    with progress_for(sys.stderr) as observer:
+        look = verify_numerics(
+            policy_file,
+            target,
+            budget=session.budget(budget_s),
+            curves=curves,
+            observer=observer,
+            evaluator=session.evaluator,
+            **options,
+        )
+    if as_json:
+        print_json("amptune.verify-numerics/1", {"file": policy, "curves": str(curves), **_as_long_data(look)})
+    else:
+        print_long_look(look, str(curves), sys.stdout)
+    if report is not None:
+        write_page(page_of_look(look), report)
+        click.echo(f"report written to {report}", err=True)
+    if look.interrupted:
+        click.echo("interrupted: this is what the finished runs say", err=True)
+        return INTERRUPTED
+    return 0 if look.agreement == "met" else DOES_NOT_HOLD
+
+
+def _as_long_data(look: LongLook) -> dict[str, Any]:
+    return {
+        "holds": look.agreement == "met",
+        "answer": look.agreement,
+        "steps": look.steps_seen,
+        "seeds": len(look.pairs),
+        "interrupted": look.interrupted,
+        "gaps": [gap.as_dict() for gap in look.gaps],
+        "buffers": [{"path": one.path, "off": one.off, "apart": one.apart} for one in look.buffers],
+        "findings": [finding.as_dict() for finding in look.findings],
+    }
 
 
 def _as_data(found: Verification, policy: str) -> dict[str, Any]:

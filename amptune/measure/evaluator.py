@@ -15,7 +15,7 @@ from amptune.measure.results.loop_timing import LoopTiming
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Prepared
-from amptune.measure.results.training_runs import Parity, Reference
+from amptune.measure.results.training_runs import LossCurve, Parity, Reference
 from amptune.measure.workers import worker
 from amptune.measure.workers.background_graph import BackgroundGraph
 from amptune.measure.workers.processes import WorkerProcess, stop_all, workers_that_fit
@@ -102,6 +102,13 @@ class Evaluator(Protocol):
 
     def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming | Failure:
         """Runs the workload's training loop under the policy, alone on the device, for `seconds` plus its warm-up."""
+        ...
+
+    def train_long(self, policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:
+        """Trains from the initial weights in the user's loop for so many steps; fewer if the seconds are over before.
+
+        Data and random numbers follow from `seed`: they are the same under every policy.
+        """
         ...
 
     def close(self) -> None: ...
@@ -220,6 +227,11 @@ class WorkerEvaluator:
     def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming | Failure:
         self._stop_others(policy)
         return self._worker(policy).call(limit_s, worker.train, policy, seconds)
+
+    def train_long(self, policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:
+        limit_s = seconds + START_LIMIT_S  # training ends by itself; evaluating may take a while longer
+        train = lambda: self._worker(policy).call(limit_s, worker.train_long, policy, steps, seed, seconds)  # noqa: E731
+        return self._with_room(policy, train)
 
     def close(self) -> None:
         self._graphs.clear()

@@ -1,6 +1,7 @@
 """Content of a policy file: the settings, the machine they are valid for, and the measured evidence.
 
-Presets are policies by name: the opt levels of NVIDIA's Apex, for training code that used `apex.amp.initialize`.
+Presets are policies by name: PyTorch's AMP recipe, and the opt levels of NVIDIA's Apex, for training code that used
+`apex.amp.initialize`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, TypeGuard
 from typing_extensions import TypedDict
 
 from amptune.errors import FileFormatError, Problem
-from amptune.policy.settings import LossScale, Policy
+from amptune.policy.settings import LossScale, Policy, amp_recipe
 
 __all__ = ["APEX_LEVELS", "Evidence", "PolicyFile", "is_preset", "preset"]
 
@@ -89,14 +90,21 @@ APEX_LEVELS = {
 }
 
 
+# PyTorch's AMP recipe, as `--baseline` names it.
+AMP_RECIPES = {"amp-fp16": amp_recipe("fp16"), "amp-bf16": amp_recipe("bf16")}
+
+
 def is_preset(name: object) -> TypeGuard[str]:
     """Returns True if the name means a preset; name a file like that as `./apex:…`, or use a `pathlib.Path`."""
-    return isinstance(name, str) and name.startswith(_PREFIX)
+    return isinstance(name, str) and (name.startswith(_PREFIX) or name in AMP_RECIPES)
 
 
 def preset(name: str) -> PolicyFile:
-    """Returns the policy of a name such as `apex:O2`. Raises `FileFormatError` for a level that Apex does not have."""
-    policy = APEX_LEVELS.get(name.removeprefix(_PREFIX))
+    """Returns the policy of a name such as `apex:O2` or `amp-bf16`.
+
+    Raises `FileFormatError` for a level that Apex does not have.
+    """
+    policy = AMP_RECIPES.get(name) or APEX_LEVELS.get(name.removeprefix(_PREFIX))
     if policy is None:
         levels = ", ".join(_PREFIX + level for level in APEX_LEVELS)
         raise FileFormatError([Problem(message=f"is no opt level of Apex; there are {levels}", source=name)])

@@ -18,8 +18,8 @@ __all__ = ["answer_of", "important", "ranked"]
 _SAID = {"faster", "less-memory", "less-energy", "keep", "provisional", "undecided", "budget-too-small"}
 # Findings about whether the policy can be trusted.
 _GRAVE = {
-    "not-judged", "graph-not-judged", "no-reference", "rejected", "unsound", "cure", "speed-not-shown",
-    "loader-failed",
+    "not-judged", "graph-not-judged", "yardstick-unseen", "no-reference", "rejected", "unsound", "cure",
+    "speed-not-shown", "loader-failed",
 }  # fmt: skip
 # Findings that change nothing for the user; so do those that count blocks.
 _DETAILS = {"simplest", "noisy", "compile-costs", "compile-not-needed", "sound"}

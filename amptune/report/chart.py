@@ -1,4 +1,4 @@
-"""A scatter chart as SVG: marks of several kinds, a frontier, labels that do not overlap. Pure functions."""
+"""Charts as SVG: a scatter of marks with a frontier and labels that do not overlap; lines. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-__all__ = ["Axis", "ChartMark", "Kind", "axis_for", "scatter"]
+__all__ = ["Axis", "ChartLine", "ChartMark", "Kind", "axis_for", "lines", "scatter"]
 
 Kind = Literal["trial", "front", "rejected", "recipe", "baseline", "winner"]
 
@@ -33,6 +33,15 @@ class ChartMark:
     kind: Kind
     title: str
     label: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChartLine:
+    """A line through points (x, y); `title` is shown when the mouse is on it, `kind` is its class in the style."""
+
+    points: Sequence[tuple[float, float]]
+    kind: str
+    title: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +72,10 @@ class Axis:
 
 
 def axis_for(label: str, values: Sequence[float], start: float, end: float) -> Axis:
-    """Returns an axis that holds the values with a margin and never extends below 0."""
+    """Returns an axis that holds the values with a margin, which does not extend below 0 if no value does."""
     low, high = min(values), max(values)
     room = MARGIN * (high - low) or 0.1 * abs(high) or 1.0
-    low, high = max(0.0, low - room), high + room
+    low, high = max(min(0.0, low), low - room), high + room
     return Axis(label=label, low=low, high=high, start=start, end=end, step=_round_step((high - low) / TICKS))
 
 
@@ -81,8 +90,25 @@ def scatter(marks: Sequence[ChartMark], x_label: str, y_label: str) -> str:
         *(_drawn(mark, x, y) for mark in drawn),
         *_labels([mark for mark in drawn if mark.label], x, y),
     ]
+    return _picture(parts, x, y)
+
+
+def lines(drawn: Sequence[ChartLine], x_label: str, y_label: str) -> str:
+    """Returns the chart of lines, the last of them on top."""
+    points = [point for line in drawn for point in line.points]
+    x = axis_for(x_label, [at for at, _ in points], LEFT, WIDTH - RIGHT)
+    y = axis_for(y_label, [value for _, value in points], HEIGHT - BOTTOM, TOP)
+    return _picture([*_grid(x, y), *(_line(line, x, y) for line in drawn)], x, y)
+
+
+def _line(line: ChartLine, x: Axis, y: Axis) -> str:
+    points = " ".join(f"{x.place(at):.1f},{y.place(value):.1f}" for at, value in line.points)
+    return f'<g class="line {line.kind}"><title>{escape(line.title)}</title><polyline points="{points}"/></g>'
+
+
+def _picture(parts: Sequence[str], x: Axis, y: Axis) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" class="chart"'
-    return f'{head} aria-label="{escape(y_label)} over {escape(x_label)}">\n' + "\n".join(parts) + "\n</svg>"
+    return f'{head} aria-label="{escape(y.label)} over {escape(x.label)}">\n' + "\n".join(parts) + "\n</svg>"
 
 
 def _grid(x: Axis, y: Axis) -> Iterator[str]:

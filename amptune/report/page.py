@@ -22,7 +22,7 @@ from amptune.search.table.ratio import Ratio
 from amptune.search.table.trial import Trial
 from amptune.search.table.verdict import Contender
 
-__all__ = ["page_of"]
+__all__ = ["bullets", "page_of", "section", "table", "whole_page"]
 
 _ROLES = {"winner": "answer", "baseline": "baseline", "recipe": "AMP recipe"}
 Rows = Iterable[Sequence[str]]
@@ -32,13 +32,18 @@ def page_of(study_report: StudyReport, findings: Sequence[Finding]) -> str:
     """Returns the page, from the answer down to the single trials. All text is escaped."""
     last = study_report.record.last
     title = f"{last.workload} on {last.hardware}"
+    return whole_page(title, _sections(study_report, findings, title))
+
+
+def whole_page(title: str, content: Iterable[str]) -> str:
+    """Returns a page that stands alone; `content` is HTML."""
     style = (files("amptune.report") / "page.css").read_text(encoding="utf-8")
     return "\n".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>",
-            *_sections(study_report, findings, title),
+            *content,
             "</main>\n</body>\n</html>\n",
         ]
     )
@@ -47,17 +52,17 @@ def page_of(study_report: StudyReport, findings: Sequence[Finding]) -> str:
 def _sections(study_report: StudyReport, findings: Sequence[Finding], title: str) -> Iterator[str]:
     yield from _heading(study_report, title)
     if study_report.contenders:
-        yield _section("Measured more than once", _finalists(study_report))
+        yield section("Measured more than once", _finalists(study_report))
     yield from _charts(study_report)
     if study_report.ablation:
-        yield _section("What each setting buys", _settings(study_report))
+        yield section("What each setting buys", _settings(study_report))
     if findings:
-        yield _section("Findings", _list(map(str, findings)))
-    yield _section(f"All {len(study_report.record.trials)} trials", _trials(study_report))
+        yield section("Findings", bullets(map(str, findings)))
+    yield section(f"All {len(study_report.record.trials)} trials", _trials(study_report))
     if study_report.failures:
-        yield _section("Failures", _failures(study_report))
+        yield section("Failures", _failures(study_report))
     if study_report.record.timeline:
-        yield _section("What was done when", _timeline(study_report.record.timeline))
+        yield section("What was done when", _timeline(study_report.record.timeline))
 
 
 def _heading(study_report: StudyReport, title: str) -> Iterator[str]:
@@ -82,7 +87,7 @@ def _finalists(study_report: StudyReport) -> str:
     recipe = _recipe_of(study_report)
     kinds = [_kind_of(study_report, contender.policy, recipe)[0] for contender in study_report.contenders]
     cells = (_contender_cells(contender, used=used) for contender in study_report.contenders)
-    return _table(headings, ([_ROLES.get(kind, ""), *row] for kind, row in zip(kinds, cells, strict=True)), kinds)
+    return table(headings, ([_ROLES.get(kind, ""), *row] for kind, row in zip(kinds, cells, strict=True)), kinds)
 
 
 def _contender_cells(contender: Contender, *, used: bool) -> list[str]:
@@ -107,10 +112,10 @@ def _contender_cells(contender: Contender, *, used: bool) -> list[str]:
 def _charts(study_report: StudyReport) -> Iterator[str]:
     """Yields charts of throughput over peak memory, and over energy if it was measured."""
     memory = [(point, point.peak_memory_mib) for point in _plotted(study_report)]
-    yield _section("Throughput and peak memory", _chart(study_report, memory, "peak memory, MiB") + _KEY)
+    yield section("Throughput and peak memory", _chart(study_report, memory, "peak memory, MiB") + _KEY)
     energy = [(p, p.energy_j_per_sample) for p in _plotted(study_report) if p.energy_j_per_sample is not None]
     if energy:
-        yield _section("Throughput and energy", _chart(study_report, energy, "energy, J per sample") + _KEY)
+        yield section("Throughput and energy", _chart(study_report, energy, "energy, J per sample") + _KEY)
 
 
 def _plotted(study_report: StudyReport) -> list[ParetoPoint]:
@@ -164,7 +169,7 @@ def _settings(study_report: StudyReport) -> str:
     used = study_report.objective.name != "throughput"
     headings = ["setting", "value", "speed with it / without", "95 %"]
     headings += [f"{FIGURES[study_report.objective.name]} with it / without", "95 %"] if used else []
-    return _table(headings, (_bought(one, used=used) for one in study_report.ablation))
+    return table(headings, (_bought(one, used=used) for one in study_report.ablation))
 
 
 def _bought(one: Ablated, *, used: bool) -> list[str]:
@@ -184,7 +189,7 @@ def _trials(study_report: StudyReport) -> str:
 
     headings = ["#", "policy", "samples/s", "ms/step", "peak MiB", "J/sample", "numerics"]
     trials = sorted(study_report.record.trials, key=place)
-    return _table(headings, (_trial(trial, _numerics(study_report, trial.policy)) for trial in trials))
+    return table(headings, (_trial(trial, _numerics(study_report, trial.policy)) for trial in trials))
 
 
 def _trial(trial: Trial, numerics: str) -> list[str]:
@@ -210,7 +215,7 @@ def _failures(study_report: StudyReport) -> str:
         (failure.kind, str(trial.policy), failure.message, failure.where or "")
         for trial, failure in study_report.failures
     )
-    return _table(["kind", "policy", "message", "where"], rows)
+    return table(["kind", "policy", "message", "where"], rows)
 
 
 def _timeline(timeline: Sequence[Mapping[str, Any]]) -> str:
@@ -228,18 +233,18 @@ def _timeline(timeline: Sequence[Mapping[str, Any]]) -> str:
         for step in timeline
     )
     headings = ["at, s", "took, s", "expected, s", "may gain", "stage", "what", "before"]
-    return _table(headings, rows)
+    return table(headings, rows)
 
 
-def _section(heading: str, content: str) -> str:
+def section(heading: str, content: str) -> str:
     return f"<section>\n<h2>{escape(heading)}</h2>\n{content}\n</section>"
 
 
-def _list(items: Iterable[str]) -> str:
+def bullets(items: Iterable[str]) -> str:
     return "<ul>\n" + "\n".join(f"<li>{escape(item)}</li>" for item in items) + "\n</ul>"
 
 
-def _table(headings: Sequence[str], rows: Rows, classes: Sequence[str] = ()) -> str:
+def table(headings: Sequence[str], rows: Rows, classes: Sequence[str] = ()) -> str:
     """Returns a table; in a row with too few cells, the last cell spans the missing columns."""
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     lines = [

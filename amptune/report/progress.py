@@ -14,6 +14,7 @@ from amptune.search.events import (
     ComparisonStarted,
     Compiling,
     ContenderMeasured,
+    CurveTrained,
     Event,
     Observer,
     PolicyJudged,
@@ -75,6 +76,9 @@ def describe(event: Event) -> str | None:
             text = f"search ended after {event.trials} new trials: {event.because}"
         case ComparisonStarted():
             text = f"{_STAGES[event.stage]}: {len(event.policies)} policies in turn, in fresh processes"
+        case CurveTrained():
+            seed = f"seed {event.seed + 1} of {event.seeds}"
+            text = f"{seed}: {event.steps:,} steps under {event.policy}, the last loss is {event.last_loss:.4g}"
         case _:
             return None
     return f"[{max(0.0, event.left_s):4.0f} s left] {text}"

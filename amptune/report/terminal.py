@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from amptune.hardware.machine import Cpu, Gpu, Hardware
     from amptune.search.decide.decision import Decision
     from amptune.search.diagnosis import Diagnosis
+    from amptune.search.gate.long_look import LongLook
     from amptune.search.table.ablation import Ablated
     from amptune.search.table.objective import Objective
     from amptune.search.table.verdict import Contender
@@ -29,6 +30,7 @@ __all__ = [
     "print_decision",
     "print_diagnosis",
     "print_hardware",
+    "print_long_look",
     "print_study_report",
     "print_verification",
 ]
@@ -72,6 +74,22 @@ def print_verification(found: Verification, stream: TextIO) -> None:
     console.print(table)
     for finding in found.findings:
         console.print(f"• {finding}", markup=False)
+
+
+def print_long_look(look: LongLook, curves: str, stream: TextIO) -> None:
+    """Prints the last losses of FP32 and the policy side by side, then the findings: the answer comes first."""
+    console = _console_for(stream)
+    table = Table(title=f"{look.name} on {look.hardware.name}, {look.seconds:.0f} s", title_justify="left", box=None)
+    table.add_column("")
+    for heading in ("FP32", "between seeds", "policy"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for gap in look.shown:
+        table.add_row(gap.what, f"{gap.fp32:.4g}", f"±{gap.spread:.2g}", f"{gap.policy:.4g}")
+    if look.gaps:
+        console.print(table)
+    for finding in look.findings:
+        console.print(f"• {finding}", markup=False)
+    console.print(f"the curves are in {curves}", markup=False)
 
 
 def print_diagnosis(found: Diagnosis, stream: TextIO) -> None:

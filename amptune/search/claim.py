@@ -17,7 +17,18 @@ from amptune.search.table.ratio import Ratio
 from amptune.search.table.row import Row
 from amptune.search.table.verdict import Verdict, verdict_of
 
-__all__ = ["MARGIN", "NARROW_ENOUGH", "Answer", "Claim", "Comparison", "Figure", "Pair", "Ratios", "claim_of"]
+__all__ = [
+    "MARGIN",
+    "NARROW_ENOUGH",
+    "Answer",
+    "Claim",
+    "Comparison",
+    "Figure",
+    "Pair",
+    "Ratios",
+    "baseline_of",
+    "claim_of",
+]
 
 # A claim may be missed by this share of it.
 MARGIN = 0.02
@@ -165,11 +176,11 @@ def claim_of(policy_file: PolicyFile) -> Claim:
     if "speedup" not in evidence:
         name = f"policy {policy_file.name!r}" if policy_file.name else "this policy"
         raise ClaimError(f"{name} claims nothing: there is no evidence.speedup in its file; `amptune tune` writes one")
-    baseline = evidence.get("baseline", {})
+    own_baseline, baseline = baseline_of(policy_file), evidence.get("baseline", {})
     try:
         return Claim(
             policy=policy_file.policy,
-            baseline=policy_from_dict(baseline["policy"]) if "policy" in baseline else STOCK,
+            baseline=own_baseline,
             speedup=evidence["speedup"],
             step_ms=evidence.get("step_ms"),
             baseline_ms=float(baseline["step_ms"]) if "step_ms" in baseline else None,
@@ -178,5 +189,14 @@ def claim_of(policy_file: PolicyFile) -> Claim:
         )
     except ObjectiveError as error:
         raise ClaimError(f"evidence.objective is not what `amptune tune` writes: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ClaimError(f"evidence.baseline is not what `amptune tune` writes: {error}") from error
+
+
+def baseline_of(policy_file: PolicyFile) -> Policy:
+    """Returns the baseline that a file names, else stock PyTorch. Raises `ClaimError` if it is malformed."""
+    baseline: Any = policy_file.evidence.get("baseline", {})
+    try:
+        return policy_from_dict(baseline["policy"]) if "policy" in baseline else STOCK
     except (TypeError, ValueError) as error:
         raise ClaimError(f"evidence.baseline is not what `amptune tune` writes: {error}") from error

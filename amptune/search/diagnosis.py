@@ -22,7 +22,7 @@ from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.events import Event, Observer, PolicyJudged
 from amptune.search.gate.judge import Judge
 from amptune.search.gate.limits import Judgement
-from amptune.search.gate.numeric_findings import sound_finding, where_fp32_breaks
+from amptune.search.gate.numeric_findings import sound_finding, where_fp32_breaks, yardstick_findings
 from amptune.search.gate.repair import Cure
 from amptune.search.groundwork import examined
 from amptune.search.plan.budget import Budget
@@ -174,7 +174,8 @@ def _dtype(judge: Judge, recipe: Policy, subject: Subject) -> DtypeDiagnosis:
         finding = Finding(code="not-judged", message=message, figures={"autocast": recipe.autocast})
         return DtypeDiagnosis(policy=recipe, judgement=None, cure=None, findings=(finding,))
     if judgement.passes:
-        return DtypeDiagnosis(policy=recipe, judgement=judgement, cure=None, findings=(sound_finding(judgement),))
+        findings = (sound_finding(judgement), *yardstick_findings(judgement))
+        return DtypeDiagnosis(policy=recipe, judgement=judgement, cure=None, findings=findings)
     cure, findings = examined(judge, judgement, subject)
     return DtypeDiagnosis(policy=recipe, judgement=judgement, cure=cure, findings=findings)
 

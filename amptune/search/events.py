@@ -21,6 +21,7 @@ __all__ = [
     "ComparisonStarted",
     "Compiling",
     "ContenderMeasured",
+    "CurveTrained",
     "Event",
     "Observer",
     "PolicyJudged",
@@ -109,6 +110,18 @@ class ContenderMeasured:
     outcome: Outcome
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveTrained:
+    """One long training of a policy with one of the `seeds`; `last_loss` is the loss of its last step."""
+
+    policy: Policy
+    seed: int
+    seeds: int
+    steps: int
+    last_loss: float
+    left_s: float
+
+
 Event = (
     StepStarted
     | WorkloadBuilt
@@ -119,5 +132,6 @@ Event = (
     | SearchEnded
     | ComparisonStarted
     | ContenderMeasured
+    | CurveTrained
 )
 Observer = Callable[[Event], None]

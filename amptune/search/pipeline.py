@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from filelock import FileLock, Timeout
 
@@ -16,23 +15,20 @@ from amptune.errors import DeviceError, NothingFeasibleError, ObjectiveError, Sp
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Prepared
-from amptune.policy.settings import STOCK, Policy
 from amptune.search.after_checks import larger_batch
 from amptune.search.decide.decision import Decision
 from amptune.search.events import Observer, StepStarted, WorkloadBuilt
 from amptune.search.gate.judge import Judge
-from amptune.search.plan.budget import Budget, larger_batch_s
+from amptune.search.plan.budget import larger_batch_s
 from amptune.search.plan.plan import Plan, Step
-from amptune.search.request import TuningRequest, place_of, source_of
+from amptune.search.request import TuningRequest
 from amptune.search.run import TuningRun
-from amptune.search.sampler.policy_sampler import Sampler
 from amptune.search.sampler.study import Study
-from amptune.search.space.candidates import Candidates, GlobalBatch, Wanted, candidates_for
-from amptune.search.table.objective import THROUGHPUT, ObjectiveName, objective_of
+from amptune.search.space.candidates import Candidates, GlobalBatch, candidates_for
+from amptune.search.table.objective import THROUGHPUT
 from amptune.search.table.trial import error_of_baseline
-from amptune.workload.workload import Workload
 
-__all__ = ["TuningInterrupted", "run_tuning", "tune", "tune_with"]
+__all__ = ["TuningInterrupted", "run_tuning", "tune_with"]
 
 # So many processes build the workload beside the first, to compile the first graphs.
 GRAPHS_AHEAD = 2
@@ -46,68 +42,6 @@ class TuningInterrupted(KeyboardInterrupt):
     def __init__(self, decision: Decision | None) -> None:
         super().__init__("tuning was interrupted")
         self.decision = decision
-
-
-def tune(
-    workload: Workload | Callable[[], Workload] | str,
-    *,
-    budget_s: float = 300.0,
-    trials: int | None = None,
-    space: str | Path | None = None,
-    pins: Mapping[str, str] | None = None,
-    baseline: Policy = STOCK,
-    batch_size: int | Literal["auto"] | None = None,
-    global_batch: int | None = None,
-    devices: int = 1,
-    max_memory_mib: float | None = None,
-    compile: bool | None = None,  # noqa: A002  # the policy's own name for it
-    device: str | None = None,
-    study: str | Path | None = None,
-    seed: int = 0,
-    sampler: Sampler | None = None,
-    objective: ObjectiveName = "throughput",
-    least_speed: float | None = None,
-    observer: Observer | None = None,
-) -> Decision:
-    """Finds the best policy for a workload on this machine: `amptune tune` as a function.
-
-    `workload` is a `Workload` (its functions travel to the worker processes by value), a function that builds one
-    there, or a target such as `"train.py:workload"`. `budget_s` is wall-clock seconds, final comparison included;
-    `trials` bounds the number of policies tried. `space` names a search space or its file, `pins` fixes knobs by name,
-    `study` is a folder or a database URL to remember trials in (default: under `.amptune/`). `batch_size` is a number,
-    or "auto" to search it too. `global_batch` is the samples of one optimizer step over all `devices`; batches are
-    accumulated to reach it. `compile` says whether to try torch.compile; by default the budget decides. A `sampler` of
-    Optuna proposes policies in place of amptune's own, for throughput.
-
-    The `objective` is samples per second; or "memory", the least peak memory at no less than `least_speed` times the
-    baseline's samples per second (default: 1); or "energy", joules per sample, where the GPU counts them. One study
-    serves all three.
-
-    Raises a subclass of `AmptuneError`, and `TuningInterrupted` on Ctrl-C, with the best so far.
-    """
-    source = source_of(workload)
-    name = workload if isinstance(workload, str) else getattr(workload, "name", None) or "workload"
-    folder, storage = place_of(study, name)
-    request = TuningRequest(
-        source=source,
-        wanted=Wanted(
-            baseline=baseline,
-            space=space,
-            pins=pins or {},
-            batch_size=batch_size,
-            global_batch=None if global_batch is None else GlobalBatch(samples=global_batch, devices=devices),
-            compile=compile,
-            memory_mib=max_memory_mib,
-        ),
-        budget=Budget(seconds=budget_s, trials=trials),
-        folder=folder,
-        study=storage,
-        device=device,
-        seed=seed,
-        sampler=sampler,
-        objective=objective_of(objective, least_speed),
-    )
-    return run_tuning(request, observer or (lambda _: None))
 
 
 def run_tuning(request: TuningRequest, observer: Observer, evaluator: Evaluator | None = None) -> Decision:

@@ -16,7 +16,9 @@ from amptune.cli.tune import _baseline
 from amptune.errors import FileFormatError
 from amptune.hardware.detect import probe
 from amptune.measure.results.subject import Prepared
+from amptune.measure.results.training_runs import LossCurve
 from amptune.policy.file_io import load
+from amptune.policy.settings import Policy
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -392,7 +394,7 @@ def test_what_was_tuned_is_verified(folder: Path) -> None:
 def test_a_claim_made_on_other_hardware_exits_with_4_before_anything_is_built(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("amptune.measure.workers.processes.start_importing", lambda: None)
+    monkeypatch.setattr("amptune.measure.workers.processes.start_importing", lambda _: None)
     monkeypatch.setattr("amptune.search.verification.WorkerEvaluator", None)
     claiming(folder, 2.0, labels='{nvidia.com/gpu.product: "NVIDIA-Nothing"}')
     done = run("verify", "policy.yaml", "train.py:endless", folder=folder)
@@ -420,3 +422,47 @@ def test_the_baseline_may_be_an_opt_level_of_apex() -> None:
     assert _baseline("apex:O2") == load("apex:O2").policy
     with pytest.raises(FileFormatError, match="is no opt level of Apex"):
         _baseline("apex:O7")
+
+
+LONG = ("verify", "amp-bf16", "train.py:small", "--numerics", "--steps", "40", "--seeds", "3")
+
+
+def test_a_policy_that_trains_like_fp32_is_verified_with_its_curves(folder: Path) -> None:
+    with measuring_here(f"{folder}/train.py:small") as here:
+        done = run(*LONG, "--report", "look.html", folder=folder, evaluator=here)
+        told = run(*LONG, "--json", folder=folder, evaluator=here)
+    assert done.returncode == told.returncode == 0, done.stderr
+    assert "trains like FP32, over 40 steps and 3 seeds" in " ".join(done.stdout.split())
+    assert "the curves are in .amptune/train.py-small/curves.jsonl" in done.stdout
+    assert "<svg" in (folder / "look.html").read_text()
+    answer = json.loads(told.stdout)
+    assert answer["schema"] == "amptune.verify-numerics/1"
+    assert (answer["holds"], answer["answer"], answer["seeds"]) == (True, "met", 3)
+    assert len((folder / answer["curves"]).read_text().splitlines()) == 6
+
+
+def test_a_long_look_that_is_interrupted_exits_with_130_and_keeps_what_there_is(folder: Path) -> None:
+    def curve(_policy: Policy, steps: int, seed: int) -> LossCurve:
+        if seed == 1:
+            raise KeyboardInterrupt
+        return LossCurve(losses=(1.0,) * steps)
+
+    done = run(*LONG, folder=folder, evaluator=Machine(curve=curve))
+    assert done.returncode == 130
+    assert "could not tell: an answer needs 3 seeds (trained: 1); it was interrupted" in " ".join(done.stdout.split())
+    assert len((folder / ".amptune/train.py-small/curves.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_policy_that_does_not_train_like_fp32_exits_with_1(folder: Path) -> None:
+    def curve(policy: Policy, steps: int, seed: int) -> LossCurve:
+        return LossCurve(losses=((2.0 if policy.autocast == "bf16" else 1.0) + seed / 100,) * steps)
+
+    done = run(*LONG, folder=folder, evaluator=Machine(curve=curve))
+    assert done.returncode == 1
+    assert "does not train like FP32: loss in " in done.stdout
+
+
+def test_what_belongs_to_the_long_look_is_refused_without_it(folder: Path) -> None:
+    done = run("verify", "amp-bf16", "train.py:small", "--steps", "40", folder=folder, evaluator=Machine())
+    assert done.returncode == 2
+    assert "says something together with --numerics alone" in done.stderr

@@ -21,7 +21,7 @@ from amptune.measure.results.loop_timing import LoopTiming
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Leaf, Module, Prepared, Subject
-from amptune.measure.results.training_runs import Parity
+from amptune.measure.results.training_runs import LossCurve, Parity
 from amptune.measure.workers.worker import Source
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
 from amptune.search.decide.decision import Decision
@@ -58,6 +58,7 @@ __all__ = [
     "Hardware",
     "Leaf",
     "LoopTiming",
+    "LossCurve",
     "Measurement",
     "Module",
     "ModuleTrace",

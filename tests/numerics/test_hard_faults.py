@@ -11,7 +11,8 @@ from faults import Fault
 from hard_faults import HARD_FAULTS
 
 from amptune.measure.bench.bench import Bench
-from amptune.measure.numerics.parity import judge, make_reference
+from amptune.measure.numerics.parity import judge
+from amptune.measure.numerics.reference import make_reference
 from amptune.measure.results.training_runs import Reference
 from amptune.policy.settings import STOCK, Autocast, Fp32Rule, Policy, amp_recipe
 from amptune.runtime.apply_policy import apply

@@ -18,12 +18,12 @@ from amptune.measure.results.half_effects import ModuleTrace, Reach
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.measure.results.training_runs import Parity
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, Reason, amp_recipe
+from amptune.search.api import tune
 from amptune.search.batch_size.memory_model import arm_of
 from amptune.search.events import Event, PolicyJudged, TrialEnded
 from amptune.search.gate.judge import fp32_of, graphs_like, is_exempt
 from amptune.search.gate.limits import judged
 from amptune.search.gate.numeric_findings import findings_of
-from amptune.search.pipeline import tune
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.space.knobs import points
 from amptune.search.space.space_file import load_space, space_names

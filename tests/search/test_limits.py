@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections import OrderedDict
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 
 import pytest
+import torch
+from torch import nn
 
+import amptune
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import ILL_CONDITIONED, ROUNDING, BufferParity, GradientParity, Parity
 from amptune.policy.settings import amp_recipe
 from amptune.search.gate.limits import judged
+from amptune.search.gate.numeric_findings import line_to_look
 
 BF16 = amp_recipe("bf16")
 # As the gradient of a healthy parameter looks in bf16 (reports/numerics).
@@ -155,3 +163,49 @@ def test_an_evaluation_that_only_the_policy_moves_counts() -> None:
 def test_a_tolerance_excuses_neither_a_break_nor_an_evaluation_that_is_no_number() -> None:
     assert codes(BROKEN, tolerance=1e9) == ["breaks"]
     assert codes(Parity(evaluated=float("nan"), evaluated_fp32=0.7), tolerance=1.0) == ["evaluates-differently"]
+
+
+@pytest.mark.parametrize(
+    ("parity", "allowed"),
+    [
+        (
+            with_gradient(error=0.9),
+            "where rounding the weights changes it by 2.0% (3 times what is allowed: 30%)",
+        ),
+        (with_gradient(error=0.9, rounding=0.09), "(1.67 times what is allowed: 54%)"),
+        (with_gradient(slope=0.6), "holds 60% of FP32's (2 times what is allowed: 80% to 120%)"),
+        (with_gradient(size=9.0), "times what is allowed: 0.3 to 3.3)"),
+        (with_gradient(vanished=0.6), "times what is allowed: 25%)"),
+        (Parity(drift=6.0), "(2 times what is allowed: 3 times)"),
+        (Parity(buffers=(BufferParity(path="a.b", off=0.9, apart=0.15),)), "(2 times what is allowed: 45%)"),
+    ],
+)
+def test_a_refusal_says_how_much_is_allowed(parity: Parity, allowed: str) -> None:
+    assert allowed in str(judged(BF16, parity))
+
+
+def test_a_refusal_for_a_gradient_comes_with_a_line_of_python_that_shows_it() -> None:
+    line = line_to_look(judged(amp_recipe("fp16"), with_gradient(error=0.9))).split("`")[1]
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(a=nn.Linear(4, 1)))
+    names = {
+        "amptune": amptune,
+        "model": model,
+        "loss": lambda model, batch: model(batch).mean(),
+        "batch": torch.ones(2, 4),
+    }
+    with redirect_stdout(StringIO()) as shown:
+        exec(line, names)  # noqa: S102  # the line is for users to run
+    assert shown.getvalue().startswith("tensor([[1., 1., 1., 1.]]")
+
+
+def test_a_refusal_for_a_loss_that_is_no_number_shows_that_loss() -> None:
+    line = line_to_look(judged(amp_recipe("fp16"), BROKEN)).split("`")[1]
+    names = {"amptune": amptune, "model": nn.Linear(4, 1), "loss": lambda _model, _batch: math.nan, "batch": None}
+    with redirect_stdout(StringIO()) as shown:
+        exec(line, names)  # noqa: S102  # the line is for users to run
+    assert shown.getvalue() == "nan\n"
+
+
+def test_a_refusal_for_a_loss_curve_comes_with_the_command_that_draws_it() -> None:
+    assert line_to_look(judged(BF16, Parity(drift=6.0))) == "`amptune verify amp-bf16 TARGET --numerics`"

@@ -14,9 +14,10 @@ from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcom
 from amptune.measure.workers.worker import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.report.explanation import explain_for
+from amptune.search.api import tune
 from amptune.search.decide.decision import Decision
 from amptune.search.events import Event, SearchEnded, SearchStarted, TrialEnded
-from amptune.search.pipeline import TuningInterrupted, tune, tune_with
+from amptune.search.pipeline import TuningInterrupted, tune_with
 from amptune.search.plan.budget import Budget, Clock
 from amptune.search.request import TuningRequest
 from amptune.search.sampler.storage import recall

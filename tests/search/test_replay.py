@@ -82,6 +82,7 @@ def test_a_policy_is_about_as_fast_as_itself() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_the_answer_is_near_the_true_best_of_ten_thousand_and_the_claim_is_true() -> None:
     """One test, for a hundred tunings are dear: regrets, claimed intervals, false claims and budgets."""
     tunings = all_of(tuned, [Job(seed) for seed in range(TUNINGS)])

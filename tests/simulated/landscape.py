@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from frozen.adapter import (
@@ -54,6 +54,9 @@ from optuna.storages import InMemoryStorage
 
 from simulated.clock import SimulatedClock as SimulatedClock  # tests/frozen has it from here
 from simulated.recorded import H200
+
+if TYPE_CHECKING:  # no part of what decides a replay
+    from frozen.adapter import LossCurve
 
 HERE = Path(__file__).parent
 SPACE = HERE / "big_space.yaml"
@@ -492,8 +495,13 @@ class SyntheticEvaluator:
         slow = self._rng.random(steps) < SLOW_SHARE if self.is_unruly(policy) else np.zeros(steps, dtype=bool)
         step_ms[slow] *= SLOW_TIMES
         measured = self._measurement(policy, step_ms, warmup_s, abandoned=abandoned)
-        settled = not slow[steps // 2 :].any()
-        return replace(measured, in_loop=effort.in_loop, settled=settled, prepared_anew=int(slow.sum()))
+        told: dict[str, Any] = {
+            "in_loop": getattr(effort, "in_loop", False),
+            "settled": not slow[steps // 2 :].any(),
+            "prepared_anew": int(slow.sum()),
+        }
+        known = {field.name for field in fields(measured)}  # the starting commit has none of them
+        return replace(measured, **{name: value for name, value in told.items() if name in known})
 
     def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity:  # noqa: ARG002
         """All are sound here. The reference takes its time, a judgement a third of that."""
@@ -513,6 +521,9 @@ class SyntheticEvaluator:
 
     def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming | Failure:  # noqa: ARG002
         return Failure(kind="unsupported", message="no training loop was recorded")
+
+    def train_long(self, policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:  # noqa: ARG002
+        return Failure(kind="unsupported", message="no long training was recorded")
 
     def close(self) -> None:
         self._processes.clear()

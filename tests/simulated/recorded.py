@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from frozen.adapter import (
     Cpu,
@@ -32,6 +32,9 @@ from frozen.adapter import (
 )
 
 from simulated.clock import SimulatedClock
+
+if TYPE_CHECKING:  # no part of what decides a replay
+    from frozen.adapter import LossCurve
 
 H200 = Hardware(
     device="cuda",
@@ -94,6 +97,13 @@ def recorded_ms(workload: str, policy: Policy) -> float:
     return ms * EXCLUSION_COSTS ** len(policy.fp32_modules)
 
 
+def falling(_: Policy, steps: int, seed: int) -> LossCurve:
+    """A loss that falls alike under all policies, from another height for each seed."""
+    from frozen.adapter import LossCurve
+
+    return LossCurve(losses=tuple((1 + seed / 100) / (1 + step) for step in range(steps)))
+
+
 Interference = Callable[[Policy], Failure | None]
 
 
@@ -121,6 +131,7 @@ class RecordedEvaluator:
     compile_s: float = 0.0
     judged: list[Policy] = field(default_factory=list)
     parity: Callable[[Policy], Parity | Failure] = lambda _: Parity()
+    curve: Callable[[Policy, int, int], LossCurve | Failure] = falling
     hardware: Hardware = H200
     batch_size: int = 128
     closed: bool = False
@@ -209,6 +220,11 @@ class RecordedEvaluator:
 
     def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming | Failure:  # noqa: ARG002
         return Failure(kind="unsupported", message="no training loop was recorded")
+
+    def train_long(self, policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:
+        """Trains as `curve` says; each run takes `takes_s`, or `seconds` if these are fewer."""
+        self.clock.advance(min(self.takes_s, seconds))
+        return self.curve(policy, steps, seed)
 
     def close(self) -> None:
         self.closed = True

@@ -112,13 +112,14 @@ class Bench:
         self.drawn = DrawnBatches(workload, seed)
         self._compilations = Compilations()
         self._tuned: Tuned | None = None
+        self._stays = False
         self._build()
 
     def _build(self) -> None:
         self._compilations.forget()
         self.model = _built_model(self.workload, self._seed)
         self._initial = [tensor.detach().clone() for tensor in self._state()]
-        self._near: list[torch.Tensor] | None = None
+        self._near: list[torch.Tensor] | None = None  # only while the model stays on the device
         self._initial_sums: tuple[float, ...] | None = None
         self.nonfinite = frozenset(nonfinite_in(self.model))
         self._kinds = self._kinds_of_state()
@@ -166,6 +167,8 @@ class Bench:
         batches = batches or cycle(self._on_device(policy.batch_size or self.workload.batch_size, FEW_BATCHES))
         self._memory.reset()
         self.model.to(self.device)
+        if self._stays and self._near is None and self._is_small:
+            self._near = [tensor.detach().clone() for tensor in self._state()]
         seed_everything(self._seed)
         # never with the guard, whatever the environment says: its time would be in the figures
         with apply(policy, self.model, any_hardware=True, guard=False) as tuned:
@@ -264,16 +267,27 @@ class Bench:
         seed_everything(self._seed + offset)
 
     @contextmanager
-    def initial_weights_near(self) -> Iterator[None]:
-        """Keeps a copy of the initial weights on the device, if they are small: copying large ones takes a second."""
-        if self.device.type == "cuda":
-            total = torch.cuda.get_device_properties(self.device).total_memory
-            if sum(tensor.nbytes for tensor in self._initial) <= NEAR_SHARE * total:
-                self._near = [tensor.to(self.device) for tensor in self._initial]
+    def staying_on_device(self) -> Iterator[None]:
+        """Leaves the model on its device until the end, with a copy of its initial weights if they are small.
+
+        For what trains from them again and again: copying large ones from the CPU takes a second.
+        """
+        if self._stays:
+            yield
+            return
+        self._stays = True
         try:
             yield
         finally:
-            self._near = None
+            self._stays, self._near = False, None
+            self.release()
+
+    @property
+    def _is_small(self) -> bool:
+        if self.device.type != "cuda":
+            return False
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        return sum(tensor.nbytes for tensor in self._initial) <= NEAR_SHARE * total
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy, on the device if the initial weights are kept there, else on the CPU."""
@@ -300,18 +314,24 @@ class Bench:
     def _put_back(self, weights: Sequence[torch.Tensor] = ()) -> None:
         initial_state = self._initial if self._near is None else self._near
         for tensor, initial in zip(self._state(), [*weights, *initial_state[len(weights) :]], strict=True):
-            if 0 not in tensor.stride():  # an expanded buffer: nothing can write to it
+            if 0 not in tensor.stride() and tensor.data_ptr() != initial.data_ptr():  # expanded ones cannot be written
                 tensor.copy_(initial) if self._tuned is None else self._tuned.write(tensor, initial)
             tensor.grad = None
         for module, training in self._modes.items():
             module.training = training
 
     def release(self) -> None:
-        """Frees the device's memory for other workers."""
+        """Frees the device's memory for other workers, unless the model stays there."""
         for parameter in self.model.parameters():
             parameter.grad = None
+        if self._stays:
+            return
         gc.collect()
         if self.device.type == "cuda":
+            if self._kinds_of_state() == self._kinds:
+                # what was trained is not needed again, and copying it to the CPU takes as long as a trial's first steps
+                for parameter, initial in zip(self.model.parameters(), self._initial, strict=False):
+                    parameter.data = initial
             self.model.to("cpu")
             torch._C._cuda_clearCublasWorkspaces()  # they hold 64 MiB on Hopper
             torch.cuda.empty_cache()

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from amptune.measure.bench.bench import Bench
+from amptune.measure.bench.failures import failure_of
 from amptune.measure.numerics.short_training import Training
 from amptune.policy.settings import Policy
 
@@ -51,8 +52,11 @@ def _storage(tensor: torch.Tensor) -> int:
     return (tensor.untyped_storage().data_ptr() or -1) if tensor.layout == torch.strided else -1
 
 
-def parameters_in_half(bench: Bench, fp32: Policy) -> Collection[str]:
-    """Returns the names of the parameters that autocast rounds in a training step; all if that cannot be seen."""
+def parameters_in_half(bench: Bench, fp32: Policy) -> tuple[Collection[str], str | None]:
+    """Returns (names of the parameters that autocast rounds in a training step, None).
+
+    If that cannot be seen, returns (the names of all parameters, the reason in words).
+    """
     names = [name for name, _ in bench.model.named_parameters()]
     try:
         with Training.on(bench, fp32) as training:
@@ -63,6 +67,6 @@ def parameters_in_half(bench: Bench, fp32: Policy) -> Collection[str]:
             with rounded:
                 training.step()
             found = {name for name, parameter in parameters.items() if _storage(parameter) in rounded.rounded}
-    except (Exception, SystemExit):  # noqa: BLE001  # what the user's code raises under autocast is judged elsewhere
-        return names
-    return found or names
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # what the user's code raises there is judged elsewhere
+        return names, f"a step under autocast bf16 failed: {failure_of(error)}"
+    return (found, None) if found else (names, "autocast casts no parameter")

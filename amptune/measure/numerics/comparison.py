@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from amptune.measure.results.training_runs import (
     Run,
 )
 
-__all__ = ["comparable", "compare"]
+__all__ = ["LEAST_DEVIATION", "LEAST_LEVEL", "buffer_parities", "comparable", "compare"]
 
 
 def compare(reference: Reference, run: Run, rounding: Rounding) -> Parity:
@@ -35,12 +35,13 @@ def compare(reference: Reference, run: Run, rounding: Rounding) -> Parity:
         drift=drift,
         drift_share=share,
         below=below,
-        buffers=tuple(_buffer_parities(reference, run.curve)),
+        buffers=tuple(buffer_parities(reference.run.curve, reference.replicas, run.curve)),
         skipped_share=run.curve.skipped / max(1, len(run.curve.losses)),
         scale=run.curve.scale,
         evaluated=run.curve.evaluated,
         evaluated_fp32=reference.run.curve.evaluated,
         evaluated_at_start=reference.evaluated_at_start,
+        all_rounded_because=reference.all_rounded_because,
     )
 
 
@@ -139,15 +140,15 @@ def _drift(reference: Reference, run: Run) -> tuple[float, float, float]:
     return drift, float(above[0].max()), max(0.0, below)
 
 
-def _buffer_parities(reference: Reference, curve: LossCurve) -> Iterator[BufferParity]:
+def buffer_parities(fp32: LossCurve, replicas: Sequence[LossCurve], curve: LossCurve) -> Iterator[BufferParity]:
     """Yields the buffers that training changes: they differ between FP32 and its replicas, or under the policy."""
-    for name, own in reference.run.curve.buffers.items():
+    for name, own in fp32.buffers.items():
         found = curve.buffers.get(name)
         if found is None or found.shape != own.shape:
             continue
-        others = [replica.buffers[name] for replica in reference.replicas if name in replica.buffers]
+        others = [replica.buffers[name] for replica in replicas if name in replica.buffers]
         distance = _between_variances if name.endswith("running_var") else _distance
-        size = _scale(name, reference.run.curve.buffers)
+        size = _scale(name, fp32.buffers)
         apart = max((distance(other, own, size) for other in others if other.shape == own.shape), default=0.0)
         off = distance(found, own, size)
         if off or apart:

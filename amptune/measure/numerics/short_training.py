@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -32,6 +32,8 @@ Weights = Sequence[torch.Tensor]
 MOST_HALVINGS = 33
 # Of a larger buffer, about this many elements are compared with FP32's.
 LARGEST_BUFFER = 2**16
+# A loss on the device is read only this often: reading it waits for the device.
+NOTICED_AFTER = 64
 # Distance between the seeds of two runs.
 SEED_STRIDE = 10_000
 
@@ -57,18 +59,24 @@ class Training:
 
         With `divided`, and if all batches are equal, it trains over the parts of one batch.
         """
-        feed = Feed(*batches_of(bench, divided=divided), device=bench.device)
-        try:
-            with bench.on_device(_bare(policy), feed) as (tuned, _), bench.initial_weights_near():
-                training = Training(bench, tuned, feed)
-                try:
-                    yield training
-                finally:
-                    training._put_buffers_back()
-                    training.__dict__.pop("sketcher", None)  # its signs take a byte for every parameter
-        finally:
-            feed.forget()
-            bench.release()
+        with Training.over(Feed(*batches_of(bench, divided=divided), device=bench.device), bench, policy) as training:
+            yield training
+
+    @staticmethod
+    @contextmanager
+    def over(feed: Feed, bench: Bench, policy: Policy) -> Iterator[Training]:
+        """Yields training on the bench's device, over the batches of `feed`."""
+        with bench.staying_on_device():
+            try:
+                with bench.on_device(_bare(policy), feed) as (tuned, _):
+                    training = Training(bench, tuned, feed)
+                    try:
+                        yield training
+                    finally:
+                        training._put_buffers_back()
+                        training.__dict__.pop("sketcher", None)  # its signs take a byte for every parameter
+            finally:
+                feed.forget()
 
     @cached_property
     def _generators(self) -> OwnGenerators:
@@ -129,10 +137,11 @@ class Training:
                 noticeable.append(counts.numpy())
         return Gradients(sketches=np.stack(sketches), noticeable=np.stack(noticeable), losses=tuple(losses))
 
-    def curve(self, order: Sequence[int], seed: int = 0) -> LossCurve:
-        """Trains from the initial weights over the batches in this order; returns the loss curve.
+    def curve(self, order: Iterable[int], seed: int = 0) -> LossCurve:
+        """Trains from the initial weights over the batches at these places in this order; returns the loss curve.
 
-        In the first epoch a step that the loss scaler skips is repeated, because its scale is still coming down.
+        In the first epoch a step that the loss scaler skips is repeated, because its scale is still coming down. A loss
+        that is not finite is noticed within `NOTICED_AFTER` steps.
         """
         self.restart(SEED_STRIDE * seed)
         stepper = self._stepper()
@@ -146,6 +155,8 @@ class Training:
                     loss, went = self._step(stepper)
                 skipped += not went
                 losses.append(loss.reshape(()).clone())  # a CUDA graph writes its next result into the same memory
+                if len(losses) % NOTICED_AFTER == 0 and not math.isfinite(float(loss)):
+                    break
         found = torch.stack(losses).float().tolist()
         broken = next((i for i, loss in enumerate(found) if not math.isfinite(loss)), None)
         if broken is not None:

@@ -15,6 +15,7 @@ from amptune.policy.settings import Policy
 
 __all__ = [
     "ILL_CONDITIONED",
+    "MOST_BUFFER_OFF",
     "NEGLIGIBLE",
     "ROUNDING",
     "THOROUGHNESS",
@@ -48,6 +49,8 @@ ILL_CONDITIONED = 0.1
 # An error that is this small beside the whole model's gradient does no harm, as a multiple of the rounding error of one
 # number. Parameters whose true gradient is 0, such as a bias before BatchNorm, have errors of up to a fifth of that.
 NEGLIGIBLE = 0.5
+# A buffer may be this far off, relative to FP32's, whatever FP32's replicas differ by.
+MOST_BUFFER_OFF = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,7 @@ class Thoroughness:
 
     @property
     def reference_steps(self) -> int:
-        """Training steps for the reference: the gradients, with each rounding and of two batches again; the curves."""
+        """Steps of the whole reference: gradients, with each rounding and of two batches again; the curves."""
         return self.batches * (1 + len(ROUNDING) + self.epochs * (1 + self.replicas)) + 2
 
 
@@ -120,10 +123,12 @@ class Reference:
     """Training in FP32, and how much FP32 runs differ; made once and compared with every candidate.
 
     `names` are those of the parameters, `columns` holds each one's slice of a sketch. `rounded` holds gradients from
-    weights with random changes as large as rounding errors, `repeated` those of the first batches once more. If
+    weights with random changes as large as rounding errors (in the parameters `in_half`, which autocast rounds),
+    `repeated` those of the first batches once more. Some roundings and the `replicas` are made when first needed. If
     `after_training`, gradients are taken at the weights that the run's loss curve ends at, because more of them can be
     compared there; another process takes FP32's again, at its own weights. `evaluated_at_start` is the result of
     `evaluate` before training. `fingerprint` shows if another process has the same weights and batches.
+    `all_rounded_because` says why all parameters were rounded, if nobody saw which of them autocast rounds.
     """
 
     policy: Policy
@@ -136,8 +141,10 @@ class Reference:
     spread: Spread
     thoroughness: Thoroughness
     fingerprint: tuple[float, ...]
+    in_half: tuple[str, ...] = ()
     after_training: bool = False
     evaluated_at_start: float | None = None
+    all_rounded_because: str | None = None
     seconds: float = 0.0
 
 
@@ -192,7 +199,8 @@ class Parity:
     to its standard error, is nearer to FP32's, `drift` and `below` are of that. `precision` is the relative rounding
     error of the policy's products. `buffers` are those that training changes. `skipped_share` is the share of steps
     that the loss scaler skipped after it had settled at `scale`. `evaluated`, `evaluated_fp32` and `evaluated_at_start`
-    are results of the workload's `evaluate`: of the policy, of FP32, and before training. If training broke, `failure`
+    are results of the workload's `evaluate`: of the policy, of FP32, and before training. `all_rounded_because` is the
+    reference's: the effect of rounding, and with it the limits, may then be too large. If training broke, `failure`
     gives the reason and `broken` the modules whose gradients broke; the other fields are then empty.
     """
 
@@ -208,6 +216,7 @@ class Parity:
     evaluated: float | None = None
     evaluated_fp32: float | None = None
     evaluated_at_start: float | None = None
+    all_rounded_because: str | None = None
     failure: Failure | None = None
     broken: tuple[str, ...] = ()
     seconds: float = 0.0

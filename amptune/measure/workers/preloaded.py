@@ -1,26 +1,53 @@
 """Imports needed by every worker. Only the fork server, from which workers are forked, imports this module.
 
-Each worker then starts seconds faster: torch is loaded, and `torch._dynamo`, which the first optimizer imports.
+Each worker then starts seconds faster: torch is loaded, `torch._dynamo`, which the first optimizer imports, and the
+installed libraries that the workload's file imports. The file itself is run in workers alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
+import importlib.util
 import os
 import signal
+import sys
+import threading
+
+from amptune.measure.workers.processes import LIBRARIES
+from amptune.workload.user_errors import is_the_users
 
 __all__: list[str] = []
+
+
+def _import(name: str) -> None:
+    """Imports an installed library; lazy ones import a part of theirs when it is looked up."""
+    module, _, attribute = name.partition(":")
+    spec = importlib.util.find_spec(module.partition(".")[0])
+    if spec is not None and spec.origin is not None and not is_the_users(spec.origin):
+        getattr(importlib.import_module(module), attribute or "__name__", None)
+
 
 # Only the parent handles Ctrl-C, also during these imports.
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 # No import may open a CUDA context: a forked process could not use it. A worker later takes its parent's environment.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
-with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere), contextlib.suppress(Exception):
+with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere), contextlib.redirect_stdout(nowhere):
     # An error here is ignored: it occurs again in the worker, which can report it.
-    import torch
-    import torch._dynamo  # noqa: F401
+    with contextlib.suppress(Exception):
+        import torch
+        import torch._dynamo
+
+    threads, libraries = threading.active_count(), os.environ.pop(LIBRARIES, "").split()
+    for library in libraries:
+        with contextlib.suppress(BaseException):
+            _import(library)
+
+    if libraries and (threading.active_count() > threads or torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        # Neither a library's threads nor its CUDA context outlive a fork: once more, without the libraries.
+        os.execv(sys.executable, sys.orig_argv)  # noqa: S606  # itself
 
 # Frozen objects are skipped by each trial's garbage collection, which takes 0.2 s otherwise. Forked processes then need
 # no copies of their memory pages.

@@ -30,14 +30,17 @@ from amptune.measure.bench.stillness import ProcessIdentity, this_process
 from amptune.measure.results.outcome import Failure
 from amptune.measure.workers.activity import Activity
 from amptune.measure.workers.worker import Setting, start
+from amptune.workload.targets import imports_of
 
-__all__ = ["Pending", "WorkerProcess", "start_importing", "stop_all", "workers_that_fit"]
+__all__ = ["LIBRARIES", "Pending", "WorkerProcess", "start_importing", "stop_all", "workers_that_fit"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Limit until a spawned process takes its first task; it imports nothing heavy before.
-LAUNCH_LIMIT_S = 30.0
+# The environment variable by which the fork server learns what to import, as `module` or `module:name`.
+LIBRARIES = "AMPTUNE_LIBRARIES"
+# Limit until a process takes its first task; the fork server may have to import large libraries before.
+LAUNCH_LIMIT_S = 60.0
 ANY_NUMBER = 8
 # pebble waits 3 s for a process to end when asked to, then kills it.
 END_LIMIT_S = 10.0
@@ -83,24 +86,27 @@ if sys.platform == "linux":
         Process = _ForkWithoutMain
 
 
-def start_importing() -> None:
+def start_importing(target: str = "") -> None:
     """Starts the imports that all workers need in the process they are forked from, if possible; returns at once.
 
-    On Linux that process is multiprocessing's fork server. If the program has already started it, workers do missing
-    imports themselves.
+    These include the installed libraries that a target's file imports. On Linux that process is multiprocessing's fork
+    server. If the program has already started it, workers do missing imports themselves.
     """
-    _fork_server_runs()
+    _fork_server_runs(target)
 
 
-def _fork_server_runs() -> bool:
+def _fork_server_runs(target: str = "") -> bool:
     """Starts the fork server; returns False if it cannot have a socket: a long TMPDIR makes the path too long."""
     if sys.platform != "linux":
         return False
     forkserver.set_forkserver_preload(["amptune.measure.workers.preloaded"])
+    os.environ[LIBRARIES] = " ".join(imports_of(target)) if target else ""
     try:
         forkserver.ensure_running()
     except OSError:
         return False
+    finally:
+        del os.environ[LIBRARIES]
     return True
 
 

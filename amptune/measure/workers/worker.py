@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from amptune.errors import UserCodeError
 from amptune.measure.bench.stillness import Pause, ProcessIdentity, Stillness
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.subject import Prepared
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from amptune.measure.results.half_effects import Half, ModuleTrace, Sensitivity
     from amptune.measure.results.loop_timing import LoopTiming
     from amptune.measure.results.step_profile import StepProfile
-    from amptune.measure.results.training_runs import Parity, Reference
+    from amptune.measure.results.training_runs import LossCurve, Parity, Reference
     from amptune.workload.workload import Workload
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "start",
     "trace",
     "train",
+    "train_long",
 ]
 
 T = TypeVar("T")
@@ -171,10 +173,22 @@ def prepare() -> Prepared:
             subject=inspect_model(bench, _source_digest(_State.setting.source)),
             memory_mib=min(available_mib(bench.device), math.inf if limit is None else limit),
             start_s=start_s,
-            batches=len(bench.drawn.sequence(bench.workload.batch_size)),
+            batches=_count_of_batches(bench),
         )
     except Exception:
         traceback.print_exc()  # into the log; the caller gets only the message
+        raise
+
+
+def _count_of_batches(bench: Bench) -> int:
+    """Returns how many batches all policies are timed on. If memory is short for one, the first trial says so."""
+    from amptune.measure.bench.failures import failure_of
+
+    try:
+        return len(bench.drawn.sequence(bench.workload.batch_size))
+    except UserCodeError as error:
+        if failure_of(error).kind == "oom":
+            return 1
         raise
 
 
@@ -275,7 +289,7 @@ def train(policy: Policy, seconds: float) -> LoopTiming | Failure:
 
 def refer(fp32: Policy, seconds: float) -> Reference | Failure:
     """Trains in FP32 for about `seconds`, to make the reference for the numerics of policies."""
-    from amptune.measure.numerics.parity import make_reference
+    from amptune.measure.numerics.reference import make_reference
 
     return _attempt(lambda: make_reference(_bench(), fp32, seconds))
 
@@ -285,6 +299,13 @@ def judge(policy: Policy, reference: Reference) -> Parity:
     from amptune.measure.numerics.parity import judge
 
     return judge(_bench(), policy, reference)
+
+
+def train_long(policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:
+    """Trains in the user's loop for so many steps, or until the seconds are over."""
+    from amptune.measure.loop.long_training import train_long
+
+    return _attempt(lambda: train_long(_bench(), policy, steps, seed, seconds))
 
 
 def trace(policy: Policy, fp32: Policy) -> tuple[ModuleTrace, ...] | Failure:
@@ -338,9 +359,9 @@ def _bench() -> Bench:
         workload = _workload(_State.setting.source)
         if (give_back := getattr(workload.model, "give_back", None)) is not None:
             give_back()
-        gc.collect()
-        gc.freeze()  # imported objects are then skipped by each trial's garbage collection
         _State.bench = Bench(workload, device, nvml, memory_mib=limit)
+        gc.collect()
+        gc.freeze()  # what was imported and built is then skipped by each trial's garbage collection
     return _State.bench
 
 

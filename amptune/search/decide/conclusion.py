@@ -16,6 +16,7 @@ from amptune.search.decide.decision import Decision
 from amptune.search.decide.evidence import evidence_of, labels_of
 from amptune.search.decide.pareto import ParetoPoint, points_of
 from amptune.search.gate.judge import Judge, numerics_of_policy, without_graph
+from amptune.search.gate.numeric_findings import line_to_look, yardstick_findings
 from amptune.search.plan.compile_costs import compile_findings
 from amptune.search.table.ablation import ablated
 from amptune.search.table.row import Row, wait_share
@@ -52,6 +53,7 @@ def decide(
         *compile_findings(trials, policy),
         *_rejected(judge, verdict, finalists),
         *unjudged,
+        *_yardstick(judge, policy, noticed_before),
         *noticed(row.outcome for row in rows),
     )
     decision = Decision(
@@ -110,9 +112,16 @@ def _rejected(judge: Judge, verdict: Verdict, finalists: Sequence[Contender]) ->
             told.add(judgement.policy)
             own = without_graph(judgement.policy) == numerics_of_policy(without_graph(contender.policy))
             whose = "" if own else f"of {judgement.policy}, compiled too: "
-            message = f"{contender.policy} cannot win: {whose}{judgement}"
+            message = f"{contender.policy} cannot win: {whose}{judgement}; to see it: {line_to_look(judgement)}"
             module = judgement.shortcomings[0].module
             yield Finding(code="rejected", message=message, module=module, figures={"speedup": contender.speedup})
+
+
+def _yardstick(judge: Judge, policy: Policy, told: Sequence[Finding]) -> Iterator[Finding]:
+    """Yields a finding if the winner was judged by limits that may be too wide, unless that is told already."""
+    judgement, codes = judge.known(policy), {finding.code for finding in told}
+    if judgement is not None:
+        yield from (finding for finding in yardstick_findings(judgement) if finding.code not in codes)
 
 
 def _not_judged(judge: Judge, policy: Policy) -> Iterator[Finding]:

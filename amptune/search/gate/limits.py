@@ -11,11 +11,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from amptune.measure.results.training_runs import ILL_CONDITIONED, NEGLIGIBLE, GradientParity, Parity
+from amptune.measure.results.training_runs import (
+    ILL_CONDITIONED,
+    MOST_BUFFER_OFF,
+    NEGLIGIBLE,
+    BufferParity,
+    GradientParity,
+    Parity,
+)
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 
-__all__ = ["Judgement", "judged"]
+__all__ = ["Judgement", "buffer_limit", "judged"]
 
 MOST_BIAS = MOST_ERROR = 0.3
 # Rounding every activation, and not only the weights, was seen to have up to 4.4 times the effect.
@@ -31,7 +38,7 @@ TIMES_MOVED = 3.0
 MOST_DRIFT = 3.0
 # A loss below FP32's does no harm, unless it is so far below that it must be another loss.
 MOST_BELOW = 10.0
-MOST_BUFFER_OFF, TIMES_APART = 0.3, 3.0
+TIMES_APART = 3.0
 # The share of steps skipped after the loss scale has settled; in practice one step in 2,000 is skipped.
 MOST_SKIPPED = 0.2
 
@@ -86,11 +93,13 @@ class _Figure:
     code: str
     times_allowed: float
     message: str
+    allowed: str
     module: str | None = None
+    parameter: str | None = None
 
     def as_finding(self) -> Finding:
-        message = f"{self.message} ({self.times_allowed:.3g} times what is allowed)"
-        figures = {"times_allowed": self.times_allowed}
+        message = f"{self.message} ({self.times_allowed:.3g} times what is allowed: {self.allowed})"
+        figures = {"times_allowed": self.times_allowed, "allowed": self.allowed, "parameter": self.parameter}
         return Finding(code=self.code, message=message, module=self.module or None, figures=figures)
 
 
@@ -99,25 +108,33 @@ def _figures(parity: Parity, tolerance: float | None) -> Iterator[_Figure]:
         "steps-skipped",
         parity.skipped_share / MOST_SKIPPED,
         f"the loss scaler skips {parity.skipped_share:.0%} of the steps once it has settled",
+        f"{MOST_SKIPPED:.0%}",
     )
     yield _Figure(
         "loss-drifts",
         parity.drift / MOST_DRIFT,
         f"the loss is {parity.drift_share:.1%} above that in FP32, {parity.drift:.1f} times what chance makes FP32 "
         "runs differ by",
+        f"{MOST_DRIFT:g} times",
     )
     below = f"the loss is {parity.below:.1f} times further below that in FP32 than FP32 runs differ: it is another loss"
-    yield _Figure("loss-differs", parity.below / MOST_BELOW, below)
+    yield _Figure("loss-differs", parity.below / MOST_BELOW, below, f"{MOST_BELOW:g} times")
     for buffer in parity.buffers:
         yield _Figure(
             "statistics-differ",
-            buffer.off / max(MOST_BUFFER_OFF, TIMES_APART * buffer.apart),
+            buffer.off / buffer_limit(buffer),
             f"the buffer {buffer.path} is off by {buffer.off:.0%} after a moment of training",
+            f"{buffer_limit(buffer):.0%}",
         )
     if tolerance is not None:
         yield from _of_evaluation(parity, tolerance)
     for gradient in parity.gradients:
         yield from _of_gradient(gradient, NEGLIGIBLE * parity.precision / gradient.share)
+
+
+def buffer_limit(buffer: BufferParity) -> float:
+    """Returns how far a buffer may be from FP32's."""
+    return max(MOST_BUFFER_OFF, TIMES_APART * buffer.apart)
 
 
 def _of_evaluation(parity: Parity, tolerance: float) -> Iterator[_Figure]:
@@ -133,31 +150,35 @@ def _of_evaluation(parity: Parity, tolerance: float) -> Iterator[_Figure]:
         return
     off = abs(evaluated - fp32)
     times = off / tolerance if tolerance else math.inf if off else 0.0
-    message = (
-        f"evaluate gives {evaluated:.4g} after a moment of training, {fp32:.4g} in FP32: more than {tolerance:g} off"
-    )
-    yield _Figure("evaluates-differently", times, message)
+    message = f"evaluate gives {evaluated:.4g} after a moment of training, {fp32:.4g} in FP32"
+    yield _Figure("evaluates-differently", times, message, f"{tolerance:g}")
 
 
 def _of_gradient(one: GradientParity, negligible: float) -> Iterator[_Figure]:
     """Yields the figures of a parameter's gradient; errors below `negligible` are allowed, but it must not vanish."""
     if one.share < NULL_SHARE:
         return
-    module, _, name = one.name.rpartition(".")
+    name = one.name.rpartition(".")[2]
     whose, floor = f"the gradient of {name}", max(negligible, TIMES_ROUNDING * one.rounding)
+
+    def figure(code: str, times: float, message: str, allowed: str) -> _Figure:
+        return _Figure(f"gradient-{code}", times, message, allowed, one.module, one.name)
+
     vanished = f"{one.vanished:.0%} of the elements vanish in {whose}"
-    yield _Figure("gradient-vanishes", one.vanished / MOST_VANISHED, vanished, module)
+    yield figure("vanishes", one.vanished / MOST_VANISHED, vanished, f"{MOST_VANISHED:.0%}")
     size = _times_off(one.size if one.size < 1 else max(1.0, one.size - negligible))
-    yield _Figure("gradient-size", size, f"{whose} is {one.size:.2g} times as large as in FP32", module)
+    large = f"{whose} is {one.size:.2g} times as large as in FP32"
+    yield figure("size", size, large, f"{LEAST_SIZE:g} to {1 / LEAST_SIZE:.2g}")
     if one.rounding >= ILL_CONDITIONED:
         return
     error = f"{whose} is off by {one.error:.0%}, where rounding the weights changes it by {one.rounding:.1%}"
-    yield _Figure("gradient-error", one.error / max(MOST_ERROR, floor), error, module)
-    yield _Figure(
-        "gradient-bias", one.bias / max(MOST_BIAS, floor), f"{whose} is off by {one.bias:.0%} in the mean", module
-    )
+    most = max(MOST_ERROR, floor)
+    yield figure("error", one.error / most, error, f"{most:.0%}")
+    most = max(MOST_BIAS, floor)
+    yield figure("bias", one.bias / most, f"{whose} is off by {one.bias:.0%} in the mean", f"{most:.0%}")
+    most = max(MOST_SLOPE_OFF, floor)
     slope = f"{whose} holds {one.slope:.0%} of FP32's"
-    yield _Figure("gradient-slope", abs(one.slope - 1) / max(MOST_SLOPE_OFF, floor), slope, module)
+    yield figure("slope", abs(one.slope - 1) / most, slope, f"{1 - most:.0%} to {1 + most:.0%}")
 
 
 def _times_off(size: float) -> float:

@@ -13,7 +13,7 @@ from amptune.policy.settings import Policy
 from amptune.search.gate.limits import Judgement
 from amptune.search.gate.repair import Cure
 
-__all__ = ["findings_of", "sound_finding", "where_fp32_breaks"]
+__all__ = ["findings_of", "line_to_look", "sound_finding", "where_fp32_breaks", "yardstick_findings"]
 
 # A module that multiplies the error by less than this is not its origin.
 LEAST_TO_BLAME = 2.0
@@ -24,6 +24,42 @@ LARGEST = {"fp16": 65504.0, "bf16": 3.3895e38}
 def sound_finding(judgement: Judgement) -> Finding:
     policy = judgement.policy
     return Finding(code="sound", message=f"{_named(policy)} is {judgement}", figures=_figures(policy))
+
+
+def yardstick_findings(judgement: Judgement) -> Iterator[Finding]:
+    """Yields a finding if the gate's limits may be too wide, because it took all parameters as rounded."""
+    because = judgement.parity.all_rounded_because
+    if because is not None:
+        message = (
+            f"the numerics gate could not see which parameters autocast rounds ({because}): it takes all of them as "
+            "rounded, so its limits for gradients may be too wide; hold longer training against FP32's with "
+            f"`{_long_look(judgement.policy)}`"
+        )
+        yield Finding(code="yardstick-unseen", message=message, figures=_figures(judgement.policy))
+
+
+def line_to_look(judgement: Judgement) -> str:
+    """Returns a line of Python, or a command, that shows what a policy was refused for.
+
+    In Python, `model` and `loss` are the workload's, and `batch` is one batch on the device. The loss is scaled by
+    a constant, so that small gradients do not vanish in fp16 and no scale has to settle first.
+    """
+    worst = judgement.shortcomings[0]
+    parameter = worst.figures.get("parameter")
+    if parameter is None and worst.code != "breaks":
+        return f"`{_long_look(judgement.policy)}`"
+    own = judgement.policy
+    precision = f"weights={own.weights!r}" if own.weights == "half" else f"autocast={own.autocast!r}"
+    under = f"with amptune.apply(amptune.Policy({precision}), model) as t, t.autocast(): "
+    if parameter is None:
+        return f"`{under}print(loss(t.model, batch))`"
+    shown = f"(1024 * loss(t.model, batch)).backward(); print(model.get_parameter({parameter!r}).grad / 1024)"
+    return f"`{under}{shown}`, and in FP32 with Policy()"
+
+
+def _long_look(policy: Policy) -> str:
+    preset = f"amp-{policy.autocast}" if policy.weights != "half" and policy.autocast != "off" else "POLICY.yaml"
+    return f"amptune verify {preset} TARGET --numerics"
 
 
 def where_fp32_breaks(traces: Sequence[ModuleTrace]) -> str:
@@ -48,6 +84,7 @@ def findings_of(
     if not culprits and judgement.parity.broken:  # a step that raises an error leaves no traces
         yield replace(judgement.shortcomings[0], figures=_figures(judgement.policy))
     yield _unsound(judgement, out_of_time=out_of_time) if cure is None else _cure(judgement, cure)
+    yield from yardstick_findings(judgement)
 
 
 def _culprits(cure: Cure | None, traces: Sequence[ModuleTrace]) -> list[ModuleTrace]:
@@ -63,10 +100,11 @@ def _cure(judgement: Judgement, cure: Cure) -> Finding:
     policy, rules = judgement.policy, [str(rule) for rule in cure.rules]
     named = " + ".join(rules)
     left = ", and no module of these can be left out" if len(cure.modules) > 1 else ""
+    see = f"to see it: {line_to_look(judgement)}"
     left = left if cure.minimal else " (perhaps fewer would do: there was no time to find out)"
     return Finding(
         code="cure",
-        message=f"{_named(policy)} is not as good as FP32 ({judgement}); with {named} in FP32 it is{left}",
+        message=f"{_named(policy)} is not as good as FP32 ({judgement}); with {named} in FP32 it is{left}; {see}",
         figures={**_figures(policy), "modules": list(cure.modules), "rules": rules, "judgements": cure.judgements},
     )
 
@@ -79,7 +117,7 @@ def _unsound(judgement: Judgement, *, out_of_time: bool) -> Finding:
         else "no modules in FP32 cure that, so it begins outside of them: in the loss function, or in the model's own "
         "forward; compute that part under torch.autocast(device_type, enabled=False), its inputs cast with .float()"
     )
-    message = f"{_named(policy)} is not as good as FP32 ({judgement}); {why}"
+    message = f"{_named(policy)} is not as good as FP32 ({judgement}); {why}; to see it: {line_to_look(judgement)}"
     return Finding(code="unsound", message=message, figures=_figures(policy))
 
 

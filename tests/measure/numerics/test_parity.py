@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,13 +20,16 @@ from amptune import Policy, Workload
 from amptune.errors import TargetError, UserCodeError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import NonFiniteError, TooSlowError
+from amptune.measure.numerics import parity as parity_module
 from amptune.measure.numerics.casts import parameters_in_half
-from amptune.measure.numerics.parity import judge, make_reference
+from amptune.measure.numerics.parity import judge
+from amptune.measure.numerics.reference import completed, make_reference
 from amptune.measure.numerics.short_training import Training
-from amptune.measure.results.training_runs import Parity, Reference
+from amptune.measure.results.training_runs import LossCurve, Parity, Reference
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, amp_recipe
 from amptune.runtime.tuned import Tuned
 from amptune.search.gate.limits import judged as held_to_the_limits
+from amptune.search.gate.numeric_findings import yardstick_findings
 
 CPU = torch.device("cpu")
 BF16, FP16 = amp_recipe("bf16"), amp_recipe("fp16")
@@ -131,8 +134,8 @@ def test_bf16_rounds_more_coarsely_than_fp16() -> None:
 def test_little_time_buys_a_short_look() -> None:
     bench = Bench(workload_of(perceptron), CPU)
     short, long = make_reference(bench, STOCK, LITTLE_S), make_reference(bench, STOCK, ENOUGH_S)
-    assert (len(short.run.gradients.sketches), len(short.run.curve.losses), len(short.replicas)) == (3, 3, 1)
-    assert (len(long.run.gradients.sketches), len(long.run.curve.losses), len(long.replicas)) == (8, 32, 2)
+    assert (len(short.run.gradients.sketches), len(short.run.curve.losses), short.thoroughness.replicas) == (3, 3, 1)
+    assert (len(long.run.gradients.sketches), len(long.run.curve.losses), long.thoroughness.replicas) == (8, 32, 2)
     assert long.run.curve.losses[-8:] < long.run.curve.losses[:8]  # it trains
 
 
@@ -142,8 +145,10 @@ def test_steps_that_are_far_too_slow_are_not_judged() -> None:
 
 
 def test_replicas_see_the_same_batches_in_another_order() -> None:
-    reference = looked_at(workload_of(perceptron), STOCK, seconds=ENOUGH_S).reference
+    bench = Bench(workload_of(perceptron), CPU)
+    reference, _ = completed(make_reference(bench, STOCK, ENOUGH_S), bench, "bf16", replicas=True)
     own = reference.run.curve.losses
+    assert len(reference.replicas) == 2
     for replica in reference.replicas:
         assert replica.losses != own
         assert sum(replica.losses) == pytest.approx(sum(own), rel=0.2)
@@ -363,7 +368,9 @@ class Mixed(nn.Module):
 @each_device
 def test_the_yardstick_rounds_what_autocast_rounds(device: torch.device) -> None:
     workload = workload_of(Mixed, batch=lambda n: torch.randint(20, (n, 7)), loss=next_token)
-    rounded = set(parameters_in_half(Bench(workload, device), STOCK))
+    names, unseen = parameters_in_half(Bench(workload, device), STOCK)
+    rounded = set(names)
+    assert unseen is None
     assert {f"head.parametrizations.weight.original{i}" for i in (0, 1)} <= rounded
     assert {"head.bias", "lstm.weight_ih_l0"} <= rounded
     assert not rounded & {"words.weight", "norm.weight", "batch_norm.weight", "scale"}
@@ -375,7 +382,19 @@ def test_all_parameters_are_rounded_where_autocast_breaks_the_model() -> None:
         return x
 
     bench = Bench(workload_of(partial(gated, refuses_half)), CPU)
-    assert set(parameters_in_half(bench, STOCK)) == set(dict(bench.model.named_parameters()))
+    names, unseen = parameters_in_half(bench, STOCK)
+    assert set(names) == set(dict(bench.model.named_parameters()))
+    assert unseen is not None
+    assert unseen.startswith("a step under autocast bf16 failed: error")
+    (told,) = yardstick_findings(held_to_the_limits(BF16, Parity(all_rounded_because=unseen)))
+    assert "its limits for gradients may be too wide" in str(told)
+
+
+def test_the_judgement_says_that_all_parameters_were_taken_as_rounded() -> None:
+    """Nothing here is cast by autocast."""
+    workload = workload_of(lambda: nn.LayerNorm(16))
+    assert looked_at(workload, BF16).parity.all_rounded_because == "autocast casts no parameter"
+    assert looked_at(workload_of(lambda: nn.Linear(16, 4)), BF16).parity.all_rounded_because is None
 
 
 # --- what a model may be like ---------------------------------------------------------------------------------------
@@ -836,7 +855,9 @@ def test_a_process_with_other_weights_makes_a_reference_of_its_own() -> None:
     reference = replace(looked_at(workload_of(perceptron), STOCK).reference, seconds=LITTLE_S)
     elsewhere = Bench(workload_of(perceptron), CPU, seed=1)
     assert is_fp32_itself(judge(elsewhere, STOCK, reference))
-    assert not is_fp32_itself(judge(elsewhere, STOCK, replace(reference, fingerprint=_fingerprint(elsewhere))))
+    fingerprint = _fingerprint(Bench(workload_of(perceptron), CPU, seed=1))
+    again = Bench(workload_of(perceptron), CPU, seed=1)
+    assert not is_fp32_itself(judge(again, STOCK, replace(reference, fingerprint=fingerprint)))
 
 
 def _fingerprint(bench: Bench) -> tuple[float, ...]:
@@ -851,8 +872,35 @@ def test_a_process_with_the_same_weights_and_batches_takes_the_reference_as_it_i
         return torch.optim.SGD(model.parameters(), lr=0.05)
 
     reference = make_reference(Bench(workload_of(perceptron), CPU), STOCK, LITTLE_S)
-    judge(Bench(workload_of(perceptron, optimizer=optimizer), CPU), STOCK, reference)
+    bench = Bench(workload_of(perceptron, optimizer=optimizer), CPU)
+    judge(bench, BF16, reference)
     assert len(made) == 4  # the bench's own, one for the first pass, one for gradients and one for the curve
+    judge(bench, FP16, reference)
+    assert len(made) > 7, "the rounding of fp16 is new"
+    made.clear()
+    judge(bench, FP16, reference)
+    assert len(made) < 7, "and known by then"
+
+
+def test_replicas_are_trained_when_a_curve_is_doubtful_and_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take most of the time, and can only widen what is allowed."""
+    trained: list[int] = []
+    curve = Training.curve
+
+    def noted(self: Training, order: Sequence[int], seed: int = 0) -> LossCurve:
+        trained.append(seed)
+        return curve(self, order, seed)
+
+    monkeypatch.setattr(Training, "curve", noted)
+    bench = Bench(workload_of(perceptron), CPU)
+    reference = make_reference(bench, STOCK, ENOUGH_S)
+    judge(bench, BF16, reference)
+    assert trained == [0, 0], "FP32's and the policy's"
+    monkeypatch.setattr(parity_module, "SUSPICIOUS", -1.0)
+    judge(bench, BF16, reference)
+    assert trained[2:] == [0, 1, 2, 0, 1, 2], "the policy's; the replicas; the policy's in all their orders"
+    judge(bench, BF16, reference)
+    assert trained[8:] == [0, 1, 2]
 
 
 def test_what_evaluate_says_is_kept() -> None:

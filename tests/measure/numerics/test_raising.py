@@ -17,7 +17,8 @@ from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import failure_of
 from amptune.measure.modules.inspection import inspect_model
 from amptune.measure.numerics import parity as parity_of_policies
-from amptune.measure.numerics.parity import judge, make_reference
+from amptune.measure.numerics.parity import judge
+from amptune.measure.numerics.reference import make_reference
 from amptune.measure.numerics.traces import trace_step
 from amptune.measure.results.half_effects import ModuleTrace
 from amptune.measure.results.outcome import Failure

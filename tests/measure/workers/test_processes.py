@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -153,3 +154,31 @@ def test_a_trial_does_not_look_for_garbage_in_all_that_was_imported(tmp_path: Pa
     stop_all([one])
     assert isinstance(looked_through, int)
     assert looked_through < 100_000  # of more than 250,000
+
+
+LIBRARY = """
+import threading, time
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+"""
+SERVER = """
+import sys, threading
+import amptune.workload.user_errors as errors
+errors.is_the_users = lambda file: False  # what lies beside this program counts as installed
+import amptune.measure.workers.preloaded
+print(sorted({"quiet_library", "busy_library"} & set(sys.modules)), threading.active_count())
+"""
+
+
+@FORKED
+@pytest.mark.parametrize(
+    ("libraries", "imported"), [("quiet_library:nothing missing", ["quiet_library"]), ("busy_library", [])]
+)
+def test_libraries_are_imported_once_for_all_but_none_that_starts_threads(
+    tmp_path: Path, libraries: str, imported: list[str]
+) -> None:
+    (tmp_path / "quiet_library.py").touch()
+    (tmp_path / "busy_library.py").write_text(LIBRARY)
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = os.environ | {processes.LIBRARIES: libraries, "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", SERVER], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{imported} 1\n"

@@ -18,6 +18,7 @@ from amptune.errors import NothingFeasibleError, TargetError, UserCodeError
 from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.results.loop_timing import LoopTiming
 from amptune.measure.results.outcome import Effort, Failure, Measurement
+from amptune.measure.results.training_runs import LossCurve
 from amptune.measure.workers.worker import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 
@@ -55,6 +56,12 @@ def test_a_policy_is_timed_step_by_step(evaluator: WorkerEvaluator) -> None:
     assert all(ms > 0 for ms in outcome.step_ms)
     assert outcome.samples_per_s == pytest.approx(1000 * how.WELL / outcome.mean_ms)
     assert outcome.peak_allocated_mib > 10
+
+
+def test_long_training_in_a_worker_gives_a_curve_of_so_many_steps(evaluator: WorkerEvaluator) -> None:
+    curve = evaluator.train_long(STOCK, 5, seed=0, seconds=LIMIT_S)
+    assert isinstance(curve, LossCurve), curve
+    assert len(curve.losses) == 5
 
 
 def test_every_trial_starts_from_the_same_weights_and_batches(evaluator: WorkerEvaluator) -> None:

@@ -1,0 +1,213 @@
+"""Long training in the user's loop, in this process; and two faults that it sees and the numerics gate does not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from simulated.recorded import H200
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from amptune import Workload
+from amptune.measure.bench.bench import Bench
+from amptune.measure.bench.failures import NonFiniteError
+from amptune.measure.loop.long_training import train_long
+from amptune.measure.numerics.long_comparison import CurvePair
+from amptune.measure.numerics.parity import judge
+from amptune.measure.numerics.reference import make_reference
+from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.search.gate.limits import judged
+from amptune.search.gate.long_look import LongLook
+
+CPU = torch.device("cpu")
+BF16, FP16 = amp_recipe("bf16"), amp_recipe("fp16")
+ENOUGH_S = 1000.0
+
+
+def squares(model: nn.Module, batch: Tensor) -> Tensor:
+    loss: Tensor = (model(batch).float() - torch.sin(batch[:, :1] - batch.mean(1, keepdim=True))).square().mean()
+    return loss
+
+
+def workload(**parts: Any) -> Workload:
+    given = {
+        "model": lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)),
+        "batch": lambda n: torch.randn(n, 8),
+        "loss": squares,
+        "optimizer": lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
+        "batch_size": 8,
+    }
+    return Workload(**{**given, **parts})
+
+
+def losses(bench: Bench, policy: Policy = STOCK, *, seed: int = 0, steps: int = 20) -> tuple[float, ...]:
+    return train_long(bench, policy, steps, seed, ENOUGH_S).losses
+
+
+def test_a_seed_gives_the_same_training_and_another_one_other_data() -> None:
+    bench = Bench(workload(), CPU)
+    assert losses(bench) == losses(bench)
+    assert losses(bench) != losses(bench, seed=1)
+    assert losses(bench)[:5] == losses(bench, steps=5)
+
+
+@pytest.mark.parametrize("loader", [False, True])
+def test_every_policy_trains_on_the_same_batches(*, loader: bool) -> None:
+    """Also behind dropout, which draws from the same generator: each step is seeded by itself."""
+    seen: list[float] = []
+
+    def noting(model: nn.Module, batch: Tensor) -> Tensor:
+        batch = batch[0] if loader else batch
+        seen.append(float(batch.sum()))
+        return squares(model, batch)
+
+    data = TensorDataset(torch.randn(32, 8))
+    parts = {"loader": lambda n: DataLoader(data, n, shuffle=True), "batch": lambda n: [torch.randn(n, 8)]}
+    model = lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 1))  # noqa: E731
+    bench = Bench(workload(loss=noting, model=model, **(parts if loader else {})), CPU)
+    drawn = []
+    for policy in (STOCK, BF16):
+        seen.clear()
+        losses(bench, policy, steps=12)
+        drawn.append(seen[-12:])
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) == 12
+
+
+def test_the_loader_is_iterated_epoch_after_epoch_and_shuffled_by_the_seed() -> None:
+    orders: list[list[float]] = []
+
+    def loader(n: int) -> DataLoader[Any]:
+        orders.append([])
+        return DataLoader(list(torch.arange(32.0).repeat(8, 1).T), n, shuffle=True)  # type: ignore[arg-type]
+
+    def noting(model: nn.Module, batch: Tensor) -> Tensor:
+        orders[-1].append(float(batch[0, 0]))
+        return squares(model, batch)
+
+    bench = Bench(workload(loss=noting, loader=loader), CPU)
+    for seed in (0, 0, 1):
+        losses(bench, seed=seed, steps=8)
+    first, again, other = (order[-8:] for order in orders if len(order) >= 8)
+    assert first == again != other
+    assert first[:4] != first[4:]
+
+
+def test_training_ends_when_its_time_is_over_but_takes_a_step() -> None:
+    assert len(train_long(Bench(workload(), CPU), STOCK, 10**9, 0, 0.0).losses) == 1
+
+
+def test_a_loss_that_is_not_finite_ends_training_soon() -> None:
+    steps: list[int] = []
+
+    def breaking(model: nn.Module, batch: Tensor) -> Tensor:
+        steps.append(0)
+        return squares(model, batch) * (math.inf if len(steps) > 100 else 1.0)
+
+    with pytest.raises(NonFiniteError, match="the loss is inf at step"):
+        losses(Bench(workload(loss=breaking), CPU), steps=10**6)
+    assert len(steps) < 300
+
+
+def test_the_curve_ends_with_what_evaluate_gives_and_the_buffers() -> None:
+    model = lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))  # noqa: E731
+    curve = train_long(Bench(workload(model=model, evaluate=lambda _: 0.75), CPU), BF16, 4, 0, ENOUGH_S)
+    assert curve.evaluated == 0.75
+    assert set(curve.buffers) == {"1.running_mean", "1.running_var"}
+
+
+# --- what the gate does not see ---------------------------------------------------------------------------------------
+
+
+def in_half(x: Tensor) -> Tensor:
+    """What user code does with `.half()`: inside autocast the result is half."""
+    return x.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else x
+
+
+class Centred(nn.Module):
+    """Subtracts each row's mean, in half: a row that lies far from 0 loses all its digits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = in_half(x)
+        return x - x.mean(1, keepdim=True)
+
+
+@dataclass
+class Forty:
+    """Epochs of forty batches, one of which lies far from 0."""
+
+    size: int
+
+    def __iter__(self) -> Iterator[Tensor]:
+        far = int(torch.randint(40, ()))
+        for i in range(40):
+            yield torch.randn(self.size, 8) + (1000.0 if i == far else 0.0)
+
+
+def one_batch_in_forty_lies_far_from_zero(n: int) -> Tensor:
+    return torch.randn(n, 8) + (1000.0 if torch.rand(()) < 1 / 40 else 0.0)
+
+
+class Scaled(nn.Module):
+    """Divides by the average size of what it saw, kept in half: from 0.25 on, an addition of 0.001 is rounded away."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        average = in_half(self.average)
+        average = average + in_half(0.001 * (x.square().mean() - average))
+        self.average.copy_(average.detach())
+        return x / (1.0 + self.average)
+
+
+def before(first: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(first(), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+RARE = workload(model=before(Centred), batch=one_batch_in_forty_lies_far_from_zero, loader=Forty)
+LATE = workload(model=before(Scaled))
+
+
+def looked_at(work: Workload, policy: Policy, steps: int) -> LongLook:
+    bench = Bench(work, CPU)
+    runs = {one: [train_long(bench, one, steps, seed, ENOUGH_S) for seed in range(3)] for one in (STOCK, policy)}
+    pairs = (CurvePair(seed=i, fp32=runs[STOCK][i], policy=runs[policy][i]) for i in range(3))
+    return LongLook(policy=policy, fp32=STOCK, name="", hardware=H200, steps=steps, seeds=3, pairs=tuple(pairs))
+
+
+@pytest.fixture(autouse=True)
+def _on_one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("work", "steps", "named"),
+    [(RARE, 600, "loss in all 600 steps is"), (LATE, 1000, "the buffer 0.average ends 45% off FP32's")],
+    ids=["in one batch of forty", "after hundreds of steps"],
+)
+def test_the_long_look_finds_what_the_gate_passes(work: Workload, steps: int, named: str) -> None:
+    bench = Bench(work, CPU)
+    judgement = judged(BF16, judge(bench, BF16, make_reference(bench, STOCK, ENOUGH_S)))
+    assert judgement.passes
+    assert judgement.used < 0.2
+    look = looked_at(work, BF16, steps)
+    assert look.agreement == "missed"
+    assert str(look.findings[0]).startswith(f"does not train like FP32: {named}")
+
+
+@pytest.mark.parametrize("policy", [BF16, FP16], ids=str)
+def test_a_healthy_model_trains_like_fp32(policy: Policy) -> None:
+    look = looked_at(workload(), policy, 200)
+    assert look.agreement == "met", look.findings[0]
