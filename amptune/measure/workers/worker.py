@@ -167,13 +167,15 @@ def prepare() -> Prepared:
     try:
         bench = _bench()
         start_s = time.monotonic() - began_s
-        require_sound_input(bench)
+        batches = _count_of_batches(bench)
+        if batches:
+            require_sound_input(bench)
         return Prepared(
             hardware=probe(_State.setting.device),
             subject=inspect_model(bench, _source_digest(_State.setting.source)),
             memory_mib=min(available_mib(bench.device), math.inf if limit is None else limit),
             start_s=start_s,
-            batches=_count_of_batches(bench),
+            batches=max(1, batches),
         )
     except Exception:
         traceback.print_exc()  # into the log; the caller gets only the message
@@ -181,14 +183,14 @@ def prepare() -> Prepared:
 
 
 def _count_of_batches(bench: Bench) -> int:
-    """Returns how many batches all policies are timed on. If memory is short for one, the first trial says so."""
+    """Returns how many batches all policies are timed on; 0 if memory is short for one, which the first trial says."""
     from amptune.measure.bench.failures import failure_of
 
     try:
         return len(bench.drawn.sequence(bench.workload.batch_size))
     except UserCodeError as error:
         if failure_of(error).kind == "oom":
-            return 1
+            return 0
         raise
 
 
