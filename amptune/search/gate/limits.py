@@ -166,7 +166,9 @@ def _of_gradient(one: GradientParity, negligible: float) -> Iterator[_Figure]:
 
     vanished = f"{one.vanished:.0%} of the elements vanish in {whose}"
     yield figure("vanishes", one.vanished / MOST_VANISHED, vanished, f"{MOST_VANISHED:.0%}")
-    size = _times_off(one.size if one.size < 1 else max(1.0, one.size - negligible))
+    # Where rounding the weights leaves nothing of FP32's gradient, as of a bias before BatchNorm, that is noise too.
+    noise = negligible * (TIMES_ROUNDING if one.rounding >= 1 else 1.0)
+    size = _times_off(one.size if one.size < 1 else max(1.0, one.size - noise))
     large = f"{whose} is {one.size:.2g} times as large as in FP32"
     yield figure("size", size, large, f"{LEAST_SIZE:g} to {1 / LEAST_SIZE:.2g}")
     if one.rounding >= ILL_CONDITIONED:
