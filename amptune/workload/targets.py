@@ -97,8 +97,9 @@ def source_digest(target: Target) -> str:
 def imports_of(text: str) -> list[str]:
     """Returns what a target's file imports for its workload, as `module` or `module:name`, without running the file.
 
-    Imports of functions and classes count if the workload's definition leads to them. Empty if that cannot be told, or
-    if the file sets environment variables, which may change what an import does.
+    Imports of functions and classes count if the workload's definition leads to them; modules beside the file are left
+    out. Empty if that cannot be told, or if the file sets environment variables or the path of imports, which may
+    change what an import does.
     """
     try:
         target = parse_target(text)
@@ -106,7 +107,7 @@ def imports_of(text: str) -> list[str]:
         statements = ast.parse(source).body
     except (TargetError, OSError, ValueError, SyntaxError):
         return []
-    if "environ" in source or "putenv" in source:
+    if any(word in source for word in ("environ", "putenv", "sys.path")):
         return []
     definitions = {one.name: one for one in statements if isinstance(one, ast.FunctionDef | ast.ClassDef)}
     waiting: list[ast.stmt] = [one for one in statements if not isinstance(one, ast.FunctionDef | ast.ClassDef)]
@@ -117,7 +118,8 @@ def imports_of(text: str) -> list[str]:
             found |= dict.fromkeys(_imported(node))
             if isinstance(node, ast.Name) and node.id in definitions:
                 waiting.append(definitions.pop(node.id))
-    return list(found)
+    beside = {path.stem for path in Path(target.place).parent.iterdir()}
+    return [name for name in found if name.partition(":")[0].partition(".")[0] not in beside]
 
 
 def _imported(node: ast.AST) -> Iterator[str]:
