@@ -96,6 +96,19 @@ def test_each_policy_is_judged_once_whatever_its_batch() -> None:
     assert evaluator.judged == [Policy(autocast="bf16")]
 
 
+def test_the_next_judgement_is_expected_to_take_what_the_last_took_without_the_reference() -> None:
+    """With it, 20 s were kept for judging a winner that takes 3, and the search ended as much earlier."""
+
+    class Slow(RecordedEvaluator):
+        def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity:  # noqa: ARG002
+            self.clock.advance(20.0)
+            return Parity(seconds=3.0)
+
+    judge = judge_on(Slow("resnet50"))
+    judge.judgement_of(amp_recipe("bf16"))
+    assert judge.last_s == 3.0
+
+
 @pytest.mark.parametrize(
     ("baseline", "policy", "exempt"),
     [

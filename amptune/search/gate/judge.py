@@ -72,7 +72,7 @@ class Judge:
 
     The FP32 reference takes `reference_share` of the time that is left. A cure is looked for until `cures_until_s` of
     the budget are spent. A policy that lacked the memory or time to be judged is neither sound nor unsound. `last_s`
-    are the seconds of the last judgement.
+    are the seconds of the last judgement, without the reference.
     """
 
     evaluator: Evaluator
@@ -191,9 +191,12 @@ class Judge:
         seconds = max(SHORTEST_REFERENCE_S, self.reference_share * self.budget.left_s)
         try:
             with self._counted():
-                return self.evaluator.judge(policy, fp32_of(self.baseline), seconds, limit_s)
+                parity = self.evaluator.judge(policy, fp32_of(self.baseline), seconds, limit_s)
         except StudyError as error:  # no worker can be started any more
             return Failure(kind="crash", message=str(error))
+        if isinstance(parity, Parity) and parity.seconds > 0:
+            self.last_s = parity.seconds  # the reference, which the first judgement waited for, is there now
+        return parity
 
     def _note(self, policy: Policy, parity: Parity) -> None:
         """Keeps a judgement; a policy stays unjudged if the machine failed it. What only it raises is its own fault."""
