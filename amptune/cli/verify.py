@@ -68,7 +68,7 @@ def verify_command(
     asked = {"--steps": steps, "--seeds": seeds, "--report": report}
     alone = next((name for name, value in asked.items() if value is not None), None)
     if alone is not None and not numerics:
-        raise click.BadParameter("says something together with --numerics alone", param_hint=alone)
+        raise click.BadParameter("is for --numerics only", param_hint=alone)
     session.start_importing(target)
     if numerics:
         options = {"steps": steps or STEPS, "seeds": seeds or SEEDS, "device": device, "arguments": arguments}

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from amptune.errors import TargetError
 from amptune.measure.workers.processes import start_importing
+from amptune.measure.workers.worker import is_measuring
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.plan.budget import Budget
 from amptune.workload.workload import Workload
@@ -58,6 +60,11 @@ def tune(
 
     Raises a subclass of `AmptuneError`, and `TuningInterrupted` on Ctrl-C, with the best so far.
     """
+    if is_measuring():
+        raise TargetError(
+            "a measuring process imports this script, which calls amptune.tune again: put the call under "
+            '`if __name__ == "__main__":`'
+        )
     started_s = time.monotonic()
     start_importing(workload if isinstance(workload, str) else "")  # while this process imports the search
     from amptune.search.pipeline import run_tuning

@@ -54,7 +54,6 @@ def verify_numerics(
         require_valid(policy_file, dict(probe(device).labels))
     source = source_of(workload, arguments)
     curves.parent.mkdir(parents=True, exist_ok=True)
-    curves.write_text("", encoding="utf-8")
     with closing(evaluator or WorkerEvaluator(source, device, curves.with_name("workers.log"))) as machine:
         training = _LongTraining(machine, policy_file, steps, seeds, budget, observer or (lambda _: None), curves)
         return training.look()
@@ -86,6 +85,7 @@ class _LongTraining:
             self.policy_file, {**dict(prepared.hardware.labels), "model": prepared.subject.model_digest}
         )
         stopped, interrupted = None, False
+        self.curves.write_text("", encoding="utf-8")
         try:
             self._train()
         except _StoppedError as error:

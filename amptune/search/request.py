@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -89,7 +88,7 @@ def source_of(workload: Workload | Callable[[], Workload] | str, arguments: Sequ
             if not target.attribute:
                 require_workload(Path(target.place))
         return Source(target=target.absolute(), arguments=tuple(arguments))
-    if not isinstance(workload, Workload) and not inspect.isroutine(workload):
+    if not isinstance(workload, Workload) and (not callable(workload) or isinstance(workload, type)):
         raise TargetError(
             "tune() takes a Workload, a function that returns one, or a target such as 'train.py:workload', "
             f"not {type(workload).__name__}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import io
 from collections.abc import Iterator, Mapping
@@ -74,5 +75,6 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | tuple):
         yield from ((str(index), part) for index, part in enumerate(value))
     elif not isinstance(value, type):
-        state = value.__getstate__()
-        yield from state.items() if isinstance(state, dict) else ()
+        with contextlib.suppress(Exception):  # an object's own code raises what it likes
+            state = value.__getstate__()
+            yield from list(state.items()) if isinstance(state, dict) else ()

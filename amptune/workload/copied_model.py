@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -26,8 +27,11 @@ class CopiedModel:
 
     def __call__(self) -> nn.Module:
         self._require_no_policy()
-        copy: nn.Module = from_bytes(to_bytes(self.module, "model"))
-        return copy if copy.training else copy.train()
+        try:
+            made: nn.Module = copy.deepcopy(self.module).to("cpu")
+        except Exception:  # noqa: BLE001  # a module may hold what only pickling knows how to copy
+            made = from_bytes(to_bytes(self.module, "model"))
+        return made if made.training else made.train()
 
     def give_back(self) -> None:
         """Moves the module to the CPU, in a process that needs its copies alone: it would take the device's memory."""

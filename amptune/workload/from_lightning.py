@@ -13,6 +13,7 @@ from torch import nn
 from amptune.errors import TargetError
 from amptune.workload.copied_model import CopiedModel, plain_model
 from amptune.workload.loader_batches import LoaderBatches
+from amptune.workload.rebuilt_optimizer import without_schedule
 
 __all__ = ["parts_of_lightning"]
 
@@ -92,7 +93,7 @@ def configured_optimizer(model: nn.Module) -> torch.optim.Optimizer:
             f"{type(module).__name__}.configure_optimizers returned {len(optimizers)} optimizers, but automatic "
             "optimization has one. Write several as Workload(step=…)"
         )
-    return optimizers[0]
+    return without_schedule(optimizers[0])
 
 
 def _optimizers_in(configured: Any) -> list[torch.optim.Optimizer]:

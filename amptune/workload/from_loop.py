@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from amptune.errors import TargetError
+from amptune.runtime.tensor_tree import tensors_in
 from amptune.workload.copied_model import CopiedModel
 from amptune.workload.loader_batches import LoaderBatches
 from amptune.workload.rebuilt_optimizer import RebuiltOptimizer
@@ -32,14 +34,33 @@ def parts_of_loop(
         "batch": batches.batch,
         "loader": batches.at,
         "batch_size": batches.batch_size,
-        "loss": Criterion(loss) if is_criterion(loss) else loss,
+        "loss": Criterion(loss) if is_criterion(loss) else LossOfModel(loss),
         "optimizer": RebuiltOptimizer(optimizer, model) if isinstance(optimizer, torch.optim.Optimizer) else optimizer,
     }
 
 
 def is_criterion(loss: Any) -> bool:
     """Returns True for PyTorch's own kind of loss, which takes (output, target), not (model, batch)."""
-    return isinstance(loss, nn.Module) or getattr(loss, "__module__", None) == nn.functional.__name__
+    inner = loss.func if isinstance(loss, partial) else loss
+    return isinstance(inner, nn.Module) or getattr(inner, "__module__", None) == nn.functional.__name__
+
+
+class LossOfModel:
+    """The user's `loss(model, batch)`. If it takes the model for an output, its error says how it is called."""
+
+    def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
+        self.function = loss
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        try:
+            return self.function(model, batch)
+        except (TypeError, AttributeError) as error:
+            if type(model).__name__ not in str(error):
+                raise
+            raise TargetError(
+                f"loss raised {type(error).__name__}: {error}. It is called as loss(model, batch); one of (output, "
+                "target) goes into lambda model, batch: loss_fn(model(batch[0]), batch[1])"
+            ) from error
 
 
 class Criterion:
@@ -60,9 +81,10 @@ class Criterion:
                 f"give a function as loss, such as {example}"
             )
         inputs, targets = batch
-        if isinstance(self._criterion, nn.Module) and self._device != targets.device:
-            self._criterion.to(targets.device)  # weights of classes are no part of the model
-            self._device = targets.device
+        device = next((tensor.device for tensor in tensors_in(batch)), None)
+        if isinstance(self._criterion, nn.Module) and device is not None and self._device != device:
+            self._criterion.to(device)  # weights of classes are no part of the model
+            self._device = device
         return self._criterion(model(inputs), targets)
 
     @property

@@ -72,8 +72,7 @@ class CopiedTrainer:
         self._given = {name: getattr(trainer, name) for name in GIVEN if getattr(trainer, name, None) is not None}
         self._own_optimizer = None
         if trainer.optimizer is not None:
-            made = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps it
-            self._own_optimizer = RebuiltOptimizer(made, trainer.model)
+            self._own_optimizer = RebuiltOptimizer(trainer.optimizer, trainer.model)
         known = _attributes_of(_base_of(self._kind))
         self._others = {name: value for name, value in vars(trainer).items() if name not in known}
         self._built: Any = None

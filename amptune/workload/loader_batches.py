@@ -17,8 +17,8 @@ from amptune.runtime.tensor_tree import tensors_in
 
 __all__ = ["LoaderBatches"]
 
-# So many batches of a loader that decides itself which samples go together.
-MOST_KEPT = 32
+# So many batches of a loader that decides itself which samples go together, or fewer if these are large.
+MOST_KEPT, LARGE_BYTES = 32, 256 * 2**20
 
 
 class LoaderBatches:
@@ -67,6 +67,8 @@ class LoaderBatches:
         if isinstance(loader, DataLoader):
             loader = copy.copy(loader)
             loader._iterator = None
+            if loader.num_workers and _is_of_main(loader):
+                loader.multiprocessing_context = "fork"  # other kinds of processes cannot import what came by value
         return {"loader": loader, "batch_size": self.batch_size, "_kept": []}
 
 
@@ -74,10 +76,17 @@ def _size_of(loader: Iterable[Any]) -> int:
     if isinstance(loader, DataLoader):
         size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     else:  # such as a list
-        size = next((len(tensor) for batch in islice(loader, 1) for tensor in tensors_in(batch) if tensor.ndim), None)
+        with _own_randomness():
+            first = list(islice(loader, 1))
+        size = next((len(tensor) for tensor in tensors_in(first) if tensor.ndim), None)
     if not isinstance(size, int):
         raise TargetError(f"the {type(loader).__name__} does not tell its batch size: pass batch_size=…")
     return size
+
+
+def _is_of_main(loader: DataLoader[Any]) -> bool:
+    parts = (type(loader.dataset), loader.collate_fn, loader.worker_init_fn)
+    return any(getattr(part, "__module__", None) == "__main__" for part in parts)
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:
@@ -105,8 +114,12 @@ def _collated(loader: DataLoader[Any], n: int) -> Any:
 
 def _first_of(loader: Iterable[Any]) -> list[Any]:
     """Returns the first batches, the same in each process; without the last of an epoch, which may be smaller."""
+    batches: list[Any] = []
     with _own_randomness():
-        batches = list(islice(loader, MOST_KEPT + 1))
+        for batch in islice(loader, MOST_KEPT + 1):
+            batches.append(batch)
+            if sum(tensor.nbytes for tensor in tensors_in(batches)) > LARGE_BYTES:
+                break
     if not batches:
         raise TargetError("the loader yields no batch: is its dataset empty?")
     return batches[:-1] or batches

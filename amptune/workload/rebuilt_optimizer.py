@@ -11,17 +11,20 @@ from torch import nn
 from amptune.errors import TargetError
 from amptune.workload.copied_model import plain_model
 
-__all__ = ["RebuiltOptimizer"]
+__all__ = ["RebuiltOptimizer", "without_schedule"]
 
 
 class RebuiltOptimizer:
     """A function that builds an optimizer like the user's: its class, its arguments, its groups of parameters.
 
-    The optimizer's state is not copied: amptune measures from a fresh one. Raises `TargetError` if the optimizer holds
-    parameters that the model does not have.
+    The optimizer's state is not copied: amptune measures from a fresh one, at the learning rate before any schedule.
+    Raises `TargetError` if the optimizer holds parameters that the model does not have.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TargetError("LBFGS takes a closure that computes the loss again: write it as Workload(step=…)")
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         foreign = sum(id(parameter) not in names for parameter in held)
@@ -59,4 +62,17 @@ def _accepted(kind: type, defaults: dict[str, Any]) -> list[str]:
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """Returns the group's settings; without its parameters' names, which are for parameters that have some."""
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    return {name: value for name, value in _unscheduled(group).items() if name not in ("params", "param_names")}
+
+
+def without_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Returns the optimizer with its learning rates before any schedule: a warm-up begins at 0, and trains nothing."""
+    for group in optimizer.param_groups:
+        group |= _unscheduled(group)
+        group.pop("initial_lr", None)
+    return optimizer
+
+
+def _unscheduled(group: dict[str, Any]) -> dict[str, Any]:
+    rate = {"lr": group["initial_lr"]} if "initial_lr" in group else {}
+    return {name: value for name, value in {**group, **rate}.items() if name != "initial_lr"}

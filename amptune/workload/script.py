@@ -66,11 +66,13 @@ class _Script:
         return next((node for node in self._executed(statement) if self.trains(node)), None)
 
     def trains(self, node: ast.AST) -> bool:
-        """Returns True for a loop, or for a call of a Trainer, that trains when it is executed."""
+        """Returns True for a loop, or for a call of a Trainer or of `amptune.tune`, that trains when it is executed."""
         if isinstance(node, ast.For | ast.While):
             return any(_is_step(inner) for inner in self._executed(node))
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             return False
+        if ast.unparse(node.func) == "amptune.tune":
+            return True
         held = node.func.value
         is_trainer = _makes_trainer(held) or (isinstance(held, ast.Name) and held.id in self._trainers)
         return is_trainer and node.func.attr in ("train", "fit")
@@ -79,17 +81,19 @@ class _Script:
         """Returns True if the script names amptune's `Workload`."""
         return any("Workload" in (getattr(node, "attr", ""), getattr(node, "id", "")) for node in ast.walk(self.tree))
 
-    def _executed(self, node: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[ast.AST]:
-        """Yields the nodes that executing one executes, those of the script's own functions that it calls too."""
+    def _executed(self, node: ast.AST, seen: set[str] | None = None) -> Iterator[ast.AST]:
+        """Yields the nodes that executing one executes; those of each of the script's functions that it calls, once."""
+        seen = set() if seen is None else seen
         if isinstance(node, _NOT_EXECUTED) or _is_guard(node):
             return
         yield node
         for part in ast.iter_child_nodes(node):
-            yield from self._executed(part, inside)
+            yield from self._executed(part, seen)
         name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
-        if name in self._functions and name not in inside:
+        if name in self._functions and name not in seen:
+            seen.add(name)
             for statement in self._functions[name].body:
-                yield from self._executed(statement, (*inside, name))
+                yield from self._executed(statement, seen)
 
 
 def _is_guard(node: ast.AST) -> bool:
@@ -126,7 +130,7 @@ def _lines_to_write(name: str, source: str, script: _Script, statement: ast.stmt
 def _workload_for(found: ast.AST) -> str:
     """Returns the line that makes a workload of what trains."""
     arguments = "loop(model, loader, loss_fn, optimizer)"
-    if isinstance(found, ast.Call) and isinstance(found.func, ast.Attribute):
+    if isinstance(found, ast.Call) and isinstance(found.func, ast.Attribute) and found.func.attr != "tune":
         arguments = f"trainer({ast.unparse(found.func.value)})"
         if found.func.attr == "fit":
             arguments = f"lightning({', '.join(map(ast.unparse, found.args[:2])) or 'module, loader'})"

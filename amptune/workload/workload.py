@@ -69,8 +69,8 @@ class Workload:
         ]
         if self.step is not None and (self.accumulate != 1 or self.clip is not None):
             wrong.append("accumulate and clip need loss: a step of your own accumulates and clips by itself")
-        if self.clip is not None and not self.clip > 0:
-            wrong.append(f"clip must be positive, not {self.clip!r}")
+        if self.clip is not None and not (isinstance(self.clip, int | float) and self.clip > 0):
+            wrong.append(f"clip must be a positive number, not {self.clip!r}")
         if wrong:
             raise TargetError("Workload: " + "; ".join(wrong))
         if "torch" in sys.modules and isinstance(self.model, sys.modules["torch"].nn.Module):

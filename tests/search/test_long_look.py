@@ -93,6 +93,13 @@ def test_too_few_seeds_tell_nothing() -> None:
     assert str(found.findings[0]) == "could not tell: an answer needs 3 seeds (trained: 2); the budget was spent"
 
 
+def test_too_few_steps_tell_nothing() -> None:
+    pairs = tuple(CurvePair(seed=i, fp32=curve(i, steps=5), policy=curve(i, steps=5, own=1)) for i in range(SEEDS))
+    found = look(pairs=pairs, stopped="the budget was spent")
+    assert found.agreement == "open"
+    assert str(found.findings[0]) == "could not tell: an answer needs 20 steps (trained: 5); the budget was spent"
+
+
 def test_curves_that_were_cut_short_can_miss_but_not_meet() -> None:
     assert look(steps=2000, stopped="the budget was spent").agreement == "open"
     assert "the first 200 of 2,000 steps are like FP32's" in str(look(steps=2000).findings[0])

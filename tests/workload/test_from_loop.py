@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ from amptune.measure.bench.bench import Bench
 from amptune.measure.results.outcome import Effort, Measurement
 from amptune.policy.settings import STOCK
 from amptune.search.request import source_of
+from amptune.workload import loader_batches
 from amptune.workload.by_value import from_bytes, to_bytes
+from amptune.workload.loader_batches import LoaderBatches
+from amptune.workload.rebuilt_optimizer import without_schedule
 
 DATA = TensorDataset(torch.randn(40, 6), torch.randint(3, (40,)))
 
@@ -190,7 +194,7 @@ def test_a_lock_that_a_function_uses_is_named_too() -> None:
         with lock:
             return model(batch[0]).mean()  # type: ignore[no-any-return]
 
-    with pytest.raises(TargetError, match=r"workload\.loss\.lock: TypeError: cannot pickle"):
+    with pytest.raises(TargetError, match=r"workload\.loss\.function\.lock: TypeError: cannot pickle"):
         source_of(workload_of(loss=loss))
 
 
@@ -248,3 +252,74 @@ def test_an_optimizer_that_cannot_be_built_again_asks_for_a_function() -> None:
     workload = workload_of(model, optimizer=Needy(model.parameters(), 1))
     with pytest.raises(TargetError, match=r"Needy cannot be built again .*secret.*optimizer=lambda model"):
         workload.optimizer(model)
+
+
+def test_a_warm_up_that_begins_at_0_does_not_stop_the_training() -> None:
+    """A schedule sets the rate to 0 when it is made: every policy would train like FP32, since nothing is trained."""
+    model = net()
+    optimizer = adam(model)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 100))
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    workload = sent(workload_of(model, optimizer=optimizer))
+    built = workload.optimizer(workload.model())
+    assert (built.param_groups[0]["lr"], "initial_lr" in built.param_groups[0]) == (0.1, False)
+    torch.optim.lr_scheduler.LambdaLR(built, lambda _: 0.0)
+    assert without_schedule(built).param_groups[0]["lr"] == 0.1
+
+
+class Wrapped(torch.optim.Optimizer):
+    """As Accelerate wraps an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def test_a_wrapped_optimizer_is_built_from_what_is_in_it_and_one_with_a_closure_is_refused() -> None:
+    model = net()
+    workload = workload_of(model, optimizer=Wrapped(adam(model)))
+    assert type(workload.optimizer(workload.model())) is torch.optim.AdamW
+    with pytest.raises(TargetError, match="LBFGS takes a closure"):
+        workload_of(model, optimizer=torch.optim.LBFGS(model.parameters()))
+
+
+def test_a_model_that_cannot_be_pickled_is_copied_where_it_is() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)))
+    assert len(set(losses_of(workload_of(model)))) > 1
+    with pytest.raises(TargetError, match="only supported through state_dict"):
+        to_bytes(workload_of(model), "workload")
+
+
+def test_a_loss_that_takes_the_model_for_an_output_is_told_how_it_is_called() -> None:
+    loss = workload_of(loss=lambda output, target: nn.functional.cross_entropy(output, target)).loss
+    assert loss is not None
+    with pytest.raises(TargetError, match=r"called as loss\(model, batch\)"):
+        loss(net(), (torch.zeros(8, 6), torch.zeros(8, dtype=torch.long)))
+    smooth = workload_of(loss=partial(nn.functional.cross_entropy, label_smoothing=0.1))
+    assert len(set(losses_of(smooth))) > 1
+
+
+class OfParts(nn.Module):
+    def forward(self, output: torch.Tensor, target: dict[str, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target["label"])
+
+
+def test_a_target_may_have_parts() -> None:
+    loader = [(torch.randn(8, 6), {"label": torch.randint(3, (8,))}) for _ in range(3)]
+    assert len(set(losses_of(workload_of(loader=loader, loss=OfParts())))) > 1
+
+
+def test_a_dataset_of_the_script_itself_is_read_by_forked_processes() -> None:
+    """By value its class has no module that a spawned process could import."""
+    dataset = type("Own", (TensorDataset,), {"__module__": "__main__"})(*DATA.tensors)
+    loader = DataLoader(dataset, 8, num_workers=1, multiprocessing_context="spawn")
+    state = workload_of(loader=loader).loader.__self__.__getstate__()  # type: ignore[union-attr]
+    assert state["loader"].multiprocessing_context.get_start_method() == "fork"
+    assert loader.multiprocessing_context.get_start_method() == "spawn", "the user's own stays"
+
+
+def test_large_batches_of_a_loader_that_chooses_itself_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_batches, "LARGE_BYTES", 500)
+    sampler = torch.utils.data.WeightedRandomSampler([1.0] * 40, 40)
+    batches = LoaderBatches(DataLoader(DATA, 8, sampler=sampler))
+    batches.batch(8)
+    assert len(batches._kept) == 1

@@ -59,6 +59,18 @@ def test_one_that_does_not_is_left_alone(source: str, tmp_path: Path) -> None:
     require_importable(tmp_path / "train.py")
 
 
+def test_a_script_that_tunes_when_it_is_imported_is_shown_the_guard(tmp_path: Path) -> None:
+    said = said_of("import amptune\nw = amptune.Workload.of()\nd = amptune.tune(w)\n", tmp_path)
+    assert said.startswith("train.py trains when it is imported (train.py:3: d = amptune.tune(w))")
+    assert "from_" not in said
+
+
+def test_functions_that_call_each_other_often_are_read_once(tmp_path: Path) -> None:
+    helpers = "".join(f"def f{i}():\n    f{i - 1}(); f{i - 1}()\n" for i in range(1, 60))
+    (tmp_path / "train.py").write_text(f"def f0():\n    pass\n{helpers}f59()\n")
+    require_importable(tmp_path / "train.py")
+
+
 def test_the_lines_to_write_are_shown_with_the_scripts_own_names(tmp_path: Path) -> None:
     said = said_of("import lightning as L\nt = L.Trainer()\nt.fit(classifier, train_loader)\n", tmp_path)
     assert said.startswith("train.py trains when it is imported (train.py:3: t.fit(classifier, train_loader))")

@@ -44,6 +44,8 @@ def require_training(stepper: Stepper, model: nn.Module, *, own_step: bool) -> N
     finally:
         hook.remove()
     if not own_step and not any(reached):
+        if not any(parameter.requires_grad for parameter in held):
+            raise TargetError("the optimizer's parameters are all frozen: they have requires_grad=False")
         raise TargetError("no gradient reaches the optimizer's parameters: loss(model, batch) is to use its model")
 
 

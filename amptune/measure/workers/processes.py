@@ -101,12 +101,14 @@ def _fork_server_runs(target: str = "") -> bool:
         return False
     forkserver.set_forkserver_preload(["amptune.measure.workers.preloaded"])
     os.environ[LIBRARIES] = " ".join(imports_of(target)) if target else ""
+    method = multiprocessing.get_start_method(allow_none=True)
     try:
         forkserver.ensure_running()
     except OSError:
         return False
     finally:
         del os.environ[LIBRARIES]
+        multiprocessing.set_start_method(method, force=True)  # starting the server chooses one for good
     return True
 
 

@@ -42,6 +42,7 @@ __all__ = [
     "Source",
     "cores",
     "get_ready",
+    "is_measuring",
     "judge",
     "measure",
     "prepare",
@@ -106,6 +107,7 @@ class _State:
 
     setting: Setting
     bench: Bench | None = None
+    is_measuring = False
 
 
 class _Log(io.RawIOBase):
@@ -148,8 +150,13 @@ def start(setting: Setting, environment: Mapping[str, str], start_method: str | 
         from amptune.workload.targets import Target
 
         sys.argv = [Target(setting.source.target).place, *setting.source.arguments]
-    _State.setting = setting
+    _State.setting, _State.is_measuring = setting, True
     tell_of_user_code(activity.note)
+
+
+def is_measuring() -> bool:
+    """Returns True in a worker process."""
+    return _State.is_measuring
 
 
 def prepare() -> Prepared:

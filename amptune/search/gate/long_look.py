@@ -9,6 +9,7 @@ from amptune.hardware.machine import Hardware
 from amptune.measure.numerics.comparison import LEAST_DEVIATION
 from amptune.measure.numerics.long_comparison import (
     LEAST_SEEDS,
+    LEAST_STEPS,
     TIMES_SPREAD,
     Agreement,
     CurvePair,
@@ -52,7 +53,7 @@ class LongLook:
     buffers: tuple[BufferParity, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        enough = len(self.pairs) >= LEAST_SEEDS
+        enough = len(self.pairs) >= LEAST_SEEDS and self.steps_seen >= LEAST_STEPS
         object.__setattr__(self, "gaps", gaps_of(self.pairs, self.tolerance) if enough else ())
         object.__setattr__(self, "buffers", buffers_of(self.pairs) if enough else ())
 
@@ -130,6 +131,8 @@ def _why_open(look: LongLook) -> str:
     if look.failure is not None:
         return f"training under the policy ended with seed {len(look.pairs) + 1}: {look.failure}"
     stopped = "" if look.stopped is None else f"; {look.stopped}"
+    if look.worst is None and len(look.pairs) >= LEAST_SEEDS:
+        return f"an answer needs {LEAST_STEPS} steps (trained: {look.steps_seen}){stopped}"
     if look.worst is None:
         return f"an answer needs {LEAST_SEEDS} seeds (trained: {len(look.pairs)}){stopped}"
     if look.worst.agreement == "open":

@@ -182,3 +182,13 @@ def test_libraries_are_imported_once_for_all_but_none_that_starts_threads(
     environment = os.environ | {processes.LIBRARIES: libraries, "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", SERVER], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == f"{imported} 1\n"
+
+
+@FORKED
+def test_the_callers_start_method_stays_open() -> None:
+    code = (
+        "import multiprocessing; from amptune.measure.workers.processes import start_importing; start_importing();"
+        "multiprocessing.set_start_method('spawn'); print(multiprocessing.get_start_method())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "spawn\n"
