@@ -18,7 +18,7 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.samplers import BaseSampler, TPESampler
 from optuna.storages import BaseStorage, JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, TrialState
 
 from amptune.errors import StudyError
@@ -33,6 +33,8 @@ from amptune.search.table.trial import Trial
 __all__ = ["JOURNAL", "Handle", "Store", "open_store", "recall", "running_in", "trials_in"]
 
 JOURNAL = "journal.log"
+# A writer holds the journal's lock for milliseconds.
+LOCK_S = 10
 SQLITE = "sqlite:///"
 # Prefixes of the names of a study's attributes.
 TUNING, JUDGED, ROW, TIMELINE = "tuning", "judged", "row", "timeline"
@@ -264,7 +266,12 @@ def _broken_records(where: str) -> Iterator[None]:
 
 
 def _backend(folder: Path) -> JournalFileBackend:
-    return JournalFileBackend(str(folder / JOURNAL))
+    """Returns the journal in the folder. The lock of a writer that was killed or interrupted is broken after a while.
+
+    Its path is absolute: Optuna looks at a relative one from elsewhere, and then waits for such a lock for ever.
+    """
+    path = str((folder / JOURNAL).absolute())
+    return JournalFileBackend(path, JournalFileSymlinkLock(path, grace_period=LOCK_S))
 
 
 def _storage(where: Path | str) -> BaseStorage:
