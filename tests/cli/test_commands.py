@@ -465,4 +465,4 @@ def test_a_policy_that_does_not_train_like_fp32_exits_with_1(folder: Path) -> No
 def test_what_belongs_to_the_long_look_is_refused_without_it(folder: Path) -> None:
     done = run("verify", "amp-bf16", "train.py:small", "--steps", "40", folder=folder, evaluator=Machine())
     assert done.returncode == 2
-    assert "says something together with --numerics alone" in done.stderr
+    assert "--steps: is for --numerics only" in done.stderr
