@@ -20,6 +20,7 @@ from amptune.search.claim import baseline_of
 from amptune.search.events import CurveTrained, Observer, WorkloadBuilt
 from amptune.search.gate.judge import fp32_of
 from amptune.search.gate.long_look import LongLook
+from amptune.search.pipeline import locked
 from amptune.search.plan.budget import Budget
 from amptune.search.request import source_of
 from amptune.search.table.trial import error_of_baseline
@@ -47,14 +48,14 @@ def verify_numerics(
 
     `arguments` are those of a target's script. Each curve is written to the file `curves` as it ends, one JSON line
     each; the workers' log is beside it. Ctrl-C ends the look, which then holds what there is. Raises
-    `HardwareMismatchError` on another machine, the workload's own errors, and `NothingFeasibleError` if training in
-    FP32 fails.
+    `HardwareMismatchError` on another machine, the workload's own errors, `NothingFeasibleError` if training in FP32
+    fails, and `StudyError` while another amptune measures there.
     """
     if evaluator is None:  # checked before a model is built that may be far too large here
         require_valid(policy_file, dict(probe(device).labels))
     source = source_of(workload, arguments)
-    curves.parent.mkdir(parents=True, exist_ok=True)
-    with closing(evaluator or WorkerEvaluator(source, device, curves.with_name("workers.log"))) as machine:
+    log = curves.with_name("workers.log")
+    with locked(curves.parent), closing(evaluator or WorkerEvaluator(source, device, log)) as machine:
         training = _LongTraining(machine, policy_file, steps, seeds, budget, observer or (lambda _: None), curves)
         return training.look()
 

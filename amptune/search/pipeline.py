@@ -28,7 +28,7 @@ from amptune.search.space.candidates import Candidates, GlobalBatch, candidates_
 from amptune.search.table.objective import THROUGHPUT
 from amptune.search.table.trial import error_of_baseline
 
-__all__ = ["TuningInterrupted", "run_tuning", "tune_with"]
+__all__ = ["TuningInterrupted", "locked", "run_tuning", "tune_with"]
 
 # So many processes build the workload beside the first, to compile the first graphs.
 GRAPHS_AHEAD = 2
@@ -49,7 +49,7 @@ def run_tuning(request: TuningRequest, observer: Observer, evaluator: Evaluator 
 
     Raises an `AmptuneError`, or `TuningInterrupted` with the decision so far.
     """
-    with _locked(request.folder):
+    with locked(request.folder):
         evaluator = evaluator or _workers(request)
         try:
             decision = tune_with(evaluator, _with_time_for_the_rest(request), observer)
@@ -142,10 +142,11 @@ def _nothing_feasible(study: Study, candidates: Candidates) -> Exception:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keeps a second tuner out of the study's folder. Raises `StudyError` if there is one, or no folder can be made.
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps others out of the study's folder while this one measures.
 
-    A folder made here is removed again if the device, space or target that was asked for does not exist.
+    Raises `StudyError` if there is one, or if the folder cannot be made. A folder made here is removed again if the
+    device, space or target that was asked for does not exist.
     """
     is_new, is_for_nothing = not folder.exists(), False
     try:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from simulated.recorded import H200, RecordedEvaluator
 
-from amptune.errors import HardwareMismatchError, NothingFeasibleError, UserCodeError
+from amptune.errors import HardwareMismatchError, NothingFeasibleError, StudyError, UserCodeError
 from amptune.measure.numerics.long_comparison import CurvePair
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import LossCurve
@@ -23,6 +23,7 @@ from amptune.report.progress import describe
 from amptune.search.events import Event
 from amptune.search.gate.long_look import LongLook
 from amptune.search.numerics_verification import verify_numerics
+from amptune.search.pipeline import locked
 from amptune.search.plan.budget import Budget
 
 FP16 = amp_recipe("fp16")
@@ -185,6 +186,13 @@ def test_each_seed_trains_in_fp32_and_under_the_policy_and_each_curve_is_kept(tm
     assert lines(tmp_path)[1]["losses"] == list(found.pairs[0].policy.losses)
     told = [describe(event) or "" for event in events]
     assert any("seed 1 of 5: 200 steps under fp16, the last loss is" in line for line in told)
+
+
+def test_nobody_trains_beside_a_tuning_in_the_same_folder_and_earlier_curves_stay(tmp_path: Path) -> None:
+    verified(tmp_path)
+    with locked(tmp_path / "study"), pytest.raises(StudyError, match="another amptune is tuning"):
+        verified(tmp_path)
+    assert len(lines(tmp_path)) == 2 * SEEDS
 
 
 def test_a_budget_for_some_of_the_seeds_answers_from_these(tmp_path: Path) -> None:
