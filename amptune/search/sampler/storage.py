@@ -271,7 +271,11 @@ def _backend(folder: Path) -> JournalFileBackend:
     Its path is absolute: Optuna looks at a relative one from elsewhere, and then waits for such a lock for ever.
     """
     path = str((folder / JOURNAL).absolute())
-    return JournalFileBackend(path, JournalFileSymlinkLock(path, grace_period=LOCK_S))
+    try:
+        lock = JournalFileSymlinkLock(path, grace_period=LOCK_S)
+    except TypeError:  # an older Optuna breaks no lock
+        lock = JournalFileSymlinkLock(path)
+    return JournalFileBackend(path, lock)
 
 
 def _storage(where: Path | str) -> BaseStorage:
