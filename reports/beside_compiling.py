@@ -28,7 +28,7 @@ from amptune.measure.bench.stillness import ProcessIdentity
 from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.measure.workers.processes import WorkerProcess
-from amptune.measure.workers.worker import Source
+from amptune.measure.workers.source import Source
 from amptune.policy.settings import Policy, amp_recipe
 from amptune.search.trials import BRIEF
 

@@ -28,7 +28,7 @@ from amptune.errors import AmptuneError
 from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.results.outcome import Effort, Measurement, Outcome, outcome_from_dict, outcome_to_dict
 from amptune.measure.results.subject import Prepared
-from amptune.measure.workers.worker import Source
+from amptune.measure.workers.source import Source
 from amptune.policy.file_io import save
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe

@@ -18,7 +18,7 @@ from pathlib import Path
 from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.results.outcome import Effort, Measurement
 from amptune.measure.workers import processes
-from amptune.measure.workers.worker import Source
+from amptune.measure.workers.source import Source
 from amptune.policy.settings import Policy
 
 EFFORT = Effort(warmup_s=1.0, measure_s=0.4, min_steps=6)

@@ -38,7 +38,7 @@ from amptune.errors import AmptuneError
 from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome, outcome_from_dict, outcome_to_dict
 from amptune.measure.results.subject import Prepared
-from amptune.measure.workers.worker import Source
+from amptune.measure.workers.source import Source
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import AUTOTUNED_MODES, STOCK, CompileMode, Policy
 from amptune.search.plan.budget import Budget

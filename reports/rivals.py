@@ -37,7 +37,7 @@ from oracle import EFFORT, Oracle, Row, compile_caches, machine_of, read, requir
 from amptune.errors import AmptuneError
 from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.results.outcome import Measurement, Outcome
-from amptune.measure.workers.worker import Source
+from amptune.measure.workers.source import Source
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.report.progress import progress_for

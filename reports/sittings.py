@@ -25,7 +25,7 @@ from torch import nn
 from amptune import Workload
 from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.results.outcome import ENERGY_S, Effort, outcome_to_dict
-from amptune.measure.workers.worker import Source
+from amptune.measure.workers.source import Source
 from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 

@@ -41,7 +41,7 @@ from comparison import launches_of, measured_in_turn
 from amptune.errors import StudyError
 from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.results.outcome import Measurement, Outcome
-from amptune.measure.workers.worker import Source
+from amptune.measure.workers.source import Source
 from amptune.policy.file_io import load
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe

@@ -19,7 +19,8 @@ from amptune.measure.results.training_runs import LossCurve, Parity, Reference
 from amptune.measure.workers import worker
 from amptune.measure.workers.background_graph import BackgroundGraph
 from amptune.measure.workers.processes import WorkerProcess, stop_all, workers_that_fit
-from amptune.measure.workers.worker import Setting, Source
+from amptune.measure.workers.source import Source
+from amptune.measure.workers.worker import Setting
 from amptune.policy.settings import STOCK, Policy
 
 __all__ = ["Evaluator", "WorkerEvaluator"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from amptune.errors import ObjectiveError, TargetError
-from amptune.measure.workers.worker import Source
+from amptune.measure.workers.source import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.plan.budget import Budget
 from amptune.search.sampler.policy_sampler import Sampler

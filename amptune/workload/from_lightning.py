@@ -39,12 +39,9 @@ def parts_of_lightning(module: Any, loader: Iterable[Any], batch_size: int | Non
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise TargetError(f"{type(module).__name__}.training_step(dataloader_iter) draws its batches itself")
-    batches = LoaderBatches(loader, batch_size)
     return {
         "model": CopiedModel(module),
-        "batch": batches.batch,
-        "loader": batches.at,
-        "batch_size": batches.batch_size,
+        **LoaderBatches(loader, batch_size).parts,
         "loss": TrainingStep(),
         "optimizer": configured_optimizer,
     }

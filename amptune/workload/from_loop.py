@@ -28,12 +28,9 @@ def parts_of_loop(
         raise TargetError(
             f"optimizer is {type(optimizer).__name__}: give a torch.optim.Optimizer, or a function of model"
         )
-    batches = LoaderBatches(loader, batch_size)
     return {
         "model": CopiedModel(model),
-        "batch": batches.batch,
-        "loader": batches.at,
-        "batch_size": batches.batch_size,
+        **LoaderBatches(loader, batch_size).parts,
         "loss": Criterion(loss) if is_criterion(loss) else LossOfModel(loss),
         "optimizer": RebuiltOptimizer(optimizer, model) if isinstance(optimizer, torch.optim.Optimizer) else optimizer,
     }

@@ -22,7 +22,7 @@ MOST_KEPT, LARGE_BYTES = 32, 256 * 2**20
 
 
 class LoaderBatches:
-    """What a workload draws from a loader: `batch(n)`, and `at(batch_size)` to iterate over.
+    """Batches of a loader: `batch(n)` draws one, and `at(batch_size)` is to iterate over.
 
     Random samples are collated. If the loader chooses samples itself (a sampler of its own, an `IterableDataset`, no
     DataLoader at all), its first batches are taken as they come, because their shapes may depend on that choice.
@@ -38,6 +38,11 @@ class LoaderBatches:
         self.loader = loader
         self.batch_size = batch_size or _size_of(loader)
         self._kept: list[Any] = []
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The parts of a `Workload` that come from the loader, by name."""
+        return {"batch": self.batch, "loader": self.at, "batch_size": self.batch_size}
 
     def batch(self, n: int) -> Any:
         """Returns n samples, drawn by torch's global generator."""

@@ -1,4 +1,4 @@
-"""A training script, read before it is imported: does importing it train?"""
+"""A training script, read before it is imported: does importing it train, and which libraries does it need?"""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from amptune.errors import TargetError
+from amptune.workload.targets import parse_target
 
-__all__ = ["require_importable", "require_workload"]
+__all__ = ["imports_of", "require_importable", "require_workload"]
 
 _NOT_EXECUTED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
 
@@ -48,9 +49,44 @@ def require_workload(path: Path) -> None:
     )
 
 
+def imports_of(text: str) -> list[str]:
+    """Returns what a target's file imports for its workload, as `module` or `module:name`, without running the file.
+
+    Imports of functions and classes count if the workload's definition leads to them; modules beside the file are left
+    out. Empty if that cannot be told, or if the file sets environment variables or the path of imports, which may
+    change what an import does.
+    """
+    try:
+        target = parse_target(text)
+        source = Path(target.place).read_text(encoding="utf-8") if target.is_file else ""
+        statements = ast.parse(source).body
+    except (TargetError, OSError, ValueError, SyntaxError):
+        return []
+    if any(word in source for word in ("environ", "putenv", "sys.path")):
+        return []
+    definitions = {one.name: one for one in statements if isinstance(one, ast.FunctionDef | ast.ClassDef)}
+    waiting: list[ast.stmt] = [one for one in statements if not isinstance(one, ast.FunctionDef | ast.ClassDef)]
+    waiting += [definitions.pop(target.attribute)] if target.attribute in definitions else []
+    found: dict[str, None] = {}
+    while waiting:
+        for node in ast.walk(waiting.pop()):
+            found |= dict.fromkeys(_imported(node))
+            if isinstance(node, ast.Name) and node.id in definitions:
+                waiting.append(definitions.pop(node.id))
+    beside = {path.stem for path in Path(target.place).parent.iterdir()}
+    return [name for name in found if name.partition(":")[0].partition(".")[0] not in beside]
+
+
+def _imported(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        yield from (f"{node.module}:{alias.name}" for alias in node.names)
+
+
 @dataclass
 class _Script:
-    """What a script executes when it is imported, as far as its text tells."""
+    """The text of a script, which tells what importing it executes."""
 
     tree: ast.Module
     _functions: dict[str, ast.FunctionDef] = field(init=False)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +17,7 @@ from amptune.errors import TargetError
 from amptune.workload.user_errors import user_code, user_script
 from amptune.workload.workload import Workload
 
-__all__ = ["Target", "imports_of", "load_workload", "parse_target", "source_digest", "workload_in"]
+__all__ = ["Target", "load_workload", "parse_target", "source_digest", "workload_in"]
 
 
 class Target(str):
@@ -92,41 +90,6 @@ def source_digest(target: Target) -> str:
         return _digest_of(Path(target.place))
     spec = importlib.util.find_spec(target.place)
     return _digest_of(Path(spec.origin)) if spec and spec.origin else "unknown"
-
-
-def imports_of(text: str) -> list[str]:
-    """Returns what a target's file imports for its workload, as `module` or `module:name`, without running the file.
-
-    Imports of functions and classes count if the workload's definition leads to them; modules beside the file are left
-    out. Empty if that cannot be told, or if the file sets environment variables or the path of imports, which may
-    change what an import does.
-    """
-    try:
-        target = parse_target(text)
-        source = Path(target.place).read_text(encoding="utf-8") if target.is_file else ""
-        statements = ast.parse(source).body
-    except (TargetError, OSError, ValueError, SyntaxError):
-        return []
-    if any(word in source for word in ("environ", "putenv", "sys.path")):
-        return []
-    definitions = {one.name: one for one in statements if isinstance(one, ast.FunctionDef | ast.ClassDef)}
-    waiting: list[ast.stmt] = [one for one in statements if not isinstance(one, ast.FunctionDef | ast.ClassDef)]
-    waiting += [definitions.pop(target.attribute)] if target.attribute in definitions else []
-    found: dict[str, None] = {}
-    while waiting:
-        for node in ast.walk(waiting.pop()):
-            found |= dict.fromkeys(_imported(node))
-            if isinstance(node, ast.Name) and node.id in definitions:
-                waiting.append(definitions.pop(node.id))
-    beside = {path.stem for path in Path(target.place).parent.iterdir()}
-    return [name for name in found if name.partition(":")[0].partition(".")[0] not in beside]
-
-
-def _imported(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-        yield from (f"{node.module}:{alias.name}" for alias in node.names)
 
 
 def _digest_of(path: Path) -> str:

@@ -22,7 +22,7 @@ from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcom
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Leaf, Module, Prepared, Subject
 from amptune.measure.results.training_runs import LossCurve, Parity
-from amptune.measure.workers.worker import Source
+from amptune.measure.workers.source import Source
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
 from amptune.search.decide.decision import Decision
 from amptune.search.events import ComparisonStarted, Event

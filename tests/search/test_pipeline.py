@@ -11,7 +11,7 @@ from simulated.recorded import Interference, RecordedEvaluator, grid, recorded_m
 
 from amptune.errors import AmptuneError, NothingFeasibleError, StudyError, UserCodeError
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
-from amptune.measure.workers.worker import Source
+from amptune.measure.workers.source import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.report.explanation import explain_for
 from amptune.search.api import tune

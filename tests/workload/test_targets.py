@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from amptune.errors import TargetError, UserCodeError
-from amptune.workload.targets import imports_of, load_workload, parse_target, source_digest
+from amptune.workload.targets import load_workload, parse_target, source_digest
 from amptune.workload.workload import Workload
 
 WORKLOAD = """
@@ -178,37 +178,3 @@ def test_a_loader_that_cannot_be_called_is_a_mistake_too() -> None:
     with pytest.raises(TargetError, match="loader must be a function, not list"):
         Workload(**{**parts, "loader": []})
     assert Workload(**parts).loader is None
-
-
-def test_the_imports_of_a_target_are_those_that_its_workload_leads_to(tmp_path: Path) -> None:
-    """Its file, which may train models of many libraries, is not run."""
-    file = tmp_path / "train.py"
-    file.write_text(
-        "import numpy as np\nfrom pathlib import Path\nraise SystemExit\n"
-        "def model():\n    from transformers import BertModel, T5Model\n    return built()\n"
-        "def built():\n    import timm.layers\n"
-        "def other():\n    import torchvision, datasets.text\n"
-        "workload = dict(model=model)\nfrom .mine import loss\n"
-    )
-    (tmp_path / "datasets").mkdir()  # not the installed library of that name
-    found = imports_of(f"{file}:workload")
-    assert set(found) == {"numpy", "pathlib:Path", "transformers:BertModel", "transformers:T5Model", "timm.layers"}
-    assert set(imports_of(f"{file}:other")) == {*found, "torchvision"}
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import os, numpy\nos.environ['HF_HOME'] = 'here'\n",
-        "import sys, numpy\nsys.path.insert(0, 'here')\n",
-        "import numpy\ndef (",
-        "\0",
-        None,
-    ],
-)
-def test_a_file_that_prepares_its_imports_or_cannot_be_read_tells_none(tmp_path: Path, source: str | None) -> None:
-    file = tmp_path / "train.py"
-    if source is not None:
-        file.write_text(source)
-    assert imports_of(f"{file}:workload") == []
-    assert imports_of(str(file)) == []

@@ -1,4 +1,4 @@
-"""What a worker is doing, in memory that its parent can read when no answer comes."""
+"""A note of what a worker is doing, in memory that its parent can read when no answer comes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LONGEST = 200
 
 
 class Activity:
-    """What a worker is doing and since when. It is passed to a process when that is started."""
+    """A note of what a worker is doing and since when, passed to its process when that is started."""
 
     def __init__(self, context: BaseContext) -> None:
         self._text = context.RawArray("c", LONGEST)

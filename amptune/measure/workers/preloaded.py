@@ -34,11 +34,15 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 # No import may open a CUDA context: a forked process could not use it. A worker later takes its parent's environment.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
-with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere), contextlib.redirect_stdout(nowhere):
+with (
+    open(os.devnull, "w") as nowhere,
+    contextlib.redirect_stderr(nowhere),
+    contextlib.redirect_stdout(nowhere),
+    contextlib.suppress(Exception),
+):
     # An error here is ignored: it occurs again in the worker, which can report it.
-    with contextlib.suppress(Exception):
-        import torch
-        import torch._dynamo
+    import torch
+    import torch._dynamo
 
     threads, libraries = threading.active_count(), os.environ.pop(LIBRARIES, "").split()
     for library in libraries:

@@ -30,7 +30,7 @@ from amptune.measure.bench.stillness import ProcessIdentity, this_process
 from amptune.measure.results.outcome import Failure
 from amptune.measure.workers.activity import Activity
 from amptune.measure.workers.worker import Setting, start
-from amptune.workload.targets import imports_of
+from amptune.workload.script import imports_of
 
 __all__ = ["LIBRARIES", "Pending", "WorkerProcess", "start_importing", "stop_all", "workers_that_fit"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import io
 import math
 import multiprocessing
@@ -14,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,6 +22,7 @@ from amptune.measure.bench.stillness import Pause, ProcessIdentity, Stillness
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.subject import Prepared
 from amptune.measure.workers.activity import Activity
+from amptune.measure.workers.source import Source, digest_of, workload_of
 from amptune.policy.settings import Policy
 from amptune.workload.user_errors import tell_of_user_code
 
@@ -34,12 +34,10 @@ if TYPE_CHECKING:
     from amptune.measure.results.loop_timing import LoopTiming
     from amptune.measure.results.step_profile import StepProfile
     from amptune.measure.results.training_runs import LossCurve, Parity, Reference
-    from amptune.workload.workload import Workload
 
 __all__ = [
     "Reply",
     "Setting",
-    "Source",
     "cores",
     "get_ready",
     "is_measuring",
@@ -56,19 +54,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """The source of a worker's workload: a target's text; or a `Workload`, or a function that returns one, as bytes.
-
-    `batch_size` replaces the workload's own batch size; `arguments` are what the target's script finds in `sys.argv`.
-    """
-
-    target: str | None = None
-    arguments: tuple[str, ...] = ()
-    pickled: bytes | None = None
-    batch_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +164,7 @@ def prepare() -> Prepared:
             require_sound_input(bench)
         return Prepared(
             hardware=probe(_State.setting.device),
-            subject=inspect_model(bench, _source_digest(_State.setting.source)),
+            subject=inspect_model(bench, digest_of(_State.setting.source)),
             memory_mib=min(available_mib(bench.device), math.inf if limit is None else limit),
             start_s=start_s,
             batches=max(1, batches),
@@ -365,44 +350,10 @@ def _bench() -> Bench:
         limit = _State.setting.memory_mib
         if limit is not None:
             limit_memory(device, limit)
-        workload = _workload(_State.setting.source)
+        workload = workload_of(_State.setting.source)
         if (give_back := getattr(workload.model, "give_back", None)) is not None:
             give_back()
         _State.bench = Bench(workload, device, nvml, memory_mib=limit)
         gc.collect()
         gc.freeze()  # what was imported and built is then skipped by each trial's garbage collection
     return _State.bench
-
-
-def _workload(source: Source) -> Workload:
-    own = _own_workload(source)
-    return own if source.batch_size is None else replace(own, batch_size=source.batch_size)
-
-
-def _own_workload(source: Source) -> Workload:
-    """Returns the workload; what a script draws when it is imported, such as weights, is the same in every process."""
-    from amptune.measure.bench.bench import SEED
-    from amptune.measure.bench.drawn_batches import seed_everything
-
-    seed_everything(SEED)
-    if source.target is not None:
-        from amptune.workload.targets import load_workload, parse_target
-
-        return load_workload(parse_target(source.target))
-    from amptune.workload.by_value import from_bytes
-    from amptune.workload.targets import workload_in
-
-    return workload_in(from_bytes(source.pickled or b""), "workload", name=None)
-
-
-def _source_digest(source: Source) -> str:
-    if source.target is not None:
-        from amptune.workload.targets import parse_target, source_digest
-
-        digest = source_digest(parse_target(source.target))
-        return digest if not source.arguments else _sha256("\0".join([digest, *source.arguments]).encode())
-    return _sha256(source.pickled or b"")
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

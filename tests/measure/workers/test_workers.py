@@ -19,7 +19,7 @@ from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.results.loop_timing import LoopTiming
 from amptune.measure.results.outcome import Effort, Failure, Measurement
 from amptune.measure.results.training_runs import LossCurve
-from amptune.measure.workers.worker import Source
+from amptune.measure.workers.source import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 
 # Of all that must succeed, on a slow and busy machine too; a whole test has 300 s.
