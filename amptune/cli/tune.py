@@ -14,6 +14,8 @@ from amptune.cli.options import MEMORY, SECONDS, json_option, objective_options,
 from amptune.cli.session import Session, pass_session
 
 if TYPE_CHECKING:
+    from optuna.samplers import BaseSampler
+
     from amptune.policy.settings import Policy
     from amptune.search.decide.decision import Decision
     from amptune.search.request import TuningRequest
@@ -110,7 +112,6 @@ def _request(
     least_speed: float | None,
 ) -> TuningRequest:
     from amptune.search.request import TuningRequest, place_of, source_of
-    from amptune.search.sampler.policy_sampler import sampler_named
     from amptune.search.space.candidates import Wanted
     from amptune.search.table.objective import objective_of
 
@@ -131,9 +132,17 @@ def _request(
         study=storage,
         device=device,
         seed=seed,
-        sampler=sampler_named(sampler, seed),
+        sampler=_sampler(sampler, seed),
         objective=objective_of(objective, least_speed),
     )
+
+
+def _sampler(name: str, seed: int) -> BaseSampler | None:
+    if name == "amptune":
+        return None
+    from amptune.search.sampler.policy_sampler import sampler_named  # Optuna's take seconds to import
+
+    return sampler_named(name, seed)
 
 
 def _baseline(text: str) -> Policy:

@@ -177,7 +177,8 @@ class WorkerEvaluator:
             self._workers.pop(policy).stop()
         process = self._built.pop(0) if self._built else self._new()
         self._workers[policy] = process
-        self._graphs[policy] = BackgroundGraph(process, policy, _graphs_at_once(), limit_s)
+        # the first is the likeliest, and the fewer compile, the more cores each has for its kernels
+        self._graphs[policy] = BackgroundGraph(process, policy, len(self._graphs) + 1, limit_s)
 
     def compiled(self, wait_s: float = 0.0) -> Mapping[Policy, float | Failure]:
         if wait_s > 0 and self._graphs:

@@ -31,8 +31,6 @@ __all__ = ["BLOCK", "TURN", "Narrowing"]
 BLOCK = Effort(warmup_s=2.0, measure_s=0.4, min_steps=6, precision=0.003, energy_s=ENERGY_S)
 TURN = replace(BLOCK, min_steps=30, in_loop=True)
 LONGEST_LIMIT_S = 120.0
-# Before a block was timed.
-GUESSED_BLOCK_S = 2.0
 # A worker that dies or hangs once may be an accident; running out of memory is not.
 ACCIDENTS = ("crash", "timeout")
 
@@ -60,7 +58,7 @@ class Narrowing:
     unseen: Callable[[Policy], Iterable[Policy]] = lambda _: ()
     beside: Callable[[Verdict], Sequence[Policy]] = lambda _: ()
     rejects: Callable[[Policy], bool] = lambda _: False
-    cost_s: Callable[[Policy], float] = lambda _: GUESSED_BLOCK_S
+    cost_s: Callable[[Policy], float] = lambda _: BLOCK.warmup_s
     start_s: float = 0.0
     judging_s: Callable[[Policy], float] = lambda _: 0.0
     reserve_s: Callable[[], float] = lambda: 0.0

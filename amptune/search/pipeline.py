@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
@@ -22,11 +25,12 @@ from amptune.search.gate.judge import Judge
 from amptune.search.plan.budget import larger_batch_s
 from amptune.search.plan.plan import Plan, Step
 from amptune.search.request import TuningRequest
-from amptune.search.run import TuningRun
-from amptune.search.sampler.study import Study
 from amptune.search.space.candidates import Candidates, GlobalBatch, candidates_for
 from amptune.search.table.objective import THROUGHPUT
 from amptune.search.table.trial import error_of_baseline
+
+if TYPE_CHECKING:
+    from amptune.search.sampler.study import Study
 
 __all__ = ["TuningInterrupted", "locked", "run_tuning", "tune_with"]
 
@@ -71,7 +75,11 @@ def _workers(request: TuningRequest) -> WorkerEvaluator:
 def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) -> Decision:
     """Tunes on any evaluator: this machine, or a recording of one."""
     plan = Plan(request.budget, lambda step: observer(StepStarted(stage=step.stage, what=step.what)))
+    # Optuna takes seconds to import on a slow host, while the workers build the workload.
+    threading.Thread(target=importlib.import_module, args=["amptune.search.run"], daemon=True).start()
     prepared = _built(evaluator, request, plan)
+    from amptune.search.run import TuningRun
+
     observer(WorkloadBuilt(prepared=prepared, left_s=request.budget.left_s))
     if request.objective.name == "energy" and prepared.hardware.gpu is None:
         raise ObjectiveError(f"{NO_ENERGY}: it is read from a GPU, and {prepared.hardware.name} is none")

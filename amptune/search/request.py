@@ -7,19 +7,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from amptune.errors import ObjectiveError, TargetError
 from amptune.measure.workers.source import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.plan.budget import Budget
-from amptune.search.sampler.policy_sampler import Sampler
 from amptune.search.space.candidates import Wanted
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.workload.by_value import to_bytes
 from amptune.workload.script import require_importable, require_workload
 from amptune.workload.targets import parse_target
 from amptune.workload.workload import Workload
+
+if TYPE_CHECKING:
+    from amptune.search.sampler.policy_sampler import Sampler
 
 __all__ = ["TuningRequest", "place_of", "source_of"]
 

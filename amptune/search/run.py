@@ -333,7 +333,8 @@ class TuningRun:
         most = max(0, PROCESSES - done) * round_s(len(costs))
         share = COMPARISON_SHARE * (self.request.budget.seconds - self._built_s)
         running_s = sum(costs[:2])  # a turn of the baseline and the best policy, in the processes that run
-        kept_s = min(most, share) if share >= round_s(2) or done else min(running_s, share)
+        has_time = not self._graphs.is_awaited and share >= round_s(2)  # a graph is worth more than fresh processes
+        kept_s = min(most, share) if has_time or done else min(running_s, share)
         return self._judging_s(ranked[0].policy) + kept_s
 
     def _judging_s(self, policy: Policy) -> float:

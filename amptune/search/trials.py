@@ -63,7 +63,7 @@ class Trials:
             return None
         if self.study.trial_of(self.baseline) is None:
             first = self._suggestion()
-            return None if first is None else self._step(first)
+            return None if first is None else self._step(first, free_s)
         ready = self.graphs.next_ready()
         if ready is not None:
             return Step(
@@ -76,7 +76,7 @@ class Trials:
             )
         while typical_s(self.study) <= free_s and (suggestion := self._suggestion()) is not None:
             if self._seconds(suggestion) <= free_s and not self._cannot_run(suggestion.policy):
-                return self._step(suggestion)
+                return self._step(suggestion, free_s)
             if not (suggestion.policy.cudnn_benchmark or suggestion.policy.compile != "off"):
                 return None
             self.drop()
@@ -90,7 +90,7 @@ class Trials:
         suggestion = self.graphs.suggestion(free_s)
         if suggestion is None or self._seconds(suggestion) > free_s:
             return None
-        return self._step(suggestion)
+        return self._step(suggestion, free_s)
 
     def ended_because(self) -> str:
         """Returns in words why no more policies are measured."""
@@ -139,9 +139,10 @@ class Trials:
             self.study.forget(self._held[1])
             self._held = None
 
-    def _step(self, suggestion: Suggestion) -> Step:
+    def _step(self, suggestion: Suggestion, free_s: float) -> Step:
         gain = self.graphs.gain(suggestion) if suggestion.policy.compile in BEHIND else suggestion.gain
-        least = 2 * WORTHWHILE * self._seconds(suggestion) if len(self.study.trials) < ENOUGH_TRIALS else 0.0
+        is_early = len(self.study.trials) < ENOUGH_TRIALS and not self.graphs.is_urgent(free_s)
+        least = 2 * WORTHWHILE * self._seconds(suggestion) if is_early else 0.0
         is_needed = suggestion.policy == self.baseline
         return Step(
             stage="trial",
@@ -210,7 +211,7 @@ class Trials:
         longest_s = TRIAL_LIMIT_S if policy.compile == "off" or compile_s > 0 else COMPILED_LIMIT_S
         limit_s = min(longest_s, max(SHORT_S if policy == self.baseline else GUESSED_TRIAL_S, left_s))
         before_s = self.budget.spent_s
-        effort = _effort(self.study, policy, limit_s)
+        effort = replace(_effort(self.study, policy, limit_s), beside_compiling=self._may_be_disturbed(policy, left_s))
         outcome = self.evaluator.measure(policy, effort)
         if policy == self.baseline and isinstance(outcome, Failure) and outcome.kind == "crash":
             outcome = self.evaluator.measure(policy, effort)  # perhaps an accident, and all rests on the baseline
@@ -226,6 +227,10 @@ class Trials:
             again = self.evaluator.measure(policy, replace(effort, time_limit_s=limit_s - seconds))
             outcome = _of_two(outcome, again)
         return self._trial(policy, outcome, seconds)
+
+    def _may_be_disturbed(self, policy: Policy, free_s: float) -> bool:
+        """Returns True if graphs would come too late for standing still, which are worth more than this figure."""
+        return policy.compile == "off" and policy != self.baseline and self.graphs.is_urgent(free_s)
 
     def _trial(self, policy: Policy, outcome: Outcome, seconds: float) -> Trial:
         number, moment_s = len(self.study.trials), self.budget.clock()

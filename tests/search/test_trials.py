@@ -254,6 +254,30 @@ def test_graphs_that_are_not_ready_in_time_leave_the_time_to_search_and_compare(
     assert decision.baseline.rows >= 2
 
 
+@pytest.mark.parametrize(("budget_s", "goes_on"), [(68, True), (600, False)])
+def test_graphs_that_would_come_too_late_compile_on_while_eager_steps_are_timed(
+    tmp_path: Path, budget_s: float, goes_on: bool
+) -> None:
+    """Standing still for 24 trials, Swin-T's graph came after the end of 120 s: 67 ms in place of 34 (reports/h100)."""
+
+    class Watched(Behind):
+        efforts: ClassVar[list[tuple[Policy, bool]]] = []
+
+        def measure(self, policy: Policy, effort: Effort) -> Outcome:
+            if self.in_background:
+                self.efforts.append((policy, effort.beside_compiling))
+            return super().measure(policy, effort)
+
+    Watched.efforts.clear()
+    evaluator = Watched("resnet50", noise=0.002, graphs_at_once=4)
+    _, decision, _ = searched_behind(tmp_path, budget_s=budget_s, compile_s=20.0, evaluator=evaluator)
+    quiet = [policy for policy, beside in Watched.efforts if not beside]
+    beside = [policy for policy, beside in Watched.efforts if beside]
+    assert decision.baseline.policy in quiet
+    assert not any(policy.compile != "off" for policy in beside)
+    assert bool(beside) == goes_on
+
+
 @pytest.mark.parametrize("compile_s", [60.0, 64.0])
 def test_a_graph_that_comes_while_others_are_compared_is_measured_too(tmp_path: Path, compile_s: float) -> None:
     """The graph of Swin-T took 72 s of a budget of 120 s, and trained twice as fast as all that was compared."""

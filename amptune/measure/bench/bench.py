@@ -118,12 +118,17 @@ class Bench:
     def _build(self) -> None:
         self._compilations.forget()
         self.model = _built_model(self.workload, self._seed)
-        self._initial = [tensor.detach().clone() for tensor in self._state()]
+        self._initial = list(map(self._kept, self._state()))
         self._near: list[torch.Tensor] | None = None  # only while the model stays on the device
         self._initial_sums: tuple[float, ...] | None = None
         self.nonfinite = frozenset(nonfinite_in(self.model))
         self._kinds = self._kinds_of_state()
         self._modes = {module: module.training for module in self.model.modules()}
+
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor's value, for good: what is trained on another device is a copy of it already."""
+        value = tensor.detach()
+        return value if tensor.device.type == "cpu" and self.device.type != "cpu" else value.clone()
 
     def measure(
         self,

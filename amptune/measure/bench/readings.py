@@ -201,7 +201,7 @@ _WORDS = {
     LOW_CLOCK: "the GPU's clock was under 75 % of its highest, for no reason NVML gives,",
     _ALLOC_RETRIES: "the GPU's memory was so short that the allocator had to empty its cache",
     FOREIGN_PROCESS: "another process was on the GPU",
-    COMPILING: "graphs were compiling beside it (they stand still for two seconds at most)",
+    COMPILING: "graphs were compiling beside it (they stand still for two seconds at most, and not if time is short)",
     HOST_LOAD: "threads had to wait for a CPU (other programs were running, or there are more threads than CPUs)",
 }
 

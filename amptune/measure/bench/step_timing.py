@@ -149,7 +149,7 @@ class StepTimer:
                 blocks.append(self._block(step, step_ms, effort, around, beside))
             new = self._new_causes(blocks[-1])
             again_until_s = 2 * self._clock.now_s() - block_start_s
-            if not new or again_until_s >= started_s + REPEAT_UNTIL * effort.time_limit_s:
+            if not new or effort.beside_compiling or again_until_s >= started_s + REPEAT_UNTIL * effort.time_limit_s:
                 break
             if len(reasons) == MAX_REPEATS:
                 self._lasting |= frozenset.intersection(*(frozenset(block.contaminated_by) for block in blocks))

@@ -55,11 +55,12 @@ class Pause:
 class Stillness:
     """The pauses of processes that compile `beside` a trial, one for each block of steps; `pauses` lists the past ones.
 
-    Without such processes a pause does nothing.
+    Without such processes a pause does nothing. If they `go_on`, it only tells that they did.
     """
 
-    def __init__(self, beside: Sequence[ProcessIdentity] = ()) -> None:
+    def __init__(self, beside: Sequence[ProcessIdentity] = (), *, go_on: bool = False) -> None:
         self._beside = beside
+        self._go_on = go_on
         self.pauses: list[Pause] = []
 
     @contextlib.contextmanager
@@ -73,7 +74,8 @@ class Stillness:
         from_s = time.monotonic()
         try:
             with _at_compilation(trees.release):
-                trees.stop()
+                if not self._go_on:
+                    trees.stop()
                 yield trees
         finally:
             until_s = trees.release()

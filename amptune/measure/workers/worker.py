@@ -254,14 +254,14 @@ def cores() -> int:
 
 
 def measure(policy: Policy, effort: Effort, beside: Sequence[ProcessIdentity] = ()) -> Reply:
-    """Runs one trial, and stops the processes that compile `beside` it while a block of steps is timed.
+    """Runs one trial. The processes that compile `beside` it stop while a block of steps is timed, unless it says no.
 
     A bench that cannot be built, or be restored after a CUDA error, also gives a failure.
     """
     from amptune.measure.bench.failures import cuda_is_broken, failure_of
     from amptune.measure.loop.own_loop import measure_in_loop
 
-    stillness = Stillness(beside)
+    stillness = Stillness(beside, go_on=effort.beside_compiling)
     try:
         bench = _bench()
         if effort.in_loop:

@@ -253,3 +253,13 @@ def test_with_nothing_beside_it_a_pause_is_quiet_and_stops_nothing() -> None:
 @pytest.mark.parametrize(("from_s", "until_s", "within_s"), [(0, 9, 2), (0, 4, 1), (4, 9, 1), (6, 9, 0), (0, 2, 0)])
 def test_the_part_of_a_pause_between_two_moments(from_s: float, until_s: float, within_s: float) -> None:
     assert Pause(from_s=3.0, until_s=5.0).within(from_s, until_s) == within_s
+
+
+def test_processes_that_are_to_go_on_are_not_stopped_and_the_block_is_known_not_to_be_quiet(tree: Tree) -> None:
+    stillness = Stillness([tree.identity], go_on=True)
+    with stillness.pause() as beside:
+        before = tree.written()
+        until(lambda: all(count > before[name] for name, count in tree.written().items()))
+        assert not beside.has_stopped
+        assert not beside.is_quiet
+    assert not stillness.pauses
