@@ -14,11 +14,10 @@ from amptune.cli.options import MEMORY, SECONDS, json_option, objective_options,
 from amptune.cli.session import Session, pass_session
 
 if TYPE_CHECKING:
-    from optuna.samplers import BaseSampler
-
     from amptune.policy.settings import Policy
     from amptune.search.decide.decision import Decision
     from amptune.search.request import TuningRequest
+    from amptune.search.sampler.policy_sampler import Sampler
     from amptune.search.space.candidates import GlobalBatch
 
 __all__ = ["tune_command"]
@@ -137,7 +136,7 @@ def _request(
     )
 
 
-def _sampler(name: str, seed: int) -> BaseSampler | None:
+def _sampler(name: str, seed: int) -> Sampler | None:
     if name == "amptune":
         return None
     from amptune.search.sampler.policy_sampler import sampler_named  # Optuna's take seconds to import
