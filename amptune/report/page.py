@@ -202,12 +202,12 @@ def _trial(trial: Trial, numerics: str) -> list[str]:
 
 def _numerics(study_report: StudyReport, policy: Policy) -> str:
     """Returns the numerics gate's result for a policy, as text."""
-    judged = study_report.record.judgement_of(policy)
-    if study_report.record.has_rejected(policy):
+    judged = study_report.record.judgements.known(policy)
+    if study_report.record.judgements.bars(policy):
         return "rejected"
     if judged is not None and judged.passes:
         return f"passed, {judged.used:.0%} of what is allowed"
-    return "as FP32" if study_report.record.has_passed(policy) else "not judged"
+    return "as FP32" if study_report.record.judgements.passes(policy) else "not judged"
 
 
 def _failures(study_report: StudyReport) -> str:

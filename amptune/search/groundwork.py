@@ -77,7 +77,7 @@ class Numerics:
         if self.judge.is_open(recipe):
             act: Callable[[float], None] = lambda _: self._judge(recipe)  # noqa: E731
             return Step(stage="numerics", what=str(recipe), seconds=min(judgement_s, free_s), worth=lead, act=act)
-        judgement = self.judge.rejection_of(recipe)
+        judgement = self.judge.judgements.rejection_of(recipe)
         if judgement is not None and policy.precision in self._uncured:
             seconds = min(CURE_JUDGEMENTS * judgement_s, max(0.0, free_s / 2))
             act = partial(self._cure, judgement)
@@ -113,7 +113,7 @@ class Numerics:
         best: Trial | None = None
         for trial in reversed(ranked):
             recipe = self._recipe_of(trial.policy)
-            if trial.policy.precision == "off" or (recipe is not None and self.judge.has_passed(recipe)):
+            if trial.policy.precision == "off" or (recipe is not None and self.judge.judgements.passes(recipe)):
                 return None if best is None else (best.policy, math.log(self._score(best) / self._score(trial)))
             if (
                 best is None

@@ -18,7 +18,7 @@ from amptune.policy.policy_file import PolicyFile
 from amptune.policy.settings import Policy
 from amptune.search.claim import baseline_of
 from amptune.search.events import CurveTrained, Observer, WorkloadBuilt
-from amptune.search.gate.judge import fp32_of
+from amptune.search.gate.judgements import fp32_of
 from amptune.search.gate.long_look import LongLook
 from amptune.search.pipeline import locked
 from amptune.search.plan.budget import Budget

@@ -95,7 +95,7 @@ class TuningRun:
             sampler=self.request.sampler,
         )
         study.begin(self._record)
-        for judgement in self.judge.judgements.values():
+        for judgement in self.judge.judgements.by_numerics.values():
             study.keep(judgement)
         self.judge.observer = study.keeping_judgements(self.judge.observer)
         return study
@@ -131,7 +131,7 @@ class TuningRun:
     def verdict(self) -> Verdict | None:
         """Returns the verdict on all rows; None if the baseline was not measured, or failed."""
         table, known_as = self.table, self._verdict
-        state = len(table), len(self.judge.judgements), self.candidates
+        state = len(table), self.judge.judgements, self.candidates
         if known_as is None or known_as[0] != state:
             machine = machine_of(self.prepared.hardware.device)
             found = verdict_of(table, self.candidates.baseline, machine, self.request.objective, self.bar)
@@ -140,18 +140,10 @@ class TuningRun:
 
     def bar(self, policy: Policy) -> str | None:
         """Returns why a policy cannot win; None if it can."""
-        if self._is_unsound(policy):
+        if self.judge.judgements.bars(policy):
             return "not as good as FP32"
         wanted = policy in self.study or self.candidates.allows(policy)
         return None if wanted else "outside the space: it was measured for comparison"
-
-    def _is_unsound(self, policy: Policy) -> bool:
-        """Returns True if it was judged and failed; or its dtype failed, and it lacks the rules that cure that."""
-        if self.judge.has_rejected(policy):
-            return True
-        judged = self.judge.is_exempt(policy) or self.judge.known(policy) is not None
-        cured = judged or any(rule.is_needed for rule in policy.fp32_modules)
-        return not cured and self.judge.has_rejected(policy.recipe)
 
     def find_answer(self) -> None:
         """Searches, judges and compares as the plan has it, until the answer is known or the budget is spent."""
@@ -292,7 +284,7 @@ class TuningRun:
             bar=self.bar,
             unseen=self._unseen,
             beside=self._better_recipe,
-            rejects=self.judge.rejects,
+            rejects=self.judge.judged_unsound,
             cost_s=self._cost_s,
             start_s=self.prepared.start_s,
             judging_s=self._judging_s,

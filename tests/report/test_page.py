@@ -233,6 +233,6 @@ def test_the_frontier_is_a_staircase_of_what_nothing_beats() -> None:
 def test_a_graph_that_was_rejected_speaks_against_the_others_in_its_dtype_in_a_study_read_back_too() -> None:
     graph = Policy(autocast="bf16", compile="default")
     study = record(judged=(GateRecord(policy=graph, passes=False, used=2.0, words="its gradient holds 20%"),))
-    assert study.has_rejected(replace(graph, compile="reduce-overhead"))
-    assert not study.has_rejected(replace(graph, compile="off"))
-    assert not study.has_rejected(replace(graph, autocast="off"))
+    assert study.judgements.bars(replace(graph, compile="reduce-overhead"))
+    assert not study.judgements.bars(replace(graph, compile="off"))
+    assert not study.judgements.bars(replace(graph, autocast="off"))

@@ -52,7 +52,7 @@ def concluded(
     """The decision on these rows, of which the first of each policy is its trial. All can win that the judge lets."""
     judge = judge or judge_of()
     verdict = decided(
-        rows, GPU, objective, lambda policy: "not as good as FP32" if judge.has_rejected(policy) else None
+        rows, GPU, objective, lambda policy: "not as good as FP32" if judge.judgements.bars(policy) else None
     )
     return decide(
         RecordedEvaluator("resnet50").prepare(1.0),

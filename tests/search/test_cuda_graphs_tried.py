@@ -9,7 +9,7 @@ from simulated.recorded import RecordedEvaluator
 
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.batch_size.memory_model import arm_of
-from amptune.search.gate.judge import is_exempt, numerics_of_policy
+from amptune.search.gate.judgements import is_exempt, numerics_of_policy
 from amptune.search.sampler.acquisition import features_of, with_features
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.space.knobs import Knob, Point, points

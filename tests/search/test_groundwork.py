@@ -18,7 +18,8 @@ from amptune.measure.results.training_runs import GradientParity, Parity
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, Reason, amp_recipe
 from amptune.search.decide.decision import Decision
 from amptune.search.events import Event, PolicyJudged, TrialEnded
-from amptune.search.gate.judge import Judge, fp32_of, numerics_of_policy
+from amptune.search.gate.judge import Judge
+from amptune.search.gate.judgements import fp32_of, numerics_of_policy
 from amptune.search.gate.repair import cure_of, traces_of
 from amptune.search.groundwork import examined
 from amptune.search.pipeline import TuningInterrupted, tune_with
@@ -92,7 +93,7 @@ def test_each_policy_is_judged_once_whatever_its_batch() -> None:
     evaluator = RecordedEvaluator("resnet50")
     judge = judge_on(evaluator)
     for batch_size in (None, 64, 256):
-        assert not judge.rejects(Policy(autocast="bf16", batch_size=batch_size, accumulate=2))
+        assert not judge.judged_unsound(Policy(autocast="bf16", batch_size=batch_size, accumulate=2))
     assert evaluator.judged == [Policy(autocast="bf16")]
 
 
@@ -160,7 +161,7 @@ def test_what_a_policy_raises_and_fp32_does_not_is_its_own_fault(
 
     judge = judge_on(Raising("resnet50"))
     judge.judge_graph(policy)
-    assert judge.has_rejected(policy) is rejected
+    assert judge.judgements.bars(policy) is rejected
     assert (judge.unjudged_because(policy) is None) is rejected
 
 
@@ -376,9 +377,9 @@ def test_a_graph_stands_for_the_others_in_its_dtype() -> None:
         judge.judge_graph(Policy(autocast=dtype, compile="default"))
     last, other = (Policy(autocast=dtype, compile="reduce-overhead") for dtype in ("bf16", "fp16"))
     assert not judge.is_graph_open(last)
-    assert not judge.has_rejected(last)
-    assert judge.has_rejected(other)
-    assert not judge.has_rejected(replace(other, compile="off"))
+    assert not judge.judgements.bars(last)
+    assert judge.judgements.bars(other)
+    assert not judge.judgements.bars(replace(other, compile="off"))
 
 
 def test_a_graph_that_could_not_be_judged_bars_no_policy_and_is_not_tried_again() -> None:
@@ -393,7 +394,7 @@ def test_a_graph_that_could_not_be_judged_bars_no_policy_and_is_not_tried_again(
     judge.judgement_of(graph)
     judge.judge_graph(graph)
     for policy in (graph, other):
-        assert judge.has_passed(policy)
+        assert judge.judgements.passes(policy)
         assert not judge.is_graph_open(policy)
         assert judge.unjudged_because(policy) == TOO_LARGE
     assert judge.is_graph_open(replace(other, autocast="fp16"))
@@ -429,12 +430,12 @@ def test_a_graph_that_takes_more_than_its_share_of_the_budget_is_not_judged(
 def test_a_graph_of_plain_fp32_has_passed_until_it_is_judged() -> None:
     judge = judge_on(Faulty("resnet50", unsound=lambda policy: policy.compile != "off"))
     graph = Policy(compile="default")
-    assert judge.has_passed(graph)
+    assert judge.judgements.passes(graph)
     assert judge.is_graph_open(graph)
     assert not judge.is_open(graph)
     judge.judge_graph(graph)
-    assert judge.has_rejected(graph)
-    assert not judge.has_passed(graph)
+    assert judge.judgements.bars(graph)
+    assert not judge.judgements.passes(graph)
 
 
 def test_a_precision_that_raises_is_cured_like_any_other(tmp_path: Path) -> None:

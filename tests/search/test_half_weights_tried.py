@@ -21,7 +21,7 @@ from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, Reason, 
 from amptune.search.api import tune
 from amptune.search.batch_size.memory_model import arm_of
 from amptune.search.events import Event, PolicyJudged, TrialEnded
-from amptune.search.gate.judge import fp32_of, graphs_like, is_exempt
+from amptune.search.gate.judgements import fp32_of, is_exempt, is_graph_like
 from amptune.search.gate.limits import judged
 from amptune.search.gate.numeric_findings import findings_of
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
@@ -106,13 +106,7 @@ def test_half_weights_are_judged_and_are_no_users_fp32() -> None:
     assert not is_exempt(O2, STOCK)
     assert is_exempt(O2, O2)
     assert fp32_of(Policy(weights="half", fp32_math="tf32")) == STOCK
-    graph = [GateRecord(Policy(compile="default"))]
-    assert not list(graphs_like(Policy(weights="half", compile="default"), graph))
-
-
-class GateRecord:
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+    assert not is_graph_like(Policy(weights="half", compile="default"), Policy(compile="default"))
 
 
 def test_without_half_weights_there_is_nothing_of_theirs_and_master_weights_are_not_reverted_alone() -> None:

@@ -15,7 +15,8 @@ from amptune.policy.settings import Policy
 from amptune.search.decide.decision import Decision
 from amptune.search.decide.evidence import evidence_of, labels_of
 from amptune.search.decide.pareto import ParetoPoint, points_of
-from amptune.search.gate.judge import Judge, numerics_of_policy, without_graph
+from amptune.search.gate.judge import Judge
+from amptune.search.gate.judgements import numerics_of_policy, without_graph
 from amptune.search.gate.numeric_findings import line_to_look, yardstick_findings
 from amptune.search.plan.compile_costs import compile_findings
 from amptune.search.table.ablation import ablated
@@ -78,7 +79,7 @@ def decide(
         memory_mib=prepared.memory_mib,
         timeline=tuple(timeline),
     )
-    return decision.with_evidence(evidence_of(decision, rows, judge.known(policy)))
+    return decision.with_evidence(evidence_of(decision, rows, judge.judgements.known(policy)))
 
 
 def _of_the_loader(rows: Sequence[Row], verdict: Verdict) -> Iterator[Finding]:
@@ -92,7 +93,7 @@ def _of_the_loader(rows: Sequence[Row], verdict: Verdict) -> Iterator[Finding]:
 
 def _sound_points(trials: Sequence[Trial], verdict: Verdict, judge: Judge) -> tuple[ParetoPoint, ...]:
     failed = {contender.policy for contender in verdict.contenders if contender.failure is not None}
-    return points_of(trials, lambda policy: policy in failed or judge.has_rejected(policy), judge.has_passed)
+    return points_of(trials, lambda policy: policy in failed or judge.judgements.bars(policy), judge.judgements.passes)
 
 
 def _finalists(verdict: Verdict, amp_recipes: Sequence[Policy]) -> tuple[Contender, ...]:
@@ -105,7 +106,7 @@ def _rejected(judge: Judge, verdict: Verdict, finalists: Sequence[Contender]) ->
     """Yields a finding for each compared policy that trains worse than FP32, and for the best that would have won."""
     told = set()
     for contender in verdict.contenders:
-        judgement = judge.rejection_of(contender.policy)
+        judgement = judge.judgements.rejection_of(contender.policy)
         if judgement is None:
             continue
         if contender in finalists or (contender.merit > verdict.winner.merit and judgement.policy not in told):
@@ -119,7 +120,7 @@ def _rejected(judge: Judge, verdict: Verdict, finalists: Sequence[Contender]) ->
 
 def _yardstick(judge: Judge, policy: Policy, told: Sequence[Finding]) -> Iterator[Finding]:
     """Yields a finding if the winner was judged by limits that may be too wide, unless that is told already."""
-    judgement, codes = judge.known(policy), {finding.code for finding in told}
+    judgement, codes = judge.judgements.known(policy), {finding.code for finding in told}
     if judgement is not None:
         yield from (finding for finding in yardstick_findings(judgement) if finding.code not in codes)
 
@@ -127,7 +128,7 @@ def _yardstick(judge: Judge, policy: Policy, told: Sequence[Finding]) -> Iterato
 def _not_judged(judge: Judge, policy: Policy) -> Iterator[Finding]:
     because = judge.unjudged_because(policy)
     why = f" ({because})" if because is not None else ""
-    if not judge.is_exempt(without_graph(policy)) and judge.known(policy) is None:
+    if not judge.is_exempt(without_graph(policy)) and judge.judgements.known(policy) is None:
         message = f"the numerics of {policy} were not judged{why}: watch its loss beside FP32's"
         yield Finding(code="not-judged", message=message)
     elif judge.is_graph_open(policy) or (policy.compile != "off" and because is not None):

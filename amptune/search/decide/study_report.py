@@ -105,7 +105,7 @@ def findings_of(study_report: StudyReport) -> tuple[Finding, ...]:
     if not study_report.is_proven:
         message = "more measurements confirm or refute it: " + command_of(study_report)
         found.append(Finding(code="not-proven", message=message))
-    if not record.has_passed(study_report.policy):
+    if not record.judgements.passes(study_report.policy):
         message = f"the numerics of {study_report.policy} were not judged: watch its loss beside FP32's, or tune for it"
         found.append(Finding(code="not-judged", message=message))
     rejected = {judged.policy: judged for judged in record.judged if not judged.passes}
@@ -142,13 +142,14 @@ def study_report_of(record: StudyRecord, former: Sequence[Row], objective: Objec
     if verdict is None:
         raise _nothing_to_compare(record, objective)
     out = {one.policy for one in verdict.contenders if one.failure is not None}
-    points = points_of(record.trials, lambda policy: policy in out or record.has_rejected(policy), record.has_passed)
+    judgements = record.judgements
+    points = points_of(record.trials, lambda policy: policy in out or judgements.bars(policy), judgements.passes)
     return StudyReport(record=record, verdict=verdict, points=points)
 
 
 def bar_of(record: StudyRecord, policy: Policy) -> str | None:
     """Returns why a policy of the study cannot win; None if it can."""
-    if record.has_rejected(policy):
+    if record.judgements.bars(policy):
         return "not as good as FP32"
     return "outside the space: it was measured for comparison" if policy in record.outside else None
 

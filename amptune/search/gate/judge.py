@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, field
 
 from amptune.errors import StudyError
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.results.half_effects import ModuleTrace
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import Parity
-from amptune.policy.settings import Fp32Math, Policy
+from amptune.policy.settings import Policy
+from amptune.search.gate.judgements import (
+    Judgements,
+    fp32_of,
+    is_exempt,
+    is_graph_like,
+    numerics_of_policy,
+    without_graph,
+)
 from amptune.search.gate.limits import Judgement, judged
 from amptune.search.plan.budget import Budget
 
-__all__ = [
-    "Judge",
-    "OutOfTimeError",
-    "PolicyJudged",
-    "fp32_of",
-    "graphs_like",
-    "is_exempt",
-    "numerics_of_policy",
-    "raised_by",
-    "without_graph",
-]
+__all__ = ["Judge", "OutOfTimeError", "PolicyJudged", "raised_by"]
 
 # The share of the time left that the reference may take: the more time, the more steps it compares.
 REFERENCE_SHARE = 0.1
@@ -37,25 +34,10 @@ GRAPH_SHARE = 0.25
 SHORTEST_REFERENCE_S = 2.0
 # The least time limit of a judgement, however little time is left: the judgement may be about the winner.
 SHORTEST_S = 15.0
-# The math modes of FP32 operations, the most precise first.
-_BY_PRECISION: tuple[Fp32Math, ...] = ("ieee", "stock", "tf32")
 
 
 class OutOfTimeError(Exception):
     """The time to look for a cure is used up."""
-
-
-def fp32_of(baseline: Policy) -> Policy:
-    """Returns the user's own FP32, the reference for all policies; stock PyTorch's if the baseline trains in half."""
-    return Policy(fp32_math=baseline.fp32_math if baseline.precision == "off" else "stock")
-
-
-def is_exempt(policy: Policy, baseline: Policy) -> bool:
-    """Returns whether a policy needs no judgement: as precise as the user's FP32, or computes like the baseline."""
-    precision = _BY_PRECISION.index
-    as_precise = precision(policy.fp32_math) <= precision(fp32_of(baseline).fp32_math)
-    plain = policy.precision == "off" and policy.compile == "off" and as_precise
-    return plain or numerics_of_policy(policy) == numerics_of_policy(baseline)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +66,11 @@ class Judge:
     cures_until_s: float = math.inf
     failure: Failure | None = None
     last_s: float = 0.0
-    _judgements: dict[Policy, Judgement] = field(default_factory=dict)
+    judgements: Judgements[Judgement] = field(init=False)
     _unjudged: dict[Policy, Failure] = field(default_factory=dict)
 
-    @property
-    def judgements(self) -> Mapping[Policy, Judgement]:
-        return self._judgements
+    def __post_init__(self) -> None:
+        self.judgements = Judgements(self.baseline)
 
     def is_exempt(self, policy: Policy) -> bool:
         """Returns whether a policy needs no judgement."""
@@ -98,7 +79,7 @@ class Judge:
     def judgement_of(self, policy: Policy) -> Judgement | None:
         """Returns None if the policy is exempt or cannot be judged. A compiled policy is judged without its graph."""
         self._judge(without_graph(policy), self._limit_s)
-        return None if self.is_exempt(policy) else self.known(policy)
+        return None if self.is_exempt(policy) else self.judgements.known(policy)
 
     def judge_graph(self, policy: Policy, limit_s: float = math.inf) -> None:
         """Judges a compiled policy with its graph, which takes time: it is compiled anew for the gate's batches."""
@@ -109,31 +90,11 @@ class Judge:
         """The seconds that judging a graph may take."""
         return GRAPH_SHARE * self.budget.seconds
 
-    def known(self, policy: Policy) -> Judgement | None:
-        """Returns the judgement of the policy, or else that of the policy without its graph."""
-        whole, plain = numerics_of_policy(policy), numerics_of_policy(without_graph(policy))
-        return self._judgements.get(whole, self._judgements.get(plain))
-
     def unjudged_because(self, policy: Policy) -> Failure | None:
         """Returns why the policy, or a graph in its dtype, could not be judged; None if there is no such reason."""
         own = self._unjudged.get(numerics_of_policy(policy), self.failure)
-        graphs = (why for one, why in self._unjudged.items() if _is_graph_like(one, policy))
+        graphs = (why for one, why in self._unjudged.items() if is_graph_like(one, policy))
         return own or next(graphs, None)
-
-    def rejection_of(self, policy: Policy) -> Judgement | None:
-        """Returns the judgement that the policy failed, without its graph or with it; None if it failed neither."""
-        plain = without_graph(policy)
-        found = [] if self.is_exempt(plain) else [self._judgements.get(numerics_of_policy(plain))]
-        found += [] if self.is_exempt(policy) else [self._of_graph(policy)]
-        return next((judgement for judgement in found if judgement is not None and not judgement.passes), None)
-
-    def has_rejected(self, policy: Policy) -> bool:
-        return self.rejection_of(policy) is not None
-
-    def has_passed(self, policy: Policy) -> bool:
-        """Returns whether the policy is exempt or passed the gate; a compiled one may have passed without its graph."""
-        judgement = self.known(policy)
-        return self.is_exempt(without_graph(policy)) if judgement is None else judgement.passes
 
     def is_open(self, policy: Policy) -> bool:
         """Returns whether a policy, without its graph, was not judged yet and can be."""
@@ -144,10 +105,10 @@ class Judge:
 
         If one could not be judged, none in its dtype is tried again: what broke it is likely to break the others.
         """
-        tried = self._of_graph(policy) is not None or any(_is_graph_like(one, policy) for one in self._unjudged)
+        tried = self.judgements.of_graph(policy) or any(is_graph_like(one, policy) for one in self._unjudged)
         return policy.compile != "off" and not tried and self._is_open(policy)
 
-    def rejects(self, policy: Policy) -> bool:
+    def judged_unsound(self, policy: Policy) -> bool:
         """Judges the policy if needed; returns whether it must not win."""
         judgement = self.judgement_of(policy)
         return judgement is not None and not judgement.passes
@@ -171,9 +132,6 @@ class Judge:
     def _limit_s(self) -> float:
         return max(SHORTEST_S, self.budget.left_s)
 
-    def _of_graph(self, policy: Policy) -> Judgement | None:
-        return next(graphs_like(policy, self._judgements.values()), None)
-
     def _judge(self, policy: Policy, limit_s: float) -> None:
         if self._is_open(policy):
             parity = self._parity_of(numerics_of_policy(policy), limit_s)
@@ -183,8 +141,7 @@ class Judge:
                 self._note(numerics_of_policy(policy), parity)
 
     def _is_open(self, policy: Policy) -> bool:
-        own = numerics_of_policy(policy)
-        seen = own in self._judgements or own in self._unjudged
+        seen = self.judgements.own(policy) is not None or numerics_of_policy(policy) in self._unjudged
         return self.failure is None and not seen and not self.is_exempt(policy)
 
     def _parity_of(self, policy: Policy, limit_s: float) -> Parity | Failure:
@@ -203,8 +160,9 @@ class Judge:
         if parity.failure is not None and not raised_by(policy, parity.failure):
             self._unjudged[policy] = parity.failure
             return
-        self._judgements[policy] = judged(policy, parity, self.tolerance)
-        self.observer(PolicyJudged(judgement=self._judgements[policy], left_s=self.budget.left_s))
+        judgement = judged(policy, parity, self.tolerance)
+        self.judgements = self.judgements.also(judgement)
+        self.observer(PolicyJudged(judgement=judgement, left_s=self.budget.left_s))
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -222,36 +180,3 @@ def raised_by(policy: Policy, failure: Failure) -> bool:
     without a graph.
     """
     return failure.kind == "nonfinite" or (failure.kind in ("error", "unsupported") and policy.compile == "off")
-
-
-def without_graph(policy: Policy) -> Policy:
-    """Returns the policy without torch.compile: the same computation by PyTorch's own kernels."""
-    return replace(policy, compile="off")
-
-
-class _OfPolicy(Protocol):
-    @property
-    def policy(self) -> Policy: ...
-
-
-J = TypeVar("J", bound=_OfPolicy)
-
-
-def graphs_like(policy: Policy, judged: Iterable[J]) -> Iterator[J]:
-    """Yields the entries about a compiled policy's graph, then those about other graphs in its dtype.
-
-    A compiler that breaks one of them is likely to break the others.
-    """
-    graphs = [one for one in judged if _is_graph_like(one.policy, policy)]
-    own = numerics_of_policy(policy)
-    yield from (one for one in graphs if numerics_of_policy(one.policy) == own)
-    yield from graphs
-
-
-def _is_graph_like(one: Policy, other: Policy) -> bool:
-    return "off" not in (one.compile, other.compile) and one.precision == other.precision
-
-
-def numerics_of_policy(policy: Policy) -> Policy:
-    """Returns the policy with only the settings that its numerics depend on."""
-    return replace(policy, batch_size=None, accumulate=1, cuda_graphs=False, fused_optimizer=False)

@@ -45,7 +45,7 @@ def cure_of(judge: Judge, policy: Policy, subject: Subject, traces: Sequence[Mod
 
     `traces` are the policy's. Raises `OutOfTimeError` if time runs out before any modules were seen to cure it.
     """
-    before = len(judge.judgements)
+    before = len(judge.judgements.by_numerics)
 
     def with_rules(modules: Sequence[str]) -> Policy:
         return replace(policy, fp32_modules=(*policy.fp32_modules, *(Fp32Rule(path=path) for path in modules)))
@@ -77,7 +77,7 @@ def cure_of(judge: Judge, policy: Policy, subject: Subject, traces: Sequence[Mod
         modules=found,
         rules=tuple(_with_reason(rule, found, traces) for rule in rules),
         traces=tuple(traces),
-        judgements=len(judge.judgements) - before,
+        judgements=len(judge.judgements.by_numerics) - before,
         minimal=minimal,
     )
 
@@ -105,7 +105,7 @@ def _followed(
 
 def _suspects(judge: Judge, policy: Policy, traces: Sequence[ModuleTrace]) -> Sequence[str]:
     """Returns the modules to suspect, the most suspicious first: by the traces, else where training raised an error."""
-    judgement = judge.known(policy)
+    judgement = judge.judgements.known(policy)
     return suspects(traces) or (() if judgement is None else judgement.parity.broken)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import Policy
-from amptune.search.gate.judge import graphs_like, is_exempt, numerics_of_policy, without_graph
+from amptune.search.gate.judgements import Judgements
 from amptune.search.gate.limits import Judgement
 from amptune.search.table.effects import Machine, machine_of
 from amptune.search.table.objective import Objective
@@ -125,28 +125,10 @@ class StudyRecord:
     def last(self) -> TuningRecord:
         return self.tunings[-1]
 
-    def judgement_of(self, policy: Policy) -> GateRecord | None:
-        """Returns the last judgement of a policy with these numerics, or else of the same policy without its graph."""
-        return self._judged_as(policy) or self._judged_as(without_graph(policy))
-
-    def has_rejected(self, policy: Policy) -> bool:
-        """Returns True if it was judged and failed; or its dtype failed, and it lacks the rules that cure that."""
-        plain, baseline = without_graph(policy), self.last.baseline
-        found = [] if is_exempt(plain, baseline) else [self._judged_as(plain)]
-        if not is_exempt(policy, baseline):
-            found.append(next(graphs_like(policy, reversed(self.judged)), None))
-        if found and not any(found) and not any(rule.is_needed for rule in policy.fp32_modules):
-            found = [self._judged_as(policy.recipe)]
-        return any(judged is not None and not judged.passes for judged in found)
-
-    def has_passed(self, policy: Policy) -> bool:
-        """Returns True if there was nothing to judge, or it was found to be as good as FP32."""
-        judged = self.judgement_of(policy)
-        return is_exempt(without_graph(policy), self.last.baseline) if judged is None else judged.passes
-
-    def _judged_as(self, policy: Policy) -> GateRecord | None:
-        own = numerics_of_policy(policy)
-        return next((one for one in reversed(self.judged) if numerics_of_policy(one.policy) == own), None)
+    @property
+    def judgements(self) -> Judgements[GateRecord]:
+        none: Judgements[GateRecord] = Judgements(self.last.baseline)
+        return none.also(*self.judged)
 
 
 def without_password(where: str) -> str:

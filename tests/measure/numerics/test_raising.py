@@ -170,13 +170,13 @@ def test_a_result_in_a_graphs_memory_is_not_read_after_the_next_run() -> None:
         first, _ = (Recorded()(torch.randn(4, 8)).detach() for _ in range(2))
     with pytest.raises(RuntimeError, match=OVERWRITTEN):
         torch.stack([output.detach(), first])
-    assert judged_alone().has_passed(amp_recipe("bf16"))
+    assert judged_alone().judgements.passes(amp_recipe("bf16"))
 
 
 def test_what_breaks_in_the_gates_own_procedure_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity_of_policies, "compare", partial(int, "no number"))
     gatekeeper = judged_alone()
-    assert not gatekeeper.has_rejected(amp_recipe("bf16"))
+    assert not gatekeeper.judgements.bars(amp_recipe("bf16"))
     because = gatekeeper.unjudged_because(amp_recipe("bf16"))
     assert because is not None
     assert str(because).startswith("crash: the numerics check itself broke: error: ")
@@ -190,5 +190,5 @@ def test_what_breaks_in_a_hook_of_the_gate_is_not_judged(monkeypatch: pytest.Mon
     monkeypatch.setattr("amptune.measure.numerics.sketches._numbers", partial(int, "no number"))
     gatekeeper = Judge(here, STOCK, Budget(seconds=3600), lambda _: None)
     gatekeeper.judgement_of(amp_recipe("bf16"))
-    assert not gatekeeper.has_rejected(amp_recipe("bf16"))
+    assert not gatekeeper.judgements.bars(amp_recipe("bf16"))
     assert gatekeeper.unjudged_because(amp_recipe("bf16")) is not None

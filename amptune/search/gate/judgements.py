@@ -1,0 +1,105 @@
+"""The judgements of the numerics gate as one value, live or stored: which policies they pass, and which not. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Generic, Protocol, TypeVar
+
+from amptune.policy.settings import Fp32Math, Policy
+
+__all__ = ["Judged", "Judgements", "fp32_of", "is_exempt", "is_graph_like", "numerics_of_policy", "without_graph"]
+
+# The math modes of FP32 operations, the most precise first.
+_BY_PRECISION: tuple[Fp32Math, ...] = ("ieee", "stock", "tf32")
+
+
+class Judged(Protocol):
+    """A judgement, or its record: the policy that was judged, and whether it is as good as FP32."""
+
+    @property
+    def policy(self) -> Policy: ...
+
+    @property
+    def passes(self) -> bool: ...
+
+
+J = TypeVar("J", bound=Judged)
+
+
+def numerics_of_policy(policy: Policy) -> Policy:
+    """Returns the policy with only the settings that its numerics depend on."""
+    return replace(policy, batch_size=None, accumulate=1, cuda_graphs=False, fused_optimizer=False)
+
+
+def without_graph(policy: Policy) -> Policy:
+    """Returns the policy without torch.compile: the same computation by PyTorch's own kernels."""
+    return replace(policy, compile="off")
+
+
+def fp32_of(baseline: Policy) -> Policy:
+    """Returns the user's own FP32, the reference for all policies; stock PyTorch's if the baseline trains in half."""
+    return Policy(fp32_math=baseline.fp32_math if baseline.precision == "off" else "stock")
+
+
+def is_exempt(policy: Policy, baseline: Policy) -> bool:
+    """Returns whether a policy needs no judgement: as precise as the user's FP32, or computes like the baseline."""
+    precision = _BY_PRECISION.index
+    as_precise = precision(policy.fp32_math) <= precision(fp32_of(baseline).fp32_math)
+    plain = policy.precision == "off" and policy.compile == "off" and as_precise
+    return plain or numerics_of_policy(policy) == numerics_of_policy(baseline)
+
+
+def is_graph_like(one: Policy, other: Policy) -> bool:
+    """Returns whether both are compiled and in one dtype: a compiler that breaks one is likely to break the other."""
+    return "off" not in (one.compile, other.compile) and one.precision == other.precision
+
+
+@dataclass(frozen=True, slots=True)
+class Judgements(Generic[J]):
+    """What was judged, the last judgement of each policy's numerics; a policy is compared with the `baseline`'s FP32.
+
+    A compiled policy is judged without its graph, and may be judged with it too. Those that are exempt need neither.
+    """
+
+    baseline: Policy
+    by_numerics: dict[Policy, J] = field(default_factory=dict)
+
+    def also(self, *judged: J) -> Judgements[J]:
+        """Returns these judgements and later ones."""
+        later = {numerics_of_policy(one.policy): one for one in judged}
+        earlier = {numerics: one for numerics, one in self.by_numerics.items() if numerics not in later}
+        return replace(self, by_numerics=earlier | later)
+
+    def own(self, policy: Policy) -> J | None:
+        """Returns the judgement of just these numerics."""
+        return self.by_numerics.get(numerics_of_policy(policy))
+
+    def known(self, policy: Policy) -> J | None:
+        """Returns the judgement of the policy, or else that of the policy without its graph."""
+        return self.own(policy) or self.own(without_graph(policy))
+
+    def of_graph(self, policy: Policy) -> J | None:
+        """Returns the judgement of a compiled policy with its graph, or else the last one of a graph in its dtype."""
+        own = self.own(policy) if policy.compile != "off" else None
+        graphs = (one for one in reversed(self.by_numerics.values()) if is_graph_like(one.policy, policy))
+        return own or next(graphs, None)
+
+    def rejection_of(self, policy: Policy) -> J | None:
+        """Returns the judgement that the policy failed, without its graph or with it; None if it failed neither."""
+        plain = without_graph(policy)
+        found = [] if is_exempt(plain, self.baseline) else [self.own(plain)]
+        found += [] if is_exempt(policy, self.baseline) else [self.of_graph(policy)]
+        return next((one for one in found if one is not None and not one.passes), None)
+
+    def bars(self, policy: Policy) -> bool:
+        """Returns whether a policy cannot win: it failed, or its dtype did and it lacks the rules that cure it."""
+        if self.rejection_of(policy) is not None:
+            return True
+        judged = is_exempt(policy, self.baseline) or self.known(policy) is not None
+        cured = judged or any(rule.is_needed for rule in policy.fp32_modules)
+        return not cured and self.rejection_of(policy.recipe) is not None
+
+    def passes(self, policy: Policy) -> bool:
+        """Returns whether the policy is exempt or passed; a compiled one may have passed without its graph."""
+        known = self.known(policy)
+        return is_exempt(without_graph(policy), self.baseline) if known is None else known.passes
