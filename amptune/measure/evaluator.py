@@ -21,6 +21,7 @@ from amptune.measure.workers.background_graph import BackgroundGraph
 from amptune.measure.workers.processes import WorkerProcess, stop_all, workers_that_fit
 from amptune.measure.workers.source import Source
 from amptune.measure.workers.worker import Setting
+from amptune.policy.setting_effects import process_of
 from amptune.policy.settings import STOCK, Policy
 
 __all__ = ["Evaluator", "WorkerEvaluator"]
@@ -131,7 +132,7 @@ class WorkerEvaluator:
     device: str | None
     log: Path
     memory_mib: float | None = None
-    _workers: dict[Policy | tuple[bool, bool], WorkerProcess] = field(default_factory=dict)
+    _workers: dict[Policy | tuple[bool, ...], WorkerProcess] = field(default_factory=dict)
     _graphs: dict[Policy, BackgroundGraph] = field(default_factory=dict)
     _built: list[WorkerProcess] = field(default_factory=list)
     _has_gpu: bool = False
@@ -275,7 +276,7 @@ class WorkerEvaluator:
 
     def _worker(self, policy: Policy) -> WorkerProcess:
         """Returns the worker launched for the policy, otherwise the one of its kind."""
-        key = policy if policy in self._workers else (policy.cudnn_benchmark, policy.compile != "off")
+        key = policy if policy in self._workers else process_of(policy)
         process = self._workers.pop(key, None) or self._new()
         running = [other for one, other in self._workers.items() if other.runs and one not in self._graphs]
         if not process.runs and running and len(running) >= (self._room or max(2, len(running) + workers_that_fit())):

@@ -15,9 +15,9 @@ from test_pipeline import request_in
 from amptune.errors import SpaceError
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.subject import Prepared
+from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import Policy
 from amptune.search.after_checks import larger_batch
-from amptune.search.batch_size.memory_model import arm_of
 from amptune.search.decide.decision import Decision
 from amptune.search.pipeline import tune_with
 from amptune.search.plan.budget import Budget
@@ -80,7 +80,7 @@ def test_a_graph_that_does_not_fit_is_tried_with_a_smaller_batch_and_none_larger
     failed = [place for place, trial in enumerate(compiled) if isinstance(trial.outcome, Failure)]
     assert failed
     first = compiled[failed[0]].policy
-    later = [trial for trial in compiled[failed[0] + 1 :] if arm_of(trial.policy) == arm_of(first)]
+    later = [trial for trial in compiled[failed[0] + 1 :] if memory_of(trial.policy) == memory_of(first)]
     assert later
     assert all((trial.policy.batch_size or OWN) < (first.batch_size or OWN) for trial in later)
     assert any(not isinstance(trial.outcome, Failure) for trial in later)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from simulated.recorded import RecordedEvaluator
 
+from amptune.policy.setting_effects import memory_of, numerics_of, tensors_of
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.batch_size.memory_model import arm_of
-from amptune.search.gate.judgements import is_exempt, numerics_of_policy
+from amptune.search.gate.judgements import is_exempt
 from amptune.search.sampler.acquisition import features_of, with_features
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.space.knobs import Knob, Point, points
@@ -52,13 +52,13 @@ def test_they_can_be_pinned() -> None:
 
 
 def test_their_numerics_are_those_of_the_kernels_they_launch() -> None:
-    assert numerics_of_policy(GRAPHS) == replace(GRAPHS, cuda_graphs=False, fused_optimizer=False)
+    assert numerics_of(GRAPHS) == replace(GRAPHS, cuda_graphs=False, fused_optimizer=False)
     assert is_exempt(Policy(cuda_graphs=True), STOCK) == is_exempt(STOCK, STOCK)
 
 
 def test_their_memory_is_an_arm_of_its_own() -> None:
-    assert arm_of(GRAPHS) != arm_of(replace(GRAPHS, cuda_graphs=False))
-    assert not arm_of(GRAPHS).keeps_the_same(arm_of(replace(GRAPHS, cuda_graphs=False)))
+    assert memory_of(GRAPHS) != memory_of(replace(GRAPHS, cuda_graphs=False))
+    assert tensors_of(GRAPHS) != tensors_of(replace(GRAPHS, cuda_graphs=False))
 
 
 def test_what_they_buy_is_measured_by_leaving_them_out() -> None:

@@ -15,11 +15,12 @@ from amptune.measure.results.half_effects import ModuleTrace, Reach
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.results.subject import Module, Prepared
 from amptune.measure.results.training_runs import GradientParity, Parity
+from amptune.policy.setting_effects import numerics_of
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, Reason, amp_recipe
 from amptune.search.decide.decision import Decision
 from amptune.search.events import Event, PolicyJudged, TrialEnded
 from amptune.search.gate.judge import Judge
-from amptune.search.gate.judgements import fp32_of, numerics_of_policy
+from amptune.search.gate.judgements import fp32_of
 from amptune.search.gate.repair import cure_of, traces_of
 from amptune.search.groundwork import examined
 from amptune.search.pipeline import TuningInterrupted, tune_with
@@ -279,7 +280,7 @@ def test_whatever_its_speed_no_policy_wins_that_fails_the_gate(tmp_path: Path) -
 def test_the_winner_is_judged_and_the_evidence_says_how_much_room_is_left(tmp_path: Path) -> None:
     decision, events = tuned_on(RecordedEvaluator("resnet50"), tmp_path)
     judged = {event.judgement.policy for event in events if isinstance(event, PolicyJudged)}
-    assert numerics_of_policy(decision.policy) in judged
+    assert numerics_of(decision.policy) in judged
     assert decision.policy_file.evidence["parity"]["share_of_allowed"] == 0.0
     assert "not-judged" not in {finding.code for finding in decision.findings}
 

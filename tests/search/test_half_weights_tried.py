@@ -17,9 +17,9 @@ from amptune.errors import SpaceError
 from amptune.measure.results.half_effects import ModuleTrace, Reach
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.measure.results.training_runs import Parity
+from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, Reason, amp_recipe
 from amptune.search.api import tune
-from amptune.search.batch_size.memory_model import arm_of
 from amptune.search.events import Event, PolicyJudged, TrialEnded
 from amptune.search.gate.judgements import fp32_of, is_exempt, is_graph_like
 from amptune.search.gate.limits import judged
@@ -123,7 +123,7 @@ def test_master_weights_are_no_departure_of_their_own() -> None:
 
 
 def test_half_weights_take_another_part_of_memory() -> None:
-    assert len({arm_of(policy) for policy in (STOCK, amp_recipe("fp16"), Policy(weights="half"), O2)}) == 4
+    assert len({memory_of(policy) for policy in (STOCK, amp_recipe("fp16"), Policy(weights="half"), O2)}) == 4
 
 
 def test_what_is_found_of_their_numerics_names_them() -> None:

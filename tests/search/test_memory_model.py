@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from measurements import took
 
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
+from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import STOCK, Fp32Math, Policy, amp_recipe
 from amptune.search.batch_size.memory_fit import Fit
-from amptune.search.batch_size.memory_model import Arm, MemoryModel, arm_of
+from amptune.search.batch_size.memory_model import MemoryModel
 from amptune.search.batch_size.memory_runs import FixedPart, Observation, observation_of
 
 LIMIT_MIB = 140_000.0
@@ -47,10 +48,10 @@ def on_a_line(*sizes: int, fixed_mib: float = 300.0, each_mib: float = 100.0) ->
 
 
 def test_both_half_types_are_one_arm_and_ieee_math_is_another() -> None:
-    assert arm_of(amp_recipe("bf16")) == arm_of(amp_recipe("fp16")) != arm_of(STOCK)
-    assert arm_of(STOCK) == arm_of(Policy(fp32_math="tf32")) != arm_of(Policy(fp32_math="ieee"))
-    assert arm_of(Policy(cudnn_benchmark=True)) != arm_of(STOCK)
-    assert arm_of(Policy(batch_size=8, fused_optimizer=True)) == arm_of(STOCK)
+    assert memory_of(amp_recipe("bf16")) == memory_of(amp_recipe("fp16")) != memory_of(STOCK)
+    assert memory_of(STOCK) == memory_of(Policy(fp32_math="tf32")) != memory_of(Policy(fp32_math="ieee"))
+    assert memory_of(Policy(cudnn_benchmark=True)) != memory_of(STOCK)
+    assert memory_of(Policy(batch_size=8, fused_optimizer=True)) == memory_of(STOCK)
 
 
 def test_peaks_recorded_on_an_h200_agree_within_an_arm() -> None:
@@ -101,8 +102,8 @@ def recorded_policy(row: dict[str, str]) -> Policy:
     )
 
 
-def recorded_arm(row: dict[str, str]) -> Arm:
-    return arm_of(recorded_policy(row))
+def recorded_arm(row: dict[str, str]) -> Policy:
+    return memory_of(recorded_policy(row))
 
 
 def test_only_a_peak_and_an_out_of_memory_say_something_about_memory() -> None:

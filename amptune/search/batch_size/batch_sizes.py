@@ -10,9 +10,10 @@ from typing import Protocol
 from amptune.measure.results.outcome import Effort, Outcome
 from amptune.measure.results.subject import Prepared
 from amptune.policy.findings import Finding
+from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import Policy
 from amptune.search.batch_size.largest import LargestBatch, Sizer
-from amptune.search.batch_size.memory_model import Arm, MemoryModel, arm_of
+from amptune.search.batch_size.memory_model import MemoryModel
 from amptune.search.batch_size.memory_runs import FixedPart
 from amptune.search.batch_size.next_size import MOST_TIMES_OWN_ON_CPU
 from amptune.search.space.candidates import GlobalBatch
@@ -44,12 +45,12 @@ class BatchSizes:
     @property
     def fits(self) -> Callable[[Policy], bool]:
         """A function that returns False if a policy, which names its batch size, clearly does not fit into memory."""
-        known: dict[tuple[Arm, int], bool] = {}
+        known: dict[tuple[Policy, int], bool] = {}
 
         def fits(policy: Policy) -> bool:
             if policy.batch_size is None:
                 return True
-            key = arm_of(policy), policy.batch_size
+            key = memory_of(policy), policy.batch_size
             if key not in known:
                 known[key] = not self.model.predicts_oom(policy, policy.batch_size)
             return known[key]

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
+from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import STOCK, Policy
-from amptune.search.batch_size.memory_model import MemoryModel, arm_of
+from amptune.search.batch_size.memory_model import MemoryModel
 from amptune.search.batch_size.next_size import MOST_PROBES, Allowed, Outlook, Sizes
 from amptune.search.plan.budget import Clock
 from amptune.search.table.trial import Trial
@@ -164,7 +165,7 @@ class Sizer:
     def _outlook(self, policy: Policy, probes: Sequence[Probe]) -> Outlook:
         return Outlook(
             fit=self.model.fit(policy),
-            seen=self.model.seen.get(arm_of(policy), ()),
+            seen=self.model.seen.get(memory_of(policy), ()),
             sizes=self._sizes,
             own=self.own_batch_size,
             limit_mib=self.model.limit_mib,

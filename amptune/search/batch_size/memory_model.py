@@ -12,70 +12,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from amptune.measure.results.outcome import Outcome
-from amptune.policy.settings import CompileMode, MemoryFormat, Policy, Weights
+from amptune.policy.setting_effects import memory_of, tensors_of
+from amptune.policy.settings import Policy
 from amptune.search.batch_size.memory_fit import CLEARLY, Fit, fit_of
 from amptune.search.batch_size.memory_runs import FixedPart, Line, Observation, line_through, observation_of
 
-__all__ = ["Arm", "MemoryModel", "arm_of"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
-    """The settings that decide the memory of a sample.
-
-    bf16 and fp16 take the same; IEEE math has workspaces of its own. Half weights take less than autocast, which keeps
-    some tensors in FP32 and casts weights; master weights add to it. On an H200 DeepLabV3+ peaks at 39.5 GB with
-    IEEE convolutions and at 6.6 GB with TF32 ones.
-    """
-
-    half: bool = False
-    weights: Weights = "fp32"
-    masters: bool = False
-    ieee: bool = False
-    memory_format: MemoryFormat = "contiguous"
-    cudnn_benchmark: bool = False
-    compile: CompileMode = "off"
-    cuda_graphs: bool = False
-
-    @property
-    def likes_workspaces(self) -> bool:
-        """True if convolutions may take far more than they need: DeepLabV3+ in TF32 72.6 GB with cudnn.benchmark."""
-        return self.cudnn_benchmark or self.ieee
-
-    def keeps_the_same(self, other: Arm) -> bool:
-        """Returns True if both keep the same tensors for the backward pass and differ only in workspaces."""
-        same_graph = (self.compile, self.cuda_graphs) == (other.compile, other.cuda_graphs)
-        return same_graph and (self.half, self.weights) == (other.half, other.weights)
-
-
-def arm_of(policy: Policy) -> Arm:
-    """Returns the policy's arm: the runs of this arm tell how much memory the policy needs."""
-    return Arm(
-        half=policy.precision != "off",
-        weights=policy.weights,
-        masters=policy.master_weights,
-        ieee=policy.precision == "off" and policy.fp32_math == "ieee",
-        memory_format=policy.memory_format,
-        cudnn_benchmark=policy.cudnn_benchmark,
-        compile=policy.compile,
-        cuda_graphs=policy.cuda_graphs,
-    )
+__all__ = ["MemoryModel"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryModel:
-    """All that is known of memory, by arm; `limit_mib` is what one process may allocate."""
+    """All that is known of memory, by arm: the settings that it depends on. One process may allocate `limit_mib`."""
 
     limit_mib: float
     fixed: FixedPart = field(default_factory=FixedPart)
-    seen: Mapping[Arm, tuple[Observation, ...]] = field(default_factory=dict)
+    seen: Mapping[Policy, tuple[Observation, ...]] = field(default_factory=dict)
 
     def with_outcome(self, policy: Policy, batch_size: int, outcome: Outcome) -> MemoryModel:
         """Returns a model that includes the outcome; the later of two at one batch size counts."""
         new = observation_of(batch_size, outcome)
         if new is None:
             return self
-        arm = arm_of(policy)
+        arm = memory_of(policy)
         others = tuple(one for one in self.seen.get(arm, ()) if one.batch_size != batch_size)
         return replace(self, seen={**self.seen, arm: (*others, new)})
 
@@ -88,10 +46,10 @@ class MemoryModel:
 
     def fit(self, policy: Policy) -> Fit | None:
         """Returns the fit of the policy's arm, supported by other arms; None if none of its runs succeeded."""
-        arm = arm_of(policy)
+        arm = memory_of(policy)
         others = {other: points for other in self.seen if other != arm and (points := self._free(other))}
         like = [line_through(points) for other, points in others.items() if len(points) > 1]
-        floors = [self._floor(points) for other, points in others.items() if other.keeps_the_same(arm)]
+        floors = [self._floor(points) for other, points in others.items() if tensors_of(other) == tensors_of(arm)]
         fit = fit_of(
             self.seen.get(arm, ()),
             self.limit_mib,
@@ -99,19 +57,22 @@ class MemoryModel:
             like=like[0] if like else None,
             floor=min(floors, key=lambda line: line.per_sample_mib, default=None),
         )
-        return fit and replace(fit, may_give_more=arm.likes_workspaces and not floors)
+        # Convolutions may take far more than they need (an H200): DeepLabV3+ 72.6 GB in TF32 with cudnn.benchmark, and
+        # 39.5 GB with IEEE math where TF32 takes 6.6.
+        likes_workspaces = arm.cudnn_benchmark or arm.fp32_math == "ieee"
+        return fit and replace(fit, may_give_more=likes_workspaces and not floors)
 
     def predicts_oom(self, policy: Policy, batch_size: int) -> bool:
         """Returns True if `batch_size` samples clearly do not fit and a run would be wasted."""
         fit = self.fit(policy)
         if fit is None:
-            seen = self.seen.get(arm_of(policy), ())
+            seen = self.seen.get(memory_of(policy), ())
             return any(batch_size >= CLEARLY * one.batch_size for one in seen)
         if fit.smallest_failed is not None and batch_size >= CLEARLY * fit.smallest_failed:
             return True
         return batch_size > fit.largest_run and fit.least_mib(batch_size) > CLEARLY * self.limit_mib
 
-    def _free(self, arm: Arm) -> list[tuple[int, float]]:
+    def _free(self, arm: Policy) -> list[tuple[int, float]]:
         """Returns (batch size, allocated MiB) of an arm's runs without allocator retries."""
         return [(one.batch_size, one.allocated_mib) for one in self.seen[arm] if one.ran and not one.alloc_retries]
 

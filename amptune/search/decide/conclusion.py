@@ -11,12 +11,13 @@ from amptune.measure.results.loop_timing import WORTH_SAYING, waiting_in_words
 from amptune.measure.results.subject import Prepared
 from amptune.policy.findings import Finding
 from amptune.policy.policy_file import PolicyFile
+from amptune.policy.setting_effects import numerics_of
 from amptune.policy.settings import Policy
 from amptune.search.decide.decision import Decision
 from amptune.search.decide.evidence import evidence_of, labels_of
 from amptune.search.decide.pareto import ParetoPoint, points_of
 from amptune.search.gate.judge import Judge
-from amptune.search.gate.judgements import numerics_of_policy, without_graph
+from amptune.search.gate.judgements import without_graph
 from amptune.search.gate.numeric_findings import line_to_look, yardstick_findings
 from amptune.search.plan.compile_costs import compile_findings
 from amptune.search.table.ablation import ablated
@@ -111,7 +112,7 @@ def _rejected(judge: Judge, verdict: Verdict, finalists: Sequence[Contender]) ->
             continue
         if contender in finalists or (contender.merit > verdict.winner.merit and judgement.policy not in told):
             told.add(judgement.policy)
-            own = without_graph(judgement.policy) == numerics_of_policy(without_graph(contender.policy))
+            own = without_graph(judgement.policy) == numerics_of(without_graph(contender.policy))
             whose = "" if own else f"of {judgement.policy}, compiled too: "
             message = f"{contender.policy} cannot win: {whose}{judgement}; to see it: {line_to_look(judgement)}"
             module = judgement.shortcomings[0].module

@@ -12,13 +12,13 @@ from amptune.measure.evaluator import Evaluator
 from amptune.measure.results.half_effects import ModuleTrace
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import Parity
+from amptune.policy.setting_effects import numerics_of
 from amptune.policy.settings import Policy
 from amptune.search.gate.judgements import (
     Judgements,
     fp32_of,
     is_exempt,
     is_graph_like,
-    numerics_of_policy,
     without_graph,
 )
 from amptune.search.gate.limits import Judgement, judged
@@ -92,7 +92,7 @@ class Judge:
 
     def unjudged_because(self, policy: Policy) -> Failure | None:
         """Returns why the policy, or a graph in its dtype, could not be judged; None if there is no such reason."""
-        own = self._unjudged.get(numerics_of_policy(policy), self.failure)
+        own = self._unjudged.get(numerics_of(policy), self.failure)
         graphs = (why for one, why in self._unjudged.items() if is_graph_like(one, policy))
         return own or next(graphs, None)
 
@@ -134,14 +134,14 @@ class Judge:
 
     def _judge(self, policy: Policy, limit_s: float) -> None:
         if self._is_open(policy):
-            parity = self._parity_of(numerics_of_policy(policy), limit_s)
+            parity = self._parity_of(numerics_of(policy), limit_s)
             if isinstance(parity, Failure):
                 self.failure = parity
             else:
-                self._note(numerics_of_policy(policy), parity)
+                self._note(numerics_of(policy), parity)
 
     def _is_open(self, policy: Policy) -> bool:
-        seen = self.judgements.own(policy) is not None or numerics_of_policy(policy) in self._unjudged
+        seen = self.judgements.own(policy) is not None or numerics_of(policy) in self._unjudged
         return self.failure is None and not seen and not self.is_exempt(policy)
 
     def _parity_of(self, policy: Policy, limit_s: float) -> Parity | Failure:

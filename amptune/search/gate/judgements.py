@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
+from amptune.policy.setting_effects import numerics_of, rounding_of
 from amptune.policy.settings import Fp32Math, Policy
 
-__all__ = ["Judged", "Judgements", "fp32_of", "is_exempt", "is_graph_like", "numerics_of_policy", "without_graph"]
+__all__ = ["Judged", "Judgements", "fp32_of", "is_exempt", "is_graph_like", "without_graph"]
 
 # The math modes of FP32 operations, the most precise first.
 _BY_PRECISION: tuple[Fp32Math, ...] = ("ieee", "stock", "tf32")
@@ -26,11 +27,6 @@ class Judged(Protocol):
 J = TypeVar("J", bound=Judged)
 
 
-def numerics_of_policy(policy: Policy) -> Policy:
-    """Returns the policy with only the settings that its numerics depend on."""
-    return replace(policy, batch_size=None, accumulate=1, cuda_graphs=False, fused_optimizer=False)
-
-
 def without_graph(policy: Policy) -> Policy:
     """Returns the policy without torch.compile: the same computation by PyTorch's own kernels."""
     return replace(policy, compile="off")
@@ -43,10 +39,9 @@ def fp32_of(baseline: Policy) -> Policy:
 
 def is_exempt(policy: Policy, baseline: Policy) -> bool:
     """Returns whether a policy needs no judgement: as precise as the user's FP32, or computes like the baseline."""
-    precision = _BY_PRECISION.index
-    as_precise = precision(policy.fp32_math) <= precision(fp32_of(baseline).fp32_math)
-    plain = policy.precision == "off" and policy.compile == "off" and as_precise
-    return plain or numerics_of_policy(policy) == numerics_of_policy(baseline)
+    precision, own = _BY_PRECISION.index, rounding_of(policy)
+    as_precise = precision(own.fp32_math) <= precision(fp32_of(baseline).fp32_math)
+    return (as_precise and own == Policy(fp32_math=own.fp32_math)) or numerics_of(policy) == numerics_of(baseline)
 
 
 def is_graph_like(one: Policy, other: Policy) -> bool:
@@ -66,13 +61,13 @@ class Judgements(Generic[J]):
 
     def also(self, *judged: J) -> Judgements[J]:
         """Returns these judgements and later ones."""
-        later = {numerics_of_policy(one.policy): one for one in judged}
+        later = {numerics_of(one.policy): one for one in judged}
         earlier = {numerics: one for numerics, one in self.by_numerics.items() if numerics not in later}
         return replace(self, by_numerics=earlier | later)
 
     def own(self, policy: Policy) -> J | None:
         """Returns the judgement of just these numerics."""
-        return self.by_numerics.get(numerics_of_policy(policy))
+        return self.by_numerics.get(numerics_of(policy))
 
     def known(self, policy: Policy) -> J | None:
         """Returns the judgement of the policy, or else that of the policy without its graph."""

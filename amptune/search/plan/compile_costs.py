@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
 
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.findings import Finding
+from amptune.policy.setting_effects import graph_of
 from amptune.policy.settings import AUTOTUNED_MODES, Policy
 from amptune.search.table.trial import Trial
 
@@ -84,13 +83,7 @@ def _pays(trials: Sequence[Trial], winner: Policy) -> Iterator[Finding]:
 
 
 def _is_same_graph(one: Policy, other: Policy) -> bool:
-    return one.compile == other.compile and _graph_of(one) == _graph_of(other)
-
-
-@cache
-def _graph_of(policy: Policy) -> Policy:
-    """Returns the policy without the optimizer, which is not compiled. Policies with equal graphs share the cache."""
-    return replace(policy, fused_optimizer=False)
+    return graph_of(one) == graph_of(other)
 
 
 def _not_faster(trials: Sequence[Trial], compiled: Sequence[Trial]) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
+from amptune.policy.setting_effects import changes_graph
 from amptune.policy.settings import AUTOTUNED_MODES, CUDA_GRAPH_MODES
 from amptune.search.plan.compile_costs import AUTOTUNE_S, COMPILE_S
 from amptune.search.sampler.surrogate import NOISE, Belief, Floats, Surrogate
@@ -29,8 +30,6 @@ COMPILED, CUDA_GRAPHS, AUTOTUNED = "compile", "cuda_graphs", "autotuned"
 # Settings that make a trial expensive: plans to be timed, graphs to be compiled, kernels to be timed. These extra
 # seconds are assumed until a similar trial was measured; cuDNN's plans of ResNet-50 took 10 to 25 s on an H200.
 DEAR_S = {COMPILED: COMPILE_S, AUTOTUNED: AUTOTUNE_S - COMPILE_S, "cudnn_benchmark": 10.0}
-# torch.compile ignores these knobs: two points that differ only in them share a graph.
-NOT_COMPILED = ("fused_optimizer", "cudnn_benchmark")
 # A score is a surprise if it is this many standard deviations, of the belief and of a measurement, too low.
 SURPRISING = 2.0
 
@@ -65,7 +64,7 @@ class Proposer:
         self._values = {knob.name: np.array([str(point[knob.name]) for point in points]) for knob in knobs}
         self._dear = np.stack([self._is_dear(name, len(points)) for name in DEAR_S])
         self._compiled = self._dear[list(DEAR_S).index(COMPILED)]
-        self._graph = _codes([values for name, values in self._values.items() if name not in NOT_COMPILED], len(points))
+        self._graph = _codes([values for name, values in self._values.items() if changes_graph(name)], len(points))
         self._seed = seed
 
     def next(

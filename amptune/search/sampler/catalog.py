@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from amptune.measure.results.outcome import Failure, Measurement
+from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import CompileMode, Policy
-from amptune.search.batch_size.memory_model import arm_of
 from amptune.search.sampler.acquisition import Proposer, Seen, features_of, with_features
 from amptune.search.space.knobs import BATCH_SIZE, Knob, Point, Space, points
 from amptune.search.table.objective import Objective, Yardstick
@@ -120,11 +120,11 @@ class History:
         """Returns the policies with no smaller a batch than one of their kind that ran out of memory."""
         least: dict[Any, int] = {}
         for trial in filter(self._is_too_large, self.trials):
-            kind, size = arm_of(trial.policy), trial.policy.batch_size or 0
+            kind, size = memory_of(trial.policy), trial.policy.batch_size or 0
             least[kind] = min(size, least.get(kind, size))
         if not least:
             return set()
-        sizes = ((index, policy.batch_size or 0, arm_of(policy)) for policy, index in self.catalog.index.items())
+        sizes = ((index, policy.batch_size or 0, memory_of(policy)) for policy, index in self.catalog.index.items())
         return {index for index, size, kind in sizes if kind in least and size >= least[kind]}
 
     def _is_too_large(self, trial: Trial) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from amptune.errors import NothingFeasibleError, TargetError, UserCodeError
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
+from amptune.policy.setting_effects import process_of
 from amptune.policy.settings import Policy
 from amptune.search.table.row import Row
 
@@ -29,7 +30,7 @@ class Trial:
     @property
     def row(self) -> Row:
         """The trial as a row of the table. Trials of one kind share a process, as `WorkerEvaluator` starts them."""
-        kind = f"search {self.policy.cudnn_benchmark:d}{self.policy.compile != 'off':d}"
+        kind = "search " + "".join(f"{is_set:d}" for is_set in process_of(self.policy))
         return Row(policy=self.policy, outcome=self.outcome, run=self.run, launch=kind, moment_s=self.moment_s)
 
     @property

@@ -1,0 +1,98 @@
+"""What a setting changes is said in one place, and one that nobody has thought about changes everything."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from amptune.policy import setting_effects
+from amptune.policy.setting_effects import (
+    EFFECTS,
+    graph_of,
+    memory_of,
+    numerics_of,
+    process_of,
+    rounding_of,
+    tensors_of,
+)
+from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy
+from amptune.search.gate.judgements import is_exempt
+
+FUSED = Policy(fused_optimizer=True)
+
+
+@pytest.fixture
+def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused optimizer as a setting whose effects nobody wrote down."""
+    monkeypatch.setattr(
+        setting_effects, "EFFECTS", {name: one for name, one in EFFECTS.items() if name != "fused_optimizer"}
+    )
+    for of in (numerics_of, rounding_of, memory_of, tensors_of, graph_of):
+        of.cache_clear()
+
+
+def test_every_setting_has_its_effects() -> None:
+    assert list(EFFECTS) == [one.name for one in fields(Policy)]
+
+
+def test_a_fused_optimizer_changes_neither_numerics_nor_memory_nor_the_graph() -> None:
+    assert is_exempt(FUSED, STOCK)
+    assert numerics_of(FUSED) == memory_of(FUSED) == graph_of(FUSED) == STOCK
+
+
+@pytest.mark.usefixtures("_forgotten")
+def test_a_setting_without_effects_is_judged_and_has_its_own_memory_and_graph() -> None:
+    try:
+        assert not is_exempt(FUSED, STOCK)
+        assert STOCK not in (numerics_of(FUSED), memory_of(FUSED), tensors_of(FUSED), graph_of(FUSED))
+    finally:
+        for of in (numerics_of, rounding_of, memory_of, tensors_of, graph_of):
+            of.cache_clear()
+
+
+def test_a_layout_is_judged_with_a_precision_and_needs_no_judgement_by_itself() -> None:
+    nhwc = Policy(memory_format="channels_last")
+    assert is_exempt(nhwc, STOCK)
+    assert numerics_of(nhwc) != STOCK
+
+
+@pytest.mark.parametrize(
+    ("policy", "exempt"),
+    [
+        (Policy(fp32_math="ieee"), True),
+        (Policy(fp32_math="tf32"), False),
+        (Policy(compile="default"), False),
+        (Policy(autocast="bf16"), False),
+        (Policy(cuda_graphs=True, cudnn_benchmark=True), True),
+    ],
+)
+def test_what_is_as_precise_as_stock_needs_no_judgement(policy: Policy, *, exempt: bool) -> None:
+    assert is_exempt(policy, STOCK) is exempt
+
+
+def test_policies_with_one_graph_share_the_compilers_cache() -> None:
+    """The rule for what compiling costs and that for what the sampler expects it to cost differed."""
+    one = Policy(compile="default", cudnn_benchmark=True, fused_optimizer=True, accumulate=4)
+    assert graph_of(one) == graph_of(Policy(compile="default")) != graph_of(Policy(compile="reduce-overhead"))
+
+
+def test_both_half_precisions_take_the_same_memory_and_ieee_math_its_own_where_it_computes() -> None:
+    bf16, fp16 = Policy(autocast="bf16"), Policy(autocast="fp16", loss_scale=LossScale(init=8.0))
+    assert memory_of(bf16) == memory_of(fp16)
+    kept = Policy(autocast="bf16", fp32_math="ieee", fp32_modules=(Fp32Rule(path="head"),))
+    assert memory_of(kept) == memory_of(bf16)
+    assert memory_of(Policy(fp32_math="ieee")) != memory_of(STOCK)
+    assert tensors_of(Policy(fp32_math="ieee")) == tensors_of(STOCK)
+
+
+def test_half_weights_keep_their_meaning_without_settings_that_change_nothing_here() -> None:
+    o2 = Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True)
+    assert tensors_of(o2) == Policy(weights="half")
+    assert memory_of(o2) == Policy(weights="half", master_weights=True)
+
+
+def test_policies_share_a_process_unless_what_they_do_to_it_lasts() -> None:
+    assert process_of(Policy(autocast="bf16", memory_format="channels_last")) == process_of(STOCK)
+    lasting = {process_of(one) for one in (STOCK, Policy(cudnn_benchmark=True), Policy(compile="default"))}
+    assert len(lasting) == 3
