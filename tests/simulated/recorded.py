@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -162,8 +162,9 @@ class RecordedEvaluator:
         return self.in_background.keys()
 
     def begin_compiling(self, policy: Policy, limit_s: float) -> None:  # noqa: ARG002
+        on_disk = {_graph(one) for one in self.compiled_behind if one not in self.in_background}
         self.compiled_behind.append(policy)
-        self.in_background[policy] = self.clock() + self.compile_s
+        self.in_background[policy] = self.clock() + (0.0 if _graph(policy) in on_disk else self.compile_s)
 
     def compiled(self, wait_s: float = 0.0) -> Mapping[Policy, float | Failure]:
         first_s = min(self.in_background.values(), default=self.clock())
@@ -228,3 +229,8 @@ class RecordedEvaluator:
 
     def close(self) -> None:
         self.closed = True
+
+
+def _graph(policy: Policy) -> Policy:
+    """Returns what torch.compile compiles: neither the optimizer nor what cuDNN does."""
+    return replace(policy, fused_optimizer=False, cudnn_benchmark=False)
