@@ -102,11 +102,6 @@ class NvmlGpu:
         memory = self._ask("memory", "nvmlDeviceGetMemoryInfo", self._handle)
         return None if memory is None else memory.total // _MIB
 
-    def memory_used_mib(self) -> int | None:
-        """Returns the memory in use by all processes, including the driver's own."""
-        memory = self._ask("memory", "nvmlDeviceGetMemoryInfo", self._handle)
-        return None if memory is None else memory.used // _MIB
-
     def power_limit_w(self) -> float | None:
         limit_mw = self._ask("power limit", "nvmlDeviceGetEnforcedPowerLimit", self._board)
         return None if limit_mw is None else limit_mw / 1000

@@ -109,7 +109,6 @@ def gpu_at(uuid: str) -> NvmlGpu:
 READINGS: dict[str, tuple[str, Any]] = {  # method: the NVML function behind it, and what it makes of the recording
     "driver_version": ("nvmlSystemGetDriverVersion", "580.159.04"),
     "memory_mib": ("nvmlDeviceGetMemoryInfo", 143771),
-    "memory_used_mib": ("nvmlDeviceGetMemoryInfo", 619),
     "power_limit_w": ("nvmlDeviceGetEnforcedPowerLimit", 700.0),
     "energy_j": ("nvmlDeviceGetTotalEnergyConsumption", 1234.567),
     "sm_clock_mhz": ("nvmlDeviceGetClockInfo", 345),

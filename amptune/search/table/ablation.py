@@ -14,8 +14,6 @@ __all__ = ["Ablated", "Variant", "ablated", "variants_of"]
 
 # If a policy has more FP32 rules than this, they are reverted together: each variant costs a process in every launch.
 MOST_RULES = 3
-# Prefixes of the settings that have a meaning under autocast only.
-OF_AUTOCAST = ("fp32_modules", "half_modules", "loss_scale")
 # Reverted only together with half weights: the numerics may need them, and a short measurement cannot tell.
 OF_WEIGHTS = ("master_weights", "keep_batchnorm_fp32")
 _IN_FP32: Any = {name: getattr(STOCK, name) for name in ("autocast", "weights", *OF_WEIGHTS)}

@@ -5,13 +5,11 @@ from __future__ import annotations
 from amptune.search.table.objective import Objective
 from amptune.search.table.ratio import Ratio
 
-__all__ = ["FIGURES", "FOUND", "aim_of", "gain_in_words", "goal_of", "use_of"]
+__all__ = ["FIGURES", "aim_of", "gain_in_words", "goal_of", "use_of"]
 
 # The figure of each objective, as a table's heading.
 FIGURES = {"throughput": "speed", "memory": "peak memory", "energy": "energy per sample"}
 _WHAT = {"memory": "memory of the baseline", "energy": "energy of the baseline per sample"}
-# Completes the phrase "was found to".
-FOUND = {"throughput": "be faster", "memory": "use less memory", "energy": "use less energy"}
 
 
 def aim_of(objective: Objective) -> str:
