@@ -107,7 +107,8 @@ class Tuned:
         """Returns the same optimizer, fused in place if the policy says so; adds a finding if it cannot be fused.
 
         With master weights its steps update the masters, and the model's weights become the rounded masters. Raises
-        `PolicyApplyError` for sharded half weights; with master weights for LBFGS, without for an `eps` that is 0 in half.
+        `PolicyApplyError` for sharded half weights; with master weights for LBFGS, and without them for an `eps` that
+        is 0 in half.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise PolicyApplyError(
