@@ -127,8 +127,8 @@ def _required_optimizers(workload: Workload, built: Any) -> Sequence[torch.optim
     if others or not found:
         content = f" of {others[0] if others else 'nothing'}" if several else ""
         raise TargetError(
-            f"optimizer(model) returned {type(built).__name__}{content}, not a torch.optim.Optimizer, or a tuple or list "
-            "of them"
+            f"optimizer(model) returned {type(built).__name__}{content}, not a torch.optim.Optimizer, or a tuple or "
+            "list of them"
         )
     if several and workload.step is None:
         raise TargetError(
