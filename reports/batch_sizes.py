@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -235,7 +235,7 @@ def with_lightning(task: Task, journal: Journal, mode: str) -> None:
                 journal.ran(self.batch_size)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return workload.optimizer(self.model)
+            return cast("torch.optim.Optimizer", workload.optimizer(self.model))
 
         def train_dataloader(self) -> DataLoader[Any]:
             return DataLoader(Endless(drawn, self.batch_size), batch_size=None, collate_fn=lambda batch: batch)

@@ -35,7 +35,8 @@ class Tuned:
     """A policy applied to a model. As a context manager it undoes itself at the end.
 
     `model` is the given model, or the wrapper that the policy's compile or cuda_graphs put around it. `findings` grow
-    while the loop is set up, and while it is watched. `claim_watch` compares its steps with the policy file's evidence.
+    while the loop is set up, and while it is watched. `claim_watch` compares its steps with the policy file's evidence,
+    `guard` looks for its mistakes; either is None if `apply` was told so.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Tuned:
         self._device = ModelDevice(plain_model)
         self._findings = list(findings)
         self._undo = undo
-        self._guard = guard
+        self.guard = guard
         self._statistics = statistics
         self._weights = weights or PLAIN_WEIGHTS
         self._graphed = graphed
@@ -73,7 +74,7 @@ class Tuned:
         return (
             *self._findings,
             *(() if not_recorded is None else (not_recorded,)),
-            *(() if self._guard is None else self._guard.findings),
+            *(() if self.guard is None else self.guard.findings),
             *(() if missed is None else (missed,)),
         )
 
@@ -84,8 +85,8 @@ class Tuned:
         """
         device_type = self._device.device_type
         if not torch.compiler.is_compiling():
-            if self._guard is not None:
-                self._guard.autocast_used()
+            if self.guard is not None:
+                self.guard.autocast_used()
             if self.claim_watch is not None:
                 self.claim_watch.pass_begins(device_type)
         dtype = AUTOCAST_DTYPES.get(self.policy.autocast) if self._active else None
@@ -107,7 +108,8 @@ class Tuned:
         """Returns the same optimizer, fused in place if the policy says so; adds a finding if it cannot be fused.
 
         With master weights its steps update the masters, and the model's weights become the rounded masters. Raises
-        `PolicyApplyError` for sharded half weights and, with master weights, for LBFGS.
+        `PolicyApplyError` for sharded half weights; with master weights for LBFGS, and without them for an `eps` that
+        is 0 in half.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise PolicyApplyError(
@@ -117,8 +119,8 @@ class Tuned:
         self._weights.serve(optimizer)
         if self.policy.fused_optimizer:
             self._fuse(optimizer)
-        if self._guard is not None:
-            self._guard.handed_out(optimizer)
+        if self.guard is not None:
+            self.guard.handed_out(optimizer)
         if self.claim_watch is not None:
             self.claim_watch.follow(optimizer)
         return optimizer
@@ -147,8 +149,8 @@ class Tuned:
         """
         if self.policy.batch_size is None:
             raise PolicyApplyError("the policy leaves batch_size out: pass your own batch size to the DataLoader")
-        if self._guard is not None:
-            self._guard.batch_size_asked()
+        if self.guard is not None:
+            self.guard.batch_size_asked()
         if self.claim_watch is not None:
             self.claim_watch.size_is_as_measured()
         return self.policy.batch_size
@@ -173,8 +175,8 @@ class Tuned:
             for scaler in self._scalers.values():
                 scaler.statistics, scaler.weights = None, PLAIN_WEIGHTS
             self.model = self._plain_model
-            if self._guard is not None:
-                self._guard.undo()
+            if self.guard is not None:
+                self.guard.undo()
             if self.claim_watch is not None:
                 self.claim_watch.end()
 
@@ -187,10 +189,7 @@ class Tuned:
         self.undo()
 
     def _new_scaler(self, device_type: str) -> PolicyScaler:
-        if self._guard is None:
-            scaler = scaler_for(self.policy, device_type)
-        else:
-            scaler = self._guard.watched_scaler(device_type)
+        scaler = scaler_for(self.policy, device_type) if self.guard is None else self.guard.watched_scaler(device_type)
         if self._active:
             scaler.statistics, scaler.weights = self._statistics, self._weights
         return scaler

@@ -105,7 +105,7 @@ class _Examination:
             subject=prepared.subject,
             numerics=numerics,
             profiles=profiles,
-            findings=(*_in_order(numerics), *slow, *self._input(numerics)),
+            findings=(*prepared.mistakes, *_in_order(numerics), *slow, *self._input(numerics)),
             seconds=self.budget.spent_s,
         )
 

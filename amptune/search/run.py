@@ -382,7 +382,12 @@ class TuningRun:
             self.table,
             verdict,
             self.judge,
-            noticed_before=(*self.findings, *self._numerics.findings, *self._narrowing.findings),
+            noticed_before=(
+                *self.prepared.mistakes,
+                *self.findings,
+                *self._numerics.findings,
+                *self._narrowing.findings,
+            ),
             amp_recipes=self.candidates.amp_recipes,
             seconds=self.request.budget.spent_s,
             interrupted=interrupted,

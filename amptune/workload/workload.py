@@ -25,9 +25,10 @@ class Workload:
     - `batch(n)` returns `n` samples: a tensor, or tuples, lists, dicts or dataclasses of tensors, moved to
       the device by amptune. Fresh data at each call is best; constant data works.
     - `loss(model, batch)` runs the forward pass and returns a scalar tensor.
-    - `optimizer(model)` builds the optimizer over the model's parameters.
+    - `optimizer(model)` builds the optimizer over the model's parameters; for a `step` also a tuple or list of several.
     - `step(tuned, model, optimizer, batch)` replaces `loss` if a step is not forward, loss, backward, optimizer
-      step; it does the whole step, with `tuned.autocast()` and `tuned.scaler`, and returns the loss.
+      step; it does the whole step, with `tuned.autocast()` and `tuned.scaler`, and returns the loss. It gets what
+      `optimizer` returned.
     - `batch_size` is the size training uses today; the baseline uses it too. `accumulate` is today's number of such
       batches for one optimizer step; every policy keeps their product. `clip` is the largest gradient norm, if training
       clips gradients (`clip_grad_norm_`).
@@ -39,9 +40,9 @@ class Workload:
 
     model: Callable[[], torch.nn.Module]
     batch: Callable[[int], Any]
-    optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer]
+    optimizer: Callable[[torch.nn.Module], Any]  # one torch.optim.Optimizer, or several
     loss: Callable[[torch.nn.Module, Any], torch.Tensor] | None = None
-    step: Callable[[Tuned, torch.nn.Module, torch.optim.Optimizer, Any], torch.Tensor] | None = None
+    step: Callable[[Tuned, torch.nn.Module, Any, Any], torch.Tensor] | None = None
     loader: Callable[[int], Iterable[Any]] | None = None
     evaluate: Callable[[torch.nn.Module], float] | None = None
     evaluate_tolerance: float | None = None

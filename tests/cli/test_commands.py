@@ -240,6 +240,45 @@ def test_a_script_that_quits_while_imported_is_the_users_error(folder: Path, lin
     assert "quits.py:1" in done.stderr
 
 
+STEPS = """
+def step(tuned, model, optimizer, batch, times=1, inside=False):
+    with tuned.autocast():
+        loss = nn.functional.cross_entropy(model(tuned.batch(batch[0])), batch[1])
+        if inside:
+            loss.backward()
+    if not inside:
+        loss.backward()
+    for _ in range(times):
+        optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+twice = of(loss=None, step=lambda *parts: step(*parts, times=2))
+inside = of(loss=None, step=lambda *parts: step(*parts, inside=True))
+"""
+
+
+@pytest.mark.parametrize("command", [["tune"], ["verify", "policy.yaml"], ["diagnose"]], ids=lambda words: words[0])
+def test_a_step_that_applies_its_gradients_twice_is_refused_by_every_command(folder: Path, command: list[str]) -> None:
+    (folder / "steps.py").write_text(WORKLOADS + STEPS)
+    if command[0] == "verify":
+        claiming(folder, 2.0)
+    with measuring_here(f"{folder}/steps.py:twice") as here:
+        done = run(*command, "steps.py:twice", "--budget", "20s", folder=folder, evaluator=here)
+    assert done.returncode == 2, done.stderr
+    assert "the optimizer steps again at" in " ".join(done.stderr.split())
+    assert "leave one of the two steps out" in " ".join(done.stderr.split())
+
+
+def test_a_mistake_of_a_step_under_autocast_is_a_finding_of_the_tuning_and_the_diagnosis(folder: Path) -> None:
+    (folder / "steps.py").write_text(WORKLOADS + STEPS)
+    for command in (["tune", "--trials", "2"], ["diagnose"]):
+        with measuring_here(f"{folder}/steps.py:inside") as here:
+            done = run(*command, "steps.py:inside", "--budget", "20s", "--json", folder=folder, evaluator=here)
+        assert done.returncode == 0, done.stderr
+        assert "backward-inside-autocast" in {finding["code"] for finding in json.loads(done.stdout)["findings"]}
+
+
 def test_with_json_an_error_is_an_object_too(folder: Path) -> None:
     done = run("tune", "nowhere.py:x", "--json", folder=folder)
     answer = json.loads(done.stdout)

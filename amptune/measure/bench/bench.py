@@ -162,10 +162,13 @@ class Bench:
             return self._measure(tuned, stepper, effort, around)
 
     @contextmanager
-    def on_device(self, policy: Policy, batches: Iterator[Any] | None = None) -> Iterator[tuple[Tuned, Stepper]]:
+    def on_device(
+        self, policy: Policy, batches: Iterator[Any] | None = None, *, guarded: bool = False
+    ) -> Iterator[tuple[Tuned, Stepper]]:
         """Yields the model on its device under the policy, and its training step; restores everything afterwards.
 
         Each step takes the next of `batches`, which must be on the device; the default is a cycle of a few batches.
+        `guarded` steps run under the guard.
         """
         self._restore()
         self._compilations.begin(policy)
@@ -175,8 +178,8 @@ class Bench:
         if self._stays and self._near is None and self._is_small:
             self._near = [tensor.detach().clone() for tensor in self._state()]
         seed_everything(self._seed)
-        # never with the guard, whatever the environment says: its time would be in the figures
-        with apply(policy, self.model, any_hardware=True, guard=False) as tuned:
+        # no guard for what is timed, whatever the environment says: its time would be in the figures
+        with apply(policy, self.model, any_hardware=True, guard=guarded) as tuned:
             self._tuned = tuned
             try:
                 yield tuned, Stepper(self.workload, tuned, batches)

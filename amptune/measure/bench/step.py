@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,10 +37,10 @@ class Stepper:
         self._after_backward: Callable[[], None] | None = None
         self._loss = torch.tensor(math.nan)
         with user_code("building the optimizer"):
-            optimizer = workload.optimizer(tuned.model)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TargetError(f"optimizer(model) returned {type(optimizer).__name__}, not a torch.optim.Optimizer")
-        self._optimizer = tuned.optimizer(optimizer)
+            built = workload.optimizer(tuned.model)
+        self.optimizers = tuple(map(tuned.optimizer, _required_optimizers(workload, built)))
+        # `step` gets several as `optimizer(model)` returned them; its recipe has one
+        self._optimizer: Any = built if isinstance(built, list | tuple) else self.optimizers[0]
 
     def __call__(self) -> torch.Tensor:
         """Runs one optimizer step; returns the detached loss (of the last micro-batch)."""
@@ -51,13 +51,10 @@ class Stepper:
             self._loss = self._recipe().detach()
         return self._loss
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._optimizer
-
     def before_optimizer(self, look: Callable[[torch.optim.Optimizer], None]) -> None:
         """Registers `look` to be called before each optimizer step that the loss scaler does not skip."""
-        self._optimizer.register_step_pre_hook(lambda optimizer, _args, _kwargs: look(optimizer))
+        for one in self.optimizers:
+            one.register_step_pre_hook(lambda optimizer, _args, _kwargs: look(optimizer))
 
     @property
     def last_loss(self) -> float:
@@ -120,6 +117,25 @@ class Stepper:
             return 0
         initial = scaler._init_scale  # torch has no public access to it
         return max(0, round(torch.tensor(initial / scaler.get_scale()).log2().item()))
+
+
+def _required_optimizers(workload: Workload, built: Any) -> Sequence[torch.optim.Optimizer]:
+    """Returns what `optimizer(model)` built, as a sequence. Raises `TargetError` if a training step cannot use it."""
+    several = isinstance(built, list | tuple)
+    found = built if several else (built,)
+    others = [type(one).__name__ for one in found if not isinstance(one, torch.optim.Optimizer)]
+    if others or not found:
+        content = f" of {others[0] if others else 'nothing'}" if several else ""
+        raise TargetError(
+            f"optimizer(model) returned {type(built).__name__}{content}, not a torch.optim.Optimizer, or a tuple or "
+            "list of them"
+        )
+    if several and workload.step is None:
+        raise TargetError(
+            f"optimizer(model) returned {len(found)} optimizers, and amptune's own step has one: write the step as "
+            "step(tuned, model, optimizers, batch), in place of loss"
+        )
+    return found
 
 
 def _require_scalar(part: str, loss: Any) -> torch.Tensor:

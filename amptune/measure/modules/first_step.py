@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from amptune.errors import TargetError
@@ -17,19 +18,13 @@ MOST_MICRO_BATCHES = 16
 
 def require_training(stepper: Stepper, model: nn.Module, *, own_step: bool) -> None:
     """Runs a step, or several of the user's own until one trains. Raises `TargetError` if the model is not trained."""
-    optimizer = stepper.optimizer
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not {id(parameter) for parameter in held} & {id(parameter) for parameter in model.parameters()}:
-        raise TargetError(
-            f"optimizer(model) holds {len(held)} parameters, and none is the model's: build it over the parameters of "
-            "the model that it is given, as in lambda model: SGD(model.parameters(), lr=0.1)"
-        )
+    held = [parameter for optimizer in stepper.optimizers for parameter in _require_own(optimizer, model)]
     reached: list[bool] = []
 
     def note(*_: Any) -> None:
         reached.append(any(parameter.grad is not None for parameter in held))
 
-    hook = optimizer.register_step_pre_hook(note)
+    hooks = [optimizer.register_step_pre_hook(note) for optimizer in stepper.optimizers]
     versions = _versions(model)
     try:
         for _ in range(MOST_MICRO_BATCHES if own_step else 1):
@@ -42,11 +37,23 @@ def require_training(stepper: Stepper, model: nn.Module, *, own_step: bool) -> N
                 "tuned.scaler.step(optimizer) and tuned.scaler.update()"
             )
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
     if not own_step and not any(reached):
         if not any(parameter.requires_grad for parameter in held):
             raise TargetError("the optimizer's parameters are all frozen: they have requires_grad=False")
         raise TargetError("no gradient reaches the optimizer's parameters: loss(model, batch) is to use its model")
+
+
+def _require_own(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[nn.Parameter]:
+    """Returns the optimizer's parameters. Raises `TargetError` if none is the model's."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not {id(parameter) for parameter in held} & {id(parameter) for parameter in model.parameters()}:
+        raise TargetError(
+            f"optimizer(model) holds {len(held)} parameters, and none is the model's: build it over the parameters of "
+            "the model that it is given, as in lambda model: SGD(model.parameters(), lr=0.1)"
+        )
+    return held
 
 
 def _versions(model: nn.Module) -> list[int]:

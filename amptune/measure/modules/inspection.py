@@ -45,7 +45,7 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
     fusable = False
     try:
         with bench.on_device(STOCK) as (_, stepper), _watching(leaves, seen):
-            fusable = is_fusable(stepper.optimizer)
+            fusable = any(map(is_fusable, stepper.optimizers))
             require_training(stepper, bench.model, own_step=bench.workload.step is not None)
     except TargetError:
         raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from amptune.hardware.machine import Hardware
+from amptune.policy.findings import Finding
 
 __all__ = ["Leaf", "Module", "Prepared", "Subject"]
 
@@ -76,7 +77,7 @@ class Prepared:
     `memory_mib` is the device memory that a training process can use: the free memory once its context is open (on a
     CPU, the available memory), or the user's limit. It is None if unknown. `start_s` is the time in seconds until the
     workload was built; another worker needs the same time. `batches` is the number of different batches to time steps
-    on, if it is known.
+    on, if it is known. `mistakes` are those that the guard found in a step of the user's own.
     """
 
     hardware: Hardware
@@ -84,3 +85,4 @@ class Prepared:
     memory_mib: float | None = None
     start_s: float = 0.0
     batches: int | None = None
+    mistakes: tuple[Finding, ...] = ()

@@ -145,13 +145,14 @@ def is_measuring() -> bool:
 
 
 def prepare() -> Prepared:
-    """Builds the workload, checks its inputs, inspects its model.
+    """Builds the workload, checks its inputs and its own step, inspects its model.
 
     Raises `TargetError`, `UserCodeError` or `DeviceError`.
     """
     from amptune.hardware.detect import probe
     from amptune.measure.bench.peak_memory import available_mib
     from amptune.measure.loop.input_checks import require_sound_input
+    from amptune.measure.loop.step_mistakes import mistakes_in_step
     from amptune.measure.modules.inspection import inspect_model
 
     limit = _State.setting.memory_mib
@@ -162,9 +163,11 @@ def prepare() -> Prepared:
         batches = _count_of_batches(bench)
         if batches:
             require_sound_input(bench)
+        subject = inspect_model(bench, digest_of(_State.setting.source))
         return Prepared(
             hardware=probe(_State.setting.device),
-            subject=inspect_model(bench, digest_of(_State.setting.source)),
+            subject=subject,
+            mistakes=mistakes_in_step(bench) if batches else (),
             memory_mib=min(available_mib(bench.device), math.inf if limit is None else limit),
             start_s=start_s,
             batches=max(1, batches),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -34,6 +34,17 @@ class _Steps:
     last_gradient: int = 0
     last_by_scaler: bool = False
     last_place: Place | None = None
+    applied: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
+
+    def note_applied(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.applied = [(weakref.ref(p.grad), p.grad._version) for p in parameters if p.grad is not None]
+
+    def has_applied(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Returns True if no gradient was replaced or written to since the last step."""
+        now = [p.grad for p in parameters if p.grad is not None]
+        return len(now) == len(self.applied) and all(
+            ref() is grad and grad._version == version for grad, (ref, version) in zip(now, self.applied, strict=True)
+        )
 
 
 class StepWatch:
@@ -127,20 +138,23 @@ class StepWatch:
         if has_closure or newest is None:  # a closure computes its gradients later
             return
         if newest.when <= steps.last_gradient:
-            self._look_at_repetition(steps, by_scaler=by_scaler)
+            self._look_at_repetition(steps, parameters, by_scaler=by_scaler)
         elif self._scales and not is_scaled:
             self._look_at_origin(newest, steps)
         if is_scaled:
             self._gradients.unscaled(parameters)
         steps.last_gradient, steps.last_by_scaler, steps.last_place = newest.when, by_scaler, self._misuse.here()
+        steps.note_applied(parameters)
 
-    def _look_at_repetition(self, steps: _Steps, *, by_scaler: bool) -> None:
-        if by_scaler or steps.last_by_scaler:
+    def _look_at_repetition(self, steps: _Steps, parameters: Sequence[torch.Tensor], *, by_scaler: bool) -> None:
+        """Gradients that the loop set itself since the last step are new, though no backward gave them."""
+        scaled = by_scaler or steps.last_by_scaler
+        if scaled or steps.has_applied(parameters):
+            calls = "tuned.scaler.step(optimizer) calls optimizer.step(), leave the other out"
             self._misuse.say(
                 "stepped-twice",
                 f"the optimizer steps again at {{here}} on gradients that were already applied at {steps.last_place}, "
-                "so every update is taken twice: tuned.scaler.step(optimizer) calls optimizer.step(), leave the other "
-                "out",
+                f"so every update is taken twice: {calls if scaled else 'leave one of the two steps out'}",
             )
 
     def _look_at_origin(self, gradient: Mark, steps: _Steps) -> None:

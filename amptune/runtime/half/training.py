@@ -71,10 +71,12 @@ class HalfTraining(WeightHook):
     def serve(self, optimizer: torch.optim.Optimizer) -> None:
         """Gives the optimizer master weights if the policy has them, else converts its state to half.
 
-        Raises `PolicyApplyError` for sharded weights, and for an optimizer that cannot have master weights.
+        Raises `PolicyApplyError` for sharded weights, for an optimizer that cannot have master weights, and without
+        master weights for an `eps` that half cannot hold.
         """
         _require_unsharded(optimizer)
         if not self._held.has_masters:
+            _require_eps_in_half(optimizer, self._held)
             state_in(HALF, optimizer, self._held)  # it may have trained the model in FP32 until now
             self._plain.add(optimizer)
         elif optimizer not in self._masters:
@@ -130,6 +132,19 @@ def _require_unsharded(optimizer: torch.optim.Optimizer) -> None:
     """Raises `PolicyApplyError` if PyTorch's fully_shard has sharded the optimizer's weights."""
     if any(type(parameter.data).__name__ == "DTensor" for parameter in parameters_of(optimizer)):
         raise PolicyApplyError(NOT_FOR_FSDP2)
+
+
+def _require_eps_in_half(optimizer: torch.optim.Optimizer, held: HalfWeights) -> None:
+    """Raises `PolicyApplyError` if the `eps` of half weights becomes 0 in half: their updates divide by it."""
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        lost = isinstance(eps, float) and eps != 0 and not torch.tensor(eps, dtype=HALF)
+        if lost and any(parameter in held for parameter in group["params"]):
+            raise PolicyApplyError(
+                f"the eps of {type(optimizer).__name__}, {eps:g}, is 0 in half, and the policy holds weights and the "
+                "optimizer's state in half, so updates divide by 0: build the optimizer with eps=1e-4, or use a policy "
+                "with master_weights: true"
+            )
 
 
 def _checkpoint_in_fp32(held: HalfWeights) -> list[RemovableHandle]:

@@ -261,7 +261,7 @@ def test_the_place_is_the_users_line_when_amptune_calls_in_between() -> None:
 def test_a_guard_that_has_watched_adds_a_few_calls_to_a_step(model: Net) -> None:
     with apply(FP16, model, guard=True) as tuned:
         train(tuned, sgd(model), WATCHED_STEPS)
-        guard: Any = tuned._guard
+        guard: Any = tuned.guard
         loss, optimizer = torch.ones(1), sgd(model)
 
         def step() -> None:

@@ -38,6 +38,15 @@ def step_before(tuned: Tuned, model: nn.Module) -> None:
         optimizer.zero_grad()
 
 
+def step_twice(tuned: Tuned, model: nn.Module) -> None:
+    optimizer = sgd(model)
+    for _ in range(3):
+        loss_of(tuned).backward()
+        optimizer.step()
+        optimizer.step()  # the mistake
+        optimizer.zero_grad()
+
+
 def step_without_scaler(tuned: Tuned, model: nn.Module) -> None:
     optimizer = sgd(model)
     for _ in range(3):
@@ -192,6 +201,8 @@ MISTAKES = [
     Mistake(step_again, "stepped-twice", "leave the other out", Policy(autocast="bf16")),
     Mistake(step_again, "stepped-twice", "leave the other out", Policy(autocast="fp16", fused_optimizer=True)),
     Mistake(step_before, "stepped-twice", "already applied", Policy(autocast="bf16")),
+    Mistake(step_twice, "stepped-twice", "leave one of the two steps out", Policy(autocast="bf16")),
+    Mistake(step_twice, "stepped-twice", "leave one of the two steps out", Policy()),
     Mistake(step_without_scaler, "stepped-without-scaler", "tuned.scaler.scale(loss).backward()"),
     Mistake(step_on_scaled_gradients, "stepped-on-scaled-gradients", "call tuned.scaler.step(optimizer)"),
     Mistake(clip_norm_too_early, "clipped-before-unscale", "tuned.scaler.unscale_(optimizer)"),

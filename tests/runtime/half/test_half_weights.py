@@ -795,6 +795,26 @@ def test_lbfgs_is_refused(applied: tuple[nn.Sequential, Tuned]) -> None:
         tuned.optimizer(torch.optim.LBFGS(model.parameters()))
 
 
+@pytest.mark.parametrize("optimize", [adamw, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_an_eps_that_is_zero_in_half_is_refused_without_master_weights(optimize: Optimize) -> None:
+    model = net()
+    with apply(O3, model) as tuned:
+        name = type(optimize(model.parameters())).__name__
+        with pytest.raises(PolicyApplyError, match=rf"eps of {name}, 1e-\d+, is 0 in half.*eps=1e-4.*master_weights"):
+            tuned.optimizer(optimize(model.parameters()))
+    with apply(O2, model) as tuned:
+        tuned.optimizer(optimize(model.parameters()))
+
+
+def test_an_eps_of_weights_that_stay_in_fp32_is_not_refused() -> None:
+    model = net()
+    with apply(replace(O3, fp32_modules=(Fp32Rule(path="6"),)), model) as tuned:
+        last = list(model[6].parameters())
+        others = [p for p in model.parameters() if all(p is not one for one in last)]
+        groups: list[dict[str, Any]] = [{"params": last}, {"params": others, "eps": 1e-7}]
+        tuned.optimizer(torch.optim.AdamW(groups))
+
+
 def test_a_model_with_nothing_to_put_in_half_is_told_so() -> None:
     for model, rules in ((nn.Sequential(nn.BatchNorm1d(3)), ()), (net(), (Fp32Rule(path="*"),))):
         with apply(replace(O2, fp32_modules=rules), model) as tuned:

@@ -1,0 +1,59 @@
+"""Mistakes in a step of the user's own, found by the guard in a pass that is not timed."""
+
+from __future__ import annotations
+
+import warnings
+
+from amptune.errors import TargetError
+from amptune.measure.bench.bench import Bench
+from amptune.measure.bench.failures import failure_of
+from amptune.policy.findings import Finding
+from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.runtime.guard.misuse import PolicyMisuseWarning
+
+__all__ = ["mistakes_in_step", "mistakes_under"]
+
+# A loop without a loss scaler is noticed in its second optimizer step.
+WATCHED_STEPS = 2
+# A step of the user's own may be one of several micro-batches.
+MOST_CALLS = 8
+# This one harms training in FP32 too, which policies are compared with: none would be noticed to do worse.
+_IN_ANY_PRECISION = "stepped-twice"
+
+
+def mistakes_in_step(bench: Bench) -> tuple[Finding, ...]:
+    """Returns what the guard finds in the workload's own step; nothing for a step that amptune makes.
+
+    Autocast shows the most: fp16, since it scales the loss; bf16 on a CPU, where fp16 may take minutes. If the step
+    raises an error there, as a scaler does that steps twice, FP32 is tried: its error is reported by the trials.
+    Raises `TargetError` if gradients are applied twice.
+    """
+    if bench.workload.step is None:
+        return ()
+    for policy in (amp_recipe("bf16" if bench.device.type == "cpu" else "fp16"), STOCK):
+        try:
+            found = mistakes_under(policy, bench)
+        except Exception as error:  # noqa: BLE001  # the user's code may raise anything
+            print(f"the guarded step failed under {policy}: {failure_of(error)}", flush=True)  # noqa: T201  # the log
+            continue
+        repeated = next((finding for finding in found if finding.code == _IN_ANY_PRECISION), None)
+        if repeated is not None:
+            raise TargetError(f"step(…): {repeated}")
+        return found
+    return ()
+
+
+def mistakes_under(policy: Policy, bench: Bench) -> tuple[Finding, ...]:
+    """Returns what the guard finds in a few steps under the policy. Raises whatever the workload raises."""
+    try:
+        with warnings.catch_warnings(), bench.on_device(policy, guarded=True) as (tuned, stepper):
+            warnings.simplefilter("ignore", PolicyMisuseWarning)  # they are reported as findings
+            guard = tuned.guard
+            assert guard is not None  # noqa: S101  # it was asked for
+            for _ in range(MOST_CALLS):
+                if guard.step_watch.most_steps >= WATCHED_STEPS:
+                    break
+                stepper()
+            return tuple(guard.findings)
+    finally:
+        bench.release()

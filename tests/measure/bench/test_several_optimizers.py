@@ -1,0 +1,110 @@
+"""A step of the user's own may have several optimizers, as a GAN's has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benches import CPU, measured, workload_of
+from torch import nn
+
+import amptune
+from amptune import Policy
+from amptune.errors import TargetError
+from amptune.measure.bench.bench import Bench
+from amptune.measure.modules.inspection import inspect_model
+from amptune.policy.settings import STOCK, amp_recipe
+from amptune.runtime.tuned import Tuned
+
+Optimizers = tuple[torch.optim.Optimizer, torch.optim.Optimizer]
+
+
+class Gan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.critic = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def optimizers_of(model: nn.Module) -> Optimizers:
+    generator, critic = model.get_submodule("generator"), model.get_submodule("critic")
+    return torch.optim.Adam(generator.parameters(), lr=1e-3), torch.optim.SGD(critic.parameters(), lr=1e-2)
+
+
+def step(tuned: Tuned, model: Any, optimizers: Optimizers, batch: torch.Tensor) -> torch.Tensor:
+    (generator, critic), loss_of = optimizers, nn.functional.binary_cross_entropy_with_logits
+    loss = torch.zeros(())
+    for optimizer, wanted in ((critic, 0.0), (generator, 1.0)):
+        model.zero_grad()
+        with tuned.autocast():
+            fake = model.critic(model.generator(torch.randn_like(batch)))
+            loss = loss_of(fake, torch.full_like(fake, wanted))
+            if optimizer is critic:
+                real = model.critic(tuned.batch(batch))
+                loss = loss + loss_of(real, torch.ones_like(real))
+        tuned.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch has not typed it
+        tuned.scaler.step(optimizer)
+    tuned.scaler.update()
+    return loss
+
+
+def gan(**more: Any) -> amptune.Workload:
+    return workload_of(Gan, **{"loss": None, "step": step, "optimizer": optimizers_of, **more})
+
+
+@pytest.mark.parametrize("policy", [STOCK, amp_recipe("fp16"), Policy(fused_optimizer=True)], ids=str)
+def test_a_step_with_two_optimizers_is_measured_and_trains_both_parts(policy: Policy) -> None:
+    bench = Bench(gan(), CPU)
+    initial = {name: value.clone() for name, value in bench.model.state_dict().items()}
+    assert measured(bench, policy).samples_per_step == 4
+    assert all(not torch.equal(value, initial[name]) for name, value in bench.model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_a_step_gets_its_optimizers_as_they_were_returned(kind: Callable[[Any], Any]) -> None:
+    seen: list[Any] = []
+
+    def looking(tuned: Tuned, model: nn.Module, optimizers: Any, batch: torch.Tensor) -> torch.Tensor:
+        seen.append((type(optimizers), [type(one) for one in optimizers]))
+        return step(tuned, model, optimizers, batch)
+
+    measured(Bench(gan(step=looking, optimizer=lambda model: kind(optimizers_of(model))), CPU))
+    assert seen[0] == (kind, [torch.optim.Adam, torch.optim.SGD])
+
+
+def test_every_optimizer_is_fused_and_inspected() -> None:
+    bench = Bench(gan(), CPU)
+    assert inspect_model(bench, "digest").fusable
+    with bench.on_device(Policy(fused_optimizer=True)) as (_, stepper):
+        assert [one.param_groups[0]["fused"] for one in stepper.optimizers] == [True, True]
+
+
+def test_an_optimizer_of_another_model_is_an_error_beside_one_of_the_models_own() -> None:
+    other = Gan()
+    with pytest.raises(TargetError, match="holds 4 parameters, and none is the model's"):
+        inspect_model(
+            Bench(gan(optimizer=lambda model: (optimizers_of(model)[0], optimizers_of(other)[1])), CPU), "digest"
+        )
+
+
+def test_several_optimizers_need_a_step() -> None:
+    with pytest.raises(TargetError, match=r"returned 2 optimizers, and amptune's own step has one.*step\("):
+        inspect_model(Bench(gan(step=None, loss=lambda model, x: model.critic(x).mean()), CPU), "digest")
+
+
+@pytest.mark.parametrize(
+    ("built", "words"), [((1,), "tuple of int"), ([], "list of nothing"), (None, "NoneType")], ids=str
+)
+def test_what_is_no_optimizer_is_an_error(built: Any, words: str) -> None:
+    with pytest.raises(TargetError, match=rf"optimizer\(model\) returned {words}, not a torch.optim.Optimizer, or a"):
+        inspect_model(Bench(gan(optimizer=lambda _: built), CPU), "digest")
+
+
+@pytest.mark.slow
+def test_a_gan_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    decision = amptune.tune(gan(), budget_s=20, trials=3, device="cpu")
+    assert decision.policy.batch_size == 4
