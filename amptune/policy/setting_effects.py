@@ -10,7 +10,7 @@ from amptune.policy.settings import STOCK, Policy
 
 __all__ = [
     "EFFECTS",
-    "Effect",
+    "SettingEffect",
     "changes_graph",
     "graph_of",
     "memory_of",
@@ -22,7 +22,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effect:
+class SettingEffect:
     """The effects of one setting; the defaults are for a setting nobody has thought about, which changes everything.
 
     `numerics`: "rounding" if values are rounded otherwise, "order" if only sums are taken in another order, which is
@@ -39,22 +39,22 @@ class Effect:
 # The batch's size decides memory and graph too; both are known for each size by itself. A graph of torch.compile has
 # other kernels and other sums, and a mistake in it may be of any size. PyTorch caches cuDNN's execution plans by shape,
 # dtype and layout but not by `cudnn.benchmark` (aten/src/ATen/native/cudnn/Conv_v8.cpp), and torch.compile ignores it.
-EFFECTS: dict[str, Effect] = {
-    "autocast": Effect(),
-    "weights": Effect(),
-    "master_weights": Effect(memory="rest"),
-    "keep_batchnorm_fp32": Effect(memory="none"),
-    "fp32_math": Effect(memory="rest"),
-    "fp32_modules": Effect(memory="none"),
-    "half_modules": Effect(memory="none"),
-    "memory_format": Effect(numerics="order", memory="rest"),
-    "cudnn_benchmark": Effect(numerics="order", memory="rest", graph=False, process=True),
-    "batch_size": Effect(numerics="none", memory="none"),
-    "accumulate": Effect(numerics="none", memory="none", graph=False),
-    "compile": Effect(process=True),
-    "cuda_graphs": Effect(numerics="none", graph=False),
-    "fused_optimizer": Effect(numerics="none", memory="none", graph=False),
-    "loss_scale": Effect(memory="none", graph=False),
+EFFECTS: dict[str, SettingEffect] = {
+    "autocast": SettingEffect(),
+    "weights": SettingEffect(),
+    "master_weights": SettingEffect(memory="rest"),
+    "keep_batchnorm_fp32": SettingEffect(memory="none"),
+    "fp32_math": SettingEffect(memory="rest"),
+    "fp32_modules": SettingEffect(memory="none"),
+    "half_modules": SettingEffect(memory="none"),
+    "memory_format": SettingEffect(numerics="order", memory="rest"),
+    "cudnn_benchmark": SettingEffect(numerics="order", memory="rest", graph=False, process=True),
+    "batch_size": SettingEffect(numerics="none", memory="none"),
+    "accumulate": SettingEffect(numerics="none", memory="none", graph=False),
+    "compile": SettingEffect(process=True),
+    "cuda_graphs": SettingEffect(numerics="none", graph=False),
+    "fused_optimizer": SettingEffect(numerics="none", memory="none", graph=False),
+    "loss_scale": SettingEffect(memory="none", graph=False),
 }
 
 
@@ -97,7 +97,7 @@ def graph_of(policy: Policy) -> Policy:
 
 def changes_graph(name: str) -> bool:
     """Returns whether torch.compile makes another graph if this setting, or what a search calls it, is changed."""
-    return EFFECTS.get(name, Effect()).graph
+    return EFFECTS.get(name, SettingEffect()).graph
 
 
 def process_of(policy: Policy) -> tuple[bool, ...]:
@@ -105,8 +105,8 @@ def process_of(policy: Policy) -> tuple[bool, ...]:
     return tuple(getattr(policy, name) != getattr(STOCK, name) for name, effect in _effects() if effect.process)
 
 
-def _effects() -> list[tuple[str, Effect]]:
-    return [(one.name, EFFECTS.get(one.name, Effect())) for one in fields(Policy)]
+def _effects() -> list[tuple[str, SettingEffect]]:
+    return [(one.name, EFFECTS.get(one.name, SettingEffect())) for one in fields(Policy)]
 
 
 def _with(policy: Policy, names: set[str]) -> Policy:
