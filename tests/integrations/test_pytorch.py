@@ -196,7 +196,7 @@ def resumed(policy: Policy, state: dict[str, Any] | None, data: list[Batch]) -> 
     """A run of the README's loop from a checkpoint, and the checkpoint at its end."""
     model = net()
     with apply(policy, model) as tuned:
-        optimizer = tuned.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+        optimizer = tuned.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4))
         if state is not None:
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])

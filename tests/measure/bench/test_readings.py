@@ -263,7 +263,7 @@ def test_the_power_cap_and_settled_clocks_are_how_training_will_run() -> None:
     [
         ("foreign-process", "foreign-process", "another process was on the GPU"),
         ("host-load", "host-load", "threads had to wait for a CPU (other programs were running, or there are more"),
-        ("compiling", "beside-compiling", "graphs were compiling beside it (they stand still for two seconds at most)"),
+        ("compiling", "beside-compiling", "graphs were compiling beside it (they stand still for two seconds at most"),
         ("alloc-retries", "allocator-thrashing", "the allocator had to empty its cache"),
         *((code, "throttled", "the GPU") for code in sorted(CLOCK_CODES - OWN_LOAD)),
     ],
