@@ -1,4 +1,4 @@
-"""What each setting of a policy changes besides speed: numerics, memory, what torch.compile compiles, the process."""
+"""The effects of a policy's settings besides speed: on numerics, memory, torch.compile's graph and the process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ EFFECTS: dict[str, SettingEffect] = {
     "batch_size": SettingEffect(numerics="none", memory="none"),
     "accumulate": SettingEffect(numerics="none", memory="none", graph=False),
     "compile": SettingEffect(process=True),
-    "cuda_graphs": SettingEffect(numerics="none", graph=False),
+    "cuda_graphs": SettingEffect(numerics="none"),
     "fused_optimizer": SettingEffect(numerics="none", memory="none", graph=False),
     "loss_scale": SettingEffect(memory="none", graph=False),
 }
@@ -100,6 +100,7 @@ def changes_graph(name: str) -> bool:
     return EFFECTS.get(name, SettingEffect()).graph
 
 
+@cache
 def process_of(policy: Policy) -> tuple[bool, ...]:
     """Returns the kind of process that a policy needs; policies of one kind can be measured in one."""
     return tuple(getattr(policy, name) != getattr(STOCK, name) for name, effect in _effects() if effect.process)
@@ -110,6 +111,6 @@ def _effects() -> list[tuple[str, SettingEffect]]:
 
 
 def _with(policy: Policy, names: set[str]) -> Policy:
-    """Returns the policy with the other settings at stock; master weights need half weights, and so on."""
+    """Returns the policy with all settings but these at stock PyTorch's."""
     stock: dict[str, Any] = {one.name: getattr(STOCK, one.name) for one in fields(Policy) if one.name not in names}
     return replace(policy, **stock)

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from amptune.search.sampler.acquisition import Proposer, Seen
+from amptune.search.sampler.acquisition import Proposer, Seen, features_of, with_features
 from amptune.search.sampler.surrogate import Surrogate
 from amptune.search.space.knobs import Knob, Point
 
@@ -141,3 +141,22 @@ def test_the_expected_gain_falls_as_the_best_becomes_known() -> None:
     assert first is not None
     assert second is not None
     assert second.gain < first.gain
+
+
+def test_a_graph_is_known_to_be_cached_for_another_optimizer_and_not_for_another_mode() -> None:
+    knobs = (
+        Knob(name="compile", choices=("off", "default", "reduce-overhead")),
+        Knob(name="fused_optimizer", choices=(False, True)),
+    )
+    points = [
+        Point({"compile": mode, "fused_optimizer": fused}) for mode in knobs[0].choices for fused in (False, True)
+    ]
+    proposer = Proposer(with_features(knobs), [features_of(point) for point in points], seed=0)
+    seen = {0: Seen(score=100.0, seconds=2.0), 2: Seen(score=150.0, seconds=40.0)}
+    seconds = {}
+    for index in (3, 4):  # the same mode with a fused optimizer, and the other mode
+        proposal = proposer.next(seen, left_out={1, 3, 4, 5} - {index})
+        assert proposal is not None
+        seconds[index] = proposal.seconds
+    assert seconds[3] == 2.0
+    assert seconds[4] == 40.0

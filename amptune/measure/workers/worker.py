@@ -248,7 +248,7 @@ def _share_compilers(among: int) -> None:
     import torch._inductor.config as inductor
 
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-        inductor.compile_threads = max(1, cores() // among)
+        inductor.compile_threads = min(inductor.compile_threads or cores(), max(1, cores() // among))
 
 
 def cores() -> int:

@@ -51,7 +51,7 @@ def is_graph_like(one: Policy, other: Policy) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Judgements(Generic[J]):
-    """What was judged, the last judgement of each policy's numerics; a policy is compared with the `baseline`'s FP32.
+    """The last judgement of each policy's numerics. Policies are held to the FP32 of the `baseline`.
 
     A compiled policy is judged without its graph, and may be judged with it too. Those that are exempt need neither.
     """

@@ -29,14 +29,18 @@ def forward(tuned: Tuned, model: nn.Module, batch: torch.Tensor) -> Any:
         return model(batch).float().square().mean()
 
 
+def finish(tuned: Tuned, optimizer: torch.optim.Optimizer) -> None:
+    tuned.scaler.step(optimizer)
+    tuned.scaler.update()
+    optimizer.zero_grad()
+
+
 def correct(tuned: Tuned, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
     loss = forward(tuned, model, batch)
     tuned.scaler.scale(loss).backward()
     tuned.scaler.unscale_(optimizer)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    tuned.scaler.step(optimizer)
-    tuned.scaler.update()
-    optimizer.zero_grad()
+    finish(tuned, optimizer)
     return loss  # type: ignore[no-any-return]
 
 
@@ -56,9 +60,7 @@ def scaler_twice(tuned: Tuned, model: nn.Module, optimizer: torch.optim.Optimize
     loss = forward(tuned, model, batch)
     tuned.scaler.scale(loss).backward()
     tuned.scaler.step(optimizer)
-    tuned.scaler.step(optimizer)
-    tuned.scaler.update()
-    optimizer.zero_grad()
+    finish(tuned, optimizer)
     return loss  # type: ignore[no-any-return]
 
 
@@ -129,9 +131,7 @@ def clipping_scaled(
     loss = forward(tuned, model, batch)
     tuned.scaler.scale(loss).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    tuned.scaler.step(optimizer)
-    tuned.scaler.update()
-    optimizer.zero_grad()
+    finish(tuned, optimizer)
     return loss  # type: ignore[no-any-return]
 
 
@@ -151,9 +151,7 @@ def backward_inside(
     with tuned.autocast():
         loss: torch.Tensor = model(batch).float().square().mean()
         tuned.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch has not typed it
-    tuned.scaler.step(optimizer)
-    tuned.scaler.update()
-    optimizer.zero_grad()
+    finish(tuned, optimizer)
     return loss
 
 
