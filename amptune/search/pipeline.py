@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TuningInterrupted", "locked", "run_tuning", "tune_with"]
 
-# So many processes build the workload beside the first, to compile the first graphs.
-GRAPHS_AHEAD = 2
+# So many processes build the workload beside the first, to compile the first graph: more make all of them slower.
+GRAPHS_AHEAD = 1
 
 NO_ENERGY = "the objective energy cannot be pursued here: this machine reports no energy"
 

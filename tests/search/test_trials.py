@@ -254,7 +254,7 @@ def test_graphs_that_are_not_ready_in_time_leave_the_time_to_search_and_compare(
     assert decision.baseline.rows >= 2
 
 
-@pytest.mark.parametrize(("budget_s", "goes_on"), [(68, True), (600, False)])
+@pytest.mark.parametrize(("budget_s", "goes_on"), [(40, True), (600, False)])
 def test_graphs_that_would_come_too_late_compile_on_while_eager_steps_are_timed(
     tmp_path: Path, budget_s: float, goes_on: bool
 ) -> None:
@@ -276,6 +276,15 @@ def test_graphs_that_would_come_too_late_compile_on_while_eager_steps_are_timed(
     assert decision.baseline.policy in quiet
     assert not any(policy.compile != "off" for policy in beside)
     assert bool(beside) == goes_on
+
+
+@pytest.mark.parametrize(("budget_s", "beside"), [(40, 0), (600, 1)])
+def test_a_graph_that_may_come_too_late_compiles_alone(tmp_path: Path, budget_s: float, beside: int) -> None:
+    """Beside another, Swin-T's graph came after the 120 s in which it comes alone (reports/h100/foreign)."""
+    _, _, events = searched_behind(tmp_path, budget_s=budget_s, compile_s=20.0)
+    first = next(place for place, event in enumerate(events) if isinstance(event, TrialEnded))
+    begun = [event for event in events[:first] if isinstance(event, GraphBegun)]
+    assert len(begun) == 1 + beside
 
 
 @pytest.mark.parametrize("compile_s", [60.0, 64.0])
