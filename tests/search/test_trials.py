@@ -287,7 +287,7 @@ def test_a_graph_that_may_come_too_late_compiles_alone(tmp_path: Path, budget_s:
     assert len(begun) == 1 + beside
 
 
-@pytest.mark.parametrize("compile_s", [60.0, 64.0])
+@pytest.mark.parametrize("compile_s", [63.0, 64.0])
 def test_a_graph_that_comes_while_others_are_compared_is_measured_too(tmp_path: Path, compile_s: float) -> None:
     """The graph of Swin-T took 72 s of a budget of 120 s, and trained twice as fast as all that was compared."""
     _, decision, events = searched_behind(tmp_path, budget_s=68, compile_s=compile_s)
