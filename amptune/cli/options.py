@@ -5,14 +5,28 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import click
 
-__all__ = ["MEMORY", "SECONDS", "json_option", "objective_options", "print_json", "target_argument"]
+__all__ = [
+    "MEMORY",
+    "SECONDS",
+    "json_option",
+    "objective_options",
+    "print_json",
+    "progress_unless",
+    "quiet_option",
+    "target_argument",
+]
 
 if TYPE_CHECKING:
+    from amptune.search.events import Observer
+    from amptune.search.plan.budget import Budget
+
     _FloatType = click.ParamType[float]
 else:  # before click 8.4 it takes no type argument
     _FloatType = click.ParamType
@@ -83,6 +97,22 @@ def target_argument(function: F) -> F:
 def json_option(function: F) -> F:
     """Adds `--json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")(function)
+
+
+def quiet_option(function: F) -> F:
+    """Adds `-q`."""
+    return click.option("-q", "--quiet", is_flag=True, help="Print no progress.")(function)
+
+
+def progress_unless(quiet: bool, budget: Budget, *, verbose: bool = False) -> AbstractContextManager[Observer]:
+    """Returns a context manager that gives an observer: one that prints progress on stderr, or if `quiet` nothing."""
+    from amptune.report.progress import progress_for
+
+    return nullcontext(_told_nothing) if quiet else progress_for(sys.stderr, budget, verbose=verbose)
+
+
+def _told_nothing(_: object) -> None:
+    """Takes an event."""
 
 
 def print_json(schema: str, data: Mapping[str, Any]) -> None:

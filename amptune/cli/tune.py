@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from amptune.cli.options import MEMORY, SECONDS, json_option, objective_options, print_json, target_argument
+from amptune.cli.options import (
+    MEMORY,
+    SECONDS,
+    json_option,
+    objective_options,
+    print_json,
+    progress_unless,
+    quiet_option,
+    target_argument,
+)
 from amptune.cli.session import Session, pass_session
 
 if TYPE_CHECKING:
@@ -48,7 +56,7 @@ __all__ = ["tune_command"]
 @click.option("--sampler", type=click.Choice(["amptune", "tpe", "gp", "random"]), default="amptune", show_default=True,
               help="What proposes policies: amptune's own sampler, or one of Optuna's.")  # fmt: skip
 @click.option("-v", "--verbose", is_flag=True, help="Print the policies that were compared and all findings too.")
-@click.option("-q", "--quiet", is_flag=True, help="Print no progress.")
+@quiet_option
 @json_option
 @pass_session
 def tune_command(
@@ -63,7 +71,6 @@ def tune_command(
     """
     session.start_importing(options["target"])
     from amptune.policy.file_io import require_writable
-    from amptune.report.progress import progress_for
     from amptune.search.pipeline import TuningInterrupted, run_tuning
 
     require_writable(output)
@@ -74,7 +81,7 @@ def tune_command(
     request = _request(session, **options)
     deliver = partial(_deliver, output=output, as_json=as_json, verbose=verbose)
     try:
-        with nullcontext(_no_progress) if quiet else progress_for(sys.stderr) as observer:
+        with progress_unless(quiet, request.budget, verbose=verbose) as observer:
             decision = run_tuning(request, observer, session.evaluator)
     except TuningInterrupted as interrupted:
         if interrupted.decision is None:
@@ -189,10 +196,6 @@ def _batch_size(text: str | None) -> int | Literal["auto"] | None:
             f"{text!r} is neither auto nor a whole number of at least 1", param_hint="--batch-size"
         )
     return int(text)
-
-
-def _no_progress(_: object) -> None:
-    """Tells nothing."""
 
 
 def _deliver(decision: Decision, output: str, *, as_json: bool, verbose: bool) -> None:
