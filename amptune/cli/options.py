@@ -6,15 +6,18 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 __all__ = [
+    "FILE",
     "MEMORY",
     "SECONDS",
+    "GroupedCommand",
     "json_option",
     "objective_options",
     "print_json",
@@ -28,8 +31,9 @@ if TYPE_CHECKING:
     from amptune.search.plan.budget import Budget
 
     _FloatType = click.ParamType[float]
+    _TextType = click.ParamType[str]
 else:  # before click 8.4 it takes no type argument
-    _FloatType = click.ParamType
+    _FloatType = _TextType = click.ParamType
 
 
 class _Seconds(_FloatType):
@@ -60,10 +64,41 @@ class _Memory(_FloatType):
         return mib
 
 
+class _File(_TextType):
+    """A path, a URL or a name, as text; shells complete it as a file."""
+
+    name = "text"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002
+        return [CompletionItem(incomplete, type="file")]
+
+
+FILE = _File()
 SECONDS = _Seconds()
 MEMORY = _Memory()
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class GroupedCommand(click.Command):
+    """A command whose help lists its options in groups; `groups` maps a heading to names of parameters."""
+
+    def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.groups = groups
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes each group's options, and those of no group last."""
+        records = {
+            param.name: param.get_help_record(ctx) for param in self.get_params(ctx) if isinstance(param, click.Option)
+        }
+        grouped = {name for names in self.groups.values() for name in names}
+        rest = {"Other options": [name for name in records if name not in grouped]}
+        for heading, names in {**self.groups, **rest}.items():
+            shown = [record for name in names if (record := records[name]) is not None]
+            if shown:
+                with formatter.section(heading):
+                    formatter.write_dl(shown)
 
 
 def objective_options(default: str | None, help_text: str) -> Callable[[F], F]:
@@ -91,7 +126,7 @@ def objective_options(default: str | None, help_text: str) -> Callable[[F], F]:
 def target_argument(function: F) -> F:
     """Adds TARGET, and `arguments`: what stands behind `--` for the target's script."""
     arguments = click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGUMENTS]")
-    return click.argument("target")(arguments(function))
+    return click.argument("target", type=FILE)(arguments(function))
 
 
 def json_option(function: F) -> F:

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from amptune.cli.options import SECONDS, json_option, print_json, progress_unless, quiet_option, target_argument
+from amptune.cli.options import (
+    FILE,
+    SECONDS,
+    GroupedCommand,
+    json_option,
+    print_json,
+    progress_unless,
+    quiet_option,
+    target_argument,
+)
 from amptune.cli.session import Session, pass_session
 
 if TYPE_CHECKING:
@@ -22,15 +31,26 @@ CLAIM_S, LONG_LOOK_S = 90.0, 600.0
 STEPS, SEEDS = 2000, 5
 
 
-@click.command("verify", short_help="Measure a policy's claim again: does it still hold here?")
-@click.argument("policy", metavar="POLICY.yaml")
+_GROUPS = {
+    "Does it train like FP32?": ["numerics", "steps", "seeds", "report"],
+    "Effort": ["budget"],
+}
+
+
+@click.command(
+    "verify",
+    cls=GroupedCommand,
+    groups=_GROUPS,
+    short_help="Measure a policy's claim again: does it still hold here?",
+)
+@click.argument("policy", type=FILE, metavar="POLICY.yaml")
 @target_argument
 @click.option(
     "--numerics", is_flag=True, help="Does it train like FP32? Trains both side by side; measures no claim of speed."
 )
 @click.option("--steps", type=click.IntRange(min=20), help="With --numerics: training steps of a run. Default: 2000.")
 @click.option("--seeds", type=click.IntRange(min=3), help="With --numerics: runs of each of the two. Default: 5.")
-@click.option("--report", metavar="F.html", help="With --numerics: also write a page with the loss curves.")
+@click.option("--report", type=FILE, metavar="F.html", help="With --numerics: also write a page with the loss curves.")
 @click.option("--budget", type=SECONDS, help="Wall-clock time of the whole command. Default: 90s; --numerics: 10m.")
 @click.option("--device", metavar="cuda:N|cpu", help="Default: the first GPU, else the CPU.")
 @quiet_option
