@@ -9,7 +9,7 @@ from typing import Any
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 
-__all__ = ["html_table", "settings_in_rows"]
+__all__ = ["notebook_html", "settings_in_rows"]
 
 
 def settings_in_rows(policy: Policy) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def settings_in_rows(policy: Policy) -> dict[str, Any]:
     return dict(policy.departures()) or {"policy": str(policy)}
 
 
-def html_table(title: str, rows: Mapping[str, Any], findings: Iterable[Finding | str] = ()) -> str:
+def notebook_html(title: str, rows: Mapping[str, Any], findings: Iterable[Finding | str] = ()) -> str:
     """Returns a table, a row for each name with its value (left out if it has none), and a list of the findings."""
     cells = "".join(
         f'<tr><th style="text-align:left">{escape(name)}</th><td style="text-align:left">{_in_words(value)}</td></tr>'

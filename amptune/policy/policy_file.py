@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 from typing_extensions import TypedDict
 
 from amptune.errors import FileFormatError, Problem
-from amptune.policy.html_table import html_table, settings_in_rows
+from amptune.policy.html_table import notebook_html, settings_in_rows
 from amptune.policy.settings import LossScale, Policy, amp_recipe
 
 __all__ = ["APEX_LEVELS", "Evidence", "PolicyFile", "is_preset", "preset"]
@@ -80,7 +80,7 @@ class PolicyFile:
         told = {key: self.evidence.get(key) for key in ("speedup", "speedup_ci95", "step_ms", "confidence", "tuned_on")}
         valid_for = [f"{label}: {value}" for label, value in self.valid_for.items()]
         rows = {**settings_in_rows(self.policy), **told, "valid_for": valid_for}
-        return html_table(f"policy {self.name}" if self.name else "policy", rows)
+        return notebook_html(f"policy {self.name}" if self.name else "policy", rows)
 
 
 _PREFIX = "apex:"

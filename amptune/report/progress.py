@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import ceil
 from typing import TextIO
 
 from rich.console import Console
@@ -39,7 +40,7 @@ def progress_for(stream: TextIO, budget: Budget | None = None, *, verbose: bool 
     console = Console(file=stream, highlight=False)
     if budget is None or not stream.isatty() or console.is_dumb_terminal:
         if budget is not None:
-            _print_line(stream, f"[{max(0.0, budget.left_s):4.0f} s left] building the workload")
+            _print_line(stream, f"[{ceil(max(0.0, budget.left_s)):4d} s left] building the workload")
         yield lambda event: _print_line(stream, describe(event))
         return
     display = LiveDisplay(console, budget)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amptune.errors import PolicyApplyError
-from amptune.policy.html_table import html_table, settings_in_rows
+from amptune.policy.html_table import notebook_html, settings_in_rows
 from amptune.runtime.layout import convert_batch
 from amptune.runtime.optimizer import fuse
 from amptune.runtime.scaler import PolicyScaler, scaler_for
@@ -78,7 +78,7 @@ class Tuned:
         """Returns the policy, the model's class and the findings as a notebook shows them."""
         state = "" if self._active else ", undone"
         title = f"policy on {type(self._plain_model).__name__}{state}"
-        return html_table(title, settings_in_rows(self.policy), self.findings)
+        return notebook_html(title, settings_in_rows(self.policy), self.findings)
 
     @property
     def findings(self) -> tuple[Finding, ...]:

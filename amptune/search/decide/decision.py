@@ -9,7 +9,7 @@ from typing import Any, cast
 from amptune.hardware.machine import Hardware
 from amptune.measure.results.subject import Subject
 from amptune.policy.findings import Finding
-from amptune.policy.html_table import html_table, settings_in_rows
+from amptune.policy.html_table import notebook_html, settings_in_rows
 from amptune.policy.policy_file import Evidence, PolicyFile
 from amptune.policy.settings import Policy
 from amptune.search.decide.pareto import ParetoPoint
@@ -74,7 +74,7 @@ class Decision:
         verdict = self.verdict
         kept = "none: no policy was shown to be better than the baseline"
         ms = (verdict.winner.step_ms, verdict.baseline.step_ms)
-        return html_table(
+        return notebook_html(
             f"{self.subject.name} on {self.hardware.name}",
             {
                 **settings_in_rows(self.policy),
