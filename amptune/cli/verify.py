@@ -32,7 +32,7 @@ STEPS, SEEDS = 2000, 5
 
 
 _GROUPS = {
-    "Does it train like FP32?": ["numerics", "steps", "seeds", "report"],
+    "With --numerics": ["numerics", "steps", "seeds", "report"],
     "Effort": ["budget"],
 }
 
@@ -48,9 +48,9 @@ _GROUPS = {
 @click.option(
     "--numerics", is_flag=True, help="Does it train like FP32? Trains both side by side; measures no claim of speed."
 )
-@click.option("--steps", type=click.IntRange(min=20), help="With --numerics: training steps of a run. Default: 2000.")
-@click.option("--seeds", type=click.IntRange(min=3), help="With --numerics: runs of each of the two. Default: 5.")
-@click.option("--report", type=FILE, metavar="F.html", help="With --numerics: also write a page with the loss curves.")
+@click.option("--steps", type=click.IntRange(min=20), help="Training steps of a run. Default: 2000.")
+@click.option("--seeds", type=click.IntRange(min=3), help="Runs of each of the two. Default: 5.")
+@click.option("--report", type=FILE, metavar="F.html", help="Also write a page with the loss curves.")
 @click.option("--budget", type=SECONDS, help="Wall-clock time of the whole command. Default: 90s; --numerics: 10m.")
 @click.option("--device", metavar="cuda:N|cpu", help="Default: the first GPU, else the CPU.")
 @quiet_option
