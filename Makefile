@@ -7,6 +7,7 @@
 #
 # Override on the command line:
 #   make tune WORKLOAD=bert_base BUDGET=300s      (names: amptune/workload/zoo)
+#   make tune FORCE=1               (replace a policy.yaml of another workload, or one that was edited)
 #   make test TORCH=torch==2.11.0 PYTHON=python3.12
 #   make test CONSTRAINTS=          (without the tested versions, if they do not fit that torch or Python)
 
@@ -30,7 +31,7 @@ PYTEST := $(BIN)/python -m pytest
 
 tune: $(VENV)/tune.stamp
 	$(BIN)/amptune probe
-	$(BIN)/amptune tune amptune.workload.zoo:$(WORKLOAD) --budget $(BUDGET) -o policy.yaml
+	$(BIN)/amptune tune amptune.workload.zoo:$(WORKLOAD) --budget $(BUDGET) -o policy.yaml $(if $(FORCE),--force)
 
 test: checked
 	$(PYTEST) -n $(BESIDE) --dist worksteal -m "not slow and not gpu"

@@ -170,7 +170,7 @@ def test_every_room_says_what_it_holds() -> None:
         ("pytorch_lightning", {"runtime/integrations/lightning.py"}),
         ("transformers", {"runtime/integrations/transformers.py"}),
         ("accelerate", {"runtime/integrations/accelerate.py"}),
-        ("rich", {"report/progress.py", "report/terminal.py"}),
+        ("rich", {"report/progress.py", "report/live_display.py", "report/terminal.py"}),
     ],
 )
 def test_a_library_is_imported_where_it_belongs_alone(library: str, allowed: set[str]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from amptune.cli.options import SECONDS, json_option, print_json, target_argument
+from amptune.cli.options import SECONDS, json_option, print_json, progress_unless, quiet_option, target_argument
 from amptune.cli.session import Session, pass_session
 
 if TYPE_CHECKING:
@@ -21,10 +21,17 @@ __all__ = ["diagnose_command"]
 @target_argument
 @click.option("--budget", type=SECONDS, default="120s", show_default=True, help="Wall-clock time of the whole command.")
 @click.option("--device", metavar="cuda:N|cpu", help="Default: the first GPU, else the CPU.")
+@quiet_option
 @json_option
 @pass_session
 def diagnose_command(
-    session: Session, target: str, arguments: tuple[str, ...], budget: float, device: str | None, as_json: bool
+    session: Session,
+    target: str,
+    arguments: tuple[str, ...],
+    budget: float,
+    device: str | None,
+    quiet: bool,
+    as_json: bool,
 ) -> int:
     """Say what is wrong with the training step of TARGET on this machine, and what to do about it.
 
@@ -35,12 +42,11 @@ def diagnose_command(
     waits for, as stock PyTorch runs it and under the AMP recipe. Exit code 0 whatever is found.
     """
     session.start_importing(target)
-    from amptune.report.progress import progress_for
     from amptune.report.terminal import print_diagnosis
     from amptune.search.diagnosis import diagnose
 
-    with progress_for(sys.stderr) as observer:
-        time, machine = session.budget(budget), session.evaluator
+    time, machine = session.budget(budget), session.evaluator
+    with progress_unless(quiet, time) as observer:
         found = diagnose(target, budget=time, arguments=arguments, device=device, observer=observer, evaluator=machine)
     if as_json:
         print_json("amptune.diagnose/1", _as_data(found, target))

@@ -6,14 +6,14 @@ import json
 
 import click
 
-from amptune.cli.options import json_option, objective_options, print_json
+from amptune.cli.options import FILE, json_option, objective_options, print_json
 from amptune.policy.findings import Finding
 
 __all__ = ["check_command", "check_file", "explain_command", "schema_command"]
 
 
 @click.command("check", short_help="Is a policy, profile or space well formed, and valid here?")
-@click.argument("file")
+@click.argument("file", type=FILE)
 @json_option
 def check_command(file: str, as_json: bool) -> None:
     """Is FILE (a policy, profile or search space) well formed, and valid on this machine?
@@ -30,7 +30,7 @@ def check_command(file: str, as_json: bool) -> None:
 
 
 @click.command("explain", short_help="Say in words what a policy sets, and why.")
-@click.argument("file")
+@click.argument("file", type=FILE)
 @objective_options(None, "Say which policy on record would be taken for this objective, and what that costs.")
 @json_option
 def explain_command(file: str, objective: str | None, least_speed: float | None, as_json: bool) -> None:

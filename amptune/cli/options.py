@@ -5,17 +5,35 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
-__all__ = ["MEMORY", "SECONDS", "json_option", "objective_options", "print_json", "target_argument"]
+__all__ = [
+    "FILE",
+    "MEMORY",
+    "SECONDS",
+    "GroupedCommand",
+    "json_option",
+    "objective_options",
+    "print_json",
+    "progress_unless",
+    "quiet_option",
+    "target_argument",
+]
 
 if TYPE_CHECKING:
+    from amptune.search.events import Observer
+    from amptune.search.plan.budget import Budget
+
     _FloatType = click.ParamType[float]
+    _TextType = click.ParamType[str]
 else:  # before click 8.4 it takes no type argument
-    _FloatType = click.ParamType
+    _FloatType = _TextType = click.ParamType
 
 
 class _Seconds(_FloatType):
@@ -46,10 +64,41 @@ class _Memory(_FloatType):
         return mib
 
 
+class _File(_TextType):
+    """A path, a URL or a name, as text; shells complete it as a file."""
+
+    name = "text"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002
+        return [CompletionItem(incomplete, type="file")]
+
+
+FILE = _File()
 SECONDS = _Seconds()
 MEMORY = _Memory()
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class GroupedCommand(click.Command):
+    """A command whose help lists its options in groups; `groups` maps a heading to names of parameters."""
+
+    def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.groups = groups
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes each group's options, and those of no group last."""
+        records = {
+            param.name: param.get_help_record(ctx) for param in self.get_params(ctx) if isinstance(param, click.Option)
+        }
+        grouped = {name for names in self.groups.values() for name in names}
+        rest = {"Other options": [name for name in records if name not in grouped]}
+        for heading, names in {**self.groups, **rest}.items():
+            shown = [record for name in names if (record := records[name]) is not None]
+            if shown:
+                with formatter.section(heading):
+                    formatter.write_dl(shown)
 
 
 def objective_options(default: str | None, help_text: str) -> Callable[[F], F]:
@@ -77,12 +126,28 @@ def objective_options(default: str | None, help_text: str) -> Callable[[F], F]:
 def target_argument(function: F) -> F:
     """Adds TARGET, and `arguments`: what stands behind `--` for the target's script."""
     arguments = click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGUMENTS]")
-    return click.argument("target")(arguments(function))
+    return click.argument("target", type=FILE)(arguments(function))
 
 
 def json_option(function: F) -> F:
     """Adds `--json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")(function)
+
+
+def quiet_option(function: F) -> F:
+    """Adds `-q`."""
+    return click.option("-q", "--quiet", is_flag=True, help="Print no progress.")(function)
+
+
+def progress_unless(quiet: bool, budget: Budget, *, verbose: bool = False) -> AbstractContextManager[Observer]:
+    """Returns a context manager that gives an observer: one that prints progress on stderr, or if `quiet` nothing."""
+    from amptune.report.progress import progress_for
+
+    return nullcontext(_told_nothing) if quiet else progress_for(sys.stderr, budget, verbose=verbose)
+
+
+def _told_nothing(_: object) -> None:
+    """Takes an event."""
 
 
 def print_json(schema: str, data: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from amptune.cli.options import json_option, print_json
+from amptune.cli.options import FILE, json_option, print_json
 
 __all__ = ["profile_group"]
 
@@ -18,8 +18,8 @@ def profile_group() -> None:
 
 
 @profile_group.command("build")
-@click.argument("policies", nargs=-1, required=True)
-@click.option("-o", "--output", required=True, help="Where the profile is written.")
+@click.argument("policies", type=FILE, nargs=-1, required=True)
+@click.option("-o", "--output", type=FILE, required=True, help="Where the profile is written.")
 @json_option
 def build_command(policies: tuple[str, ...], output: str, as_json: bool) -> None:
     """Put POLICIES into one profile; each is matched by the GPU it was tuned on."""
@@ -50,7 +50,7 @@ def build_command(policies: tuple[str, ...], output: str, as_json: bool) -> None
 
 
 @profile_group.command("resolve")
-@click.argument("file")
+@click.argument("file", type=FILE)
 @click.option("--label", "labels", multiple=True, metavar="K=V", help="Instead of this machine's labels.")
 @json_option
 def resolve_command(file: str, labels: tuple[str, ...], as_json: bool) -> None:

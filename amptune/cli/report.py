@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from amptune.cli.options import json_option, objective_options, print_json
+from amptune.cli.options import FILE, json_option, objective_options, print_json
 
 if TYPE_CHECKING:
     from amptune.search.decide.study_report import StudyReport
@@ -18,8 +18,8 @@ __all__ = ["report_command"]
 
 
 @click.command("report", short_help="Answer from a study's trials, for any objective; a page of them.")
-@click.argument("study", metavar="STUDY")
-@click.option("-o", "--output", metavar="F.html", help="Write a page that stands alone, instead of text.")
+@click.argument("study", type=FILE, metavar="STUDY")
+@click.option("-o", "--output", type=FILE, metavar="F.html", help="Write a page that stands alone, instead of text.")
 @objective_options(None, "What is to be best. Default: what the study was last tuned for.")
 @click.option("--name", help="Which study, where the storage holds several. Default: the one last tuned.")
 @json_option

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from amptune.cli.options import MEMORY, SECONDS, json_option, objective_options, print_json, target_argument
+from amptune.cli.options import (
+    FILE,
+    MEMORY,
+    SECONDS,
+    GroupedCommand,
+    json_option,
+    objective_options,
+    print_json,
+    progress_unless,
+    quiet_option,
+    target_argument,
+)
 from amptune.cli.session import Session, pass_session
 
 if TYPE_CHECKING:
@@ -23,12 +33,25 @@ if TYPE_CHECKING:
 __all__ = ["tune_command"]
 
 
-@click.command("tune")
+_GROUPS = {
+    "Result": ["output", "force", "report", "verbose", "quiet", "as_json"],
+    "Effort": ["budget", "trials"],
+    "What is best": ["objective", "least_speed", "baseline", "max_memory"],
+    "What may change": ["batch_size", "global_batch", "devices", "compile_", "pins", "space"],
+    "Where it runs": ["device", "study", "seed", "sampler"],
+}
+
+
+@click.command("tune", cls=GroupedCommand, groups=_GROUPS)
 @target_argument
-@click.option("-o", "--output", default="policy.yaml", show_default=True, help="Where the policy is written.")
+@click.option("-o", "--output", type=FILE, default="policy.yaml", show_default=True,
+              help="Where the policy is written.")  # fmt: skip
+@click.option("--force", is_flag=True, help="Replace a file that amptune did not write for TARGET, or that was edited.")
 @click.option("--budget", type=SECONDS, default="300s", show_default=True, help="Wall-clock time of the whole command.")
 @click.option("--trials", type=click.IntRange(1), help="Try at most this many policies.")
-@click.option("--space", metavar="NAME|FILE", help="Search space; by default the one of this machine's hardware.")
+@click.option(
+    "--space", type=FILE, metavar="NAME|FILE", help="Search space; by default the one of this machine's hardware."
+)
 @click.option("--batch-size", metavar="auto|N", help="Per device. Default: the workload's own; auto searches it too.")
 @click.option("--global-batch", type=click.IntRange(1), metavar="N",
               help="Samples of one optimizer step over all devices, to be kept: batches are accumulated.")  # fmt: skip
@@ -38,43 +61,54 @@ __all__ = ["tune_command"]
 @click.option("--compile/--no-compile", "compile_", default=None,
               help="Whether to try torch.compile. Default: where the budget has time for it.")  # fmt: skip
 @objective_options("throughput", "Most samples per second, least peak memory, or least energy per sample.")
-@click.option("--baseline", default="stock", show_default=True, metavar="stock|amp-fp16|amp-bf16|FILE",
+@click.option("--baseline", type=FILE, default="stock", show_default=True, metavar="stock|amp-fp16|amp-bf16|FILE",
               help="What training uses today.")  # fmt: skip
 @click.option("--set", "pins", multiple=True, metavar="KNOB=VALUE", help="Pin a knob instead of searching it.")
 @click.option("--device", metavar="cuda:N|cpu", help="Default: the first GPU, else the CPU.")
-@click.option("--report", metavar="F.html", help="Write a page of what was found too, as `amptune report` does.")
-@click.option("--study", metavar="DIR|URL", help="Where trials are remembered. Default: .amptune/TARGET.")
+@click.option(
+    "--report", type=FILE, metavar="F.html", help="Write a page of what was found too, as `amptune report` does."
+)
+@click.option("--study", type=FILE, metavar="DIR|URL", help="Where trials are remembered. Default: .amptune/TARGET.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the search; batches have their own.")
 @click.option("--sampler", type=click.Choice(["amptune", "tpe", "gp", "random"]), default="amptune", show_default=True,
               help="What proposes policies: amptune's own sampler, or one of Optuna's.")  # fmt: skip
 @click.option("-v", "--verbose", is_flag=True, help="Print the policies that were compared and all findings too.")
-@click.option("-q", "--quiet", is_flag=True, help="Print no progress.")
+@quiet_option
 @json_option
 @pass_session
 def tune_command(
-    session: Session, /, output: str, as_json: bool, verbose: bool, quiet: bool, report: str | None, **options: Any
+    session: Session,
+    /,
+    output: str,
+    force: bool,
+    as_json: bool,
+    verbose: bool,
+    quiet: bool,
+    report: str | None,
+    **options: Any,
 ) -> int:
     """Find the best policy for TARGET on this machine.
 
     TARGET is FILE.py, if it has one workload, FILE.py:NAME or PACKAGE.MODULE:NAME: an amptune.Workload or a function
     that returns one. `amptune init` writes a starter. What stands behind -- are the script's own arguments.
     Stock PyTorch and the AMP recipe are always measured and compared.
-    The same command again resumes its study: what was measured is not measured twice.
+    The same command again resumes its study: what was measured is not measured twice. It also replaces the policy that
+    it wrote; no other file, without --force.
     """
     session.start_importing(options["target"])
+    from amptune.cli.policy_output import require_replaceable
     from amptune.policy.file_io import require_writable
-    from amptune.report.progress import progress_for
     from amptune.search.pipeline import TuningInterrupted, run_tuning
 
-    require_writable(output)
+    require_replaceable(output, options["target"], force=force)
     if report is not None:
         require_writable(report)
         if Path(report).resolve() == Path(output).resolve():
             raise click.BadParameter(f"{report} is where the policy is written (-o)", param_hint="--report")
     request = _request(session, **options)
-    deliver = partial(_deliver, output=output, as_json=as_json, verbose=verbose)
+    deliver = partial(_deliver, target=options["target"], output=output, as_json=as_json, verbose=verbose)
     try:
-        with nullcontext(_no_progress) if quiet else progress_for(sys.stderr) as observer:
+        with progress_unless(quiet, request.budget, verbose=verbose) as observer:
             decision = run_tuning(request, observer, session.evaluator)
     except TuningInterrupted as interrupted:
         if interrupted.decision is None:
@@ -191,18 +225,15 @@ def _batch_size(text: str | None) -> int | Literal["auto"] | None:
     return int(text)
 
 
-def _no_progress(_: object) -> None:
-    """Tells nothing."""
-
-
-def _deliver(decision: Decision, output: str, *, as_json: bool, verbose: bool) -> None:
+def _deliver(decision: Decision, target: str, output: str, *, as_json: bool, verbose: bool) -> None:
     """Writes the policy and prints the result; if the file cannot be written, the policy goes to stdout."""
+    from amptune.cli.policy_output import write_policy
     from amptune.errors import OutputError
-    from amptune.policy.file_io import dumps, save
+    from amptune.policy.file_io import dumps
     from amptune.report.terminal import print_decision
 
     try:
-        save(decision.policy_file, output)
+        write_policy(dumps(decision.policy_file), output, target)
     except OutputError:
         click.echo(dumps(decision.policy_file))
         raise

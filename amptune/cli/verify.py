@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from amptune.cli.options import SECONDS, json_option, print_json, target_argument
+from amptune.cli.options import (
+    FILE,
+    SECONDS,
+    GroupedCommand,
+    json_option,
+    print_json,
+    progress_unless,
+    quiet_option,
+    target_argument,
+)
 from amptune.cli.session import Session, pass_session
 
 if TYPE_CHECKING:
@@ -22,17 +31,29 @@ CLAIM_S, LONG_LOOK_S = 90.0, 600.0
 STEPS, SEEDS = 2000, 5
 
 
-@click.command("verify", short_help="Measure a policy's claim again: does it still hold here?")
-@click.argument("policy", metavar="POLICY.yaml")
+_GROUPS = {
+    "With --numerics": ["numerics", "steps", "seeds", "report"],
+    "Effort": ["budget"],
+}
+
+
+@click.command(
+    "verify",
+    cls=GroupedCommand,
+    groups=_GROUPS,
+    short_help="Measure a policy's claim again: does it still hold here?",
+)
+@click.argument("policy", type=FILE, metavar="POLICY.yaml")
 @target_argument
 @click.option(
     "--numerics", is_flag=True, help="Does it train like FP32? Trains both side by side; measures no claim of speed."
 )
-@click.option("--steps", type=click.IntRange(min=20), help="With --numerics: training steps of a run. Default: 2000.")
-@click.option("--seeds", type=click.IntRange(min=3), help="With --numerics: runs of each of the two. Default: 5.")
-@click.option("--report", metavar="F.html", help="With --numerics: also write a page with the loss curves.")
+@click.option("--steps", type=click.IntRange(min=20), help="Training steps of a run. Default: 2000.")
+@click.option("--seeds", type=click.IntRange(min=3), help="Runs of each of the two. Default: 5.")
+@click.option("--report", type=FILE, metavar="F.html", help="Also write a page with the loss curves.")
 @click.option("--budget", type=SECONDS, help="Wall-clock time of the whole command. Default: 90s; --numerics: 10m.")
 @click.option("--device", metavar="cuda:N|cpu", help="Default: the first GPU, else the CPU.")
+@quiet_option
 @json_option
 @pass_session
 def verify_command(
@@ -46,6 +67,7 @@ def verify_command(
     report: str | None,
     budget: float | None,
     device: str | None,
+    quiet: bool,
     as_json: bool,
 ) -> int:
     """Measure the claim of POLICY.yaml again, on this machine, against the baseline it names.
@@ -72,15 +94,14 @@ def verify_command(
     session.start_importing(target)
     if numerics:
         options = {"steps": steps or STEPS, "seeds": seeds or SEEDS, "device": device, "arguments": arguments}
-        return _long_look(session, policy, target, report, as_json, budget or LONG_LOOK_S, options)
+        return _long_look(session, policy, target, report, quiet, as_json, budget or LONG_LOOK_S, options)
     from amptune.policy.file_io import load
-    from amptune.report.progress import progress_for
     from amptune.report.terminal import print_verification
     from amptune.search.verification import verify
 
     policy_file = load(policy)
-    with progress_for(sys.stderr) as observer:
-        time, machine = session.budget(budget or CLAIM_S), session.evaluator
+    time, machine = session.budget(budget or CLAIM_S), session.evaluator
+    with progress_unless(quiet, time) as observer:
         found = verify(
             policy_file, target, budget=time, arguments=arguments, device=device, observer=observer, evaluator=machine
         )
@@ -96,6 +117,7 @@ def _long_look(
     policy: str,
     target: str,
     report: str | None,
+    quiet: bool,
     as_json: bool,
     budget_s: float,
     options: Mapping[str, Any],
@@ -104,7 +126,6 @@ def _long_look(
     from amptune.cli.report import write_page
     from amptune.policy.file_io import load, require_writable
     from amptune.report.long_look_page import page_of_look
-    from amptune.report.progress import progress_for
     from amptune.report.terminal import print_long_look
     from amptune.search.numerics_verification import verify_numerics
     from amptune.search.request import place_of
@@ -112,11 +133,12 @@ def _long_look(
     policy_file, curves = load(policy), place_of(None, target)[0] / "curves.jsonl"
     if report is not None:
         require_writable(report)
-    with progress_for(sys.stderr) as observer:
+    time = session.budget(budget_s)
+    with progress_unless(quiet, time) as observer:
         look = verify_numerics(
             policy_file,
             target,
-            budget=session.budget(budget_s),
+            budget=time,
             curves=curves,
             observer=observer,
             evaluator=session.evaluator,

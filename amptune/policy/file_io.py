@@ -23,7 +23,7 @@ from amptune.policy.settings import Policy
 from amptune.policy.validation import validate
 from amptune.policy.yaml_text import Document, dump, read
 
-__all__ = ["dumps", "load", "load_any", "parse_policy", "require_writable", "save"]
+__all__ = ["dumps", "load", "load_any", "parse_policy", "require_writable", "save", "write"]
 
 
 def load(path: str | os.PathLike[str]) -> PolicyFile:
@@ -74,8 +74,12 @@ def dumps(content: Policy | PolicyFile | Profile) -> str:
 
 def save(content: Policy | PolicyFile | Profile, path: str | os.PathLike[str]) -> None:
     """Writes the file completely or not at all. Raises `OutputError` if it cannot be written."""
+    write(dumps(content), path)
+
+
+def write(text: str, path: str | os.PathLike[str]) -> None:
+    """Writes a file's text completely or not at all. Raises `OutputError` if it cannot be written."""
     target = Path(path)
-    text = dumps(content)
     try:
         if target.exists() and not target.is_file():  # a pipe or a terminal cannot be replaced
             target.write_text(text, encoding="utf-8")

@@ -14,6 +14,7 @@ from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy, amp_recipe
 from amptune.report.chart import ChartMark, Kind, scatter
+from amptune.report.result_tables import HOW_TO_READ
 from amptune.search.decide.pareto import ParetoPoint, front_of
 from amptune.search.decide.study_report import StudyReport, command_of
 from amptune.search.table.ablation import Ablated
@@ -87,7 +88,8 @@ def _finalists(study_report: StudyReport) -> str:
     recipe = _recipe_of(study_report)
     kinds = [_kind_of(study_report, contender.policy, recipe)[0] for contender in study_report.contenders]
     cells = (_contender_cells(contender, used=used) for contender in study_report.contenders)
-    return table(headings, ([_ROLES.get(kind, ""), *row] for kind, row in zip(kinds, cells, strict=True)), kinds)
+    rows = ([_ROLES.get(kind, ""), *row] for kind, row in zip(kinds, cells, strict=True))
+    return table(headings, rows, kinds) + f'\n<p class="small">{escape(HOW_TO_READ)}</p>'
 
 
 def _contender_cells(contender: Contender, *, used: bool) -> list[str]:

@@ -1,59 +1,51 @@
-"""Progress while tuning, always on stderr: one live line on a terminal, else a plain line per event."""
+"""Progress while tuning, always on stderr: a live display on a terminal, else a plain line per event."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from math import ceil
 from typing import TextIO
 
 from rich.console import Console
-from rich.status import Status
 
 from amptune.measure.results.outcome import Failure, Measurement
+from amptune.report.live_display import STAGES, LiveDisplay, standing_after
 from amptune.search.events import (
     ComparisonStarted,
     Compiling,
-    ContenderMeasured,
     CurveTrained,
     Event,
     Observer,
     PolicyJudged,
     SearchEnded,
     SearchStarted,
-    StepStarted,
     TrialEnded,
     WorkloadBuilt,
 )
-from amptune.search.plan.plan import Stage as PlanStage
+from amptune.search.plan.budget import Budget
 from amptune.search.table.objective import Objective
 
 __all__ = ["describe", "progress_for"]
 
-_STAGES = {
-    "comparison": "comparison",
-    "verify": "the claim measured again",
-}
-_STEPS: dict[PlanStage, str] = {
-    "build": "building the workload",
-    "batch size": "looking for",
-    "trial": "measuring",
-    "numerics": "judging the numerics of",
-    "cure": "looking for the modules to keep in FP32 under",
-    "modules": "timing",
-    "wait": "waiting",
-    "graph": "judging the compiled graph of",
-}
-
 
 @contextmanager
-def progress_for(stream: TextIO) -> Iterator[Observer]:
-    """Yields an observer that writes to `stream`: live on a terminal, else plain lines."""
-    console = Console(file=stream, highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        yield lambda event: _print_line(console, event)
+def progress_for(stream: TextIO, budget: Budget | None = None, *, verbose: bool = False) -> Iterator[Observer]:
+    """Yields an observer that writes to `stream`: a live display on a terminal, else a plain line per event.
+
+    With a budget the first line is there before anything is measured, and the display's clock ticks; without one, lines
+    are printed on a terminal too. If `verbose`, the lines stand above the live display.
+    """
+    console = Console(file=stream, highlight=False)
+    if budget is None or not stream.isatty() or console.is_dumb_terminal:
+        if budget is not None:
+            _print_line(stream, f"[{ceil(max(0.0, budget.left_s)):4d} s left] building the workload")
+        yield lambda event: _print_line(stream, describe(event))
         return
-    with console.status("building the workload …") as status:
-        yield lambda event: _show(console, status, event)
+    display = LiveDisplay(console, budget)
+    with display.live:
+        yield partial(_show, console, display, verbose=verbose)
 
 
 def describe(event: Event) -> str | None:
@@ -75,7 +67,7 @@ def describe(event: Event) -> str | None:
         case SearchEnded():
             text = f"search ended after {event.trials} new trials: {event.because}"
         case ComparisonStarted():
-            text = f"{_STAGES[event.stage]}: {len(event.policies)} policies in turn, in fresh processes"
+            text = f"{STAGES[event.stage]}: {len(event.policies)} policies in turn, in fresh processes"
         case CurveTrained():
             seed = f"seed {event.seed + 1} of {event.seeds}"
             text = f"{seed}: {event.steps:,} steps under {event.policy}, the last loss is {event.last_loss:.4g}"
@@ -84,21 +76,17 @@ def describe(event: Event) -> str | None:
     return f"[{max(0.0, event.left_s):4.0f} s left] {text}"
 
 
-def _print_line(console: Console, event: Event) -> None:
-    line = describe(event)
+def _print_line(stream: TextIO, line: str | None) -> None:
+    """Prints without rich, which writes HTML in a notebook."""
     if line is not None:
-        console.print(line, markup=False)
+        print(line, file=stream, flush=True)
 
 
-def _show(console: Console, status: Status, event: Event) -> None:
-    _print_line(console, event)
-    match event:
-        case StepStarted() if event.stage in _STEPS:
-            status.update(f"{_STEPS[event.stage]} {event.what} …")
-        case ContenderMeasured():
-            status.update(f"{_STAGES[event.stage]}, launch {event.launch + 1}: {event.policy}")
-        case _:
-            pass
+def _show(console: Console, display: LiveDisplay, event: Event, *, verbose: bool) -> None:
+    line = describe(event)
+    if verbose and line is not None:
+        console.print(line, markup=False, soft_wrap=True)
+    display.standing = standing_after(display.standing, event)
 
 
 def _built(event: WorkloadBuilt) -> str:

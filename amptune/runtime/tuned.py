@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amptune.errors import PolicyApplyError
+from amptune.policy.html_table import notebook_html, settings_in_rows
 from amptune.runtime.layout import convert_batch
 from amptune.runtime.optimizer import fuse
 from amptune.runtime.scaler import PolicyScaler, scaler_for
@@ -66,6 +67,18 @@ class Tuned:
         self._graphed = graphed
         self._scalers: dict[str, PolicyScaler] = {}
         self._active = True
+
+    def __repr__(self) -> str:
+        state = "" if self._active else ", undone"
+        count = len(self.findings)
+        found = f", {count} finding{'' if count == 1 else 's'}" if count else ""
+        return f"<Tuned: {self.policy} on {type(self._plain_model).__name__}{state}{found}>"
+
+    def _repr_html_(self) -> str:
+        """Returns the policy, the model's class and the findings as a notebook shows them."""
+        state = "" if self._active else ", undone"
+        title = f"policy on {type(self._plain_model).__name__}{state}"
+        return notebook_html(title, settings_in_rows(self.policy), self.findings)
 
     @property
     def findings(self) -> tuple[Finding, ...]:

@@ -20,7 +20,7 @@ from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Prepared
 from amptune.search.after_checks import larger_batch
 from amptune.search.decide.decision import Decision
-from amptune.search.events import Observer, StepStarted, WorkloadBuilt
+from amptune.search.events import ContenderMeasured, Event, Observer, StepStarted, WorkloadBuilt
 from amptune.search.gate.judge import Judge
 from amptune.search.plan.budget import larger_batch_s
 from amptune.search.plan.plan import Plan, Step
@@ -56,7 +56,7 @@ def run_tuning(request: TuningRequest, observer: Observer, evaluator: Evaluator 
     with locked(request.folder):
         evaluator = evaluator or _workers(request)
         try:
-            decision = tune_with(evaluator, _with_time_for_the_rest(request), observer)
+            decision = tune_with(evaluator, _with_time_for_the_rest(request), _counting_all(request, observer))
             try:
                 return _told_of_a_larger_batch(evaluator, decision, request)
             except KeyboardInterrupt:
@@ -126,6 +126,19 @@ def _accumulating(request: TuningRequest, prepared: Prepared) -> TuningRequest:
 def _with_time_for_the_rest(request: TuningRequest) -> TuningRequest:
     rest_s = larger_batch_s(request.budget) if _leaves_the_batch(request) else 0.0
     return replace(request, budget=request.budget.less(rest_s))
+
+
+def _counting_all(request: TuningRequest, observer: Observer) -> Observer:
+    """Returns an observer that is told the time left of the whole budget, with what is kept for the rest."""
+    kept_s = request.budget.seconds - _with_time_for_the_rest(request).budget.seconds
+
+    def tell(event: Event) -> None:
+        if isinstance(event, StepStarted | ContenderMeasured):
+            observer(event)
+        else:
+            observer(replace(event, left_s=event.left_s + kept_s))
+
+    return tell
 
 
 def _leaves_the_batch(request: TuningRequest) -> bool:

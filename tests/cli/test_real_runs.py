@@ -66,7 +66,7 @@ def assert_progress_is_told(text: str) -> None:
     lines = re.findall(r"^\[ *(\d+) s left\] +(.*)", text, flags=re.MULTILINE)
     left_s, said = zip(*((int(seconds), words) for seconds, words in lines), strict=True)
     assert list(left_s) == sorted(left_s, reverse=True)
-    stages = ["small: 18,696 parameters", "search space cpu", "1 *", "search ended", "comparison: "]
+    stages = ["building the workload", "small: 18,696", "search space cpu", "1 *", "search ended", "comparison: "]
     found = [next(place for place, words in enumerate(said) if words.startswith(stage)) for stage in stages]
     assert found == sorted(found)
     assert found[0] == 0

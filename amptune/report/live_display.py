@@ -1,0 +1,133 @@
+"""The live display of a run on a terminal: a bar, the time left, trials, the best so far, and what is being done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from amptune.measure.results.outcome import Failure, Outcome
+from amptune.search.events import ContenderMeasured, Event, StepStarted, TrialEnded
+from amptune.search.plan.budget import Budget
+from amptune.search.plan.plan import Stage as PlanStage
+from amptune.search.table.gains import FIGURES
+from amptune.search.table.objective import Objective
+from amptune.search.table.trial import Trial
+
+__all__ = ["STAGES", "LiveDisplay", "Standing", "standing_after"]
+
+STAGES = {
+    "comparison": "comparison",
+    "verify": "the claim measured again",
+}
+_STEPS: dict[PlanStage, str] = {
+    "build": "building",
+    "batch size": "looking for",
+    "trial": "measuring",
+    "numerics": "judging the numerics of",
+    "cure": "looking for the modules to keep in FP32 under",
+    "modules": "timing",
+    "wait": "waiting",
+    "graph": "judging the compiled graph of",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What is known of a run at a moment: trials that ended, those that failed, the best, and what is being done."""
+
+    doing: str = "building the workload"
+    ended: int = 0
+    failed: int = 0
+    best: Trial | None = None
+    baseline: Trial | None = None
+    objective: Objective | None = None
+
+    @property
+    def trials(self) -> str:
+        if not self.ended:
+            return ""
+        failed = f", {self.failed} failed" if self.failed else ""
+        return f"{self.ended} trial{'' if self.ended == 1 else 's'}{failed}"
+
+    @property
+    def leading(self) -> str:
+        """The best policy so far and how it compares with the baseline in single trials; empty if there is none."""
+        if self.best is None or self.baseline is None or self.objective is None:
+            return ""
+        if self.best.policy == self.baseline.policy:
+            return "best so far: the baseline"
+        best, baseline = (_figure(trial.outcome, self.objective) for trial in (self.best, self.baseline))
+        ratio = f"{best / baseline:.2f}× the {FIGURES[self.objective.name]} of the baseline, " if baseline else ""
+        return f"best so far: {ratio}{self.best.policy}"
+
+
+def _figure(outcome: Outcome, objective: Objective) -> float:
+    """Returns the figure of the objective; 0 if there is none."""
+    if isinstance(outcome, Failure):
+        return 0.0
+    match objective.name:
+        case "memory":
+            return outcome.peak_allocated_mib
+        case "energy":
+            return outcome.energy_j_per_sample or 0.0
+        case "throughput":
+            return outcome.samples_per_s
+
+
+def standing_after(standing: Standing, event: Event) -> Standing:
+    """Returns what is known after an event."""
+    match event:
+        case StepStarted() if event.stage in _STEPS:
+            return replace(standing, doing=f"{_STEPS[event.stage]} {event.what}")
+        case ContenderMeasured():
+            return replace(standing, doing=f"{STAGES[event.stage]}, launch {event.launch + 1}: {event.policy}")
+        case TrialEnded():
+            return replace(
+                standing,
+                ended=standing.ended + 1,
+                failed=standing.failed + isinstance(event.trial.outcome, Failure),
+                best=event.best,
+                baseline=event.baseline,
+                objective=event.objective,
+            )
+        case _:
+            return standing
+
+
+class LiveDisplay:
+    """Two or three lines at the bottom of a terminal that show the standing; they are gone at the end."""
+
+    def __init__(self, console: Console, budget: Budget) -> None:
+        self._budget = budget
+        self._spinner = Spinner("dots")
+        self.standing = Standing()
+        # The user's own prints stay in the workers; what this process prints on stdout comes when the display is gone.
+        self.live = Live(self, console=console, transient=True, redirect_stdout=False, refresh_per_second=8)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._clock()
+        yield from (Text(line, no_wrap=True, overflow="ellipsis", style="green") for line in self._leading())
+        doing = Table.grid(padding=(0, 1))
+        doing.add_column()
+        doing.add_column(no_wrap=True, overflow="ellipsis")
+        doing.add_row(self._spinner, Text(self.standing.doing))
+        yield doing
+
+    def _leading(self) -> Iterator[str]:
+        if self.standing.leading:
+            yield self.standing.leading
+
+    def _clock(self) -> Table:
+        total_s, spent_s = self._budget.seconds, max(0.0, self._budget.spent_s)
+        left = f"{ceil(max(0.0, total_s - spent_s))} of {total_s:.0f} s left"
+        line = Table.grid(padding=(0, 2), expand=False)
+        line.add_row(ProgressBar(total=total_s, completed=min(spent_s, total_s), width=30), left, self.standing.trials)
+        return line

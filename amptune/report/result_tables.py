@@ -1,0 +1,186 @@
+"""The tables of the results: of a tuning, a verification, a long look and a study. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from amptune.report.text_table import TextRow, TextTable
+from amptune.search.decide.pareto import MOST_POINTS, ParetoPoint, spread_along
+from amptune.search.table.gains import FIGURES
+
+if TYPE_CHECKING:
+    from amptune.policy.settings import Policy
+    from amptune.search.decide.decision import Decision
+    from amptune.search.decide.study_report import StudyReport
+    from amptune.search.gate.long_look import LongLook
+    from amptune.search.table.verdict import Contender
+    from amptune.search.verification import Verification
+
+__all__ = [
+    "HOW_TO_READ",
+    "ablation_table",
+    "claim_table",
+    "comparison_table",
+    "curves_table",
+    "pareto_table",
+]
+
+HOW_TO_READ = (
+    "ms/step and samples/s are means of all that was measured. vs. baseline compares blocks that were measured in "
+    "turn, so it need not be their quotient."
+)
+
+
+def comparison_table(decision: Decision) -> TextTable:
+    """Returns the finalists, with the figures of the comparison that supports the claim."""
+    shown = _finalists(decision)
+    energy = any(contender.energy_j_per_sample is not None for contender in shown)
+    used = decision.objective.name != "throughput"
+    return TextTable(
+        title=f"{decision.subject.name} on {decision.hardware.name}",
+        headings=(
+            *("ms/step", "95 %", "samples/s", "peak MiB"),
+            *(("J/sample",) if energy else ()),
+            "vs. baseline",
+            *((decision.objective.name,) if used else ()),
+        ),
+        rows=tuple(
+            TextRow(
+                name=_role(contender, decision),
+                figures=_figures(contender, energy=energy, used=used),
+                policy=str(contender.policy),
+                wins=contender.policy == decision.verdict.winner.policy,
+            )
+            for contender in shown
+        ),
+        note=HOW_TO_READ + (f" {decision.objective.name}: share of the baseline's." if used else ""),
+    )
+
+
+def _finalists(decision: Decision) -> list[Contender]:
+    claimed = {decision.verdict.winner.policy: decision.verdict.winner, decision.baseline.policy: decision.baseline}
+    others = [contender for contender in decision.finalists if contender.policy not in claimed]
+    return sorted([*claimed.values(), *others], key=lambda contender: contender.place)
+
+
+def _role(contender: Contender, decision: Decision) -> str:
+    roles = []
+    if contender.policy == decision.verdict.winner.policy:
+        roles.append("winner")
+    if contender.policy == decision.baseline.policy:
+        roles.append("baseline")
+    elif decision.amp_recipe is not None and contender.policy == decision.amp_recipe.policy:
+        roles.append("AMP recipe")
+    if contender.too_slow:
+        roles.append("too slow")
+    return ", ".join(roles)
+
+
+def _figures(contender: Contender, *, energy: bool, used: bool) -> tuple[str, ...]:
+    """Returns the figures, or the kind of failure alone."""
+    if contender.failure is not None or contender.step_ms is None:
+        return (str(contender.failure and contender.failure.kind),)
+    interval = contender.step_ms_ci95
+    ratio = contender.vs_baseline
+    return (
+        f"{contender.step_ms:.3f}",
+        "" if interval is None else f"{interval[0]:.3f}-{interval[1]:.3f}",
+        f"{contender.samples_per_s:,.1f}",
+        f"{contender.peak_memory_mib:,.0f}",
+        *((_joules(contender.energy_j_per_sample),) if energy else ()),
+        "" if ratio is None else f"{ratio.value:.2f}×",
+        *((f"{1 / contender.merit:.2f}×" if contender.merit else "",) if used else ()),
+    )
+
+
+def ablation_table(decision: Decision) -> TextTable:
+    """Returns each setting's effect on speed; for memory or energy, on the use of it, with the speed beside it."""
+    plain = decision.objective.name == "throughput"
+    rows = []
+    for one in decision.ablation:
+        value = "" if isinstance(one.variant.value, list) else str(one.variant.value)
+        buys = one.buys if plain else one.buys.inverse
+        interval = "" if math.isinf(one.buys.high) else f"{buys.low:.3f}-{buys.high:.3f}"
+        figures = (f"{buys.value:.3f}×", interval, *(() if plain else (f"{one.speed.value:.3f}×",)))
+        rows.append(TextRow(name=" ".join(filter(None, (one.variant.setting, value))), figures=figures))
+    return TextTable(
+        title="what each setting buys",
+        name="setting",
+        headings=(f"{FIGURES[decision.objective.name]} with it / without", "95 %", *(() if plain else ("speed",))),
+        rows=tuple(rows),
+    )
+
+
+def claim_table(found: Verification) -> TextTable:
+    """Returns claimed and measured figures side by side."""
+    now, claim = found.speedup, found.claim
+    return TextTable(
+        title=f"on {found.hardware.name}, {found.seconds:.0f} s",
+        headings=("claimed", "measured"),
+        rows=(
+            TextRow(name="policy, ms/step", figures=(_ms(claim.step_ms), _ms(found.policy.step_ms))),
+            TextRow(name="baseline, ms/step", figures=(_ms(claim.baseline_ms), _ms(found.baseline.step_ms))),
+            TextRow(name="speed-up", figures=(f"{claim.speedup:.3f}×", "failed" if now is None else str(now))),
+        ),
+        note="The speed-up compares blocks that were measured in turn, so it need not be the quotient of the means.",
+    )
+
+
+def curves_table(look: LongLook) -> TextTable:
+    """Returns the last losses of FP32 and the policy side by side."""
+    rows = (
+        TextRow(name=gap.what, figures=(f"{gap.fp32:.4g}", f"±{gap.spread:.2g}", f"{gap.policy:.4g}"))
+        for gap in look.shown
+    )
+    return TextTable(
+        title=f"{look.name} on {look.hardware.name}, {look.seconds:.0f} s",
+        headings=("FP32", "between seeds", "policy"),
+        rows=tuple(rows),
+    )
+
+
+def pareto_table(study_report: StudyReport) -> TextTable:
+    """Returns the Pareto set, with each policy's role."""
+    shown = spread_along(study_report.front)
+    energy = any(point.energy_j_per_sample is not None for point in shown)
+    more = "" if len(shown) == len(study_report.front) else f" ({MOST_POINTS} of {len(study_report.front)})"
+    return TextTable(
+        title=f"what no policy beats in everything{more}, beside the baseline",
+        headings=("samples/s", "peak MiB", *(("J/sample",) if energy else ()), "numerics"),
+        rows=tuple(
+            TextRow(
+                name=_role_in_study(study_report, point.policy),
+                figures=(
+                    f"{point.samples_per_s:,.1f}",
+                    f"{point.peak_memory_mib:,.0f}",
+                    *((_joules(point.energy_j_per_sample),) if energy else ()),
+                    "passed" if point.judged else "not judged",
+                ),
+                policy=str(point.policy),
+                wins=point.policy == study_report.policy,
+            )
+            for point in _with_the_named(study_report, shown)
+        ),
+    )
+
+
+def _with_the_named(study_report: StudyReport, shown: Sequence[ParetoPoint]) -> Iterator[ParetoPoint]:
+    """Yields the points, fastest first, plus winner and baseline, which need not be in the Pareto set."""
+    named = {study_report.policy, study_report.baseline.policy}
+    others = [point for point in study_report.points if point.policy in named and point not in shown]
+    yield from sorted([*shown, *others], key=lambda point: -point.samples_per_s)
+
+
+def _role_in_study(study_report: StudyReport, policy: Policy) -> str:
+    roles = {study_report.policy: "answer", study_report.baseline.policy: "baseline"}
+    return "answer: baseline" if study_report.keeps_the_baseline and policy in roles else roles.get(policy, "")
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _joules(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

@@ -1,0 +1,100 @@
+"""What a terminal shows while amptune measures, and what is printed where there is none."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+
+import pytest
+from measurements import took
+from simulated.clock import SimulatedClock
+from terminals import Terminal
+
+from amptune.measure.results.outcome import Failure
+from amptune.policy.settings import STOCK, amp_recipe
+from amptune.report.live_display import LiveDisplay, Standing, standing_after
+from amptune.report.progress import progress_for
+from amptune.search.events import ContenderMeasured, Event, SearchEnded, StepStarted, TrialEnded
+from amptune.search.plan.budget import Budget
+from amptune.search.table.objective import Objective
+from amptune.search.table.trial import Trial
+
+BASELINE = Trial(number=0, policy=STOCK, outcome=took(10.0, 1000.0), seconds=1.0)
+FAST = Trial(number=1, policy=amp_recipe("bf16"), outcome=took(5.0, 700.0), seconds=1.0)
+FAILED = Trial(number=2, policy=amp_recipe("fp16"), outcome=Failure(kind="oom", message="no memory"), seconds=1.0)
+
+
+def ended(trial: Trial, best: Trial, objective: str = "throughput") -> Event:
+    return TrialEnded(trial=trial, best=best, baseline=BASELINE, left_s=9.0, objective=Objective(objective))  # type: ignore[arg-type]
+
+
+def after(*events: Event) -> Standing:
+    standing = Standing()
+    for event in events:
+        standing = standing_after(standing, event)
+    return standing
+
+
+def test_trials_are_counted_done_and_failed_and_the_best_is_held_against_the_baseline() -> None:
+    standing = after(ended(BASELINE, BASELINE), ended(FAST, FAST), ended(FAILED, FAST))
+    assert standing.trials == "3 trials, 1 failed"
+    assert standing.leading == "best so far: 2.00× the speed of the baseline, bf16"
+    assert after(ended(BASELINE, BASELINE)).leading == "best so far: the baseline"
+    assert after(ended(FAST, FAST, "memory")).leading == "best so far: 0.70× the peak memory of the baseline, bf16"
+    assert Standing().leading == Standing().trials == ""
+
+
+def test_what_is_being_tried_is_shown() -> None:
+    trying = StepStarted(stage="trial", what="bf16")
+    assert after(trying).doing == "measuring bf16"
+    outcome = FAST.outcome
+    compared = ContenderMeasured(stage="comparison", launch=1, policy=FAST.policy, outcome=outcome)
+    assert after(trying, compared).doing == "comparison, launch 2: bf16"
+
+
+def test_the_clock_ticks_without_an_event_and_counts_from_the_whole_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    clock, terminal = SimulatedClock(), Terminal(monkeypatch, 80)
+    console = Console(file=terminal, force_terminal=True)
+    display = LiveDisplay(console, Budget(seconds=300.0, started=clock(), clock=clock))
+    console.print(display)
+    clock.advance(42.4)
+    display.standing = replace(display.standing, doing=f"measuring {'very long ' * 20}")
+    console.print(display)
+    clock.advance(1000.0)
+    console.print(display)
+    assert re.findall(r"\d+ of \d+ s left", terminal.getvalue()) == [
+        "300 of 300 s left",
+        "258 of 300 s left",
+        "0 of 300 s left",
+    ]
+    assert len(terminal.getvalue().splitlines()) == 6  # what is too long does not wrap
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_a_terminal_shows_the_display_and_lines_only_if_they_are_asked_for(
+    verbose: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal(monkeypatch, 80, term="xterm")
+    with progress_for(terminal, Budget(seconds=60.0), verbose=verbose) as observer:
+        observer(ended(FAST, FAST))
+        observer(StepStarted(stage="trial", what="fp16"))
+    assert "1 trial" in terminal.getvalue()
+    assert "measuring fp16" in terminal.getvalue()
+    assert ("5.000 ms" in terminal.getvalue()) is verbose
+
+
+def test_elsewhere_the_first_line_has_the_whole_budget_and_each_event_has_a_line_without_colours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    clock = SimulatedClock()
+    stop = SearchEnded(because="the budget for searching is spent", trials=3, left_s=9.0)
+    for stream in (io.StringIO(), Terminal(monkeypatch, 80, term="dumb")):
+        with progress_for(stream, Budget(seconds=300.0, started=clock(), clock=clock)) as observer:
+            observer(stop)
+        first, second = stream.getvalue().splitlines()
+        assert first == "[ 300 s left] building the workload"
+        assert second == "[   9 s left] search ended after 3 new trials: the budget for searching is spent"
