@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -493,3 +494,34 @@ def test_a_policy_slower_than_stock_and_one_that_fails_are_named(tmp_path: Path)
     assert "amptune 3" not in slower
     assert failed == "- failed in the plain loop: early_exit, 60 s, amptune 3"
     assert without.endswith("none")
+
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+FOREIGN = Path(__file__).parent.parent / "reports" / "h100" / "foreign"
+IN_README = {
+    "ConvNeXt-T": "convnext_tiny", "EfficientNetV2-S": "efficientnet_v2_s", "RegNetY-3.2GF": "regnet_y_3_2gf",
+    "ViT-S/16": "vit_small_patch16_224", "Swin-T": "swin_t", "T5-base": "t5_base", "R3D-18": "r3d_18",
+    "Llama": "llama_150m",
+}  # fmt: skip
+
+
+def test_the_readmes_table_has_the_step_times_of_models_that_amptune_was_not_developed_with() -> None:
+    ratios: dict[str, list[float]] = {"recipe": [], "pytorch-autotune": []}
+    for name, model in IN_README.items():
+        evidence = foreign_table.Evidence(FOREIGN / f"{model}.jsonl")
+        (row,) = [line for line in README.splitlines() if line.startswith(f"| {name},")]
+        shown = [float(cell.strip(" *")) for cell in row.split("|")[2:6]]
+        times = {
+            arm: statistics.geometric_mean(ms.values()) for arm, ms in foreign_table.times_of(evidence, 120.0).items()
+        }
+        measured = [
+            times["stock"], min(times["amp bf16"], times["amp fp16"]), times["pytorch-autotune"], times["amptune"]
+        ]  # fmt: skip
+        assert shown == [float(f"{ms:.3g}") for ms in measured]
+        for over, found in ratios.items():
+            ratio = foreign_table.speed_over(evidence, 120.0, over)
+            assert ratio is not None
+            found.append(ratio.value)
+    recipe, autotune = (f"{statistics.geometric_mean(found):.1f} times" for found in ratios.values())
+    said = f"amptune is {recipe} as fast as the AMP recipe and {autotune} as fast as pytorch-autotune"
+    assert said in " ".join(README.split())

@@ -101,6 +101,7 @@ def test_the_caption_has_the_geometric_means() -> None:
 
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
+RESULTS = (Path(__file__).parent.parent / "docs" / "results.md").read_text()
 
 
 def test_the_policy_that_the_readme_shows_is_the_one_that_was_found() -> None:
@@ -115,16 +116,16 @@ COLUMNS = ["stock", "best AMP recipe", "pytorch-autotune", "amptune"]
 
 
 @pytest.mark.parametrize("result", chart.results(), ids=lambda result: result.workload)
-def test_the_readmes_table_has_the_step_times_of_the_results(result: chart.Result) -> None:
+def test_the_page_of_results_has_their_step_times(result: chart.Result) -> None:
     name, size = chart.NAMES[result.workload]
-    (row,) = [line for line in README.splitlines() if line.startswith(f"| {name.removesuffix('*')}")]
+    (row,) = [line for line in RESULTS.splitlines() if line.startswith(f"| {name.removesuffix('*')}")]
     cells = [cell.strip() for cell in row.split("|")[1:]]
     assert size in cells[0]
     assert ("†" in cells[0], "*" in cells[0]) == (result.is_provisional, name.endswith("*"))
     assert [float(cell) for cell in cells[1:5]] == [float(f"{result.times_ms[name]:.3g}") for name in COLUMNS]
 
 
-def test_the_readme_has_the_ratios_of_the_geometric_means() -> None:
+def test_the_page_of_results_has_the_ratios_of_the_geometric_means() -> None:
     every = chart.results()
     quiet = [result for result in every if result.workload not in chart.HOST_BOUND]
     ratios = [
@@ -133,6 +134,6 @@ def test_the_readme_has_the_ratios_of_the_geometric_means() -> None:
         for name in ("best AMP recipe", "pytorch-autotune")
     ]
     words = r"amptune is ([\d.]+) times .* AMP recipe and ([\d.]+) times .*?; with them, ([\d.]+) and ([\d.]+) times"
-    said = re.search(words, " ".join(README.split()))
+    said = re.search(words, " ".join(RESULTS.split()))
     assert said is not None
     assert [float(figure) for figure in said.groups()] == [float(f"{ratio:.1f}") for ratio in ratios]
