@@ -19,8 +19,8 @@ __all__ = ["check_command", "check_file", "explain_command", "schema_command"]
 def check_command(files: tuple[str, ...], any_hardware: bool, as_json: bool) -> None:
     """Is each FILE (a policy, profile or search space) well formed, and valid on this machine?
 
-    Ends at the first that is not: with 2 if it is malformed, with 4 if it is not valid here. --json prints an object for
-    each file.
+    Ends at the first that is not: with 2 if it is malformed, with 4 if it is not valid here.
+    --json prints an object for each file.
     """
     for file in files:
         kind, findings = check_file(file, any_hardware=any_hardware)
