@@ -40,6 +40,8 @@ def train(device):
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
 
 
+if "LOCAL_RANK" not in os.environ:
+    raise SystemExit("start this by: torchrun --standalone --nproc-per-node 2 fsdp2.py")
 on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
 if on_gpus:

@@ -13,20 +13,23 @@ __all__ = ["check_command", "check_file", "explain_command", "schema_command"]
 
 
 @click.command("check", short_help="Is a policy, profile or space well formed, and valid here?")
-@click.argument("file", type=FILE)
+@click.argument("files", type=FILE, nargs=-1, required=True, metavar="FILE...")
+@click.option("--any-hardware", is_flag=True, help="Do not ask whether it is valid on this machine.")
 @json_option
-def check_command(file: str, as_json: bool) -> None:
-    """Is FILE (a policy, profile or search space) well formed, and valid on this machine?
+def check_command(files: tuple[str, ...], any_hardware: bool, as_json: bool) -> None:
+    """Is each FILE (a policy, profile or search space) well formed, and valid on this machine?
 
-    Exits with 2 if it is malformed, with 4 if it is not valid here.
+    Ends at the first that is not: with 2 if it is malformed, with 4 if it is not valid here.
+    --json prints an object for each file.
     """
-    kind, findings = check_file(file)
-    if as_json:
-        print_json("amptune.check/1", {"file": file, "kind": kind, "findings": [f.as_dict() for f in findings]})
-        return
-    for finding in findings:
-        click.echo(f"note: {finding}", err=True)
-    click.echo(f"{file}: a well-formed {kind}, valid here")
+    for file in files:
+        kind, findings = check_file(file, any_hardware=any_hardware)
+        if as_json:
+            print_json("amptune.check/1", {"file": file, "kind": kind, "findings": [f.as_dict() for f in findings]})
+            continue
+        for finding in findings:
+            click.echo(f"note: {finding}", err=True)
+        click.echo(f"{file}: a well-formed {kind}" + ("" if any_hardware else ", valid here"))
 
 
 @click.command("explain", short_help="Say in words what a policy sets, and why.")
@@ -80,18 +83,21 @@ def schema_command(kind: str, as_json: bool) -> None:  # noqa: ARG001  # JSON it
     click.echo(json.dumps(schema, indent=2))
 
 
-def check_file(path: str) -> tuple[str, tuple[Finding, ...]]:
-    """Returns (kind of file, notes). Raises `FileFormatError` if malformed, `HardwareMismatchError` if invalid here."""
+def check_file(path: str, *, any_hardware: bool = False) -> tuple[str, tuple[Finding, ...]]:
+    """Returns (kind of file, notes).
+
+    Raises `FileFormatError` if it is malformed, `HardwareMismatchError` if it is not valid here, unless `any_hardware`.
+    """
     from amptune.policy.policy_file import is_preset
     from amptune.policy.yaml_text import read
 
     if is_preset(path):
-        return _check_policy_or_profile(path)
+        return _check_policy_or_profile(path, any_hardware=any_hardware)
     data = read(path).data
     schema = data.get("schema") if isinstance(data, dict) else None
     if isinstance(schema, str) and schema.startswith("amptune.space/"):
         return "search space", _check_space(path)
-    return _check_policy_or_profile(path)
+    return _check_policy_or_profile(path, any_hardware=any_hardware)
 
 
 def _check_space(path: str) -> tuple[Finding, ...]:
@@ -101,13 +107,15 @@ def _check_space(path: str) -> tuple[Finding, ...]:
     return ()
 
 
-def _check_policy_or_profile(path: str) -> tuple[str, tuple[Finding, ...]]:
+def _check_policy_or_profile(path: str, *, any_hardware: bool) -> tuple[str, tuple[Finding, ...]]:
     from amptune.hardware.detect import probe
     from amptune.policy.file_io import load_any
     from amptune.policy.hardware_match import require_valid
     from amptune.policy.profile import Profile, resolve
 
     found = load_any(path)
+    if any_hardware:
+        return "profile" if isinstance(found, Profile) else "policy", ()
     labels = dict(probe().labels)
     if isinstance(found, Profile):
         chosen = resolve(found, labels)

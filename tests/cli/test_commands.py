@@ -319,6 +319,17 @@ def test_a_policy_of_another_gpu_is_refused(folder: Path) -> None:
     assert "NVIDIA-H200-OF-TEST" in done.stderr
 
 
+def test_files_can_be_checked_together_and_for_machines_elsewhere_as_before_a_commit(folder: Path) -> None:
+    (folder / "h200.yaml").write_text(
+        "schema: amptune.policy/1\nautocast: fp16\nvalid_for: {nvidia.com/gpu.product: NVIDIA-H200-OF-TEST}\n"
+    )
+    (folder / "bad.yaml").write_text("schema: amptune.policy/1\nautocast: bf15\n")
+    done = run("check", "--any-hardware", "h200.yaml", "h200.yaml", folder=folder)
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == ["h200.yaml: a well-formed policy"] * 2
+    assert run("check", "--any-hardware", "h200.yaml", "bad.yaml", folder=folder).returncode == 2
+
+
 def test_all_mistakes_in_a_file_are_told_at_once(folder: Path) -> None:
     (folder / "bad.yaml").write_text("schema: amptune.policy/1\nautocast: bf15\nbatch_size: few\n")
     done = run("check", "bad.yaml", folder=folder)

@@ -58,6 +58,14 @@ def test_an_example_learns(script: str) -> None:
 
 @slow
 @pytest.mark.parametrize("script", ["ddp.py", "fsdp2.py"])
+def test_an_example_of_two_processes_says_how_to_start_it(script: str) -> None:
+    done = subprocess.run([sys.executable, str(EXAMPLES / script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"start this by: torchrun --standalone --nproc-per-node 2 {script}"
+
+
+@slow
+@pytest.mark.parametrize("script", ["ddp.py", "fsdp2.py"])
 def test_an_example_of_two_processes_learns(script: str) -> None:
     assert_learned(output_of(script, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))
 
