@@ -501,7 +501,7 @@ FOREIGN = Path(__file__).parent.parent / "reports" / "h100" / "foreign"
 IN_README = {
     "ConvNeXt-T": "convnext_tiny", "EfficientNetV2-S": "efficientnet_v2_s", "RegNetY-3.2GF": "regnet_y_3_2gf",
     "ViT-S/16": "vit_small_patch16_224", "Swin-T": "swin_t", "T5-base": "t5_base", "R3D-18": "r3d_18",
-    "Llama": "llama_150m",
+    "Llama 150M": "llama_150m",
 }  # fmt: skip
 
 
