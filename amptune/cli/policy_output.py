@@ -1,4 +1,4 @@
-"""Where `amptune tune` writes its policy: only over a file that it wrote itself, unless told."""
+"""Writes the policy of `amptune tune`, and protects files that `tune` did not write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine has and can do, in words. Pure."""
+"""Describes a machine in lines of text: hardware, capabilities, software and labels. Pure."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -41,7 +40,7 @@ _STEPS: dict[PlanStage, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What is known of a run at a moment: trials that ended, those that failed, the best, and what is being done."""
+    """A snapshot of a run: trials that ended, those that failed, the best one, and the present step."""
 
     doing: str = "building the workload"
     ended: int = 0
@@ -114,16 +113,13 @@ class LiveDisplay:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self._clock()
-        yield from (Text(line, no_wrap=True, overflow="ellipsis", style="green") for line in self._leading())
+        if self.standing.leading:
+            yield Text(self.standing.leading, no_wrap=True, overflow="ellipsis", style="green")
         doing = Table.grid(padding=(0, 1))
         doing.add_column()
         doing.add_column(no_wrap=True, overflow="ellipsis")
         doing.add_row(self._spinner, Text(self.standing.doing))
         yield doing
-
-    def _leading(self) -> Iterator[str]:
-        if self.standing.leading:
-            yield self.standing.leading
 
     def _clock(self) -> Table:
         total_s, spent_s = self._budget.seconds, max(0.0, self._budget.spent_s)

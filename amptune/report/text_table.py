@@ -56,7 +56,7 @@ class TextTable:
 
     def _one_line_each(self) -> list[TextLine]:
         has_policies = any(row.policy for row in self.rows)
-        head = (self.name, *self.headings, *(("policy",) if has_policies else ()))
+        head = (self.name, *self.headings, "policy" if has_policies else "")
         cells = [(row.name, *self._padded(row), row.policy) for row in self.rows]
         wins = [False, *(row.wins for row in self.rows)]
         lines = _aligned([head, *cells], left=(0, len(self.headings) + 1))
@@ -70,15 +70,13 @@ class TextTable:
         for row, aligned in zip(self.rows, figures, strict=True):
             for line in wrapped(row.subject, width, hanging=2 * _GAP):
                 yield TextLine(text=line, wins=row.wins)
-            words = ", ".join(f"{heading} {figure}".strip() for heading, figure in self._said(row))
+            said = zip(self.headings, row.figures, strict=False)
+            words = ", ".join(f"{heading} {figure}".strip() for heading, figure in said if figure)
             for line in [_GAP + aligned] if fits else wrapped(_GAP + words, width, hanging=_GAP):
                 yield TextLine(text=line, wins=row.wins)
 
     def _padded(self, row: TextRow) -> tuple[str, ...]:
         return (*row.figures, *("" for _ in self.headings[len(row.figures) :]))
-
-    def _said(self, row: TextRow) -> Iterator[tuple[str, str]]:
-        yield from ((heading, figure) for heading, figure in zip(self.headings, row.figures, strict=False) if figure)
 
 
 def wrapped(text: str, width: int | None, *, hanging: str = "") -> list[str]:
@@ -95,15 +93,10 @@ def _width_of(lines: Sequence[TextLine]) -> int:
 
 def _aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
     """Returns a line for each row, with its cells below one another; all but the `left` columns align to the right."""
-    widths = [max(map(len, column)) for column in zip(*_equally_long(rows), strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         _GAP.join(
             cell.ljust(widths[place]) if place in left else cell.rjust(widths[place]) for place, cell in enumerate(row)
         ).rstrip()
-        for row in _equally_long(rows)
+        for row in rows
     ]
-
-
-def _equally_long(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    longest = max(map(len, rows))
-    return [[*row, *("" for _ in range(longest - len(row)))] for row in rows]

@@ -35,7 +35,7 @@ RECIPES = (
     Policy(),
 )
 LAYOUTS: tuple[MemoryFormat, ...] = ("channels_last_3d", "channels_last", "contiguous")
-# A host may need so many times what is expected: T5 took 96 s in place of 27 (reports/h100/compiling).
+# A host may need so many times what is expected: Swin-T's graph came after 91 s in place of 27 (reports/h100/foreign).
 SLOW_HOST = 4.0
 # The device memory that a compiling process is expected to need, relative to the eager baseline: CUDA graphs have their
 # own memory pool, and the process has its own CUDA context.
