@@ -19,15 +19,17 @@ data = [{"input_ids": row, "labels": int(row[0] > 15)} for row in tokens]
 policy = amptune.Policy(autocast="bf16", fp32_modules=(amptune.Fp32Rule(path="classifier"),), batch_size=16)
 with tempfile.TemporaryDirectory() as folder:
     arguments = TrainingArguments(
-        **training_arguments(policy),  # or training_arguments("policy.yaml")
-        output_dir=folder,
-        use_cpu=not torch.cuda.is_available(),
-        num_train_epochs=6,
-        learning_rate=2e-3,
-        logging_steps=8,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        **training_arguments(  # or training_arguments("policy.yaml", …)
+            policy,
+            output_dir=folder,
+            use_cpu=not torch.cuda.is_available(),
+            num_train_epochs=6,
+            learning_rate=2e-3,
+            logging_steps=8,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
     )
     trainer = Trainer(model, arguments, train_dataset=data, callbacks=[PolicyCallback(policy)])
     trainer.train()

@@ -61,8 +61,8 @@ _GROUPS = {
 @click.option("--compile/--no-compile", "compile_", default=None,
               help="Whether to try torch.compile. Default: where the budget has time for it.")  # fmt: skip
 @objective_options("throughput", "Most samples per second, least peak memory, or least energy per sample.")
-@click.option("--baseline", type=FILE, default="stock", show_default=True, metavar="stock|amp-fp16|amp-bf16|FILE",
-              help="What training uses today.")  # fmt: skip
+@click.option("--baseline", type=FILE, default="stock", show_default=True, help="What training uses today.",
+              metavar="stock|amp-fp16|amp-bf16|transformers|FILE")  # fmt: skip
 @click.option("--set", "pins", multiple=True, metavar="KNOB=VALUE", help="Pin a knob instead of searching it.")
 @click.option("--device", metavar="cuda:N|cpu", help="Default: the first GPU, else the CPU.")
 @click.option(
@@ -180,13 +180,14 @@ def _sampler(name: str, seed: int) -> Sampler | None:
 
 def _baseline(text: str) -> Policy:
     from amptune.policy.file_io import load
-    from amptune.policy.policy_file import is_preset
+    from amptune.policy.policy_file import BASELINES, is_preset
     from amptune.policy.settings import STOCK
 
     if text == "stock":
         return STOCK
     if not is_preset(text) and not Path(text).exists():
-        raise click.BadParameter(f"{text!r} is not stock, amp-fp16, amp-bf16 or a policy file", param_hint="--baseline")
+        allowed = ", ".join(("stock", *BASELINES))
+        raise click.BadParameter(f"{text!r} is not {allowed} or a policy file", param_hint="--baseline")
     return load(text).policy
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,11 @@ __all__ = ["as_torch_has_it", "probe", "read_cpu", "with_readings"]
 def probe(device: str | None = None) -> Hardware:
     """Returns the hardware for `device`: `cuda`, `cuda:1` or `cpu`; the default is the GPU if there is one.
 
-    Raises `DeviceError` for a device that does not exist, and for malformed labels in `AMPTUNE_LABELS`.
+    Raises `DeviceError` for a device that does not exist, for malformed labels in `AMPTUNE_LABELS`, on Windows, and for
+    a GPU of a torch that was built for ROCm.
     """
+    if sys.platform == "win32":
+        raise DeviceError("amptune reads Linux and macOS machines, not Windows: run it in WSL 2")
     site = site_labels(os.environ.get("AMPTUNE_LABELS", ""))
     index = _gpu_index(device)
     cpu, software = read_cpu(), _software()
@@ -50,6 +54,11 @@ def _gpu_index(device: str | None) -> int | None:
     available = torch.cuda.is_available()
     if device == "cpu" or (device is None and not available):
         return None
+    if available and torch.version.hip is not None:  # compute capabilities there are other GPUs' than in our table
+        raise DeviceError(
+            "this torch is built for ROCm, and amptune knows NVIDIA's GPUs alone: --device cpu is for the CPU, and "
+            'amptune.apply(amptune.load("policy.yaml").policy, model) applies settings that nobody checked here'
+        )
     count = torch.cuda.device_count() if available else 0
     asked = re.fullmatch(r"cuda(?::(\d+))?", "cuda" if device is None else device)
     if asked is not None and asked[1] is None and count:

@@ -29,7 +29,7 @@ __all__ = ["dumps", "load", "load_any", "parse_policy", "require_writable", "sav
 def load(path: str | os.PathLike[str]) -> PolicyFile:
     """Returns a policy file, a profile's entry that matches this machine, or a preset.
 
-    Presets are `amp-bf16`, `amp-fp16`, and `apex:O0` to `apex:O3`.
+    Presets are `amp-bf16`, `amp-fp16`, `transformers`, and `apex:O0` to `apex:O3`.
     Raises `FileFormatError` with every problem in the file, `HardwareMismatchError` if no entry matches.
     """
     found = load_any(path)

@@ -1,7 +1,7 @@
 """Content of a policy file: the settings, the machine they are valid for, and the measured evidence.
 
-Presets are policies by name: PyTorch's AMP recipe, and the opt levels of NVIDIA's Apex, for training code that used
-`apex.amp.initialize`.
+Presets are policies by name: PyTorch's AMP recipe, what the Trainer of transformers does by itself, and the opt levels
+of NVIDIA's Apex, for training code that used `apex.amp.initialize`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from amptune.errors import FileFormatError, Problem
 from amptune.policy.html_table import notebook_html, settings_in_rows
 from amptune.policy.settings import LossScale, Policy, amp_recipe
 
-__all__ = ["APEX_LEVELS", "Evidence", "PolicyFile", "is_preset", "preset"]
+__all__ = ["APEX_LEVELS", "BASELINES", "Evidence", "PolicyFile", "is_preset", "preset"]
 
 
 class Evidence(TypedDict, total=False):
@@ -98,13 +98,17 @@ APEX_LEVELS = {
 }
 
 
-# PyTorch's AMP recipe, as `--baseline` names it.
-AMP_RECIPES = {"amp-fp16": amp_recipe("fp16"), "amp-bf16": amp_recipe("bf16")}
+# As `--baseline` names them. The Trainer of transformers 5 computes in FP32, with PyTorch's own math, and fuses AdamW.
+BASELINES = {
+    "amp-fp16": amp_recipe("fp16"),
+    "amp-bf16": amp_recipe("bf16"),
+    "transformers": Policy(fused_optimizer=True),
+}
 
 
 def is_preset(name: object) -> TypeGuard[str]:
     """Returns True if the name means a preset; name a file like that as `./apex:…`, or use a `pathlib.Path`."""
-    return isinstance(name, str) and (name.startswith(_PREFIX) or name in AMP_RECIPES)
+    return isinstance(name, str) and (name.startswith(_PREFIX) or name in BASELINES)
 
 
 def preset(name: str) -> PolicyFile:
@@ -112,7 +116,7 @@ def preset(name: str) -> PolicyFile:
 
     Raises `FileFormatError` for a level that Apex does not have.
     """
-    policy = AMP_RECIPES.get(name) or APEX_LEVELS.get(name.removeprefix(_PREFIX))
+    policy = BASELINES.get(name) or APEX_LEVELS.get(name.removeprefix(_PREFIX))
     if policy is None:
         levels = ", ".join(_PREFIX + level for level in APEX_LEVELS)
         raise FileFormatError([Problem(message=f"is no opt level of Apex; there are {levels}", source=name)])

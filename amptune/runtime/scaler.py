@@ -35,8 +35,8 @@ class PolicyScaler(torch.amp.GradScaler):
     policy_scale: LossScale = LossScale()
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        with self.weights.stepping(optimizer):
-            return super().step(optimizer, *args, **kwargs)
+        self.weights.require_masters(optimizer)
+        return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         super().update(new_scale)

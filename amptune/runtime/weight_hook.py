@@ -37,9 +37,8 @@ class WeightHook:
         """Returns a context in which the optimizer holds the parameters that it is going to update."""
         return nullcontext()
 
-    def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Returns a context for one step: after it the optimizer holds the model's own parameters."""
-        return nullcontext()
+    def require_masters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises `PolicyApplyError` for an optimizer that would update half weights in place of their masters."""
 
     def widen_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Casts the gradients of half weights to FP32, so that unscaling them does not overflow."""

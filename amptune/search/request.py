@@ -12,7 +12,8 @@ from uuid import uuid4
 
 from amptune.errors import ObjectiveError, TargetError
 from amptune.measure.workers.source import Source
-from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.policy.policy_file import BASELINES
+from amptune.policy.settings import STOCK, Policy
 from amptune.search.plan.budget import Budget
 from amptune.search.space.candidates import Wanted
 from amptune.search.table.objective import THROUGHPUT, Objective
@@ -74,8 +75,7 @@ class TuningRequest:
 
 def _name_of(baseline: Policy) -> str | None:
     """Returns the baseline's option value: None for stock PyTorch, the default; FILE if only a file can hold it."""
-    named = {STOCK: None, amp_recipe("fp16"): "amp-fp16", amp_recipe("bf16"): "amp-bf16"}
-    return named.get(baseline, "FILE")
+    return None if baseline == STOCK else next((name for name, it in BASELINES.items() if it == baseline), "FILE")
 
 
 def source_of(workload: Workload | Callable[[], Workload] | str, arguments: Sequence[str] = ()) -> Source:

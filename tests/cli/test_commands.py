@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import click
 import pytest
 from commands import WORKLOADS, Done, Machine, interrupting, run
 from filelock import FileLock
@@ -473,6 +474,12 @@ def test_what_cannot_be_run_cannot_be_verified(folder: Path, target: str, code: 
         done = run("verify", "policy.yaml", f"train.py:{target}", "--budget", "20s", folder=folder, evaluator=here)
     assert done.returncode == code
     assert words in done.stderr
+
+
+def test_the_baseline_may_be_what_the_trainer_of_transformers_does() -> None:
+    assert _baseline("transformers") == Policy(fused_optimizer=True)
+    with pytest.raises(click.BadParameter, match="is not stock, amp-fp16, amp-bf16, transformers or a policy file"):
+        _baseline("missing.yaml")
 
 
 def test_the_baseline_may_be_an_opt_level_of_apex() -> None:

@@ -60,6 +60,22 @@ def test_no_other_word_is_a_device(device: str) -> None:
         probe(device)
 
 
+def test_a_gpu_of_rocm_is_refused_and_the_cpu_beside_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MI250 reports the compute capability of an H100."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    for device in (None, "cuda", "cuda:0"):
+        with pytest.raises(DeviceError, match="built for ROCm, and amptune knows NVIDIA's GPUs alone: --device cpu"):
+            probe(device)
+    assert probe("cpu").device == "cpu"
+
+
+def test_windows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(DeviceError, match="Linux and macOS machines, not Windows: run it in WSL 2"):
+        probe("cpu")
+
+
 def test_labels_of_the_site_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AMPTUNE_LABELS", "rack=a12")
     assert dict(probe("cpu").labels)["rack"] == "a12"

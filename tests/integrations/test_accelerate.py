@@ -20,7 +20,13 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DynamoBackend, GradScalerKwargs
+from accelerate.utils import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    DynamoBackend,
+    GradScalerKwargs,
+    KwargsHandler,
+)
 
 from amptune.runtime.integrations.accelerate import accelerator_kwargs, apply_before_prepare
 
@@ -81,6 +87,61 @@ def test_an_accelerator_is_built_as_the_policy_says() -> None:
         "kwargs_handlers": [GradScalerKwargs(init_scale=256, growth_interval=2000)],
     }
     assert accelerator_kwargs(Policy()) == {"mixed_precision": "no", "gradient_accumulation_steps": 1}
+
+
+def test_the_users_handlers_stay_beside_the_policys() -> None:
+    policy = Policy(autocast="fp16", loss_scale=LossScale(init=256))
+    ddp, scaling = DistributedDataParallelKwargs(find_unused_parameters=True), GradScalerKwargs(backoff_factor=0.25)
+    own = [AutocastKwargs(cache_enabled=False), ddp, scaling]
+    kwargs = accelerator_kwargs(policy, kwargs_handlers=own, log_with="all")
+    assert kwargs["log_with"] == "all"
+    assert kwargs["kwargs_handlers"] == [
+        AutocastKwargs(cache_enabled=False),
+        ddp,
+        GradScalerKwargs(init_scale=256, growth_interval=2000, backoff_factor=0.25),
+    ]
+    assert scaling == GradScalerKwargs(backoff_factor=0.25)  # the user's own is left alone
+    assert accelerator_kwargs(POLICY, kwargs_handlers=own)["kwargs_handlers"] == own
+    assert accelerator_kwargs(policy, kwargs_handlers=[ddp])["kwargs_handlers"] == [ddp, GradScalerKwargs(256)]
+    built = accelerator(POLICY, **accelerator_kwargs(POLICY, kwargs_handlers=own))
+    assert built.ddp_handler is ddp
+    assert built.autocast_handler.cache_enabled is False
+
+
+@pytest.mark.parametrize(
+    ("handler", "says"),
+    [
+        (AutocastKwargs(enabled=False), "AutocastKwargs.enabled: False in kwargs_handlers, True in the policy"),
+        (GradScalerKwargs(enabled=False), "GradScalerKwargs.enabled: False in kwargs_handlers, True in the policy"),
+        (GradScalerKwargs(init_scale=1024), "GradScalerKwargs.init_scale: 1024 in kwargs_handlers, 256 in the policy"),
+    ],
+    ids=["autocast", "scaler", "scale"],
+)
+def test_handlers_that_contradict_the_policy_are_an_error(handler: KwargsHandler, says: str) -> None:
+    policy = Policy(autocast="fp16", loss_scale=LossScale(init=256))
+    with pytest.raises(PolicyApplyError) as caught:
+        accelerator_kwargs(policy, kwargs_handlers=[handler])
+    assert str(caught.value) == (
+        f"kwargs_handlers say otherwise than the policy:\n  {says}\n"
+        "Leave that out of kwargs_handlers, or change autocast or loss_scale in the policy."
+    )
+
+
+def test_handlers_are_compared_when_the_policy_is_applied_too() -> None:
+    runs_on = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(enabled=False)])
+    with pytest.raises(
+        PolicyApplyError, match=r"AutocastKwargs\.enabled: False in kwargs_handlers, True in the policy"
+    ):
+        apply_before_prepare(POLICY, net(), runs_on)
+
+
+def test_an_argument_that_the_policy_decides_is_given_in_one_place() -> None:
+    with pytest.raises(PolicyApplyError) as caught:
+        accelerator_kwargs(POLICY, mixed_precision="fp16")
+    assert str(caught.value) == (
+        "set in two places:\n  mixed_precision: 'fp16' in accelerator_kwargs(…), 'bf16' from the policy\n"
+        "Leave mixed_precision out of accelerator_kwargs(…), or change the policy."
+    )
 
 
 def test_an_accelerator_that_departs_from_the_policy_is_an_error() -> None:

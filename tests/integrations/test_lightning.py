@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import warnings
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from training import POLICY, Batch, batches, net, same_weights, train_plainly
 
+import amptune
 from amptune.errors import PolicyApplyError
 from amptune.hardware.detect import probe
 from amptune.policy.policy_file import PolicyFile
@@ -52,6 +54,11 @@ class Lit(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Loading(Lit):
+    def train_dataloader(self) -> DataLoader[Batch]:
+        return loader()
 
 
 def loader(data: Any = None) -> DataLoader[Batch]:
@@ -223,6 +230,53 @@ def test_rules_that_name_no_module_and_wrong_submodules_are_errors() -> None:
 def test_a_plugin_without_a_trainer_says_so() -> None:
     with pytest.raises(PolicyApplyError, match=r"pass it as Trainer\(plugins=\[…\]\)"):
         PolicyPrecision(POLICY).convert_input(torch.ones(1))
+
+
+def test_fabric_refuses_the_plugin_when_it_is_set_up() -> None:
+    model = net()
+    fabric = lightning.Fabric(accelerator="cpu", plugins=[PolicyPrecision(POLICY)])
+    with pytest.raises(PolicyApplyError, match=r"not of Fabric: leave it out of .*amptune\.apply\(policy, model\)"):
+        fabric.setup(model, torch.optim.SGD(model.parameters()))
+    assert type(model.head) is nn.Linear
+
+
+@pytest.mark.parametrize("policy", [POLICY, FP16], ids=str)
+def test_fabric_trains_with_a_policy_that_the_loop_applies(policy: Policy) -> None:
+    model, twin = net(), net()
+    fabric: Any = lightning.Fabric(accelerator="cpu")
+    tuned = amptune.apply(policy, model)
+    runs, optimizer = fabric.setup(tuned.model, tuned.optimizer(torch.optim.SGD(model.parameters(), lr=0.1)))
+    for x, y in batches():
+        with tuned.autocast():
+            loss = nn.functional.cross_entropy(runs(tuned.batch(x)), y)
+        fabric.backward(tuned.scaler.scale(loss))
+        tuned.scaler.step(optimizer)
+        tuned.scaler.update()
+        optimizer.zero_grad()
+    train_plainly(policy, twin, batches())
+    assert same_weights(model, twin)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what Lightning itself still uses of jsonargparse's
+def test_lightnings_command_line_takes_it_from_a_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jsonargparse", reason="jsonargparse, which LightningCLI needs, is not installed")
+    from lightning.pytorch.cli import LightningCLI
+
+    amptune.save(PolicyFile(policy=POLICY), tmp_path / "policy.yaml")
+    plugin = {
+        "class_path": "amptune.runtime.integrations.lightning.PolicyPrecision",
+        "init_args": {"policy": "policy.yaml", "submodule": "net"},
+    }
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    config = {"trainer": {"accelerator": "cpu", "max_epochs": 1, "plugins": [plugin], **quiet}}
+    (tmp_path / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "fit", "--config", "config.yaml"])
+    cli: Any = LightningCLI(Loading, save_config_callback=None, seed_everything_default=False)
+    twin = net()
+    train_plainly(POLICY, twin, batches())
+    assert same_weights(cli.model.net, twin)
+    assert "policy: policy.yaml" in cli.parser.dump(cli.config)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from training import POLICY, Batch, batches, net, same_weights, train_plainly
 
 from amptune.errors import PolicyApplyError
 from amptune.hardware.detect import probe
+from amptune.policy.file_io import load
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.settings import LossScale, Policy
 from amptune.runtime.apply_policy import PolicyDriftWarning
@@ -20,6 +21,7 @@ from amptune.runtime.step_claim import STEPS_COMPARED, STEPS_TO_SETTLE
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate, which the Trainer of transformers needs, is not installed")
 
+import transformers
 from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
@@ -141,18 +143,99 @@ def test_a_callback_that_comes_too_late_is_an_error(tmp_path: Path) -> None:
         made.train()
 
 
-def test_a_model_made_anew_for_training_is_an_error(tmp_path: Path) -> None:
-    args = arguments(tmp_path, RULE)
+def with_model_init(folder: Path, callback: PolicyCallback, **more: Any) -> Any:
     made = Trainer(
         None,
-        args,
+        arguments(folder, callback.policy, **more),
         data_collator=collate,
         train_dataset=batches(),
-        callbacks=[PolicyCallback(RULE)],
+        eval_dataset=batches(1),
+        callbacks=[callback],
         model_init=ForTrainer,
     )
-    with pytest.raises(PolicyApplyError, match="since model_init makes one for each training"):
+    made._get_train_sampler = lambda *_: None
+    return made
+
+
+@pytest.mark.parametrize("policy", [RULE, replace(RULE, fused_optimizer=True, memory_format="channels_last")], ids=str)
+def test_each_model_that_model_init_makes_gets_the_policy(policy: Policy, tmp_path: Path) -> None:
+    callback, twin = PolicyCallback(policy), net()
+    made = with_model_init(tmp_path, callback)
+    train_plainly(replace(policy, fp32_modules=POLICY.fp32_modules), twin, batches())
+    for _ in range(2):
+        before = made.model
         made.train()
+        assert made.model is not before
+        assert same_weights(made.model.net, twin)
+        assert made.model.net.head_dtypes == {torch.float32}
+        assert type(before.net.head) is nn.Linear  # undone
+        assert type(made.model.net.head) is not nn.Linear
+    assert callback.tuned is not None
+    callback.tuned.undo()
+    assert type(made.model.net.head) is nn.Linear
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_hyperparameters_are_searched_under_the_policy(tmp_path: Path) -> None:
+    pytest.importorskip("optuna", reason="optuna, with which the Trainer searches, is not installed")
+    made = with_model_init(tmp_path, PolicyCallback(RULE), prediction_loss_only=True)
+    seen: list[set[torch.dtype]] = []
+
+    def objective(_: Any) -> float:
+        weights = torch.cat([p.detach().flatten() for p in made.model.parameters()])
+        seen.append(made.model.net.head_dtypes)
+        return float(weights.norm())
+
+    best = made.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 0.1, 1.0)},
+        compute_objective=objective,
+        n_trials=2,
+        backend="optuna",
+    )
+    assert 0.1 <= best.hyperparameters["learning_rate"] <= 1.0
+    assert seen == [{torch.float32}] * 2
+
+
+def test_arguments_that_a_trial_changes_are_held_against_the_policy(tmp_path: Path) -> None:
+    made = with_model_init(tmp_path, PolicyCallback(RULE))
+    made.args.bf16 = False
+    with pytest.raises(PolicyApplyError, match="autocast: off here, bf16 in the policy"):
+        made.train()
+
+
+def test_an_argument_in_two_places_is_an_error_that_names_both(tmp_path: Path) -> None:
+    own = training_arguments(RULE, output_dir=str(tmp_path), seed=3)
+    assert own == {**training_arguments(RULE), "output_dir": str(tmp_path), "seed": 3}
+    with pytest.raises(PolicyApplyError) as caught:
+        training_arguments(RULE, bf16=True, gradient_accumulation_steps=2, seed=3)
+    assert str(caught.value) == (
+        "set in two places:\n"
+        "  bf16: True in training_arguments(…), True from the policy\n"
+        "  gradient_accumulation_steps: 2 in training_arguments(…), 1 from the policy\n"
+        "Leave bf16, gradient_accumulation_steps out of training_arguments(…), or change the policy."
+    )
+
+
+def test_a_module_around_the_model_is_an_error() -> None:
+    """FSDP 1 puts one there; the Trainer then trains that."""
+    callback, model = PolicyCallback(RULE), ForTrainer()
+    args: Any = SimpleNamespace(fp16=False, bf16=True, torch_compile=False, torch_compile_mode=None)
+    state: Any = SimpleNamespace(global_step=0)
+    callback.on_init_end(args, state, state, model=model)
+    with pytest.raises(PolicyApplyError, match="the Trainer put a Sequential around the model"):
+        callback.on_train_begin(args, state, state, model=nn.Sequential(model), optimizer=None)
+
+
+@pytest.mark.skipif(
+    int(transformers.__version__.split(".")[0]) < 5, reason="its default optimizer is that of version 5"
+)
+def test_the_baseline_transformers_is_what_a_trainer_does_by_default(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    optimizer = Trainer(ForTrainer(), args).create_optimizer()
+    assert optimizer.param_groups[0]["fused"]
+    assert (args.bf16, args.fp16, args.tf32, args.torch_compile) == (False, False, None, False)
+    assert args.gradient_accumulation_steps == 1
+    assert load("transformers").policy == Policy(fused_optimizer=True)
 
 
 @pytest.mark.parametrize(("step", "scale"), [(0, 256), (10, 1024)])

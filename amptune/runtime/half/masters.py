@@ -1,15 +1,17 @@
 """An optimizer of half weights that updates FP32 masters in their place.
 
 During a step, and while a state is loaded, the optimizer's groups hold the masters. Otherwise they hold the model's own
-parameters, so that clipping, zero_grad(), schedulers and loss scalers work as usual. Gradients are the parameters' own,
-in FP32; the state is in FP32 too, since it is made for masters.
+parameters, so that clipping, zero_grad(), schedulers and loss scalers work as usual, also after a step that raised.
+Gradients are the parameters' own, in FP32; the state is in FP32 too, since it is made for masters.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
+import weakref
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +59,8 @@ class MasterWeights:
             optimizer.register_load_state_dict_pre_hook(self._before_loading),
             optimizer.register_load_state_dict_post_hook(self.take_back, prepend=True),
         ]
+        optimizer.step = step = _recovering(optimizer)  # type: ignore[method-assign]
+        self._step = weakref.ref(step)
 
     @contextmanager
     def lent(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -72,6 +76,15 @@ class MasterWeights:
         self.take_back(optimizer)
         for handle in self._handles:
             handle.remove()
+        own = vars(optimizer)
+        if "step" in own and own["step"] is self._step():  # a scheduler made later may hold it
+            step = own.pop("step")
+            own.update({} if step.former is None else {"step": step.former})
+
+    def recover(self, optimizer: torch.optim.Optimizer) -> None:
+        """Ends a step that raised: the weights become the masters as far as the step came, rounded."""
+        if self._is_lent:
+            self._after_step(optimizer)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -108,7 +121,7 @@ class MasterWeights:
             self._lend(optimizer)
 
     def _lend(self, optimizer: torch.optim.Optimizer) -> None:
-        self.take_back(optimizer)  # a step that raised did not
+        self.take_back(optimizer)  # steps within steps lend twice
         if not _are_the_same(self._own, [group["params"] for group in optimizer.param_groups]):
             self._learn(optimizer)
         self._held.refresh(self._weights)
@@ -154,6 +167,31 @@ class MasterWeights:
         pairs = [(weight.half, weight.fp32) for weight in self._weights]
         becomes = {id(half): master for half, master in pairs} if to_masters else {id(m): half for half, m in pairs}
         return defaultdict(dict, {becomes.get(id(key), key): value for key, value in state.items()})
+
+
+def _recovering(optimizer: torch.optim.Optimizer) -> Any:
+    """Returns the optimizer's `step`, but one that takes the masters back if it raises: PyTorch has no hook for that.
+
+    It is made as PyTorch's schedulers make theirs, which may wrap it or be wrapped, and does not hold the optimizer.
+    """
+    former: Any = vars(optimizer).get("step")
+    of: Any = weakref.ref(optimizer)
+
+    @functools.wraps(former or type(optimizer).step)
+    def recovering(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return type(optimizer).step(optimizer, *args, **kwargs) if former is None else former(*args, **kwargs)
+        except BaseException:
+            with suppress(RuntimeError):  # of a failed device, whose weights are lost: the step's own error tells
+                # In the order of a step that ends well: the masters lent last are taken back first.
+                for hook in optimizer._optimizer_step_post_hooks.values():
+                    if isinstance(owner := getattr(hook, "__self__", None), MasterWeights):
+                        owner.recover(optimizer)
+            raise
+
+    step: Any = functools.wraps(recovering)(lambda *args, **kwargs: recovering(of(), *args, **kwargs))
+    step.__func__, step.former = recovering, former  # a scheduler takes what a bound method has
+    return step
 
 
 def _are_the_same(some: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> bool:

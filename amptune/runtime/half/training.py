@@ -6,7 +6,7 @@ Checkpoints are in FP32 under the model's own names; also those of its parts and
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -88,23 +88,10 @@ class HalfTraining(WeightHook):
         masters = self._masters.get(optimizer)
         return nullcontext() if masters is None else masters.lent(optimizer)
 
-    @contextmanager
-    def stepping(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Wraps a step: the optimizer holds the model's own parameters afterwards, even if the step was interrupted.
-
-        Raises `PolicyApplyError` for an optimizer that would update half weights in place of their masters.
-        """
-        masters = self._masters.get(optimizer)
-        if masters is None:
-            self._require_no_masters(optimizer)
-        try:
-            yield
-        finally:
-            if masters is not None:
-                masters.take_back(optimizer)
-
-    def _require_no_masters(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._held.has_masters and any(parameter in self._held for parameter in parameters_of(optimizer)):
+    def require_masters(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer in self._masters or not self._held.has_masters:
+            return
+        if any(parameter in self._held for parameter in parameters_of(optimizer)):
             raise PolicyApplyError(
                 "the policy trains FP32 master weights, which this optimizer does not have: "
                 "optimizer = tuned.optimizer(optimizer) gives it them"

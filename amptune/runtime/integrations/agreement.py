@@ -1,22 +1,24 @@
-"""Checks that a framework that casts and compiles by itself has the same settings as the policy."""
+"""Holds the settings of a framework that casts and compiles by itself to those of the policy."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from amptune.errors import PolicyApplyError
 from amptune.policy.settings import Policy
 from amptune.runtime.apply_policy import PolicyDriftWarning, apply
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import nn
 
     from amptune.policy.policy_file import PolicyFile
     from amptune.runtime.tuned import Tuned
 
-__all__ = ["Told", "apply_uncompiled", "require_agreement", "require_own_scaler"]
+__all__ = ["Told", "apply_uncompiled", "merged", "require_agreement", "require_own_scaler"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,19 @@ class Told:
 
     autocast: str
     compile: str
+
+
+def merged(decided: Mapping[str, Any], own: Mapping[str, Any], *, place: str) -> dict[str, Any]:
+    """Returns the arguments that the policy decides with the user's own, which were given at `place`.
+
+    Raises `PolicyApplyError` for arguments in both, with equal values too: with the next policy they would differ.
+    """
+    if twice := sorted(decided.keys() & own.keys()):
+        values = "".join(f"\n  {name}: {own[name]!r} in {place}, {decided[name]!r} from the policy" for name in twice)
+        raise PolicyApplyError(
+            f"set in two places:{values}\nLeave {', '.join(twice)} out of {place}, or change the policy."
+        )
+    return {**decided, **own}
 
 
 def require_agreement(policy: Policy, told: Told, *, remedy: str) -> None:

@@ -45,7 +45,7 @@ class PolicyPrecision(MixedPrecision):
     `Trainer(plugins=[precision], accumulate_grad_batches=precision.policy.accumulate)`.
 
     fit() raises the errors of `amptune.apply`, and `PolicyApplyError` if the policy compiles and the model was not
-    compiled: Lightning compiles by `trainer.fit(torch.compile(model))`.
+    compiled: Lightning compiles by `trainer.fit(torch.compile(model))`. Fabric's setup() raises `PolicyApplyError`.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class PolicyPrecision(MixedPrecision):
         self.tuned: Tuned | None = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
+        _require_trainer(module)
         model = self._model_in(module)
         self._require_compiled(module, model)
         self.tuned = apply_uncompiled(self._source, model, any_hardware=self._any_hardware)
@@ -118,3 +119,17 @@ class PolicyPrecision(MixedPrecision):
         if self.tuned is None:
             raise PolicyApplyError("this PolicyPrecision has met no model yet: pass it as Trainer(plugins=[…])")
         return self.tuned
+
+
+# LightningCLI replaces a path by what the file holds if the parameter may be a dataclass as well (jsonargparse 4.53).
+PolicyPrecision.__init__.__annotations__["policy"] = "str | PathLike[str]"
+
+
+def _require_trainer(module: nn.Module) -> None:
+    """Raises `PolicyApplyError` in Fabric: the loop there is the user's own, but a Trainer's plugin steps for it."""
+    if getattr(module, "_trainer", None) is None:  # a Trainer attaches itself to its LightningModule before
+        raise PolicyApplyError(
+            "PolicyPrecision is a plugin of Lightning's Trainer, not of Fabric: leave it out of plugins=…, then "
+            "tuned = amptune.apply(policy, model), optimizer = tuned.optimizer(optimizer), fabric.setup(tuned.model, "
+            "optimizer), and in the loop tuned.autocast() and tuned.scaler, with fabric.backward(scaled loss)"
+        )

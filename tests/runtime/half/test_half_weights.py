@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -465,6 +468,137 @@ def test_a_step_that_is_interrupted_leaves_an_optimizer_that_clears_the_models_g
 
 def _raise(*_: Any) -> None:
     raise ZeroDivisionError
+
+
+class Failing(torch.optim.SGD):
+    """Raises in the middle of a step if it is told to: the first parameter is updated, the others are not."""
+
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            self.param_groups[0]["params"][0].add_(1.0)
+            raise ZeroDivisionError
+        return super().step(closure)
+
+
+def rounded(model: nn.Module) -> bool:
+    """True if the weights are the masters, rounded."""
+    masters = model.state_dict()
+    return all(torch.equal(p, masters[name].to(p.dtype)) for name, p in model.named_parameters())
+
+
+STATIC = replace(O2, loss_scale=LossScale(init=1, static=True))
+OFF = torch.amp.GradScaler("cpu", enabled=False)  # as without a scaler: it calls optimizer.step() alone
+
+
+@pytest.mark.parametrize("scheduled", ["not", "before", "after"])
+@pytest.mark.parametrize(("policy", "scaler"), [(O2, None), (STATIC, OFF)], ids=["scaler", "bare"])
+def test_training_goes_on_after_a_step_that_raised_as_if_that_had_not_been(
+    policy: Policy, scaler: Any, scheduled: str
+) -> None:
+    model, twin = net(), net()
+    with apply(policy, model) as tuned, apply(policy, twin) as other:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        if scheduled == "before":
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        tuned.optimizer(optimizer)
+        if scheduled == "after":
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        train(tuned, optimizer, batches(2), scaler)
+        before = {name: value.clone() for name, value in state(model).items() if "running" in name or "num_" in name}
+        handle = optimizer.register_step_pre_hook(_raise)
+        with pytest.raises(ZeroDivisionError):
+            train(tuned, optimizer, batches(1), scaler)
+        handle.remove()
+        model.load_state_dict(before, strict=False)  # statistics of the forward
+        tuned.scaler.update()
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+        losses = train(tuned, optimizer, batches(2), scaler)
+        expected = train(other, other.optimizer(momentum(twin.parameters())), batches(2) + batches(2))
+        assert losses == expected[2:]
+        assert same(state(model), state(twin))
+
+
+@pytest.mark.parametrize(("policy", "scaler"), [(O2, None), (STATIC, OFF)], ids=["scaler", "bare"])
+def test_a_step_that_raises_half_way_leaves_weights_that_are_their_masters_rounded(policy: Policy, scaler: Any) -> None:
+    model = net()
+    with apply(policy, model) as tuned:
+        optimizer = Failing(model.parameters(), lr=0.05, momentum=0.9)
+        tuned.optimizer(optimizer)
+        train(tuned, optimizer, batches(2), scaler)
+        first = next(model.parameters())
+        before = first.detach().clone()
+        optimizer.fails = True
+        with pytest.raises(ZeroDivisionError):
+            train(tuned, optimizer, batches(1), scaler)
+        assert (first - before).abs().max() > 0.9
+        assert rounded(model)
+        assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+        assert {id(p) for p in optimizer.state} == {id(p) for p in model.parameters()}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_step_of_several_models_that_raises_leaves_all_their_parameters(order: tuple[int, int]) -> None:
+    models = net(0), net(1)
+    parameters = [p for model in models for p in model.parameters()]
+    optimizer = Failing(parameters, lr=0.05, momentum=0.9)
+    applied = [apply(STATIC, model) for model in models]
+    for place in order:
+        applied[place].optimizer(optimizer)
+    for fails in (False, True):
+        optimizer.fails = fails
+        for model in models:
+            loss_of(model, batches(1)[0]).backward()
+        with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+            optimizer.step()
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in parameters]
+    assert {id(p) for p in optimizer.state} == {id(p) for p in parameters}
+    assert all(map(rounded, models))
+    for tuned in applied:
+        tuned.undo()
+
+
+def test_a_written_weight_is_kept_when_a_step_raises_before_it_began() -> None:
+    model = net()
+    with apply(STATIC, model) as tuned:
+        optimizer = momentum(model.parameters())
+        optimizer.register_step_pre_hook(_raise)
+        tuned.optimizer(optimizer)
+        with torch.no_grad():
+            cast("nn.Linear", model[4]).weight.fill_(0.5)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+        assert torch.equal(model.state_dict()["4.weight"], torch.full((16, 64), 0.5))
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_undo_gives_the_optimizer_its_own_step_back(scheduled: bool) -> None:
+    model = net()
+    optimizer = momentum(model.parameters())
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    own = dict(vars(optimizer))
+    with apply(STATIC, model) as tuned:
+        tuned.optimizer(optimizer)
+        assert optimizer.step is not own.get("step")
+    assert vars(optimizer).get("step") is own.get("step")
+
+
+def test_an_optimizer_with_masters_goes_when_nobody_holds_it() -> None:
+    model = net()
+    with apply(STATIC, model) as tuned:
+        optimizer = tuned.optimizer(momentum(model.parameters()))
+        train(tuned, optimizer, batches(1))
+        gone = weakref.ref(optimizer)
+        gc.disable()
+        try:
+            del optimizer
+            assert gone() is None
+        finally:
+            gc.enable()
 
 
 def test_a_fused_optimizer_updates_masters_and_skips_what_overflows() -> None:
