@@ -1,0 +1,8 @@
+"""The cases of `graph_cases.py`, a module for each kind of trouble."""
+
+from graph_models import (
+    host_state,
+)
+from graph_models.case import CASES, Case
+
+__all__ = ["CASES", "Case"]
