@@ -2,6 +2,9 @@
 
 from graph_models import (
     host_state,
+    memory,
+    outputs,
+    waits,
 )
 from graph_models.case import CASES, Case
 
