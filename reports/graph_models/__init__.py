@@ -1,10 +1,12 @@
 """The cases of `graph_cases.py`, a module for each kind of trouble."""
 
 from graph_models import (
+    hooks,
     host_state,
     memory,
     outputs,
     waits,
+    weights,
 )
 from graph_models.case import CASES, Case
 

@@ -22,7 +22,6 @@ from graph_models.case import (
     Training,
     add,
     event_case,
-    fading,
     loss_case,
     loss_of,
     model_case,
@@ -801,9 +800,7 @@ def autograd_in_one_thread(training: Training) -> Tensor:
 
 
 @step_case(THREADS)
-def gain_of_thread(training: Training) -> Tensor:
-    """Steps come from two threads in turn, each with its own default of gradients."""
-    if training.number % 4 == 3:
-        with torch.no_grad():
-            return _in_thread(lambda: plain_step(training)) * fading(0)
-    return plain_step(training)
+def gradients_off_in_calling_thread(training: Training) -> Tensor:
+    """Whether gradients are on is a thread's own setting."""
+    with torch.set_grad_enabled(training.number % 4 != 3):
+        return _in_thread(lambda: plain_step(training))
