@@ -3,6 +3,7 @@
 from graph_models import (
     hooks,
     host_state,
+    loops,
     memory,
     outputs,
     waits,
