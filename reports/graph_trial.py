@@ -31,6 +31,8 @@ VERDICTS = (SAME, BY_ITSELF, ENDED, WRONG, RAISED, HUNG, CRASHED, PLAIN_FAILS, N
 
 # Tensors that hardly change are held against this share of what all change.
 LEAST_SHARE = 0.03
+# What a step returns is of the size of one, a loss for example; gradients of outputs are smaller.
+LEAST_VALUE = 0.1
 # Memory that a step leaves is filled with what would be seen, in blocks of these sizes.
 BLOCKS, OF_EACH = (1, 16, 144, 512, 4096, 70_000), 6
 
@@ -43,6 +45,7 @@ class Outcome:
 
     values: list[Tensor] = field(default_factory=list)
     weights: list[list[Tensor]] = field(default_factory=list)
+    buffers: list[list[Tensor]] = field(default_factory=list)
     final: dict[str, Tensor] = field(default_factory=dict)
     findings: list[tuple[int, Finding]] = field(default_factory=list)
     made: int = 0
@@ -130,6 +133,7 @@ def _train(case: Case, training: Training, outcome: Outcome) -> None:
             case.event(training)
         outcome.values.append(case.step(training).detach().clone().float())
         outcome.weights.append([one.detach().clone() for one in training.model.parameters()])
+        outcome.buffers.append([one.detach().clone() for one in training.model.buffers()])
         left = _filled_blocks(training.device, left)
 
 
@@ -165,6 +169,7 @@ def _bring(outcome: Outcome) -> None:
 
     outcome.values = [fetched(one) for one in outcome.values]
     outcome.weights = [[fetched(one) for one in weights] for weights in outcome.weights]
+    outcome.buffers = [[fetched(one) for one in buffers] for buffers in outcome.buffers]
     outcome.final = {name: fetched(one) for name, one in outcome.final.items()}
 
 
@@ -184,7 +189,7 @@ def _wait(device: torch.device) -> None:
 @contextmanager
 def contained() -> Iterator[None]:
     """Puts back what a case may change in the process."""
-    hooks = {name: value for name, value in vars(torch_module).items() if name.startswith("_global_") and _is_table(value)}
+    hooks = {name: value for name, value in vars(torch_module).items() if _is_table(name, value)}
     before = {name: dict(value) for name, value in hooks.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -198,8 +203,8 @@ def contained() -> Iterator[None]:
             _set_flags()
 
 
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict)
+def _is_table(name: str, value: Any) -> bool:
+    return name.startswith("_global_") and isinstance(value, dict)
 
 
 def _set_flags() -> None:
@@ -261,15 +266,24 @@ def difference_of(plain: Outcome, other: Outcome, tolerance: float) -> Differenc
 
 
 def _step_difference(plain: Outcome, other: Outcome, step: int) -> float:
-    """Returns the larger of those in what the step returned, and in its weights relative to their change."""
-    values = _relative(other.values[step], plain.values[step], _size([plain.values[step]]))
+    """Returns the largest of those in what the step returned, in buffers, and in weights relative to their change."""
+    values = _relative_to_each(other.values[step], plain.values[step])
     own, others, begin = plain.weights[step], other.weights[step], plain.weights[0]
     if [one.shape for one in own] != [one.shape for one in others]:
         return math.inf
     alike = step > 0 and [one.shape for one in own] == [one.shape for one in begin]
     change = _size([a - b for a, b in zip(own, begin, strict=True)]) if alike else _size(own)
-    distance = [_distance(a, b) for a, b in zip(others, own, strict=True)]
-    return max(values, math.hypot(*distance) / max(change, 1e-6))
+    weights = math.hypot(*(_distance(a, b) for a, b in zip(others, own, strict=True))) / max(change, 1e-6)
+    pairs = zip(other.buffers[step], plain.buffers[step], strict=False)
+    return max(values, weights, *(_relative(a, b, _size([b])) for a, b in pairs))
+
+
+def _relative_to_each(tensor: Tensor, wanted: Tensor) -> float:
+    """Returns the largest difference of a number relative to it; small ones may differ as if they were larger."""
+    if tensor.shape != wanted.shape:
+        return math.inf
+    scale = wanted.abs() + LEAST_VALUE
+    return _distance(tensor / scale, wanted / scale)
 
 
 def _final_differences(plain: Outcome, other: Outcome) -> Iterator[tuple[str, float]]:

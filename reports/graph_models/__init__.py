@@ -6,6 +6,8 @@ from graph_models import (
     loops,
     memory,
     outputs,
+    parts,
+    pretrained,
     waits,
     weights,
 )
