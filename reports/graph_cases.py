@@ -5,8 +5,8 @@
     python reports/graph_cases.py --device cpu
 
 Trains each case of `graph_models/` plainly, then with `GraphedModel`, with the same seeds and batches, and compares
-what each step returned, and weights, buffers and gradients. What a case changes comes at step 12 of 40 if it says nothing
-else, so that comparisons of a recording with the model's own pass follow (at its calls 16 and 32). The verdicts:
+what each step returned, and weights, buffers and gradients. If a case changes something from outside, it does so at
+step 12 of 40, so that comparisons of a recording with the model's own pass follow (at its calls 16 and 32). Verdicts:
 
     same (recorded)    and nothing was said
     same (by itself)   the model ran without a recording at least in the end; a finding says why
@@ -17,10 +17,10 @@ else, so that comparisons of a recording with the model's own pass follow (at it
     plain fails        says nothing about recordings
     noisy              plain training differs from itself by as much
 
-Cases share processes; one that hangs or ends its process, or leaves the GPU broken, costs the others a new one. Look at
-a bad verdict again with `--only NAME`, alone in its process. `--only` takes names and groups, with `*`. Appends a row to
-FILE as each case is done, and does nothing that stands there. On a CPU the recorder of the tests is used, and
-cases that need CUDA are left out.
+Cases share processes. One that hangs or ends its process, or leaves the GPU broken, costs the others a new one. Run
+what has a bad verdict again with `--only NAME`, alone in its process. `--only` takes names and groups, with `*`.
+Appends a row to FILE as each case is done, and does nothing that stands there. On a CPU the recorder of the tests is
+used, which tells only if plain training and this program work; cases that need CUDA are left out.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def ran(cases: Sequence[Case], arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def lots_of(cases: Sequence[Case]) -> list[list[str]]:
-    """Returns names that go to one process: what needs a package that is slow to import stays together, and is first."""
+    """Returns names that go to one process: what needs a package that is slow to import is first, and together."""
     packages = sorted({case.package for case in cases} - {""})
     together = [[case.name for case in cases if case.package == package] for package in packages]
     return together + [[case.name] for case in cases if not case.package]

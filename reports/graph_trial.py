@@ -1,7 +1,5 @@
 """One case of `graph_cases.py`: trained plainly and with recorded CUDA graphs, and the verdict on the difference."""
 
-# mypy: allow-untyped-calls
-
 from __future__ import annotations
 
 import gc
@@ -222,7 +220,7 @@ def _set_flags() -> None:
     for enable in ("flash", "mem_efficient", "math", "cudnn"):
         with suppress(AttributeError):
             getattr(torch.backends.cuda, f"enable_{enable}_sdp")(True)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.set_stream(torch.cuda.default_stream())
 

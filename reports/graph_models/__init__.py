@@ -1,4 +1,4 @@
-"""The cases of `graph_cases.py`, a module for each kind of trouble."""
+"""The cases of `graph_cases.py`, a module for each kind of trouble; importing it registers them."""
 
 from graph_models import (
     hooks,
@@ -13,4 +13,16 @@ from graph_models import (
 )
 from graph_models.case import CASES, Case
 
-__all__ = ["CASES", "Case"]
+__all__ = [
+    "CASES",
+    "Case",
+    "hooks",
+    "host_state",
+    "loops",
+    "memory",
+    "outputs",
+    "parts",
+    "pretrained",
+    "waits",
+    "weights",
+]

@@ -8,15 +8,13 @@ A module of cases registers them with one of four decorators. The name of a case
     @event_case("weights", model=Net)       (training) -> None, called before the steps `at`
 """
 
-# mypy: allow-untyped-calls
-
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +32,9 @@ class Training:
     """One training of a case, plain or graphed, as its functions see it."""
 
     def __init__(self, model: nn.Module, wrap: Callable[[nn.Module], nn.Module], device: torch.device) -> None:
-        self.model, self.wrap, self.device = model, wrap, device
-        self.called = wrap(model)
+        self.model: Any = model
+        self.called: Any = wrap(model)
+        self.wrap, self.device = wrap, device
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(trainable(model), lr=0.05, momentum=0.9)
         self.number = 0
         self.kept: dict[str, Any] = {}
@@ -115,6 +114,10 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body, self.head = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, CLASSES)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def hidden(self, x: Tensor) -> Tensor:
         return torch.tanh(self.body(x))

@@ -1,7 +1,5 @@
 """Cases with hooks on modules, weights and saved tensors, and with modes of PyTorch that see each operation."""
 
-# mypy: allow-untyped-calls
-
 from __future__ import annotations
 
 from typing import Any
@@ -73,7 +71,7 @@ class BackwardHook(Net):
 class BackwardPreHook(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.head.register_full_backward_pre_hook(lambda _, gradients: (gradients[0] * 0.5,))
+        self.head.register_full_backward_pre_hook(lambda _, gradients: _halved_gradient(self, gradients, None))
 
 
 @model_case(HOOKS)
@@ -324,10 +322,13 @@ class PacksInside(Net):
         self.packed: list[int] = []
 
     def forward(self, x: Tensor) -> Any:
-        calls: list[int] = self.packed
-        with saved_tensors_hooks(lambda one: calls.append(1) or one * 0.99, lambda one: one):
+        with saved_tensors_hooks(self.pack, lambda one: one):
             hidden = torch.sin(self.body(x))
         return self.head(hidden)
+
+    def pack(self, one: Tensor) -> Tensor:
+        self.packed.append(1)
+        return one * 0.99
 
 
 # --- modes ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,4 @@
-"""Cases with unusual training loops: several backward passes, accumulation, checkpointing, copies, and process flags."""
-
-# mypy: allow-untyped-calls
+"""Cases with unusual loops: several backward passes, accumulation, checkpointing, copies, flags of the process."""
 
 from __future__ import annotations
 
@@ -292,7 +290,7 @@ def closure_of_lbfgs(training: Training) -> Tensor:
 def sharpness_aware(training: Training) -> Tensor:
     """Moves the weights up their gradients, and takes the gradients there (Foret et al., 2021, arXiv:2010.01412)."""
     x, y = training.batch()
-    weights = trainable(training.model)
+    weights: list[Any] = trainable(training.model)
     training.optimizer.zero_grad()
     loss = loss_of(training.called(x), y)
     loss.backward()
@@ -553,7 +551,9 @@ def teacher_is_a_copy(training: Training) -> Tensor:
 class Conv(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Conv1d(1, HIDDEN, 5, padding=2), nn.Tanh(), nn.Conv1d(HIDDEN, HIDDEN, 5), nn.Tanh())
+        self.body = nn.Sequential(
+            nn.Conv1d(1, HIDDEN, 5, padding=2), nn.Tanh(), nn.Conv1d(HIDDEN, HIDDEN, 5), nn.Tanh()
+        )
         self.head = nn.Linear(HIDDEN, CLASSES)
 
     def forward(self, x: Tensor) -> Any:
@@ -717,7 +717,7 @@ def _later(before: torch.dtype | None, after: torch.dtype | None) -> Step:
     return _cast(lambda number: before if number < EVENT_AT else after)
 
 
-HALF = {"model": Wide, "tolerance": 0.1}
+HALF: dict[str, Any] = {"model": Wide, "tolerance": 0.1}
 add(PRECISION, "autocast_to_bfloat16", step=_later(torch.bfloat16, torch.bfloat16), **HALF)
 add(PRECISION, "autocast_begins_later", step=_later(None, torch.bfloat16), **HALF)
 add(PRECISION, "autocast_ends_later", step=_later(torch.bfloat16, None), **HALF)

@@ -1,7 +1,5 @@
 """Cases with tensors on the CPU, with memory that is made early and freed later, and with inputs that share memory."""
 
-# mypy: allow-untyped-calls
-
 from __future__ import annotations
 
 import functools
@@ -48,6 +46,8 @@ class OnHost(nn.Module):
 
 
 class HostGain(OnHost):
+    gain: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("gain", torch.ones(()))
@@ -58,7 +58,7 @@ class BufferOnHost(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = HostGain()
+        self.scale: Any = HostGain()
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(x) * self.scale.gain
@@ -705,10 +705,9 @@ def input_written_and_read_after(training: Training) -> Tensor:
 
 @loss_case(SHARED)
 def input_in_static_memory(training: Training, x: Tensor, y: Tensor) -> Tensor:
-    """The loop has one tensor for all batches, and writes to it between forward and backward pass."""
+    """The loop has one tensor for all batches."""
     static: Tensor = training.once("x", lambda: torch.empty_like(x)).copy_(x)
-    loss = loss_of(training.called(static.detach()), y)
-    return loss
+    return loss_of(training.called(static.detach()), y)
 
 
 class GivesState(Net):

@@ -1,6 +1,4 @@
-"""Cases in which the loop does more with outputs than to take a loss of one: hooks, gradients, writes, what hangs on them."""
-
-# mypy: allow-untyped-calls
+"""Cases in which the loop does more with outputs than to take a loss of one: hooks, gradients, writes, attributes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Cases with parts of PyTorch that keep state or do more than compute: parametrizations, scripts, recurrence, sparsity."""
-
-# mypy: allow-untyped-calls
+"""Cases with parts of PyTorch that keep state: parametrizations, scripts, recurrence, sparsity, autograd functions."""
 
 from __future__ import annotations
 
@@ -374,7 +372,7 @@ class Adaptive(Net):
 
 
 @loss_case(PARTS, model=Adaptive)
-def adaptive_softmax(training: Training, x: Tensor, y: Tensor) -> Tensor:
+def adaptive_softmax(training: Training, x: Tensor, _: Tensor) -> Tensor:
     return training.called(x, training.tokens()[:, 0] % (8 if training.number < EVENT_AT else VOCABULARY))
 
 
@@ -448,7 +446,7 @@ def padding_comes_later(training: Training, x: Tensor, y: Tensor) -> Tensor:
 
 
 @loss_case(PARTS, model=Encoder)
-def padding_at_some_steps(training: Training, x: Tensor, y: Tensor) -> Tensor:
+def padding_at_some_steps(training: Training, _: Tensor, y: Tensor) -> Tensor:
     padding = training.tokens() < 5
     return loss_of(training.called(training.tokens(), padding if training.number % 3 else None), y)
 

@@ -1,7 +1,5 @@
 """Cases with models of transformers, small and from their configurations."""
 
-# mypy: allow-untyped-calls
-
 from __future__ import annotations
 
 from typing import Any
@@ -26,7 +24,7 @@ from graph_models.case import (
 )
 
 MODELS = "transformers"
-PACKAGE = {"package": "transformers"}
+PACKAGE: dict[str, Any] = {"package": "transformers"}
 LAYERS, HEADS, INNER = 2, 4, 64
 # Larger than in training from scratch, so that attention, and thus its mask, matters from the first step.
 SPREAD = 0.2
@@ -256,7 +254,9 @@ def generates_in_between(training: Training) -> Tensor:
         return loss
     training.model.eval()
     with torch.no_grad():
-        made = training.model.generate(tokens[:2, :4], max_new_tokens=4, do_sample=False, use_cache=True, pad_token_id=0)
+        made = training.model.generate(
+            tokens[:2, :4], max_new_tokens=4, do_sample=False, use_cache=True, pad_token_id=0
+        )
     training.model.train()
     return torch.stack([loss, made.float().mean()])
 
@@ -273,5 +273,3 @@ add(MODELS, "wav2vec_with_layers_dropped", model=_wav2vec, loss=_speech_loss, **
 def llama_under_autocast(training: Training, x: Tensor, y: Tensor) -> Tensor:
     with torch.autocast(training.device.type, dtype=torch.bfloat16):
         return _continued("later")(training, x, y)
-
-

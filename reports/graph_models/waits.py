@@ -1,7 +1,5 @@
 """Cases in which the host waits for the device, branches, streams are more than one, or threads are."""
 
-# mypy: allow-untyped-calls
-
 from __future__ import annotations
 
 import random
@@ -132,8 +130,8 @@ class Nonzero(Net):
 class ListOfLengths(Net):
     def forward(self, x: Tensor) -> Any:
         lengths = (x[:, 0].abs() * 4 + 1).long().clamp(max=HIDDEN).tolist()
-        hidden = self.hidden(x)
-        return self.head(torch.stack([functional.pad(h[:n], (0, HIDDEN - n)) for h, n in zip(hidden, lengths, strict=True)]))
+        rows = zip(self.hidden(x), lengths, strict=True)
+        return self.head(torch.stack([functional.pad(row[:length], (0, HIDDEN - length)) for row, length in rows]))
 
 
 @model_case(WAITS)

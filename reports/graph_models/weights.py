@@ -1,7 +1,5 @@
 """Cases in which weights are frozen, replaced, moved, tied or written to, and modules change their mode."""
 
-# mypy: allow-untyped-calls
-
 from __future__ import annotations
 
 import copy
@@ -370,6 +368,8 @@ class AverageInBuffer(Net):
 @model_case(WRITES)
 class AverageInNewBuffer(Net):
     """Sets its buffer to a new tensor in each pass."""
+
+    average: Tensor
 
     def __init__(self) -> None:
         super().__init__()
