@@ -45,7 +45,7 @@ from typing import Any
 
 import torch
 from graph_models import CASES, Case  # beside this program
-from graph_trial import BY_ITSELF, CRASHED, ENDED, HUNG, PLAIN_FAILS, SAME, VERDICTS, Row, row_of
+from graph_trial import BY_ITSELF, CRASHED, ENDED, HUNG, PLAIN_FAILS, RAISED, SAME, VERDICTS, Row, row_of
 
 # A process has this long until its first case begins.
 START_LIMIT_S = 180.0
@@ -151,7 +151,8 @@ class Lane:
         """Asks once more, in a fresh process, if an earlier case may have been what ended this one."""
         was_first = self._served == 0
         row = self._asked(name)
-        if row["verdict"] in (CRASHED, PLAIN_FAILS) and not was_first:
+        is_of_device = row["verdict"] == RAISED and "CUDA" in row["reason"]
+        if (is_of_device or row["verdict"] in (CRASHED, PLAIN_FAILS)) and not was_first:
             self._end()
             row = self._asked(name)
         return row
@@ -167,7 +168,7 @@ class Lane:
             while connection.poll(self.limit_s):
                 heard = connection.recv()
                 if isinstance(heard, dict):
-                    if heard.pop("broken"):
+                    if heard["leaves_device_broken"]:
                         self._end()
                     return heard
                 plain = False
@@ -215,12 +216,16 @@ def serve(connection: Connection[Any, Any], device_name: str) -> None:
         except EOFError:
             return
         row = row_of(CASES[name], device, lambda: connection.send(PLAIN_IS_OVER))
-        connection.send({**row, "device": device_name, "torch": torch.__version__, "broken": not works(device)})
+        connection.send(
+            {**row, "device": device_name, "torch": torch.__version__, "leaves_device_broken": not works(device)}
+        )
 
 
 def works(device: torch.device) -> bool:
+    """Returns True if the device computes, and draws, as it does for a case in a fresh process."""
     try:
-        return bool((torch.ones(8, device=device) + 1).sum().item() == 16)
+        drawn = torch.rand(8, device=device)
+        return bool((drawn + 1 - drawn).sum().round().item() == 8)
     except RuntimeError:
         return False
 

@@ -111,20 +111,17 @@ def trained(case: Case, device: torch.device, *, graphs: bool) -> Outcome:
             _seed()
             _train(case, training, outcome)
             outcome.final = dict(_tensors_of(training.model))
-            _wait(device)
+            _bring(outcome)
         except Exception as error:  # noqa: BLE001  # an error of either training is what is asked for
             outcome.error = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             outcome.failed_at = training.number if training else None
         outcome.made = sum(one.recordings.made for one in wrapped)
         outcome.live = sum(len(one.recordings) for one in wrapped)
-        if not outcome.error:
-            _bring(outcome)
     gc.collect()
     return outcome
 
 
 def _train(case: Case, training: Training, outcome: Outcome) -> None:
-    left: list[Tensor] = []
     for number in range(case.steps):
         training.number = number
         if case.event is not None and number in case.at:
@@ -132,10 +129,10 @@ def _train(case: Case, training: Training, outcome: Outcome) -> None:
         outcome.values.append(case.step(training).detach().clone().float())
         outcome.weights.append([one.detach().clone() for one in training.model.parameters()])
         outcome.buffers.append([one.detach().clone() for one in training.model.buffers()])
-        left = _filled_blocks(training.device, left)
+        training.kept["filled"] = _filled_blocks(training.device)
 
 
-def _filled_blocks(device: torch.device, _: list[Tensor]) -> list[Tensor]:
+def _filled_blocks(device: torch.device) -> list[Tensor]:
     """Takes memory that was freed meanwhile, so that a recording that still reads it sees what it should not."""
     return [torch.full((size,), 7.0, device=device, dtype=torch.float32) for size in BLOCKS for _ in range(OF_EACH)]
 
@@ -160,6 +157,8 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _bring(outcome: Outcome) -> None:
+    """Copies all to the CPU in FP64; waits for the device, and so raises what went wrong there."""
+
     def fetched(tensor: Tensor) -> Tensor:
         dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
         wide = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
@@ -177,11 +176,6 @@ def _seed() -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(0)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @contextmanager

@@ -39,17 +39,34 @@ class Training:
         self.number = 0
         self.kept: dict[str, Any] = {}
         self.undo = ExitStack()
+        self._batches: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self._tokens: dict[tuple[int, ...], Tensor] = {}
+        for number in range(STEPS + 1):
+            self.batch(number)
+            self.tokens(number)
 
     def batch(self, number: int | None = None, rows: int = ROWS, width: int = WIDTH) -> tuple[Tensor, Tensor]:
-        """Returns (inputs, classes) of this step or of another number."""
-        generator = _generator(self.number if number is None else number)
-        x = torch.randn(rows, width, generator=generator, dtype=torch.float32, device="cpu")
-        y = torch.randint(CLASSES, (rows,), generator=generator, device="cpu")
-        return x.to(self.device), y.to(self.device)
+        """Returns (inputs, classes) of this step or of another number, in new memory.
+
+        Batches like those of the steps lie on the device before: a step does not have the host wait.
+        """
+        number = self.number if number is None else number
+        if (number, rows, width) not in self._batches:
+            generator = torch.Generator("cpu").manual_seed(1000 + number)
+            x = torch.randn(rows, width, generator=generator, dtype=torch.float32, device="cpu")
+            y = torch.randint(CLASSES, (rows,), generator=generator, device="cpu")
+            self._batches[number, rows, width] = (x.to(self.device), y.to(self.device))
+        x, y = self._batches[number, rows, width]
+        return x.clone(), y.clone()
 
     def tokens(self, number: int | None = None, rows: int = ROWS, length: int = LENGTH) -> Tensor:
-        generator = _generator(self.number if number is None else number)
-        return torch.randint(1, VOCABULARY, (rows, length), generator=generator, device="cpu").to(self.device)
+        """Returns tokens of shape (rows, length), like `batch`."""
+        number = self.number if number is None else number
+        if (number, rows, length) not in self._tokens:
+            generator = torch.Generator("cpu").manual_seed(2000 + number)
+            made = torch.randint(1, VOCABULARY, (rows, length), generator=generator, device="cpu")
+            self._tokens[number, rows, length] = made.to(self.device)
+        return self._tokens[number, rows, length].clone()
 
     def patch(self, owner: Any, name: str, value: Any) -> None:
         """Sets an attribute, or the item of a dictionary, until the training is over."""
@@ -74,10 +91,6 @@ class Training:
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [one for one in model.parameters() if one.requires_grad]
-
-
-def _generator(number: int) -> torch.Generator:
-    return torch.Generator("cpu").manual_seed(1000 + number)
 
 
 Loss = Callable[[Training, Tensor, Tensor], Tensor]

@@ -15,6 +15,7 @@ from graph_models.case import (
     CLASSES,
     EVENT_AT,
     HIDDEN,
+    STEPS,
     WIDTH,
     Net,
     Training,
@@ -577,7 +578,7 @@ def output_read_on_other_stream(training: Training) -> Tensor:
     if training.number % 4 == 3:
         torch.cuda.current_stream().wait_stream(side)
     training.kept.setdefault("metrics", []).append(metric)
-    if training.number < 39:
+    if training.number < STEPS - 1:
         return loss
     torch.cuda.synchronize()
     return torch.cat([loss.reshape(1), torch.stack(training.kept["metrics"])])
@@ -709,12 +710,16 @@ class _Beside:
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work, self._is_over = work, threading.Event()
+        self.error: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._is_over.wait(0.001):
-            self._work()
+        try:
+            while not self._is_over.wait(0.001):
+                self._work()
+        except Exception as error:  # noqa: BLE001  # raised by the next step
+            self.error = error
 
     def end(self) -> None:
         self._is_over.set()
@@ -722,8 +727,14 @@ class _Beside:
 
 
 def _beside(training: Training, work: Callable[[], Any]) -> Tensor:
-    training.once("beside", lambda: training.undo.callback(_Beside(work).end))
-    return plain_step(training)
+    """Trains beside the work; raises what that raised."""
+    if "beside" not in training.kept:
+        training.kept["beside"] = _Beside(work)
+        training.undo.callback(training.kept["beside"].end)
+    loss = plain_step(training)
+    if training.kept["beside"].error is not None:
+        raise training.kept["beside"].error
+    return loss
 
 
 @step_case(THREADS)
