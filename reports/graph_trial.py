@@ -274,7 +274,7 @@ def _relative_to_each(tensor: Tensor, wanted: Tensor) -> float:
     """Returns the largest difference of a number relative to it; small ones may differ as if they were larger."""
     if tensor.shape != wanted.shape:
         return math.inf
-    scale = wanted.abs() + LEAST_VALUE
+    scale = wanted.abs().nan_to_num(0.0, 0.0) + LEAST_VALUE
     return _distance(tensor / scale, wanted / scale)
 
 
@@ -302,9 +302,8 @@ def _distance(tensor: Tensor, wanted: Tensor) -> float:
     """Returns the norm of the difference; what is not finite is to be the same in both."""
     if tensor.shape != wanted.shape:
         return math.inf
-    unlike = torch.isfinite(wanted) | torch.isfinite(tensor)
-    unlike |= torch.isnan(wanted) != torch.isnan(tensor)
-    return float((tensor - wanted)[unlike].norm())
+    same = (tensor == wanted) | (torch.isnan(tensor) & torch.isnan(wanted))
+    return float((tensor - wanted)[~same].norm())
 
 
 def _size(tensors: Sequence[Tensor] | Any) -> float:
