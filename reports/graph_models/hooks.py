@@ -201,7 +201,7 @@ def hook_on_weight_comes_and_goes(training: Training) -> None:
 
 @event_case(HOOKS, at=(EVENT_AT, REMOVED_AT))
 def backward_hook_comes_and_goes(training: Training) -> None:
-    _or_removed(training, lambda: training.model.body.register_full_backward_hook(_halved_gradient))
+    _or_removed(training, lambda: training.model.head.register_full_backward_hook(_halved_gradient))
 
 
 def _halved_by_body(module: nn.Module, _: Any, output: Any) -> Any:

@@ -624,9 +624,16 @@ def anomalies_detected(_: Training) -> None:
     torch.set_anomaly_enabled(True)
 
 
-@event_case(FLAGS, gpu=True)
-def waits_forbidden(_: Training) -> None:
+@step_case(FLAGS, gpu=True)
+def waits_forbidden(training: Training) -> Tensor:
+    """Has PyTorch raise if the host waits for the device in a step, as who looks for waits does."""
+    if training.number < EVENT_AT:
+        return plain_step(training)
     torch.cuda.set_sync_debug_mode("error")
+    try:
+        return plain_step(training)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @step_case(FLAGS, gpu=True)
