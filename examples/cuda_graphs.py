@@ -8,6 +8,9 @@ from torch import nn
 
 import amptune
 
+if not torch.cuda.is_available():
+    raise SystemExit("CUDA graphs are a GPU's, and this PyTorch sees none: run this example on a machine with one")
+
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)).cuda()
 

@@ -91,7 +91,7 @@ class _Strides:
 
 def _state(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     for module in model.modules():
-        for name, tensor in (module._parameters | module._buffers).items():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 yield module, name, tensor
 

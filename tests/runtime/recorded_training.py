@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -33,11 +34,22 @@ class Net(nn.Module):
         self.unused = nn.Linear(2, 2)
 
     def forward(self, x: torch.Tensor) -> Any:
-        forwards.append(tuple(x.shape))
+        forwards.write(f"{tuple(x.shape)}\n")
         return self.head(self.body(x).flatten(1))
 
 
-forwards: list[tuple[int, ...]] = []
+class Forwards(io.StringIO):
+    """The shapes of inputs, written down as to a file: what a forward pass appends to a list is an effect."""
+
+    def shapes(self) -> list[str]:
+        return self.getvalue().splitlines()
+
+    def clear(self) -> None:
+        self.truncate(0)
+        self.seek(0)
+
+
+forwards = Forwards()
 said: list[Finding] = []
 
 

@@ -27,6 +27,8 @@ class TapeRecorder:
     def rehearsing(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def take_turn(self) -> None: ...
+
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         with _Tape() as tape:
             result = work()

@@ -29,6 +29,7 @@ from amptune.measure.bench.stillness import Stillness
 from amptune.measure.results.outcome import Effort, Measurement, Outcome
 from amptune.policy.settings import Policy
 from amptune.runtime.apply_policy import apply
+from amptune.runtime.graphs.dispatch import CHECK_EVERY, Recordings
 from amptune.runtime.graphs.graphed_model import GraphedModel
 from amptune.runtime.tensor_tree import map_tensors, tensors_in
 from amptune.runtime.tuned import Tuned
@@ -181,6 +182,8 @@ class Bench:
         # no guard for what is timed, whatever the environment says: its time would be in the figures
         with apply(policy, self.model, any_hardware=True, guard=guarded) as tuned:
             self._tuned = tuned
+            if (recordings := _recordings_of(tuned)) is not None:
+                recordings.checks = False  # their price is added, see below
             try:
                 yield tuned, Stepper(self.workload, tuned, batches)
             finally:
@@ -192,8 +195,8 @@ class Bench:
         eager = tuned.policy.compile == "off" and not tuned.policy.cuda_graphs
         least = LEAST_FIRST_STEPS if eager else LEAST_FIRST_STEPS_COMPILED
         losses, norm, last_ms = self._first_steps(stepper, least)
-        if isinstance(tuned.model, GraphedModel):
-            tuned.model.recordings.require_some()
+        recordings = _recordings_of(tuned)
+        price_ms = 0.0 if recordings is None else self._price_of_checks(recordings, stepper, last_ms)
         warm_s = self._clock.now_s()
         compiled = self._compilations.graphs
         slow = effort.abandon_above_ms is not None and last_ms > effort.abandon_above_ms
@@ -213,7 +216,7 @@ class Bench:
         kept = sample.kept
         return Measurement(
             samples_per_step=samples,
-            step_ms=kept.step_ms,
+            step_ms=tuple(ms + price_ms for ms in kept.step_ms),
             warmup_s=warmup_s,
             warmup_steps=warmup_steps,
             peak_allocated_mib=allocated,
@@ -238,10 +241,26 @@ class Bench:
             host_delay=kept.host_delay,
         )
 
+    def _price_of_checks(self, recordings: Recordings, stepper: Stepper, step_ms: float) -> float:
+        """Returns the time in ms that comparing recordings with the model adds to a step in a long training.
+
+        Its memory counts too. Raises `PolicyApplyError` if nothing was recorded, or if a replay differs.
+        """
+        recordings.require_some()
+        checked_ms, before = math.inf, recordings.calls
+        for _ in range(2):
+            recordings.check_next()
+            checked_ms = min(checked_ms, *self._clock.time_steps(stepper, 1))
+        calls_per_step = (recordings.calls - before) / 2
+        if recordings.is_doubted():
+            self._clock.time_steps(stepper, 1)
+        recordings.require_agreement()
+        return max(0.0, checked_ms - step_ms) * calls_per_step / CHECK_EVERY
+
     def _prepared(self, tuned: Tuned) -> int:
         """Returns how many graphs were compiled or recorded so far."""
-        own = tuned.model.recordings.made if isinstance(tuned.model, GraphedModel) else 0
-        return self._compilations.begun + own
+        recordings = _recordings_of(tuned)
+        return self._compilations.begun + (0 if recordings is None else recordings.made)
 
     def _require_within_limit(self, peak_mib: float) -> None:
         """Raises `MemoryError` above the limit; only a CPU needs this, a GPU's allocator enforces its limit."""
@@ -381,3 +400,7 @@ def _initialise_lazy(model: torch.nn.Module, workload: Workload) -> None:
 def _glance(effort: Effort) -> Effort:
     """Returns the effort for a policy too slow to be of interest: `SLOW_STEPS` steps, not timed again."""
     return replace(effort, measure_s=0.0, settle_s=0.0, min_steps=SLOW_STEPS, time_limit_s=0.0)
+
+
+def _recordings_of(tuned: Tuned) -> Recordings | None:
+    return tuned.model.recordings if isinstance(tuned.model, GraphedModel) else None

@@ -1,33 +1,32 @@
-"""Decides, call by call, whether a recording is replayed, a pass is recorded, or the model itself runs."""
+"""Decides, call by call, whether a recording is replayed, compared or made, or the model itself runs."""
 
 from __future__ import annotations
 
+import threading
 import weakref
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
-from amptune.runtime.graphs.capture import CONSTANTS, Recording, is_kept
-from amptune.runtime.graphs.host_effects import NotRecordableError, obstacle_in, without_effects
+from amptune.runtime.graphs.calls import ModelCall, PassKind, SeenPass
+from amptune.runtime.graphs.capture import NO_MEMORY, Recording, UnusualError, Usage
+from amptune.runtime.graphs.check import Check
+from amptune.runtime.graphs.host_effects import DeviceState, NotRecordableError, obstacle_in
 from amptune.runtime.graphs.model_state import ModelState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch.utils._pytree import TreeSpec
-
     from amptune.runtime.graphs.recorder import Recorder
 
-__all__ = ["NOT_RECORDED", "Recordings"]
+__all__ = ["DIFFER", "NOT_RECORDED", "Recordings"]
 
-NOT_RECORDED = "cuda-graphs-not-recorded"
+NOT_RECORDED, DIFFER = "cuda-graphs-not-recorded", "cuda-graphs-differ"
 
 # Each recording keeps the memory of its activations, so there are few: a batch, the last of an epoch, and some more.
 MOST_RECORDINGS = 4
@@ -38,6 +37,10 @@ MOST_SEEN = 8
 MOST_WASTED, WORTH_IT = 8, 20
 # Recording also ends after this many changes before anything was recorded.
 MOST_UNSETTLED = 3
+# A recording is compared with the model at its calls 1, 2, 4 ... to this one, and then each time so many have come.
+LAST_DOUBLED, CHECK_EVERY = 256, 512
+# Replays whose waits for the device had another result, which the model then computed itself, before recording ends.
+MOST_SURPRISES = 8
 
 _all: weakref.WeakSet[Recordings] = weakref.WeakSet()
 
@@ -46,8 +49,10 @@ class Recordings:
     """The recorded passes of one model.
 
     A kind of pass is recorded when it comes for the second time. The first time the model runs itself: this may set up
-    lasting state, and shows which outputs the loss uses. `say` gets one finding if a pass cannot be recorded. `made`
-    counts recordings, dropped ones included.
+    lasting state, and shows which outputs the loss uses. Each recording is compared with the model now and then, by the
+    count of its calls alone, so that the ranks of a distributed training compare together; a difference ends all
+    recording. `say` gets a finding when recording ends, or cannot begin. `made` counts recordings, dropped ones
+    included. `checks` is False while a trial times steps.
     """
 
     def __init__(
@@ -63,16 +68,21 @@ class Recordings:
         self.device_type = device_type
         self.why_not: Finding | None = None
         self.made = 0
-        self._recorded: list[tuple[_Kind, Recording]] = []
-        self._seen: list[_Seen] = []
+        self.checks = True
+        self._is_forced = False
+        self._recorded: list[tuple[PassKind, Recording]] = []
+        self._seen: list[SeenPass] = []
         self._state: ModelState | None = None
+        self._check: Check | None = None
         self._replays = self._wasted = self._unsettled = 0
         self._out_of_memory: torch.OutOfMemoryError | None = None
         self._has_ended = False
+        self._thread: int | None = None
         _all.add(self)
 
     def forget(self) -> None:
         """Drops all recordings, and their memory."""
+        self._check = None
         self._recorded.clear()
         self._seen.clear()
         self._state = None
@@ -85,44 +95,81 @@ class Recordings:
     def __len__(self) -> int:
         return len(self._recorded)
 
+    @property
+    def calls(self) -> int:
+        """The number of calls for which a recording was replayed."""
+        return sum(recording.calls for _, recording in self._recorded)
+
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns what the model returns: from a recording if one computes the same, else from the model."""
         given_up = self._has_ended or (self.why_not is not None and not self._recorded)
-        if given_up or not (self.model.training and torch.is_grad_enabled()) or _is_observed():
+        if given_up or not (self.model.training and torch.is_grad_enabled()) or self._is_observed():
             return self.model(*args, **kwargs)
-        call = _Call.of(args, kwargs, self.device_type)
+        own = partial(self.model, *args, **kwargs)
+        call = ModelCall.of(args, kwargs, self.device_type)
         recording, seen = (None, None) if call is None else self._recording_for(call)
-        if recording is not None and call is not None and not recording.is_busy:
-            self._replays += 1
-            return recording(call.tensors)
-        outputs = self.model(*args, **kwargs)
-        return outputs if seen is None else seen.watched(outputs)
+        if recording is None or call is None:
+            outputs = own()
+            return outputs if seen is None else self._noted(seen, outputs)
+        if recording.is_busy:
+            return own()
+        self._read()
+        if self._has_ended:
+            return own()
+        self._replays += 1
+        recording.calls += 1
+        is_due = self._is_due(recording)
+        try:
+            return self._compared(recording, call, own) if is_due else recording(call.tensors)
+        except UnusualError as surprise:
+            recording.surprises += 1
+            if recording.surprises >= MOST_SURPRISES:
+                self._stop(str(surprise))
+        except torch.OutOfMemoryError:
+            if not (is_due and self._recorded):
+                raise
+            self._stop(NO_MEMORY)
+        del recording  # and its memory
+        return own()
 
-    def _recording_for(self, call: _Call) -> tuple[Recording | None, _Seen | None]:
+    def _recording_for(self, call: ModelCall) -> tuple[Recording | None, SeenPass | None]:
         """Returns (a recording, known or made now, or None; notes on a pass that may come again, or None)."""
         if self._state is None and any(map(nn.parameter.is_lazy, self.model.parameters())):
             return None, None
         try:
             kind = self._kind_of(call)
+            if self._state is not None and any(
+                one.untyped_storage()._cdata in self._state.storages for one in call.tensors
+            ):
+                return None, None
             known = next((recording for one, recording in self._recorded if one == kind), None)
             if known is not None or self.why_not is not None or len(self._recorded) >= MOST_RECORDINGS:
                 return known, None
             seen = next((one for one in self._seen if one.kind == kind), None)
-            if seen is None or not seen.used:
-                seen = _Seen(kind.without_tensors())
+            if seen is None or not seen.is_used():
+                seen = SeenPass(kind.without_tensors())
                 self._seen = [seen, *(one for one in self._seen if one.kind != kind)][:MOST_SEEN]
                 return None, seen
             seen.require_one_pass()
-            recording = self._record(call, frozenset(seen.used))
+            recording = self._record(call.tensors, seen.kind, Usage(seen.gradients))
         except Exception as error:  # noqa: BLE001  # the user's code may raise anything: it will in its own forward too
             self._give_up(error)
             return None, None
+        seen.gradients = {place: gradient.new_empty(0) for place, gradient in seen.gradients.items()}
         self._unsettled = 0
         self._recorded.append((seen.kind, recording))
         self.made += 1
         return recording, None
 
-    def _kind_of(self, call: _Call) -> _Kind:
+    def _noted(self, seen: SeenPass, outputs: Any) -> Any:
+        """Returns the outputs, with notes made on what the loss does with them."""
+        try:
+            return seen.watched(outputs)
+        except NotRecordableError as error:
+            self._give_up(error)
+            return outputs
+
+    def _kind_of(self, call: ModelCall) -> PassKind:
         if self._state is not None and not self._state.holds():
             self._begin_anew(self._state.changed())
         if self._state is None:
@@ -130,12 +177,8 @@ class Recordings:
             if reason is not None:
                 raise NotRecordableError(reason)
             self._state = ModelState(self.model)
-        autocast = (
-            torch.is_autocast_enabled(self.device_type),
-            torch.get_autocast_dtype(self.device_type),
-            torch.is_autocast_cache_enabled(),
-        )
-        return _Kind(call=call, autocast=autocast, trained=self._state.trained())
+        autocast = (torch.is_autocast_enabled(self.device_type), torch.get_autocast_dtype(self.device_type))
+        return PassKind(call=call, autocast=autocast, trained=self._state.trained())
 
     def _begin_anew(self, changed: str) -> None:
         """Drops all recordings. Raises `NotRecordableError` after too many changes before or soon after recording."""
@@ -148,10 +191,74 @@ class Recordings:
         if self._wasted >= MOST_WASTED or self._unsettled >= MOST_UNSETTLED:
             raise NotRecordableError(f"meets a changed model again and again ({changed})")
 
-    def _record(self, call: _Call, used: frozenset[int]) -> Recording:
-        device = call.tensors[0].device
-        with without_effects(self.model):
-            return Recording(partial(call.on, self.model), self.model, call.tensors, used, self.recorder(device))
+    def _record(self, inputs: Sequence[torch.Tensor], kind: PassKind, usage: Usage) -> Recording:
+        """Returns a recording that does not refer to this object: its memory is free as soon as the wrapper is."""
+        model, device_type, whose = self.model, self.device_type, weakref.ref(self)
+        enabled, dtype = kind.autocast
+        cached = torch.is_autocast_cache_enabled()
+
+        def own(tensors: Sequence[torch.Tensor]) -> Any:
+            with torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cached):
+                return kind.call.on(model, tensors)
+
+        def end(reason: str) -> None:
+            if (recordings := whose()) is not None:
+                recordings._stop(reason)
+
+        return Recording(own, model, inputs, usage, self.recorder(inputs[0].device), end)
+
+    def _is_due(self, recording: Recording) -> bool:
+        calls = recording.calls
+        doubled = calls <= LAST_DOUBLED and calls & (calls - 1) == 0
+        by_count = self.checks and (doubled or calls % CHECK_EVERY == 0)
+        return by_count or self._is_forced or recording.doubted is not None
+
+    def _compared(self, recording: Recording, call: ModelCall, own: Callable[[], Any]) -> Any:
+        """Returns what the model's own pass returns, which a replay is compared with. May raise `OutOfMemoryError`."""
+        self._is_forced = False
+        self._read(wait=True)
+        if recording.doubted is not None:
+            try:
+                recording.measure_limits(call.tensors)
+            except Exception:  # noqa: BLE001  # the user's code may raise anything: it will in its own forward too
+                self._differ(recording.doubted)
+        if not self._recorded:
+            return own()
+        before = DeviceState(self.model)
+        check = Check(recording)
+        try:
+            returned = check.run(call.tensors, own, before.put_back)
+        except torch.OutOfMemoryError:
+            before.put_back()
+            raise
+        self._check = check
+        return returned
+
+    def _read(self, *, wait: bool = False) -> None:
+        """Reads the last comparison if the device has done it. A difference counts if the next one finds it too."""
+        check = self._check
+        if check is None or not check.is_read(wait=wait):
+            return
+        self._check = None
+        recording = check.recording
+        doubted, recording.doubted = recording.doubted, None
+        if doubted is None:
+            recording.doubted = check if check.differing else None
+        elif check.differing or check.leaves_unexplained(doubted):
+            self._differ(doubted)
+
+    def _differ(self, check: Check) -> None:
+        """Ends all recording, as replays computed otherwise than the model does now."""
+        self.forget()
+        self._has_ended = True
+        since = check.call // 2 if check.call <= LAST_DOUBLED else check.call - CHECK_EVERY
+        self.why_not = Finding(
+            code=DIFFER,
+            message=f"replays of the forward pass of {type(self.model).__name__} differ from the model: {check.told()} "
+            f"(call {check.call} of the recording; steps after its call {since} may have trained wrongly); nothing is "
+            "recorded any more, and the model runs as without cuda_graphs",
+        )
+        self.say(self.why_not)
 
     def _give_up(self, error: Exception) -> None:
         if isinstance(error, torch.OutOfMemoryError):
@@ -161,7 +268,14 @@ class Recordings:
                 recordings.forget()
         told = error.__cause__ or error
         first = str(told).strip().partition("\n")[0]
-        reason = first if isinstance(told, NotRecordableError) else f"raises {type(told).__name__} ({first})"
+        self._say_why_not(first if isinstance(told, NotRecordableError) else f"raises {type(told).__name__} ({first})")
+
+    def _stop(self, reason: str) -> None:
+        """Ends recording while training is under way; nothing went wrong in it."""
+        self.forget()
+        self._say_why_not(reason)
+
+    def _say_why_not(self, reason: str) -> None:
         whose = f"the forward pass of {type(self.model).__name__}"
         what = "with batches like these it" if self._recorded else "it"
         self.why_not = Finding(
@@ -170,136 +284,46 @@ class Recordings:
         )
         self.say(self.why_not)
 
+    def _is_observed(self) -> bool:
+        """Returns True if something observes the pass that a replay would leave out or disturb, or may do so."""
+        autograd, functorch = torch._C._autograd, torch._C._functorch
+        hooks = getattr(autograd, "_top_saved_tensors_default_hooks", None)
+        self._thread = self._thread or threading.get_ident()
+        return (
+            threading.get_ident() != self._thread
+            or torch._C._len_torch_dispatch_stack() > 0
+            or torch._C._current_graph_task_id() != -1  # in a backward pass, where checkpointing computes again
+            or functorch.peek_interpreter_stack() is not None
+            or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+            or parametrize._cache_enabled > 0
+            or hooks is None
+            or hooks(False) is not None
+            or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
+        )
+
+    def check_next(self) -> None:
+        """Has the next replay compared, whatever the count of calls."""
+        self._is_forced = True
+
+    def is_doubted(self) -> bool:
+        """Returns True if the next call settles whether a replay differed; waits for the last comparison."""
+        self._read(wait=True)
+        return self._doubted() is not None
+
+    def require_agreement(self) -> None:
+        """Raises `PolicyApplyError` if a replay differed from the model, or if that is not settled."""
+        self._read(wait=True)
+        doubted = self._doubted()
+        if doubted is not None:
+            self._differ(doubted)
+        self.require_some()
+
+    def _doubted(self) -> Check | None:
+        return next((recording.doubted for _, recording in self._recorded if recording.doubted), None)
+
     def require_some(self) -> None:
         """Raises `PolicyApplyError` with the reason if nothing was recorded although training is under way."""
         if self._recorded:
             return
         never = "its training never calls the model with tensors on the GPU, and so nothing is recorded as a CUDA graph"
         raise PolicyApplyError(never if self.why_not is None else self.why_not.message) from self._out_of_memory
-
-
-def _is_observed() -> bool:
-    """Returns True if something observes the pass that a replay would leave out or disturb."""
-    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._current_graph_task_id() != -1  # in a backward pass, where checkpointing computes again
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-        or parametrize._cache_enabled > 0
-        or (hooks is not None and hooks(False) is not None)
-        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Meta:
-    """The properties of a tensor that matter to a recording; `first` is the first position of the same tensor."""
-
-    first: int
-    shape: torch.Size
-    dtype: torch.dtype
-    stride: tuple[int, ...]
-    device: torch.device
-
-
-@dataclass(frozen=True, eq=False)
-class _Call:
-    """The arguments of a call: their structure, tensors and plain values. Equal calls can use the same recording."""
-
-    structure: TreeSpec
-    leaves: tuple[Any, ...]
-    tensors: Sequence[torch.Tensor]
-
-    @staticmethod
-    def of(args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> _Call | None:
-        """Returns the call, or None for arguments that no recording can serve."""
-        found, structure = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
-        plain = all(type(leaf) in (torch.Tensor, nn.Parameter, *CONSTANTS) for leaf in found)
-        fitting = plain and all(
-            one.device.type == device_type and not one.requires_grad and one.layout is torch.strided for one in tensors
-        )
-        if not (tensors and fitting):
-            return None
-        first = {id(tensor): place for place, tensor in reversed([*enumerate(tensors)])}
-        leaves = tuple(
-            _meta(leaf, first[id(leaf)]) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf, str(leaf))
-            for leaf in found
-        )
-        return _Call(structure, leaves, tensors)
-
-    def on(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> Any:
-        """Calls the model with `tensors` in place of the call's own."""
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, _Meta) else leaf[1] for leaf in self.leaves]
-        args, kwargs = tree_unflatten(leaves, self.structure)
-        outputs = model(*args, **kwargs)
-        after, structure = tree_flatten((args, kwargs))
-        if structure != self.structure or any(one is not other for one, other in zip(leaves, after, strict=True)):
-            raise NotRecordableError("changes the lists or dictionaries that it is given")
-        return outputs
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Call) and (self.leaves, self.structure) == (other.leaves, other.structure)
-
-
-def _meta(tensor: torch.Tensor, first: int) -> _Meta:
-    return _Meta(first, tensor.shape, tensor.dtype, tensor.stride(), tensor.device)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Kind:
-    """The conditions that must be the same for a recording to compute what the model would."""
-
-    call: _Call
-    autocast: tuple[bool, torch.dtype, bool]
-    trained: tuple[bool, ...]
-
-    def without_tensors(self) -> _Kind:
-        return replace(self, call=replace(self.call, tensors=()))
-
-
-@dataclass
-class _Seen:
-    """A kind of pass that came once, and the outputs from which a backward pass has started since."""
-
-    kind: _Kind
-    used: set[int] = field(default_factory=set)
-    _passes: set[int] = field(default_factory=set)
-    _has_more: bool = False
-
-    def watched(self, outputs: Any) -> Any:
-        """Returns copies that note which outputs a backward pass starts from, as one may be computed from another."""
-        leaves, structure = tree_flatten(outputs)
-        own = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
-        marked = {
-            name: _Mark.apply(self, number, leaf)  # type: ignore[no-untyped-call]
-            for number, (name, leaf) in enumerate(own.items())
-        }
-        return tree_unflatten([marked.get(id(leaf), leaf) for leaf in leaves], structure)
-
-    def note(self, number: int) -> None:
-        """Notes that the running backward pass starts from this output."""
-        self.used.add(number)
-        self._passes.add(torch._C._current_graph_task_id())
-        self._has_more |= is_kept() or torch.is_grad_enabled()
-
-    def require_one_pass(self) -> None:
-        """Raises `NotRecordableError` if there was more than one backward pass, or if another may follow."""
-        if self._has_more or len(self._passes) > 1:
-            raise NotRecordableError("has several backward passes (one for each loss, retain_graph or create_graph)")
-
-
-class _Mark(torch.autograd.Function):
-    """An autograd function that copies a tensor, and notes when a backward pass reaches it."""
-
-    @staticmethod
-    def forward(ctx: Any, seen: _Seen, number: int, output: torch.Tensor) -> torch.Tensor:
-        ctx.seen, ctx.number = seen, number
-        return output.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        ctx.seen.note(ctx.number)
-        return None, None, gradient

@@ -12,7 +12,7 @@ from amptune.runtime.graphs.dispatch import Recordings
 from amptune.runtime.graphs.recorder import CudaRecorder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from amptune.policy.findings import Finding
     from amptune.runtime.graphs.recorder import Recorder
@@ -25,9 +25,11 @@ class GraphedModel(nn.Module):
 
     A pass is recorded when its inputs' shapes come for the second time. It is replayed as long as the model has the
     same modules and attributes, its weights lie at the same addresses, modules are in the same mode, and autocast is
-    unchanged. The model itself runs in evaluation, without gradients, and while a backward pass may still need the
-    tensors of the last forward pass. If a pass cannot be recorded, `say` gets one finding, and the model itself runs
-    from then on. A backward pass of an unrecorded kind (create_graph, retain_graph, other outputs in the loss) raises.
+    unchanged; now and then it is compared with the model's own pass, which then is the one that trains. The model
+    itself runs in evaluation, without gradients, and while a backward pass may still need the tensors of the last
+    forward pass. If a pass cannot be recorded, or a replay differs, `say` gets one finding, and the model itself runs
+    from then on; as it does, for the same batch, if a backward pass comes that was not recorded (create_graph,
+    retain_graph, other outputs in the loss).
 
     Attributes are read from and written to the model. As with `torch.compile`, the wrapper's state_dict has another
     prefix: save the model's own.
@@ -78,6 +80,21 @@ class GraphedModel(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self._modules["_orig_mod"], name)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._orig_mod[place]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        return len(self._orig_mod)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._orig_mod)  # type: ignore[call-overload,no-any-return]
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self._orig_mod  # type: ignore[operator]
+
+    def __bool__(self) -> bool:
+        return bool(self._orig_mod)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets the attributes that PyTorch gives every module on the wrapper, all others on the model."""

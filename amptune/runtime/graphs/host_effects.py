@@ -1,4 +1,4 @@
-"""Detects effects of a forward pass on the host. A recording would leave them out, so it is refused."""
+"""Detects effects of a forward pass on the host, at any depth. A recording would leave them out, so it is refused."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 import sys
 from collections import deque
 from contextlib import contextmanager
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,15 +15,17 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
 from amptune.errors import AmptuneError
-from amptune.runtime.graphs.model_state import DEPTH, HOOKS, OF_EVERY_MODULE, PLAIN, table_in
+from amptune.runtime.graphs.host_objects import CONTAINERS, IteratorFoundError, content_of, put_back, used_by
+from amptune.runtime.graphs.model_state import HOOKS, are_same, is_foreign
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["NotRecordableError", "obstacle_in", "without_effects"]
+__all__ = ["DeviceState", "NotRecordableError", "copies_of", "obstacle_in", "without_effects", "without_repeats"]
 
 _GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in HOOKS)
-_TABLES = ("_parameters", "_buffers", "_modules")
+# More objects than this are not looked through.
+_MOST_OBJECTS = 200_000
 
 
 class NotRecordableError(AmptuneError):
@@ -31,11 +34,15 @@ class NotRecordableError(AmptuneError):
 
 def obstacle_in(model: nn.Module) -> str | None:
     """Returns why no pass of the model can be recorded, in words that follow its name, or None. Runs no pass."""
-    if any(getattr(torch_module, kind, None) for kind in _GLOBAL_HOOKS):
+    if any(getattr(torch_module, kind, True) for kind in _GLOBAL_HOOKS):
         return "has hooks that are registered for all modules"
+    packages = {package for module in model.modules() if (package := _package_of(type(module))) != "__main__"}
     for path, module in model.named_modules():
-        if any(getattr(module, kind, None) for kind in HOOKS):
+        # A hook that the model's own package has set, such as one that captures outputs, is a part of its forward.
+        if any(_package_of(hook) not in packages for kind in HOOKS for hook in getattr(module, kind).values()):
             return f"has a hook on {path or 'itself'}"
+        if isinstance(module, torch.jit.ScriptModule):
+            return f"holds {path or 'itself'}, a TorchScript module, whose weights cannot be exchanged"
         if isinstance(module, DistributedDataParallel):
             return "holds DistributedDataParallel, which is to be put around what is recorded"
     for name, parameter in model.named_parameters():
@@ -47,143 +54,128 @@ def obstacle_in(model: nn.Module) -> str | None:
     return None
 
 
+def _package_of(named: Any) -> str:
+    package = (getattr(named, "__module__", None) or "").partition(".")[0]
+    return "__main__" if package in ("", "torch") else package
+
+
 @contextmanager
-def without_effects(model: nn.Module) -> Iterator[None]:
+def without_effects(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Raises `NotRecordableError` if the code within changes anything on the host; restores as much as it can.
 
-    Buffers and random generators are restored too, including the generators of the model's devices.
+    Yields a function that restores buffers and the random generators of the model's devices, as the end does.
     """
-    host = _Host(model)
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = {tensor.device.index for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda}
-    with torch.random.fork_rng(devices=sorted(devices)):
+    host, device = _Host(model), DeviceState(model)
+    try:
+        yield device.put_back
+        host.require_unchanged()
+    finally:
         try:
-            yield
-            host.require_unchanged()
+            device.put_back()
         finally:
             host.put_back()
-            for buffer, value in buffers:
-                buffer.data.copy_(value)  # by .data: else a backward pass still to come would see it as modified
+
+
+def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns copies of tensors, made by a kernel for each dtype and device in place of one for each tensor."""
+    copies: dict[int, torch.Tensor] = {}
+    kinds: dict[Any, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
+    for places in kinds.values():
+        joined = torch.cat([tensors[place].detach().reshape(-1) for place in places])
+        parts = joined.split_with_sizes([tensors[place].numel() for place in places])
+        copies |= {place: part.view(tensors[place].shape) for place, part in zip(places, parts, strict=True)}
+    return [copies[place] for place in range(len(tensors))]
+
+
+def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a view in which each dimension that is expanded has one item."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+class DeviceState:
+    """The buffers of a model and the random generators of its devices, to be put back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # `data`, else a backward pass sees them as modified
+        self._buffers = [without_repeats(buffer.data) for buffer in model.buffers()]
+        self._values = copies_of(self._buffers)
+        devices = {tensor.device.index for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda}
+        self._random = {device: torch.cuda.get_rng_state(device) for device in devices}
+
+    def put_back(self) -> None:
+        """Restores the values."""
+        for device, state in self._random.items():
+            torch.cuda.set_rng_state(state, device)
+        for buffer, value in zip(self._buffers, self._values, strict=True):
+            buffer.copy_(value)
 
 
 class _Host:
-    """A snapshot of the random generators, and of the attributes of modules and weights with their contents."""
+    """A snapshot of the random generators, and of all that a model's modules and the code of its passes can reach."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._generators = _generators()
-        owners = (*model.named_modules(), *model.named_parameters())
-        self._attributes = {path: (owner, _attributes_of(owner)) for path, owner in owners}
+        generators: dict[str, Any] = {"random": random._inst, "torch": torch.default_generator}
+        if "numpy" in sys.modules:
+            generators["numpy"] = sys.modules["numpy"].random.mtrand._rand
+        self._generators = set(map(id, generators.values()))
+        classes = dict.fromkeys(
+            cls for module in model.modules() for cls in type(module).__mro__ if not is_foreign(cls)
+        )
+        self._methods: dict[str, list[Any]] = {}
+        for cls in classes:
+            for name, value in vars(cls).items():
+                self._methods.setdefault(name, []).append(value)
+        ahead: deque[tuple[str, Any]] = deque(generators.items())
+        ahead += [(f"{cls.__name__}.forward", vars(cls)["forward"]) for cls in classes if "forward" in vars(cls)]
+        ahead += [*model.named_modules(), *model.named_parameters()]
+        self._met: dict[int, tuple[str, Any, Any]] = {}
+        while ahead:
+            name, value = ahead.popleft()
+            content = None if id(value) in self._met else self._content(name, value)
+            if content is not None:
+                self._met[id(value)] = name, value, content
+                if isinstance(content, dict):
+                    ahead += [(".".join(filter(None, (name, _named(key)))), inner) for key, inner in content.items()]
+                if isinstance(value, (FunctionType, *CONTAINERS)) and hasattr(value, "__dict__"):
+                    ahead.append((name, vars(value)))
+            if len(self._met) > _MOST_OBJECTS:
+                raise NotRecordableError(f"holds more than can be looked through (beyond {name})")
+
+    def _content(self, name: str, value: Any) -> Any:
+        try:
+            return used_by(value, self._methods) if isinstance(value, FunctionType) else content_of(value)
+        except IteratorFoundError:
+            raise NotRecordableError(f"holds {name}, an iterator, which cannot be put back") from None
 
     def require_unchanged(self) -> None:
-        drawn = [whose for whose, state in _generators().items() if state != self._generators.get(whose, state)]
-        if drawn:
-            raise NotRecordableError(f"draws random numbers on the host ({drawn[0]})")
-        for path, (owner, before) in self._attributes.items():
-            now = _attributes_of(owner)
-            changed = [name for name in (*before, *now) if not _is_same(now.get(name), before.get(name))]
-            if changed:
-                what = ".".join(filter(None, (path, changed[0])))
-                raise NotRecordableError(f"changes {what} in each forward pass")
+        for name, value, before in self._met.values():
+            changed = _changed(self._content(name, value), before)
+            if changed is not None and id(value) in self._generators:
+                raise NotRecordableError(f"draws random numbers on the host ({name})")
+            if changed is not None:
+                raise NotRecordableError(f"changes {'.'.join(filter(None, (name, changed)))} in each forward pass")
 
     def put_back(self) -> None:
-        random.setstate(self._generators["random"])
-        if "numpy" in self._generators:
-            sys.modules["numpy"].random.set_state(self._generators["numpy"])
-        for owner, before in self._attributes.values():
-            own = vars(owner)
-            for name in [name for name in own if name not in OF_EVERY_MODULE and name not in before]:
-                del own[name]
-            for name, (value, content) in before.items():
-                own[name] = value
-                _refill(value, content)
+        for name, value, before in self._met.values():
+            if _changed(self._content(name, value), before) is not None:
+                put_back(value, before)
 
 
-def _generators() -> dict[str, Any]:
-    states: dict[str, Any] = {"random": random.getstate(), "torch": _state_of(torch.default_generator)}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *others = numpy.random.get_state()
-        states["numpy"] = (kind, tuple(keys.tolist()), *others)
-    return states
+def _changed(now: Any, before: Any) -> str | None:
+    """Returns the place of what changed, "" for all of it, or None."""
+    if not isinstance(now, dict) or not isinstance(before, dict):
+        return None if are_same(now, before) else ""
+    missing = object()
+    keys: Iterable[Any] = dict.fromkeys([*before, *now])
+    changed = (_named(key) for key in keys if not are_same(now.get(key, missing), before.get(key, missing)))
+    return next(changed, None if are_same([*now], [*before]) else "")  # the order of a dictionary
 
 
-def _state_of(generator: torch.Generator) -> bytes:
-    return bytes(generator.get_state().tolist())  # `.numpy()` needs NumPy, which a training node may lack
-
-
-def _attributes_of(owner: nn.Module | nn.Parameter) -> dict[str, tuple[Any, Any]]:
-    """Returns {name: (value, content)} of its own attributes, and of a module's weights, buffers and modules."""
-    own = {name: value for name, value in vars(owner).items() if name not in OF_EVERY_MODULE or name in _TABLES}
-    return {name: (value, _content(value, DEPTH)) for name, value in own.items()}
-
-
-def _content(value: Any, depth: int) -> Any:
-    """Returns what may change inside the same object: items with their content, or a generator's state; else None."""
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, torch.Generator):
-        return _state_of(value)
-    if hasattr(value, "bit_generator"):  # NumPy's
-        return value.bit_generator.state
-    items = _items(value) if depth else None
-    return None if items is None else [(key, item, _content(item, depth - 1)) for key, item in items]
-
-
-def _items(value: Any) -> list[tuple[Any, Any]] | None:
-    if isinstance(value, (list, deque)):
-        return list(enumerate(value))
-    if isinstance(value, set):
-        return [(item, item) for item in value]
-    table = table_in(value)
-    return None if table is None else list(table.items())
-
-
-def _is_same(now: Any, before: Any) -> bool:
-    """Returns True if two (value, content) pairs are one object with the same content, or equal plain values."""
-    if now is None or before is None:
-        return False
-    (value, content), (value_before, content_before) = now, before
-    same = _are_equal(value, value_before)
-    if not isinstance(content, list) or not isinstance(content_before, list):
-        return same and repr(content) == repr(content_before)  # a NumPy generator's state holds arrays
-    return (
-        same
-        and len(content) == len(content_before)
-        and all(
-            key is key_before or key == key_before
-            for (key, *_), (key_before, *_) in zip(content, content_before, strict=True)
-        )
-        and all(_is_same(one[1:], other[1:]) for one, other in zip(content, content_before, strict=True))
-    )
-
-
-def _are_equal(value: Any, other: Any) -> bool:
-    """Returns True for one and the same object, and for equal plain values or tuples."""
-    if isinstance(value, tuple) and type(value) is type(other):
-        return len(value) == len(other) and all(map(_are_equal, value, other))
-    return value is other or (type(value) in PLAIN and type(other) in PLAIN and bool(value == other))
-
-
-def _refill(value: Any, content: Any) -> None:
-    """Restores the contents of a container or the state of a generator, at any depth."""
-    if isinstance(value, random.Random):
-        value.setstate(content)
-    elif isinstance(value, torch.Generator):
-        value.set_state(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    elif hasattr(value, "bit_generator"):
-        value.bit_generator.state = content
-    if not isinstance(content, list):
-        return
-    if isinstance(value, (list, deque)):
-        value.clear()
-        value.extend(item for _, item, _ in content)
-    elif isinstance(value, set):
-        value.clear()
-        value.update(item for _, item, _ in content)
-    else:
-        table = table_in(value)
-        if table is not None:
-            table.clear()
-            table.update((key, item) for key, item, _ in content)
-    for _, item, inner in content:
-        _refill(item, inner)
+def _named(key: Any) -> str:
+    """Returns the key in words; of a tensor, whose numbers are on the device, the type."""
+    return str(key) if isinstance(key, (str, int, float)) else type(key).__name__

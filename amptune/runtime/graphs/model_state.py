@@ -1,11 +1,11 @@
-"""A snapshot of a model, which tells whether the model has changed since one of its passes was recorded."""
+"""A snapshot of what a forward pass may depend on, cheap enough to be asked before every replay."""
 
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from itertools import chain
 from operator import is_
-from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,64 +14,92 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["DEPTH", "HOOKS", "OF_EVERY_MODULE", "PLAIN", "ModelState", "table_in"]
+__all__ = ["FOREIGN", "HOOKS", "OF_EVERY_MODULE", "ModelState", "are_same", "is_foreign", "table_of"]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Attributes of every module, to which PyTorch itself writes.
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-# How many levels of lists and dictionaries in attributes are searched, and up to how many items each.
-DEPTH, _MOST_ITEMS = 3, 1000
-# Values that a forward pass may branch on.
-PLAIN = (type(None), bool, int, float, str, tuple)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_MOST_ITEMS = 1000
+FOREIGN = ("torch", "builtins", "numpy")
+_FLAGS = (
+    torch.is_autocast_cache_enabled,
+    torch.get_default_dtype,
+    torch.are_deterministic_algorithms_enabled,
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+    torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+    torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+    torch._C._get_cudnn_benchmark,
+    torch._C._get_cudnn_deterministic,
+    torch._C._get_cudnn_enabled,
+    partial(torch._C._get_fp32_precision_getter, "cuda", "matmul"),
+    partial(torch._C._get_fp32_precision_getter, "cuda", "conv"),
+    partial(torch._C._get_fp32_precision_getter, "cuda", "rnn"),
+)
 
 
 class ModelState:
-    """A snapshot of a model's modules, weights, buffers and attributes, and of where its tensors lie in memory.
+    """A snapshot of a model's modules, their classes, modes and hooks; of its weights, buffers and where they lie; of
+    attributes, and of the lists, dictionaries and objects (a config) that are attributes; and of PyTorch's flags.
 
-    It includes the contents of lists, dictionaries and plain objects (a config) in attributes of modules and weights,
-    a few levels deep, except large ones. Every step asks it, so it compares by identity and in C: DenseNet-161 takes
-    about half a millisecond, while the device is busy already.
+    What lies deeper is not seen here: recordings are compared with the model now and then. Every step asks, so this
+    compares identities in C: DenseNet-161 takes half a millisecond, while the device is busy already.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.modules())
         self._parameters = list(model.parameters())
-        held = {id(one): (name, one) for name, one in self._attributes()}  # modules share a config
-        self._contents = [(name, one, _copy_of(one)) for name, one in held.values() if one]
-        self._empty = [one for _, one in held.values() if not one]
-        self._holders: list[dict[str, Any]] = [
-            table for module in self._modules for table in (module._modules, module._parameters, module._buffers)
-        ]
-        self._held = self._ids()
-        self._tensors = [held for table in self._holders for held in table.values() if isinstance(held, torch.Tensor)]
-        self._places = [tensor.detach() for tensor in self._tensors]
+        self._flags = _flags()
+        self._classes = list(map(type, self._modules))
         self._hooks = [getattr(module, kind) for module in self._modules for kind in HOOKS]
-        self._hooked = sum(map(len, self._hooks))
+        held = {id(one): (name, one) for name, one in self._containers()}  # modules share a config
+        self._empty = [(name, one) for name, one in held.values() if not one]
+        self._contents = [(name, one, _items(one)) for name, one in held.values() if one]
+        self._ids = [list(map(id, items)) for _, _, items in self._contents]
+        tables = [table for module in self._modules for table in (module._parameters, module._buffers)]
+        self._tensors = [held for table in tables for held in table.values() if isinstance(held, torch.Tensor)]
+        self._places = [tensor.detach() for tensor in self._tensors]
+        self.storages = {tensor.untyped_storage()._cdata for tensor in self._tensors if tensor.layout is torch.strided}
 
-    def _attributes(self) -> Iterator[tuple[str, Any]]:
-        """Yields the lists, sets and dictionaries in attributes, each with a name."""
-        for owner in (*self._modules, *self._parameters):
-            own = vars(owner)
-            yield "", own
+    def _containers(self) -> Iterator[tuple[str, Any]]:
+        """Yields what holds values that a pass may depend on, each with a name."""
+        for module in self._modules:
+            own = vars(module)
+            yield from (("", own), ("", module._modules), ("", module._parameters), ("", module._buffers))
             for name, value in own.items():
-                if name not in OF_EVERY_MODULE:
-                    yield from _containers_in(name, value, DEPTH)
-
-    def _ids(self) -> list[int]:
-        return list(map(id, chain.from_iterable(table.values() for table in self._holders)))
+                inner = value if isinstance(value, (list, deque, set, dict)) else table_of(value)
+                if name not in OF_EVERY_MODULE and inner is not None and len(inner) <= _MOST_ITEMS:
+                    yield name, inner
+        yield from (("", vars(parameter)) for parameter in self._parameters)
+        yield from (("hooks", table) for table in self._hooks)
+        for cls in dict.fromkeys(chain.from_iterable(one.__mro__ for one in set(self._classes))):
+            if not is_foreign(cls):
+                yield "", vars(cls)
 
     def holds(self) -> bool:
-        """Returns True if the model is unchanged: all is still there, in the same mode, and nothing was added."""
-        try:
-            same = not any(self._empty) and all(now == before for _, now, before in self._contents)
-        except (RuntimeError, ValueError):  # raised by == of tensors or arrays, which runs only if they were replaced
-            return False
+        """Returns True if all is as it was."""
         return (
-            same
-            and self._ids() == self._held
+            not any(one for _, one in self._empty)
+            and all(map(is_, map(type, self._modules), self._classes))
+            and all(self._is_as_it_was(place) for place in range(len(self._contents)))
             and all(map(torch.Tensor.is_set_to, self._tensors, self._places))
-            and sum(map(len, self._hooks)) == self._hooked
+            and _flags() == self._flags
         )
+
+    def _is_as_it_was(self, place: int) -> bool:
+        """Returns True for the same objects. An equal number or string in the place of another one is noted."""
+        _, container, before = self._contents[place]
+        now = _items(container)
+        if list(map(id, now)) == self._ids[place]:
+            return True
+        if not are_same(now, before):
+            return False
+        self._contents[place] = (*self._contents[place][:2], now)
+        self._ids[place] = list(map(id, now))
+        return True
 
     def trained(self) -> tuple[bool, ...]:
         """Returns `requires_grad` of each parameter."""
@@ -79,47 +107,60 @@ class ModelState:
 
     def changed(self) -> str:
         """Returns the names of all that changed since the snapshot, for messages."""
-        attributes = [changed for name, *contents in self._contents for changed in _differing(name, *contents)]
-        attributes += [str(name) for filled in self._empty for name in filled]
-        moved = {id(one) for one, place in zip(self._tensors, self._places, strict=True) if not one.is_set_to(place)}
-        gone = set(self._held) - set(self._ids())
-        names = [n for table in self._holders for n, held in table.items() if id(held) in moved or id(held) in gone]
-        new = [n for table in self._holders for n, held in table.items() if id(held) not in set(self._held)]
-        return ", ".join(dict.fromkeys([*attributes, *names, *new])) or "hooks"
+        names = [name or str(key) for name, one in self._empty for key in one]
+        for name, container, before in self._contents:
+            names += [name or key for key in _differing(container, before)]
+        moved = [one for one, place in zip(self._tensors, self._places, strict=True) if not one.is_set_to(place)]
+        names += [
+            key
+            for module in self._modules
+            for table in (module._parameters, module._buffers)
+            for key, held in table.items()
+            if any(held is one for one in moved)
+        ]
+        if any(type(module) is not cls for module, cls in zip(self._modules, self._classes, strict=True)):
+            names.append("the class of a module")
+        return ", ".join(dict.fromkeys(names)) or "flags of PyTorch"
 
 
-def table_in(value: Any) -> dict[Any, Any] | None:
-    """Returns a dictionary itself, or the attributes of an object that may be a namespace; else None."""
-    if isinstance(value, dict):
-        return value
-    if isinstance(value, (nn.Module, torch.Tensor, type, FunctionType, MethodType, ModuleType)):
+def is_foreign(named: Any) -> bool:
+    """Returns True for a class or function of PyTorch, NumPy or Python itself."""
+    return (getattr(named, "__module__", None) or "").partition(".")[0] in FOREIGN
+
+
+def table_of(value: Any) -> dict[str, Any] | None:
+    """Returns the attributes of an object that is more than a value, such as a config; else None."""
+    if isinstance(value, (nn.Module, torch.Tensor, type)) or (callable(value) and is_foreign(value)):
         return None
     table = getattr(value, "__dict__", None)
     return table if isinstance(table, dict) else None
 
 
-def _containers_in(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    is_sequence = isinstance(value, (list, deque, set, tuple))
-    inner = value if is_sequence else table_in(value)
-    if not depth or inner is None or len(inner) > _MOST_ITEMS:
-        return
-    if not isinstance(inner, tuple):
-        yield name, inner
-    for item in inner if is_sequence else inner.values():
-        yield from _containers_in(name, item, depth - 1)
+def are_same(now: Any, before: Any) -> bool:
+    """Returns True for one object, for equal numbers or strings of one type, and for lists or tuples of such."""
+    if now is before:
+        return True
+    if type(now) is not type(before):
+        return False
+    if isinstance(now, (list, tuple)):
+        return len(now) == len(before) and all(map(are_same, now, before))
+    return type(now) in _PLAIN and repr(now) == repr(before)  # 0.0 is not -0.0
 
 
-def _copy_of(container: Any) -> Any:
-    kind: Any = next(kind for kind in (dict, list, deque, set) if isinstance(container, kind))
-    return kind(container)
+def _items(container: Any) -> list[Any]:
+    return [*container, *container.values()] if hasattr(container, "values") else [*container]
 
 
-def _differing(name: str, now: Any, before: Any) -> Iterator[str]:
-    """Yields the names in a dictionary that are bound to something else; for another container its own name."""
-    if not isinstance(now, dict):
-        yield from () if len(now) == len(before) and all(map(is_, now, before)) else (name,)
-        return
-    for key in dict.fromkeys([*now, *before]):
-        one, other = now.get(key, now), before.get(key, now)
-        if one is not other and not (type(one) is type(other) and type(one) in PLAIN and one == other):
-            yield str(key)
+def _differing(container: Any, before: list[Any]) -> list[str]:
+    """Returns the keys whose values differ; of a list only that it does."""
+    now = _items(container)
+    if not hasattr(container, "values"):
+        return [] if are_same(now, before) else ["a list"]
+    pairs = [dict(zip(items[: len(items) // 2], items[len(items) // 2 :], strict=True)) for items in (now, before)]
+    missing = object()
+    keys = dict.fromkeys([*pairs[0], *pairs[1]])
+    return [str(key) for key in keys if not are_same(*(one.get(key, missing) for one in pairs))]
+
+
+def _flags() -> list[Any]:
+    return [flag() for flag in _FLAGS]

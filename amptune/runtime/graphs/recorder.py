@@ -32,6 +32,9 @@ class Recorder(Protocol):
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """Returns the function's result, and a function that repeats its work into the same tensors."""
 
+    def take_turn(self) -> None:
+        """Makes what comes now wait for the last replay, if the loop has gone on to another stream since."""
+
 
 class CudaRecorder:
     """A recorder with one memory pool for works that run one after the other: a forward pass, then its backward."""
@@ -40,6 +43,14 @@ class CudaRecorder:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = _stream_of(device)
+        self._turn = torch.cuda.current_stream(device)
+
+    def take_turn(self) -> None:
+        """Each replay uses the same memory, so that no two may run at once."""
+        now = torch.cuda.current_stream(self._device)
+        if now != self._turn:
+            now.wait_stream(self._turn)
+            self._turn = now
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """Finds the tensors that a pass reads and writes, and where its backward pass takes the gradients of weights.
 
-A recorded pass can use only inputs, weights, buffers and its own tensors.
+A recorded pass can use only inputs, weights, buffers and its own tensors, all on one device and one stream.
 """
 
 from __future__ import annotations
@@ -17,22 +17,62 @@ from amptune.runtime.graphs.host_effects import NotRecordableError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-__all__ = ["TensorWatch", "edges_for", "place_of"]
+__all__ = ["WAITS", "TensorWatch", "WaitMode", "edges_for", "place_of", "sources_among"]
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_COPIES = ("_to_copy", "copy_", "copy")
+WAITS = "waits for the device (.item(), .cpu(), or a tensor in an `if`)"
 
 
-class TensorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has not typed it
+class WaitMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has not typed it
+    """A mode in which the host does not wait for numbers of the device, but gets those that a former pass got.
+
+    Without `known` it waits, and notes them as `seen`; with it, `same` are tensors that say whether each number is
+    as before.
+    """
+
+    def __init__(self, known: Sequence[Any] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.known = known
+        self.seen: list[Any] = []
+        self.same: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._opname == "_local_scalar_dense" and not args[0].is_cpu:
+            return self._number(func, args[0])
+        return func(*args, **(kwargs or {}))
+
+    def _number(self, func: Any, tensor: torch.Tensor) -> Any:
+        if self.known is None:
+            mode = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("default")
+            try:
+                self.seen.append(func(tensor))
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+            return self.seen[-1]
+        if len(self.same) >= len(self.known):
+            raise NotRecordableError(WAITS)
+        number = self.known[len(self.same)]
+        self.same.append((tensor != tensor) if number != number else (tensor == number))  # NaN
+        return number
+
+
+class TensorWatch(WaitMode):  # type: ignore[no-untyped-call]  # as above
     """A mode in which an operation raises `NotRecordableError` if a replay would leave it out or do it wrongly.
 
     Such operations are: reading a tensor that is neither `fixed` (inputs and weights) nor a buffer nor made in the
-    mode, since the next pass may use another one; writing to `fixed`; bringing data from the host; collectives.
+    mode, since the next pass may use another one, or its memory may be freed; writing to `fixed`; moving data between
+    host and device; working on another stream; collectives.
     """
 
     def __init__(self, fixed: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._fixed = set(map(place_of, fixed))
         self._known = {*self._fixed, *map(place_of, buffers)}
+        self._on_cuda = any(tensor.is_cuda for tensor in fixed)
+        self._of_host = {place_of(one) for one in (*fixed, *buffers) if self._on_cuda and not one.is_cuda}
+        self._stream = torch.cuda.current_stream() if self._on_cuda else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -41,16 +81,28 @@ class TensorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
             raise NotRecordableError("exchanges tensors with other processes")
         if func.namespace == "aten" and func._opname == "lift_fresh":  # torch.tensor(1.0) within the pass
             self._known.update(map(place_of, given))
-        if any(place_of(tensor) not in self._known for tensor in given):
+        places = list(map(place_of, given))
+        if not self._known.issuperset(places):
             raise NotRecordableError("uses a tensor that is none of its inputs, weights and buffers")
+        if not self._of_host.isdisjoint(places):
+            raise NotRecordableError("uses a weight, buffer or input that is on the CPU")
         if any(place_of(tensor) in self._fixed for tensor in _written(func, args, kwargs)):
             raise NotRecordableError("writes to its weights or inputs")
-        result = func(*args, **kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        if any(one.is_cuda for one in made) and any(_is_data_of_the_host(tensor) for tensor in given):
-            raise NotRecordableError("brings tensors from the host to the device")
+        if self._on_cuda:
+            self._require_on_device(func, given, made)
         self._known.update(map(place_of, made))
         return result
+
+    def _require_on_device(self, func: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
+        # a number (no dimensions) that was made in the pass is passed to the kernel as an argument
+        if any(one.is_cuda for one in made) and any(not one.is_cuda and one.dim() > 0 for one in given):
+            raise NotRecordableError("brings tensors from the host to the device")
+        if func._opname in _COPIES and any(one.is_cuda for one in given) and any(one.is_cpu for one in made):
+            raise NotRecordableError("brings tensors from the device to the host")
+        if torch.cuda.current_stream() != self._stream:
+            raise NotRecordableError("works on more than one stream")
 
 
 def place_of(tensor: torch.Tensor) -> int:
@@ -67,9 +119,25 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
-def _is_data_of_the_host(tensor: torch.Tensor) -> bool:
-    """Returns False for a number (no dimensions) made in the pass: it is passed to the kernel as an argument."""
-    return not tensor.is_cuda and tensor.dim() > 0
+def sources_among(outputs: Sequence[torch.Tensor]) -> set[int]:
+    """Returns the places of those outputs from which others are made."""
+    nodes = {output.grad_fn: place for place, output in enumerate(outputs) if output.grad_fn is not None}
+    return {
+        nodes[following] for source, following in _edges_behind(outputs) if source is not None and following in nodes
+    }
+
+
+def _edges_behind(outputs: Iterable[torch.Tensor]) -> Iterator[tuple[Any, Any]]:
+    """Yields each (node, node that it gives a gradient to), once for each gradient; (None, node) for the outputs."""
+    met: set[Any] = set()
+    ahead: list[tuple[Any, Any]] = [(None, output.grad_fn) for output in outputs]
+    while ahead:
+        source, node = ahead.pop()
+        if node is not None:
+            yield source, node
+        if node is not None and node not in met:
+            met.add(node)
+            ahead += [(node, following) for following, _ in node.next_functions]
 
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -88,26 +156,15 @@ def edges_for(
     """
     known, places = set(map(id, weights)), set(map(place_of, others))
     sources: dict[int, list[Any]] = {}
-    for node, source in _ways_to_leaves(outputs):
+    for source, node in _edges_behind(outputs):
+        if type(node).__name__ != "AccumulateGrad":
+            continue
         if id(node.variable) not in known and place_of(node.variable) in places:
             raise NotRecordableError("has gradients for what is none of the weights that its modules have")
         sources.setdefault(id(node.variable), []).append(source)
     if any(output.is_leaf and id(output) not in known for output in outputs):
         raise NotRecordableError("returns a tensor that has a gradient of its own")
     return [_edge_of(weight, sources.get(id(weight), [])) for weight in weights]
-
-
-def _ways_to_leaves(outputs: Iterable[torch.Tensor]) -> Iterator[tuple[Any, Any]]:
-    """Yields (node that takes a leaf's gradient, node that gives it), once for each time that one gives it."""
-    met: set[Any] = set()
-    ahead: list[tuple[Any, Any]] = [(None, output.grad_fn) for output in outputs]
-    while ahead:
-        source, node = ahead.pop()
-        if type(node).__name__ == "AccumulateGrad":
-            yield node, source
-        elif node is not None and node not in met:
-            met.add(node)
-            ahead += [(node, following) for following, _ in node.next_functions]
 
 
 def _edge_of(weight: torch.Tensor, sources: Sequence[Any]) -> torch.Tensor | GradientEdge:

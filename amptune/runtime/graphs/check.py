@@ -1,0 +1,143 @@
+"""Compares a replay with the model's own pass on the same batch, of which only the model's own trains."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amptune.runtime.graphs.differences import relative_differences
+from amptune.runtime.graphs.host_effects import NotRecordableError, copies_of
+from amptune.runtime.graphs.outputs import named_buffers, named_outputs, tensors_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from amptune.runtime.graphs.capture import Recording, Replayed
+
+__all__ = ["Check"]
+
+# Gradients are compared in groups of about so many numbers, which bounds the memory that a check needs.
+_GROUP = 1 << 26
+# A difference of a gradient that the next check does not find counts above this: where rounding turns a single ReLU,
+# which is in one pass of hundreds, outputs stay as they are, and gradients that nearly cancel differed by up to 0.04
+# (a small network with noise as of sums in any order, 1200 passes).
+ONCE = 0.1
+_ANOTHER = (float("inf"), 0.0)
+
+
+class Check:
+    """One replay beside the model's own pass.
+
+    `differing` has (difference, limit) of each result that differs by more than the recording's limits, once
+    `is_read()`: nothing waits for the device before.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self.call = recording.calls
+        self.differing: dict[str, tuple[float, float]] = {}
+        self.recording = recording
+        self._pass: weakref.ref[Replayed] | None = None
+        self._names: list[str] = []
+        self._found: list[torch.Tensor] = []
+        self._results: torch.Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+
+    def run(self, tensors: Sequence[torch.Tensor], own: Callable[[], Any], put_back: Callable[[], None]) -> Any:
+        """Returns what the model's own pass returns; its backward pass is compared when it comes.
+
+        Replays the forward pass first; `put_back` then restores buffers and random generators. Raises `UnusualError`
+        as a replay does.
+        """
+        recording = self.recording
+        begun = recording.begin(tensors)
+        buffers = dict(recording.model.named_buffers())
+        after = dict(zip(buffers, copies_of([*buffers.values()]), strict=True))
+        replayed = {**named_outputs(recording.outputs()), **named_buffers(after)}
+        put_back()
+        returned = own()
+        found = named_buffers(dict(recording.model.named_buffers()))
+        try:
+            outputs = tensors_of(returned)
+            found = {**named_outputs(outputs), **found}
+            is_alike = recording.is_of_its_kind(returned, outputs) and _are_alike(found, replayed)
+        except NotRecordableError:
+            is_alike = False
+        if not is_alike:
+            self.differing["what it returns"] = _ANOTHER
+            begun.over = True
+            return returned
+        self._note(found, replayed)
+        self._pass = weakref.ref(begun)
+        begun.own, begun.compare = outputs, self._compare
+        return recording.given(begun)
+
+    @torch.no_grad()
+    def _compare(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Compares the model's gradients for this batch with those of the replay."""
+        replayed = self.recording.recorded_gradients()
+        group: dict[str, torch.Tensor] = {}
+        for (name, _), own in zip(replayed.items(), gradients, strict=True):
+            if own is None or own.layout is not torch.strided:
+                self.differing[name] = _ANOTHER
+                continue
+            group[name] = own
+            if sum(one.numel() for one in group.values()) > _GROUP:
+                self._note(group, replayed)
+                group = {}
+        self._note(group, replayed)
+
+    def _note(self, own: Mapping[str, torch.Tensor], replayed: Mapping[str, torch.Tensor]) -> None:
+        if own:
+            self._names += own
+            others = {name: replayed[name].to(one.dtype) for name, one in own.items()}
+            self._found.append(relative_differences(own, others))
+
+    def is_read(self, *, wait: bool = False) -> bool:
+        """Returns True once `differing` is known, which is after the backward pass, or once none can come.
+
+        Waits for the device only if told so.
+        """
+        begun = None if self._pass is None else self._pass()
+        if begun is not None and not begun.over:
+            return False
+        if self._found:
+            found = torch.cat(self._found)
+            self._found.clear()
+            self._results = torch.empty(found.shape, pin_memory=found.is_cuda).copy_(found, non_blocking=True)
+            if found.is_cuda:
+                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has not typed it
+                self._event.record()
+        if self._event is not None and wait:
+            self._event.synchronize()
+        if self._event is not None and not self._event.query():  # type: ignore[no-untyped-call]
+            return False
+        if self._results is not None:
+            for name, apart in zip(self._names, self._results.tolist(), strict=True):
+                limit = self.recording.limits[name]
+                if not apart <= limit:
+                    self.differing[name] = (apart, limit)
+            self._results = None
+        return True
+
+    def leaves_unexplained(self, former: Check) -> bool:
+        """Returns True if a former check differed by more than the limits that were measured anew since."""
+        limits, gradients = self.recording.limits, self.recording.recorded_gradients()
+        return any(
+            not apart <= max(limits[name], ONCE if name in gradients else 0.0)
+            for name, (apart, _) in former.differing.items()
+        )
+
+    def told(self) -> str:
+        """Returns the first difference in words: an output's, or else a buffer's, or else a gradient's."""
+        name, (apart, limit) = next(iter(self.differing.items()))
+        by = "" if limit == 0 else f" by {apart:.2g} of its size, where {limit:.2g} is allowed"
+        return f"{name} is another{by}"
+
+
+def _are_alike(found: Mapping[str, torch.Tensor], replayed: Mapping[str, torch.Tensor]) -> bool:
+    return found.keys() == replayed.keys() and all(
+        all(getattr(one, each) == getattr(replayed[name], each) for each in ("shape", "dtype", "device", "layout"))
+        for name, one in found.items()
+    )

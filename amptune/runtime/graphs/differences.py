@@ -1,0 +1,116 @@
+"""How far two passes of a model are apart, and how far rounding alone may bring them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from amptune.runtime.graphs.host_effects import without_repeats
+from amptune.runtime.graphs.outputs import OUTPUT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import nn
+
+__all__ = ["Limits", "relative_differences"]
+
+# A difference counts above this many times what rounding does, as both are samples, and above what sums in another
+# order differ by in FP32.
+SLACK, LEAST = 4.0, 1e-5
+_KEPT = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def relative_differences(own: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Returns |own - other| / |own| for each name (2-norms, FP32), without waiting for the device.
+
+    Outputs must have the same non-finite values in the same places, else it is infinite. For what else has non-finite
+    values it is 0, if both have some.
+    """
+    pairs = [(_plain(one), _plain(other[name])) for name, one in own.items()]
+    masked = [_finite(*pair) if name.startswith(OUTPUT) else pair for name, pair in zip(own, pairs, strict=True)]
+    owns, others = map(list, zip(*masked, strict=True))
+    sizes, other_sizes, apart = (
+        torch.stack(torch._foreach_norm(each, 2, torch.float32))
+        for each in (owns, others, torch._foreach_sub(owns, others))
+    )
+    ratio = torch.where(apart == 0, 0.0, apart / sizes)
+    finite = sizes.isfinite()
+    ratio = torch.where(finite & other_sizes.isfinite(), ratio, torch.inf)
+    return torch.where(finite | other_sizes.isfinite(), ratio, 0.0)
+
+
+def _finite(own: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns both with 0 in the places where they agree on a value that is not finite, as masked logits do."""
+    alike = (own == other) | (own.isnan() & other.isnan())
+    finite = own.isfinite() & other.isfinite()
+    return torch.where(finite, own, 0), torch.where(finite, other, torch.where(alike, 0.0, torch.inf).to(other.dtype))
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return tensor if tensor.dtype in _KEPT else tensor.float()
+
+
+class Limits:
+    """How much each result of a pass may differ between two passes that compute the same."""
+
+    def __init__(self, limits: Mapping[str, float]) -> None:
+        self._limits = dict(limits)
+
+    @classmethod
+    def of(
+        cls,
+        first: Mapping[str, torch.Tensor],
+        another: Callable[[], Mapping[str, torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        model: nn.Module,
+    ) -> Limits:
+        """Compares the first pass with another one, and with one after a rounding error in what both began with.
+
+        That is the inputs, and the gradients of the outputs. Where no input is a floating one, it is the weights.
+        """
+        limits = [0.0] * len(first)
+        for changed in (False, True):
+            with _rounded(inputs, gradients, model) if changed else nullcontext():
+                found = another()
+            limits = list(map(max, limits, relative_differences(first, found).tolist()))
+        return cls({name: SLACK * limit + LEAST for name, limit in zip(first, limits, strict=True)})
+
+    def __getitem__(self, name: str) -> float:
+        return self._limits.get(name, LEAST)
+
+    def widened(self, other: Limits) -> Limits:
+        """Returns the larger limit for each result."""
+        return Limits({name: max(self[name], other[name]) for name in {**self._limits, **other._limits}})
+
+
+@contextmanager
+def _rounded(inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], model: nn.Module) -> Iterator[None]:
+    """Changes floating tensors, or else the weights, by a unit in the last place of the dtype that computes."""
+    floating = [without_repeats(one) for one in inputs if one.is_floating_point()]
+    changed = [*(floating or [one.data for one in model.parameters() if one.is_floating_point()]), *gradients]
+    before = [one.clone() for one in changed]
+    unit = _unit_of(changed[0].device.type, model)
+    try:
+        for one, value in zip(changed, before, strict=True):
+            generator = torch.Generator(one.device).manual_seed(0)
+            signs = torch.randint(0, 2, one.shape, generator=generator, device=one.device) * 2 - 1
+            one.copy_(value + value * (signs * max(unit, torch.finfo(one.dtype).eps)))
+        yield
+    finally:
+        for one, value in zip(changed, before, strict=True):
+            one.copy_(value)
+
+
+def _unit_of(device_type: str, model: nn.Module) -> float:
+    if torch.is_autocast_enabled(device_type):
+        return torch.finfo(torch.get_autocast_dtype(device_type)).eps
+    weights = [one for one in model.parameters() if one.is_floating_point()]
+    convolves = any(one.dim() > 3 for one in weights)
+    matmul, conv = (torch._C._get_fp32_precision_getter("cuda", kind) for kind in ("matmul", "conv"))
+    is_tf32 = device_type == "cuda" and (matmul == "tf32" or (conv == "tf32" and convolves))
+    return max([2.0**-10 if is_tf32 else 0.0, *(torch.finfo(one.dtype).eps for one in weights)])

@@ -1,0 +1,236 @@
+"""What may change inside an object of the host, and how to put it back."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import io
+import pickle
+import random
+import sys
+import weakref
+from array import array
+from collections import OrderedDict, deque
+from contextlib import suppress
+from contextvars import ContextVar
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from amptune.runtime.graphs.model_state import FOREIGN, HOOKS, OF_EVERY_MODULE, is_foreign
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+__all__ = ["CONTAINERS", "IteratorFoundError", "content_of", "put_back", "used_by"]
+
+_VALUES = (*weakref.ProxyTypes, type(None), bool, int, float, complex, str, bytes, ModuleType, io.IOBase)
+# What may have attributes besides its items, in a subclass.
+CONTAINERS = (list, tuple, deque, set, dict)
+# Packages of Python whose objects hold what no forward pass computes with, or what other threads may change meanwhile.
+_NOT_LOOKED_INTO = (
+    *("logging", "re", "warnings", "_abc", "contextlib", "enum", "inspect", "typing"),
+    *("threading", "queue", "concurrent", "multiprocessing", "asyncio"),
+)
+# What a class has in common with its instances, and what makes attributes of them: code, not state.
+_CODE = (FunctionType, staticmethod, classmethod, property)
+_TABLES = ("_parameters", "_buffers", "_modules", *HOOKS)
+_SMALL_BYTES = 1 << 16
+
+
+class IteratorFoundError(Exception):
+    """An object whose place can neither be seen nor put back."""
+
+
+class _Kind(NamedTuple):
+    """How to read what is inside objects of some types, as {place: item} or a value, and how to write it."""
+
+    types: Any
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], None] = lambda _, __: None
+
+
+def _base_of(value: Any) -> Any:
+    """Returns the built-in type of a container: a subclass's own methods may refuse, or compute something."""
+    return next(base for base in (OrderedDict, dict, set, deque, list) if isinstance(value, base))
+
+
+def _refill(value: Any, content: Mapping[Any, Any]) -> None:
+    base = _base_of(value)
+    base.clear(value)
+    if base in (OrderedDict, dict):
+        for key, item in content.items():
+            base.__setitem__(value, key, item)
+    else:
+        (base.update if base is set else base.extend)(value, content.values())
+
+
+def _refill_bytes(value: Any, content: bytes) -> None:
+    value[:] = content if isinstance(value, bytearray) else array(value.typecode, content)
+
+
+def _in_cell(cell: CellType) -> dict[str, Any]:
+    with suppress(ValueError):  # an empty one
+        return {"cell": cell.cell_contents}
+    return {}
+
+
+def _referents(value: Any) -> dict[int, Any]:
+    return dict(enumerate(gc.get_referents(value)))
+
+
+def _cached(value: Any) -> dict[Any, Any]:
+    return {"size": tuple(value.cache_info())[1:], **_referents(value)}
+
+
+_KINDS = (
+    _Kind(random.Random, random.Random.getstate, random.Random.setstate),
+    _Kind(
+        torch.Generator,
+        lambda value: tuple(value.get_state().tolist()),
+        lambda value, content: value.set_state(torch.tensor(content, dtype=torch.uint8)),
+    ),
+    _Kind((list, deque), lambda value: dict(enumerate(_base_of(value).__iter__(value))), _refill),
+    _Kind(tuple, lambda value: dict(enumerate(value))),
+    _Kind(set, lambda value: {id(item): item for item in sorted(set.__iter__(value), key=id)}, _refill),
+    _Kind(dict, lambda value: dict(_base_of(value).items(value)), _refill),
+    _Kind((bytearray, array), bytes, _refill_bytes),
+    _Kind(CellType, _in_cell, lambda value, content: setattr(value, "cell_contents", content["cell"])),
+    _Kind(MethodType, lambda value: {"self": value.__self__, "function": value.__func__}),
+    _Kind(
+        ContextVar,
+        lambda value: {"value": value.get(None)},
+        lambda value, content: value.set(content["value"]),
+    ),
+    _Kind(functools._lru_cache_wrapper, _cached),
+    _Kind((staticmethod, classmethod, property, functools.partial), _referents),
+)
+
+
+def content_of(value: Any) -> Any:
+    """Returns what may change inside the same object: {place: item}, the state of a generator, or None.
+
+    Functions have their own, by `used_by`. Raises `IteratorFoundError`.
+    """
+    if isinstance(value, _VALUES) or type(value).__module__.partition(".")[0] in _NOT_LOOKED_INTO:
+        return None
+    kind = next((kind for kind in _KINDS if isinstance(value, kind.types)), None)
+    if kind is not None:
+        return kind.read(value)
+    if _is_array(value):
+        return value.tobytes() if value.nbytes <= _SMALL_BYTES else None
+    if (bits := _numpy_bits(value)) is not None:
+        return pickle.dumps(bits.state)
+    if hasattr(type(value), "__next__"):
+        raise IteratorFoundError
+    return _attributes_of(value)
+
+
+def used_by(function: FunctionType, methods: Mapping[str, Sequence[Any]]) -> dict[str, Any] | None:
+    """Returns what the code of a function names: globals, `methods` and other attributes of classes, and its cells."""
+    if is_foreign(function):
+        return None
+    found = {name: space[place] for name, space, place in _names_in(function) if place in space}
+    for name in function.__code__.co_names:
+        found |= {f"{name}/{place}": value for place, value in enumerate(methods.get(name, ()))}
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    found |= {f"closure.{name}": cell for name, cell in cells.items()}
+    return {**found, "default arguments": (function.__defaults__, function.__kwdefaults__)}
+
+
+def _names_in(function: FunctionType) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yields (name, namespace, name in it) of what may be a global of the function's module, or of one that it names.
+
+    There is none for the wrapper that a decorator of PyTorch or Python has made.
+    """
+    known, names = function.__globals__, function.__code__.co_names
+    if not _is_library(known):
+        yield from ((name, known, name) for name in names)
+        for module in names:
+            value = known.get(module)
+            if isinstance(value, ModuleType) and not _is_library(vars(value)) and _is_own(value, known):
+                yield from ((f"{module}.{name}", vars(value), name) for name in names)
+
+
+def _is_own(module: ModuleType, known: Mapping[str, Any]) -> bool:
+    """Returns True for a module of the package that `known` is of, or one that is not installed, such as a script's."""
+    packages = [str(name).partition(".")[0] for name in (module.__name__, known.get("__name__"))]
+    return packages[0] == packages[1] or "-packages" not in (getattr(module, "__file__", None) or "")
+
+
+def _is_library(namespace: Mapping[str, Any]) -> bool:
+    return str(namespace.get("__name__")).partition(".")[0] in (*FOREIGN, *sys.stdlib_module_names)
+
+
+def put_back(value: Any, content: Any) -> None:
+    """Restores what was inside an object, as far as it can be written."""
+    kind = next((kind for kind in _KINDS if isinstance(value, kind.types)), None)
+    with suppress(TypeError, AttributeError, ValueError):
+        if isinstance(value, FunctionType):
+            for name, space, place in _names_in(value):
+                if name in content:
+                    space[place] = content[name]
+                elif not isinstance(space.get(place), ModuleType):  # which an import would not set again
+                    space.pop(place, None)
+        elif kind is not None:
+            kind.write(value, content)
+        elif _is_array(value):
+            value[...] = type(value)(value.shape, value.dtype, content)
+        elif (bits := _numpy_bits(value)) is not None:
+            bits.state = pickle.loads(content)  # noqa: S301  # made above
+        elif isinstance(content, dict):
+            _set_attributes(value, content)
+
+
+def _is_array(value: Any) -> bool:
+    return (type(value).__module__, type(value).__name__) == ("numpy", "ndarray")
+
+
+def _numpy_bits(value: Any) -> Any:
+    """Returns the bit generator of a random generator of NumPy, or None."""
+    if type(value).__module__.partition(".")[0] != "numpy":
+        return None
+    return getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
+
+
+def _attributes_of(value: Any) -> dict[Any, Any] | None:
+    """Returns the attributes of a class or an object; None for what has no others inside."""
+    if isinstance(value, type):
+        return None if is_foreign(value) else {k: v for k, v in vars(value).items() if not isinstance(v, _CODE)}
+    own = getattr(value, "__dict__", None)
+    found = dict(own) if isinstance(own, dict) else {}
+    if isinstance(value, nn.Module):
+        return {name: item for name, item in found.items() if name not in OF_EVERY_MODULE or name in _TABLES}
+    if isinstance(value, torch.Tensor):
+        return found or None
+    slots = [name for cls in type(value).__mro__ if "__slots__" in vars(cls) for name in _slots_of(cls)]
+    for name in slots:
+        with suppress(AttributeError):  # an empty one
+            found[name] = object.__getattribute__(value, name)
+    return found if slots or own is not None else None
+
+
+def _slots_of(cls: type) -> list[str]:
+    return [name for name, item in vars(cls).items() if isinstance(item, MemberDescriptorType)]
+
+
+def _set_attributes(value: Any, content: Mapping[str, Any]) -> None:
+    """Writes what changed, past a class's own `__setattr__` and properties."""
+    now = _attributes_of(value) or {}
+    base: Any = type if isinstance(value, type) else object
+    own = {} if isinstance(value, type) else getattr(value, "__dict__", {})
+    for name in [name for name in now if name not in content]:
+        if name in own:
+            del own[name]
+        else:
+            base.__delattr__(value, name)
+    slots = {name for cls in type(value).__mro__ for name in _slots_of(cls)}
+    for name, item in content.items():
+        if name in now and now[name] is item:
+            continue
+        if base is type or name in slots:
+            base.__setattr__(value, name, item)
+        else:
+            own[name] = item
