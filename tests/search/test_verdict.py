@@ -86,6 +86,24 @@ def test_a_simpler_policy_may_be_worse_by_a_share_that_is_none_to_a_user(behind:
     assert ("simplest" in codes(verdict)) is (winner == BF16)
 
 
+COMPILED = Policy(autocast="bf16", compile="reduce-overhead", fused_optimizer=True)
+RECORDED = Policy(autocast="bf16", cuda_graphs=True)
+
+
+@pytest.mark.parametrize(("behind", "winner"), [(0.02, COMPILED), (0.05, RECORDED)])
+def test_a_compiled_policy_hardly_behind_a_recorded_one_wins(behind: float, winner: Policy) -> None:
+    verdict = of_times((STOCK, [10.0] * 5), (RECORDED, [5.0] * 5), (COMPILED, [5.0 * (1 + behind)] * 5))
+    assert verdict.winner.policy == winner
+    if winner == COMPILED:
+        assert "whose graphs PyTorch guards at each step" in lost(verdict, RECORDED)
+
+
+def test_a_compiled_policy_that_is_not_shown_to_be_better_does_not_win_over_a_recorded_one() -> None:
+    rows = in_turn({STOCK: [10.0] * 4, RECORDED: [5.0] * 4})
+    rows.append(row(COMPILED, 5.0, moment_s=30.0, spread=3.0))
+    assert decided(rows, GPU).winner.policy == RECORDED
+
+
 def test_of_equals_as_simple_the_better_wins() -> None:
     verdict = of_times((STOCK, [10.0] * 5), (BF16, [5.01] * 5), (FP16, [5.0] * 5))
     assert verdict.winner.policy == FP16

@@ -50,7 +50,7 @@ def line_to_look(judgement: Judgement) -> str:
         return f"`{_long_look(judgement.policy)}`"
     own = judgement.policy
     precision = f"weights={own.weights!r}" if own.weights == "half" else f"autocast={own.autocast!r}"
-    under = f"with amptune.apply(amptune.Policy({precision}), model) as t, t.autocast(): "
+    under = f"with amptune.apply(amptune.Policy({precision}), model, guard=False) as t, t.autocast(): "
     if parameter is None:
         return f"`{under}print(loss(t.model, batch))`"
     shown = f"(1024 * loss(t.model, batch)).backward(); print(model.get_parameter({parameter!r}).grad / 1024)"

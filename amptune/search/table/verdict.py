@@ -29,6 +29,8 @@ __all__ = [
 UNLIKELY = 0.1
 # Launches differ more than blocks within one: nothing is confirmed by fewer processes.
 PROCESSES = 2
+# A recorded policy has to be faster than a compiled one by this share.
+GUARDED = 0.03
 # Blocks of a typical policy that differ by more than this are reported.
 NOISY = 0.05
 # The spread of figures that are no times: a GPU's peaks differ by the allocator's rounding, energy by its counter's.
@@ -175,7 +177,7 @@ def verdict_of(
     able = [one for one in contenders if one is not own and one.may_win and bar(one.policy) is None]
     shown = [one for one in able if one.is_shown]
     level = _level_with_the_best(shown, scores, speeds)
-    winner = min(level, key=lambda one: (departure_count(one.policy), -one.merit), default=own)
+    winner = min(_compiled_over_recorded(level, shown, scores), key=_simplest, default=own)
     verdict = Verdict(
         winner=winner,
         baseline=own,
@@ -224,6 +226,24 @@ def _level_with_the_best(contenders: Sequence[Contender], scores: Estimates, spe
         level = [one for one in level if own[id(one)] >= best - NEGLIGIBLE]
     confirmed = [one for one in level if confidence_of(one.chance) == "confirmed"]
     return confirmed or level
+
+
+def _simplest(one: Contender) -> tuple[int, float]:
+    return departure_count(one.policy), -one.merit
+
+
+def _compiled_over_recorded(
+    level: Sequence[Contender], shown: Sequence[Contender], scores: Estimates
+) -> Sequence[Contender]:
+    """Returns compiled policies hardly behind those level with the best, if all these have recorded CUDA graphs.
+
+    What a compiled graph depends on is guarded by PyTorch, step by step; recordings are compared now and then.
+    """
+    if not level or not all(one.policy.cuda_graphs for one in level):
+        return level
+    means = {id(one): float(scores.mean[scores.policies.index(one.policy)]) for one in shown}
+    least = max(means[id(one)] for one in level) - math.log1p(GUARDED)
+    return [one for one in shown if one.policy.compile != "off" and means[id(one)] >= least] or level
 
 
 def _contenders(rows: Sequence[Row], scores: Estimates, speeds: Estimates, objective: Objective) -> Iterator[Contender]:
@@ -327,6 +347,8 @@ def _beside(one: Contender, verdict: Verdict) -> str:
         return f"not shown to be better than the baseline: {one.gain}, {chance_in_words(one.chance)} sure"
     fit = verdict.scores
     behind = float(fit.mean[fit.policies.index(verdict.winner.policy)] - fit.mean[fit.policies.index(one.policy)])
+    if one.policy.cuda_graphs and behind < NEGLIGIBLE and verdict.winner.policy.compile != "off":
+        return f"no more than {GUARDED:.0%} ahead of {verdict.winner.policy}, whose graphs PyTorch guards at each step"
     if behind <= NEGLIGIBLE:
         return f"no better than {verdict.winner.policy}, and not simpler"
     return f"behind {verdict.winner.policy} by {math.expm1(behind):.1%}"
