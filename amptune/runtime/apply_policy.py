@@ -6,7 +6,7 @@ import os
 import warnings
 import weakref
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["PolicyDriftWarning", "apply"]
 
 _GUARD = "AMPTUNE_GUARD"
+_Steps = Literal["no steps", "first steps", "all steps"]
 
 _under_a_policy: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -68,8 +69,10 @@ def apply(
     the numerics gate did not judge.
 
     If steps clearly take longer than the file's evidence says, there is one `PolicyDriftWarning`, after the first
-    hundreds of them. `guard` watches the loop's first 20 steps too, and gives a `PolicyMisuseWarning` for mistakes that
-    harm training and raise nothing; None means the environment's AMPTUNE_GUARD, and False watches nothing at all.
+    hundreds of them. The loop's first 20 optimizer steps are watched too: there is a `PolicyMisuseWarning` for mistakes
+    that harm training and raise nothing, and then the watch and its hooks go. `guard=True` also checks batches and
+    checkpoints, and goes on with some checks until `undo`; False watches nothing at all. The environment's
+    AMPTUNE_GUARD, 1 or 0, says the same where `guard` is None.
     `protect_batch_norm` keeps the running statistics of BatchNorm finite if a forward overflows in fp16: a value that
     is not finite is reset to its value at the last `tuned.scaler.update()`.
     """
@@ -91,7 +94,7 @@ def apply(
         weights,
         findings,
         watch=None if claim is None or wish == "0" else _watch(claim),
-        guarded=wish not in ("", "0"),
+        guard_for="first steps" if wish == "" else "no steps" if wish == "0" else "all steps",
         protect_batch_norm=protect_batch_norm,
     )
 
@@ -220,7 +223,7 @@ def _apply(
     findings: Sequence[Finding],
     *,
     watch: ClaimWatch | None,
-    guarded: bool,
+    guard_for: _Steps,
     protect_batch_norm: bool,
 ) -> Tuned:
     with ExitStack() as steps:  # takes every step back if a later one fails
@@ -238,7 +241,7 @@ def _apply(
         steps.callback(weights.undo)
         graphed = _graphed(model, steps) if settings.cuda_graphs else None
         called = graphed or (model if settings.compile == "off" else _compiled(settings.compile, model, steps))
-        guard = _guard(settings, model, called) if guarded else None
+        guard = None if guard_for == "no steps" else _guard(settings, model, called, brief=guard_for == "first steps")
         way_back = steps.pop_all()
 
     def undo() -> None:
@@ -274,10 +277,10 @@ def _watch(claim: StepClaim) -> ClaimWatch:
     return ClaimWatch(claim, lambda finding: warnings.warn(str(finding), PolicyDriftWarning, stacklevel=4))
 
 
-def _guard(settings: Policy, model: nn.Module, called: nn.Module) -> Guard:
-    from amptune.runtime.guard.guard import Guard  # few trainings have one, and importing it takes time
+def _guard(settings: Policy, model: nn.Module, called: nn.Module, *, brief: bool) -> Guard:
+    from amptune.runtime.guard.guard import Guard  # what measures has none, and importing it takes time
 
-    return Guard(settings, model, called)
+    return Guard(settings, model, called, brief=brief)
 
 
 def _graphed(model: nn.Module, steps: ExitStack) -> GraphedModel:

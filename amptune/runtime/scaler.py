@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from amptune.policy.settings import Policy
     from amptune.runtime.batch_norm import FiniteStatistics
 
-__all__ = ["PolicyScaler", "scaler_for"]
+__all__ = ["PolicyScaler", "has_scaler", "scaler_for"]
 
 _FROM_APEX = "loss_scaler0"  # Apex's key for the state of the first loss's scaler (apex/amp/frontend.py)
 
@@ -76,10 +76,16 @@ class PolicyScaler(torch.amp.GradScaler):
         return {**super().__getstate__(), "statistics": None, "weights": PLAIN_WEIGHTS}
 
 
+def has_scaler(policy: Policy) -> bool:
+    """Returns True if the policy's loss scaler is enabled: gradients in fp16, and a scale other than a static 1."""
+    scale = policy.loss_scale or LossScale()
+    return policy.scales_loss and not (scale.static and scale.init == 1)
+
+
 def scaler_for(policy: Policy, device_type: str, kind: type[PolicyScaler] = PolicyScaler) -> PolicyScaler:
     """Returns the policy's loss scaler, disabled unless fp16 gradients need scaling: bf16 has the range of FP32."""
     scale = policy.loss_scale or LossScale()
-    if not policy.scales_loss or (scale.static and scale.init == 1):
+    if not has_scaler(policy):
         return kind(device_type, enabled=False)
     scaler = kind(device_type, init_scale=scale.init, growth_interval=scale.growth_interval)
     scaler.policy_scale = scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,7 @@ class Tuned:
 
     `model` is the given model, or the wrapper that the policy's compile or cuda_graphs put around it. `findings` grow
     while the loop is set up, and while it is watched. `claim_watch` compares its steps with the policy file's evidence,
-    `guard` looks for its mistakes; either is None if `apply` was told so.
+    `guard` looks for its mistakes; either is None if `apply` was told so, and a guard of the first steps after those.
     """
 
     def __init__(
@@ -62,6 +63,10 @@ class Tuned:
         self._findings = list(findings)
         self._undo = undo
         self.guard = guard
+        self._was_watched = guard is not None
+        if guard is not None:
+            forget = weakref.WeakMethod(self._forget_guard)  # weak, since the model's hooks refer to the guard
+            guard.at_end = lambda: (method := forget()) and method()
         self._statistics = statistics
         self._weights = weights or PLAIN_WEIGHTS
         self._graphed = graphed
@@ -190,8 +195,18 @@ class Tuned:
             self.model = self._plain_model
             if self.guard is not None:
                 self.guard.undo()
+            elif self._was_watched:
+                from amptune.runtime.guard.gradient_marks import remove_idle_hooks  # it was imported for the guard
+
+                remove_idle_hooks(for_good=True)
             if self.claim_watch is not None:
                 self.claim_watch.end()
+
+    def _forget_guard(self) -> None:
+        """Keeps what the guard found, and drops it."""
+        if self.guard is not None:
+            self._findings += self.guard.findings
+        self.guard = None
 
     def __enter__(self) -> Self:
         return self

@@ -80,6 +80,28 @@ def test_it_trains_as_the_plain_loop_does(policy: Policy) -> None:
     assert type(model.net.head) is nn.Linear  # undone
 
 
+class Manual(Lit):
+    """Lightning runs this whole step inside autocast, which no loop of Lightning's can leave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, place: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, place))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("policy", [POLICY, FP16], ids=str)
+def test_manual_optimization_is_no_mistake(policy: Policy) -> None:
+    plugin = PolicyPrecision(policy, submodule="net")
+    trainer(plugin).fit(Manual(), loader())
+    assert plugin.tuned is not None
+    assert plugin.tuned.findings == ()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("policy", [POLICY, FP16, Policy(fused_optimizer=True)], ids=str)

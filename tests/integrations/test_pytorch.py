@@ -278,8 +278,9 @@ def test_a_step_costs_a_few_calls_more_than_the_recipe_by_hand(autocast: Any) ->
         optimizer.zero_grad()
 
     try:
-        for step in (by_hand, under_the_policy):
-            step()  # what is imported or made at the first call
+        for _ in range(25):  # what is imported or made at the first call, and a watch of 20 steps
+            by_hand()
+            under_the_policy()
         assert calls_in(under_the_policy) - calls_in(by_hand) <= 45  # 30 of 170 to 230 in torch 2.13
     finally:
         tuned.undo()

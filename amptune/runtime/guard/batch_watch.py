@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from amptune.policy.settings import CUDA_GRAPH_MODES
+from amptune.runtime.guard.gradient_marks import forget_traced, is_traced, note_traced
 from amptune.runtime.layout import convertible, is_in_another_format
 from amptune.runtime.tensor_tree import tensors_in
 
@@ -42,10 +43,12 @@ class BatchWatch:
         self._hook = _ForwardHook(model, self._look, after_each)
         self._handle = model.register_forward_pre_hook(self._hook, with_kwargs=True)
 
-    def remove(self, *, for_good: bool = False) -> None:
-        """Removes the hook. One that was never called was traced, and is removed only with the policy (`for_good`)."""
-        if self._hook.was_called or for_good:
+    def remove(self, *, for_good: bool) -> bool:
+        """Removes the hook; returns False if it stays. One that was traced goes with the policy (`for_good`)."""
+        gone = for_good or not is_traced(self._hook.name)
+        if gone:
             self._handle.remove()
+        return gone
 
     def _look(self, tensors: Sequence[torch.Tensor]) -> None:
         if tensors:
@@ -110,15 +113,18 @@ class _ForwardHook:
     def __init__(
         self, model: nn.Module, look: Callable[[Sequence[torch.Tensor]], None], after_each: Callable[[], None]
     ) -> None:
-        self.was_called = False
+        self.name = f"forward of {id(model)}"
+        forget_traced(self.name)
         self._module_id = id(model)
         self._look = look
         self._after_each = after_each
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or id(module) != self._module_id:  # a replica of DataParallel, for one
+        if torch.compiler.is_compiling():
+            note_traced(self.name)
             return
-        self.was_called = True
+        if id(module) != self._module_id:  # a replica of DataParallel, for one
+            return
         if module.training and torch.is_grad_enabled():
             self._look(tensors_in((args, kwargs)))
         self._after_each()

@@ -2,10 +2,14 @@
 
 The hooks before every optimizer step, and before gradients are clipped, are shared by the guards of a process. They
 exist while a guard watches; if a guard is dropped without undo, they stay, idle, until the next guard ends.
+
+A hook that torch.compile traced is in the graph's guards, so removing it would compile the graph anew. Such a hook does
+nothing in the graph. It stays until its guard is undone.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from dataclasses import dataclass
@@ -18,8 +22,39 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from types import FrameType
 
-__all__ = ["GradientMarks", "Mark", "Watcher", "unwatch", "watch"]
+__all__ = [
+    "GradientMarks",
+    "Mark",
+    "Watcher",
+    "forget_traced",
+    "is_traced",
+    "note_traced",
+    "remove_idle_hooks",
+    "rest",
+    "unwatch",
+    "watch",
+]
+
+_traced: set[str] = set()
+
+
+def note_traced(hook: str) -> None:
+    """Notes that torch.compile traced a hook. It calls this when it traces, and never in the graph."""
+    _traced.add(hook)
+
+
+note_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # assume_constant_result, without importing it
+
+
+def forget_traced(hook: str) -> None:
+    _traced.discard(hook)
+
+
+def is_traced(hook: str) -> bool:
+    return hook in _traced
+
 
 Origin = Literal["none", "plain loss", "scaled loss", "unscaled"]
 
@@ -30,27 +65,35 @@ class Mark:
 
     when: int = 0
     origin: Origin = "none"
+    added: int = 0
 
 
 class GradientMarks:
     """The marks of a model's gradients, kept up to date by a hook on each parameter, until `remove`.
 
-    Time is counted in gradients: `now` grows by one with each gradient added to a parameter. Parameters are looked up
-    by identity, since tensors cannot be compared; the caller keeps the model alive.
+    Time is counted in gradients: `now` grows by one with each gradient added to a parameter. `passes` is the number of
+    gradients of the parameter that has got the most. Parameters are looked up by identity, since tensors cannot be
+    compared; the caller keeps the model alive.
     """
 
     def __init__(self, model: nn.Module, after_each: Callable[[torch.Tensor], None]) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad and p.is_leaf and not nn.parameter.is_lazy(p)]
-        self.now = 0
+        self.now = self.passes = 0
+        self._name = f"gradients of {id(model)}"
+        forget_traced(self._name)
+        _marks_by_name[self._name] = self
         self._after_each = after_each
         self._in_scaled_backward = False
         self._marks = {id(parameter): Mark() for parameter in parameters}
         self._handles = [p.register_post_accumulate_grad_hook(self._added) for p in parameters]  # type: ignore[no-untyped-call]
 
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+    def remove(self, *, for_good: bool) -> bool:
+        """Removes the hooks, unless compiled autograd has traced them; returns True if they are gone."""
+        if for_good or not is_traced(self._name):
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
+        return not self._handles
 
     def follow_scaled(self, loss: torch.Tensor) -> None:
         """Marks the gradients that a backward from this loss adds as scaled."""
@@ -71,10 +114,13 @@ class GradientMarks:
 
     def _added(self, parameter: torch.Tensor) -> None:
         if torch.compiler.is_compiling():
+            _gradient_traced(self._name)
             return
         self.now += 1
         mark = self._marks[id(parameter)]
         mark.when = self.now
+        mark.added += 1
+        self.passes = max(self.passes, mark.added)
         mark.origin = "scaled loss" if self._in_scaled_backward else "plain loss"
         self._after_each(parameter)
 
@@ -91,6 +137,24 @@ class GradientMarks:
         self._in_scaled_backward = False
 
 
+_marks_by_name: weakref.WeakValueDictionary[str, GradientMarks] = weakref.WeakValueDictionary()
+
+
+def _gradient_traced(name: str) -> None:
+    """Removes hooks that torch.compile compiles one by one, as it does in a backward pass that a compiled function
+    calls on its own thread: they see nothing, and each costs a call. Compiled autograd has them in its graph.
+    """
+    dynamo = sys.modules.get("torch._dynamo.compiled_autograd")
+    marks = _marks_by_name.get(name)
+    if any(getattr(dynamo, flag, True) for flag in ("compiled_autograd_enabled", "in_compiled_autograd_region")):
+        note_traced(name)
+    elif marks is not None:
+        marks.remove(for_good=True)
+
+
+_gradient_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as above
+
+
 class Watcher(Protocol):
     def before_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None: ...
 
@@ -98,29 +162,48 @@ class Watcher(Protocol):
 
 
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
-_removals: list[Callable[[], None]] = []
+_removals: dict[str, Callable[[], None]] = {}
 
 # `clip_grad_norm_` and `clip_grad_value_` look up `_LOOKED_UP` in their module when they run, so the hook sees them
 # however a program imported them (torch/nn/utils/clip_grad.py, 2.9 to 2.13). Without that name clipping is not seen.
-_CLIPPING = {"_clip_grads_with_norm_", "clip_grad_value_"}
+# Each function's limit is in an argument of this name.
+_CLIPPING = {"_clip_grads_with_norm_": "max_norm", "clip_grad_value_": "clip_value"}
 _LOOKED_UP = "_group_tensors_by_device_and_dtype"
 
 
 def watch(watcher: Watcher) -> None:
     _watchers.add(watcher)
-    if not _removals:
-        _removals.extend([register_optimizer_step_pre_hook(_before_step).remove, _hook_clipping()])
+    if "step" not in _removals:
+        _removals["step"] = register_optimizer_step_pre_hook(_before_step).remove
+    if "clipping" not in _removals:
+        _removals["clipping"] = _hook_clipping()
 
 
-def unwatch(watcher: Watcher) -> None:
-    """Ends a watch. Not to be called in a hook of an optimizer step: PyTorch is iterating over these hooks then."""
+def rest(watcher: Watcher) -> None:
+    """Ends the calls of a watch from within a hook, where `unwatch` cannot be called."""
     _watchers.discard(watcher)
-    while _removals and not _watchers:
-        _removals.pop()()
+
+
+def unwatch(watcher: Watcher, *, for_good: bool) -> None:
+    """Ends a watch, and removes the hooks if it was the last one.
+
+    Not to be called in a hook of an optimizer step: PyTorch is iterating over these hooks then.
+    """
+    _watchers.discard(watcher)
+    remove_idle_hooks(for_good=for_good)
+
+
+def remove_idle_hooks(*, for_good: bool) -> None:
+    """Removes the hooks if there is no watch; those that were traced only `for_good`."""
+    for hook in [] if _watchers else [*_removals]:
+        if for_good or not is_traced(hook):
+            _removals.pop(hook)()
+            forget_traced(hook)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
     if torch.compiler.is_compiling():
+        note_traced("step")
         return
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     for watcher in list(_watchers):
@@ -133,9 +216,10 @@ def _hook_clipping() -> Callable[[], None]:
         return lambda: None
 
     def group(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and sys._getframe(1).f_code.co_name in _CLIPPING:
-            for watcher in list(_watchers):
-                watcher.before_clipping(tensors[0])
+        if torch.compiler.is_compiling():
+            note_traced("clipping")
+        else:
+            _look_at_clipping(sys._getframe(1), tensors)
         return original(tensors, *args, **kwargs)
 
     def remove() -> None:
@@ -144,3 +228,11 @@ def _hook_clipping() -> Callable[[], None]:
 
     setattr(clip_grad, _LOOKED_UP, group)
     return remove
+
+
+def _look_at_clipping(frame: FrameType, tensors: Any) -> None:
+    """Leaves out a limit that is infinite: it clips nothing, and the loop asks for the norm alone."""
+    limit = _CLIPPING.get(frame.f_code.co_name)
+    if limit is not None and not math.isinf(frame.f_locals.get(limit, 0.0)):
+        for watcher in list(_watchers):
+            watcher.before_clipping(tensors[0])

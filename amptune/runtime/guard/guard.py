@@ -1,26 +1,31 @@
 """The guard: finds mistakes of the training loop in its first steps that harm training and that PyTorch accepts.
 
 It watches through hooks on parameters, optimizer steps and the model's forward, and removes them after
-`WATCHED_STEPS` steps. Some mistakes show only later: it checks checkpoints when they are made, and the loss scale and
+`WATCHED_STEPS` steps. A brief guard, which `apply` gives every loop, is then dropped. It leaves out what a correct loop
+may have reasons for: its batches and checkpoints. So the model has no hook, which TorchScript and
+`torch.cuda.make_graphed_callables` would refuse.
+
+Some mistakes show only later. A guard that is not brief checks checkpoints when they are made, and the loss scale and
 BatchNorm's statistics once in `UPDATES_BETWEEN_LOOKS` updates of the loss scaler, which reports its calls to it.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from amptune.runtime.batch_norm import poisoned
 from amptune.runtime.guard.batch_watch import BatchWatch
 from amptune.runtime.guard.checkpoint_watch import CheckpointWatch
+from amptune.runtime.guard.gradient_marks import forget_traced, is_traced, note_traced
 from amptune.runtime.guard.misuse import Misuse
-from amptune.runtime.guard.step_watch import StepWatch
+from amptune.runtime.guard.step_watch import WATCHED_STEPS, StepWatch
 from amptune.runtime.scaler import PolicyScaler, scaler_for
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
@@ -29,26 +34,30 @@ if TYPE_CHECKING:
 
 __all__ = ["UPDATES_BETWEEN_LOOKS", "WATCHED_STEPS", "Guard", "WatchedScaler"]
 
-# Steps of the optimizer that steps most often.
-WATCHED_STEPS = 20
-
 # A check waits for the device, which takes about as long as launching a few kernels.
 UPDATES_BETWEEN_LOOKS = 100
 
 
 class Guard:
-    """The guard of one model under one policy. `called` is `model`, or its compiled form if the loop calls that."""
+    """The guard of one model under one policy. `called` is `model`, or its compiled form if the loop calls that.
 
-    def __init__(self, policy: Policy, model: nn.Module, called: nn.Module) -> None:
+    A `brief` one calls `at_end` when its watch is over and the model's hooks are gone; its owner then drops it, and
+    calls `remove_idle_hooks` when the policy goes.
+    """
+
+    def __init__(self, policy: Policy, model: nn.Module, called: nn.Module, *, brief: bool = False) -> None:
+        self.at_end: Callable[[], object] = lambda: None
+        self._is_brief = brief
         self._policy = policy
         self._model = weakref.ref(model)  # weak, since the model's hooks refer to this guard
         self._misuse = Misuse()
+        self._scalers: list[WatchedScaler] = []
         self._updates = 0
         self._is_watching = True
         self._is_on = True
         self.checkpoints = CheckpointWatch(self._misuse)
         self.step_watch = StepWatch(policy, model, self._misuse, self._end_when_due)
-        self._batches = BatchWatch(policy, called, self._misuse, self._end_when_due)
+        self._batches = None if brief else BatchWatch(policy, called, self._misuse, self._end_when_due)
 
     @property
     def findings(self) -> Sequence[Finding]:
@@ -58,14 +67,15 @@ class Guard:
         """Returns the policy's loss scaler, which tells this guard what it does."""
         scaler = scaler_for(self._policy, device_type, WatchedScaler)
         if isinstance(scaler, WatchedScaler):
-            scaler.guard = self
+            scaler.guard, scaler.name = self, f"scaler {id(scaler)}"
+            forget_traced(scaler.name)
+            self._scalers.append(scaler)
         return scaler
 
     def undo(self) -> None:
         if self._is_on:
             self._is_on = False
-            self._end_watch()
-            self._batches.remove(for_good=True)
+            self._end_watch(for_good=True)
             self.checkpoints.remove()
             self.checkpoints.look(training_began=self._updates > 0)
 
@@ -73,23 +83,28 @@ class Guard:
 
     def autocast_used(self) -> None:
         self.step_watch.autocast_was_used = True
+        self._end_when_due()
 
     def batch_size_asked(self) -> None:
-        self._batches.batch_size = None
+        if self._batches is not None:
+            self._batches.batch_size = None
 
     def handed_out(self, optimizer: torch.optim.Optimizer) -> None:
         self.step_watch.handed_out(optimizer)
         self._follow(optimizer)
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._policy.scales_loss and self._is_on:
+        if self._policy.scales_loss and self._is_on and not self._is_brief:
             self.checkpoints.follow(optimizer)
 
     # Called by the loss scaler.
 
     def after_scale(self, scaled: Any) -> None:
-        if self._is_watching and not torch.compiler.is_compiling():
+        if self._is_watching:
             self.step_watch.after_scale(scaled)
+
+    def scale_asked(self) -> None:
+        self.step_watch.scale_asked()
 
     def after_unscale(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_watching:
@@ -105,9 +120,9 @@ class Guard:
             return
         self.checkpoints.look(training_began=self._updates > 0)
         self._updates += 1
-        is_due = self._is_watching or self._updates % UPDATES_BETWEEN_LOOKS == 0
+        is_due = self._is_watching or (not self._is_brief and self._updates % UPDATES_BETWEEN_LOOKS == 0)
         if is_due and not _is_capturing():
-            self._look_at_scale(scaler.get_scale())
+            self._look_at_scale(PolicyScaler.get_scale(scaler))
             self._look_at_statistics()
         self._end_when_due()
 
@@ -138,14 +153,20 @@ class Guard:
             )
 
     def _end_when_due(self) -> None:
-        if self.step_watch.most_steps >= WATCHED_STEPS:
-            self._end_watch()
+        if self._is_watching and self.step_watch.is_over:
+            self._end_watch(for_good=False)
 
-    def _end_watch(self) -> None:
-        if self._is_watching:
-            self._is_watching = False
-            self.step_watch.remove()
-            self._batches.remove()
+    def _end_watch(self, *, for_good: bool) -> None:
+        """Removes the hooks. Those that torch.compile may have traced stay until `for_good`."""
+        self._is_watching = False
+        gone = self.step_watch.remove(for_good=for_good)
+        if self._batches is not None:
+            gone = self._batches.remove(for_good=for_good) and gone
+        if self._is_brief:
+            while self._scalers:
+                self._scalers.pop().be_plain()
+            if gone:
+                self.at_end()
 
 
 def _is_capturing() -> bool:
@@ -154,40 +175,67 @@ def _is_capturing() -> bool:
 
 
 class WatchedScaler(PolicyScaler):
-    """A `PolicyScaler` that reports to `guard`, if it has one; a copy has none."""
+    """A `PolicyScaler` that reports to `guard`, if it has one, save inside torch.compile; a copy has none.
+
+    `be_plain` makes it a `PolicyScaler`. The methods do not use super(): a loop may hold them beyond that.
+    """
 
     guard: Guard | None = None
+    name: str = ""
 
     def scale(self, outputs: Any) -> Any:
-        scaled = super().scale(outputs)
-        if self.guard is not None and self.is_enabled():
-            self.guard.after_scale(scaled)
+        guard = _told_by(self)
+        if guard is None or not self.is_enabled():  # nothing after the call: torch.compile would make a graph of it
+            return PolicyScaler.scale(self, outputs)
+        scaled = PolicyScaler.scale(self, outputs)
+        guard.after_scale(scaled)
         return scaled
 
+    def get_scale(self) -> float:
+        if (guard := _told_by(self)) is not None:
+            guard.scale_asked()
+        return PolicyScaler.get_scale(self)
+
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        super().unscale_(optimizer)
-        if self.guard is not None and self.is_enabled():
-            self.guard.after_unscale(optimizer)
+        PolicyScaler.unscale_(self, optimizer)
+        if (guard := _told_by(self)) is not None and self.is_enabled():
+            guard.after_unscale(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        if self.guard is not None:
-            self.guard.before_scaler_step(optimizer, has_closure=bool(args or kwargs))
-        return super().step(optimizer, *args, **kwargs)
+        if (guard := _told_by(self)) is not None:
+            self.weights.require_masters(optimizer)  # an error says enough
+            guard.before_scaler_step(optimizer, has_closure=bool(args or kwargs))
+        return PolicyScaler.step(self, optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        super().update(new_scale)
-        if self.guard is not None and self.is_enabled():
-            self.guard.after_update(self)
+        PolicyScaler.update(self, new_scale)
+        if (guard := _told_by(self)) is not None and self.is_enabled():
+            guard.after_update(self)
 
     def state_dict(self) -> dict[str, Any]:
-        if self.guard is not None:
-            self.guard.checkpoints.scaler_saved()
-        return super().state_dict()
+        if (guard := _told_by(self)) is not None:
+            guard.checkpoints.scaler_saved()
+        return PolicyScaler.state_dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        if self.guard is not None:
-            self.guard.checkpoints.scaler_loaded()
+        PolicyScaler.load_state_dict(self, state_dict)
+        if (guard := _told_by(self)) is not None:
+            guard.checkpoints.scaler_loaded()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "guard": None}
+        return {**super().__getstate__(), "guard": None, "name": ""}
+
+    def be_plain(self) -> None:
+        """Forgets the guard, and all that this class adds; a graph that torch.compile made of it needs its class."""
+        self.guard = None
+        if not is_traced(self.name):
+            del self.guard, self.name
+            self.__class__ = PolicyScaler  # type: ignore[assignment]  # which has the same attributes
+
+
+def _told_by(scaler: PolicyScaler) -> Guard | None:
+    """Returns the scaler's guard. A compiled graph does not even read it, and so stays when the guard goes."""
+    if torch.compiler.is_compiling():
+        note_traced(getattr(scaler, "name", ""))
+        return None
+    return cast("Guard | None", getattr(scaler, "guard", None))

@@ -58,11 +58,14 @@ class Misuse:
         Backward hooks of GPU tensors run in a thread of autograd, while the loop's own thread waits in `backward`.
         """
         frames = sys._current_frames()
-        for thread in (threading.get_ident(), self._loop_thread):
-            for frame in frames_above(frames.get(thread)):
-                if not frame.f_code.co_filename.startswith(_INNER):
-                    return Place(frame.f_code.co_filename, frame.f_lineno)
-        return Place("<unknown>", 0)
+        try:
+            for thread in (threading.get_ident(), self._loop_thread):
+                for frame in frames_above(frames.get(thread)):
+                    if not frame.f_code.co_filename.startswith(_INNER):
+                        return Place(frame.f_code.co_filename, frame.f_lineno)
+            return Place("<unknown>", 0)
+        finally:
+            frames.clear()  # this frame is in it, and a cycle would keep the tensors of all callers until it is found
 
     def say(self, code: str, message: str, place: Place | None = None, **figures: Any) -> None:
         """Replaces `{here}` in `message` by the place; without a place, by the line that is running."""

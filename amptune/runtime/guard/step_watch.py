@@ -6,12 +6,13 @@ import sys
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amptune.runtime.guard.gradient_marks import GradientMarks, unwatch, watch
+from amptune.runtime.guard.gradient_marks import GradientMarks, rest, unwatch, watch
 from amptune.runtime.guard.misuse import Misuse, Place, frames_above
+from amptune.runtime.scaler import has_scaler
 from amptune.runtime.tensor_tree import tensors_in
 
 if TYPE_CHECKING:
@@ -22,7 +23,11 @@ if TYPE_CHECKING:
     from amptune.policy.settings import Policy
     from amptune.runtime.guard.gradient_marks import Mark
 
-__all__ = ["StepWatch"]
+__all__ = ["WATCHED_STEPS", "StepWatch"]
+
+# Steps of the optimizer that steps most often.
+WATCHED_STEPS = 20
+_MOST_PASSES = 10 * WATCHED_STEPS
 
 
 @dataclass(slots=True)
@@ -39,11 +44,12 @@ class _Steps:
     def note_applied(self, parameters: Sequence[torch.Tensor]) -> None:
         self.applied = [(weakref.ref(p.grad), p.grad._version) for p in parameters if p.grad is not None]
 
-    def has_applied(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Returns True if no gradient was replaced or written to since the last step."""
+    def has_applied(self, parameters: Sequence[torch.Tensor], *, unscaled: bool) -> bool:
+        """Returns True if no gradient was replaced since the last step, or written to, save by a scaler's unscaling."""
         now = [p.grad for p in parameters if p.grad is not None]
         return len(now) == len(self.applied) and all(
-            ref() is grad and grad._version == version for grad, (ref, version) in zip(now, self.applied, strict=True)
+            ref() is grad and (unscaled or grad._version == version)
+            for grad, (ref, version) in zip(now, self.applied, strict=True)
         )
 
 
@@ -58,7 +64,9 @@ class StepWatch:
         self.most_steps = 0
         self.autocast_was_used = False
         self._scale_was_used = False
-        self._scales = policy.scales_loss
+        self._scale_was_asked = False
+        self._steps_of_any = 0
+        self._scales = has_scaler(policy)
         self._needs_masters = policy.master_weights
         self._handed_out: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._in_half = "with half weights" if policy.weights == "half" else "under autocast fp16"
@@ -69,10 +77,21 @@ class StepWatch:
         self._gradients = GradientMarks(model, self._look_at_backward)
         watch(self)
 
-    def remove(self) -> None:
-        """Removes the hooks. Not to be called in a hook of a step: PyTorch is iterating over these hooks then."""
-        self._gradients.remove()
-        unwatch(self)
+    def remove(self, *, for_good: bool) -> bool:
+        """Removes the hooks; returns False if some of the model's stay because torch.compile has traced them.
+
+        Not to be called in a hook of a step: PyTorch is iterating over these hooks then.
+        """
+        unwatch(self, for_good=for_good)
+        return self._gradients.remove(for_good=for_good)
+
+    @property
+    def is_over(self) -> bool:
+        """True after `WATCHED_STEPS`; for a model that does not train, after many steps of others; and after many
+        backward passes if no step is seen, as where torch.compile traced it.
+        """
+        unseen = not self.most_steps and self._gradients.passes >= _MOST_PASSES
+        return unseen or self.most_steps >= WATCHED_STEPS or self._steps_of_any >= _MOST_PASSES
 
     def handed_out(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes that the optimizer went through `tuned.optimizer`."""
@@ -83,6 +102,10 @@ class StepWatch:
         for loss in tensors_in(scaled):
             self._gradients.follow_scaled(loss)
 
+    def scale_asked(self) -> None:
+        """Notes that the loop knows the scale, and may unscale by hand until the next step."""
+        self._scale_was_asked = True
+
     def after_unscale(self, optimizer: torch.optim.Optimizer) -> None:
         self._gradients.unscaled(_parameters(optimizer))
 
@@ -90,6 +113,10 @@ class StepWatch:
         self._look_at_step(optimizer, by_scaler=True, is_scaled=True, has_closure=has_closure)
 
     def before_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        self._steps_of_any += 1
+        if self.is_over:  # of a model that does not train: nothing else may tell
+            rest(self)
+            return
         is_nested, scaler = _stepping()
         guard = getattr(scaler, "guard", None)
         if is_nested or (guard is not None and guard.step_watch is self):  # seen by `before_scaler_step` already
@@ -103,7 +130,7 @@ class StepWatch:
             return
         clipped = {id(gradient) for gradient in gradients}
         newest = self._gradients.newest(p for p in model.parameters() if id(p.grad) in clipped)
-        if newest is not None and newest.origin == "scaled loss":
+        if newest is not None and newest.origin == "scaled loss" and not self._scale_was_asked:
             self._misuse.say(
                 "clipped-before-unscale",
                 "gradients are clipped at {here} while they are still multiplied by the loss scale, so nearly all of "
@@ -111,7 +138,8 @@ class StepWatch:
             )
 
     def _look_at_backward(self, parameter: torch.Tensor) -> None:
-        if _is_inside_autocast(parameter.device):
+        # Without a cache it is Lightning's, which runs the whole training_step in autocast in manual optimization.
+        if _is_inside_autocast(parameter.device) and torch.is_autocast_cache_enabled():
             self._misuse.say(
                 "backward-inside-autocast",
                 "backward() at {here} runs inside autocast, which casts operations of the backward anew, to other "
@@ -134,12 +162,13 @@ class StepWatch:
         self.most_steps = max(self.most_steps, steps.count)
         self._look_at_autocast(parameters[0].device)
         self._look_at_masters(optimizer, parameters)
+        is_scaled_by_hand, self._scale_was_asked = self._scale_was_asked, False
         newest = self._gradients.newest(parameters)
         if has_closure or newest is None:  # a closure computes its gradients later
             return
         if newest.when <= steps.last_gradient:
             self._look_at_repetition(steps, parameters, by_scaler=by_scaler)
-        elif self._scales and not is_scaled:
+        elif self._scales and not is_scaled and not is_scaled_by_hand:
             self._look_at_origin(newest, steps)
         if is_scaled:
             self._gradients.unscaled(parameters)
@@ -149,7 +178,7 @@ class StepWatch:
     def _look_at_repetition(self, steps: _Steps, parameters: Sequence[torch.Tensor], *, by_scaler: bool) -> None:
         """Gradients that the loop set itself since the last step are new, though no backward gave them."""
         scaled = by_scaler or steps.last_by_scaler
-        if scaled or steps.has_applied(parameters):
+        if steps.has_applied(parameters, unscaled=scaled):
             calls = "tuned.scaler.step(optimizer) calls optimizer.step(), leave the other out"
             self._misuse.say(
                 "stepped-twice",
@@ -227,6 +256,6 @@ def _stepping() -> tuple[bool, torch.amp.GradScaler | None]:
     for frame in frames_above(sys._getframe(1)):
         if frame.f_code.co_qualname == "Optimizer.profile_hook_step.<locals>.wrapper":
             steps += 1
-        elif frame.f_code is torch.amp.GradScaler.step.__code__:
-            scaler = cast("torch.amp.GradScaler", frame.f_locals["self"])
+        elif frame.f_code.co_name == "step" and isinstance(caller := frame.f_locals.get("self"), torch.amp.GradScaler):
+            scaler = caller
     return steps > 1, scaler

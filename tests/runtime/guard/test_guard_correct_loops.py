@@ -290,6 +290,85 @@ class Wrapper(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
+class OwnScaler(torch.amp.GradScaler):
+    """A scaler that steps by itself, as Composer's does."""
+
+    def step(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> Any:
+        self.unscale_(optimizer)
+        return optimizer.step()
+
+
+def a_scaler_with_a_step_of_its_own(tuned: Tuned, model: nn.Module) -> None:
+    optimizer, scaler = sgd(model), OwnScaler("cpu")
+    for _ in range(STEPS):
+        scaler.scale(loss_of(tuned)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def unscaled_by_the_scale(tuned: Tuned, model: nn.Module) -> None:
+    optimizer = sgd(model)
+    for _ in range(STEPS):
+        tuned.scaler.scale(loss_of(tuned)).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data.div_(tuned.scaler.get_scale())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clipped_at_a_scaled_limit(tuned: Tuned, model: nn.Module) -> None:
+    optimizer = sgd(model)
+    for _ in range(STEPS):
+        tuned.scaler.scale(loss_of(tuned)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), tuned.scaler.get_scale())
+        tuned.scaler.step(optimizer)
+        tuned.scaler.update()
+        optimizer.zero_grad()
+
+
+def the_norm_alone_by_an_infinite_limit(tuned: Tuned, model: nn.Module) -> None:
+    optimizer = sgd(model)
+    for _ in range(STEPS):
+        tuned.scaler.scale(loss_of(tuned)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+        tuned.scaler.step(optimizer)
+        tuned.scaler.update()
+        optimizer.zero_grad()
+
+
+def gradients_set_by_hand_in_every_second_step(tuned: Tuned, model: nn.Module) -> None:
+    optimizer = sgd(model)
+    for _ in range(STEPS):
+        train(tuned, optimizer)
+        gradients = torch.autograd.grad(tuned.scaler.scale(loss_of(tuned)), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        tuned.scaler.step(optimizer)
+        tuned.scaler.update()
+
+
+def an_optimizer_in_each_backward(tuned: Tuned, model: nn.Module) -> None:
+    """Each parameter is stepped as soon as its gradient is there, which saves the gradients' memory."""
+    optimizers = {p: torch.optim.SGD([p], lr=1e-3) for p in model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizer = optimizers[parameter]  # type: ignore[index]
+        tuned.scaler.unscale_(optimizer)
+        optimizer.step()
+        parameter.grad = None
+
+    hooks: list[Any] = [p.register_post_accumulate_grad_hook(step) for p in model.parameters()]  # type: ignore[no-untyped-call]
+    for _ in range(25):
+        tuned.scaler.scale(loss_of(tuned)).backward()
+        if tuned.scaler.is_enabled():
+            tuned.scaler.update()
+    for hook in hooks:
+        hook.remove()
+
+
 def an_optimizer_without_hooks(tuned: Tuned, model: nn.Module) -> None:
     optimizer = Wrapper(sgd(model))
     for _ in range(STEPS):
@@ -334,6 +413,12 @@ LOOPS: list[Loop] = [
     a_moving_average,
     a_backward_that_raised,
     zeros_left_of_a_scaled_loss,
+    a_scaler_with_a_step_of_its_own,
+    unscaled_by_the_scale,
+    clipped_at_a_scaled_limit,
+    the_norm_alone_by_an_infinite_limit,
+    gradients_set_by_hand_in_every_second_step,
+    an_optimizer_in_each_backward,
     an_optimizer_without_hooks,
     a_distributed_checkpoint,
 ]
@@ -343,8 +428,9 @@ LOOPS: list[Loop] = [
     "policy", [FP16, Policy(autocast="bf16"), Policy(), Policy(autocast="fp16", fused_optimizer=True)], ids=str
 )
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_a_correct_loop_raises_no_alarm(loop: Loop, policy: Policy) -> None:
-    tuned, said = run(loop, policy, guard=True)
+@pytest.mark.parametrize("guard", [None, True])
+def test_a_correct_loop_raises_no_alarm(loop: Loop, policy: Policy, guard: bool | None) -> None:
+    tuned, said = run(loop, policy, guard=guard)
     assert (codes(tuned), said) == ([], [])
 
 
@@ -372,6 +458,12 @@ def test_whatever_steps_can_be_stepped_by_a_scaler_that_is_off() -> None:
         tuned.scaler.step(optimizer)
 
     tuned, said = run(loop, Policy(autocast="bf16"), guard=True)
+    assert (codes(tuned), said) == ([], [])
+
+
+def test_a_static_scale_of_one_needs_no_scaler() -> None:
+    policy = Policy(autocast="fp16", loss_scale=LossScale(init=1, static=True))
+    tuned, said = run(plain, policy)
     assert (codes(tuned), said) == ([], [])
 
 
@@ -407,6 +499,22 @@ def on(batches: list[torch.Tensor]) -> Loop:
 def test_unusual_batches_raise_no_alarm(batches: list[torch.Tensor], policy: Policy) -> None:
     tuned, said = run(on(batches), policy, guard=True)
     assert (codes(tuned), said) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("batches", "policy"),
+    [
+        ([images(3)] * 5, Policy(batch_size=8)),  # a size that somebody chose, or edges of a graph
+        ([images(size=6 + size) for size in range(8)] * 2, Policy(cudnn_benchmark=True)),  # a fixed set of sizes
+        ([images().to(memory_format=torch.channels_last)] * 3, Policy()),  # as decoders of images give them
+    ],
+    ids=["size", "shapes", "format"],
+)
+def test_without_being_asked_nothing_is_said_of_batches_that_may_be_meant(
+    batches: list[torch.Tensor], policy: Policy
+) -> None:
+    assert run(on(batches), policy)[1] == []
+    assert len(run(on(batches), policy, guard=True)[1]) == 1
 
 
 def test_a_batch_size_that_was_asked_for_is_believed() -> None:

@@ -8,14 +8,17 @@ import pickle
 import sys
 import threading
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import recorded_training
 import torch
 import torch._dynamo
 from counting import calls_in
 from loops import FP16, Net, codes, images, loss_of, run, sgd, train
+from taped import TapeRecorder
 from torch import nn
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -55,24 +58,69 @@ def model() -> Net:
     return model
 
 
-def test_everything_goes_after_the_first_steps(model: Net) -> None:
+@pytest.mark.parametrize("guard", [None, True])
+def test_everything_goes_after_the_first_steps(model: Net, guard: bool | None) -> None:
     before = hooks_on(model)
-    tuned = apply(FP16, model, guard=True)
+    tuned = apply(replace(FP16, memory_format="channels_last"), model, guard=guard)
     assert hooks_on(model) != before
     optimizer = sgd(model)
     train(tuned, optimizer, WATCHED_STEPS - 1)
     during = hooks_on(model)
     assert sum(during["gradient"]) == len(during["gradient"])
-    assert (sum(during["forward"]), during["step"]) == (1, 1)
+    assert (sum(during["forward"]), during["step"]) == (1 if guard else 0, 1)  # some of PyTorch's tools refuse hooks
     train(tuned, optimizer, 1)
     assert hooks_on(model) == before
     tuned.undo()
 
 
-@pytest.mark.parametrize("autocast", ["off", "bf16"])
-def test_everything_goes_without_a_scaler_too(model: Net, autocast: Any) -> None:
+def test_a_guard_that_nobody_asked_for_is_forgotten_when_its_watch_is_over(model: Net) -> None:
+    tuned = apply(FP16, model)
+    optimizer, guard = tuned.optimizer(sgd(model)), weakref.ref(tuned.guard)
+    with tuned.autocast(), pytest.warns(PolicyMisuseWarning, match="inside autocast"):
+        tuned.scaler.scale(tuned.model(images()).sum()).backward()
+    train(tuned, optimizer, WATCHED_STEPS)
+    gc.collect()
+    assert (tuned.guard, guard(), type(tuned.scaler)) == (None, None, PolicyScaler)
+    assert not optimizer._optimizer_state_dict_pre_hooks
+    with tuned.autocast():
+        loss = tuned.model(images()).sum()
+        loss.backward()  # nobody watches any more
+    tuned.undo()
+    assert codes(tuned) == ["backward-inside-autocast"]
+
+
+@pytest.mark.parametrize("guard", [None, True])
+def test_everything_goes_where_no_gradient_is_seen(model: Net, guard: bool | None) -> None:
+    """As where FSDP2 has replaced the parameters: the next pass finds out."""
     before = hooks_on(model)
-    tuned = apply(Policy(autocast=autocast), model, guard=True)
+    tuned = apply(Policy(), model, guard=guard)
+    optimizer = sgd(model)
+    for _ in range(WATCHED_STEPS):
+        optimizer.step()
+    assert hooks_on(model) != before
+    with tuned.autocast():
+        assert hooks_on(model) == before
+    tuned.undo()
+
+
+@pytest.mark.parametrize("guard", [None, True])
+def test_the_watch_of_a_model_that_does_not_train_lets_others_step_alone(model: Net, guard: bool | None) -> None:
+    """As a teacher, which is evaluated under a policy of its own."""
+    tuned, other = apply(Policy(autocast="bf16"), model, guard=guard), nn.Linear(2, 2)
+    optimizer = sgd(other)
+    for _ in range(10 * WATCHED_STEPS):
+        optimizer.step()
+    assert not gradient_marks._watchers
+    with tuned.autocast():
+        assert not any(hooks_on(model)["gradient"])
+    tuned.undo()
+
+
+@pytest.mark.parametrize("guard", [None, True])
+@pytest.mark.parametrize("autocast", ["off", "bf16"])
+def test_everything_goes_without_a_scaler_too(model: Net, autocast: Any, guard: bool | None) -> None:
+    before = hooks_on(model)
+    tuned = apply(Policy(autocast=autocast), model, guard=guard)
     optimizer = sgd(model)
     for _ in range(WATCHED_STEPS + 1):  # the last one finds out
         loss_of(tuned).backward()
@@ -152,10 +200,11 @@ def test_the_environment_switches_it_on(model: Net, monkeypatch: pytest.MonkeyPa
     assert codes(tuned) == ["backward-inside-autocast"]
 
 
-def test_copies_pickles_and_weights_are_as_without_it(model: Net) -> None:
+@pytest.mark.parametrize("guard", [None, True])
+def test_copies_pickles_and_weights_are_as_without_it(model: Net, guard: bool | None) -> None:
     names = list(model.state_dict())
     attributes = [sorted(vars(module)) for module in model.modules()]
-    with apply(FP16, model, guard=True) as tuned:
+    with apply(replace(FP16, memory_format="channels_last"), model, guard=guard) as tuned:
         train(tuned, sgd(model))
         assert list(model.state_dict()) == names
         assert [sorted(vars(module)) for module in model.modules()] == attributes
@@ -172,13 +221,15 @@ def test_copies_pickles_and_weights_are_as_without_it(model: Net) -> None:
 @pytest.mark.parametrize("more", [{}, {"protect_batch_norm": True}], ids=str)
 def test_training_is_the_same_with_it(more: dict[str, Any]) -> None:
     ends = []
-    for guard in (False, True):
+    for guard in (False, None, True):
         torch.manual_seed(0)
         model = Net()
         with apply(FP16, model, guard=guard, **(more if guard else {})) as tuned:
             train(tuned, sgd(model), steps=WATCHED_STEPS + 2)
         ends.append(model.state_dict())
-    assert all(map(torch.equal, *(end.values() for end in ends)))
+    assert all(
+        torch.equal(off, brief) and torch.equal(off, on) for off, brief, on in zip(*map(dict.values, ends), strict=True)
+    )
 
 
 def test_a_pytorch_that_clips_otherwise_can_be_guarded(model: Net, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,8 +240,11 @@ def test_a_pytorch_that_clips_otherwise_can_be_guarded(model: Net, monkeypatch: 
 
 
 @torch_s_own_deprecations
+@pytest.mark.parametrize("guard", [None, True])
 @pytest.mark.parametrize("by_hand", [True, False])
-def test_a_compiled_model_has_no_more_graphs_and_no_breaks(by_hand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_model_has_no_more_graphs_and_no_breaks(
+    by_hand: bool, guard: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither while it watches nor when it ends, which would compile everything anew."""
     graphs = []
 
@@ -205,11 +259,150 @@ def test_a_compiled_model_has_no_more_graphs_and_no_breaks(by_hand: bool, monkey
     def loop(tuned: Tuned, model: nn.Module) -> None:
         if by_hand:
             tuned.model = original(model, backend=backend, fullgraph=True)  # type: ignore[assignment]
+        for _ in range(WATCHED_STEPS + 5):
+            train(tuned, sgd(model))
+            with torch.no_grad():
+                model(images())  # an evaluation without the compiled form
         train(tuned, sgd(model), steps=WATCHED_STEPS + 5)
 
-    policy = Policy(autocast="bf16") if by_hand else Policy(autocast="bf16", compile="default")
-    tuned, said = run(loop, policy, guard=True)
+    policy = Policy(autocast="bf16", memory_format="channels_last", compile="off" if by_hand else "default")
+    tuned, said = run(loop, policy, guard=guard)
     assert (len(graphs), codes(tuned), said) == (1, [], [])
+
+
+def test_methods_of_the_scaler_that_a_loop_holds_work_on(model: Net) -> None:
+    with apply(FP16, model) as tuned:
+        optimizer, scaler = sgd(model), tuned.scaler
+        scale, unscale, step, update = scaler.scale, scaler.unscale_, scaler.step, scaler.update
+        for _ in range(WATCHED_STEPS + 2):
+            scale(loss_of(tuned)).backward()
+            unscale(optimizer)
+            step(optimizer)
+            update()
+            optimizer.zero_grad()
+        assert type(scaler) is PolicyScaler
+        assert pickle.loads(pickle.dumps(scaler)).state_dict() == scaler.state_dict()
+
+
+def test_what_a_step_held_is_freed_with_it(model: Net) -> None:
+    with apply(FP16, model) as tuned:
+        gc.disable()
+        try:
+            for _ in range(3):
+                optimizer = sgd(model)
+                train(tuned, optimizer)
+                gone = weakref.ref(optimizer)
+                del optimizer
+                assert gone() is None
+        finally:
+            gc.enable()
+
+
+def a_step(tuned: Tuned, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    with tuned.autocast():
+        loss = tuned.model(x).float().square().mean()
+    tuned.scaler.scale(loss).backward()
+    nn.utils.clip_grad_norm_(tuned.model.parameters(), float("inf"))
+    tuned.scaler.step(optimizer)
+    tuned.scaler.update()
+    optimizer.zero_grad()
+
+
+def a_loss(tuned: Tuned, _: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+    with tuned.autocast():
+        return tuned.model(x).float().square().mean()
+
+
+@torch_s_own_deprecations
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.parametrize("guard", [None, True])
+@pytest.mark.parametrize("autocast", ["fp16", "off"])
+@pytest.mark.parametrize("compiled", ["step", "loss", "optimizer", "backward"])
+def test_nothing_is_compiled_anew_when_the_watch_ends(compiled: str, autocast: Any, guard: bool | None) -> None:
+    """Whatever of the step is compiled by hand, as without a watch."""
+    assert compilations(compiled, autocast, guard) == compilations(compiled, autocast, False)
+
+
+def compilations(compiled: str, autocast: Any, guard: bool | None) -> int:
+    """Compilations of frames in a training of more steps than are watched."""
+    graphs, x = [], images()
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(108, 4), nn.ReLU(), nn.Linear(4, 2))
+    with apply(Policy(autocast=autocast), model, guard=guard) as tuned:
+        optimizer = tuned.optimizer(torch.optim.SGD(model.parameters(), lr=1e-4))
+        step, loss_of_ = a_step, a_loss
+        if compiled in ("step", "backward"):
+            step = torch.compile(a_step, backend=backend)
+        elif compiled == "optimizer":
+            optimizer.step = torch.compile(optimizer.step, backend=backend)  # type: ignore[assignment]
+        else:
+            loss_of_ = torch.compile(a_loss, backend=backend)
+        torch._dynamo.config.compiled_autograd = compiled == "backward"
+        try:
+            for _ in range(WATCHED_STEPS + 10):
+                if compiled != "loss":
+                    step(tuned, optimizer, x)
+                else:
+                    tuned.scaler.scale(loss_of_(tuned, optimizer, x)).backward()
+                    tuned.scaler.step(optimizer)
+                    tuned.scaler.update()
+                    optimizer.zero_grad()
+        finally:
+            torch._dynamo.config.compiled_autograd = False
+        assert codes(tuned) == []
+    assert graphs
+    return len(graphs)
+
+
+@torch_s_own_deprecations
+def test_hooks_that_a_compiled_step_keeps_do_nothing_and_go_with_the_policy(model: Net) -> None:
+    before = hooks_on(model)
+    torch._dynamo.reset()
+    with apply(Policy(), model) as tuned:
+        optimizer = sgd(model)
+        optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
+        for _ in range(10 * WATCHED_STEPS):  # no step is seen: they are compiled
+            loss_of(tuned).backward()
+            optimizer.step()
+        assert not any(hooks_on(model)["gradient"])
+        assert hooks_on(model)["step"] == 1
+        assert not gradient_marks._watchers
+    assert hooks_on(model) == before
+
+
+@torch_s_own_deprecations
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+def test_a_loop_that_is_compiled_as_a_whole_keeps_no_hooks_on_gradients(model: Net) -> None:
+    torch._dynamo.reset()
+    with apply(Policy(), model) as tuned:
+        step, optimizer, x = torch.compile(a_step, backend="eager"), sgd(model), images()
+        for _ in range(3):
+            step(tuned, optimizer, x)
+        assert not any(hooks_on(model)["gradient"])
+
+
+def test_passes_are_recorded_while_it_watches_and_replayed_when_it_is_gone() -> None:
+    recorded_training.forget()
+    model = recorded_training.built()
+    with apply(Policy(autocast="bf16", memory_format="channels_last", cuda_graphs=True), model) as tuned:
+        called: Any = tuned.model
+        called.recordings.recorder, called.recordings.device_type = TapeRecorder, "cpu"
+        optimizer = sgd(model)
+        for seed in range(WATCHED_STEPS + 5):
+            with tuned.autocast():
+                loss = tuned.model(tuned.batch(recorded_training.batch(seed))).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert tuned.guard is None
+        assert [code for code in codes(tuned) if "recorded" in code] == []
+    assert len(recorded_training.forwards.shapes()) < WATCHED_STEPS  # the model's own forward
 
 
 @torch_s_own_deprecations

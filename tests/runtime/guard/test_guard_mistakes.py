@@ -193,9 +193,11 @@ class Mistake:
     code: str
     words: str
     policy: Policy = FP16
+    asked: bool = False  # found with guard=True alone
 
 
 O2 = Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True)
+CHANNELS_LAST = Policy(memory_format="channels_last")
 MISTAKES = [
     Mistake(step_again, "stepped-twice", "every update is taken twice"),
     Mistake(step_again, "stepped-twice", "leave the other out", Policy(autocast="bf16")),
@@ -210,15 +212,15 @@ MISTAKES = [
     Mistake(backward_inside, "backward-inside-autocast", "leave the `with tuned.autocast():` block"),
     Mistake(step_inside, "stepped-inside-autocast", "leave the `with tuned.autocast():` block"),
     Mistake(step_inside, "stepped-inside-autocast", "casts of the old weights", Policy(autocast="bf16")),
-    Mistake(leave_the_scaler_out, "scaler-not-saved", "save tuned.scaler.state_dict() too"),
-    Mistake(leave_the_scaler_out_at_the_end, "scaler-not-saved", "save tuned.scaler.state_dict() too"),
-    Mistake(resume_without_the_scaler, "scaler-not-restored", "call tuned.scaler.load_state_dict() too"),
+    Mistake(leave_the_scaler_out, "scaler-not-saved", "save tuned.scaler.state_dict() too", asked=True),
+    Mistake(leave_the_scaler_out_at_the_end, "scaler-not-saved", "save tuned.scaler.state_dict() too", asked=True),
+    Mistake(resume_without_the_scaler, "scaler-not-restored", "call tuned.scaler.load_state_dict() too", asked=True),
     Mistake(overflow_for_ever, "loss-scale-collapsed", "`amptune diagnose` names the modules"),
     Mistake(overflow_in_the_forward, "batch-norm-poisoned", "statistics of stem.1 are not finite"),
-    Mistake(other_format, "batch-not-in-memory-format", "tuned.batch(x)", Policy(memory_format="channels_last")),
-    Mistake(other_format_than_pytorch_s_own, "batch-not-in-memory-format", "contiguous", Policy()),
-    Mistake(other_batch_size, "batch-size-differs", "have 4 rows", Policy(batch_size=8)),
-    Mistake(a_shape_each, "shapes-keep-changing", "8 different shapes", Policy(cudnn_benchmark=True)),
+    Mistake(other_format, "batch-not-in-memory-format", "tuned.batch(x)", CHANNELS_LAST, asked=True),
+    Mistake(other_format_than_pytorch_s_own, "batch-not-in-memory-format", "contiguous", Policy(), asked=True),
+    Mistake(other_batch_size, "batch-size-differs", "have 4 rows", Policy(batch_size=8), asked=True),
+    Mistake(a_shape_each, "shapes-keep-changing", "8 different shapes", Policy(cudnn_benchmark=True), asked=True),
     Mistake(step_without_masters, "stepped-without-masters", "optimizer = tuned.optimizer(optimizer)", O2),
     Mistake(another_models_parameters, "optimizer-of-other-parameters", "tuned.model.parameters()"),
 ]
@@ -226,9 +228,10 @@ MISTAKES = [
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: f"{mistake.loop.__name__}-{mistake.policy}")
 def test_the_guard_says_what_pytorch_does_not(mistake: Mistake) -> None:
-    _, said_by_pytorch = run(mistake.loop, mistake.policy)
+    _, said_by_pytorch = run(mistake.loop, mistake.policy, guard=False)
     assert said_by_pytorch == []
 
+    assert codes(run(mistake.loop, mistake.policy)[0]) == ([] if mistake.asked else [mistake.code])
     tuned, said = run(mistake.loop, mistake.policy, guard=True)
     (found,) = tuned.findings
     assert found.code == mistake.code
@@ -249,7 +252,7 @@ def test_a_step_past_the_scaler_raises_elsewhere_and_of_something_else_with_pyto
         with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
             tuned.scaler.update()
 
-    assert run(loop, FP16)[1] == []
+    assert run(loop, FP16, guard=False)[1] == []
     tuned, said = run(loop, FP16, guard=True)
     assert (codes(tuned), said[0].lineno) == (["stepped-on-scaled-gradients"], line_of_the_mistake(loop))
 
@@ -261,7 +264,7 @@ def test_another_models_parameters_raise_of_something_else_under_a_scaler() -> N
         with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
             tuned.scaler.step(optimizer)  # the mistake
 
-    assert run(loop, FP16)[1] == []
+    assert run(loop, FP16, guard=False)[1] == []
     tuned, said = run(loop, FP16, guard=True)
     assert (codes(tuned), said[0].lineno) == (["optimizer-of-other-parameters"], line_of_the_mistake(loop))
 

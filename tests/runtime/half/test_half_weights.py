@@ -296,7 +296,7 @@ def test_sparse_gradients_reach_the_masters_too() -> None:
 def test_a_closure_runs_with_the_models_own_parameters() -> None:
     def losses_of(*, in_closure: bool) -> list[float]:
         model = net()
-        with apply(O2, model) as tuned:
+        with apply(O2, model, guard=False) as tuned:  # no scaler: it takes no closure
             optimizer = tuned.optimizer(momentum(model.parameters()))
             losses: list[float] = []
 
@@ -377,7 +377,7 @@ def test_a_group_that_is_added_later_gets_masters_too() -> None:
 def test_one_optimizer_trains_several_models() -> None:
     def losses_of(optimizers: int) -> list[float]:
         models = [net(), net(seed=1)]
-        with apply(O2, models[0]) as tuned, apply(O2, models[1]) as other:
+        with apply(O2, models[0], guard=False) as tuned, apply(O2, models[1], guard=False) as other:
             both = [p for model in models for p in model.parameters()]
             held = [both] if optimizers == 1 else [list(model.parameters()) for model in models]
             served = [other.optimizer(tuned.optimizer(adamw(parameters))) for parameters in held]
@@ -400,7 +400,7 @@ def test_one_optimizer_trains_several_models() -> None:
 def test_one_fused_optimizer_trains_several_models() -> None:
     models = [nn.Linear(4, 2), nn.Linear(4, 2)]
     policy = replace(O2, fused_optimizer=True)
-    with apply(policy, models[0]) as tuned, apply(policy, models[1]) as other:
+    with apply(policy, models[0], guard=False) as tuned, apply(policy, models[1], guard=False) as other:
         optimizer = other.optimizer(tuned.optimizer(momentum([p for model in models for p in model.parameters()])))
         for _ in range(3):
             (models[0](torch.ones(2, 4)) - models[1](torch.ones(2, 4))).sum().backward()
