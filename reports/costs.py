@@ -109,6 +109,8 @@ def of_small_models(device: torch.device) -> list[Cost]:
         policy = amptune.Policy(autocast=dtype)  # type: ignore[arg-type]  # a loop forgets the literals
         steps = [by_hand(twin(), x, dtype), under(policy, twin(), x)]
         costs.append(difference(f"a policy, {dtype}", "step", *steps))
+        steps = [under(policy, twin(), x), under(policy, twin(), x, guard=None)]
+        costs.append(difference(f"its watch of the first steps after {WARM_UP_STEPS} steps, {dtype}", "step", *steps))
         steps = [under(policy, twin(), x), under(policy, twin(), x, guard=True)]
         costs.append(difference(f"its guard after {WARM_UP_STEPS} steps, {dtype}", "step", *steps))
     chain = nn.Sequential(*(nn.ReLU() for _ in range(EXCLUDED))).to(device)
@@ -152,7 +154,7 @@ def of_workload(name: str, device: torch.device) -> Cost:
         return step
 
     def tuned() -> Step:
-        applied = amptune.apply(policy, copy.deepcopy(model))
+        applied = amptune.apply(policy, copy.deepcopy(model), guard=False)
         optimizer = applied.optimizer(bundled.optimizer(applied.model))
 
         def step() -> None:
@@ -189,7 +191,7 @@ def by_hand(model: nn.Module, x: torch.Tensor, dtype: str) -> Step:
     return step
 
 
-def under(policy: amptune.Policy, model: nn.Module, x: torch.Tensor, *, guard: bool = False) -> Step:
+def under(policy: amptune.Policy, model: nn.Module, x: torch.Tensor, *, guard: bool | None = False) -> Step:
     """The README's loop."""
     tuned = amptune.apply(policy, model, guard=guard)
     optimizer = tuned.optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
@@ -206,7 +208,7 @@ def under(policy: amptune.Policy, model: nn.Module, x: torch.Tensor, *, guard: b
 
 
 def forward(policy: amptune.Policy, model: nn.Module, x: torch.Tensor) -> Step:
-    tuned = amptune.apply(policy, copy.deepcopy(model))
+    tuned = amptune.apply(policy, copy.deepcopy(model), guard=False)
 
     def call() -> None:
         with tuned.autocast():

@@ -7,8 +7,9 @@
 `digits`: the bundled network on the handwritten digits that scikit-learn ships; share of the held-out fifth that is
 recognized. `sources`: a small language model of bytes, on the sources of Python's standard library; nats per byte of
 modules it has not seen. Each seed has its own initial weights, data order and dropout, and they are the same in each
-precision. A run is not stopped early. OUT.json has a row for each run as it ends, with the loss curve; the table has
-means and standard deviations over the seeds. `--summary OUT.json` prints it again.
+precision. A run is not stopped early. OUT.json has a row for each run as it ends, with the loss curve (the means of 60
+stretches); the table has means and standard deviations over the seeds. `--summary OUT.json …` prints it again. Several
+processes may each train some of the seeds, from `--first-seed` on, into a file each.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ PRECISIONS = {"FP32": STOCK, "fp16": amp_recipe("fp16"), "bf16": amp_recipe("bf1
 WIDTH, LAYERS, CONTEXT, BATCH = 256, 4, 128, 32
 # The share of the modules that is held out, and the bytes of them that are rated.
 HELD_OUT, RATED = 0.1, 64
+STRETCHES = 60
 
 
 class Sources(nn.Module):
@@ -116,13 +119,14 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", choices=[*PRECISIONS], default=[*PRECISIONS])
     parser.add_argument("--policy", action="append", default=[], metavar="MODEL=FILE", help="the policy of a model")
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first-seed", type=int, default=0, metavar="N")
     parser.add_argument("--steps", type=int, help="fewer, to see that it works")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--summary", type=Path, metavar="FILE")
+    parser.add_argument("--summary", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.summary:
-        rows = json.loads(options.summary.read_text(encoding="utf-8"))["runs"]
+        rows = [row for file in options.summary for row in json.loads(file.read_text(encoding="utf-8"))["runs"]]
     else:
         rows = []
         for row in _runs(options):
@@ -138,7 +142,7 @@ def _runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for model in options.models:
         policies = {name: PRECISIONS[name] for name in options.precisions}
         policies |= {"policy": load(own[model]).policy} if model in own else {}
-        for seed in range(options.seeds):
+        for seed in range(options.first_seed, options.first_seed + options.seeds):
             bench = Bench(WORKLOADS[model](), device, seed=seed)
             for name, policy in policies.items():
                 row = _run(bench, policy, options.steps or STEPS[model], seed)
@@ -153,7 +157,13 @@ def _run(bench: Bench, policy: Policy, steps: int, seed: int) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001  # a run that breaks is a result
         return {"failure": str(failure_of(error)), "seconds": time.perf_counter() - began_s}
     seconds = time.perf_counter() - began_s
-    return {"evaluated": curve.evaluated, "losses": curve.losses, "skipped": curve.skipped, "seconds": seconds}
+    losses = _in_stretches(curve.losses)
+    return {"evaluated": curve.evaluated, "losses": losses, "skipped": curve.skipped, "seconds": seconds}
+
+
+def _in_stretches(losses: Sequence[float]) -> list[float]:
+    ends = [round(len(losses) * part / STRETCHES) for part in range(STRETCHES + 1)]
+    return [round(statistics.mean(losses[start:end]), 5) for start, end in pairwise(ends) if end > start]
 
 
 def _write(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:

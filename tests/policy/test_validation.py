@@ -168,7 +168,7 @@ def test_a_file_is_loaded_and_applied_without_pydantic_and_without_code_that_few
 
 
 def loaded_for(path: Path) -> list[str]:
-    heavy = ("pydantic", "optuna", "amptune.runtime.guard.guard", "amptune.runtime.half.weights")
+    heavy = ("pydantic", "optuna", "amptune.runtime.graphs.graphed_model", "amptune.runtime.half.weights")
     code = (
         "import sys, warnings; warnings.simplefilter('ignore'); import torch, amptune; "
         f"amptune.apply({str(path)!r}, torch.nn.Linear(2, 2), any_hardware=True); "

@@ -177,7 +177,9 @@ def verdict_of(
     able = [one for one in contenders if one is not own and one.may_win and bar(one.policy) is None]
     shown = [one for one in able if one.is_shown]
     level = _level_with_the_best(shown, scores, speeds)
-    winner = min(_compiled_over_recorded(level, shown, scores), key=_simplest, default=own)
+    if objective == THROUGHPUT:
+        level = _compiled_over_recorded(level, shown, scores)
+    winner = min(level, key=_simplest, default=own)
     verdict = Verdict(
         winner=winner,
         baseline=own,
@@ -232,9 +234,7 @@ def _simplest(one: Contender) -> tuple[int, float]:
     return departure_count(one.policy), -one.merit
 
 
-def _compiled_over_recorded(
-    level: Sequence[Contender], shown: Sequence[Contender], scores: Estimates
-) -> Sequence[Contender]:
+def _compiled_over_recorded(level: list[Contender], shown: Sequence[Contender], scores: Estimates) -> list[Contender]:
     """Returns compiled policies hardly behind those level with the best, if all these have recorded CUDA graphs.
 
     What a compiled graph depends on is guarded by PyTorch, step by step; recordings are compared now and then.
