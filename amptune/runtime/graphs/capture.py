@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from amptune.runtime.graphs.check import Check
     from amptune.runtime.graphs.recorder import Recorder
 
 __all__ = ["NO_MEMORY", "OwnPass", "Recording", "UnusualError", "Usage"]
@@ -86,9 +85,8 @@ class Usage:
 class Recording:
     """The recorded forward and backward pass of `own` for tensors like `inputs`, with the weights at their addresses.
 
-    `doubted` is the last comparison if it found a difference. `end` is called with a reason if a backward pass comes
-    that was not recorded: it is the model's own, computed anew, and this is to be the last replay. Raises
-    `NotRecordableError`, or any error of the model.
+    `end` is called with a reason if a backward pass comes that was not recorded: it is the model's own, computed anew,
+    and this is to be the last replay. Raises `NotRecordableError`, or any error of the model.
     """
 
     def __init__(
@@ -104,7 +102,6 @@ class Recording:
         self.usage = usage
         self.calls = 0
         self.surprises = 0
-        self.doubted: Check | None = None
         self._own, self._by, self._end = own, by, end
         kept = {id(tensor): _like(tensor) for tensor in inputs}
         self.inputs = [kept[id(tensor)] for tensor in inputs]

@@ -74,6 +74,7 @@ class Recordings:
         self._seen: list[SeenPass] = []
         self._state: ModelState | None = None
         self._check: Check | None = None
+        self._doubts: dict[Recording, Check] = {}  # the last comparison of each recording, if it found a difference
         self._replays = self._wasted = self._unsettled = 0
         self._out_of_memory: torch.OutOfMemoryError | None = None
         self._has_ended = False
@@ -83,6 +84,7 @@ class Recordings:
     def forget(self) -> None:
         """Drops all recordings, and their memory."""
         self._check = None
+        self._doubts.clear()
         self._recorded.clear()
         self._seen.clear()
         self._state = None
@@ -211,17 +213,17 @@ class Recordings:
         calls = recording.calls
         doubled = calls <= LAST_DOUBLED and calls & (calls - 1) == 0
         by_count = self.checks and (doubled or calls % CHECK_EVERY == 0)
-        return by_count or self._is_forced or recording.doubted is not None
+        return by_count or self._is_forced or recording in self._doubts
 
     def _compared(self, recording: Recording, call: ModelCall, own: Callable[[], Any]) -> Any:
         """Returns what the model's own pass returns, which a replay is compared with. May raise `OutOfMemoryError`."""
         self._is_forced = False
         self._read(wait=True)
-        if recording.doubted is not None:
+        if recording in self._doubts:
             try:
                 recording.measure_limits(call.tensors)
             except Exception:  # noqa: BLE001  # the user's code may raise anything: it will in its own forward too
-                self._differ(recording.doubted)
+                self._differ(self._doubts[recording])
         if not self._recorded:
             return own()
         before = DeviceState(self.model)
@@ -240,10 +242,10 @@ class Recordings:
         if check is None or not check.is_read(wait=wait):
             return
         self._check = None
-        recording = check.recording
-        doubted, recording.doubted = recording.doubted, None
+        doubted = self._doubts.pop(check.recording, None)
         if doubted is None:
-            recording.doubted = check if check.differing else None
+            if check.differing:
+                self._doubts[check.recording] = check
         elif check.differing or check.leaves_unexplained(doubted):
             self._differ(doubted)
 
@@ -308,18 +310,14 @@ class Recordings:
     def is_doubted(self) -> bool:
         """Returns True if the next call settles whether a replay differed; waits for the last comparison."""
         self._read(wait=True)
-        return self._doubted() is not None
+        return bool(self._doubts)
 
     def require_agreement(self) -> None:
         """Raises `PolicyApplyError` if a replay differed from the model, or if that is not settled."""
         self._read(wait=True)
-        doubted = self._doubted()
-        if doubted is not None:
-            self._differ(doubted)
+        if self._doubts:
+            self._differ(next(iter(self._doubts.values())))
         self.require_some()
-
-    def _doubted(self) -> Check | None:
-        return next((recording.doubted for _, recording in self._recorded if recording.doubted), None)
 
     def require_some(self) -> None:
         """Raises `PolicyApplyError` with the reason if nothing was recorded although training is under way."""
