@@ -1,4 +1,4 @@
-"""How far two passes of a model are apart, and how far rounding alone may bring them."""
+"""Measures the difference between two passes of a model, and the difference that rounding alone causes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Limits:
-    """How much each result of a pass may differ between two passes that compute the same."""
+    """The largest difference allowed for each result of two passes that compute the same."""
 
     def __init__(self, limits: Mapping[str, float]) -> None:
         self._limits = dict(limits)

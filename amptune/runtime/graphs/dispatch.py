@@ -39,7 +39,8 @@ MOST_WASTED, WORTH_IT = 8, 20
 MOST_UNSETTLED = 3
 # A recording is compared with the model at its calls 1, 2, 4 ... to this one, and then each time so many have come.
 LAST_DOUBLED, CHECK_EVERY = 256, 512
-# Replays whose waits for the device had another result, which the model then computed itself, before recording ends.
+# Recording ends once so many waits for the device had another result, which the model then computed itself, if they
+# are one of so many calls or more: the padded batch at the end of each epoch is no reason.
 MOST_SURPRISES = 8
 
 _all: weakref.WeakSet[Recordings] = weakref.WeakSet()
@@ -125,7 +126,7 @@ class Recordings:
             return self._compared(recording, call, own) if is_due else recording(call.tensors)
         except UnusualError as surprise:
             recording.surprises += 1
-            if recording.surprises >= MOST_SURPRISES:
+            if recording.surprises >= max(MOST_SURPRISES, recording.calls / MOST_SURPRISES):
                 self._stop(str(surprise))
         except torch.OutOfMemoryError:
             if not (is_due and self._recorded):

@@ -1,4 +1,4 @@
-"""What may change inside an object of the host, and how to put it back."""
+"""Reads the state inside Python objects that a forward pass may change, and puts it back."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["FOREIGN", "HOOKS", "OF_EVERY_MODULE", "ModelState", "are_same", "is_foreign", "table_of"]
+__all__ = ["FOREIGN", "HOOKS", "OF_EVERY_MODULE", "ModelState", "are_same", "is_foreign"]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Attributes of every module, to which PyTorch itself writes.
@@ -70,7 +70,7 @@ class ModelState:
             own = vars(module)
             yield from (("", own), ("", module._modules), ("", module._parameters), ("", module._buffers))
             for name, value in own.items():
-                inner = value if isinstance(value, (list, deque, set, dict)) else table_of(value)
+                inner = value if isinstance(value, (list, deque, set, dict)) else _table_of(value)
                 if name not in OF_EVERY_MODULE and inner is not None and len(inner) <= _MOST_ITEMS:
                     yield name, inner
         yield from (("", vars(parameter)) for parameter in self._parameters)
@@ -128,7 +128,7 @@ def is_foreign(named: Any) -> bool:
     return (getattr(named, "__module__", None) or "").partition(".")[0] in FOREIGN
 
 
-def table_of(value: Any) -> dict[str, Any] | None:
+def _table_of(value: Any) -> dict[str, Any] | None:
     """Returns the attributes of an object that is more than a value, such as a config; else None."""
     if isinstance(value, (nn.Module, torch.Tensor, type)) or (callable(value) and is_foreign(value)):
         return None

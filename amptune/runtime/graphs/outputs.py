@@ -1,4 +1,4 @@
-"""What a forward pass returns: its tensors, and what a recording can return too."""
+"""Takes apart what a forward pass returns, and names its tensors for messages."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ from taped import TapeRecorder
 from torch import nn
 
 from amptune.measure.bench.bench import Bench
+from amptune.runtime.graphs.capture import UnusualError
 from amptune.runtime.graphs.differences import Limits
 from amptune.runtime.graphs.dispatch import CHECK_EVERY, DIFFER, LAST_DOUBLED, NOT_RECORDED
 from amptune.runtime.graphs.graphed_model import GraphedModel
@@ -356,6 +357,25 @@ def test_recordings_are_freed_with_the_wrapper() -> None:
         assert recording() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(("every", "ends"), [(20, False), (2, True)])
+def test_rare_batches_with_another_answer_do_not_end_recording(*, every: int, ends: bool) -> None:
+    model, plain = built(), built()
+    called: Any = graphed(model)
+    losses = trained(model, called, plain_step, [4, 4])[0]
+    recording = called.recordings._recorded[0][1]
+    begin = recording.begin
+
+    def asked(inputs: Any) -> Any:
+        if recording.calls % every == 0:
+            raise UnusualError("waits for the device, and the result is not always the same")
+        return begin(inputs)
+
+    recording.begin = asked
+    losses += trained(model, called, plain_step, [4] * 200)[0]
+    assert losses == trained(plain, plain, plain_step, [4, 4])[0] + trained(plain, plain, plain_step, [4] * 200)[0]
+    assert bool(said) is ends
 
 
 def test_parts_of_a_loss_that_the_model_does_not_compute_are_no_difference() -> None:
