@@ -55,7 +55,7 @@ from amptune.search.plan.budget import Budget
 from amptune.search.plan.plan import Plan
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import candidates_for
-from amptune.search.space.knobs import Forbidden, Knob, Point, Space, Value, forbidden_because, points
+from amptune.search.space.knobs import Dimension, Forbidden, Point, Space, Value, forbidden_because, points
 from amptune.search.table.trial import Trial
 from amptune.search.trials import Trials
 
@@ -194,7 +194,9 @@ WITHOUT_EFFECT = Forbidden(
 )
 
 
-def _recorded(name: str, knobs: Sequence[Knob], ms: Callable[[Policy], float], seconds: Seconds, samples: int) -> Table:
+def _recorded(
+    name: str, knobs: Sequence[Dimension], ms: Callable[[Policy], float], seconds: Seconds, samples: int
+) -> Table:
     """The space of these knobs, with what a Hopper's space tries first."""
     layouts = next((knob.choices for knob in knobs if knob.name == "memory_format"), ("contiguous",))
     halves = [amp_recipe(dtype, memory_format=layout) for layout in layouts for dtype in ("bf16", "fp16")]
@@ -214,12 +216,12 @@ def _recorded(name: str, knobs: Sequence[Knob], ms: Callable[[Policy], float], s
 
 
 EAGER_KNOBS = (
-    Knob(name="autocast", choices=("off", "bf16", "fp16")),
-    Knob(name="fp32_math", choices=("stock", "tf32", "ieee")),
+    Dimension(name="autocast", choices=("off", "bf16", "fp16")),
+    Dimension(name="fp32_math", choices=("stock", "tf32", "ieee")),
 )
 CONVOLUTION_KNOBS = (
-    Knob(name="memory_format", choices=("contiguous", "channels_last")),
-    Knob(name="cudnn_benchmark", choices=(False, True)),
+    Dimension(name="memory_format", choices=("contiguous", "channels_last")),
+    Dimension(name="cudnn_benchmark", choices=(False, True)),
 )
 
 
@@ -238,7 +240,7 @@ def grid_table(workload: str) -> Table:
     return _recorded(f"grid {workload}", knobs, ms.__getitem__, seconds, own[0]["batch_size"])
 
 
-def _policies(knobs: Sequence[Knob]) -> list[Policy]:
+def _policies(knobs: Sequence[Dimension]) -> list[Policy]:
     space = Space(architecture="", compute_capability=(), knobs=tuple(knobs))
     return [Policy(**point) for point in points(space)]  # type: ignore[arg-type]
 
@@ -247,8 +249,8 @@ def oracle_table(oracle: Oracle) -> Table:
     """An oracle's rows. Compiling gains what it gained the nearest policy, and costs what it did there."""
     rows = {row.policy: row for row in oracle.rows}
     modes = tuple(dict.fromkeys(row.policy.compile for row in oracle.rows))
-    knobs = [*EAGER_KNOBS, Knob(name="fused_optimizer", choices=(False, True))]
-    knobs += [*(CONVOLUTION_KNOBS if oracle.machine["convolutions"] else ()), Knob(name="compile", choices=modes)]
+    knobs = [*EAGER_KNOBS, Dimension(name="fused_optimizer", choices=(False, True))]
+    knobs += [*(CONVOLUTION_KNOBS if oracle.machine["convolutions"] else ()), Dimension(name="compile", choices=modes)]
 
     @cache
     def ms(policy: Policy) -> float:

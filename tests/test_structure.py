@@ -23,6 +23,9 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 PLACES = [
     "errors",
     "hardware",
+    "runtime.tensor_tree",
+    "runtime.flags",
+    "runtime.layout",
     "policy",
     "runtime",
     "runtime.graphs",

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from amptune.policy.knobs.registry import KNOBS
 from amptune.policy.policy_file import Evidence, PolicyFile
 from amptune.policy.settings import Policy
 
@@ -34,9 +35,6 @@ __all__ = [
 
 POLICY_SCHEMA = "amptune.policy/1"
 PROFILE_SCHEMA = "amptune.profile/1"
-
-# Written even if they are stock, because people look for these four in a policy.
-_ALWAYS = frozenset({"autocast", "fp32_math", "memory_format", "cudnn_benchmark"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +84,10 @@ def adapter_for(kind: type) -> pydantic.TypeAdapter[Any]:
 
 
 def policy_to_dict(policy: Policy) -> dict[str, Any]:
-    """Returns the settings that differ from stock PyTorch, plus those in `_ALWAYS`; `policy_from_dict` reverses it."""
-    differs = dict(policy.departures())
+    """Returns the settings that differ from stock PyTorch, and those always written; `policy_from_dict` reverses it."""
     plain = asdict(policy)
-    names = [f.name for f in fields(Policy) if f.name in _ALWAYS or f.name in differs]
-    return {name: _without_defaults(plain[name]) for name in names}
+    written = [knob.name for knob in KNOBS if knob.is_always_written or knob.departs(policy)]
+    return {name: _without_defaults(plain[name]) for name in written}
 
 
 def policy_from_dict(data: Mapping[str, Any]) -> Policy:

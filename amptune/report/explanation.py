@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from amptune.errors import ClaimError, ObjectiveError
+from amptune.policy.knobs.registry import KNOBS
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.serialization import in_one_line
-from amptune.policy.settings import Fp32Rule, Policy
+from amptune.policy.settings import Policy
 from amptune.search.decide.pareto import ParetoPoint, best_point
 from amptune.search.table.gains import FIGURES, aim_of, goal_of
 from amptune.search.table.objective import Objective
@@ -18,37 +19,19 @@ from amptune.search.table.ratio import CONFIRMED, LIKELY, chance_in_words
 
 __all__ = ["explain", "explain_for"]
 
-# A recorded risk this large stands for numbers that are not finite.
-OVERFLOWS = 1e5
-_AUTOCAST = {
-    "off": "autocast off: every operation runs in FP32.",
-    "bf16": "autocast bf16: matrix products and convolutions run in bfloat16, which has FP32's range and 8 bits of "
-    "precision; no loss scaling is needed.",
-    "fp16": "autocast fp16: matrix products and convolutions run in float16, which has 11 bits of precision and a "
-    "small range; the loss is scaled, and a step whose gradients overflow is skipped.",
-}
-_FP32_MATH = {
-    "stock": "fp32_math stock: PyTorch's default; on a GPU, IEEE matrix products and TF32 convolutions.",
-    "ieee": "fp32_math ieee: FP32 operations keep all 24 bits of precision, convolutions too; the slowest.",
-    "tf32": "fp32_math tf32: FP32 matrix products and convolutions use tensor cores, inputs rounded to 11 bits.",
-}
 _FIGURES = (
     ("samples_per_s", "Throughput", "samples/s"),
     ("peak_memory_mib", "Peak memory", "MiB"),
     ("energy_j_per_sample", "Energy", "J per sample"),
 )
 _SURE = {"confirmed": CONFIRMED, "likely": LIKELY}
-_LAYOUT = {
-    "contiguous": "memory_format contiguous: tensors stay as they are (NCHW).",
-    "channels_last": "memory_format channels_last: images and weights lie as NHWC, which a GPU's tensor cores read.",
-    "channels_last_3d": "memory_format channels_last_3d: volumes and weights lie as NDHWC.",
-}
 
 
 def explain(policy_file: PolicyFile) -> tuple[str, ...]:
     """Returns one or two sentences per setting, then the evidence. Raises `ClaimError` if the evidence is malformed."""
     with _readable("evidence"):
-        return (*_settings(policy_file.policy), *_evidence(policy_file.evidence), *_validity(policy_file.valid_for))
+        settings = [sentence for knob in KNOBS for sentence in knob.explained(policy_file.policy)]
+        return (*settings, *_evidence(policy_file.evidence), *_validity(policy_file.valid_for))
 
 
 def explain_for(policy_file: PolicyFile, objective: Objective) -> tuple[ParetoPoint | None, tuple[str, ...]]:
@@ -126,66 +109,6 @@ def _plain(value: float) -> str:
 def _same(measured: Policy, written: Policy) -> bool:
     """Compares policies: the workload's own batch size is absent from a measured policy, but written to the file."""
     return replace(measured, batch_size=measured.batch_size or written.batch_size) == written
-
-
-def _settings(policy: Policy) -> Iterator[str]:
-    yield from _half_weights(policy) if policy.weights == "half" else [_AUTOCAST[policy.autocast]]
-    yield _FP32_MATH[policy.fp32_math]
-    yield from map(_rule, policy.fp32_modules)
-    yield from (
-        f"half_modules {rule}: runs in {policy.autocast}, though autocast would use FP32."
-        for rule in policy.half_modules
-    )
-    yield _LAYOUT[policy.memory_format]
-    if policy.cudnn_benchmark:
-        yield "cudnn_benchmark true: cuDNN times its algorithms for every new shape; keep shapes constant."
-    if policy.batch_size is not None:
-        total = "" if policy.accumulate == 1 else f", accumulated over {policy.accumulate} micro-batches"
-        yield f"batch_size {policy.batch_size} per device{total}."
-    if policy.compile != "off":
-        yield f"compile {policy.compile}: torch.compile runs the model in this mode."
-    if policy.cuda_graphs:
-        yield "cuda_graphs true: training passes are recorded once for each shape and replayed; keep shapes constant."
-    if policy.fused_optimizer:
-        yield "fused_optimizer true: one kernel updates all parameters."
-    if policy.loss_scale is not None:
-        scale = policy.loss_scale
-        most = "" if scale.max is None else f", up to {scale.max:.10g}"
-        yield (
-            f"loss_scale: stays at {scale.init:g}."
-            if scale.static
-            else f"loss_scale: starts at {scale.init:g}, doubles every {scale.growth_interval} clean steps{most}."
-        )
-
-
-def _half_weights(policy: Policy) -> Iterator[str]:
-    yield (
-        "weights half: weights are held in float16 and everything computes in it, without autocast's casts; it has 11 "
-        "bits of precision and a small range."
-    )
-    yield (
-        "master_weights true: the optimizer updates FP32 copies of the weights, so that small updates are not lost; "
-        "the loss is scaled, and a step whose gradients overflow is skipped."
-        if policy.master_weights
-        else "master_weights false: weights are updated in float16, which loses updates below a 2000th of a weight."
-    )
-    if policy.keep_batchnorm_fp32:
-        yield "keep_batchnorm_fp32 true: BatchNorm's weights and statistics stay in FP32."
-
-
-def _rule(rule: Fp32Rule) -> str:
-    why = ""
-    if rule.reason is not None and rule.reason.saves_ms is not None:
-        why = f": keeping it out of autocast saves {rule.reason.saves_ms:.3g} ms a step"
-    if rule.reason is not None and rule.reason.risk is not None:
-        times = (
-            "makes what passes through it overflow"
-            if rule.reason.risk >= OVERFLOWS
-            else f"makes the relative error of what passes through it {rule.reason.risk:.3g} times as large"
-        )
-        why = f": in half precision it {times}"
-    cast = "; its output is cast back" if rule.cast_output else ""
-    return f"fp32_modules {rule}: stays in FP32{why}{cast}."
 
 
 def _evidence(evidence: Mapping[str, Any]) -> Iterator[str]:

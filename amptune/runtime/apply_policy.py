@@ -13,13 +13,12 @@ from torch import nn
 
 from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
+from amptune.policy.knobs.registry import KNOBS
 from amptune.policy.settings import Policy
 from amptune.runtime.batch_norm import FiniteStatistics
 from amptune.runtime.claim_watch import ClaimWatch
 from amptune.runtime.class_swap import obstacle, overlaid, swap, swapped_class, unswap
 from amptune.runtime.digest import model_digest
-from amptune.runtime.flags import keep_autocast_out_of_compiled_backward, set_cudnn_benchmark, set_fp32_math
-from amptune.runtime.layout import convert_model, convertible
 from amptune.runtime.module_precision import precisions_of
 from amptune.runtime.policy_argument import kind_of, read_policy
 from amptune.runtime.step_claim import claim_about_steps
@@ -85,7 +84,7 @@ def apply(
     weights = _weights(settings, model, selected)
     for finding in drift:
         warnings.warn(str(finding), PolicyDriftWarning, stacklevel=2)
-    findings = (*drift, *_without_effect(settings, model))
+    findings = (*drift, *(finding for knob in KNOBS for finding in knob.idle(settings, model)))
     wish = os.environ.get(_GUARD, "") if guard is None else "1" if guard else "0"
     return _apply(
         settings,
@@ -182,39 +181,6 @@ def _require_unsharded(model: nn.Module) -> None:
             raise PolicyApplyError(f"{where} is sharded by fully_shard already: apply the policy before that")
 
 
-def _without_effect(settings: Policy, model: nn.Module) -> Iterator[Finding]:
-    for setting in ("fp32_modules", "half_modules"):
-        if settings.precision == "off" and getattr(settings, setting):
-            yield Finding(
-                code=f"{setting.replace('_', '-')}-without-effect",
-                message=f"autocast is off, so everything runs in FP32 and {setting} changes nothing",
-            )
-    if settings.weights == "half" and settings.half_modules:
-        yield Finding(
-            code="half-modules-without-effect",
-            message="weights are half, so everything runs in half already and half_modules changes nothing",
-        )
-    if settings.cuda_graphs and not torch.cuda.is_available():
-        yield Finding(
-            code="cuda-graphs-without-effect",
-            message="CUDA graphs are a GPU's, and this PyTorch has none: the model runs as without cuda_graphs",
-        )
-    if settings.memory_format == "contiguous":
-        return
-    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
-    if lazy:
-        yield Finding(
-            code="memory-format-of-lazy-weights",
-            message=f"{lazy[0]} is not built yet and will not get memory_format {settings.memory_format}: run a batch "
-            "through the model before the policy is applied",
-        )
-    elif not any(convertible(parameter, settings.memory_format) for parameter in model.parameters()):
-        yield Finding(
-            code="memory-format-without-effect",
-            message=f"the model has no weights that memory_format {settings.memory_format} is for",
-        )
-
-
 def _apply(
     settings: Policy,
     model: nn.Module,
@@ -229,11 +195,8 @@ def _apply(
     with ExitStack() as steps:  # takes every step back if a later one fails
         _under_a_policy.add(model)
         steps.callback(_under_a_policy.discard, model)
-        steps.callback(set_fp32_math(settings.fp32_math))
-        steps.callback(set_cudnn_benchmark(settings.cudnn_benchmark))
-        if settings.autocast != "off":
-            steps.callback(keep_autocast_out_of_compiled_backward())
-        steps.callback(convert_model(model, settings.memory_format))
+        for knob in KNOBS:
+            steps.callback(knob.apply(knob.of(settings), model))
         for one, precision in selected:
             swap(one.module, precision)
             steps.callback(unswap, one.module)

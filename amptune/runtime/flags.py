@@ -1,7 +1,4 @@
-"""The process-wide switches that a policy sets: FP32 math, cudnn.benchmark, autocast in compiled backward passes.
-
-Each function sets one switch and returns a function that restores it exactly.
-"""
+"""The process-wide switches of FP32 math: set together, and restored exactly."""
 
 from __future__ import annotations
 
@@ -15,9 +12,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from amptune.policy.settings import Fp32Math
-
-__all__ = ["keep_autocast_out_of_compiled_backward", "set_cudnn_benchmark", "set_fp32_math"]
+__all__ = ["set_fp32_math"]
 
 # PyTorch 2.9 and later store FP32 math twice: in older switches (set_float32_matmul_precision, allow_tf32), and in a
 # tree of fp32_precision settings, in which "none" follows the parent. Reading an older switch raises if the two
@@ -31,7 +26,7 @@ _read = torch._C._get_fp32_precision_getter
 _write = torch._C._set_fp32_precision_setter
 
 # (matrix products, cuDNN's convolutions and RNNs). Stock is PyTorch's default.
-_WANTED: dict[Fp32Math, tuple[str, str]] = {
+_WANTED = {
     "stock": ("ieee", "tf32"),
     "ieee": ("ieee", "ieee"),
     "tf32": ("tf32", "tf32"),
@@ -40,7 +35,7 @@ _WANTED: dict[Fp32Math, tuple[str, str]] = {
 _OLDER_NAME = {"ieee": "highest", "tf32": "high"}
 
 
-def set_fp32_math(math: Fp32Math) -> Callable[[], None]:
+def set_fp32_math(math: str) -> Callable[[], None]:
     """Sets the precision of FP32 matrix products, convolutions and RNNs; changes nothing if it is set already."""
     matmul, cudnn = _WANTED[math]
     if _holds(matmul, cudnn):
@@ -54,32 +49,6 @@ def set_fp32_math(math: Fp32Math) -> Callable[[], None]:
         )
     )
     return lambda: _set(before)
-
-
-def set_cudnn_benchmark(enabled: bool) -> Callable[[], None]:
-    """Sets whether cuDNN times its algorithms when a shape first comes."""
-    before = torch.backends.cudnn.benchmark
-
-    def undo() -> None:
-        torch.backends.cudnn.benchmark = before
-
-    torch.backends.cudnn.benchmark = enabled
-    return undo
-
-
-def keep_autocast_out_of_compiled_backward() -> Callable[[], None]:
-    """Makes compiled backward passes run like eager ones, each operation in the dtype of its forward.
-
-    By default they are traced under the forward's autocast, and run the backward of a module that is kept
-    in FP32 in half precision (https://github.com/pytorch/pytorch/issues/179804).
-    """
-    from torch._functorch import config
-
-    if not hasattr(config, "backward_pass_autocast"):
-        return _nothing
-    before = config.backward_pass_autocast
-    config.backward_pass_autocast = "off"  # noqa: S105  # "pass" as in backward pass
-    return lambda: setattr(config, "backward_pass_autocast", before)
 
 
 def _nothing() -> None:

@@ -13,8 +13,6 @@ from amptune.runtime.tensor_tree import map_tensors
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from amptune.policy.settings import MemoryFormat
-
 __all__ = ["convert_batch", "convert_model", "convertible", "is_in_another_format"]
 
 _TORCH_FORMAT = {
@@ -27,7 +25,7 @@ _TORCH_FORMAT = {
 _DIMENSIONS = {"contiguous": (4, 5), "channels_last": (4,), "channels_last_3d": (5,)}
 
 
-def convertible(tensor: torch.Tensor, memory_format: MemoryFormat) -> bool:
+def convertible(tensor: torch.Tensor, memory_format: str) -> bool:
     """Returns True if the tensor fits the format: strided, with 4 or 5 dimensions, and not expanded.
 
     A lazy module's weights have no dimensions yet.
@@ -40,7 +38,7 @@ def convertible(tensor: torch.Tensor, memory_format: MemoryFormat) -> bool:
     )
 
 
-def is_in_another_format(tensor: torch.Tensor, memory_format: MemoryFormat) -> bool:
+def is_in_another_format(tensor: torch.Tensor, memory_format: str) -> bool:
     """Returns True if a `convertible` tensor has another format; a crop of a contiguous image counts as contiguous."""
     if memory_format != "contiguous":
         return not tensor.is_contiguous(memory_format=_TORCH_FORMAT[memory_format])
@@ -50,12 +48,12 @@ def is_in_another_format(tensor: torch.Tensor, memory_format: MemoryFormat) -> b
     return not tensor.is_contiguous() and any(tensor.is_contiguous(memory_format=other) for other in others)
 
 
-def convert_batch(batch: Any, memory_format: MemoryFormat) -> Any:
+def convert_batch(batch: Any, memory_format: str) -> Any:
     """Returns the batch with its images (or volumes) in the format, at any depth; all else is unchanged."""
     return map_tensors(lambda tensor: _converted(tensor, memory_format), batch)
 
 
-def convert_model(model: nn.Module, memory_format: MemoryFormat) -> Callable[[], None]:
+def convert_model(model: nn.Module, memory_format: str) -> Callable[[], None]:
     """Converts weights and buffers in place, and returns a function that restores their strides exactly.
 
     The tensors keep their identity, so an optimizer that was built before still holds them.
@@ -96,7 +94,7 @@ def _state(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
                 yield module, name, tensor
 
 
-def _converted(tensor: torch.Tensor, memory_format: MemoryFormat) -> torch.Tensor:
+def _converted(tensor: torch.Tensor, memory_format: str) -> torch.Tensor:
     """Uses `to`, which changes the strides even if both formats fit (one channel); `contiguous` would not.
 
     https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import get_args, get_type_hints
 
 import pytest
 
 from amptune.policy import setting_effects
+from amptune.policy.knobs.knob import Knob
+from amptune.policy.knobs.registry import KNOBS
 from amptune.policy.setting_effects import (
-    EFFECTS,
     graph_of,
     memory_of,
     numerics_of,
@@ -24,16 +26,24 @@ FUSED = Policy(fused_optimizer=True)
 
 @pytest.fixture
 def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fused optimizer as a setting whose effects nobody wrote down."""
+    """The fused optimizer as a knob that says nothing of its effects."""
+    silent = Knob(name="fused_optimizer", stock=False)
     monkeypatch.setattr(
-        setting_effects, "EFFECTS", {name: one for name, one in EFFECTS.items() if name != "fused_optimizer"}
+        setting_effects, "KNOBS", [silent if knob.name == "fused_optimizer" else knob for knob in KNOBS]
     )
     for of in (numerics_of, rounding_of, memory_of, tensors_of, graph_of):
         of.cache_clear()
 
 
-def test_every_setting_has_its_effects() -> None:
-    assert list(EFFECTS) == [one.name for one in fields(Policy)]
+def test_a_policy_has_a_field_for_each_knob_in_the_registrys_order() -> None:
+    assert [(one.name, one.default) for one in fields(Policy)] == [(knob.name, knob.stock) for knob in KNOBS]
+
+
+@pytest.mark.parametrize("knob", KNOBS, ids=lambda knob: knob.name)
+def test_the_values_of_a_knob_are_those_of_its_field_and_stock_comes_first(knob: Knob) -> None:
+    hint = get_type_hints(Policy)[knob.name]
+    assert knob.values == ((False, True) if hint is bool else get_args(hint) if isinstance(knob.stock, str) else ())
+    assert knob.values[:1] in ((), (knob.stock,))
 
 
 def test_a_fused_optimizer_changes_neither_numerics_nor_memory_nor_the_graph() -> None:

@@ -11,12 +11,10 @@ import pytest
 import torch
 from torch._functorch import config as functorch_config
 
+from amptune.policy.knobs.autocast import AUTOCAST
+from amptune.policy.knobs.cudnn_benchmark import CUDNN_BENCHMARK
 from amptune.policy.settings import Fp32Math
-from amptune.runtime.flags import (
-    keep_autocast_out_of_compiled_backward,
-    set_cudnn_benchmark,
-    set_fp32_math,
-)
+from amptune.runtime.flags import set_fp32_math
 
 SETTINGS = [
     *(("generic", "all"), ("cuda", "all"), ("mkldnn", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")),
@@ -140,7 +138,7 @@ def test_setting_fp32_math_says_nothing_of_deprecated_switches() -> None:
 def test_cudnn_benchmark_is_set_and_put_back(before: bool) -> None:
     torch.backends.cudnn.benchmark = before
     try:
-        undo = set_cudnn_benchmark(True)
+        undo = CUDNN_BENCHMARK.apply(True, None)
         assert torch.backends.cudnn.benchmark is True
         undo()
         assert torch.backends.cudnn.benchmark is before
@@ -150,7 +148,7 @@ def test_cudnn_benchmark_is_set_and_put_back(before: bool) -> None:
 
 def test_compiled_backwards_are_traced_without_autocast_until_undone() -> None:
     before = functorch_config.backward_pass_autocast
-    undo = keep_autocast_out_of_compiled_backward()
+    undo = AUTOCAST.apply("bf16", None)
     assert functorch_config.backward_pass_autocast == "off"  # noqa: S105  # no password
     undo()
     assert functorch_config.backward_pass_autocast == before

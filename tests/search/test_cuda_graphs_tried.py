@@ -12,7 +12,7 @@ from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.gate.judgements import is_exempt
 from amptune.search.sampler.acquisition import features_of, with_features
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
-from amptune.search.space.knobs import Knob, Point, points
+from amptune.search.space.knobs import Dimension, Point, points
 from amptune.search.space.space_file import load_space, space_names
 from amptune.search.table.ablation import variants_of
 
@@ -67,8 +67,8 @@ def test_what_they_buy_is_measured_by_leaving_them_out() -> None:
 
 def test_a_surrogate_sees_them_in_the_modes_of_the_compiler_that_have_them() -> None:
     knobs = [
-        Knob(name="compile", choices=("off", "default", "reduce-overhead")),
-        Knob(name="cuda_graphs", choices=(False, True)),
+        Dimension(name="compile", choices=("off", "default", "reduce-overhead")),
+        Dimension(name="cuda_graphs", choices=(False, True)),
     ]
     assert sorted(knob.name for knob in with_features(knobs)) == ["autotuned", "compile", "cuda_graphs"]
     recorded = features_of(Point({"compile": "off", "cuda_graphs": True}))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from amptune.errors import SpaceError
 from amptune.policy.settings import Policy
 from amptune.search.space.knobs import (
+    Dimension,
     Forbidden,
-    Knob,
     Point,
     Space,
     Value,
@@ -38,7 +38,7 @@ NO_MEANING = Forbidden(when=(("autocast", ("off",)), ("fp32_exclusions", (1, 2))
 SPACE = Space(
     architecture="made-up",
     compute_capability=("9.0",),
-    knobs=tuple(Knob(name=name, choices=choices) for name, choices in CHOICES.items()),
+    knobs=tuple(Dimension(name=name, choices=choices) for name, choices in CHOICES.items()),
     try_first=(
         Point({name: choices[0] for name, choices in CHOICES.items()} | {"autocast": "fp16", "cudnn_benchmark": True}),
         Point({name: choices[0] for name, choices in CHOICES.items()} | {"fp32_math": "tf32"}),
@@ -64,14 +64,14 @@ def spaces(draw: st.DrawFn) -> Space:
     space = Space(
         architecture="drawn",
         compute_capability=(),
-        knobs=tuple(Knob(name=name, choices=choices) for name, choices in knobs.items()),
+        knobs=tuple(Dimension(name=name, choices=choices) for name, choices in knobs.items()),
         forbid=tuple(rules),
     )
     allowed = list(points(space))
     return replace(space, try_first=tuple(draw(st.lists(st.sampled_from(allowed), max_size=4)) if allowed else ()))
 
 
-def a_knob(data: st.DataObject, space: Space) -> Knob:
+def a_knob(data: st.DataObject, space: Space) -> Dimension:
     return data.draw(st.sampled_from(space.knobs))
 
 

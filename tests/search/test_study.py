@@ -21,7 +21,7 @@ from amptune.search.pipeline import tune_with
 from amptune.search.sampler.storage import open_store
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
-from amptune.search.space.knobs import Knob, Point, Space
+from amptune.search.space.knobs import Dimension, Point, Space
 from amptune.search.table.trial import Trial
 
 WINNER = amp_recipe("fp16", memory_format="channels_last")
@@ -133,7 +133,7 @@ def test_a_surprisingly_slow_trial_is_measured_again(tmp_path: Path) -> None:
 
 
 def test_optunas_own_samplers_stay_away_from_what_failed_however_fast_it_is_said_to_be() -> None:
-    knob = Knob(name="autocast", choices=("off", "bf16"))
+    knob = Dimension(name="autocast", choices=("off", "bf16"))
     store = open_store(InMemoryStorage(), "study", Space(architecture="", compute_capability=(), knobs=(knob,)))  # type: ignore[arg-type]
     asked: list[object] = []
     for number in range(40):

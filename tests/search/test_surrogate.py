@@ -10,14 +10,14 @@ import pytest
 
 from amptune.search.sampler.acquisition import Proposer, Seen, features_of, with_features
 from amptune.search.sampler.surrogate import Surrogate
-from amptune.search.space.knobs import Knob, Point
+from amptune.search.space.knobs import Dimension, Point
 
 KNOBS = (
-    Knob(name="autocast", choices=("off", "bf16", "fp16")),
-    Knob(name="memory_format", choices=("contiguous", "channels_last")),
-    Knob(name="cudnn_benchmark", choices=(False, True)),
-    Knob(name="fused_optimizer", choices=(False, True)),
-    Knob(name="fp32_exclusions", choices=(0, 1, 2, 3, 4, 5)),
+    Dimension(name="autocast", choices=("off", "bf16", "fp16")),
+    Dimension(name="memory_format", choices=("contiguous", "channels_last")),
+    Dimension(name="cudnn_benchmark", choices=(False, True)),
+    Dimension(name="fused_optimizer", choices=(False, True)),
+    Dimension(name="fp32_exclusions", choices=(0, 1, 2, 3, 4, 5)),
 )
 POINTS = [
     Point(dict(zip([knob.name for knob in KNOBS], values, strict=True)))
@@ -145,8 +145,8 @@ def test_the_expected_gain_falls_as_the_best_becomes_known() -> None:
 
 def test_a_graph_is_known_to_be_cached_for_another_optimizer_and_not_for_another_mode() -> None:
     knobs = (
-        Knob(name="compile", choices=("off", "default", "reduce-overhead")),
-        Knob(name="fused_optimizer", choices=(False, True)),
+        Dimension(name="compile", choices=("off", "default", "reduce-overhead")),
+        Dimension(name="fused_optimizer", choices=(False, True)),
     )
     points = [
         Point({"compile": mode, "fused_optimizer": fused}) for mode in knobs[0].choices for fused in (False, True)

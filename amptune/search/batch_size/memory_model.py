@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from amptune.measure.results.outcome import Outcome
-from amptune.policy.setting_effects import memory_of, tensors_of
+from amptune.policy.setting_effects import memory_of, takes_workspaces, tensors_of
 from amptune.policy.settings import Policy
 from amptune.search.batch_size.memory_fit import CLEARLY, Fit, fit_of
 from amptune.search.batch_size.memory_runs import FixedPart, Line, Observation, line_through, observation_of
@@ -57,10 +57,7 @@ class MemoryModel:
             like=like[0] if like else None,
             floor=min(floors, key=lambda line: line.per_sample_mib, default=None),
         )
-        # Convolutions may take far more than they need (an H200): DeepLabV3+ 72.6 GB in TF32 with cudnn.benchmark, and
-        # 39.5 GB with IEEE math where TF32 takes 6.6.
-        likes_workspaces = arm.cudnn_benchmark or arm.fp32_math == "ieee"
-        return fit and replace(fit, may_give_more=likes_workspaces and not floors)
+        return fit and replace(fit, may_give_more=takes_workspaces(policy) and not floors)
 
     def predicts_oom(self, policy: Policy, batch_size: int) -> bool:
         """Returns True if `batch_size` samples clearly do not fit and a run would be wasted."""

@@ -17,7 +17,7 @@ from amptune.policy.setting_effects import changes_graph
 from amptune.policy.settings import AUTOTUNED_MODES, CUDA_GRAPH_MODES
 from amptune.search.plan.compile_costs import AUTOTUNE_S, COMPILE_S
 from amptune.search.sampler.surrogate import NOISE, Belief, Floats, Surrogate
-from amptune.search.space.knobs import Knob, Point
+from amptune.search.space.knobs import Dimension, Point
 
 __all__ = ["AUTOTUNED", "CUDA_GRAPHS", "Proposal", "Proposer", "Seen", "features_of", "with_features"]
 
@@ -59,7 +59,7 @@ class Proposal:
 class Proposer:
     """A source of proposals: points of one space that were not measured yet."""
 
-    def __init__(self, knobs: Sequence[Knob], points: Sequence[Point], *, seed: int) -> None:
+    def __init__(self, knobs: Sequence[Dimension], points: Sequence[Point], *, seed: int) -> None:
         self._surrogate = Surrogate(knobs, points)
         self._values = {knob.name: np.array([str(point[knob.name]) for point in points]) for knob in knobs}
         self._dear = np.stack([self._is_dear(name, len(points)) for name in DEAR_S])
@@ -153,12 +153,12 @@ def features_of(point: Point) -> Point:
     return Point({**point, **made_of})
 
 
-def with_features(knobs: Sequence[Knob]) -> list[Knob]:
+def with_features(knobs: Sequence[Dimension]) -> list[Dimension]:
     """Returns the knobs of points that `features_of` made."""
     made_of = [
-        Knob(name=COMPILED, choices=("off", "on")),
-        Knob(name=CUDA_GRAPHS, choices=(False, True)),
-        Knob(name=AUTOTUNED, choices=(False, True)),
+        Dimension(name=COMPILED, choices=("off", "on")),
+        Dimension(name=CUDA_GRAPHS, choices=(False, True)),
+        Dimension(name=AUTOTUNED, choices=(False, True)),
     ]
     if all(knob.name != COMPILED for knob in knobs):
         return list(knobs)

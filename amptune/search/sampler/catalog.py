@@ -12,7 +12,7 @@ from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import CompileMode, Policy
 from amptune.search.sampler.acquisition import Proposer, Seen, features_of, with_features
-from amptune.search.space.knobs import BATCH_SIZE, Knob, Point, Space, points
+from amptune.search.space.knobs import BATCH_SIZE, Dimension, Point, Space, points
 from amptune.search.table.objective import Objective, Yardstick
 from amptune.search.table.trial import Trial
 
@@ -137,5 +137,5 @@ def _traits(policy: Policy, point: Point) -> Point:
     return point if policy.uses_fp32_math or "fp32_math" not in point else Point({**point, "fp32_math": UNUSED})
 
 
-def _with_unused(knobs: Sequence[Knob]) -> list[Knob]:
+def _with_unused(knobs: Sequence[Dimension]) -> list[Dimension]:
     return [replace(knob, choices=(*knob.choices, UNUSED)) if knob.name == "fp32_math" else knob for knob in knobs]

@@ -26,7 +26,7 @@ from amptune.measure.results.outcome import Failure, outcome_from_dict, outcome_
 from amptune.policy.serialization import in_one_line, policy_from_dict, policy_to_dict
 from amptune.policy.settings import Policy
 from amptune.search.sampler.records import GateRecord, StudyRecord, TuningRecord, without_password
-from amptune.search.space.knobs import BATCH_SIZE, Knob, Point, Space
+from amptune.search.space.knobs import BATCH_SIZE, Dimension, Point, Space
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
@@ -308,7 +308,7 @@ def _distributions(space: Space) -> dict[str, BaseDistribution]:
     return {knob.name: _distribution(knob) for knob in space.knobs}
 
 
-def _distribution(knob: Knob) -> BaseDistribution:
+def _distribution(knob: Dimension) -> BaseDistribution:
     """Returns Optuna's form of the choices: a range of integers, or categories; for batch sizes any integer."""
     choices: tuple[Any, ...] = knob.choices
     if knob.name == BATCH_SIZE:

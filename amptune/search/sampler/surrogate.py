@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from amptune.search.space.knobs import Knob, Point, Value
+from amptune.search.space.knobs import Dimension, Point, Value
 
 __all__ = ["Belief", "Floats", "Surrogate"]
 
@@ -55,7 +55,7 @@ class Belief:
 class Surrogate:
     """Beliefs about the points of one space. Results kept between calls save time and change nothing."""
 
-    def __init__(self, knobs: Sequence[Knob], points: Sequence[Point]) -> None:
+    def __init__(self, knobs: Sequence[Dimension], points: Sequence[Point]) -> None:
         self._codes = np.array([[knob.choices.index(point[knob.name]) for knob in knobs] for point in points])
         self._alike = [_likeness(knob.choices) for knob in knobs]
         self._first_guess = _Prior(np.full(len(knobs), SHARE), SHARE, NOISE)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from amptune.errors import SpaceError
 from amptune.measure.results.subject import Prepared, Subject
 from amptune.policy.findings import Finding
-from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
+from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe, settled
 from amptune.search.space.exclusions import Ladder, ladder_by_intensity
 from amptune.search.space.knobs import (
     BATCH_SIZE,
@@ -20,13 +20,13 @@ from amptune.search.space.knobs import (
     EXCLUSIONS,
     HALF,
     MASTERS,
-    OF_WEIGHTS,
     WEIGHTS,
     Point,
     Space,
     digest,
     forbidden_because,
     is_in,
+    matters,
     pin,
     restrict,
     stock_value,
@@ -132,18 +132,13 @@ class Candidates:
 
     def policy_of(self, point: Point) -> Policy:
         """Returns the policy for a point of the space; settings without effect there keep stock PyTorch's value."""
-        settings: dict[str, Any] = {"batch_size": self.batch_size, **point}
-        settings["accumulate"] = _accumulate(settings["batch_size"], self.global_batch)
-        depth = settings.pop("fp32_exclusions", 0)
-        autocast = settings.get("autocast", "off")
-        half = self.ladder.half if settings.pop(HALF, False) and autocast != "off" else ()
-        if autocast != "off" or settings.get(WEIGHTS) != "half":
-            settings |= {name: stock_value(name) for name in OF_WEIGHTS}
-        if settings.get("compile", "off") != "off":
-            settings.pop("cuda_graphs", None)
-        layout = settings.get("memory_format", "contiguous")
-        faster = self.ladder.rules(depth, autocast, layout) if autocast != "off" else ()
-        policy = Policy(**settings, half_modules=half)
+        settings: dict[str, Any] = {BATCH_SIZE: self.batch_size, **point}
+        settings["accumulate"] = _accumulate(settings[BATCH_SIZE], self.global_batch)
+        half, depth = settings.pop(HALF, False), settings.pop(EXCLUSIONS, 0)
+        policy = settled(settings)
+        in_half = policy.autocast != "off"
+        faster = self.ladder.rules(depth, policy.autocast, policy.memory_format) if in_half else ()
+        policy = replace(policy, half_modules=self.ladder.half if half and in_half else ())
         needed = self.safeguards.get(policy.precision, ())
         policy = replace(policy, fp32_modules=tuple(dict.fromkeys([*needed, *faster])))
         return policy if policy.uses_fp32_math else replace(policy, fp32_math=STOCK.fp32_math)
@@ -328,22 +323,12 @@ def _narrowed(space: Space, subject: Subject) -> Space:
 
     If the optimizer cannot be fused, the starting points are tried without fusing it.
     """
-    formats = {"contiguous"}
-    formats |= {"channels_last"} if 2 in subject.convolution_dims else set()
-    formats |= {"channels_last_3d"} if 3 in subject.convolution_dims else set()
-    allowed: dict[str, Any] = {
-        "memory_format": lambda value: value in formats,
-        "cudnn_benchmark": lambda value: bool(subject.convolution_dims) or not value,
-        "fp32_exclusions": lambda value: bool(subject.leaves) or not value,
-        "fused_optimizer": lambda value: subject.fusable or not value,
-    }
     if not subject.fusable and space.choices("fused_optimizer"):
         unfused = dict.fromkeys(Point({**point, "fused_optimizer": False}) for point in space.try_first)
         space = replace(space, try_first=tuple(unfused))
     for knob in space.knobs:
-        if knob.name in allowed:
-            choices = tuple(filter(allowed[knob.name], knob.choices))
-            space = restrict(space, knob.name, choices or (stock_value(knob.name),))
+        choices = tuple(value for value in knob.choices if matters(knob.name, value, subject))
+        space = restrict(space, knob.name, choices or (stock_value(knob.name),))
     return space
 
 

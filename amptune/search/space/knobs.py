@@ -5,20 +5,23 @@ from __future__ import annotations
 import difflib
 import hashlib
 import itertools
+from collections import namedtuple
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args, get_type_hints
+from dataclasses import dataclass, replace
+from typing import Any
 
 from amptune.errors import SpaceError
-from amptune.policy import settings
-from amptune.policy.settings import STOCK, Policy
+from amptune.measure.results.subject import Subject
+from amptune.policy.knobs.knob import TRUTH, Knob
+from amptune.policy.knobs.precision_rules import FP32_MODULES, HALF_MODULES
+from amptune.policy.knobs.registry import KNOBS
 
 __all__ = [
     "BATCH_SIZE",
     "EXCLUSIONS",
     "HALF",
+    "Dimension",
     "Forbidden",
-    "Knob",
     "Point",
     "Space",
     "Value",
@@ -33,12 +36,10 @@ __all__ = [
 
 Value = str | int | bool
 
-# How far down the ladder modules stay in FP32, and if modules that autocast keeps in FP32 run in half. All other knobs
-# are settings of the policy.
+# How far down the ladder modules stay in FP32, and if modules that autocast keeps in FP32 run in half: what a search
+# varies in place of the rules. All others are settings of the policy.
 EXCLUSIONS, HALF = "fp32_exclusions", "half_modules"
-# A space may leave these out and a user may still pin them: few machines gain by weights in half.
 WEIGHTS, MASTERS, BATCHNORM = "weights", "master_weights", "keep_batchnorm_fp32"
-OF_WEIGHTS = (WEIGHTS, MASTERS, BATCHNORM)
 # The choices of this knob depend on what fits into memory.
 BATCH_SIZE = "batch_size"
 
@@ -68,8 +69,8 @@ class Point(Mapping[str, Value]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Knob:
-    """A setting to search, and its values in the order of preference."""
+class Dimension:
+    """One dimension of a space: the name of a knob, and the values to try in the order of preference."""
 
     name: str
     choices: tuple[Value, ...]
@@ -92,7 +93,7 @@ class Space:
 
     architecture: str
     compute_capability: tuple[str, ...]
-    knobs: tuple[Knob, ...]
+    knobs: tuple[Dimension, ...]
     try_first: tuple[Point, ...] = ()
     forbid: tuple[Forbidden, ...] = ()
 
@@ -128,7 +129,7 @@ def pin(space: Space, name: str, text: str) -> Space:
     for an unknown knob, or a value no policy can have.
     """
     names = [knob.name for knob in space.knobs]
-    if name in OF_WEIGHTS and name not in names:
+    if name not in names and name in _SEARCHED and _SEARCHED[name].is_optional:
         return pin(with_knob(space, name, (stock_value(name),), stock=stock_value(name)), name, text)
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
@@ -145,7 +146,7 @@ def pin(space: Space, name: str, text: str) -> Space:
 def with_knob(space: Space, name: str, choices: tuple[Value, ...], *, stock: Value) -> Space:
     """Returns the space with one more knob; starting points have it at `stock`."""
     first = tuple(Point({**point, name: stock}) for point in space.try_first)
-    return replace(space, knobs=(*space.knobs, Knob(name=name, choices=choices)), try_first=first)
+    return replace(space, knobs=(*space.knobs, Dimension(name=name, choices=choices)), try_first=first)
 
 
 def digest(space: Space) -> str:
@@ -154,40 +155,41 @@ def digest(space: Space) -> str:
     Choices that follow from the modules' own times or from the batch sizes that fit are no part of it: policies are
     remembered by their settings.
     """
-    content = (
-        tuple(
-            replace(knob, choices=()) if knob.name == BATCH_SIZE else knob
-            for knob in space.knobs
-            if knob.name not in (EXCLUSIONS, HALF)
-        ),
-        [r.when for r in space.forbid],
-    )
+    Knob = namedtuple("Knob", ("name", "choices"))  # as stored studies are named
+    kept = [one for one in space.knobs if one.name not in (EXCLUSIONS, HALF)]
+    knobs = tuple(Knob(one.name, () if one.name == BATCH_SIZE else one.choices) for one in kept)
+    content = (knobs, [rule.when for rule in space.forbid])
     return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
 
 
 def stock_value(name: str) -> Value:
     """Returns stock PyTorch's value of a knob."""
-    return {EXCLUSIONS: 0, HALF: False}[name] if name in (EXCLUSIONS, HALF) else getattr(STOCK, name)
+    return _SEARCHED[name].stock  # type: ignore[no-any-return]
 
 
 def legal_values(name: str) -> tuple[Value, ...] | None:
     """Returns the values a policy can have for a knob; None for any whole number. Raises `KeyError` for no knob."""
-    if name == EXCLUSIONS:
-        return None
-    if name == HALF:
-        return (False, True)
-    hint = _POLICY_HINTS[name]
-    if getattr(hint, "__origin__", None) is Literal:
-        return get_args(hint)
-    return (False, True) if hint is bool else None
+    return _SEARCHED[name].values or None
 
 
-_POLICY_HINTS: dict[str, Any] = {
-    name: hint
-    for name, hint in get_type_hints(Policy, vars(settings)).items()
-    if name in {f.name for f in fields(Policy)} - {"fp32_modules", "half_modules", "loss_scale"}
+def matters(name: str, value: Value, subject: Subject) -> bool:
+    """Returns whether a value can make a difference to this workload."""
+    return _SEARCHED[name].matters(value, subject)
+
+
+# The knobs that a space may have, by name; what it may leave out stands last.
+_SEARCHED: dict[str, Knob] = {
+    knob.name: knob
+    for knob in sorted(
+        (
+            *(knob for knob in KNOBS if knob.values or knob.is_count),
+            replace(FP32_MODULES, name=EXCLUSIONS, stock=0, is_count=True),
+            replace(HALF_MODULES, stock=False, values=TRUTH),
+        ),
+        key=lambda knob: knob.is_optional,
+    )
 }
-KNOBS = (*(name for name in _POLICY_HINTS if name not in OF_WEIGHTS), EXCLUSIONS, HALF, *OF_WEIGHTS)
+SEARCHED = tuple(_SEARCHED)
 
 
 def _value_of(name: str, text: str) -> Value:

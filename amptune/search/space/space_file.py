@@ -15,9 +15,9 @@ from amptune.policy.validation import validate
 from amptune.policy.yaml_text import Document, read
 from amptune.search.space.knobs import (
     EXCLUSIONS,
-    KNOBS,
+    SEARCHED,
+    Dimension,
     Forbidden,
-    Knob,
     Point,
     Space,
     Value,
@@ -120,7 +120,7 @@ def _space_of(body: _SpaceDocument) -> Space:
     return Space(
         architecture=body.architecture,
         compute_capability=tuple(body.compute_capability),
-        knobs=tuple(Knob(name=name, choices=tuple(choices)) for name, choices in body.knobs.items()),
+        knobs=tuple(Dimension(name=name, choices=tuple(choices)) for name, choices in body.knobs.items()),
         try_first=tuple(_completed(point, body) for point in body.try_first or ()),
         forbid=tuple(
             Forbidden(when=tuple((name, _as_tuple(values)) for name, values in rule.when.items()), because=rule.because)
@@ -139,9 +139,9 @@ def _completed(point: Mapping[str, Value], body: _SpaceDocument) -> Point:
 
 def _knob_problems(document: Document, body: _SpaceDocument) -> Iterator[Problem]:
     for name, choices in body.knobs.items():
-        if name not in KNOBS:
+        if name not in SEARCHED:
             yield document.problem(
-                ("knobs", name), f"unknown knob {name!r}; the knobs are {', '.join(KNOBS)}", key=True
+                ("knobs", name), f"unknown knob {name!r}; the knobs are {', '.join(SEARCHED)}", key=True
             )
             continue
         if not choices:

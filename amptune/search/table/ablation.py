@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from amptune.policy.knobs.precision_rules import FP32_MODULES
+from amptune.policy.knobs.registry import KNOBS
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.table.ratio import Ratio
 from amptune.search.table.verdict import Verdict
@@ -14,9 +16,7 @@ __all__ = ["Ablated", "Variant", "ablated", "variants_of"]
 
 # If a policy has more FP32 rules than this, they are reverted together: each variant costs a process in every launch.
 MOST_RULES = 3
-# Reverted only together with half weights: the numerics may need them, and a short measurement cannot tell.
-OF_WEIGHTS = ("master_weights", "keep_batchnorm_fp32")
-_IN_FP32: Any = {name: getattr(STOCK, name) for name in ("autocast", "weights", *OF_WEIGHTS)}
+_IN_FP32: Any = {knob.name: knob.stock for knob in KNOBS if knob.precision != "none"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,23 +61,19 @@ def ablated(verdict: Verdict, policy: Policy) -> tuple[Ablated, ...]:
 
 
 def _variants(policy: Policy) -> Iterator[Variant]:
-    for name, value in policy.departures():
-        stock = getattr(STOCK, name)
-        if name in ("autocast", "weights"):
-            reverted = replace(policy, fp32_modules=(), half_modules=(), loss_scale=None, **_IN_FP32)
-            yield Variant(setting=name, value=value, reverted_to=stock, policy=reverted)
-        elif name == "fp32_modules":
+    for knob in KNOBS:
+        name, value = knob.name, knob.of(policy)
+        if not knob.is_own_choice or not knob.departs(policy):
+            continue
+        if knob is FP32_MODULES:
             yield from _without_rules(policy)
-        elif name == "half_modules":
+            continue
+        reverted = replace(policy, **(_IN_FP32 if knob.precision == "whole" else {name: knob.stock}))
+        if isinstance(value, tuple):
             named = [str(rule) for rule in value]
-            yield Variant(
-                setting=f"{name}: {' + '.join(named)}",
-                value=named,
-                reverted_to=[],
-                policy=replace(policy, half_modules=()),
-            )
-        elif name not in ("batch_size", "accumulate", *OF_WEIGHTS):
-            yield Variant(setting=name, value=value, reverted_to=stock, policy=replace(policy, **{name: stock}))
+            yield Variant(setting=f"{name}: {' + '.join(named)}", value=named, reverted_to=[], policy=reverted)
+        else:
+            yield Variant(setting=name, value=value, reverted_to=knob.stock, policy=reverted)
 
 
 def _without_rules(policy: Policy) -> Iterator[Variant]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.findings import Finding
+from amptune.policy.knobs.registry import KNOBS
 from amptune.policy.settings import Policy
 from amptune.search.table.effects import Machine
 from amptune.search.table.gains import gain_in_words, goal_of
@@ -147,9 +148,8 @@ def departure_count(policy: Policy) -> int:
 
     Settings that keep half weights sound do not count either: a policy must not be preferred for lacking them.
     """
-    own = {"batch_size", "accumulate", "master_weights", "keep_batchnorm_fp32"}
-    settings = {name for name, _ in policy.departures()} - own
-    return len(settings) + max(0, len(policy.fp32_modules) - 1) + max(0, len(policy.half_modules) - 1)
+    chosen = [knob.of(policy) for knob in KNOBS if knob.is_own_choice and knob.departs(policy)]
+    return sum(len(value) if isinstance(value, tuple) else 1 for value in chosen)
 
 
 def verdict_of(

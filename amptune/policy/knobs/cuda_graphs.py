@@ -1,0 +1,45 @@
+"""CUDA graphs of the model's own training passes, kernel for kernel, with nothing compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from amptune.policy.findings import Finding
+from amptune.policy.knobs.knob import TRUTH, Knob, Settings
+
+__all__ = ["CUDA_GRAPHS"]
+
+
+def _conflict(policy: Settings) -> str | None:
+    if policy.compile == "off":
+        return None
+    return (
+        f"cuda_graphs: what torch.compile makes has CUDA graphs by its mode (reduce-overhead), and compile is "
+        f"{policy.compile}"
+    )
+
+
+def _idle(policy: Settings, _: Any) -> Iterator[Finding]:
+    import torch
+
+    if policy.cuda_graphs and not torch.cuda.is_available():
+        yield Finding(
+            code="cuda-graphs-without-effect",
+            message="CUDA graphs are a GPU's, and this PyTorch has none: the model runs as without cuda_graphs",
+        )
+
+
+# `apply_policy` records the model last of all, since what training calls is then another one.
+CUDA_GRAPHS = Knob(
+    name="cuda_graphs",
+    stock=False,
+    values=TRUTH,
+    conflict=_conflict,
+    numerics="none",
+    idle=_idle,
+    words="CUDA graphs",
+    sentences={
+        True: "cuda_graphs true: training passes are recorded once for each shape and replayed; keep shapes constant."
+    },
+)

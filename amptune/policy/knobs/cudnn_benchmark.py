@@ -1,0 +1,38 @@
+"""Whether cuDNN times its algorithms when a shape first comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from amptune.policy.knobs.knob import TRUTH, Knob
+
+__all__ = ["CUDNN_BENCHMARK"]
+
+
+def _apply(enabled: bool, _: Any) -> Callable[[], None]:
+    import torch
+
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = enabled
+    return lambda: setattr(torch.backends.cudnn, "benchmark", before)
+
+
+CUDNN_BENCHMARK = Knob(
+    name="cudnn_benchmark",
+    stock=False,
+    values=TRUTH,
+    is_always_written=True,
+    numerics="order",
+    # DeepLabV3+ took 72.6 GB with it in TF32 (an H200).
+    memory="workspaces",
+    # PyTorch caches cuDNN's execution plans by shape, dtype and layout but not by `cudnn.benchmark`
+    # (aten/src/ATen/native/cudnn/Conv_v8.cpp), and torch.compile ignores it.
+    graph=False,
+    process=True,
+    matters=lambda value, subject: bool(subject.convolution_dims) or not value,
+    apply=_apply,
+    sentences={
+        True: "cudnn_benchmark true: cuDNN times its algorithms for every new shape; keep shapes constant.",
+    },
+)

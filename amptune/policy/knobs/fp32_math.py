@@ -1,0 +1,41 @@
+"""The precision of what runs in FP32: matrix products, convolutions and RNNs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+from amptune.policy.knobs.knob import Knob, Settings
+
+__all__ = ["FP32_MATH", "Fp32Math"]
+
+Fp32Math = Literal["stock", "ieee", "tf32"]
+
+
+def _apply(math: Fp32Math, _: Any) -> Callable[[], None]:
+    from amptune.runtime.flags import set_fp32_math
+
+    return set_fp32_math(math)
+
+
+def _in_memory(policy: Settings) -> Fp32Math:
+    """IEEE math has workspaces of its own, where products run in FP32."""
+    return "ieee" if policy.precision == "off" and policy.fp32_math == "ieee" else "stock"
+
+
+FP32_MATH = Knob(
+    name="fp32_math",
+    stock="stock",
+    values=get_args(Fp32Math),
+    is_always_written=True,
+    # DeepLabV3+ took 39.5 GB with IEEE math where TF32 takes 6.6 (an H200).
+    memory="workspaces",
+    in_memory=_in_memory,
+    apply=_apply,
+    words="{} for FP32",
+    sentences={
+        "stock": "fp32_math stock: PyTorch's default; on a GPU, IEEE matrix products and TF32 convolutions.",
+        "ieee": "fp32_math ieee: FP32 operations keep all 24 bits of precision, convolutions too; the slowest.",
+        "tf32": "fp32_math tf32: FP32 matrix products and convolutions use tensor cores, inputs rounded to 11 bits.",
+    },
+)

@@ -1,0 +1,99 @@
+"""What a knob is: one setting of a policy, and all that files, training, the search and reports have to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from amptune.policy.findings import Finding
+
+__all__ = ["TRUTH", "Knob", "Settings"]
+
+# A policy. Its class stands below the knobs that it is made of, so that none of them can name it.
+Settings = Any
+TRUTH = (False, True)
+
+
+def _undo_nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Knob:
+    """One setting of a policy. Where a knob says nothing it is taken for one that changes everything.
+
+    What it may be: stock PyTorch's value; its `values`, that one first, if they are few; else `is_count` for a whole
+    number above 0, and `wrong` says what is wrong with a value. A `conflict` says why a policy cannot have another
+    value than stock's beside its other settings. `is_always_written` if people look for it in every file.
+
+    What it changes besides speed. `numerics`: "rounding" if values are rounded otherwise, "order" if only sums are
+    taken in another order, which is FP32 still. `memory`: "sample" if a sample keeps other tensors for the backward
+    pass, "workspaces" if it takes other workspaces, "rest" if anything else; `in_memory` returns the value as far as
+    memory differs by it. `graph`: torch.compile makes another graph. `process`: what it does lasts for the life of a
+    process. `precision`: "whole" if it decides the precision of all modules, "part" if it needs one below FP32.
+
+    What a search does with it. It `matters` for a value and a workload (a `Subject`), or that value is not tried. It
+    `is_own_choice` if a policy is the simpler without it, and what it buys is measured by itself. A space may leave
+    out what `is_optional`, and a user may still pin it.
+
+    What training does: it is applied to a model and returns how that is undone, bit for bit; None if the loop asks for
+    it (`Tuned`). `idle` yields a finding if it changes nothing for a model.
+
+    What is said of it: `words` for a value, and a sentence for each value or, if `told` is given, what that yields.
+    """
+
+    name: str
+    stock: Any
+    values: tuple[str, ...] | tuple[bool, ...] = ()
+    is_count: bool = False
+    wrong: Callable[[Any], str | None] | None = None
+    conflict: Callable[[Settings], str | None] = lambda _: None
+    is_always_written: bool = False
+
+    numerics: Literal["none", "order", "rounding"] = "rounding"
+    memory: Literal["none", "rest", "workspaces", "sample"] = "sample"
+    in_memory: Callable[[Settings], Any] | None = None
+    graph: bool = True
+    process: bool = False
+    precision: Literal["none", "part", "whole"] = "none"
+
+    matters: Callable[[Any, Any], bool] = lambda _, __: True
+    is_own_choice: bool = True
+    is_optional: bool = False
+
+    apply: Callable[[Any, Any], Callable[[], None]] = lambda _, __: _undo_nothing
+    idle: Callable[[Settings, Any], Iterable[Finding]] = lambda _, __: ()
+
+    words: str | None = None
+    sentences: Mapping[Any, str] = field(default_factory=dict)
+    told: Callable[[Settings], Iterable[str]] | None = None
+
+    def of(self, policy: Settings) -> Any:
+        """Returns a policy's value of this knob."""
+        return getattr(policy, self.name)
+
+    def departs(self, policy: Settings) -> bool:
+        """Returns whether a policy's value is not stock PyTorch's."""
+        return bool(self.of(policy) != self.stock)
+
+    def problem(self, value: Any) -> str | None:
+        """Returns why no policy can have this value; None if one can. Types are the reader's affair, but for words."""
+        if self.wrong is not None:
+            return self.wrong(value)
+        if isinstance(self.stock, str) and (type(value) is not str or value not in self.values):
+            return f"{self.name}: {value!r} is not one of {', '.join(map(str, self.values))}"
+        return None
+
+    def in_words(self, value: Any) -> str:
+        """Returns a value as a policy's line of text has it; rules are named one by one."""
+        shown = " + ".join(map(str, value)) if isinstance(value, tuple) else value
+        plain = self.name.replace("_", " ")
+        return (self.words or (plain if value is True else f"{plain} {{}}")).format(shown)
+
+    def explained(self, policy: Settings) -> Iterable[str]:
+        """Returns the sentences on what a policy's value does; none for a setting without meaning beside the others."""
+        if self.told is not None:
+            return self.told(policy)
+        said = None if self.conflict(policy) else self.sentences.get(self.of(policy))
+        return () if said is None else (said,)
