@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from amptune.policy.knobs.registry import KNOBS
 from amptune.policy.policy_file import Evidence, PolicyFile
-from amptune.policy.settings import Policy
+from amptune.policy.settings import KNOBS, Policy
 
 if TYPE_CHECKING:
     import pydantic

@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 from amptune.policy.knobs.knob import Knob
-from amptune.policy.knobs.registry import KNOBS
-from amptune.policy.settings import Policy
+from amptune.policy.settings import KNOBS, Policy
 
 __all__ = [
     "changes_graph",

@@ -7,18 +7,23 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
-from amptune.policy.knobs.autocast import Autocast
-from amptune.policy.knobs.compile_mode import AUTOTUNED_MODES, CUDA_GRAPH_MODES, CompileMode
-from amptune.policy.knobs.fp32_math import Fp32Math
-from amptune.policy.knobs.half_weights import Weights
-from amptune.policy.knobs.loss_scale import LossScale
-from amptune.policy.knobs.memory_format import MemoryFormat
-from amptune.policy.knobs.precision_rules import Fp32Rule, HalfRule, ModuleRule, Reason
-from amptune.policy.knobs.registry import KNOBS
+from amptune.policy.knobs.autocast import AUTOCAST, Autocast
+from amptune.policy.knobs.batch import ACCUMULATE, BATCH_SIZE
+from amptune.policy.knobs.compile_mode import AUTOTUNED_MODES, COMPILE, CUDA_GRAPH_MODES, CompileMode
+from amptune.policy.knobs.cuda_graphs import CUDA_GRAPHS
+from amptune.policy.knobs.cudnn_benchmark import CUDNN_BENCHMARK
+from amptune.policy.knobs.fp32_math import FP32_MATH, Fp32Math
+from amptune.policy.knobs.fused_optimizer import FUSED_OPTIMIZER
+from amptune.policy.knobs.half_weights import KEEP_BATCHNORM_FP32, MASTER_WEIGHTS, WEIGHTS, Weights
+from amptune.policy.knobs.knob import Knob
+from amptune.policy.knobs.loss_scale import LOSS_SCALE, LossScale
+from amptune.policy.knobs.memory_format import MEMORY_FORMAT, MemoryFormat
+from amptune.policy.knobs.precision_rules import FP32_MODULES, HALF_MODULES, Fp32Rule, HalfRule, ModuleRule, Reason
 
 __all__ = [
     "AUTOTUNED_MODES",
     "CUDA_GRAPH_MODES",
+    "KNOBS",
     "STOCK",
     "Autocast",
     "CompileMode",
@@ -34,6 +39,25 @@ __all__ = [
     "amp_recipe",
     "settled",
 ]
+
+# All knobs, in the order in which a policy file has them; `Policy` has a field for each.
+KNOBS: tuple[Knob, ...] = (
+    AUTOCAST,
+    WEIGHTS,
+    MASTER_WEIGHTS,
+    KEEP_BATCHNORM_FP32,
+    FP32_MATH,
+    FP32_MODULES,
+    HALF_MODULES,
+    MEMORY_FORMAT,
+    CUDNN_BENCHMARK,
+    BATCH_SIZE,
+    ACCUMULATE,
+    COMPILE,
+    CUDA_GRAPHS,
+    FUSED_OPTIMIZER,
+    LOSS_SCALE,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +95,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         """Raises `ValueError` with every problem, one per line, each starting with the setting's name."""
-        wrong = [problem for knob in KNOBS if (problem := knob.problem(knob.of(self))) is not None]
-        wrong += [problem for knob in KNOBS if knob.departs(self) and (problem := knob.conflict(self)) is not None]
+        wrong = [problem for knob in KNOBS if (problem := knob.problem(knob.of(self)))]
+        wrong += [problem for knob in KNOBS if knob.departs(self) and (problem := knob.conflict(self))]
         if wrong:
             raise ValueError("\n".join(wrong))
 
@@ -122,6 +146,6 @@ def settled(settings: Mapping[str, Any]) -> Policy:
     """Returns the policy with these settings, without those that it cannot have beside the others."""
     chosen = SimpleNamespace(**{knob.name: settings.get(knob.name, knob.stock) for knob in KNOBS})
     for knob in KNOBS:
-        if knob.conflict(chosen) is not None:
+        if knob.conflict(chosen):
             setattr(chosen, knob.name, knob.stock)
     return Policy(**vars(chosen))

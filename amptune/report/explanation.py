@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from amptune.errors import ClaimError, ObjectiveError
-from amptune.policy.knobs.registry import KNOBS
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.serialization import in_one_line
-from amptune.policy.settings import Policy
+from amptune.policy.settings import KNOBS, Policy
 from amptune.search.decide.pareto import ParetoPoint, best_point
 from amptune.search.table.gains import FIGURES, aim_of, goal_of
 from amptune.search.table.objective import Objective

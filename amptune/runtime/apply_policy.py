@@ -13,8 +13,7 @@ from torch import nn
 
 from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
-from amptune.policy.knobs.registry import KNOBS
-from amptune.policy.settings import Policy
+from amptune.policy.settings import KNOBS, Policy
 from amptune.runtime.batch_norm import FiniteStatistics
 from amptune.runtime.claim_watch import ClaimWatch
 from amptune.runtime.class_swap import obstacle, overlaid, swap, swapped_class, unswap

@@ -9,7 +9,6 @@ import pytest
 
 from amptune.policy import setting_effects
 from amptune.policy.knobs.knob import Knob
-from amptune.policy.knobs.registry import KNOBS
 from amptune.policy.setting_effects import (
     graph_of,
     memory_of,
@@ -18,7 +17,7 @@ from amptune.policy.setting_effects import (
     rounding_of,
     tensors_of,
 )
-from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy
+from amptune.policy.settings import KNOBS, STOCK, Fp32Rule, LossScale, Policy
 from amptune.search.gate.judgements import is_exempt
 
 FUSED = Policy(fused_optimizer=True)

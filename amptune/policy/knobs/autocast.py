@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from amptune.policy.knobs.knob import Knob
+from amptune.policy.knobs.knob import Knob, Model, Undo
 
 __all__ = ["AUTOCAST", "Autocast"]
 
@@ -20,7 +19,7 @@ _SENTENCES = {
 }
 
 
-def _keep_out_of_compiled_backward(autocast: Autocast, _: Any) -> Callable[[], None]:
+def _keep_out_of_compiled_backward(autocast: Autocast, _: Model) -> Undo:
     """Makes compiled backward passes run like eager ones, each operation in the dtype of its forward.
 
     By default they are traced under the forward's autocast, and run the backward of a module that is kept

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from amptune.policy.findings import Finding
-from amptune.policy.knobs.knob import TRUTH, Knob, Settings
+from amptune.policy.knobs.knob import TRUTH, Knob, Model, Settings
 
 __all__ = ["CUDA_GRAPHS"]
 
 
-def _conflict(policy: Settings) -> str | None:
-    if policy.compile == "off":
-        return None
-    return (
-        f"cuda_graphs: what torch.compile makes has CUDA graphs by its mode (reduce-overhead), and compile is "
-        f"{policy.compile}"
-    )
-
-
-def _idle(policy: Settings, _: Any) -> Iterator[Finding]:
+def _idle(policy: Settings, _: Model) -> Iterator[Finding]:
     import torch
 
     if policy.cuda_graphs and not torch.cuda.is_available():
@@ -35,7 +25,11 @@ CUDA_GRAPHS = Knob(
     name="cuda_graphs",
     stock=False,
     values=TRUTH,
-    conflict=_conflict,
+    conflict=lambda policy: (
+        policy.compile != "off"
+        and f"cuda_graphs: what torch.compile makes has CUDA graphs by its mode (reduce-overhead), and compile is "
+        f"{policy.compile}"
+    ),
     numerics="none",
     idle=_idle,
     words="CUDA graphs",

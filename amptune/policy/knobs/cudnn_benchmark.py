@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from amptune.policy.knobs.knob import TRUTH, Knob
+from amptune.policy.knobs.knob import TRUTH, Knob, Model, Undo
 
 __all__ = ["CUDNN_BENCHMARK"]
 
 
-def _apply(enabled: bool, _: Any) -> Callable[[], None]:
+def _apply(enabled: bool, _: Model) -> Undo:
     import torch
 
     before = torch.backends.cudnn.benchmark

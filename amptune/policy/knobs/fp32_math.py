@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from amptune.policy.knobs.knob import Knob, Settings
+from amptune.policy.knobs.knob import Knob, Model, Settings, Undo
 
 __all__ = ["FP32_MATH", "Fp32Math"]
 
 Fp32Math = Literal["stock", "ieee", "tf32"]
 
 
-def _apply(math: Fp32Math, _: Any) -> Callable[[], None]:
+def _apply(math: Fp32Math, _: Model) -> Undo:
     from amptune.runtime.flags import set_fp32_math
 
     return set_fp32_math(math)

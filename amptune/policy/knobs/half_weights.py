@@ -4,36 +4,21 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from amptune.policy.knobs.knob import TRUTH, Knob, Settings
+from amptune.policy.knobs.knob import TRUTH, Knob
 
 __all__ = ["KEEP_BATCHNORM_FP32", "MASTER_WEIGHTS", "WEIGHTS", "Weights"]
 
 Weights = Literal["fp32", "half"]
 
 
-def _no_weights(policy: Settings) -> str | None:
-    if policy.autocast == "off":
-        return None
-    return f"weights: half weights compute in half without autocast, and autocast is {policy.autocast}"
-
-
-def _no_masters(policy: Settings) -> str | None:
-    if policy.weights == "half":
-        return None
-    return f"master_weights: only half weights have FP32 masters, and weights is {policy.weights}"
-
-
-def _no_batchnorm(policy: Settings) -> str | None:
-    if policy.weights == "half":
-        return None
-    return f"keep_batchnorm_fp32: BatchNorm is in FP32 already where weights is {policy.weights}"
-
-
 WEIGHTS = Knob(
     name="weights",
     stock="fp32",
     values=get_args(Weights),
-    conflict=_no_weights,
+    conflict=lambda policy: (
+        policy.autocast != "off"
+        and f"weights: half weights compute in half without autocast, and autocast is {policy.autocast}"
+    ),
     precision="whole",
     is_optional=True,  # few machines gain by it
     words="{} weights",
@@ -46,7 +31,10 @@ MASTER_WEIGHTS = Knob(
     name="master_weights",
     stock=False,
     values=TRUTH,
-    conflict=_no_masters,
+    conflict=lambda policy: (
+        policy.weights != "half"
+        and f"master_weights: only half weights have FP32 masters, and weights is {policy.weights}"
+    ),
     memory="rest",
     precision="whole",
     is_own_choice=False,  # the numerics may need it, and a short measurement cannot tell
@@ -61,7 +49,10 @@ KEEP_BATCHNORM_FP32 = Knob(
     name="keep_batchnorm_fp32",
     stock=False,
     values=TRUTH,
-    conflict=_no_batchnorm,
+    conflict=lambda policy: (
+        policy.weights != "half"
+        and f"keep_batchnorm_fp32: BatchNorm is in FP32 already where weights is {policy.weights}"
+    ),
     memory="none",
     precision="whole",
     is_own_choice=False,

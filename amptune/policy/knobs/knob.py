@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 from amptune.policy.findings import Finding
 
-__all__ = ["TRUTH", "Knob", "Settings"]
+__all__ = ["TRUTH", "Knob", "Model", "Settings", "Undo"]
 
-# A policy. Its class stands below the knobs that it is made of, so that none of them can name it.
+# A policy, whose class stands below the knobs that it is made of; and an nn.Module: files are read without torch.
 Settings = Any
+Model = Any
+Undo = Callable[[], None]
 TRUTH = (False, True)
 
 
@@ -47,8 +49,8 @@ class Knob:
     stock: Any
     values: tuple[str, ...] | tuple[bool, ...] = ()
     is_count: bool = False
-    wrong: Callable[[Any], str | None] | None = None
-    conflict: Callable[[Settings], str | None] = lambda _: None
+    wrong: Callable[[Any], str | Literal[False]] | None = None
+    conflict: Callable[[Settings], str | Literal[False]] = lambda _: False
     is_always_written: bool = False
 
     numerics: Literal["none", "order", "rounding"] = "rounding"
@@ -62,8 +64,8 @@ class Knob:
     is_own_choice: bool = True
     is_optional: bool = False
 
-    apply: Callable[[Any, Any], Callable[[], None]] = lambda _, __: _undo_nothing
-    idle: Callable[[Settings, Any], Iterable[Finding]] = lambda _, __: ()
+    apply: Callable[[Any, Model], Undo] = lambda _, __: _undo_nothing
+    idle: Callable[[Settings, Model], Iterable[Finding]] = lambda _, __: ()
 
     words: str | None = None
     sentences: Mapping[Any, str] = field(default_factory=dict)
@@ -77,13 +79,13 @@ class Knob:
         """Returns whether a policy's value is not stock PyTorch's."""
         return bool(self.of(policy) != self.stock)
 
-    def problem(self, value: Any) -> str | None:
-        """Returns why no policy can have this value; None if one can. Types are the reader's affair, but for words."""
+    def problem(self, value: Any) -> str | Literal[False]:
+        """Returns why no policy can have this value; False if one can. Types are the reader's affair, but for words."""
         if self.wrong is not None:
             return self.wrong(value)
         if isinstance(self.stock, str) and (type(value) is not str or value not in self.values):
             return f"{self.name}: {value!r} is not one of {', '.join(map(str, self.values))}"
-        return None
+        return False
 
     def in_words(self, value: Any) -> str:
         """Returns a value as a policy's line of text has it; rules are named one by one."""

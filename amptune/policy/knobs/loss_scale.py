@@ -45,12 +45,6 @@ class LossScale:
         return f"{'static ' if self.static else ''}{self.init:.10g}{most}"
 
 
-def _conflict(policy: Settings) -> str | None:
-    if policy.autocast == "fp16" or policy.weights == "half":
-        return None
-    return f"loss_scale: only autocast fp16 scales the loss, and autocast is {policy.autocast}"
-
-
 def _told(policy: Settings) -> Iterator[str]:
     scale: LossScale | None = policy.loss_scale
     if scale is not None:
@@ -65,7 +59,11 @@ def _told(policy: Settings) -> Iterator[str]:
 LOSS_SCALE = Knob(
     name="loss_scale",
     stock=None,
-    conflict=_conflict,
+    conflict=lambda policy: (
+        policy.autocast != "fp16"
+        and policy.weights != "half"
+        and f"loss_scale: only autocast fp16 scales the loss, and autocast is {policy.autocast}"
+    ),
     memory="none",
     graph=False,
     precision="part",

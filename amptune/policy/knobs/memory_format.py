@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, get_args
+from collections.abc import Iterator
+from typing import Literal, get_args
 
 from amptune.policy.findings import Finding
-from amptune.policy.knobs.knob import Knob, Settings
+from amptune.policy.knobs.knob import Knob, Model, Settings, Undo
 
 __all__ = ["MEMORY_FORMAT", "MemoryFormat"]
 
@@ -16,13 +16,13 @@ MemoryFormat = Literal["contiguous", "channels_last", "channels_last_3d"]
 _DIMENSIONS = {"channels_last": 2, "channels_last_3d": 3}
 
 
-def _apply(memory_format: MemoryFormat, model: Any) -> Callable[[], None]:
+def _apply(memory_format: MemoryFormat, model: Model) -> Undo:
     from amptune.runtime.layout import convert_model
 
     return convert_model(model, memory_format)
 
 
-def _idle(policy: Settings, model: Any) -> Iterator[Finding]:
+def _idle(policy: Settings, model: Model) -> Iterator[Finding]:
     if policy.memory_format == "contiguous":
         return
     from torch.nn.parameter import is_lazy

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from amptune.policy.findings import Finding
-from amptune.policy.knobs.knob import Knob, Settings
+from amptune.policy.knobs.knob import Knob, Model, Settings
 
 __all__ = ["FP32_MODULES", "HALF_MODULES", "Fp32Rule", "HalfRule", "ModuleRule", "Reason"]
 
@@ -85,7 +85,7 @@ def _idle_in_fp32(setting: str, policy: Settings) -> Iterator[Finding]:
         )
 
 
-def _idle_in_half(policy: Settings, _: Any) -> Iterator[Finding]:
+def _idle_in_half(policy: Settings, _: Model) -> Iterator[Finding]:
     yield from _idle_in_fp32("half_modules", policy)
     if policy.weights == "half" and policy.half_modules:
         yield Finding(

@@ -20,16 +20,15 @@ from amptune.search.space.knobs import (
     EXCLUSIONS,
     HALF,
     MASTERS,
+    SEARCHED,
     WEIGHTS,
     Point,
     Space,
     digest,
     forbidden_because,
     is_in,
-    matters,
     pin,
     restrict,
-    stock_value,
     with_knob,
 )
 from amptune.search.space.space_file import load_space, space_for
@@ -199,7 +198,7 @@ class Candidates:
     def _plain(self) -> Iterator[Policy]:
         """Stock PyTorch and plain autocast, as far as the space has them; only pinned settings differ."""
         stock = {
-            knob.name: stock_value(knob.name) if is_in(stock_value(knob.name), knob.choices) else knob.choices[0]
+            knob.name: stock if is_in(stock := SEARCHED[knob.name].stock, knob.choices) else knob.choices[0]
             for knob in self.space.knobs
             if knob.name != BATCH_SIZE
         }
@@ -327,8 +326,8 @@ def _narrowed(space: Space, subject: Subject) -> Space:
         unfused = dict.fromkeys(Point({**point, "fused_optimizer": False}) for point in space.try_first)
         space = replace(space, try_first=tuple(unfused))
     for knob in space.knobs:
-        choices = tuple(value for value in knob.choices if matters(knob.name, value, subject))
-        space = restrict(space, knob.name, choices or (stock_value(knob.name),))
+        choices = tuple(value for value in knob.choices if SEARCHED[knob.name].matters(value, subject))
+        space = restrict(space, knob.name, choices or (SEARCHED[knob.name].stock,))
     return space
 
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from amptune.errors import SpaceError
-from amptune.measure.results.subject import Subject
-from amptune.policy.knobs.knob import TRUTH, Knob
+from amptune.policy.knobs.knob import TRUTH
 from amptune.policy.knobs.precision_rules import FP32_MODULES, HALF_MODULES
-from amptune.policy.knobs.registry import KNOBS
+from amptune.policy.settings import KNOBS
 
 __all__ = [
     "BATCH_SIZE",
@@ -129,8 +128,8 @@ def pin(space: Space, name: str, text: str) -> Space:
     for an unknown knob, or a value no policy can have.
     """
     names = [knob.name for knob in space.knobs]
-    if name not in names and name in _SEARCHED and _SEARCHED[name].is_optional:
-        return pin(with_knob(space, name, (stock_value(name),), stock=stock_value(name)), name, text)
+    if name not in names and name in SEARCHED and SEARCHED[name].is_optional:
+        return pin(with_knob(space, name, (SEARCHED[name].stock,), stock=SEARCHED[name].stock), name, text)
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]}? " if close else "use --batch-size; " if name == "batch_size" else ""
@@ -162,39 +161,18 @@ def digest(space: Space) -> str:
     return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
 
 
-def stock_value(name: str) -> Value:
-    """Returns stock PyTorch's value of a knob."""
-    return _SEARCHED[name].stock  # type: ignore[no-any-return]
-
-
-def legal_values(name: str) -> tuple[Value, ...] | None:
-    """Returns the values a policy can have for a knob; None for any whole number. Raises `KeyError` for no knob."""
-    return _SEARCHED[name].values or None
-
-
-def matters(name: str, value: Value, subject: Subject) -> bool:
-    """Returns whether a value can make a difference to this workload."""
-    return _SEARCHED[name].matters(value, subject)
-
-
-# The knobs that a space may have, by name; what it may leave out stands last.
-_SEARCHED: dict[str, Knob] = {
-    knob.name: knob
-    for knob in sorted(
-        (
-            *(knob for knob in KNOBS if knob.values or knob.is_count),
-            replace(FP32_MODULES, name=EXCLUSIONS, stock=0, is_count=True),
-            replace(HALF_MODULES, stock=False, values=TRUTH),
-        ),
-        key=lambda knob: knob.is_optional,
-    )
-}
-SEARCHED = tuple(_SEARCHED)
+_OF_RULES = (
+    replace(FP32_MODULES, name=EXCLUSIONS, stock=0, is_count=True),
+    replace(HALF_MODULES, stock=False, values=TRUTH),
+)
+_OF_POLICIES = (knob for knob in KNOBS if knob.values or knob.is_count)
+# The knobs that a space may have, by name. Those that it may leave out stand last.
+SEARCHED = {knob.name: knob for knob in sorted((*_OF_POLICIES, *_OF_RULES), key=lambda knob: knob.is_optional)}
 
 
 def _value_of(name: str, text: str) -> Value:
-    legal = legal_values(name)
-    if legal is None:
+    legal = SEARCHED[name].values
+    if not legal:
         if not text.isdecimal():
             raise SpaceError(f"{name}={text}: {text!r} is no whole number")
         return int(text)

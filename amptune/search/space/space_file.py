@@ -23,9 +23,7 @@ from amptune.search.space.knobs import (
     Value,
     forbidden_because,
     is_in,
-    legal_values,
     points,
-    stock_value,
 )
 
 __all__ = ["load_space", "parse_space", "space_for", "space_names", "space_schema", "spaces_folder"]
@@ -132,7 +130,7 @@ def _space_of(body: _SpaceDocument) -> Space:
 def _completed(point: Mapping[str, Value], body: _SpaceDocument) -> Point:
     """Returns a starting point that has stock PyTorch's value, or the knob's first, for each knob it leaves out."""
     stock = {
-        name: stock_value(name) if stock_value(name) in values else values[0] for name, values in body.knobs.items()
+        name: stock if (stock := SEARCHED[name].stock) in values else values[0] for name, values in body.knobs.items()
     }
     return Point({**stock, **point})
 
@@ -187,16 +185,16 @@ def _values_outside(
 
 
 def _is_legal(name: str, value: Any) -> bool:
-    legal = legal_values(name)
-    if legal is None:
+    legal = SEARCHED[name].values
+    if not legal:
         least = 0 if name == EXCLUSIONS else 1
         return isinstance(value, int) and not isinstance(value, bool) and value >= least
     return isinstance(value, type(legal[0])) and value in legal
 
 
 def _legal_in_words(name: str) -> str:
-    legal = legal_values(name)
-    return "a whole number" if legal is None else "one of " + ", ".join(map(_word, legal))
+    legal = SEARCHED[name].values
+    return "one of " + ", ".join(map(_word, legal)) if legal else "a whole number"
 
 
 def _word(value: Any) -> str:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from amptune.policy.knobs.precision_rules import FP32_MODULES
-from amptune.policy.knobs.registry import KNOBS
-from amptune.policy.settings import STOCK, Policy
+from amptune.policy.settings import KNOBS, STOCK, Policy
 from amptune.search.table.ratio import Ratio
 from amptune.search.table.verdict import Verdict
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.findings import Finding
-from amptune.policy.knobs.registry import KNOBS
-from amptune.policy.settings import Policy
+from amptune.policy.settings import KNOBS, Policy
 from amptune.search.table.effects import Machine
 from amptune.search.table.gains import gain_in_words, goal_of
 from amptune.search.table.model import Estimates, fit
