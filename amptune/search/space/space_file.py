@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -42,14 +42,19 @@ class _ForbidBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SpaceDocument:
-    """The file's shape; what its values may be is checked behind it."""
+    """The file's shape; what its values may be is checked behind it.
+
+    A space that `extends` another, by name or by a path from its own folder, has that one's knobs, starting points and
+    rules. A knob of its own replaces the other's, starting points replace all of them, a rule one with the same `when`.
+    """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     schema: Literal["amptune.space/1"]
     architecture: str
     compute_capability: list[str]
-    knobs: dict[str, list[Any]]
+    extends: str | None = None
+    knobs: dict[str, list[Any]] | None = None
     try_first: list[dict[str, Any]] | None = None
     forbid: list[_ForbidBody] | None = None
 
@@ -68,14 +73,17 @@ def space_names() -> tuple[str, ...]:
 
 def load_space(name_or_path: str | Path) -> Space:
     """Returns a space by name or file. Raises `SpaceError` if there is none, `FileFormatError` if it is malformed."""
-    if str(name_or_path) in space_names():
-        return parse_space(read(spaces_folder() / f"{name_or_path}.yaml"))
-    if Path(name_or_path).is_file():
-        return parse_space(read(name_or_path))
-    names = space_names()
-    close = difflib.get_close_matches(str(name_or_path), names, n=1)
+    own = spaces_folder() / f"{name_or_path}.yaml"
+    path = own if str(name_or_path) in space_names() else Path(name_or_path)
+    if path.is_file():
+        return parse_space(read(path))
+    raise SpaceError(_no_space(str(name_or_path)))
+
+
+def _no_space(name: str) -> str:
+    close = difflib.get_close_matches(name, space_names(), n=1)
     hint = f"did you mean {close[0]}? " if close else ""
-    raise SpaceError(f"{str(name_or_path)!r} is no file and no space of amptune's; {hint}there are {', '.join(names)}")
+    return f"{name!r} is no file and no space of amptune's; {hint}there are {', '.join(space_names())}"
 
 
 def space_for(hardware: Hardware) -> Space:
@@ -83,17 +91,33 @@ def space_for(hardware: Hardware) -> Space:
     return load_space("cpu" if hardware.gpu is None else _name_for(hardware.gpu))
 
 
-def parse_space(document: Document) -> Space:
-    """Returns the space in a document. Raises `FileFormatError` with every problem and its line."""
+def parse_space(document: Document, extended_by: tuple[str, ...] = ()) -> Space:
+    """Returns the space in a document, which other files extend. Raises `FileFormatError` with every problem."""
     data = document.data
     if isinstance(data, dict) and data.get("schema") != SPACE_SCHEMA:
         said = "this key is missing" if "schema" not in data else f"{data['schema']!r} is not known"
         raise FileFormatError([document.problem(("schema",), f"schema: {said}; amptune reads {SPACE_SCHEMA}")])
     body = validate(document, _SpaceDocument)
-    problems = list(_knob_problems(document, body)) or list(_point_problems(document, body))
+    base = _base_of(document, body.extends, (*extended_by, document.source)) if body.extends else None
+    problems = list(_knob_problems(document, body))
+    if not problems:
+        space = _space_of(body, base)
+        problems = list(_point_problems(document, body, space))
     if problems:
         raise FileFormatError(problems)
-    return _space_of(body)
+    return space
+
+
+def _base_of(document: Document, extends: str, seen: tuple[str, ...]) -> Space:
+    """Returns the space that a document extends: amptune's own by name, or a file by its path from the document's."""
+    own = spaces_folder() / f"{extends}.yaml"
+    path = own if extends in space_names() else Path(document.source).parent / extends
+    if str(path) in seen:
+        way = " → ".join(Path(one).name for one in (*seen, str(path)))
+        raise FileFormatError([document.problem(("extends",), f"extends: {way} goes in a circle")])
+    if not path.is_file():
+        raise FileFormatError([document.problem(("extends",), f"extends: {_no_space(extends)}")])
+    return parse_space(read(path), seen)
 
 
 def space_schema() -> dict[str, Any]:
@@ -114,29 +138,35 @@ def _name_for(gpu: Gpu) -> str:
     return next(exact, None) or next(by_name, able)
 
 
-def _space_of(body: _SpaceDocument) -> Space:
-    return Space(
+def _space_of(body: _SpaceDocument, base: Space | None) -> Space:
+    base = base or Space(architecture="", compute_capability=(), knobs=())
+    choices = {knob.name: knob.choices for knob in base.knobs}
+    choices |= {name: tuple(values) for name, values in (body.knobs or {}).items()}
+    own = {tuple((k, _as_tuple(v)) for k, v in rule.when.items()): rule.because for rule in body.forbid or ()}
+    rules = {rule.when: rule.because for rule in base.forbid} | own
+    space = Space(
         architecture=body.architecture,
         compute_capability=tuple(body.compute_capability),
-        knobs=tuple(Dimension(name=name, choices=tuple(choices)) for name, choices in body.knobs.items()),
-        try_first=tuple(_completed(point, body) for point in body.try_first or ()),
-        forbid=tuple(
-            Forbidden(when=tuple((name, _as_tuple(values)) for name, values in rule.when.items()), because=rule.because)
-            for rule in body.forbid or ()
-        ),
+        knobs=tuple(Dimension(name=name, choices=values) for name, values in choices.items()),
+        forbid=tuple(Forbidden(when=when, because=because) for when, because in rules.items()),
     )
+    if body.try_first is not None:
+        return replace(space, try_first=tuple(_completed(point, choices) for point in body.try_first))
+    inherited = [_completed(point, choices) for point in base.try_first]
+    allowed = (point for point in inherited if all(is_in(point[name], choices[name]) for name in point))
+    return replace(space, try_first=tuple(point for point in allowed if forbidden_because(space, point) is None))
 
 
-def _completed(point: Mapping[str, Value], body: _SpaceDocument) -> Point:
+def _completed(point: Mapping[str, Value], choices: Mapping[str, tuple[Value, ...]]) -> Point:
     """Returns a starting point that has stock PyTorch's value, or the knob's first, for each knob it leaves out."""
-    stock = {
-        name: stock if (stock := SEARCHED[name].stock) in values else values[0] for name, values in body.knobs.items()
-    }
+    stock = {name: stock if (stock := SEARCHED[name].stock) in own else own[0] for name, own in choices.items()}
     return Point({**stock, **point})
 
 
 def _knob_problems(document: Document, body: _SpaceDocument) -> Iterator[Problem]:
-    for name, choices in body.knobs.items():
+    if body.knobs is None and body.extends is None:
+        yield document.problem((), "knobs: this key is missing")
+    for name, choices in (body.knobs or {}).items():
         if name not in SEARCHED:
             yield document.problem(
                 ("knobs", name), f"unknown knob {name!r}; the knobs are {', '.join(SEARCHED)}", key=True
@@ -151,11 +181,12 @@ def _knob_problems(document: Document, body: _SpaceDocument) -> Iterator[Problem
                 yield document.problem(("knobs", name, index), f"{name}: {value!r} stands here twice")
 
 
-def _point_problems(document: Document, body: _SpaceDocument) -> Iterator[Problem]:
+def _point_problems(document: Document, body: _SpaceDocument, space: Space) -> Iterator[Problem]:
+    choices = {knob.name: knob.choices for knob in space.knobs}
     for index, point in enumerate(body.try_first or ()):
-        wrong = list(_values_outside(document, ("try_first", index), point, body))
+        wrong = list(_values_outside(document, ("try_first", index), point, choices))
         yield from wrong
-        reason = None if wrong else forbidden_because(_space_of(body), _completed(point, body))
+        reason = None if wrong else forbidden_because(space, _completed(point, choices))
         if reason is not None:
             yield document.problem(("try_first", index), f"this starting point is forbidden: {reason}")
     for index, rule in enumerate(body.forbid or ()):
@@ -163,22 +194,24 @@ def _point_problems(document: Document, body: _SpaceDocument) -> Iterator[Proble
             yield document.problem(("forbid", index), "when: names no knob, and so would forbid everything")
         if not rule.because.strip():
             yield document.problem(("forbid", index, "because"), "because: say why, with a source")
-        yield from _values_outside(document, ("forbid", index, "when"), rule.when, body)
-    if body.forbid and next(points(_space_of(body)), None) is None:
+        yield from _values_outside(document, ("forbid", index, "when"), rule.when, choices)
+    if space.forbid and next(points(space), None) is None:
         yield document.problem(("forbid",), "forbid: these rules leave nothing to try", key=True)
 
 
 def _values_outside(
-    document: Document, path: tuple[str | int, ...], point: Mapping[str, Any], body: _SpaceDocument
+    document: Document,
+    path: tuple[str | int, ...],
+    point: Mapping[str, Any],
+    choices: Mapping[str, tuple[Value, ...]],
 ) -> Iterator[Problem]:
     for name, values in point.items():
-        choices = body.knobs.get(name)
-        if choices is None:
+        if name not in choices:
             yield document.problem((*path, name), f"{name!r} is no knob of this space", key=True)
             continue
         for value in _as_tuple(values):
-            if not is_in(value, choices):
-                offered = ", ".join(_word(choice) for choice in choices)
+            if not is_in(value, choices[name]):
+                offered = ", ".join(map(_word, choices[name]))
                 yield document.problem(
                     (*path, name), f"{name}: {_word(value)} is not among this knob's values {offered}"
                 )
