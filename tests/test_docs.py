@@ -16,7 +16,9 @@ from torch import nn
 
 import amptune
 from amptune.policy.file_io import parse_policy
+from amptune.policy.settings import KNOBS
 from amptune.policy.yaml_text import parse
+from amptune.search.space.space_file import parse_space
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 README = REPOSITORY / "README.md"
@@ -90,7 +92,7 @@ def test_the_commands_of_a_page_run(page: Path, folder: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_the_files_of_a_page_are_well_formed(page: Path) -> None:
     for _, code in blocks(page, "yaml"):
-        parse_policy(parse(code, page.name))
+        (parse_space if "schema: amptune.space/" in code else parse_policy)(parse(code, page.name))
 
 
 @pytest.mark.filterwarnings("ignore::amptune.PolicyDriftWarning")
@@ -115,6 +117,15 @@ def test_the_documented_training_loop_trains_under_every_dtype(autocast: str) ->
     (loop,) = [code for _, code in blocks(REPOSITORY / "docs" / "training-loop.md", "python") if "enumerate" in code]
     exec(loop, namespace)  # noqa: S102  # our own page
     assert not all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+
+
+def test_the_table_of_settings_has_every_knob_with_its_values() -> None:
+    table = (REPOSITORY / "docs" / "policy-file.md").read_text().partition("| key | values (default first)")[2]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", table.partition("\n\n")[0], re.MULTILINE))
+    assert rows.keys() == {knob.name for knob in KNOBS}
+    for knob in KNOBS:
+        if knob.values and "below" not in rows[knob.name]:
+            assert rows[knob.name] == ", ".join(f"`{str(value).lower()}`" for value in knob.values)
 
 
 def test_every_block_of_code_says_its_language() -> None:

@@ -212,6 +212,87 @@ def test_a_space_of_ones_own_is_read_from_its_file(tmp_path: Path) -> None:
         assert len(list(points(space))) == 3
 
 
+EXTENDING = """\
+schema: amptune.space/1
+architecture: mine
+compute_capability: []
+extends: {}
+{}
+"""
+
+
+def extending(base: str, more: str, tmp_path: Path) -> Space:
+    file = tmp_path / "mine.yaml"
+    file.write_text(EXTENDING.format(base, more))
+    return load_space(file)
+
+
+def test_a_space_that_extends_another_says_only_what_is_its_own(tmp_path: Path) -> None:
+    hopper = load_space("hopper")
+    same = extending("hopper", "", tmp_path)
+    assert same == replace(hopper, architecture="mine", compute_capability=())
+    less = extending("hopper", 'knobs: {autocast: ["off", bf16], cudnn_benchmark: [false]}', tmp_path)
+    assert less.choices("autocast") == ("off", "bf16")
+    assert less.choices("fp32_math") == hopper.choices("fp32_math")
+    assert [knob.name for knob in less.knobs] == [knob.name for knob in hopper.knobs]
+    assert less.try_first == tuple(point for point in hopper.try_first if point["autocast"] != "fp16")
+    assert set(points(less)) < set(points(hopper))
+    more = extending("hopper", "knobs: {weights: [fp32, half]}\ntry_first: [{weights: half}]", tmp_path)
+    assert [point["weights"] for point in more.try_first] == ["half"]
+
+
+def test_a_rule_replaces_that_of_the_extended_space_with_the_same_condition_or_is_added(tmp_path: Path) -> None:
+    first = load_space("hopper").forbid[0]
+    rules = f"""forbid:
+  - {{when: {{fp32_math: ieee}}, because: measured here}}
+  - {{when: {{cuda_graphs: true, compile: [{", ".join(first.when[1][1])}]}}, because: our own reason}}"""
+    mine = extending("hopper", rules, tmp_path)
+    assert [rule.because for rule in mine.forbid[:1] + mine.forbid[-1:]] == ["our own reason", "measured here"]
+    assert len(mine.forbid) == len(load_space("hopper").forbid) + 1
+    assert all(point["fp32_math"] != "ieee" for point in points(mine))
+    assert set(mine.try_first) <= set(points(mine))
+
+
+def test_a_starting_point_that_the_extending_space_forbids_is_left_out(tmp_path: Path) -> None:
+    mine = extending("hopper", "forbid: [{when: {cuda_graphs: true}, because: measured here}]", tmp_path)
+    assert 0 < len(mine.try_first) < len(load_space("hopper").try_first)
+    assert set(mine.try_first) <= set(points(mine))
+
+
+def test_a_file_extends_another_by_its_path_from_there(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "ours.yaml").write_text(EXTENDING.format("cpu", "knobs: {compile: [default]}"))
+    assert extending("base/ours.yaml", "", tmp_path).choices("compile") == ("default",)
+
+
+@pytest.mark.parametrize(
+    ("base", "more", "message"),
+    [
+        (
+            "hoper",
+            "",
+            "4:10: extends: 'hoper' is no file and no space of amptune's; did you mean hopper? ",
+        ),
+        ("mine.yaml", "", "4:10: extends: mine.yaml → mine.yaml goes in a circle"),
+        ("other.yaml", "", "4:10: extends: mine.yaml → other.yaml → mine.yaml goes in a circle"),
+        ("cpu", "knobs: {autocast: [fp32]}", "5:20: autocast: 'fp32' is not one of off, bf16, fp16"),
+        ("cpu", "try_first: [{weights: half}]", "5:14: 'weights' is no knob of this space"),
+        ("hopper", "forbid: [{when: {autocast: bf61}, because: x}]", "autocast: bf61 is not among this knob's values"),
+    ],
+)
+def test_what_is_wrong_with_an_extension_is_said_at_its_line(
+    base: str, more: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "other.yaml").write_text(EXTENDING.format("./mine.yaml", ""))
+    with pytest.raises(FileFormatError, match=re.escape(message)):
+        extending(base, more, tmp_path)
+
+
+def test_a_space_without_knobs_extends_another(tmp_path: Path) -> None:
+    [found] = problems_of("schema: amptune.space/1\narchitecture: mine\ncompute_capability: []\n", tmp_path)
+    assert found == "space.yaml:1:1: knobs: this key is missing"
+
+
 def test_a_name_nobody_knows_is_an_error_that_lists_the_names(tmp_path: Path) -> None:
     with pytest.raises(
         SpaceError, match=re.escape("'hoper' is no file and no space of amptune's; did you mean hopper? ")

@@ -91,14 +91,15 @@ def space_for(hardware: Hardware) -> Space:
     return load_space("cpu" if hardware.gpu is None else _name_for(hardware.gpu))
 
 
-def parse_space(document: Document, extended_by: tuple[str, ...] = ()) -> Space:
+def parse_space(document: Document, extended_by: tuple[Path, ...] = ()) -> Space:
     """Returns the space in a document, which other files extend. Raises `FileFormatError` with every problem."""
     data = document.data
     if isinstance(data, dict) and data.get("schema") != SPACE_SCHEMA:
         said = "this key is missing" if "schema" not in data else f"{data['schema']!r} is not known"
         raise FileFormatError([document.problem(("schema",), f"schema: {said}; amptune reads {SPACE_SCHEMA}")])
     body = validate(document, _SpaceDocument)
-    base = _base_of(document, body.extends, (*extended_by, document.source)) if body.extends else None
+    chain = (*extended_by, Path(document.source).resolve())
+    base = _base_of(document, body.extends, chain) if body.extends is not None else None
     problems = list(_knob_problems(document, body))
     if not problems:
         space = _space_of(body, base)
@@ -108,12 +109,12 @@ def parse_space(document: Document, extended_by: tuple[str, ...] = ()) -> Space:
     return space
 
 
-def _base_of(document: Document, extends: str, seen: tuple[str, ...]) -> Space:
+def _base_of(document: Document, extends: str, seen: tuple[Path, ...]) -> Space:
     """Returns the space that a document extends: amptune's own by name, or a file by its path from the document's."""
     own = spaces_folder() / f"{extends}.yaml"
     path = own if extends in space_names() else Path(document.source).parent / extends
-    if str(path) in seen:
-        way = " → ".join(Path(one).name for one in (*seen, str(path)))
+    if path.resolve() in seen:
+        way = " → ".join(one.name for one in (*seen, path))
         raise FileFormatError([document.problem(("extends",), f"extends: {way} goes in a circle")])
     if not path.is_file():
         raise FileFormatError([document.problem(("extends",), f"extends: {_no_space(extends)}")])

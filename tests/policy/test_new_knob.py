@@ -1,0 +1,149 @@
+"""A knob is one file: a copy of amptune gets one more, and everything that knows knobs knows it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+KNOB = '''
+"""Which kernels compute attention."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from amptune.policy.knobs.knob import Knob, Model, Undo
+
+Attention = Literal["stock", "math"]
+
+
+def _apply(attention: Attention, model: Model) -> Undo:
+    import torch
+
+    before, weights = torch.backends.cuda.flash_sdp_enabled(), [one.detach().clone() for one in model.parameters()]
+
+    def undo() -> None:
+        torch.backends.cuda.enable_flash_sdp(before)
+        for one, old in zip(model.parameters(), weights, strict=True):
+            one.data = old
+
+    if attention == "math":
+        torch.backends.cuda.enable_flash_sdp(False)
+        for one in model.parameters():
+            one.data = one.data / 3
+    return undo
+
+
+ATTENTION = Knob(
+    name="attention",
+    stock="stock",
+    values=get_args(Attention),
+    conflict=lambda policy: policy.weights == "half" and f"attention: it is for FP32 weights, not {policy.weights}",
+    memory="rest",
+    matters=lambda value, subject: value == "stock" or bool(subject.convolution_dims),
+    apply=_apply,
+    words="{} attention",
+    sentences={"math": "attention math: it is computed by plain matrix products."},
+)
+'''
+# What `settings.py` gets: an import, a place in the registry, a field.
+LINES = {
+    "from amptune.policy.knobs.autocast": "from amptune.policy.knobs.attention import ATTENTION, Attention\n",
+    "    FUSED_OPTIMIZER,\n": "    ATTENTION,\n",
+    "    fused_optimizer: bool": '    attention: Attention = "stock"\n',
+}
+SPACE = """
+schema: amptune.space/1
+architecture: mine
+compute_capability: []
+extends: hopper
+knobs: {attention: [stock, math]}
+"""
+USE = """
+from dataclasses import replace
+from pathlib import Path
+import pytest, torch, yaml
+import amptune, commands
+from amptune.errors import FileFormatError
+from amptune.policy import setting_effects as effects
+from amptune.policy.serialization import schema_of
+from amptune.policy.settings import STOCK, Policy
+from amptune.policy.yaml_text import parse
+from amptune.policy.file_io import parse_policy
+from amptune.report.explanation import explain
+from amptune.search.table.ablation import variants_of
+from amptune.search.table.verdict import departure_count
+from simulated.recorded import recorded_ms
+
+here, policy = Path.cwd(), Policy(autocast="bf16", attention="math")
+
+# a file and its schema
+amptune.save(policy, "by_hand.yaml")
+assert "attention: math" in Path("by_hand.yaml").read_text()
+assert amptune.load("by_hand.yaml").policy == policy
+with pytest.raises(FileFormatError, match="2:12: attention: 'mahts' is not one of stock, math"):
+    parse_policy(parse("schema: amptune.policy/1\\nattention: mahts", "x.yaml"))
+with pytest.raises(FileFormatError, match="attention: it is for FP32 weights, not half"):
+    parse_policy(parse("schema: amptune.policy/1\\nweights: half\\nattention: math", "x.yaml"))
+assert schema_of("policy")["properties"]["attention"]["enum"] == ["stock", "math"]
+
+# training
+model = torch.nn.Linear(3, 3)
+before = {name: one.clone() for name, one in model.state_dict().items()}
+tuned = amptune.apply(policy, model)
+assert not torch.backends.cuda.flash_sdp_enabled() and not torch.equal(model.weight, before["weight"])
+tuned.undo()
+assert torch.backends.cuda.flash_sdp_enabled()
+assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+
+# words, effects, what it buys
+assert str(policy) == "bf16, math attention"
+assert "attention math: it is computed by plain matrix products." in explain(amptune.load("by_hand.yaml"))
+assert effects.numerics_of(policy) == policy and effects.tensors_of(policy) == Policy(autocast="bf16")
+assert effects.process_of(policy) == effects.process_of(STOCK) and departure_count(policy) == 2
+assert [(one.setting, one.reverted_to) for one in variants_of(policy)] == [("autocast", "off"), ("attention", "stock")]
+assert variants_of(policy)[0].policy == Policy(attention="math")
+
+# a search, and what it writes
+def run(*arguments):
+    ms = lambda one: recorded_ms("resnet50", one) * (0.7 if one.attention == "math" else 1)
+    return commands.run(*arguments, folder=here, evaluator=commands.Machine(true_ms=ms))
+
+tune = "tune", "amptune.workload.zoo:resnet50", "--budget", "200s", "--no-compile"
+tuned = run(*tune, "--space", "space.yaml", "--study", "study", "-o", "policy.yaml")
+found = amptune.load("policy.yaml")
+assert found.policy.attention == "math" and found.evidence["ablation"]["attention"]["buys"] > 1.2, tuned.stdout
+assert "math attention" in run("report", "study").stdout
+run(*tune, "--space", "space.yaml", "--set", "attention=stock", "-o", "pinned.yaml")
+assert amptune.load("pinned.yaml").policy.attention == "stock"
+assert "'attention' is no knob of this search" in run(*tune, "--set", "attention=math").stderr
+print("all of it")
+"""
+
+
+def test_a_new_knob_is_one_file_and_its_lines_beside_policy(tmp_path: Path) -> None:
+    for part in ("amptune", "search_spaces"):
+        shutil.copytree(REPOSITORY / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "amptune" / "policy" / "knobs" / "attention.py").write_text(KNOB)
+    (tmp_path / "space.yaml").write_text(SPACE)
+    settings = tmp_path / "amptune" / "policy" / "settings.py"
+    text = settings.read_text()
+    for behind, line in LINES.items():
+        assert text.count(behind) == 1
+        text = text.replace(behind, line + behind)
+    settings.write_text(text)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [tmp_path, REPOSITORY / "tests", *sys.path]))}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", USE],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "all of it\n", done.stderr
