@@ -146,6 +146,6 @@ def settled(settings: Mapping[str, Any]) -> Policy:
     """Returns the policy with these settings, without those that it cannot have beside the others."""
     chosen = SimpleNamespace(**{knob.name: settings.get(knob.name, knob.stock) for knob in KNOBS})
     for knob in KNOBS:
-        if knob.conflict(chosen):
+        if knob.departs(chosen) and knob.conflict(chosen):
             setattr(chosen, knob.name, knob.stock)
     return Policy(**vars(chosen))

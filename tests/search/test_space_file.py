@@ -245,7 +245,7 @@ def test_a_rule_replaces_that_of_the_extended_space_with_the_same_condition_or_i
     first = load_space("hopper").forbid[0]
     rules = f"""forbid:
   - {{when: {{fp32_math: ieee}}, because: measured here}}
-  - {{when: {{cuda_graphs: true, compile: [{", ".join(first.when[1][1])}]}}, because: our own reason}}"""
+  - {{when: {{cuda_graphs: true, compile: [{", ".join(map(str, first.when[1][1]))}]}}, because: our own reason}}"""
     mine = extending("hopper", rules, tmp_path)
     assert [rule.because for rule in mine.forbid[:1] + mine.forbid[-1:]] == ["our own reason", "measured here"]
     assert len(mine.forbid) == len(load_space("hopper").forbid) + 1

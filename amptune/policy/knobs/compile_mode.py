@@ -9,6 +9,7 @@ from amptune.policy.knobs.knob import Knob
 __all__ = ["AUTOTUNED_MODES", "COMPILE", "CUDA_GRAPH_MODES", "CompileMode"]
 
 CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+_MODES: tuple[CompileMode, ...] = get_args(CompileMode)
 
 # Modes in which CUDA graphs launch a model's kernels, and modes in which torch.compile times alternative kernels.
 CUDA_GRAPH_MODES: frozenset[CompileMode] = frozenset({"reduce-overhead", "max-autotune"})
@@ -19,9 +20,9 @@ AUTOTUNED_MODES: frozenset[CompileMode] = frozenset({"max-autotune", "max-autotu
 COMPILE = Knob(
     name="compile",
     stock="off",
-    values=get_args(CompileMode),
+    values=_MODES,
     process=True,
-    told=lambda policy: (
-        () if policy.compile == "off" else (f"compile {policy.compile}: torch.compile runs the model in this mode.",)
-    ),
+    sentences={
+        mode: f"compile {mode}: torch.compile runs the model in this mode." for mode in get_args(CompileMode)[1:]
+    },
 )

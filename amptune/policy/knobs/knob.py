@@ -26,8 +26,8 @@ class Knob:
     """One setting of a policy. Where a knob says nothing it is taken for one that changes everything.
 
     What it may be: stock PyTorch's value; its `values`, that one first, if they are few; else `is_count` for a whole
-    number above 0, and `wrong` says what is wrong with a value. A `conflict` says why a policy cannot have another
-    value than stock's beside its other settings. `is_always_written` if people look for it in every file.
+    number above 0. A `conflict` says why a policy cannot have its value, other than stock's, beside its other settings.
+    `is_always_written` if people look for it in every file.
 
     What it changes besides speed. `numerics`: "rounding" if values are rounded otherwise, "order" if only sums are
     taken in another order, which is FP32 still. `memory`: "sample" if a sample keeps other tensors for the backward
@@ -49,7 +49,6 @@ class Knob:
     stock: Any
     values: tuple[str, ...] | tuple[bool, ...] = ()
     is_count: bool = False
-    wrong: Callable[[Any], str | Literal[False]] | None = None
     conflict: Callable[[Settings], str | Literal[False]] = lambda _: False
     is_always_written: bool = False
 
@@ -81,8 +80,6 @@ class Knob:
 
     def problem(self, value: Any) -> str | Literal[False]:
         """Returns why no policy can have this value; False if one can. Types are the reader's affair, but for words."""
-        if self.wrong is not None:
-            return self.wrong(value)
         if isinstance(self.stock, str) and (type(value) is not str or value not in self.values):
             return f"{self.name}: {value!r} is not one of {', '.join(map(str, self.values))}"
         return False

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from amptune.policy.findings import Finding
-from amptune.policy.knobs.knob import Knob, Model, Settings
+from amptune.policy.knobs.knob import Knob, Settings
 
 __all__ = ["FP32_MODULES", "HALF_MODULES", "Fp32Rule", "HalfRule", "ModuleRule", "Reason"]
 
@@ -77,17 +77,13 @@ class HalfRule(ModuleRule):
     """Modules without children run in the autocast dtype although autocast would compute them in FP32."""
 
 
-def _idle_in_fp32(setting: str, policy: Settings) -> Iterator[Finding]:
+def _idle(setting: str, policy: Settings) -> Iterator[Finding]:
     if policy.precision == "off" and getattr(policy, setting):
         yield Finding(
             code=f"{setting.replace('_', '-')}-without-effect",
             message=f"autocast is off, so everything runs in FP32 and {setting} changes nothing",
         )
-
-
-def _idle_in_half(policy: Settings, _: Model) -> Iterator[Finding]:
-    yield from _idle_in_fp32("half_modules", policy)
-    if policy.weights == "half" and policy.half_modules:
+    if policy.weights == "half" and setting == "half_modules" and policy.half_modules:
         yield Finding(
             code="half-modules-without-effect",
             message="weights are half, so everything runs in half already and half_modules changes nothing",
@@ -117,7 +113,7 @@ FP32_MODULES = Knob(
     memory="none",
     precision="part",
     matters=lambda value, subject: bool(subject.leaves) or not value,
-    idle=lambda policy, _: _idle_in_fp32("fp32_modules", policy),
+    idle=lambda policy, _: _idle("fp32_modules", policy),
     words="FP32: {}",
     told=lambda policy: map(_explained, policy.fp32_modules),
 )
@@ -126,10 +122,9 @@ HALF_MODULES = Knob(
     stock=(),
     memory="none",
     precision="part",
-    idle=_idle_in_half,
+    idle=lambda policy, _: _idle("half_modules", policy),
     words="half: {}",
     told=lambda policy: (
-        f"half_modules {rule}: runs in {policy.autocast}, though autocast would use FP32."
-        for rule in policy.half_modules
+        f"half_modules {one}: runs in {policy.autocast}, though autocast would use FP32." for one in policy.half_modules
     ),
 )

@@ -42,11 +42,7 @@ class _ForbidBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SpaceDocument:
-    """The file's shape; what its values may be is checked behind it.
-
-    A space that `extends` another, by name or by a path from its own folder, has that one's knobs, starting points and
-    rules. A knob of its own replaces the other's, starting points replace all of them, a rule one with the same `when`.
-    """
+    """The file's shape; what its values may be is checked behind it."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
@@ -140,6 +136,7 @@ def _name_for(gpu: Gpu) -> str:
 
 
 def _space_of(body: _SpaceDocument, base: Space | None) -> Space:
+    """Returns the space; its knobs and starting points replace the base's, and a rule that with the same `when`."""
     base = base or Space(architecture="", compute_capability=(), knobs=())
     choices = {knob.name: knob.choices for knob in base.knobs}
     choices |= {name: tuple(values) for name, values in (body.knobs or {}).items()}
