@@ -22,7 +22,5 @@ COMPILE = Knob(
     stock="off",
     values=_MODES,
     process=True,
-    sentences={
-        mode: f"compile {mode}: torch.compile runs the model in this mode." for mode in get_args(CompileMode)[1:]
-    },
+    sentences={mode: f"compile {mode}: torch.compile runs the model in this mode." for mode in _MODES[1:]},
 )
