@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from amptune.policy.knobs.knob import Knob, Model, Settings, Undo
+from amptune.policy.knobs.knob import Knob, Model, Undo
 
 __all__ = ["FP32_MATH", "Fp32Math"]
 
@@ -17,19 +17,14 @@ def _apply(math: Fp32Math, _: Model) -> Undo:
     return set_fp32_math(math)
 
 
-def _in_memory(policy: Settings) -> Fp32Math:
-    """IEEE math has workspaces of its own, where products run in FP32."""
-    return "ieee" if policy.precision == "off" and policy.fp32_math == "ieee" else "stock"
-
-
 FP32_MATH = Knob(
     name="fp32_math",
     stock="stock",
     values=get_args(Fp32Math),
     is_always_written=True,
-    # DeepLabV3+ took 39.5 GB with IEEE math where TF32 takes 6.6 (an H200).
+    # Where products run in FP32: DeepLabV3+ took 39.5 GB with IEEE math where TF32 takes 6.6 (an H200).
     memory="workspaces",
-    in_memory=_in_memory,
+    in_memory=lambda policy: "ieee" if policy.precision == "off" and policy.fp32_math == "ieee" else "stock",
     apply=_apply,
     words="{} for FP32",
     sentences={

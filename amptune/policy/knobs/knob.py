@@ -17,10 +17,6 @@ Undo = Callable[[], None]
 TRUTH = (False, True)
 
 
-def _undo_nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Knob:
     """One setting of a policy. Where a knob says nothing it is taken for one that changes everything.
@@ -63,7 +59,7 @@ class Knob:
     is_own_choice: bool = True
     is_optional: bool = False
 
-    apply: Callable[[Any, Model], Undo] = lambda _, __: _undo_nothing
+    apply: Callable[[Any, Model], Undo] = lambda _, __: lambda: None
     idle: Callable[[Settings, Model], Iterable[Finding]] = lambda _, __: ()
 
     words: str | None = None
