@@ -27,7 +27,7 @@ import torch
 
 from amptune.policy.settings import MemoryFormat, Policy
 from amptune.runtime.apply_policy import apply
-from amptune.runtime.graphs import dispatch
+from amptune.runtime.graphs import check
 from amptune.runtime.graphs.graphed_model import GraphedModel
 from amptune.runtime.layout import convert_batch
 from amptune.runtime.tensor_tree import map_tensors
@@ -76,7 +76,7 @@ def main() -> None:
 
 def trained(name: str, steps: int, seconds: float, autocast: str) -> dict[str, Any]:
     """Returns the row of one workload."""
-    dispatch.CHECK_EVERY, dispatch.LAST_DOUBLED = EVERY, 0
+    check.CHECK_EVERY, check.LAST_DOUBLED = EVERY, 0
     torch.manual_seed(SEED)
     subject = workload(name)
     model = subject.model().cuda()

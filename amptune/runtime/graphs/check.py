@@ -7,16 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amptune.runtime.graphs.differences import relative_differences
-from amptune.runtime.graphs.host_effects import NotRecordableError, copies_of
-from amptune.runtime.graphs.outputs import named_buffers, named_outputs, tensors_of
+from amptune.runtime.graphs.differences import named_buffers, named_outputs, relative_differences
+from amptune.runtime.graphs.host_effects import DeviceState, NotRecordableError, copies_of
+from amptune.runtime.graphs.replayed_pass import ReplayedPass
+from amptune.runtime.graphs.signature import outputs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from amptune.runtime.graphs.capture import Recording, Replayed
+    from amptune.runtime.graphs.capture import Recording
 
-__all__ = ["Check"]
+__all__ = ["CHECK_EVERY", "LAST_DOUBLED", "Check", "Checks"]
+
+# A recording is compared with the model at its calls 1, 2, 4 ... to this one, and then each time so many have come.
+LAST_DOUBLED, CHECK_EVERY = 256, 512
 
 # Gradients are compared in groups of about so many numbers, which bounds the memory that a check needs.
 _GROUP = 1 << 26
@@ -34,44 +38,51 @@ class Check:
     `is_read()`: nothing waits for the device before.
     """
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, end: Callable[[str], None]) -> None:
         self.call = recording.calls
         self.differing: dict[str, tuple[float, float]] = {}
-        self.recording = recording
-        self._pass: weakref.ref[Replayed] | None = None
+        self.recording, self._end = recording, end
+        self._pass: weakref.ref[ReplayedPass] | None = None
         self._names: list[str] = []
         self._found: list[torch.Tensor] = []
         self._results: torch.Tensor | None = None
         self._event: torch.cuda.Event | None = None
 
-    def run(self, tensors: Sequence[torch.Tensor], own: Callable[[], Any], put_back: Callable[[], None]) -> Any:
+    def run(self, tensors: Sequence[torch.Tensor], own: Callable[[], Any]) -> Any:
         """Returns what the model's own pass returns; its backward pass is compared when it comes.
 
-        Replays the forward pass first; `put_back` then restores buffers and random generators. Raises `UnusualError`
-        as a replay does.
+        Replays the forward pass first, and then restores buffers and random generators. Raises `UnusualError` as a
+        replay does, or `OutOfMemoryError`.
         """
+        before = DeviceState(self.recording.model)
+        try:
+            return self._run(tensors, own, before.put_back)
+        except torch.OutOfMemoryError:
+            before.put_back()
+            raise
+
+    def _run(self, tensors: Sequence[torch.Tensor], own: Callable[[], Any], put_back: Callable[[], None]) -> Any:
         recording = self.recording
-        begun = recording.begin(tensors)
+        replay = ReplayedPass(recording, tensors, self._end)
         buffers = dict(recording.model.named_buffers())
         after = dict(zip(buffers, copies_of([*buffers.values()]), strict=True))
         replayed = {**named_outputs(recording.outputs()), **named_buffers(after)}
         put_back()
         returned = own()
-        found = named_buffers(dict(recording.model.named_buffers()))
         try:
-            outputs = tensors_of(returned)
-            found = {**named_outputs(outputs), **found}
-            is_alike = recording.is_of_its_kind(returned, outputs) and _are_alike(found, replayed)
+            signature, outputs = outputs_of(returned)
+            is_alike = signature == recording.returns
         except NotRecordableError:
-            is_alike = False
-        if not is_alike:
+            is_alike, outputs = False, []
+        found = {**named_outputs(outputs), **named_buffers(dict(recording.model.named_buffers()))}
+        if not (is_alike and _are_alike(found, replayed)):
             self.differing["what it returns"] = _ANOTHER
-            begun.over = True
+            replay.over = True
             return returned
         self._note(found, replayed)
-        self._pass = weakref.ref(begun)
-        begun.own, begun.compare = outputs, self._compare
-        return recording.given(begun)
+        self._pass = weakref.ref(replay)
+        replay.own, replay.compare = outputs, self._compare
+        return replay.outputs()
 
     @torch.no_grad()
     def _compare(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -101,8 +112,8 @@ class Check:
 
         Waits for the device only if told so.
         """
-        begun = None if self._pass is None else self._pass()
-        if begun is not None and not begun.over:
+        replay = None if self._pass is None else self._pass()
+        if replay is not None and not replay.over:
             return False
         if self._found:
             found = torch.cat(self._found)
@@ -131,11 +142,51 @@ class Check:
             for name, (apart, _) in former.differing.items()
         )
 
+    @property
+    def since(self) -> int:
+        """The call of the recording that was compared last before this one."""
+        return self.call // 2 if self.call <= LAST_DOUBLED else self.call - CHECK_EVERY
+
     def told(self) -> str:
         """Returns the first difference in words: an output's, or else a buffer's, or else a gradient's."""
         name, (apart, limit) = next(iter(self.differing.items()))
         by = "" if limit == 0 else f" by {apart:.2g} of its size, where {limit:.2g} is allowed"
         return f"{name} is another{by}"
+
+
+class Checks:
+    """When a recording is compared, and what came of it: the last comparison, and those that are in doubt.
+
+    `doubts` has the last comparison of each recording, if it found a difference that the next one is to settle.
+    """
+
+    def __init__(self) -> None:
+        self.is_forced = False
+        self.last: Check | None = None
+        self.doubts: dict[Recording, Check] = {}
+
+    def clear(self) -> None:
+        self.last = None
+        self.doubts.clear()
+
+    def is_due(self, recording: Recording, *, by_count: bool) -> bool:
+        """Returns True by the count of calls alone, if nothing is in doubt; answers a request for one once."""
+        calls, is_forced, self.is_forced = recording.calls, self.is_forced, False
+        doubled = calls <= LAST_DOUBLED and calls & (calls - 1) == 0
+        return (by_count and (doubled or calls % CHECK_EVERY == 0)) or is_forced or recording in self.doubts
+
+    def read(self, *, wait: bool) -> Check | None:
+        """Reads the last comparison if the device has done it. Returns a difference that the next one has found too."""
+        check = self.last
+        if check is None or not check.is_read(wait=wait):
+            return None
+        self.last = None
+        doubted = self.doubts.pop(check.recording, None)
+        if doubted is not None:
+            return doubted if check.differing or check.leaves_unexplained(doubted) else None
+        if check.differing:
+            self.doubts[check.recording] = check
+        return None
 
 
 def _are_alike(found: Mapping[str, torch.Tensor], replayed: Mapping[str, torch.Tensor]) -> bool:

@@ -8,19 +8,38 @@ from typing import TYPE_CHECKING
 import torch
 
 from amptune.runtime.graphs.host_effects import without_repeats
-from amptune.runtime.graphs.outputs import OUTPUT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
 
-__all__ = ["Limits", "relative_differences"]
+__all__ = ["Limits", "named_buffers", "named_gradients", "named_outputs", "relative_differences"]
+
+_OUTPUT = "output"
 
 # A difference counts above this many times what rounding does, as both are samples, and above what sums in another
 # order differ by in FP32.
 SLACK, LEAST = 4.0, 1e-5
 _KEPT = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def named_outputs(outputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the outputs by a name for messages."""
+    return {f"{_OUTPUT} {number}": output.detach() for number, output in enumerate(outputs, 1)}
+
+
+def named_buffers(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns buffers by a name for messages."""
+    return {f"the buffer {name}": buffer.detach() for name, buffer in buffers.items()}
+
+
+def named_gradients(
+    model: nn.Module, gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]]
+) -> dict[str, torch.Tensor]:
+    """Returns the gradients of weights by a name for messages, but those that are None."""
+    names: dict[torch.Tensor, str] = {weight: name for name, weight in model.named_parameters()}
+    return {f"the gradient of {names[weight]}": one for weight, one in gradients if one is not None}
 
 
 def relative_differences(own: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -30,7 +49,7 @@ def relative_differences(own: Mapping[str, torch.Tensor], other: Mapping[str, to
     values it is 0, if both have some.
     """
     pairs = [(_plain(one), _plain(other[name])) for name, one in own.items()]
-    masked = [_finite(*pair) if name.startswith(OUTPUT) else pair for name, pair in zip(own, pairs, strict=True)]
+    masked = [_finite(*pair) if name.startswith(_OUTPUT) else pair for name, pair in zip(own, pairs, strict=True)]
     owns, others = map(list, zip(*masked, strict=True))
     sizes, other_sizes, apart = (
         torch.stack(torch._foreach_norm(each, 2, torch.float32))

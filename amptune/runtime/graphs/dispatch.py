@@ -13,18 +13,20 @@ from torch.nn.utils import parametrize
 
 from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
-from amptune.runtime.graphs.calls import ModelCall, PassKind, SeenPass
-from amptune.runtime.graphs.capture import NO_MEMORY, Recording, UnusualError, Usage
-from amptune.runtime.graphs.check import Check
-from amptune.runtime.graphs.host_effects import DeviceState, NotRecordableError, obstacle_in
+from amptune.runtime.graphs.capture import Recording, UnusualError
+from amptune.runtime.graphs.check import CHECK_EVERY, LAST_DOUBLED, Check, Checks
+from amptune.runtime.graphs.host_effects import NotRecordableError, obstacle_in
 from amptune.runtime.graphs.model_state import ModelState
+from amptune.runtime.graphs.replayed_pass import NO_MEMORY, ReplayedPass
+from amptune.runtime.graphs.seen_pass import SeenPass
+from amptune.runtime.graphs.signature import PassKind, Signature, arguments_of, call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from amptune.runtime.graphs.recorder import Recorder
 
-__all__ = ["DIFFER", "NOT_RECORDED", "Recordings"]
+__all__ = ["CHECK_EVERY", "DIFFER", "LAST_DOUBLED", "NOT_RECORDED", "Recordings"]
 
 NOT_RECORDED, DIFFER = "cuda-graphs-not-recorded", "cuda-graphs-differ"
 
@@ -37,11 +39,10 @@ MOST_SEEN = 8
 MOST_WASTED, WORTH_IT = 8, 20
 # Recording also ends after this many changes before anything was recorded.
 MOST_UNSETTLED = 3
-# A recording is compared with the model at its calls 1, 2, 4 ... to this one, and then each time so many have come.
-LAST_DOUBLED, CHECK_EVERY = 256, 512
 # Recording ends once so many waits for the device had another result, which the model then computed itself, if they
 # are one of so many calls or more: the padded batch at the end of each epoch is no reason.
 MOST_SURPRISES = 8
+_NOTHING = object()
 
 _all: weakref.WeakSet[Recordings] = weakref.WeakSet()
 
@@ -69,23 +70,21 @@ class Recordings:
         self.device_type = device_type
         self.why_not: Finding | None = None
         self.made = 0
-        self.checks = True
-        self._is_forced = False
         self._recorded: list[tuple[PassKind, Recording]] = []
         self._seen: list[SeenPass] = []
         self._state: ModelState | None = None
-        self._check: Check | None = None
-        self._doubts: dict[Recording, Check] = {}  # the last comparison of each recording, if it found a difference
+        self.checks = True
+        self._checks = Checks()
         self._replays = self._wasted = self._unsettled = 0
         self._out_of_memory: torch.OutOfMemoryError | None = None
         self._has_ended = False
         self._thread: int | None = None
+        self._end = partial(_stop, weakref.ref(self))  # for replays, which the loop may hold longer
         _all.add(self)
 
     def forget(self) -> None:
         """Drops all recordings, and their memory."""
-        self._check = None
-        self._doubts.clear()
+        self._checks.clear()
         self._recorded.clear()
         self._seen.clear()
         self._state = None
@@ -105,25 +104,37 @@ class Recordings:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns what the model returns: from a recording if one computes the same, else from the model."""
-        given_up = self._has_ended or (self.why_not is not None and not self._recorded)
-        if given_up or not (self.model.training and torch.is_grad_enabled()) or self._is_observed():
-            return self.model(*args, **kwargs)
         own = partial(self.model, *args, **kwargs)
-        call = ModelCall.of(args, kwargs, self.device_type)
-        recording, seen = (None, None) if call is None else self._recording_for(call)
-        if recording is None or call is None:
-            outputs = own()
-            return outputs if seen is None else self._noted(seen, outputs)
-        if recording.is_busy:
-            return own()
+        given = arguments_of(args, kwargs, self.device_type) if self._may_replay() else None
+        found = None if given is None else self._found_for(*given)
+        if isinstance(found, SeenPass):
+            return self._noted(found, own())
+        if given is not None and found is not None and not found.is_busy:
+            returned = self._replayed(found, given[1], own)
+            if returned is not _NOTHING:
+                return returned
+        del found  # and its memory
+        return own()
+
+    def _may_replay(self) -> bool:
+        """Returns False if the model runs itself, whatever it is given."""
+        self._thread = self._thread or threading.get_ident()
+        given_up = self._has_ended or (self.why_not is not None and not self._recorded)
+        trains = self.model.training and torch.is_grad_enabled() and threading.get_ident() == self._thread
+        return trains and not given_up and not _is_observed()
+
+    def _replayed(self, recording: Recording, tensors: Sequence[torch.Tensor], own: Callable[[], Any]) -> Any:
+        """Returns what a replay or, if it is to be compared with that, the model returns; else `_NOTHING`."""
         self._read()
         if self._has_ended:
-            return own()
+            return _NOTHING
         self._replays += 1
         recording.calls += 1
-        is_due = self._is_due(recording)
+        is_due = self._checks.is_due(recording, by_count=self.checks)
         try:
-            return self._compared(recording, call, own) if is_due else recording(call.tensors)
+            if not is_due:
+                return ReplayedPass(recording, tensors, self._end).outputs()
+            return self._compared(recording, tensors, own)
         except UnusualError as surprise:
             recording.surprises += 1
             if recording.surprises >= max(MOST_SURPRISES, recording.calls / MOST_SURPRISES):
@@ -132,37 +143,34 @@ class Recordings:
             if not (is_due and self._recorded):
                 raise
             self._stop(NO_MEMORY)
-        del recording  # and its memory
-        return own()
+        return _NOTHING
 
-    def _recording_for(self, call: ModelCall) -> tuple[Recording | None, SeenPass | None]:
-        """Returns (a recording, known or made now, or None; notes on a pass that may come again, or None)."""
+    def _found_for(self, arguments: Signature, tensors: Sequence[torch.Tensor]) -> Recording | SeenPass | None:
+        """Returns a recording, known or made now, or notes on a pass that may come again, or None."""
         if self._state is None and any(map(nn.parameter.is_lazy, self.model.parameters())):
-            return None, None
+            return None
         try:
-            kind = self._kind_of(call)
-            if self._state is not None and any(
-                one.untyped_storage()._cdata in self._state.storages for one in call.tensors
-            ):
-                return None, None
+            kind = self._kind_of(arguments)
+            if self._state is not None and self._state.holds_memory_of(tensors):
+                return None
             known = next((recording for one, recording in self._recorded if one == kind), None)
             if known is not None or self.why_not is not None or len(self._recorded) >= MOST_RECORDINGS:
-                return known, None
+                return known
             seen = next((one for one in self._seen if one.kind == kind), None)
             if seen is None or not seen.is_used():
-                seen = SeenPass(kind.without_tensors())
+                seen = SeenPass(kind)
                 self._seen = [seen, *(one for one in self._seen if one.kind != kind)][:MOST_SEEN]
-                return None, seen
+                return seen
             seen.require_one_pass()
-            recording = self._record(call.tensors, seen.kind, Usage(seen.gradients))
+            recording = self._record(tensors, kind, seen.gradients)
         except Exception as error:  # noqa: BLE001  # the user's code may raise anything: it will in its own forward too
             self._give_up(error)
-            return None, None
-        seen.gradients = {place: gradient.new_empty(0) for place, gradient in seen.gradients.items()}
+            return None
+        self._seen.remove(seen)
         self._unsettled = 0
-        self._recorded.append((seen.kind, recording))
+        self._recorded.append((kind, recording))
         self.made += 1
-        return recording, None
+        return recording
 
     def _noted(self, seen: SeenPass, outputs: Any) -> Any:
         """Returns the outputs, with notes made on what the loss does with them."""
@@ -172,7 +180,7 @@ class Recordings:
             self._give_up(error)
             return outputs
 
-    def _kind_of(self, call: ModelCall) -> PassKind:
+    def _kind_of(self, arguments: Signature) -> PassKind:
         if self._state is not None and not self._state.holds():
             self._begin_anew(self._state.changed())
         if self._state is None:
@@ -181,7 +189,7 @@ class Recordings:
                 raise NotRecordableError(reason)
             self._state = ModelState(self.model)
         autocast = (torch.is_autocast_enabled(self.device_type), torch.get_autocast_dtype(self.device_type))
-        return PassKind(call=call, autocast=autocast, trained=self._state.trained())
+        return PassKind(arguments=arguments, autocast=autocast, trained=self._state.trained())
 
     def _begin_anew(self, changed: str) -> None:
         """Drops all recordings. Raises `NotRecordableError` after too many changes before or soon after recording."""
@@ -194,74 +202,52 @@ class Recordings:
         if self._wasted >= MOST_WASTED or self._unsettled >= MOST_UNSETTLED:
             raise NotRecordableError(f"meets a changed model again and again ({changed})")
 
-    def _record(self, inputs: Sequence[torch.Tensor], kind: PassKind, usage: Usage) -> Recording:
+    def _record(
+        self, inputs: Sequence[torch.Tensor], kind: PassKind, of_outputs: Mapping[int, torch.Tensor]
+    ) -> Recording:
         """Returns a recording that does not refer to this object: its memory is free as soon as the wrapper is."""
-        model, device_type, whose = self.model, self.device_type, weakref.ref(self)
+        model, device_type = self.model, self.device_type
         enabled, dtype = kind.autocast
         cached = torch.is_autocast_cache_enabled()
 
         def own(tensors: Sequence[torch.Tensor]) -> Any:
             with torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cached):
-                return kind.call.on(model, tensors)
+                return call(model, kind.arguments, tensors)
 
-        def end(reason: str) -> None:
-            if (recordings := whose()) is not None:
-                recordings._stop(reason)
+        return Recording(own, model, inputs, of_outputs, self.recorder(inputs[0].device))
 
-        return Recording(own, model, inputs, usage, self.recorder(inputs[0].device), end)
-
-    def _is_due(self, recording: Recording) -> bool:
-        calls = recording.calls
-        doubled = calls <= LAST_DOUBLED and calls & (calls - 1) == 0
-        by_count = self.checks and (doubled or calls % CHECK_EVERY == 0)
-        return by_count or self._is_forced or recording in self._doubts
-
-    def _compared(self, recording: Recording, call: ModelCall, own: Callable[[], Any]) -> Any:
+    def _compared(self, recording: Recording, tensors: Sequence[torch.Tensor], own: Callable[[], Any]) -> Any:
         """Returns what the model's own pass returns, which a replay is compared with. May raise `OutOfMemoryError`."""
-        self._is_forced = False
         self._read(wait=True)
-        if recording in self._doubts:
+        doubted = self._checks.doubts.get(recording)
+        if doubted is not None:
             try:
-                recording.measure_limits(call.tensors)
+                recording.measure_limits(tensors)
             except Exception:  # noqa: BLE001  # the user's code may raise anything: it will in its own forward too
-                self._differ(self._doubts[recording])
+                self._differ(doubted)
         if not self._recorded:
-            return own()
-        before = DeviceState(self.model)
-        check = Check(recording)
-        try:
-            returned = check.run(call.tensors, own, before.put_back)
-        except torch.OutOfMemoryError:
-            before.put_back()
-            raise
-        self._check = check
+            return _NOTHING
+        check = Check(recording, self._end)
+        returned = check.run(tensors, own)
+        self._checks.last = check
         return returned
 
     def _read(self, *, wait: bool = False) -> None:
-        """Reads the last comparison if the device has done it. A difference counts if the next one finds it too."""
-        check = self._check
-        if check is None or not check.is_read(wait=wait):
-            return
-        self._check = None
-        doubted = self._doubts.pop(check.recording, None)
-        if doubted is None:
-            if check.differing:
-                self._doubts[check.recording] = check
-        elif check.differing or check.leaves_unexplained(doubted):
-            self._differ(doubted)
+        """Reads the last comparison, and ends all recording if it tells that a replay differed."""
+        proof = self._checks.read(wait=wait)
+        if proof is not None:
+            self._differ(proof)
 
     def _differ(self, check: Check) -> None:
         """Ends all recording, as replays computed otherwise than the model does now."""
         self.forget()
         self._has_ended = True
-        since = check.call // 2 if check.call <= LAST_DOUBLED else check.call - CHECK_EVERY
-        self.why_not = Finding(
-            code=DIFFER,
-            message=f"replays of the forward pass of {type(self.model).__name__} differ from the model: {check.told()} "
-            f"(call {check.call} of the recording; steps after its call {since} may have trained wrongly); nothing is "
-            "recorded any more, and the model runs as without cuda_graphs",
+        self._say_why_not(
+            DIFFER,
+            f"replays of the forward pass of {type(self.model).__name__} differ from the model: {check.told()} "
+            f"(call {check.call} of the recording; steps after its call {check.since} may have trained wrongly); "
+            "nothing is recorded any more, and the model runs as without cuda_graphs",
         )
-        self.say(self.why_not)
 
     def _give_up(self, error: Exception) -> None:
         if isinstance(error, torch.OutOfMemoryError):
@@ -271,53 +257,39 @@ class Recordings:
                 recordings.forget()
         told = error.__cause__ or error
         first = str(told).strip().partition("\n")[0]
-        self._say_why_not(first if isinstance(told, NotRecordableError) else f"raises {type(told).__name__} ({first})")
+        self._refuse(first if isinstance(told, NotRecordableError) else f"raises {type(told).__name__} ({first})")
 
     def _stop(self, reason: str) -> None:
         """Ends recording while training is under way; nothing went wrong in it."""
         self.forget()
-        self._say_why_not(reason)
+        self._refuse(reason)
 
-    def _say_why_not(self, reason: str) -> None:
-        whose = f"the forward pass of {type(self.model).__name__}"
+    def _refuse(self, reason: str) -> None:
         what = "with batches like these it" if self._recorded else "it"
-        self.why_not = Finding(
-            code=NOT_RECORDED,
-            message=f"{whose} {reason}; {what} is not recorded as a CUDA graph, and runs as without cuda_graphs",
+        self._say_why_not(
+            NOT_RECORDED,
+            f"the forward pass of {type(self.model).__name__} {reason}; {what} is not recorded as a CUDA graph, and "
+            "runs as without cuda_graphs",
         )
-        self.say(self.why_not)
 
-    def _is_observed(self) -> bool:
-        """Returns True if something observes the pass that a replay would leave out or disturb, or may do so."""
-        autograd, functorch = torch._C._autograd, torch._C._functorch
-        hooks = getattr(autograd, "_top_saved_tensors_default_hooks", None)
-        self._thread = self._thread or threading.get_ident()
-        return (
-            threading.get_ident() != self._thread
-            or torch._C._len_torch_dispatch_stack() > 0
-            or torch._C._current_graph_task_id() != -1  # in a backward pass, where checkpointing computes again
-            or functorch.peek_interpreter_stack() is not None
-            or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-            or parametrize._cache_enabled > 0
-            or hooks is None
-            or hooks(False) is not None
-            or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
-        )
+    def _say_why_not(self, code: str, message: str) -> None:
+        self.why_not = Finding(code=code, message=message)
+        self.say(self.why_not)
 
     def check_next(self) -> None:
         """Has the next replay compared, whatever the count of calls."""
-        self._is_forced = True
+        self._checks.is_forced = True
 
     def is_doubted(self) -> bool:
         """Returns True if the next call settles whether a replay differed; waits for the last comparison."""
         self._read(wait=True)
-        return bool(self._doubts)
+        return bool(self._checks.doubts)
 
     def require_agreement(self) -> None:
         """Raises `PolicyApplyError` if a replay differed from the model, or if that is not settled."""
         self._read(wait=True)
-        if self._doubts:
-            self._differ(next(iter(self._doubts.values())))
+        for check in [*self._checks.doubts.values()][:1]:
+            self._differ(check)
         self.require_some()
 
     def require_some(self) -> None:
@@ -326,3 +298,24 @@ class Recordings:
             return
         never = "its training never calls the model with tensors on the GPU, and so nothing is recorded as a CUDA graph"
         raise PolicyApplyError(never if self.why_not is None else self.why_not.message) from self._out_of_memory
+
+
+def _is_observed() -> bool:
+    """Returns True if something observes the pass that a replay would leave out or disturb, or may do so."""
+    autograd, functorch = torch._C._autograd, torch._C._functorch
+    hooks = getattr(autograd, "_top_saved_tensors_default_hooks", None)
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._current_graph_task_id() != -1  # in a backward pass, where checkpointing computes again
+        or functorch.peek_interpreter_stack() is not None
+        or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+        or parametrize._cache_enabled > 0
+        or hooks is None
+        or hooks(False) is not None
+        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
+    )
+
+
+def _stop(recordings: weakref.ref[Recordings], reason: str) -> None:
+    if (found := recordings()) is not None:
+        found._stop(reason)

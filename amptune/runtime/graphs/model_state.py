@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 __all__ = ["FOREIGN", "HOOKS", "OF_EVERY_MODULE", "ModelState", "are_same", "is_foreign"]
 
@@ -62,7 +62,7 @@ class ModelState:
         tables = [table for module in self._modules for table in (module._parameters, module._buffers)]
         self._tensors = [held for table in tables for held in table.values() if isinstance(held, torch.Tensor)]
         self._places = [tensor.detach() for tensor in self._tensors]
-        self.storages = {tensor.untyped_storage()._cdata for tensor in self._tensors if tensor.layout is torch.strided}
+        self._storages = {tensor.untyped_storage()._cdata for tensor in self._tensors if tensor.layout is torch.strided}
 
     def _containers(self) -> Iterator[tuple[str, Any]]:
         """Yields what holds values that a pass may depend on, each with a name."""
@@ -100,6 +100,10 @@ class ModelState:
         self._contents[place] = (*self._contents[place][:2], now)
         self._ids[place] = list(map(id, now))
         return True
+
+    def holds_memory_of(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Returns True if a tensor lies in the memory of a weight or a buffer."""
+        return any(one.untyped_storage()._cdata in self._storages for one in tensors)
 
     def trained(self) -> tuple[bool, ...]:
         """Returns `requires_grad` of each parameter."""

@@ -14,9 +14,9 @@ from amptune.runtime.graphs.host_effects import NotRecordableError
 from amptune.runtime.graphs.model_state import OF_EVERY_MODULE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["with_proxies"]
+__all__ = ["with_proxies", "without_hooks"]
 
 
 @contextmanager
@@ -77,3 +77,16 @@ def _exchanged(value: Any, others: Mapping[nn.Parameter, nn.Parameter]) -> Any:
         items = [_exchanged(item, others) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
+
+
+@contextmanager
+def without_hooks(weights: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Calls no hooks on the weights' gradients within the context: they are called as those of a replay arrive."""
+    hooks = [(weight._backward_hooks, dict(weight._backward_hooks)) for weight in weights if weight._backward_hooks]
+    try:
+        for table, _ in hooks:
+            table.clear()
+        yield
+    finally:
+        for table, before in hooks:
+            table.update(before)

@@ -17,7 +17,7 @@ from amptune.runtime.graphs.host_effects import NotRecordableError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-__all__ = ["WAITS", "TensorWatch", "WaitMode", "edges_for", "place_of", "sources_among"]
+__all__ = ["WAITS", "TensorWatch", "WaitMode", "edges_for", "place_of", "require_apart", "sources_among"]
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _COPIES = ("_to_copy", "copy_", "copy")
@@ -110,6 +110,15 @@ def place_of(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided:
         raise NotRecordableError("has tensors that are sparse")
     return int(tensor.untyped_storage()._cdata)
+
+
+def require_apart(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+    """Raises `NotRecordableError` for shared memory: replays return copies, which a loop's writes would not reach."""
+    taken = set(map(place_of, others))
+    for place in map(place_of, outputs):
+        if place in taken:
+            raise NotRecordableError("returns what shares memory with another output, an input, a weight or a buffer")
+        taken.add(place)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

@@ -393,6 +393,54 @@ def test_a_lazy_model_is_recorded_once_it_is_built() -> None:
     called.recordings.require_some()
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    mean: torch.Tensor
+    name: str = "sizes"
+
+
+@dataclass
+class Answer:
+    logits: torch.Tensor
+    others: list[Sizes]
+    scale: float = 0.5
+
+
+def test_outputs_in_dataclasses_come_back_in_those() -> None:
+    class Answering(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            logits = super().forward(x)
+            return Answer(logits, [Sizes(logits.detach().mean())])
+
+    def backward(called: Any, seed: int) -> None:
+        answer = called(batch(seed))
+        assert (type(answer), answer.scale, answer.others[0].name) == (Answer, 0.5, "sizes")
+        (answer.logits - answer.others[0].mean).square().mean().backward()
+
+    called = require_same_gradients(Answering, backward)
+    assert len(called.recordings) == 1
+
+
+def test_a_dataclass_with_more_than_its_fields_is_not_recorded() -> None:
+    class Answering(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            answer = Answer(super().forward(x), [])
+            answer.kept = "more"  # type: ignore[attr-defined]
+            return answer
+
+    require_same_gradients(Answering, lambda called, seed: called(batch(seed)).logits.square().mean().backward())
+    assert "returns a Answer, whose contents are not known" in said[0].message
+
+
+def test_an_output_tells_the_name_of_the_operation_that_the_model_made_it_by() -> None:
+    called: Any = graphed(built())
+    for seed in range(4):
+        output = called(batch(seed))
+        assert output.grad_fn.name() == "AddmmBackward0"
+        output.square().mean().backward()
+    assert len(called.recordings) == 1
+
+
 class DynamicCache:
     """As transformers has one."""
 
