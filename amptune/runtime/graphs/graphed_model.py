@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from amptune.runtime.graphs.dispatch import Recordings
 from amptune.runtime.graphs.recorder import CudaRecorder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from amptune.policy.findings import Finding
     from amptune.runtime.graphs.recorder import Recorder
@@ -81,21 +82,6 @@ class GraphedModel(nn.Module):
         except AttributeError:
             return getattr(self._modules["_orig_mod"], name)
 
-    def __getitem__(self, place: Any) -> Any:
-        return self._orig_mod[place]  # type: ignore[index]
-
-    def __len__(self) -> int:
-        return len(self._orig_mod)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._orig_mod)  # type: ignore[call-overload,no-any-return]
-
-    def __contains__(self, item: Any) -> bool:
-        return item in self._orig_mod  # type: ignore[operator]
-
-    def __bool__(self) -> bool:
-        return bool(self._orig_mod)
-
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets the attributes that PyTorch gives every module on the wrapper, all others on the model."""
         if name in vars(self) or "_orig_mod" not in vars(self).get("_modules", {}):
@@ -106,18 +92,24 @@ class GraphedModel(nn.Module):
     def __delattr__(self, name: str) -> None:
         delattr(self._orig_mod, name)
 
-    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-        """Registers the buffer on the model."""
-        self._orig_mod.register_buffer(name, tensor, persistent)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Registers the parameter on the model."""
-        self._orig_mod.register_parameter(name, param)
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Adds the module to the model."""
-        self._orig_mod.add_module(name, module)
-
 
 def _itself(model: nn.Module) -> nn.Module:
     return model
+
+
+def _on_model(do: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda wrapper, *args, **kwargs: do(wrapper._orig_mod, *args, **kwargs)
+
+
+# Python looks for the first five on the class, and nn.Module would register on the wrapper.
+for _name, _do in {
+    "__getitem__": operator.getitem,
+    "__contains__": operator.contains,
+    "__len__": len,
+    "__iter__": iter,
+    "__bool__": bool,
+    "register_buffer": lambda model, *args, **kwargs: model.register_buffer(*args, **kwargs),
+    "register_parameter": lambda model, *args, **kwargs: model.register_parameter(*args, **kwargs),
+    "add_module": lambda model, *args, **kwargs: model.add_module(*args, **kwargs),
+}.items():
+    setattr(GraphedModel, _name, _on_model(_do))

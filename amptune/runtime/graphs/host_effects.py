@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amptune.errors import AmptuneError
 from amptune.runtime.graphs.host_objects import CONTAINERS, IteratorFoundError, content_of, put_back, used_by
-from amptune.runtime.graphs.model_state import HOOKS, are_same, is_foreign
+from amptune.runtime.graphs.model_state import HOOKS, are_same, changed_keys, is_foreign
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["DeviceState", "NotRecordableError", "copies_of", "obstacle_in", "without_effects", "without_repeats"]
 
@@ -170,10 +170,10 @@ def _changed(now: Any, before: Any) -> str | None:
     """Returns the place of what changed, "" for all of it, or None."""
     if not isinstance(now, dict) or not isinstance(before, dict):
         return None if are_same(now, before) else ""
-    missing = object()
-    keys: Iterable[Any] = dict.fromkeys([*before, *now])
-    changed = (_named(key) for key in keys if not are_same(now.get(key, missing), before.get(key, missing)))
-    return next(changed, None if are_same([*now], [*before]) else "")  # the order of a dictionary
+    changed = changed_keys(now, before)
+    if changed:
+        return _named(changed[0])
+    return None if are_same([*now], [*before]) else ""  # the order of a dictionary
 
 
 def _named(key: Any) -> str:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = ["FOREIGN", "HOOKS", "OF_EVERY_MODULE", "ModelState", "are_same", "is_foreign"]
+__all__ = ["FOREIGN", "HOOKS", "OF_EVERY_MODULE", "ModelState", "are_same", "changed_keys", "is_foreign"]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Attributes of every module, to which PyTorch itself writes.
@@ -60,7 +60,8 @@ class ModelState:
         self._contents = [(name, one, _items(one)) for name, one in held.values() if one]
         self._ids = [list(map(id, items)) for _, _, items in self._contents]
         tables = [table for module in self._modules for table in (module._parameters, module._buffers)]
-        self._tensors = [held for table in tables for held in table.values() if isinstance(held, torch.Tensor)]
+        named = [pair for table in tables for pair in table.items() if pair[1] is not None]
+        self._names, self._tensors = [name for name, _ in named], [held for _, held in named]
         self._places = [tensor.detach() for tensor in self._tensors]
         self._storages = {tensor.untyped_storage()._cdata for tensor in self._tensors if tensor.layout is torch.strided}
 
@@ -113,16 +114,15 @@ class ModelState:
         """Returns the names of all that changed since the snapshot, for messages."""
         names = [name or str(key) for name, one in self._empty for key in one]
         for name, container, before in self._contents:
-            names += [name or key for key in _differing(container, before)]
-        moved = [one for one, place in zip(self._tensors, self._places, strict=True) if not one.is_set_to(place)]
-        names += [
-            key
-            for module in self._modules
-            for table in (module._parameters, module._buffers)
-            for key, held in table.items()
-            if any(held is one for one in moved)
-        ]
-        if any(type(module) is not cls for module, cls in zip(self._modules, self._classes, strict=True)):
+            if hasattr(container, "values"):
+                half = len(before) // 2
+                former = dict(zip(before[:half], before[half:], strict=True))
+                names += [name or str(key) for key in changed_keys(dict(container), former)]
+            elif not are_same(_items(container), before):
+                names.append(name)
+        places = zip(self._names, self._tensors, self._places, strict=True)
+        names += [name for name, tensor, place in places if not tensor.is_set_to(place)]
+        if [*map(type, self._modules)] != self._classes:
             names.append("the class of a module")
         return ", ".join(dict.fromkeys(names)) or "flags of PyTorch"
 
@@ -155,15 +155,11 @@ def _items(container: Any) -> list[Any]:
     return [*container, *container.values()] if hasattr(container, "values") else [*container]
 
 
-def _differing(container: Any, before: list[Any]) -> list[str]:
-    """Returns the keys whose values differ; of a list only that it does."""
-    now = _items(container)
-    if not hasattr(container, "values"):
-        return [] if are_same(now, before) else ["a list"]
-    pairs = [dict(zip(items[: len(items) // 2], items[len(items) // 2 :], strict=True)) for items in (now, before)]
+def changed_keys(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> list[Any]:
+    """Returns the keys whose values differ, or that only one of both has."""
     missing = object()
-    keys = dict.fromkeys([*pairs[0], *pairs[1]])
-    return [str(key) for key in keys if not are_same(*(one.get(key, missing) for one in pairs))]
+    keys = dict.fromkeys([*before, *now])
+    return [key for key in keys if not are_same(now.get(key, missing), before.get(key, missing))]
 
 
 def _flags() -> list[Any]:
