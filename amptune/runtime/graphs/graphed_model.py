@@ -82,6 +82,9 @@ class GraphedModel(nn.Module):
         except AttributeError:
             return getattr(self._modules["_orig_mod"], name)
 
+    def __getitem__(self, place: Any) -> Any:
+        return self._orig_mod[place]  # type: ignore[index]
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets the attributes that PyTorch gives every module on the wrapper, all others on the model."""
         if name in vars(self) or "_orig_mod" not in vars(self).get("_modules", {}):
@@ -101,9 +104,8 @@ def _on_model(do: Callable[..., Any]) -> Callable[..., Any]:
     return lambda wrapper, *args, **kwargs: do(wrapper._orig_mod, *args, **kwargs)
 
 
-# Python looks for the first five on the class, and nn.Module would register on the wrapper.
-for _name, _do in {
-    "__getitem__": operator.getitem,
+# Python looks for the first four on the class, and nn.Module would register on the wrapper.
+_OF_MODEL: dict[str, Callable[..., Any]] = {
     "__contains__": operator.contains,
     "__len__": len,
     "__iter__": iter,
@@ -111,5 +113,6 @@ for _name, _do in {
     "register_buffer": lambda model, *args, **kwargs: model.register_buffer(*args, **kwargs),
     "register_parameter": lambda model, *args, **kwargs: model.register_parameter(*args, **kwargs),
     "add_module": lambda model, *args, **kwargs: model.add_module(*args, **kwargs),
-}.items():
+}
+for _name, _do in _OF_MODEL.items():
     setattr(GraphedModel, _name, _on_model(_do))

@@ -44,12 +44,70 @@ class IteratorFoundError(Exception):
     """An object whose place can neither be seen nor put back."""
 
 
-class _Kind(NamedTuple):
-    """How to read what is inside objects of some types, as {place: item} or a value, and how to write it."""
+def content_of(value: Any) -> Any:
+    """Returns what may change inside the same object: {place: item}, the state of a generator, or None.
 
-    types: Any
-    read: Callable[[Any], Any]
-    write: Callable[[Any, Any], None] = lambda _, __: None
+    Functions have their own, by `used_by`. Raises `IteratorFoundError`.
+    """
+    if isinstance(value, _VALUES) or type(value).__module__.partition(".")[0] in _NOT_LOOKED_INTO:
+        return None
+    return _kind_of(value).read(value)
+
+
+def put_back(value: Any, content: Any) -> None:
+    """Restores what was inside an object, as far as it can be written."""
+    with suppress(TypeError, AttributeError, ValueError):
+        _kind_of(value).write(value, content)
+
+
+# --- functions -----------------------------------------------------------------------------------------------------
+
+
+def used_by(function: FunctionType, methods: Mapping[str, Sequence[Any]]) -> dict[str, Any] | None:
+    """Returns what the code of a function names: globals, `methods` and other attributes of classes, and its cells."""
+    if is_foreign(function):
+        return None
+    found = {name: space[place] for name, space, place in _names_in(function) if place in space}
+    for name in function.__code__.co_names:
+        found |= {f"{name}/{place}": value for place, value in enumerate(methods.get(name, ()))}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    defaults = (function.__defaults__, function.__kwdefaults__)
+    return {**found, **{f"closure.{name}": cell for name, cell in cells}, "default arguments": defaults}
+
+
+def _names_in(function: FunctionType) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yields (name, namespace, name in it) of what may be a global of the function's module, or of one that it names.
+
+    There is none for the wrapper that a decorator of PyTorch or Python has made. A module that it names is looked into
+    if it is of the same package, or not installed, such as a script's.
+    """
+    known, names = function.__globals__, function.__code__.co_names
+    if _is_library(known):
+        return
+    modules = ((f"{name}.", vars(known[name])) for name in names if isinstance(known.get(name), ModuleType))
+    for prefix, space in (("", known), *modules):
+        is_own = _package_of(space) == _package_of(known) or "-packages" not in (space.get("__file__") or "")
+        if is_own and not _is_library(space):
+            yield from ((prefix + name, space, name) for name in names)
+
+
+def _package_of(namespace: Mapping[str, Any]) -> str:
+    return str(namespace.get("__name__")).partition(".")[0]
+
+
+def _is_library(namespace: Mapping[str, Any]) -> bool:
+    return _package_of(namespace) in (*FOREIGN, *sys.stdlib_module_names)
+
+
+def _put_names_back(function: FunctionType, content: Mapping[str, Any]) -> None:
+    for name, space, place in _names_in(function):
+        if name in content:
+            space[place] = content[name]
+        elif not isinstance(space.get(place), ModuleType):  # which an import would not set again
+            space.pop(place, None)
+
+
+# --- objects with items --------------------------------------------------------------------------------------------
 
 
 def _base_of(value: Any) -> Any:
@@ -77,15 +135,73 @@ def _in_cell(cell: CellType) -> dict[str, Any]:
     return {}
 
 
-def _referents(value: Any) -> dict[int, Any]:
-    return dict(enumerate(gc.get_referents(value)))
+def _referents(value: Any) -> dict[Any, Any]:
+    calls = {"size": tuple(value.cache_info())[1:]} if isinstance(value, functools._lru_cache_wrapper) else {}
+    return {**calls, **dict(enumerate(gc.get_referents(value)))}
 
 
-def _cached(value: Any) -> dict[Any, Any]:
-    return {"size": tuple(value.cache_info())[1:], **_referents(value)}
+# --- objects with attributes ---------------------------------------------------------------------------------------
+
+
+def _attributes_of(value: Any) -> dict[Any, Any] | None:
+    """Returns the attributes of a class or an object; None for what has no others inside."""
+    own = getattr(value, "__dict__", None)
+    if isinstance(value, type):
+        return None if is_foreign(value) else {k: v for k, v in vars(value).items() if not isinstance(v, _CODE)}
+    found = dict(own) if isinstance(own, dict) else {}
+    if isinstance(value, nn.Module):
+        return {name: item for name, item in found.items() if name not in OF_EVERY_MODULE or name in _TABLES}
+    if isinstance(value, torch.Tensor):
+        return found or None
+    slots = _slots_of(type(value))
+    for name in slots:
+        with suppress(AttributeError):  # an empty one
+            found[name] = object.__getattribute__(value, name)
+    return found if slots or own is not None else None
+
+
+def _slots_of(kind: type) -> list[str]:
+    return [name for cls in kind.__mro__ for name, item in vars(cls).items() if isinstance(item, MemberDescriptorType)]
+
+
+def _set_attributes(value: Any, content: Mapping[str, Any]) -> None:
+    """Writes what changed, past a class's own `__setattr__` and properties."""
+    now, missing = _attributes_of(value) or {}, object()
+    is_class = isinstance(value, type)
+    base: Any = type if is_class else object
+    slots = _slots_of(type(value))
+    for name in dict.fromkeys([*now, *content]):
+        item = content.get(name, missing)
+        if item is missing:
+            base.__delattr__(value, name) if is_class or name in slots else vars(value).pop(name)
+        elif now.get(name, missing) is not item:
+            base.__setattr__(value, name, item) if is_class or name in slots else vars(value).update({name: item})
+
+
+# --- kinds of objects ----------------------------------------------------------------------------------------------
+
+
+def _iterates(_: Any) -> None:
+    raise IteratorFoundError
+
+
+def _bits_of(value: Any) -> Any:
+    """Returns the bit generator of a random generator of NumPy, or None."""
+    if type(value).__module__.partition(".")[0] != "numpy":
+        return None
+    return getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
+
+
+class _Kind(NamedTuple):
+    """How to read what is inside objects of some types, as {place: item} or a value, and how to write it."""
+
+    types: Any  # or a function that tells if an object is of the kind
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], Any] = lambda _, __: None
 
 
 _KINDS = (
+    _Kind(FunctionType, _attributes_of, _put_names_back),
     _Kind(random.Random, random.Random.getstate, random.Random.setstate),
     _Kind(
         torch.Generator,
@@ -104,133 +220,24 @@ _KINDS = (
         lambda value: {"value": value.get(None)},
         lambda value, content: value.set(content["value"]),
     ),
-    _Kind(functools._lru_cache_wrapper, _cached),
-    _Kind((staticmethod, classmethod, property, functools.partial), _referents),
+    _Kind((functools._lru_cache_wrapper, staticmethod, classmethod, property, functools.partial), _referents),
+    _Kind(
+        lambda value: (type(value).__module__, type(value).__name__) == ("numpy", "ndarray"),
+        lambda value: value.tobytes() if value.nbytes <= _SMALL_BYTES else None,
+        lambda value, content: value.__setitem__(..., type(value)(value.shape, value.dtype, content)),
+    ),
+    _Kind(
+        lambda value: _bits_of(value) is not None,
+        lambda value: pickle.dumps(_bits_of(value).state),
+        lambda value, content: setattr(_bits_of(value), "state", pickle.loads(content)),  # noqa: S301  # made above
+    ),
+    _Kind(lambda value: hasattr(type(value), "__next__"), _iterates),
+    _Kind(object, _attributes_of, _set_attributes),
 )
 
 
-def content_of(value: Any) -> Any:
-    """Returns what may change inside the same object: {place: item}, the state of a generator, or None.
+def _kind_of(value: Any) -> _Kind:
+    def is_of(types: Any) -> Any:
+        return types(value) if isinstance(types, FunctionType) else isinstance(value, types)
 
-    Functions have their own, by `used_by`. Raises `IteratorFoundError`.
-    """
-    if isinstance(value, _VALUES) or type(value).__module__.partition(".")[0] in _NOT_LOOKED_INTO:
-        return None
-    kind = next((kind for kind in _KINDS if isinstance(value, kind.types)), None)
-    if kind is not None:
-        return kind.read(value)
-    if _is_array(value):
-        return value.tobytes() if value.nbytes <= _SMALL_BYTES else None
-    if (bits := _numpy_bits(value)) is not None:
-        return pickle.dumps(bits.state)
-    if hasattr(type(value), "__next__"):
-        raise IteratorFoundError
-    return _attributes_of(value)
-
-
-def used_by(function: FunctionType, methods: Mapping[str, Sequence[Any]]) -> dict[str, Any] | None:
-    """Returns what the code of a function names: globals, `methods` and other attributes of classes, and its cells."""
-    if is_foreign(function):
-        return None
-    found = {name: space[place] for name, space, place in _names_in(function) if place in space}
-    for name in function.__code__.co_names:
-        found |= {f"{name}/{place}": value for place, value in enumerate(methods.get(name, ()))}
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    found |= {f"closure.{name}": cell for name, cell in cells.items()}
-    return {**found, "default arguments": (function.__defaults__, function.__kwdefaults__)}
-
-
-def _names_in(function: FunctionType) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yields (name, namespace, name in it) of what may be a global of the function's module, or of one that it names.
-
-    There is none for the wrapper that a decorator of PyTorch or Python has made.
-    """
-    known, names = function.__globals__, function.__code__.co_names
-    if not _is_library(known):
-        yield from ((name, known, name) for name in names)
-        for module in names:
-            value = known.get(module)
-            if isinstance(value, ModuleType) and not _is_library(vars(value)) and _is_own(value, known):
-                yield from ((f"{module}.{name}", vars(value), name) for name in names)
-
-
-def _is_own(module: ModuleType, known: Mapping[str, Any]) -> bool:
-    """Returns True for a module of the package that `known` is of, or one that is not installed, such as a script's."""
-    packages = [str(name).partition(".")[0] for name in (module.__name__, known.get("__name__"))]
-    return packages[0] == packages[1] or "-packages" not in (getattr(module, "__file__", None) or "")
-
-
-def _is_library(namespace: Mapping[str, Any]) -> bool:
-    return str(namespace.get("__name__")).partition(".")[0] in (*FOREIGN, *sys.stdlib_module_names)
-
-
-def put_back(value: Any, content: Any) -> None:
-    """Restores what was inside an object, as far as it can be written."""
-    kind = next((kind for kind in _KINDS if isinstance(value, kind.types)), None)
-    with suppress(TypeError, AttributeError, ValueError):
-        if isinstance(value, FunctionType):
-            for name, space, place in _names_in(value):
-                if name in content:
-                    space[place] = content[name]
-                elif not isinstance(space.get(place), ModuleType):  # which an import would not set again
-                    space.pop(place, None)
-        elif kind is not None:
-            kind.write(value, content)
-        elif _is_array(value):
-            value[...] = type(value)(value.shape, value.dtype, content)
-        elif (bits := _numpy_bits(value)) is not None:
-            bits.state = pickle.loads(content)  # noqa: S301  # made above
-        elif isinstance(content, dict):
-            _set_attributes(value, content)
-
-
-def _is_array(value: Any) -> bool:
-    return (type(value).__module__, type(value).__name__) == ("numpy", "ndarray")
-
-
-def _numpy_bits(value: Any) -> Any:
-    """Returns the bit generator of a random generator of NumPy, or None."""
-    if type(value).__module__.partition(".")[0] != "numpy":
-        return None
-    return getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
-
-
-def _attributes_of(value: Any) -> dict[Any, Any] | None:
-    """Returns the attributes of a class or an object; None for what has no others inside."""
-    if isinstance(value, type):
-        return None if is_foreign(value) else {k: v for k, v in vars(value).items() if not isinstance(v, _CODE)}
-    own = getattr(value, "__dict__", None)
-    found = dict(own) if isinstance(own, dict) else {}
-    if isinstance(value, nn.Module):
-        return {name: item for name, item in found.items() if name not in OF_EVERY_MODULE or name in _TABLES}
-    if isinstance(value, torch.Tensor):
-        return found or None
-    slots = [name for cls in type(value).__mro__ if "__slots__" in vars(cls) for name in _slots_of(cls)]
-    for name in slots:
-        with suppress(AttributeError):  # an empty one
-            found[name] = object.__getattribute__(value, name)
-    return found if slots or own is not None else None
-
-
-def _slots_of(cls: type) -> list[str]:
-    return [name for name, item in vars(cls).items() if isinstance(item, MemberDescriptorType)]
-
-
-def _set_attributes(value: Any, content: Mapping[str, Any]) -> None:
-    """Writes what changed, past a class's own `__setattr__` and properties."""
-    now = _attributes_of(value) or {}
-    base: Any = type if isinstance(value, type) else object
-    own = {} if isinstance(value, type) else getattr(value, "__dict__", {})
-    for name in [name for name in now if name not in content]:
-        if name in own:
-            del own[name]
-        else:
-            base.__delattr__(value, name)
-    slots = {name for cls in type(value).__mro__ for name in _slots_of(cls)}
-    for name, item in content.items():
-        if name in now and now[name] is item:
-            continue
-        if base is type or name in slots:
-            base.__setattr__(value, name, item)
-        else:
-            own[name] = item
+    return next(kind for kind in _KINDS if is_of(kind.types))

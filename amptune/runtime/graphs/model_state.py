@@ -60,7 +60,7 @@ class ModelState:
         self._contents = [(name, one, _items(one)) for name, one in held.values() if one]
         self._ids = [list(map(id, items)) for _, _, items in self._contents]
         tables = [table for module in self._modules for table in (module._parameters, module._buffers)]
-        named = [pair for table in tables for pair in table.items() if pair[1] is not None]
+        named = [(name, held) for table in tables for name, held in table.items() if held is not None]
         self._names, self._tensors = [name for name, _ in named], [held for _, held in named]
         self._places = [tensor.detach() for tensor in self._tensors]
         self._storages = {tensor.untyped_storage()._cdata for tensor in self._tensors if tensor.layout is torch.strided}
