@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import accumulate, groupby, pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,14 +27,7 @@ if TYPE_CHECKING:
 
     from amptune.runtime.graphs.recorder import Recorder
 
-__all__ = ["OwnPass", "Recording", "UnusualError"]
-
-
-class OwnPass(Protocol):
-    """A call of the model itself for tensors like those it was given, as the loop would make it."""
-
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Returns what the model returns."""
+__all__ = ["Recording", "UnusualError"]
 
 
 class UnusualError(Exception):
@@ -42,15 +35,16 @@ class UnusualError(Exception):
 
 
 class Recording:
-    """The recorded forward and backward pass of `own` for tensors like `inputs`, with the weights at their addresses.
+    """The recorded forward and backward pass of a model for tensors like `inputs`, with the weights at their addresses.
 
+    `own` calls the model itself for such tensors, as the loop would, and returns what it returns.
     `of_outputs` are gradients of outputs, by place: those from which the backward pass begins. Raises
     `NotRecordableError`, or any error of the model.
     """
 
     def __init__(
         self,
-        own: OwnPass,
+        own: Callable[[Sequence[torch.Tensor]], Any],
         model: nn.Module,
         inputs: Sequence[torch.Tensor],
         of_outputs: Mapping[int, torch.Tensor],

@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
 from amptune.runtime.graphs.capture import Recording, UnusualError
 from amptune.runtime.graphs.check import CHECK_EVERY, LAST_DOUBLED, Check, Checks
 from amptune.runtime.graphs.host_effects import NotRecordableError, obstacle_in
-from amptune.runtime.graphs.model_state import ModelState
+from amptune.runtime.graphs.model_state import ModelState, is_observed
 from amptune.runtime.graphs.replayed_pass import NO_MEMORY, ReplayedPass
 from amptune.runtime.graphs.seen_pass import SeenPass
-from amptune.runtime.graphs.signature import PassKind, Signature, arguments_of, call
+from amptune.runtime.graphs.signature import PassKind, Signature, arguments_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from amptune.runtime.graphs.recorder import Recorder
 
@@ -118,10 +117,11 @@ class Recordings:
 
     def _may_replay(self) -> bool:
         """Returns False if the model runs itself, whatever it is given."""
-        self._thread = self._thread or threading.get_ident()
         given_up = self._has_ended or (self.why_not is not None and not self._recorded)
-        trains = self.model.training and torch.is_grad_enabled() and threading.get_ident() == self._thread
-        return trains and not given_up and not _is_observed()
+        if given_up or not (self.model.training and torch.is_grad_enabled()):
+            return False
+        self._thread = self._thread or threading.get_ident()
+        return threading.get_ident() == self._thread and not is_observed()
 
     def _replayed(self, recording: Recording, tensors: Sequence[torch.Tensor], own: Callable[[], Any]) -> Any:
         """Returns what a replay or, if it is to be compared with that, the model returns; else `_NOTHING`."""
@@ -162,7 +162,8 @@ class Recordings:
                 self._seen = [seen, *(one for one in self._seen if one.kind != kind)][:MOST_SEEN]
                 return seen
             seen.require_one_pass()
-            recording = self._record(tensors, kind, seen.gradients)
+            own = kind.caller(self.model, self.device_type)
+            recording = Recording(own, self.model, tensors, seen.gradients, self.recorder(tensors[0].device))
         except Exception as error:  # noqa: BLE001  # the user's code may raise anything: it will in its own forward too
             self._give_up(error)
             return None
@@ -201,20 +202,6 @@ class Recordings:
         self.forget()
         if self._wasted >= MOST_WASTED or self._unsettled >= MOST_UNSETTLED:
             raise NotRecordableError(f"meets a changed model again and again ({changed})")
-
-    def _record(
-        self, inputs: Sequence[torch.Tensor], kind: PassKind, of_outputs: Mapping[int, torch.Tensor]
-    ) -> Recording:
-        """Returns a recording that does not refer to this object: its memory is free as soon as the wrapper is."""
-        model, device_type = self.model, self.device_type
-        enabled, dtype = kind.autocast
-        cached = torch.is_autocast_cache_enabled()
-
-        def own(tensors: Sequence[torch.Tensor]) -> Any:
-            with torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cached):
-                return call(model, kind.arguments, tensors)
-
-        return Recording(own, model, inputs, of_outputs, self.recorder(inputs[0].device))
 
     def _compared(self, recording: Recording, tensors: Sequence[torch.Tensor], own: Callable[[], Any]) -> Any:
         """Returns what the model's own pass returns, which a replay is compared with. May raise `OutOfMemoryError`."""
@@ -298,22 +285,6 @@ class Recordings:
             return
         never = "its training never calls the model with tensors on the GPU, and so nothing is recorded as a CUDA graph"
         raise PolicyApplyError(never if self.why_not is None else self.why_not.message) from self._out_of_memory
-
-
-def _is_observed() -> bool:
-    """Returns True if something observes the pass that a replay would leave out or disturb, or may do so."""
-    autograd, functorch = torch._C._autograd, torch._C._functorch
-    hooks = getattr(autograd, "_top_saved_tensors_default_hooks", None)
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._current_graph_task_id() != -1  # in a backward pass, where checkpointing computes again
-        or functorch.peek_interpreter_stack() is not None
-        or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-        or parametrize._cache_enabled > 0
-        or hooks is None
-        or hooks(False) is not None
-        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
-    )
 
 
 def _stop(recordings: weakref.ref[Recordings], reason: str) -> None:

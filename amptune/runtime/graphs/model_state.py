@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = ["FOREIGN", "HOOKS", "OF_EVERY_MODULE", "ModelState", "are_same", "changed_keys", "is_foreign"]
+__all__ = [
+    *("FOREIGN", "HOOKS", "OF_EVERY_MODULE"),
+    *("ModelState", "are_same", "changed_keys", "is_foreign", "is_observed"),
+]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Attributes of every module, to which PyTorch itself writes.
@@ -125,6 +129,22 @@ class ModelState:
         if [*map(type, self._modules)] != self._classes:
             names.append("the class of a module")
         return ", ".join(dict.fromkeys(names)) or "flags of PyTorch"
+
+
+def is_observed() -> bool:
+    """Returns True if something observes the pass that a replay would leave out or disturb, or may do so."""
+    autograd, functorch = torch._C._autograd, torch._C._functorch
+    hooks = getattr(autograd, "_top_saved_tensors_default_hooks", None)
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._current_graph_task_id() != -1  # in a backward pass, where checkpointing computes again
+        or functorch.peek_interpreter_stack() is not None
+        or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+        or parametrize._cache_enabled > 0
+        or hooks is None
+        or hooks(False) is not None
+        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
+    )
 
 
 def is_foreign(named: Any) -> bool:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from amptune.runtime.graphs.host_effects import NotRecordableError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-__all__ = ["PassKind", "Signature", "arguments_of", "call", "outputs_of"]
+__all__ = ["PassKind", "Signature", "arguments_of", "outputs_of"]
 
 # Types beside tensors: every replay is given and returns the recorded value.
 _CONSTANTS = (type(None), bool, int, float, str)
@@ -47,11 +47,17 @@ class Signature:
 
     leaves: tuple[_Tensor | _Constant, ...]
     structure: TreeSpec
+    dataclass: type | None = None
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Returns the structure with these tensors in it."""
         leaves = [tensors[leaf.place] if isinstance(leaf, _Tensor) else leaf.value for leaf in self.leaves]
-        return tree_unflatten(leaves, self.structure)
+        value = tree_unflatten(leaves, self.structure)
+        if self.dataclass is None:
+            return value
+        made: Any = object.__new__(self.dataclass)
+        vars(made).update(value)
+        return made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +67,26 @@ class PassKind:
     arguments: Signature
     autocast: tuple[bool, torch.dtype]
     trained: tuple[bool, ...]
+
+    def caller(self, model: nn.Module, device_type: str) -> Callable[[Sequence[torch.Tensor]], Any]:
+        """Returns a function that calls the model with other tensors, as the loop calls it now.
+
+        It raises `NotRecordableError` if the model changes the lists or dictionaries that it is given.
+        """
+        enabled, dtype = self.autocast
+        cached = torch.is_autocast_cache_enabled()
+
+        def called(tensors: Sequence[torch.Tensor]) -> Any:
+            given = args, kwargs = self.arguments.filled(tensors)
+            leaves, structure = tree_flatten(given)
+            with torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cached):
+                returned = model(*args, **kwargs)
+            after, now = tree_flatten(given)
+            if now != structure or any(one is not other for one, other in zip(leaves, after, strict=True)):
+                raise NotRecordableError("changes the lists or dictionaries that it is given")
+            return returned
+
+        return called
 
 
 def arguments_of(
@@ -79,23 +105,13 @@ def arguments_of(
     return _signature(leaves, structure, tensors, strides=True), tensors
 
 
-def call(model: nn.Module, arguments: Signature, tensors: Sequence[torch.Tensor]) -> Any:
-    """Calls the model with `tensors` in place of those that the arguments were taken from."""
-    given = args, kwargs = arguments.filled(tensors)
-    leaves, structure = tree_flatten(given)
-    returned = model(*args, **kwargs)
-    after, now = tree_flatten(given)
-    if now != structure or any(one is not other for one, other in zip(leaves, after, strict=True)):
-        raise NotRecordableError("changes the lists or dictionaries that it is given")
-    return returned
-
-
 def outputs_of(returned: Any) -> tuple[Signature, list[torch.Tensor]]:
     """Returns the signature, and each tensor once.
 
     Raises `NotRecordableError` for an unknown type, or a tensor that is sparse or has attributes.
     """
-    leaves, structure = tree_flatten(_opened(returned))
+    kind = type(returned) if _is_plain_data(returned) else None
+    leaves, structure = tree_flatten(returned if kind is None else vars(returned))
     strange = next((leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_CONSTANTS))), None)
     if strange is not None:
         name = type(strange).__name__
@@ -106,7 +122,7 @@ def outputs_of(returned: Any) -> tuple[Signature, list[torch.Tensor]]:
         raise NotRecordableError("returns a tensor with attributes of its own")
     if any(one.layout is not torch.strided for one in tensors):
         raise NotRecordableError("has tensors that are sparse")
-    return _signature(leaves, structure, tensors, strides=False), tensors
+    return replace(_signature(leaves, structure, tensors, strides=False), dataclass=kind), tensors
 
 
 def _tensors_among(leaves: Sequence[Any]) -> list[torch.Tensor]:
@@ -124,37 +140,8 @@ def _signature(
     return Signature(tuple(parts), structure)
 
 
-class _Opened:
-    """A dataclass that PyTorch can take apart; it is put together as what it was."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _opened(value: Any) -> Any:
-    return tree_map(lambda leaf: _Opened(leaf) if _is_plain_data(leaf) else leaf, value)
-
-
 def _is_plain_data(value: Any) -> bool:
-    """Returns True for a dataclass whose fields are all that it holds."""
-    kind = type(value)
-    if not dataclasses.is_dataclass(kind) or kind.__new__ is not object.__new__:
-        return False
-    names = [one.name for one in dataclasses.fields(kind)]
-    return all(hasattr(value, name) for name in names) and set(getattr(value, "__dict__", ())) <= set(names)
-
-
-def _taken_apart(opened: _Opened) -> tuple[list[Any], Any]:
-    names = [one.name for one in dataclasses.fields(opened.value)]
-    return [_opened(getattr(opened.value, name)) for name in names], (type(opened.value), names)
-
-
-def _put_together(values: Any, context: Any) -> Any:
-    kind, names = context
-    made = object.__new__(kind)
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)  # a frozen one too
-    return made
-
-
-register_pytree_node(_Opened, _taken_apart, _put_together)
+    """Returns True for a dataclass that holds its fields and nothing else, in no other built-in type."""
+    kind, held = type(value), getattr(value, "__dict__", None)
+    is_one = dataclasses.is_dataclass(kind) and kind.__new__ is object.__new__
+    return is_one and held is not None and held.keys() == {one.name for one in dataclasses.fields(kind)}

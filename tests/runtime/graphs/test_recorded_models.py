@@ -393,29 +393,23 @@ def test_a_lazy_model_is_recorded_once_it_is_built() -> None:
     called.recordings.require_some()
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    mean: torch.Tensor
-    name: str = "sizes"
-
-
-@dataclass
+@dataclass(frozen=True)
 class Answer:
     logits: torch.Tensor
-    others: list[Sizes]
+    others: list[torch.Tensor]
     scale: float = 0.5
 
 
-def test_outputs_in_dataclasses_come_back_in_those() -> None:
+def test_outputs_in_a_dataclass_come_back_in_one() -> None:
     class Answering(Net):
         def forward(self, x: torch.Tensor) -> Any:
             logits = super().forward(x)
-            return Answer(logits, [Sizes(logits.detach().mean())])
+            return Answer(logits, [logits.detach().mean()])
 
     def backward(called: Any, seed: int) -> None:
         answer = called(batch(seed))
-        assert (type(answer), answer.scale, answer.others[0].name) == (Answer, 0.5, "sizes")
-        (answer.logits - answer.others[0].mean).square().mean().backward()
+        assert (type(answer), answer.scale) == (Answer, 0.5)
+        (answer.logits - answer.others[0]).square().mean().backward()
 
     called = require_same_gradients(Answering, backward)
     assert len(called.recordings) == 1
@@ -425,7 +419,7 @@ def test_a_dataclass_with_more_than_its_fields_is_not_recorded() -> None:
     class Answering(Net):
         def forward(self, x: torch.Tensor) -> Any:
             answer = Answer(super().forward(x), [])
-            answer.kept = "more"  # type: ignore[attr-defined]
+            vars(answer)["kept"] = "more"
             return answer
 
     require_same_gradients(Answering, lambda called, seed: called(batch(seed)).logits.square().mean().backward())
