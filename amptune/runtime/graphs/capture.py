@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amptune.runtime.graphs.differences import Limits, named_buffers, named_gradients, named_outputs
+from amptune.runtime.graphs.differences import Limits, named_gradients, named_results
 from amptune.runtime.graphs.host_effects import DeviceState, NotRecordableError, without_effects, without_repeats
 from amptune.runtime.graphs.proxy_weights import with_proxies, without_hooks
 from amptune.runtime.graphs.seen_pass import name_of_node
@@ -149,7 +149,7 @@ class Recording:
         found = torch.autograd.grad([*ends.values()], edges([*ends.values()]), starts, allow_unused=True)
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         gradients = named_gradients(self.model, zip(weights, found, strict=True))
-        return {**named_outputs(outputs), **named_buffers(buffers), **gradients}
+        return {**named_results(outputs, buffers), **gradients}
 
     def _limits(self, first: Mapping[str, torch.Tensor], another: Callable[[], Mapping[str, torch.Tensor]]) -> Limits:
         return Limits.of(first, another, self.inputs, [*self.of_outputs.values()], self.model)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amptune.runtime.graphs.differences import named_buffers, named_outputs, relative_differences
+from amptune.runtime.graphs.differences import named_results, relative_differences
 from amptune.runtime.graphs.host_effects import DeviceState, NotRecordableError, copies_of
 from amptune.runtime.graphs.replayed_pass import ReplayedPass
 from amptune.runtime.graphs.signature import outputs_of
@@ -66,7 +66,7 @@ class Check:
         replay = ReplayedPass(recording, tensors, self._end)
         buffers = dict(recording.model.named_buffers())
         after = dict(zip(buffers, copies_of([*buffers.values()]), strict=True))
-        replayed = {**named_outputs(recording.outputs()), **named_buffers(after)}
+        replayed = named_results(recording.outputs(), after)
         put_back()
         returned = own()
         try:
@@ -74,7 +74,7 @@ class Check:
             is_alike = signature == recording.returns
         except NotRecordableError:
             is_alike, outputs = False, []
-        found = {**named_outputs(outputs), **named_buffers(dict(recording.model.named_buffers()))}
+        found = named_results(outputs, dict(recording.model.named_buffers()))
         if not (is_alike and _are_alike(found, replayed)):
             self.differing["what it returns"] = _ANOTHER
             replay.over = True

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["Limits", "named_buffers", "named_gradients", "named_outputs", "relative_differences"]
+__all__ = ["Limits", "named_gradients", "named_results", "relative_differences"]
 
 _OUTPUT = "output"
 
@@ -24,14 +24,11 @@ SLACK, LEAST = 4.0, 1e-5
 _KEPT = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def named_outputs(outputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the outputs by a name for messages."""
-    return {f"{_OUTPUT} {number}": output.detach() for number, output in enumerate(outputs, 1)}
-
-
-def named_buffers(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns buffers by a name for messages."""
-    return {f"the buffer {name}": buffer.detach() for name, buffer in buffers.items()}
+def named_results(outputs: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns outputs and buffers by a name for messages."""
+    by_name = {f"{_OUTPUT} {number}": one for number, one in enumerate(outputs, 1)}
+    by_name |= {f"the buffer {name}": one for name, one in buffers.items()}
+    return {name: one.detach() for name, one in by_name.items()}
 
 
 def named_gradients(

@@ -24,13 +24,10 @@ __all__ = ["GraphedModel"]
 class GraphedModel(nn.Module):
     """A wrapper of `model` that replays recorded training passes; all other passes run the model itself.
 
-    A pass is recorded when its inputs' shapes come for the second time. It is replayed as long as the model has the
-    same modules and attributes, its weights lie at the same addresses, modules are in the same mode, and autocast is
-    unchanged; now and then it is compared with the model's own pass, which then is the one that trains. The model
-    itself runs in evaluation, without gradients, and while a backward pass may still need the tensors of the last
-    forward pass. If a pass cannot be recorded, or a replay differs, `say` gets one finding, and the model itself runs
-    from then on; as it does, for the same batch, if a backward pass comes that was not recorded (create_graph,
-    retain_graph, other outputs in the loss).
+    A pass is recorded when its inputs' shapes come for the second time, and is now and then compared with the model's
+    own, which then is the one that trains. The model itself runs in evaluation, without gradients, after a change, and
+    while a backward pass may still need the tensors of the last forward pass. If a pass cannot be recorded, or a replay
+    differs, or a backward pass comes that was not recorded, `say` gets one finding, and the model runs from then on.
 
     Attributes are read from and written to the model. As with `torch.compile`, the wrapper's state_dict has another
     prefix: save the model's own.
