@@ -127,6 +127,10 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body, self.head = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, CLASSES)
+        self.build()
+
+    def build(self) -> None:
+        """Adds to the layers what a case is about."""
 
     if TYPE_CHECKING:
 

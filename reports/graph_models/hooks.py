@@ -16,6 +16,7 @@ from graph_models.case import (
     EVENT_AT,
     Net,
     Training,
+    add,
     event_case,
     fading,
     loss_case,
@@ -47,37 +48,32 @@ def _halved_gradient(_: nn.Module, gradients: Any, __: Any) -> Any:
 
 @model_case(HOOKS)
 class ForwardHook(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.body.register_forward_hook(_halved)
 
 
 @model_case(HOOKS)
 class ForwardPreHook(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.body.register_forward_pre_hook(_halved_input)
 
 
 @model_case(HOOKS)
 class BackwardHook(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.body.register_full_backward_hook(_halved_gradient)
         self.head.register_full_backward_hook(_halved_gradient)
 
 
 @model_case(HOOKS)
 class BackwardPreHook(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.head.register_full_backward_pre_hook(lambda _, gradients: _halved_gradient(self, gradients, None))
 
 
 @model_case(HOOKS)
 class HookOnWeight(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.body.weight.register_hook(lambda gradient: gradient * 0.5)
 
 
@@ -85,8 +81,7 @@ class HookOnWeight(Net):
 class CountingHook(Net):
     """Its hook does something else with each call."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         calls: list[int] = []
 
         def fade(_: nn.Module, __: Any, output: Tensor) -> Tensor:
@@ -98,8 +93,7 @@ class CountingHook(Net):
 
 @model_case(HOOKS)
 class CountingHookOnWeight(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         calls: list[int] = []
 
         def fade(gradient: Tensor) -> Tensor:
@@ -113,8 +107,7 @@ class CountingHookOnWeight(Net):
 class HookOnHidden(Net):
     """A hook on a tensor inside, which changes its gradient from the host."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.calls = [0]
 
     def forward(self, x: Tensor) -> Any:
@@ -221,15 +214,9 @@ def global_backward_hook_comes_and_goes(training: Training) -> None:
     _or_removed(training, lambda: torch_module.register_module_full_backward_hook(halved_if_any))
 
 
-@event_case(HOOKS, model=ForwardHook)
-def first_hook_removed(training: Training) -> None:
-    training.model.body._forward_hooks.clear()
-
-
-@event_case(HOOKS)
-def hook_on_what_is_called(training: Training) -> None:
-    """Registered on the wrapper, not on the model."""
-    training.called.register_forward_hook(_halved)
+add(HOOKS, "first_hook_removed", model=ForwardHook, event=lambda t: t.model.body._forward_hooks.clear())
+# Registered on the wrapper, not on the model.
+add(HOOKS, "hook_on_what_is_called", event=lambda t: t.called.register_forward_hook(_halved))
 
 
 @event_case(HOOKS)
@@ -317,8 +304,7 @@ class SavesOnHost(Net):
 
 @model_case(HOOKS)
 class PacksInside(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.packed: list[int] = []
 
     def forward(self, x: Tensor) -> Any:

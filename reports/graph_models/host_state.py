@@ -16,6 +16,7 @@ import types
 import weakref
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping
+from operator import setitem
 from typing import Any, ClassVar
 
 import numpy as np
@@ -47,6 +48,29 @@ LATE = 20  # a call after which a counter begins to matter
 # --- what the forward pass itself advances -------------------------------------------------------------------------
 
 
+class Held(GainNet):
+    """Its gain is what `read` makes of what it holds."""
+
+    def __init__(self, hold: Callable[[], Any], read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.held, self.read = hold(), read
+
+    def gain(self) -> Any:
+        return self.read(self.held)
+
+
+def gain_case(name: str, hold: Callable[[], Any], read: Callable[[Any], Any]) -> None:
+    add(HOST, name, model=functools.partial(Held, hold, read))
+
+
+def one_more(holder: Any, place: Any) -> int:
+    """Adds one to an item or an attribute, and returns it."""
+    is_item = hasattr(holder, "__getitem__")
+    number: int = (holder[place] if is_item else getattr(holder, place)) + 1
+    setitem(holder, place, number) if is_item else setattr(holder, place, number)
+    return number
+
+
 class FadingLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -59,8 +83,7 @@ class FadingLoss(nn.Module):
 
 @model_case(HOST)
 class LossModuleInDict(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.losses = {"size": [FadingLoss()]}
 
     def forward(self, x: Tensor) -> Any:
@@ -69,8 +92,7 @@ class LossModuleInDict(Net):
 
 @model_case(HOST)
 class LossModuleInClosure(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         loss = FadingLoss()
         self.loss = lambda logits: loss(logits)
 
@@ -82,8 +104,7 @@ class LossModuleInClosure(Net):
 class ClassAttributeCounts(GainNet):
     calls: ClassVar[int] = 0
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         type(self).calls = 0
 
     def gain(self) -> float:
@@ -102,14 +123,7 @@ def _counting() -> Callable[[], int]:
     return count
 
 
-@model_case(HOST)
-class ClosureCounts(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = _counting()
-
-    def gain(self) -> float:
-        return fading(self.count())
+gain_case("closure_counts", _counting, lambda held: fading(held()))
 
 
 GLOBALS: dict[str, Any] = {"calls": 0, "gain": 1.0, "wait": False}
@@ -117,8 +131,7 @@ GLOBALS: dict[str, Any] = {"calls": 0, "gain": 1.0, "wait": False}
 
 @model_case(HOST)
 class GlobalCounts(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         GLOBALS["calls"] = 0
 
     def gain(self) -> float:
@@ -126,16 +139,12 @@ class GlobalCounts(GainNet):
         return fading(GLOBALS["calls"])
 
 
-@model_case(HOST)
-class NumpyGlobalGenerator(GainNet):
-    def gain(self) -> float:
-        return 0.5 + float(np.random.rand())
+gain_case("numpy_global_generator", list, lambda _: 0.5 + float(np.random.rand()))
 
 
 @model_case(HOST)
 class NumpyGeneratorInClosure(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         generator = np.random.default_rng(0)
         self.draw = lambda: 0.5 + generator.random()
 
@@ -143,10 +152,7 @@ class NumpyGeneratorInClosure(GainNet):
         return self.draw()
 
 
-@model_case(HOST)
-class PythonGenerator(GainNet):
-    def gain(self) -> float:
-        return 0.5 + random.random()  # noqa: S311
+gain_case("python_generator", list, lambda _: 0.5 + random.random())  # noqa: S311
 
 
 class _Slots:
@@ -156,31 +162,13 @@ class _Slots:
         self.calls, self.gain, self.generator = 0, 1.0, random.Random(0)  # noqa: S311
 
 
-@model_case(HOST)
-class PythonGeneratorInSlots(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
-        self.state = _Slots()
-
-    def gain(self) -> float:
-        return 0.5 + self.state.generator.random()
-
-
-@model_case(HOST)
-class CounterInSlots(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
-        self.state = _Slots()
-
-    def gain(self) -> float:
-        self.state.calls += 1
-        return fading(self.state.calls)
+gain_case("python_generator_in_slots", _Slots, lambda held: 0.5 + held.generator.random())
+gain_case("counter_in_slots", _Slots, lambda held: fading(one_more(held, "calls")))
 
 
 @model_case(HOST)
 class GeneratorOfTorchInClosure(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         generator = torch.Generator("cpu").manual_seed(0)
         self.draw = lambda: float(torch.rand((), generator=generator, device="cpu"))
 
@@ -188,40 +176,14 @@ class GeneratorOfTorchInClosure(GainNet):
         return 0.5 + self.draw()
 
 
-@model_case(HOST)
-class IteratorAdvances(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gains = itertools.cycle([1.0, 0.5, 0.25])
-
-    def gain(self) -> float:
-        return next(self.gains)
-
-
-@model_case(HOST)
-class GeneratorFunctionAdvances(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gains = [numbers(1.0, 0.5, 0.25)]
-
-    def gain(self) -> float:
-        return next(self.gains[0])
-
-
-@model_case(HOST)
-class ItertoolsCountInDefault(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = functools.partial(next, itertools.count())
-
-    def gain(self) -> float:
-        return fading(self.count())
+gain_case("iterator_advances", lambda: itertools.cycle([1.0, 0.5, 0.25]), next)
+gain_case("generator_function_advances", lambda: [numbers(1.0, 0.5, 0.25)], lambda held: next(held[0]))
+gain_case("itertools_count_in_default", lambda: functools.partial(next, itertools.count()), lambda held: fading(held()))
 
 
 @model_case(HOST)
 class AttributeCounts(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.calls = 0
 
     def gain(self) -> float:
@@ -229,22 +191,13 @@ class AttributeCounts(GainNet):
         return fading(self.calls)
 
 
-@model_case(HOST)
-class CounterMattersLate(GainNet):
-    """Its counter is where inspection does not look, and changes nothing at first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = _counting()
-
-    def gain(self) -> float:
-        return 0.25 if self.count() > LATE else 1.0
+# Its counter is where inspection does not look, and changes nothing at first.
+gain_case("counter_matters_late", _counting, lambda held: 0.25 if held() > LATE else 1.0)
 
 
 @model_case(HOST)
 class TemperatureFalls(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.temperature = 2.0
 
     def gain(self) -> float:
@@ -254,8 +207,7 @@ class TemperatureFalls(GainNet):
 
 @model_case(HOST)
 class MutableDefault(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         (calls,) = vars(type(self))["counted"].__defaults__
         calls.clear()
 
@@ -274,31 +226,21 @@ def _stage() -> float:
 
 @model_case(HOST)
 class FunctionAttributeCounts(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         vars(_stage)["calls"] = 0
 
     def gain(self) -> float:
         return _stage()
 
 
-@model_case(HOST)
-class ArrayChangesInPlace(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gains = np.ones(2)
-
-    def gain(self) -> float:
-        self.gains[0] *= 0.95
-        return float(self.gains[0])
+gain_case("array_changes_in_place", lambda: np.ones(2), lambda held: float(np.multiply(held, 0.95, out=held)[0]))
 
 
 @model_case(HOST)
 class BytesOfTheHost(GainNet):
     """A counter in an array, one in ctypes, and one in a bytearray."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.kept = (array.array("i", [0]), ctypes.c_int(0), bytearray(1))
 
     def gain(self) -> float:
@@ -325,52 +267,18 @@ class _Stages(Mapping[str, float]):
         return 1
 
 
-@model_case(HOST)
-class MappingOfItsOwn(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stages = _Stages()
-
-    def gain(self) -> float:
-        return self.stages["gain"]
+gain_case("mapping_of_its_own", _Stages, lambda held: held["gain"])
+gain_case("user_dict_counts", lambda: UserDict({"calls": 0}), lambda held: fading(one_more(held, "calls")))
 
 
-@model_case(HOST)
-class UserDictCounts(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = UserDict({"calls": 0})
-
-    def gain(self) -> float:
-        self.kept["calls"] += 1
-        return fading(self.kept["calls"])
+# Deeper than an inspection goes.
+gain_case(
+    "deep_in_lists", lambda: [[[[[[{"calls": 0}]]]]]], lambda held: fading(one_more(held[0][0][0][0][0][0], "calls"))
+)
 
 
-@model_case(HOST)
-class DeepInLists(GainNet):
-    """Deeper than an inspection goes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[Any] = [[[[[[{"calls": 0}]]]]]]
-
-    def gain(self) -> float:
-        inner = self.kept[0][0][0][0][0][0]
-        inner["calls"] += 1
-        return fading(inner["calls"])
-
-
-@model_case(HOST)
-class LongListChanges(GainNet):
-    """Longer than an inspection reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = [0.0] * 5000
-
-    def gain(self) -> float:
-        self.kept[-1] += 1
-        return fading(int(self.kept[-1]))
+# Longer than an inspection reads.
+gain_case("long_list_changes", lambda: [0] * 5000, lambda held: fading(one_more(held, -1)))
 
 
 CALLS: contextvars.ContextVar[int] = contextvars.ContextVar("calls", default=0)
@@ -379,8 +287,7 @@ GAIN: contextvars.ContextVar[float] = contextvars.ContextVar("gain", default=1.0
 
 @model_case(HOST)
 class ContextVariableCounts(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         CALLS.set(0)
 
     def gain(self) -> float:
@@ -397,8 +304,7 @@ def _cached_stage(number: int) -> list[float]:
 class CacheHoldsState(GainNet):
     """What a cache holds is changed by each pass."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         _cached_stage.cache_clear()
 
     def gain(self) -> float:
@@ -431,8 +337,7 @@ def _with_listed_losses(training: Training, x: Tensor, y: Tensor) -> Tensor:
 
 @model_case(HOST, loss=_with_listed_losses)
 class LossesInList(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.losses: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Any:
@@ -458,23 +363,14 @@ class LossesInGlobalList(Net):
         return self.head(hidden)
 
 
-@model_case(HOST)
-class ListGrows(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
-        self.history: list[float] = []
-
-    def gain(self) -> float:
-        self.history.append(1.0)
-        return fading(len(self.history))
+gain_case("list_grows", list, lambda held: fading(held.append(1.0) or len(held)))
 
 
 @model_case(HOST)
 class DequeOfMeans(Net):
     """Normalizes by what the last batches measured."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.means: deque[Tensor] = deque(maxlen=4)
 
     def forward(self, x: Tensor) -> Any:
@@ -498,8 +394,7 @@ class MemoryOfLastPass(Net):
 
 @model_case(HOST)
 class MemoryInClosure(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         memory: list[Tensor] = []
 
         def seen(hidden: Tensor) -> Tensor:
@@ -523,8 +418,7 @@ def _reading_metrics(training: Training) -> Tensor:
 class MetricsInDict(Net):
     """Leaves a metric in a dictionary, which the loop reads."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.metrics: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Any:
@@ -541,9 +435,7 @@ class GlobalGain(GainNet):
         return GLOBALS["gain"]
 
 
-@event_case(HOST, model=GlobalGain)
-def global_changed(training: Training) -> None:
-    training.patch(GLOBALS, "gain", 0.25)
+add(HOST, "global_changed", model=GlobalGain, event=lambda t: t.patch(GLOBALS, "gain", 0.25))
 
 
 class ClassGain(GainNet):
@@ -553,9 +445,7 @@ class ClassGain(GainNet):
         return self.factor
 
 
-@event_case(HOST, model=ClassGain)
-def class_attribute_changed(training: Training) -> None:
-    training.patch(type(training.model), "factor", 0.25)
+add(HOST, "class_attribute_changed", model=ClassGain, event=lambda t: t.patch(type(t.model), "factor", 0.25))
 
 
 @event_case(HOST, model=ClassGain)
@@ -580,9 +470,7 @@ class _OtherNet(Net):
         return super().forward(x) * 0.25
 
 
-@event_case(HOST, model=Net)
-def class_set(training: Training) -> None:
-    training.model.__class__ = _OtherNet
+add(HOST, "class_set", model=Net, event=lambda t: setattr(t.model, "__class__", _OtherNet))
 
 
 class _OtherLinear(nn.Linear):
@@ -590,9 +478,7 @@ class _OtherLinear(nn.Linear):
         return super().forward(x) * 0.25
 
 
-@event_case(HOST, model=Net)
-def class_of_layer_set(training: Training) -> None:
-    training.model.head.__class__ = _OtherLinear
+add(HOST, "class_of_layer_set", model=Net, event=lambda t: setattr(t.model.head, "__class__", _OtherLinear))
 
 
 def _boxed(value: float) -> tuple[Callable[[], float], Callable[[float], None]]:
@@ -607,31 +493,25 @@ def _boxed(value: float) -> tuple[Callable[[], float], Callable[[float], None]]:
 
 
 class ClosureGain(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.read, self.write = _boxed(1.0)
 
     def gain(self) -> Any:
         return self.read()
 
 
-@event_case(HOST, model=ClosureGain)
-def closure_changed(training: Training) -> None:
-    training.model.write(0.25)
+add(HOST, "closure_changed", model=ClosureGain, event=lambda t: t.model.write(0.25))
 
 
 class SlotsGain(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.state = _Slots()
 
     def gain(self) -> Any:
         return self.state.gain
 
 
-@event_case(HOST, model=SlotsGain)
-def slots_changed(training: Training) -> None:
-    training.model.state.gain = 0.25
+add(HOST, "slots_changed", model=SlotsGain, event=lambda t: setattr(t.model.state, "gain", 0.25))
 
 
 class ContextGain(GainNet):
@@ -666,8 +546,7 @@ def environment_changed(training: Training) -> None:
 
 
 class ThreadLocalGain(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.local = threading.local()
         self.local.gain = 1.0
 
@@ -675,9 +554,7 @@ class ThreadLocalGain(GainNet):
         return self.local.gain
 
 
-@event_case(HOST, model=ThreadLocalGain)
-def thread_local_changed(training: Training) -> None:
-    training.model.local.gain = 0.25
+add(HOST, "thread_local_changed", model=ThreadLocalGain, event=lambda t: setattr(t.model.local, "gain", 0.25))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -686,8 +563,7 @@ class _Frozen:
 
 
 class SettingsGain(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.settings, self.frozen = Settings(), _Frozen()
         self.space = types.SimpleNamespace(inner=types.SimpleNamespace(gain=1.0))
         self.array = np.ones(1)
@@ -698,14 +574,8 @@ class SettingsGain(GainNet):
         return math.prod(gains) * float(self.array[0]) * self.many[-1]
 
 
-@event_case(HOST, model=SettingsGain)
-def settings_changed(training: Training) -> None:
-    training.model.settings.gain = 0.25
-
-
-@event_case(HOST, model=SettingsGain)
-def inner_settings_changed(training: Training) -> None:
-    training.model.settings.inner["gain"] = 0.25
+add(HOST, "settings_changed", model=SettingsGain, event=lambda t: setattr(t.model.settings, "gain", 0.25))
+add(HOST, "inner_settings_changed", model=SettingsGain, event=lambda t: setitem(t.model.settings.inner, "gain", 0.25))
 
 
 @event_case(HOST, model=SettingsGain)
@@ -718,14 +588,8 @@ def namespace_in_namespace_changed(training: Training) -> None:
     training.model.space.inner.gain = 0.25
 
 
-@event_case(HOST, model=SettingsGain)
-def array_changed(training: Training) -> None:
-    training.model.array[0] = 0.25
-
-
-@event_case(HOST, model=SettingsGain)
-def end_of_long_list_changed(training: Training) -> None:
-    training.model.many[-1] = 0.25
+add(HOST, "array_changed", model=SettingsGain, event=lambda t: setitem(t.model.array, 0, 0.25))
+add(HOST, "end_of_long_list_changed", model=SettingsGain, event=lambda t: setitem(t.model.many, -1, 0.25))
 
 
 @event_case(HOST, model=SettingsGain, at=range(3, 40, 3))
@@ -740,8 +604,7 @@ class _Trainer:
 class ReadsTrainer(GainNet):
     """Knows its trainer by a weak reference, and reads its epoch."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         trainer = _Trainer()
         weakly = weakref.ref(trainer)
         GLOBALS["trainer"] = trainer
@@ -759,8 +622,7 @@ def epoch_of_trainer(_: Training) -> None:
 class ReadsOwner(GainNet):
     """Its gain is a property of an object beside it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.owner = _Owner()
 
     def gain(self) -> Any:
@@ -776,16 +638,13 @@ class _Owner:
         return self._others[1].gain
 
 
-@event_case(HOST, model=ReadsOwner)
-def property_changed(training: Training) -> None:
-    training.model.owner._others[1].gain = 0.25
+add(HOST, "property_changed", model=ReadsOwner, event=lambda t: setattr(t.model.owner._others[1], "gain", 0.25))
 
 
 class ReadsDrawer(GainNet):
     """Has it from a bound method of an object that it does not hold itself."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         owner = _Owner()
         GLOBALS["owner"] = owner
         self.read = functools.partial(getattr, owner, "gain")
@@ -804,14 +663,11 @@ class SiluNet(Net):
         return self.head(functional.silu(self.body(x)))
 
 
-@event_case(HOST, model=SiluNet)
-def function_of_torch_replaced(training: Training) -> None:
-    training.patch(functional, "silu", torch.sin)
+add(HOST, "function_of_torch_replaced", model=SiluNet, event=lambda t: t.patch(functional, "silu", torch.sin))
 
 
 class NamedActivation(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.activations = {"tanh": torch.tanh, "sin": torch.sin}
         self.name = "tanh"
 
@@ -819,9 +675,7 @@ class NamedActivation(Net):
         return self.head(self.activations[self.name](self.body(x)))
 
 
-@event_case(HOST, model=NamedActivation)
-def name_changed(training: Training) -> None:
-    training.model.name = "sin"
+add(HOST, "name_changed", model=NamedActivation, event=lambda t: setattr(t.model, "name", "sin"))
 
 
 @event_case(HOST, model=NamedActivation)
@@ -843,8 +697,7 @@ def code_of_function_replaced(training: Training) -> None:
 class Power(GainNet):
     """Treats 2 and 2.0, 1 and True, 0.0 and -0.0 as different."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.power: Any = 2
         self.flag: Any = True
         self.zero = 0.0
@@ -855,24 +708,10 @@ class Power(GainNet):
         return (1.0 if whole else 0.25) * (1.0 if self.flag is True else 0.5) * math.copysign(1.0, self.zero)
 
 
-@event_case(HOST, model=Power)
-def two_becomes_float(training: Training) -> None:
-    training.model.power = 2.0
-
-
-@event_case(HOST, model=Power)
-def true_becomes_one(training: Training) -> None:
-    training.model.flag = 1
-
-
-@event_case(HOST, model=Power)
-def zero_becomes_negative(training: Training) -> None:
-    training.model.zero = -0.0
-
-
-@event_case(HOST, model=Power)
-def two_in_tuple_becomes_float(training: Training) -> None:
-    training.model.pair = (2.0, 3)
+add(HOST, "two_becomes_float", model=Power, event=lambda t: setattr(t.model, "power", 2.0))
+add(HOST, "true_becomes_one", model=Power, event=lambda t: setattr(t.model, "flag", 1))
+add(HOST, "zero_becomes_negative", model=Power, event=lambda t: setattr(t.model, "zero", -0.0))
+add(HOST, "two_in_tuple_becomes_float", model=Power, event=lambda t: setattr(t.model, "pair", (2.0, 3)))
 
 
 class PowerGiven(Net):
@@ -894,17 +733,8 @@ add(HOST, "true_as_argument", model=PowerGiven, loss=_given(True, 1))
 add(HOST, "zero_as_argument", model=PowerGiven, loss=_given(0.0, -0.0))
 
 
-@model_case(HOST)
-class CallableCounts(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counter = Counter()
-
-    def gain(self) -> Any:
-        return fading(self.counter())
+gain_case("callable_counts", Counter, lambda held: fading(held()))
 
 
-@event_case(HOST, model=SettingsGain)
-def not_a_number_in_attribute(training: Training) -> None:
-    """A value that does not equal itself, and that nothing uses."""
-    training.model.best = math.nan
+# A value that does not equal itself, and that nothing uses.
+add(HOST, "not_a_number_in_attribute", model=SettingsGain, event=lambda t: setattr(t.model, "best", math.nan))

@@ -39,8 +39,7 @@ BACKWARD, LOOPS, COPIES, FLAGS, PRECISION = "backward passes", "loops", "copies"
 
 
 class Normed(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.norm = nn.BatchNorm1d(HIDDEN)
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -243,19 +242,9 @@ def forward_raises_at_second_pass(training: Training) -> Tensor:
         RAISES["now"] = False
 
 
-@step_case(LOOPS)
-def unlike_batches(training: Training) -> Tensor:
-    return _step_with_rows(training, 3 if training.number % 5 == 4 else ROWS)
-
-
-@step_case(LOOPS)
-def growing_batches(training: Training) -> Tensor:
-    return _step_with_rows(training, 2 + training.number // 5)
-
-
-@step_case(LOOPS)
-def batches_of_all_sizes(training: Training) -> Tensor:
-    return _step_with_rows(training, 2 + training.number * 7 % 11)
+add(LOOPS, "unlike_batches", step=lambda t: _step_with_rows(t, 3 if t.number % 5 == 4 else ROWS))
+add(LOOPS, "growing_batches", step=lambda t: _step_with_rows(t, 2 + t.number // 5))
+add(LOOPS, "batches_of_all_sizes", step=lambda t: _step_with_rows(t, 2 + t.number * 7 % 11))
 
 
 def _step_with_rows(training: Training, rows: int) -> Tensor:
@@ -340,8 +329,7 @@ def called_twice_in_a_row(training: Training, x: Tensor, y: Tensor) -> Tensor:
 class Checkpointed(Dropping):
     reentrant = False
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.middle = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Dropout(0.2))
 
     def forward(self, x: Tensor) -> Any:
@@ -426,9 +414,7 @@ def gradients_by_func(training: Training) -> Tensor:
     return value
 
 
-@loss_case(LOOPS)
-def mapped_over_rows(training: Training, x: Tensor, y: Tensor) -> Tensor:
-    return loss_of(torch.vmap(training.called)(x), y) + loss_of(training.called(x), y)
+add(LOOPS, "mapped_over_rows", loss=lambda t, x, y: loss_of(torch.vmap(t.called)(x), y) + loss_of(t.called(x), y))
 
 
 @loss_case(LOOPS)
@@ -467,9 +453,7 @@ def _goes_on_with(training: Training, called: nn.Module) -> None:
     training.restart_optimizer()
 
 
-@event_case(COPIES, model=Normed)
-def goes_on_with_copy(training: Training) -> None:
-    _goes_on_with(training, copy.deepcopy(training.called))
+add(COPIES, "goes_on_with_copy", model=Normed, event=lambda t: _goes_on_with(t, copy.deepcopy(t.called)))
 
 
 @event_case(COPIES, model=Normed)
@@ -563,8 +547,7 @@ class Conv(nn.Module):
 class Wide(Net):
     """Products of matrices that are large enough for TF32 to be used."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.middle = nn.Sequential(nn.Linear(HIDDEN, 512), nn.Tanh(), nn.Linear(512, HIDDEN))
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -581,14 +564,8 @@ def tf32_of_convolutions_turned_on(_: Training) -> None:
     torch.backends.cudnn.allow_tf32 = True
 
 
-@event_case(FLAGS, model=Conv)
-def benchmark_turned_on(_: Training) -> None:
-    torch.backends.cudnn.benchmark = True
-
-
-@event_case(FLAGS, model=Conv)
-def cudnn_turned_off(_: Training) -> None:
-    torch.backends.cudnn.enabled = False
+add(FLAGS, "benchmark_turned_on", model=Conv, event=lambda _: setattr(torch.backends.cudnn, "benchmark", True))
+add(FLAGS, "cudnn_turned_off", model=Conv, event=lambda _: setattr(torch.backends.cudnn, "enabled", False))
 
 
 @event_case(FLAGS, model=Wide)
@@ -603,9 +580,7 @@ class MakesTensors(Net):
         return logits if logits.dtype is torch.float32 else logits * 0.25
 
 
-@event_case(FLAGS, model=MakesTensors)
-def default_dtype_changed(_: Training) -> None:
-    torch.set_default_dtype(torch.float64)
+add(FLAGS, "default_dtype_changed", model=MakesTensors, event=lambda _: torch.set_default_dtype(torch.float64))
 
 
 class MakesTensorsAnywhere(Net):
@@ -619,9 +594,7 @@ def default_device_changed(training: Training) -> None:
     torch.set_default_device(training.device)
 
 
-@event_case(FLAGS)
-def anomalies_detected(_: Training) -> None:
-    torch.set_anomaly_enabled(True)
+add(FLAGS, "anomalies_detected", event=lambda _: torch.set_anomaly_enabled(True))
 
 
 @step_case(FLAGS, gpu=True)
@@ -683,8 +656,7 @@ def generator_forked(training: Training) -> Tensor:
 class DrawsByGenerator(Net):
     """Draws from a generator of the device that it has itself."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.generators: list[torch.Generator] = []
 
     def forward(self, x: Tensor) -> Any:
@@ -780,24 +752,14 @@ def _scaled(training: Training, *, infinite: tuple[int, ...], start: float = 2.0
     return torch.stack([loss.detach().nan_to_num(0.0, 0.0, 0.0), torch.full_like(loss, scaler.get_scale())])
 
 
-@step_case(PRECISION, **HALF)
-def scaled_gradients(training: Training) -> Tensor:
-    return _scaled(training, infinite=())
-
-
-@step_case(PRECISION, **HALF)
-def infinite_steps(training: Training) -> Tensor:
-    return _scaled(training, infinite=(1, 2, 9, 10, EVENT_AT, 16))
-
-
-@step_case(PRECISION, **HALF)
-def scale_too_large_at_first(training: Training) -> Tensor:
-    return _scaled(training, infinite=(), start=2.0**40)
+add(PRECISION, "scaled_gradients", **HALF, step=lambda t: _scaled(t, infinite=()))
+add(PRECISION, "infinite_steps", **HALF, step=lambda t: _scaled(t, infinite=(1, 2, 9, 10, EVENT_AT, 16)))
+add(PRECISION, "scale_too_large_at_first", **HALF, step=lambda t: _scaled(t, infinite=(), start=2.0**40))
 
 
 class HalfWeights(Wide):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
+        super().build()
         self.bfloat16()
 
     def forward(self, x: Tensor) -> Any:

@@ -56,17 +56,14 @@ class HostGain(OnHost):
 class BufferOnHost(Net):
     """Its 0-dim buffer on the CPU goes into kernels by value."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.scale: Any = HostGain()
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(x) * self.scale.gain
 
 
-@event_case(CPU, model=BufferOnHost)
-def host_buffer_filled(training: Training) -> None:
-    training.model.scale.gain.fill_(0.25)
+add(CPU, "host_buffer_filled", model=BufferOnHost, event=lambda t: t.model.scale.gain.fill_(0.25))
 
 
 @event_case(CPU, model=BufferOnHost)
@@ -84,23 +81,19 @@ class HostBufferFalls(BufferOnHost):
 class TensorOnHost(GainNet):
     """Its tensor on the CPU is a plain attribute in a list."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.gains = [torch.ones((), device="cpu")]
 
     def gain(self) -> Any:
         return self.gains[0]
 
 
-@event_case(CPU, model=TensorOnHost)
-def host_tensor_filled(training: Training) -> None:
-    training.model.gains[0].fill_(0.25)
+add(CPU, "host_tensor_filled", model=TensorOnHost, event=lambda t: t.model.gains[0].fill_(0.25))
 
 
 @model_case(CPU)
 class HostTensorInClosureFalls(GainNet):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         held = torch.ones((), device="cpu")
         self.fall = lambda: held.mul_(0.95)
 
@@ -118,8 +111,7 @@ class _HostWeight(OnHost):
 class WeightOnHost(Net):
     """A 0-dim weight on the CPU multiplies tensors of the GPU."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.scale = _HostWeight()
 
     def forward(self, x: Tensor) -> Any:
@@ -134,8 +126,7 @@ class _HostEmbedding(OnHost):
 
 @model_case(CPU)
 class EmbeddingOnHost(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.host = _HostEmbedding()
 
     def forward(self, x: Tensor) -> Any:
@@ -154,8 +145,7 @@ def _reading_copy(training: Training) -> Tensor:
 class CopiesOut(Net):
     """Copies to the CPU without waiting, into memory that it keeps."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.seen = torch.zeros(ROWS, CLASSES, device="cpu")
         if torch.cuda.is_available():
             self.seen = self.seen.pin_memory()
@@ -181,8 +171,7 @@ class HostArray(Net):
 
     is_pinned = True
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         held = torch.ones(CLASSES, device="cpu")
         self.held = [held.pin_memory() if torch.cuda.is_available() and self.is_pinned else held]
 
@@ -215,8 +204,8 @@ def pageable_memory_filled(training: Training) -> None:
 class PinnedMemoryChanges(HostArray):
     """Pins memory anew in each pass, with other content."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
+        super().build()
         self.gains = numbers(1.0, 0.5, 0.25)
 
     def forward(self, x: Tensor) -> Any:
@@ -243,9 +232,7 @@ class TensorOfOneValue(Net):
         return super().forward(x) * torch.full((), STAGE["gains"][0], device=x.device)
 
 
-@event_case(CPU, model=TensorOfOneValue)
-def fill_value_changed(training: Training) -> None:
-    training.patch(STAGE, "gains", [0.25])
+add(CPU, "fill_value_changed", model=TensorOfOneValue, event=lambda t: t.patch(STAGE, "gains", [0.25]))
 
 
 @model_case(CPU)
@@ -256,8 +243,7 @@ class PermutationOfHost(Net):
 
 @model_case(CPU)
 class PositionsOfHost(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.positions = nn.Embedding(ROWS, HIDDEN)
 
     def forward(self, x: Tensor) -> Any:
@@ -270,9 +256,7 @@ class MovesItsInput(Net):
         return super().forward(x.to(self.head.weight.device, non_blocking=True))
 
 
-@loss_case(CPU, model=MovesItsInput)
-def input_on_host(training: Training, x: Tensor, y: Tensor) -> Tensor:
-    return loss_of(training.called(x.cpu()), y)
+add(CPU, "input_on_host", model=MovesItsInput, loss=lambda t, x, y: loss_of(t.called(x.cpu()), y))
 
 
 class GainGiven(Net):
@@ -295,9 +279,7 @@ class LossOnHost(Net):
         return super().forward(x).cpu()
 
 
-@loss_case(CPU, model=LossOnHost)
-def output_on_host(training: Training, x: Tensor, y: Tensor) -> Tensor:
-    return loss_of(training.called(x), y.cpu())
+add(CPU, "output_on_host", model=LossOnHost, loss=lambda t, x, y: loss_of(t.called(x), y.cpu()))
 
 
 # --- memory that is made early and freed later ---------------------------------------------------------------------
@@ -315,36 +297,24 @@ def _cached_mask(width: int, device: torch.device) -> Tensor:
 class CachedMask(Net):
     """Its mask comes from a cache that lies outside of it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         _cached_mask.cache_clear()
 
     def forward(self, x: Tensor) -> Any:
         return self.head(self.hidden(x) * _cached_mask(HIDDEN, x.device))
 
 
-@event_case(FREED, model=CachedMask)
-def cache_of_masks_cleared(_: Training) -> None:
-    _cached_mask.cache_clear()
-
-
-@event_case(FREED, model=CachedMask)
-def cache_of_masks_displaced(training: Training) -> None:
-    _cached_mask(7, training.device)
-
-
-@event_case(FREED, model=CachedMask)
-def cached_mask_written(training: Training) -> None:
-    """The memory stays: a recording reads what is there."""
-    _cached_mask(HIDDEN, training.device).mul_(0.5)
+add(FREED, "cache_of_masks_cleared", model=CachedMask, event=lambda _: _cached_mask.cache_clear())
+add(FREED, "cache_of_masks_displaced", model=CachedMask, event=lambda t: _cached_mask(7, t.device))
+# The memory stays: a recording reads what is there.
+add(FREED, "cached_mask_written", model=CachedMask, event=lambda t: _cached_mask(HIDDEN, t.device).mul_(0.5))
 
 
 MASKS: dict[tuple[int, torch.device], Tensor] = {}
 
 
 class MaskInGlobal(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         MASKS.clear()
 
     def forward(self, x: Tensor) -> Any:
@@ -354,9 +324,7 @@ class MaskInGlobal(Net):
         return self.head(self.hidden(x) * MASKS[key])
 
 
-@event_case(FREED, model=MaskInGlobal)
-def global_masks_cleared(_: Training) -> None:
-    MASKS.clear()
+add(FREED, "global_masks_cleared", model=MaskInGlobal, event=lambda _: MASKS.clear())
 
 
 @event_case(FREED, model=MaskInGlobal)
@@ -368,8 +336,7 @@ def global_mask_replaced(_: Training) -> None:
 class WeakMask(Net):
     """Holds its mask weakly, and makes it anew if it is gone."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.masks: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self.hold: list[Tensor] = []
         MASKS.clear()
@@ -382,9 +349,7 @@ class WeakMask(Net):
         return self.head(self.hidden(x) * mask)
 
 
-@event_case(FREED, model=WeakMask)
-def weakly_held_mask_dropped(_: Training) -> None:
-    MASKS.clear()
+add(FREED, "weakly_held_mask_dropped", model=WeakMask, event=lambda _: MASKS.clear())
 
 
 class Rotary(nn.Module):
@@ -465,8 +430,7 @@ def lengths_grow_in_evaluation(training: Training) -> None:
 
 
 class MaskInAttribute(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.masks: dict[str, Any] = {}
         self.held = _Held()
 
@@ -499,8 +463,7 @@ def mask_in_slots_replaced_each_step(training: Training) -> None:
 
 
 class MaskInBuffer(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.register_buffer("buffer", torch.ones(HIDDEN))
 
     def forward(self, x: Tensor) -> Any:
@@ -517,14 +480,8 @@ def buffer_gets_other_data(training: Training) -> None:
     training.model.buffer.data = training.model.buffer.data * 0.5
 
 
-@event_case(FREED, model=MaskInBuffer)
-def buffer_set_to_other_storage(training: Training) -> None:
-    training.model.buffer.set_(training.model.buffer * 0.5)
-
-
-@event_case(FREED, model=MaskInBuffer)
-def buffer_filled(training: Training) -> None:
-    training.model.buffer.mul_(0.5)
+add(FREED, "buffer_set_to_other_storage", model=MaskInBuffer, event=lambda t: t.model.buffer.set_(t.model.buffer * 0.5))
+add(FREED, "buffer_filled", model=MaskInBuffer, event=lambda t: t.model.buffer.mul_(0.5))
 
 
 @model_case(FREED)
@@ -544,8 +501,7 @@ class MadeInInference(Net):
 class ScratchMemory(Net):
     """Writes into memory that it keeps."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.scratch: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Any:
@@ -559,8 +515,7 @@ class ScratchMemory(Net):
 class CacheByIdentity(Net):
     """Keeps what it made of an input for the next pass with a tensor at the same address."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.made: dict[int, Tensor] = {}
 
     def forward(self, x: Tensor) -> Any:
@@ -573,8 +528,7 @@ class CacheByIdentity(Net):
 class QueueOfKeys(Net):
     """Writes keys into a queue, as MoCo does, at a place that the host counts."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.register_buffer("queue", torch.zeros(4 * ROWS, CLASSES))
         self.place = 0
 
@@ -590,8 +544,7 @@ class QueueOfKeys(Net):
 class QueueAtPlaceOnDevice(Net):
     """The same with the place in a buffer: nothing of it is on the host."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.register_buffer("queue", torch.zeros(4 * ROWS, CLASSES))
         self.register_buffer("place", torch.zeros((), dtype=torch.long))
 
@@ -610,8 +563,7 @@ class QueueAtPlaceOnDevice(Net):
 class Table(Net):
     """Has a buffer that the loop may give it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.register_buffer("table", torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).clone())
 
     def forward(self, x: Tensor, other: Tensor) -> Any:
@@ -620,10 +572,8 @@ class Table(Net):
         return super().forward(x + other)
 
 
-@loss_case(SHARED, model=Table)
-def input_is_buffer(training: Training, x: Tensor, y: Tensor) -> Tensor:
-    """The forward pass writes to the buffer before it reads the input."""
-    return loss_of(training.called(x, training.model.table), y)
+# The forward pass writes to the buffer before it reads the input.
+add(SHARED, "input_is_buffer", model=Table, loss=lambda t, x, y: loss_of(t.called(x, t.model.table), y))
 
 
 @loss_case(SHARED, model=Table)
@@ -646,9 +596,7 @@ class Pair(Net):
         return super().forward(x + other)
 
 
-@loss_case(SHARED, model=Pair)
-def one_tensor_given_twice(training: Training, x: Tensor, y: Tensor) -> Tensor:
-    return loss_of(training.called(x, x), y)
+add(SHARED, "one_tensor_given_twice", model=Pair, loss=lambda t, x, y: loss_of(t.called(x, x), y))
 
 
 @loss_case(SHARED, model=Pair)
@@ -670,9 +618,7 @@ class ReadsOther(Net):
         return super().forward(x) + 0.5 * functional.linear(self.hidden(x), other)
 
 
-@loss_case(SHARED, model=ReadsOther)
-def input_is_weight(training: Training, x: Tensor, y: Tensor) -> Tensor:
-    return loss_of(training.called(x, training.model.head.weight), y)
+add(SHARED, "input_is_weight", model=ReadsOther, loss=lambda t, x, y: loss_of(t.called(x, t.model.head.weight), y))
 
 
 @loss_case(SHARED, model=ReadsOther)
@@ -686,9 +632,7 @@ def input_is_gradient(training: Training, x: Tensor, y: Tensor) -> Tensor:
     return loss_of(training.called(x, torch.zeros_like(weight) if weight.grad is None else weight.grad), y)
 
 
-@loss_case(SHARED)
-def expanded_input(training: Training, x: Tensor, y: Tensor) -> Tensor:
-    return loss_of(training.called(x[:1].expand(ROWS, -1)), y)
+add(SHARED, "expanded_input", loss=lambda t, x, y: loss_of(t.called(x[:1].expand(ROWS, -1)), y))
 
 
 @loss_case(SHARED)
@@ -727,8 +671,7 @@ def output_is_next_input(training: Training, x: Tensor, y: Tensor) -> Tensor:
 class GivesBack(Net):
     """Returns an input, a weight and a buffer."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.register_buffer("mean", torch.zeros(CLASSES))
 
     def forward(self, x: Tensor) -> Any:

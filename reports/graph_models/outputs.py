@@ -17,6 +17,7 @@ from graph_models.case import (
     WIDTH,
     Net,
     Training,
+    add,
     fading,
     loss_case,
     loss_of,
@@ -43,8 +44,7 @@ class LossAndLogits(nn.Module):
 class TwoHeads(Net):
     """Its heads have nothing in common but the body."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.other = nn.Linear(HIDDEN, CLASSES)
 
     def forward(self, x: Tensor) -> Any:
@@ -55,9 +55,7 @@ class TwoHeads(Net):
 # --- outputs made from one another ---------------------------------------------------------------------------------
 
 
-@loss_case(OUT, model=LossAndLogits)
-def loss_alone(training: Training, x: Tensor, y: Tensor) -> Tensor:
-    return training.called(x, y)[0]
+add(OUT, "loss_alone", model=LossAndLogits, loss=lambda t, x, y: t.called(x, y)[0])
 
 
 @loss_case(OUT, model=LossAndLogits)
@@ -281,9 +279,7 @@ def gradient_for_one_weight(training: Training) -> Tensor:
     return loss.detach()
 
 
-@loss_case(OUT)
-def backward_through_some_rows(training: Training, x: Tensor, y: Tensor) -> Tensor:
-    return functional.cross_entropy(training.called(x)[:4], y[:4])
+add(OUT, "backward_through_some_rows", loss=lambda t, x, y: functional.cross_entropy(t.called(x)[:4], y[:4]))
 
 
 @loss_case(OUT)
@@ -314,9 +310,7 @@ def head_used_later(training: Training, x: Tensor, y: Tensor) -> Tensor:
     return loss + functional.cross_entropy(other, y) if training.number >= EVENT_AT else loss
 
 
-@loss_case(OUT, model=TwoHeads)
-def heads_in_turn(training: Training, x: Tensor, y: Tensor) -> Tensor:
-    return functional.cross_entropy(training.called(x)[training.number % 2], y)
+add(OUT, "heads_in_turn", model=TwoHeads, loss=lambda t, x, y: functional.cross_entropy(t.called(x)[t.number % 2], y))
 
 
 @loss_case(OUT, model=TwoHeads)
@@ -392,8 +386,7 @@ def generator_out(training: Training, x: Tensor, y: Tensor) -> Tensor:
 class ListKept(Net):
     """Returns a list that it keeps and fills anew."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.found: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Any:
@@ -424,8 +417,7 @@ _calls = [0]
 class CountOut(Net):
     """Returns a number of the host besides."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         _calls[0] = 0
 
     def forward(self, x: Tensor) -> Any:
@@ -516,9 +508,7 @@ class SparseOut(Net):
         return super().forward(x).to_sparse()
 
 
-@loss_case(OUT, model=SparseOut)
-def sparse_out(training: Training, x: Tensor, y: Tensor) -> Tensor:
-    return functional.cross_entropy(training.called(x).to_dense(), y)
+add(OUT, "sparse_out", model=SparseOut, loss=lambda t, x, y: functional.cross_entropy(t.called(x).to_dense(), y))
 
 
 class SubclassOut(Net):
@@ -541,8 +531,7 @@ def subclass_out(training: Training, x: Tensor, y: Tensor) -> Tensor:
 class MemberOut(Net):
     """Returns a tensor that it made before, for which no gradient is."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.frozen = nn.Linear(WIDTH, CLASSES).requires_grad_(requires_grad=False)
 
     def forward(self, x: Tensor) -> Any:

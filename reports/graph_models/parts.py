@@ -38,36 +38,31 @@ PARTS, FUNCTIONS = "parts of PyTorch", "autograd functions"
 
 @model_case(PARTS)
 class SpectralNorm(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         parametrizations.spectral_norm(self.body)
 
 
 @model_case(PARTS)
 class SpectralNormByHook(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         spectral_norm(self.body)
 
 
 @model_case(PARTS)
 class WeightNorm(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         parametrizations.weight_norm(self.body)
 
 
 @model_case(PARTS)
 class WeightNormByHook(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         weight_norm(self.body)
 
 
 @model_case(PARTS)
 class Orthogonal(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         parametrizations.orthogonal(self.body)
 
 
@@ -85,8 +80,7 @@ class _Fading(nn.Module):
 
 @model_case(PARTS)
 class FadingParametrization(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         parametrize.register_parametrization(self.head, "weight", _Fading(), unsafe=True)
 
 
@@ -136,17 +130,14 @@ class _Gated(nn.Module):
 
 
 class Scripted(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.add_module("body", torch.jit.script(_Gated()))
 
     def hidden(self, x: Tensor) -> Tensor:
         return self.body(x)
 
 
-@event_case(PARTS, model=Scripted)
-def attribute_of_script_changed(training: Training) -> None:
-    training.model.body.gain = 0.25
+add(PARTS, "attribute_of_script_changed", model=Scripted, event=lambda t: setattr(t.model.body, "gain", 0.25))
 
 
 @model_case(PARTS)
@@ -156,8 +147,7 @@ class ScriptedLayer(Scripted):
 
 @model_case(PARTS)
 class TracedLayer(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.add_module("body", torch.jit.trace(nn.Linear(WIDTH, HIDDEN), torch.ones(ROWS, WIDTH)))
 
 
@@ -165,8 +155,7 @@ class TracedLayer(Net):
 class ScriptedFunction(Net):
     """A scripted function specializes after two calls."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.scripts = [torch.jit.script(_scripted)]
 
     def forward(self, x: Tensor) -> Any:
@@ -321,8 +310,7 @@ class EmbeddingRenormed(nn.Module):
 
 @model_case(PARTS)
 class BufferOfSparse(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.register_buffer("graph", torch.eye(ROWS).to_sparse())
 
     def forward(self, x: Tensor) -> Any:
@@ -363,8 +351,7 @@ def ctc_with_lengths_on_device(training: Training, x: Tensor, y: Tensor) -> Tens
 class Adaptive(Net):
     """Its softmax has clusters, and looks which of them a batch has."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.softmax = nn.AdaptiveLogSoftmaxWithLoss(HIDDEN, VOCABULARY, [8, 16])
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
@@ -387,8 +374,7 @@ class GumbelChoice(Net):
 
 @model_case(PARTS)
 class Variational(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.spread = nn.Linear(WIDTH, HIDDEN)
 
     def forward(self, x: Tensor) -> Any:
@@ -398,8 +384,7 @@ class Variational(Net):
 
 @model_case(PARTS)
 class RandomSlopes(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.slopes, self.drop = nn.RReLU(), nn.AlphaDropout(0.1)
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -508,8 +493,7 @@ class _Faded(torch.autograd.Function):
 
 @model_case(FUNCTIONS)
 class FunctionCountsOnClass(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         _Faded.calls = 0
 
     def forward(self, x: Tensor) -> Any:
@@ -532,8 +516,7 @@ class _Reversed(torch.autograd.Function):
 
 
 class Adversarial(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.domain = nn.Linear(HIDDEN, 2)
 
     def forward(self, x: Tensor) -> Any:
@@ -568,8 +551,7 @@ class _KeepsNumber(torch.autograd.Function):
 
 @model_case(FUNCTIONS)
 class FunctionKeepsNumber(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         calls: list[int] = []
 
         def scale() -> float:
@@ -621,8 +603,7 @@ class _WritesToBuffer(torch.autograd.Function):
 
 @model_case(FUNCTIONS)
 class FunctionWritesToBuffer(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.register_buffer("seen", torch.ones(()))
 
     def forward(self, x: Tensor) -> Any:

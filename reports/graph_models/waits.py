@@ -20,7 +20,6 @@ from graph_models.case import (
     Net,
     Training,
     add,
-    event_case,
     loss_case,
     loss_of,
     model_case,
@@ -95,8 +94,7 @@ add(WAITS, "error_of_wait_is_caught", model=MaskedByError, loss=_masked_loss, gp
 class MaskedByHost(Masked):
     """Remembers the answer of its check in a closure."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         answers: list[bool] = []
 
         def first(mask: Tensor) -> bool:
@@ -167,16 +165,13 @@ class WaitsLater(Net):
         return logits / (1 + x.abs().mean().item()) if LATE["waits"] else logits
 
 
-@event_case(WAITS, model=WaitsLater)
-def wait_begins_later(training: Training) -> None:
-    training.patch(LATE, "waits", value=True)
+add(WAITS, "wait_begins_later", model=WaitsLater, event=lambda t: t.patch(LATE, "waits", value=True))
 
 
 class WaitsOnce(Net):
     """Waits only while it is not recorded, and uses what it read since."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         read: list[float] = []
         self.read = read
 
@@ -186,9 +181,7 @@ class WaitsOnce(Net):
         return super().forward(x) / self.read[0]
 
 
-@event_case(WAITS, model=WaitsOnce)
-def value_read_once_is_dropped(training: Training) -> None:
-    training.model.read.clear()
+add(WAITS, "value_read_once_is_dropped", model=WaitsOnce, event=lambda t: t.model.read.clear())
 
 
 @model_case(WAITS, gpu=True)
@@ -288,8 +281,7 @@ class Linalg(Net):
 
 @model_case(BRANCHES)
 class LayerDropped(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.middle = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
 
     def forward(self, x: Tensor) -> Any:
@@ -318,8 +310,7 @@ class LayersByDevice(Net):
 
 @model_case(BRANCHES)
 class LoopsByChance(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.middle = nn.Linear(HIDDEN, HIDDEN)
         self.chance = random.Random(0)  # noqa: S311
 
@@ -355,9 +346,7 @@ def keyword_at_some_steps(training: Training, x: Tensor, y: Tensor) -> Tensor:
     return loss_of(training.called(x, **given), y)
 
 
-@loss_case(BRANCHES, model=ByMode)
-def step_as_argument(training: Training, x: Tensor, y: Tensor) -> Tensor:
-    return loss_of(training.called(x, step=training.number), y)
+add(BRANCHES, "step_as_argument", model=ByMode, loss=lambda t, x, y: loss_of(t.called(x, step=t.number), y))
 
 
 class Annealed(Net):
@@ -378,8 +367,7 @@ def attribute_set_each_step(training: Training, x: Tensor, y: Tensor) -> Tensor:
 class GateByWeight(Net):
     """Branches on a weight, which training changes."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.gate = nn.Parameter(torch.tensor(0.05))
 
     def forward(self, x: Tensor) -> Any:
@@ -407,8 +395,7 @@ def gradient_kept_or_not(training: Training) -> Tensor:
 
 @model_case(BRANCHES)
 class Experts(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
         self.router = nn.Linear(HIDDEN, 4)
 
@@ -444,8 +431,7 @@ def _on(stream: torch.cuda.Stream, work: Callable[[], T]) -> T:
 
 
 class _SideStream(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.sides: list[torch.cuda.Stream] = []
 
     def side(self) -> torch.cuda.Stream:
@@ -485,9 +471,7 @@ class OtherStreamOfPool(Net):
         return self.head(hidden)
 
 
-@step_case(STREAMS, gpu=True)
-def loop_on_other_stream(training: Training) -> Tensor:
-    return _on(_side(training), lambda: plain_step(training))
+add(STREAMS, "loop_on_other_stream", gpu=True, step=lambda t: _on(_side(t), lambda: plain_step(t)))
 
 
 @step_case(STREAMS, gpu=True)
@@ -495,9 +479,7 @@ def stream_switched(training: Training) -> Tensor:
     return plain_step(training) if training.number < EVENT_AT else _on(_side(training), lambda: plain_step(training))
 
 
-@step_case(STREAMS, gpu=True)
-def streams_in_turn(training: Training) -> Tensor:
-    return _on(_side(training, f"side {training.number % 3}"), lambda: plain_step(training))
+add(STREAMS, "streams_in_turn", gpu=True, step=lambda t: _on(_side(t, f"side {t.number % 3}"), lambda: plain_step(t)))
 
 
 @step_case(STREAMS, gpu=True)
@@ -532,15 +514,9 @@ def _prefetched(training: Training, *, busy: bool) -> Tensor:
     return update(training, loss)
 
 
-@step_case(STREAMS, gpu=True)
-def prefetching(training: Training) -> Tensor:
-    return _prefetched(training, busy=False)
-
-
-@step_case(STREAMS, gpu=True)
-def prefetching_late(training: Training) -> Tensor:
-    """The batch is written late, so that whoever does not wait reads what was there before."""
-    return _prefetched(training, busy=True)
+add(STREAMS, "prefetching", gpu=True, step=lambda t: _prefetched(t, busy=False))
+# The batch is written late, so that whoever does not wait reads what was there before.
+add(STREAMS, "prefetching_late", gpu=True, step=lambda t: _prefetched(t, busy=True))
 
 
 @step_case(STREAMS, gpu=True)
@@ -652,9 +628,7 @@ def _in_thread(work: Callable[[], T]) -> T:
     return result
 
 
-@step_case(THREADS)
-def steps_in_threads(training: Training) -> Tensor:
-    return _in_thread(lambda: plain_step(training))
+add(THREADS, "steps_in_threads", step=lambda t: _in_thread(lambda: plain_step(t)))
 
 
 @step_case(THREADS)
@@ -737,19 +711,9 @@ def _beside(training: Training, work: Callable[[], Any]) -> Tensor:
     return loss
 
 
-@step_case(THREADS)
-def thread_computes_beside(training: Training) -> Tensor:
-    return _beside(training, lambda: torch.ones(64, 64, device=training.device).sum())
-
-
-@step_case(THREADS)
-def thread_waits_beside(training: Training) -> Tensor:
-    return _beside(training, lambda: torch.ones(64, device=training.device).sum().item())
-
-
-@step_case(THREADS, gpu=True)
-def thread_synchronizes_beside(training: Training) -> Tensor:
-    return _beside(training, torch.cuda.synchronize)
+add(THREADS, "thread_computes_beside", step=lambda t: _beside(t, lambda: torch.ones(64, 64, device=t.device).sum()))
+add(THREADS, "thread_waits_beside", step=lambda t: _beside(t, lambda: torch.ones(64, device=t.device).sum().item()))
+add(THREADS, "thread_synchronizes_beside", gpu=True, step=lambda t: _beside(t, torch.cuda.synchronize))
 
 
 @step_case(THREADS, gpu=True)

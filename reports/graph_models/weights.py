@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from operator import setitem
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from graph_models.case import (
     WIDTH,
     Net,
     Training,
+    add,
     event_case,
     fading,
     loss_case,
@@ -55,9 +57,7 @@ class TiedByCode(Deep):
 # --- changed from outside ------------------------------------------------------------------------------------------
 
 
-@event_case(WEIGHTS, model=Deep)
-def body_frozen(training: Training) -> None:
-    training.model.body.requires_grad_(requires_grad=False)
+add(WEIGHTS, "body_frozen", model=Deep, event=lambda t: t.model.body.requires_grad_(requires_grad=False))
 
 
 class Frozen(Deep):
@@ -126,9 +126,7 @@ def wrapper_moved_to_host_and_back(training: Training) -> None:
     training.called.to(training.device)
 
 
-@event_case(WEIGHTS, model=Deep)
-def tied_later(training: Training) -> None:
-    training.model.body[2].weight = training.model.body[0].weight
+add(WEIGHTS, "tied_later", model=Deep, event=lambda t: setattr(t.model.body[2], "weight", t.model.body[0].weight))
 
 
 class Tied(Deep):
@@ -173,9 +171,7 @@ class AnyPrecision(Deep):
         return super().forward(x.to(self.head.weight.dtype))
 
 
-@event_case(WEIGHTS, model=AnyPrecision)
-def double_later(training: Training) -> None:
-    training.model.double()
+add(WEIGHTS, "double_later", model=AnyPrecision, event=lambda t: t.model.double())
 
 
 @event_case(WEIGHTS, model=AnyPrecision, tolerance=0.1)
@@ -190,9 +186,7 @@ def layer_added(training: Training) -> None:
     training.restart_optimizer()
 
 
-@event_case(WEIGHTS, model=Deep)
-def layer_replaced(training: Training) -> None:
-    training.model.body[1] = nn.ReLU()
+add(WEIGHTS, "layer_replaced", model=Deep, event=lambda t: setitem(t.model.body, 1, nn.ReLU()))
 
 
 @event_case(WEIGHTS, model=Deep)
@@ -297,8 +291,7 @@ def adversaries(training: Training) -> Tensor:
 class MomentumEncoder(Net):
     """Moves the weights of a second encoder towards its own in each forward pass, as MoCo does."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.slow = nn.Linear(WIDTH, HIDDEN).requires_grad_(requires_grad=False)
 
     def forward(self, x: Tensor) -> Any:
@@ -312,8 +305,7 @@ class MomentumEncoder(Net):
 class MomentumEncoderByData(Net):
     """The same by `.data`, and the second encoder in a list."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.slow = nn.Linear(WIDTH, HIDDEN).requires_grad_(requires_grad=False)
 
     def forward(self, x: Tensor) -> Any:
@@ -326,8 +318,7 @@ class MomentumEncoderByData(Net):
 class AverageInAttribute(Net):
     """Keeps a moving average of what it saw in a dictionary."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.averages: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Any:
@@ -339,8 +330,7 @@ class AverageInAttribute(Net):
 
 @model_case(WRITES)
 class AverageInAttributeInPlace(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.averages: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Any:
@@ -354,8 +344,7 @@ class AverageInAttributeInPlace(Net):
 
 @model_case(WRITES)
 class AverageInBuffer(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.register_buffer("average", torch.zeros(HIDDEN))
 
     def forward(self, x: Tensor) -> Any:
@@ -371,8 +360,7 @@ class AverageInNewBuffer(Net):
 
     average: Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.register_buffer("average", torch.zeros(HIDDEN))
 
     def forward(self, x: Tensor) -> Any:
@@ -400,8 +388,7 @@ class ClampsItsWeight(Net):
 class GeneratesWeight(Net):
     """Has the weight of a layer made anew in each pass, as weight dropping did."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.raw = nn.Parameter(self.head.weight.detach().clone())
         del self.head._parameters["weight"]
 
@@ -414,8 +401,7 @@ class GeneratesWeight(Net):
 class ReplacesParameter(Net):
     """Makes a new parameter in each pass, which is not trained."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.shift = nn.Parameter(torch.zeros(HIDDEN), requires_grad=False)
 
     def forward(self, x: Tensor) -> Any:
@@ -428,8 +414,7 @@ class ReplacesParameter(Net):
 class SetsUpByData(Net):
     """Sets its scale by the first batch, as ActNorm does, and remembers that in a buffer."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.scale = nn.Parameter(torch.ones(HIDDEN))
         self.register_buffer("is_set", torch.tensor(0))
 
@@ -441,17 +426,14 @@ class SetsUpByData(Net):
         return self.head(hidden * self.scale)
 
 
-@event_case(WRITES, model=SetsUpByData)
-def set_up_again(training: Training) -> None:
-    training.model.is_set.zero_()
+add(WRITES, "set_up_again", model=SetsUpByData, event=lambda t: t.model.is_set.zero_())
 
 
 @model_case(WRITES)
 class CodebookByAverages(Net):
     """A codebook of moving averages, as VQ-VAE has it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.register_buffer("codes", torch.randn(8, HIDDEN))
         self.register_buffer("counts", torch.ones(8))
 
@@ -470,8 +452,7 @@ class CodebookByAverages(Net):
 class ObservedRange(Net):
     """Rounds by a range that it observes and keeps in buffers, as training for quantization does."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.register_buffer("low", torch.tensor(torch.inf))
         self.register_buffer("high", torch.tensor(-torch.inf))
 
@@ -487,8 +468,7 @@ class ObservedRange(Net):
 
 
 class Normed(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.norm, self.drop = nn.BatchNorm1d(HIDDEN), nn.Dropout(0.3)
         self.slope = nn.LeakyReLU(0.01)
 
@@ -510,8 +490,8 @@ class NormsByBatch(Normed):
 class NormsByBatchWithoutMomentum(Normed):
     """Averages all batches, by a count in a buffer that the host reads."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
+        super().build()
         self.norm = nn.BatchNorm1d(HIDDEN, momentum=None)
 
 
@@ -520,9 +500,7 @@ class Drops(Dropping):
     """The baseline of what draws: are the draws of a recording those of the model?"""
 
 
-@event_case(MODES, model=Normed)
-def momentum_changed(training: Training) -> None:
-    training.model.norm.momentum = 0.5
+add(MODES, "momentum_changed", model=Normed, event=lambda t: setattr(t.model.norm, "momentum", 0.5))
 
 
 @event_case(MODES, model=Normed, at=range(1, 40))
@@ -530,44 +508,16 @@ def momentum_decays(training: Training) -> None:
     training.model.norm.momentum = fading(training.number)
 
 
-@event_case(MODES, model=Normed, at=(12, 24))
-def norm_evaluated_for_a_while(training: Training) -> None:
-    training.model.norm.train(training.number == 24)
-
-
-@event_case(MODES, model=Normed)
-def norm_forgets_statistics(training: Training) -> None:
-    training.model.norm.reset_running_stats()
-
-
-@event_case(MODES, model=Normed)
-def norm_keeps_no_statistics(training: Training) -> None:
-    training.model.norm.track_running_stats = False
-
-
-@event_case(MODES, model=Normed)
-def epsilon_changed(training: Training) -> None:
-    training.model.norm.eps = 0.5
-
-
-@event_case(MODES, model=Normed)
-def slope_changed(training: Training) -> None:
-    training.model.slope.negative_slope = 0.5
-
-
-@event_case(MODES, model=Dropping)
-def dropout_changed(training: Training) -> None:
-    training.model.drop.p = 0.0
-
-
-@event_case(MODES, model=Dropping)
-def dropout_evaluated(training: Training) -> None:
-    training.model.drop.eval()
-
-
-@event_case(MODES, model=Dropping)
-def training_set_by_hand(training: Training) -> None:
-    training.model.drop.training = False
+add(MODES, "norm_evaluated_for_a_while", model=Normed, at=(12, 24), event=lambda t: t.model.norm.train(t.number == 24))
+add(MODES, "norm_forgets_statistics", model=Normed, event=lambda t: t.model.norm.reset_running_stats())
+add(
+    MODES, "norm_keeps_no_statistics", model=Normed, event=lambda t: setattr(t.model.norm, "track_running_stats", False)
+)
+add(MODES, "epsilon_changed", model=Normed, event=lambda t: setattr(t.model.norm, "eps", 0.5))
+add(MODES, "slope_changed", model=Normed, event=lambda t: setattr(t.model.slope, "negative_slope", 0.5))
+add(MODES, "dropout_changed", model=Dropping, event=lambda t: setattr(t.model.drop, "p", 0.0))
+add(MODES, "dropout_evaluated", model=Dropping, event=lambda t: t.model.drop.eval())
+add(MODES, "training_set_by_hand", model=Dropping, event=lambda t: setattr(t.model.drop, "t", False))
 
 
 DROP = {"share": 0.3}
@@ -578,15 +528,9 @@ class DropsByGlobal(Net):
         return self.head(functional.dropout(self.hidden(x), DROP["share"], self.training))
 
 
-@event_case(MODES, model=DropsByGlobal)
-def share_of_dropout_in_global(training: Training) -> None:
-    training.patch(DROP, "share", 0.0)
-
-
-@event_case(MODES, model=Normed)
-def trained_in_evaluation(training: Training) -> None:
-    """All is in evaluation from here on, and is trained further."""
-    training.called.eval()
+add(MODES, "share_of_dropout_in_global", model=DropsByGlobal, event=lambda t: t.patch(DROP, "share", 0.0))
+# All is in evaluation from here on, and is trained further.
+add(MODES, "trained_in_evaluation", model=Normed, event=lambda t: t.called.eval())
 
 
 @step_case(MODES, model=Normed)
