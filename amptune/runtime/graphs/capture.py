@@ -16,9 +16,16 @@ import torch
 from amptune.runtime.graphs.differences import Limits, named_gradients, named_results
 from amptune.runtime.graphs.host_effects import DeviceState, NotRecordableError, without_effects, without_repeats
 from amptune.runtime.graphs.proxy_weights import with_proxies, without_hooks
-from amptune.runtime.graphs.seen_pass import name_of_node
 from amptune.runtime.graphs.signature import outputs_of
-from amptune.runtime.graphs.tensor_use import WAITS, TensorWatch, WaitMode, edges_for, require_apart, sources_among
+from amptune.runtime.graphs.tensor_use import (
+    WAITS,
+    TensorWatch,
+    WaitMode,
+    edges_for,
+    name_of_node,
+    require_apart,
+    sources_among,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

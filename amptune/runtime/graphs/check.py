@@ -9,7 +9,7 @@ import torch
 
 from amptune.runtime.graphs.differences import named_results, relative_differences
 from amptune.runtime.graphs.host_effects import DeviceState, NotRecordableError, copies_of
-from amptune.runtime.graphs.replayed_pass import ReplayedPass
+from amptune.runtime.graphs.passes import ReplayedPass
 from amptune.runtime.graphs.signature import outputs_of
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from amptune.runtime.graphs.capture import Recording, UnusualError
 from amptune.runtime.graphs.check import CHECK_EVERY, LAST_DOUBLED, Check, Checks
 from amptune.runtime.graphs.host_effects import NotRecordableError, obstacle_in
 from amptune.runtime.graphs.model_state import ModelState, is_observed
-from amptune.runtime.graphs.replayed_pass import NO_MEMORY, ReplayedPass
-from amptune.runtime.graphs.seen_pass import SeenPass
+from amptune.runtime.graphs.passes import NO_MEMORY, ReplayedPass, SeenPass
 from amptune.runtime.graphs.signature import PassKind, Signature, arguments_of
 
 if TYPE_CHECKING:

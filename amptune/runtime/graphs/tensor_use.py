@@ -17,7 +17,16 @@ from amptune.runtime.graphs.host_effects import NotRecordableError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-__all__ = ["WAITS", "TensorWatch", "WaitMode", "edges_for", "place_of", "require_apart", "sources_among"]
+__all__ = [
+    "WAITS",
+    "TensorWatch",
+    "WaitMode",
+    "edges_for",
+    "name_of_node",
+    "place_of",
+    "require_apart",
+    "sources_among",
+]
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _COPIES = ("_to_copy", "copy_", "copy")
@@ -134,6 +143,11 @@ def sources_among(outputs: Sequence[torch.Tensor]) -> set[int]:
     return {
         nodes[following] for source, following in _edges_behind(outputs) if source is not None and following in nodes
     }
+
+
+def name_of_node(tensor: torch.Tensor) -> str:
+    """Returns the name of what made the tensor, or ""."""
+    return "" if tensor.grad_fn is None else tensor.grad_fn.name()
 
 
 def _edges_behind(outputs: Iterable[torch.Tensor]) -> Iterator[tuple[Any, Any]]:

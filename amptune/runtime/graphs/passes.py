@@ -1,27 +1,82 @@
-"""A replay of a recorded forward and backward pass as a part of the loop's own autograd graph."""
+"""Passes as a part of the loop's own autograd graph: one that the model ran and that is watched, and a replayed one."""
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amptune.runtime.graphs.host_effects import DeviceState
+from amptune.runtime.graphs.host_effects import DeviceState, NotRecordableError
 from amptune.runtime.graphs.proxy_weights import without_hooks
-from amptune.runtime.graphs.seen_pass import is_kept, under_name
-from amptune.runtime.graphs.signature import outputs_of
+from amptune.runtime.graphs.signature import PassKind, outputs_of
+from amptune.runtime.graphs.tensor_use import name_of_node, sources_among
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from amptune.runtime.graphs.capture import Recording
 
-__all__ = ["NO_MEMORY", "ReplayedPass"]
+__all__ = ["NO_MEMORY", "ReplayedPass", "SeenPass"]
 
 NO_MEMORY = "leaves no memory to compare it in"
+
+
+@dataclass(eq=False)
+class SeenPass:
+    """A kind of pass that came once, and the gradients of those outputs, by place, from which backward passes began."""
+
+    kind: PassKind
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    _of_sources: dict[int, torch.Tensor] = field(default_factory=dict)
+    _passes: set[int] = field(default_factory=set)
+    _has_more: bool = False
+
+    def watched(self, returned: Any) -> Any:
+        """Returns copies that note which outputs a backward pass starts from, but those that others are made from."""
+        signature, tensors = outputs_of(returned)
+        sources = sources_among(tensors)
+        for place, one in enumerate(tensors):
+            if one.requires_grad and place in sources:
+                one.register_hook(partial(self._of_sources.__setitem__, place))  # type: ignore[no-untyped-call]
+            elif one.requires_grad:
+                tensors[place] = _under_name(name_of_node(one), _Mark).apply(self, place, one)
+        return signature.filled(tensors)
+
+    def note(self, place: int, gradient: torch.Tensor) -> None:
+        """Notes that the running backward pass starts from this output."""
+        self.gradients[place] = gradient.detach().clone()
+        self._passes.add(torch._C._current_graph_task_id())
+        self._has_more |= _is_kept() or torch.is_grad_enabled()
+
+    def is_used(self) -> bool:
+        """Returns True once a backward pass has come. It started from a source if it did from no other output."""
+        self.gradients = self.gradients or dict(self._of_sources)
+        self._of_sources.clear()
+        return bool(self.gradients)
+
+    def require_one_pass(self) -> None:
+        """Raises `NotRecordableError` if there was more than one backward pass, or if another may follow."""
+        if self._has_more or len(self._passes) > 1:
+            raise NotRecordableError("has several backward passes (one for each loss, retain_graph or create_graph)")
+
+
+class _Mark(torch.autograd.Function):
+    """An autograd function that copies a tensor, and notes when a backward pass reaches it."""
+
+    @staticmethod
+    def forward(ctx: Any, seen: SeenPass, place: int, output: torch.Tensor) -> torch.Tensor:
+        ctx.seen, ctx.place = seen, place
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
+        ctx.seen.note(ctx.place, gradient)
+        return None, None, gradient
 
 
 class ReplayedPass:
@@ -46,7 +101,7 @@ class ReplayedPass:
     def outputs(self) -> Any:
         """Returns what the model returns, in new memory and connected to autograd."""
         recording = self.recording
-        outputs = list(under_name(recording.node_name, _Replay).apply(self, *recording.weights))
+        outputs = list(_under_name(recording.node_name, _Replay).apply(self, *recording.weights))
         for place in recording.sources:
             source = outputs[place] = outputs[place].view_as(outputs[place])  # hooks are to have its gradient alone
             hooks: dict[int, Any] = OrderedDict()
@@ -65,7 +120,7 @@ class ReplayedPass:
         else:
             if not self.over:
                 self._end(reason)
-            self._may_come_again = torch.is_grad_enabled() or is_kept()
+            self._may_come_again = torch.is_grad_enabled() or _is_kept()
         self.over = True
         if reason is not None:
             return self._own_backward(of_outputs, again=True)
@@ -79,7 +134,7 @@ class ReplayedPass:
 
     def _why_unusual(self, of_outputs: Sequence[torch.Tensor | None]) -> str | None:
         """Returns why a backward pass is not the recorded one, or None if it is."""
-        if torch.is_grad_enabled() or self.over or is_kept():
+        if torch.is_grad_enabled() or self.over or _is_kept():
             return "goes through a backward pass again (retain_graph or create_graph)"
         if [place for place, one in enumerate(of_outputs) if one is not None] != [*self.recording.of_outputs]:
             return "gives outputs that the loss does not always use"
@@ -153,3 +208,19 @@ def _move_hooks(given: torch.Tensor | None, hooks: Mapping[int, Any], own: torch
 
 def _add_to(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
     tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
+
+
+def _is_kept() -> bool:
+    """Returns True if the running backward pass was asked to keep its graph (retain_graph)."""
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if asked is None else bool(asked())  # what cannot be asked counts as unsafe
+
+
+@cache
+def _under_name(name: str, function: Any) -> Any:
+    """Returns the autograd function with another name for its nodes: a loop may ask an output for its `grad_fn`."""
+    if not name:
+        return function
+    own = type(function)(function.__name__, (function,), {})
+    own._backward_cls.__name__ = own._backward_cls.__qualname__ = name
+    return own
