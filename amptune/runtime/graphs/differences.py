@@ -70,11 +70,8 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in _KEPT else tensor.float()
 
 
-class Limits:
-    """The largest difference allowed for each result of two passes that compute the same."""
-
-    def __init__(self, limits: Mapping[str, float]) -> None:
-        self._limits = dict(limits)
+class Limits(dict[str, float]):
+    """The largest difference allowed for each result of two passes that compute the same, by name."""
 
     @classmethod
     def of(
@@ -96,12 +93,12 @@ class Limits:
             limits = list(map(max, limits, relative_differences(first, found).tolist()))
         return cls({name: SLACK * limit + LEAST for name, limit in zip(first, limits, strict=True)})
 
-    def __getitem__(self, name: str) -> float:
-        return self._limits.get(name, LEAST)
+    def __missing__(self, name: str) -> float:
+        return LEAST
 
     def widened(self, other: Limits) -> Limits:
         """Returns the larger limit for each result."""
-        return Limits({name: max(self[name], other[name]) for name in {**self._limits, **other._limits}})
+        return Limits({name: max(self[name], other[name]) for name in {**self, **other}})
 
 
 @contextmanager
