@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -124,10 +125,10 @@ CASES: dict[str, Case] = {}
 class Net(nn.Module):
     """Two linear layers, without any trouble."""
 
-    def __init__(self) -> None:
+    def __init__(self, build: Callable[[Any], Any] | None = None) -> None:
         super().__init__()
         self.body, self.head = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, CLASSES)
-        self.build()
+        self.build() if build is None else build(self)
 
     def build(self) -> None:
         """Adds to the layers what a case is about."""
@@ -151,6 +152,14 @@ class GainNet(Net):
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(x) * self.gain()
+
+
+class Passing(torch.autograd.Function):
+    """Gives its input on, for a backward pass that does something."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
 
 
 def loss_of(outputs: Any, y: Tensor) -> Tensor:
@@ -215,13 +224,16 @@ def _registering(group: str, what: str, options: dict[str, Any]) -> Callable[[N]
 
 
 def add(group: str, name: str, *, loss: Loss = plain_loss, step: Step | None = None, **options: Any) -> None:
-    """Registers a case under a name like `lost_weights`, also if it is given as `LostWeights`."""
+    """Registers a case under a name like `lost_weights`, also if it is given as `LostWeights`.
+
+    `build` adds to a `Net` what the case is about, in one line.
+    """
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     if name in CASES:
         raise ValueError(f"there are two cases of the name {name}")
     at = options.pop("at", EVENT_AT)
     at = (at,) if isinstance(at, int) else tuple(at)
-    options.setdefault("model", Net)
+    options.setdefault("model", partial(Net, options.pop("build", None)))
     CASES[name] = Case(name=name, group=group, step=step or step_of(loss), at=at, **options)
 
 

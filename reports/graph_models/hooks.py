@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,10 +53,7 @@ class ForwardHook(Net):
         self.body.register_forward_hook(_halved)
 
 
-@model_case(HOOKS)
-class ForwardPreHook(Net):
-    def build(self) -> None:
-        self.body.register_forward_pre_hook(_halved_input)
+add(HOOKS, "forward_pre_hook", build=lambda net: net.body.register_forward_pre_hook(_halved_input))
 
 
 @model_case(HOOKS)
@@ -71,36 +69,23 @@ class BackwardPreHook(Net):
         self.head.register_full_backward_pre_hook(lambda _, gradients: _halved_gradient(self, gradients, None))
 
 
-@model_case(HOOKS)
-class HookOnWeight(Net):
-    def build(self) -> None:
-        self.body.weight.register_hook(lambda gradient: gradient * 0.5)
+add(HOOKS, "hook_on_weight", build=lambda net: net.body.weight.register_hook(lambda gradient: gradient * 0.5))
 
 
-@model_case(HOOKS)
-class CountingHook(Net):
-    """Its hook does something else with each call."""
+def _fading_more() -> Callable[..., Tensor]:
+    calls: list[int] = []
 
-    def build(self) -> None:
-        calls: list[int] = []
+    def fade(*given: Any) -> Tensor:
+        calls.append(1)
+        faded: Tensor = given[-1] * fading(len(calls))
+        return faded
 
-        def fade(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-            calls.append(1)
-            return output * fading(len(calls))
-
-        self.body.register_forward_hook(fade)
+    return fade
 
 
-@model_case(HOOKS)
-class CountingHookOnWeight(Net):
-    def build(self) -> None:
-        calls: list[int] = []
-
-        def fade(gradient: Tensor) -> Tensor:
-            calls.append(1)
-            return gradient * fading(len(calls))
-
-        self.body.weight.register_hook(fade)
+# Its hook does something else with each call.
+add(HOOKS, "counting_hook", build=lambda net: net.body.register_forward_hook(_fading_more()))
+add(HOOKS, "counting_hook_on_weight", build=lambda net: net.body.weight.register_hook(_fading_more()))
 
 
 @model_case(HOOKS)

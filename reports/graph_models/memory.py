@@ -46,18 +46,18 @@ class OnHost(nn.Module):
 
 
 class HostGain(OnHost):
-    gain: Tensor
-
-    def __init__(self) -> None:
+    def __init__(self, *, is_trained: bool) -> None:
         super().__init__()
-        self.register_buffer("gain", torch.ones(()))
+        self.gain = nn.Parameter(torch.ones(())) if is_trained else nn.Buffer(torch.ones(()))
 
 
 class BufferOnHost(Net):
     """Its 0-dim buffer on the CPU goes into kernels by value."""
 
+    is_trained = False
+
     def build(self) -> None:
-        self.scale: Any = HostGain()
+        self.scale: Any = HostGain(is_trained=self.is_trained)
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(x) * self.scale.gain
@@ -101,21 +101,11 @@ class HostTensorInClosureFalls(GainNet):
         return self.fall()
 
 
-class _HostWeight(OnHost):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-
 @model_case(CPU)
-class WeightOnHost(Net):
+class WeightOnHost(BufferOnHost):
     """A 0-dim weight on the CPU multiplies tensors of the GPU."""
 
-    def build(self) -> None:
-        self.scale = _HostWeight()
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x) * self.scale.weight
+    is_trained = True
 
 
 class _HostEmbedding(OnHost):

@@ -19,6 +19,7 @@ from graph_models.case import (
     VOCABULARY,
     WIDTH,
     Net,
+    Passing,
     Training,
     add,
     event_case,
@@ -36,16 +37,8 @@ PARTS, FUNCTIONS = "parts of PyTorch", "autograd functions"
 # --- parametrizations ----------------------------------------------------------------------------------------------
 
 
-@model_case(PARTS)
-class SpectralNorm(Net):
-    def build(self) -> None:
-        parametrizations.spectral_norm(self.body)
-
-
-@model_case(PARTS)
-class SpectralNormByHook(Net):
-    def build(self) -> None:
-        spectral_norm(self.body)
+add(PARTS, "spectral_norm", build=lambda net: parametrizations.spectral_norm(net.body))
+add(PARTS, "spectral_norm_by_hook", build=lambda net: spectral_norm(net.body))
 
 
 @model_case(PARTS)
@@ -54,16 +47,8 @@ class WeightNorm(Net):
         parametrizations.weight_norm(self.body)
 
 
-@model_case(PARTS)
-class WeightNormByHook(Net):
-    def build(self) -> None:
-        weight_norm(self.body)
-
-
-@model_case(PARTS)
-class Orthogonal(Net):
-    def build(self) -> None:
-        parametrizations.orthogonal(self.body)
+add(PARTS, "weight_norm_by_hook", build=lambda net: weight_norm(net.body))
+add(PARTS, "orthogonal", build=lambda net: parametrizations.orthogonal(net.body))
 
 
 class _Fading(nn.Module):
@@ -476,14 +461,10 @@ def kernels_of_attention_forbidden(_: Training) -> None:
 # --- autograd functions --------------------------------------------------------------------------------------------
 
 
-class _Faded(torch.autograd.Function):
+class _Faded(Passing):
     """Counts its backward passes on the class, and fades the gradient."""
 
     calls = 0
-
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
 
     @staticmethod
     def backward(_: Any, gradient: Tensor) -> Tensor:
@@ -503,12 +484,8 @@ class FunctionCountsOnClass(Net):
 STRENGTH = {"reversal": 1.0}
 
 
-class _Reversed(torch.autograd.Function):
+class _Reversed(Passing):
     """Turns the gradient around, with a strength that lies elsewhere."""
-
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
 
     @staticmethod
     def backward(_: Any, gradient: Tensor) -> Tensor:
@@ -657,12 +634,8 @@ class FunctionRounds(Net):
 PENALTY: list[Tensor] = []
 
 
-class _Penalized(torch.autograd.Function):
+class _Penalized(Passing):
     """Adds a tensor to the gradient that lies elsewhere, and is another in each step."""
-
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
 
     @staticmethod
     def backward(_: Any, gradient: Tensor) -> Tensor:

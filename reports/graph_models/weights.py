@@ -294,24 +294,20 @@ class MomentumEncoder(Net):
     def build(self) -> None:
         self.slow = nn.Linear(WIDTH, HIDDEN).requires_grad_(requires_grad=False)
 
-    def forward(self, x: Tensor) -> Any:
+    def follow(self, slow: Tensor, own: Tensor) -> None:
         with torch.no_grad():
-            for slow, own in zip(self.slow.parameters(), self.body.parameters(), strict=True):
-                slow.mul_(0.9).add_(own, alpha=0.1)
+            slow.mul_(0.9).add_(own, alpha=0.1)
+
+    def forward(self, x: Tensor) -> Any:
+        for slow, own in zip(self.slow.parameters(), self.body.parameters(), strict=True):
+            self.follow(slow, own)
         return self.head(self.hidden(x) + torch.tanh(self.slow(x)))
 
 
 @model_case(WRITES)
-class MomentumEncoderByData(Net):
-    """The same by `.data`, and the second encoder in a list."""
-
-    def build(self) -> None:
-        self.slow = nn.Linear(WIDTH, HIDDEN).requires_grad_(requires_grad=False)
-
-    def forward(self, x: Tensor) -> Any:
-        for slow, own in zip(self.slow.parameters(), self.body.parameters(), strict=True):
-            slow.data = slow.data * 0.9 + own.data * 0.1
-        return self.head(self.hidden(x) + torch.tanh(self.slow(x)))
+class MomentumEncoderByData(MomentumEncoder):
+    def follow(self, slow: Tensor, own: Tensor) -> None:
+        slow.data = slow.data * 0.9 + own.data * 0.1
 
 
 @model_case(WRITES)
@@ -344,6 +340,8 @@ class AverageInAttributeInPlace(Net):
 
 @model_case(WRITES)
 class AverageInBuffer(Net):
+    average: Tensor
+
     def build(self) -> None:
         self.register_buffer("average", torch.zeros(HIDDEN))
 
@@ -355,13 +353,8 @@ class AverageInBuffer(Net):
 
 
 @model_case(WRITES)
-class AverageInNewBuffer(Net):
+class AverageInNewBuffer(AverageInBuffer):
     """Sets its buffer to a new tensor in each pass."""
-
-    average: Tensor
-
-    def build(self) -> None:
-        self.register_buffer("average", torch.zeros(HIDDEN))
 
     def forward(self, x: Tensor) -> Any:
         hidden = self.hidden(x)
