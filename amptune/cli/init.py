@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from amptune.cli.options import json_option, print_json
+from amptune.workload.written_workload import ARGUMENTS, FILL_IN, options_for, workload_text
 
 __all__ = ["STARTER", "init_command"]
 
@@ -50,20 +51,44 @@ workload = amptune.Workload(
 '''
 
 
-@click.command("init", short_help="Write a starter workload that runs as it stands.")
-@click.argument("file", default="workload.py", type=click.Path(dir_okay=False, path_type=Path))
+@click.command("init", short_help="Write a workload: a starter, or one made from a training script.")
+@click.argument("file", required=False, type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--from", "script", type=click.Path(dir_okay=False, path_type=Path), metavar="TRAIN.py",
+              help="The training script to take it from. It is read, not run.")  # fmt: skip
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @json_option
-def init_command(file: Path, as_json: bool) -> None:
-    """Write a starter workload to FILE (default: workload.py); it runs as it stands."""
+def init_command(file: Path | None, script: Path | None, force: bool, as_json: bool) -> None:
+    """Write a workload to FILE.
+
+    Without --from, FILE (default: workload.py) is a starter that runs as it stands.
+
+    \b
+    amptune init --from train.py
+
+    writes train_workload.py beside the script (or FILE), with what the script trains: a Trainer of transformers, a
+    LightningModule, or model, loader and optimizer of a loop. The script stays as it is.
+    """  # noqa: D301  # click's mark for lines to be left as they are is the backspace itself
+    file = file or (Path("workload.py") if script is None else script.with_name(f"{script.stem}_workload.py"))
     if file.suffix != ".py":
         raise click.BadParameter(f"{file} does not end in .py", param_hint="FILE")
-    if file.exists():
-        raise click.BadParameter(f"{file} exists already; it is left as it is", param_hint="FILE")
+    if script is not None and file.resolve() == script.resolve():
+        raise click.BadParameter(f"{file} is the script itself", param_hint="FILE")
+    if file.exists() and not force:
+        raise click.BadParameter(f"{file} exists already; it is left as it is without --force", param_hint="FILE")
+    text, options = STARTER.format(file=file, name=file.stem), ""
+    if script is not None:
+        text, options = workload_text(script, file), options_for(script)
     try:
-        file.write_text(STARTER.format(file=file, name=file.stem))
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise click.BadParameter(f"{file} cannot be written: {error.strerror}", param_hint="FILE") from error
+    target = f"{file}:workload"
     if as_json:
-        print_json("amptune.init/1", {"file": str(file), "target": f"{file}:workload", "findings": []})
-    else:
-        click.echo(f"wrote {file}; next: amptune tune {file}:workload")
+        print_json("amptune.init/1", {"file": str(file), "target": target, "findings": []})
+        return
+    click.echo(f"wrote {file}; next: amptune tune {target if script is None else file}{options}")
+    for line in text.splitlines():
+        if FILL_IN in line:
+            click.echo(f"first, in {file}: {line.strip()}")
+    if ARGUMENTS in options:
+        click.echo(f"ARGUMENTS are those that {script} needs, if any")

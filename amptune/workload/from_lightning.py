@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +28,7 @@ TRAINER = SimpleNamespace(
 )
 
 
-def parts_of_lightning(module: Any, loader: Iterable[Any], batch_size: int | None) -> dict[str, Any]:
+def parts_of_lightning(module: Any, loader: Any, batch_size: int | None) -> dict[str, Any]:
     """Returns the parts of a `Workload` by name. Raises `TargetError` for what cannot be one."""
     if not hasattr(module, "configure_optimizers"):
         raise TargetError(f"module is {type(module).__name__}, not a LightningModule")
@@ -41,10 +41,34 @@ def parts_of_lightning(module: Any, loader: Iterable[Any], batch_size: int | Non
         raise TargetError(f"{type(module).__name__}.training_step(dataloader_iter) draws its batches itself")
     return {
         "model": CopiedModel(module),
-        **LoaderBatches(loader, batch_size).parts,
+        **LoaderBatches(_loader_of(module if loader is None else loader), batch_size).parts,
         "loss": TrainingStep(),
         "optimizer": configured_optimizer,
     }
+
+
+def _loader_of(source: Any) -> Iterable[Any]:
+    """Returns a loader, that of a LightningDataModule, or that of the module itself, prepared as `fit` does."""
+    if not hasattr(source, "train_dataloader"):
+        loader: Iterable[Any] = source
+        return loader
+    source.prepare_data()
+    source.setup("fit")
+    try:
+        drawn = source.train_dataloader()
+    except Exception as error:
+        if type(error).__name__ != "MisconfigurationException":
+            raise
+        raise TargetError(
+            f"{type(source).__name__} has no train_dataloader(): give its loader, or a LightningDataModule, as in "
+            "Workload.from_lightning(module, loader)"
+        ) from error
+    if not isinstance(drawn, Iterable) or isinstance(drawn, Mapping):
+        raise TargetError(
+            f"{type(source).__name__}.train_dataloader() returned {type(drawn).__name__}, not one loader: give one of "
+            "them, as in Workload.from_lightning(module, loader)"
+        )
+    return drawn
 
 
 class TrainingStep:

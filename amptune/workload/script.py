@@ -10,7 +10,7 @@ from pathlib import Path
 from amptune.errors import TargetError
 from amptune.workload.targets import parse_target
 
-__all__ = ["imports_of", "require_importable", "require_workload"]
+__all__ = ["Script", "imports_of", "require_importable", "require_workload"]
 
 _NOT_EXECUTED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
 
@@ -23,7 +23,7 @@ def require_importable(path: Path) -> None:
     """
     source = path.read_text(encoding="utf-8", errors="replace")
     try:
-        script = _Script(ast.parse(source))
+        script = Script(ast.parse(source))
     except SyntaxError:
         return
     for statement in script.tree.body:
@@ -38,7 +38,7 @@ def require_workload(path: Path) -> None:
     if "workload" in source.lower():
         return
     try:
-        script = _Script(ast.parse(source))
+        script = Script(ast.parse(source))
     except SyntaxError:
         return
     found = next((node for node in ast.walk(script.tree) if script.trains(node)), script.tree)
@@ -85,15 +85,15 @@ def _imported(node: ast.AST) -> Iterator[str]:
 
 
 @dataclass
-class _Script:
+class Script:
     """The text of a script, which tells what importing it executes."""
 
     tree: ast.Module
-    _functions: dict[str, ast.FunctionDef] = field(init=False)
+    functions: dict[str, ast.FunctionDef] = field(init=False)
     _trainers: set[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._functions = {node.name: node for node in self.tree.body if isinstance(node, ast.FunctionDef)}
+        self.functions = {node.name: node for node in self.tree.body if isinstance(node, ast.FunctionDef)}
         made = [node for node in ast.walk(self.tree) if isinstance(node, ast.Assign) and _makes_trainer(node.value)]
         self._trainers = {target.id for node in made for target in node.targets if isinstance(target, ast.Name)}
 
@@ -109,6 +109,12 @@ class _Script:
             return False
         if ast.unparse(node.func) == "amptune.tune":
             return True
+        return self.is_trainer_call(node)
+
+    def is_trainer_call(self, node: ast.AST) -> bool:
+        """Returns True for `train()` or `fit()` of a Trainer."""
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            return False
         held = node.func.value
         is_trainer = _makes_trainer(held) or (isinstance(held, ast.Name) and held.id in self._trainers)
         return is_trainer and node.func.attr in ("train", "fit")
@@ -120,19 +126,19 @@ class _Script:
     def _executed(self, node: ast.AST, seen: set[str] | None = None) -> Iterator[ast.AST]:
         """Yields the nodes that executing one executes; those of each of the script's functions that it calls, once."""
         seen = set() if seen is None else seen
-        if isinstance(node, _NOT_EXECUTED) or _is_guard(node):
+        if isinstance(node, _NOT_EXECUTED) or is_guard(node):
             return
         yield node
         for part in ast.iter_child_nodes(node):
             yield from self._executed(part, seen)
         name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
-        if name in self._functions and name not in seen:
+        if name in self.functions and name not in seen:
             seen.add(name)
-            for statement in self._functions[name].body:
+            for statement in self.functions[name].body:
                 yield from self._executed(statement, seen)
 
 
-def _is_guard(node: ast.AST) -> bool:
+def is_guard(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
 
 
@@ -148,7 +154,7 @@ def _makes_trainer(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Trainer")
 
 
-def _lines_to_write(name: str, source: str, script: _Script, statement: ast.stmt, found: ast.AST) -> str:
+def _lines_to_write(name: str, source: str, script: Script, statement: ast.stmt, found: ast.AST) -> str:
     lines, first = source.splitlines(), statement.lineno
     shown = [lines[first - 1], *([] if statement.end_lineno == first else ["    …"])]
     body = "\n".join(f"        {line}" for line in shown)

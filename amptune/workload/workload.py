@@ -122,7 +122,7 @@ class Workload:
     def from_lightning(
         cls,
         module: Any,
-        loader: Iterable[Any],
+        loader: Any = None,
         *,
         batch_size: int | None = None,
         accumulate: int = 1,
@@ -131,6 +131,7 @@ class Workload:
     ) -> Self:
         """Returns the workload of a LightningModule: its `training_step` and `configure_optimizers` over the loader.
 
+        `loader` may be a LightningDataModule; without it, the module has a `train_dataloader` of its own.
         No Trainer is attached: what `self.log` gets is lost. `accumulate` is the Trainer's `accumulate_grad_batches`,
         `clip` its `gradient_clip_val`; its callbacks are not part of the measured step.
 
