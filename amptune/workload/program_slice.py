@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-__all__ = ["names_bound", "names_free", "names_loaded", "root_of", "statements_for"]
+__all__ = ["contains", "last_of", "names_bound", "names_free", "names_loaded", "root_of", "statements_for", "value_of"]
 
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 # Methods that change nothing that a measured step depends on.
@@ -39,9 +39,9 @@ def names_bound(*nodes: ast.AST) -> set[str]:
 
 def names_free(*nodes: ast.stmt) -> set[str]:
     """Returns the names that are read and get no value there; parameters of functions have one."""
-    inner = {
-        one.arg for node in nodes for one in ast.walk(node) if isinstance(one, ast.arg)
-    } | {one.id for node in nodes for one in ast.walk(node) if isinstance(one, ast.Name) and _is_stored(one)}
+    inner = {one.arg for node in nodes for one in ast.walk(node) if isinstance(one, ast.arg)} | {
+        one.id for node in nodes for one in ast.walk(node) if isinstance(one, ast.Name) and _is_stored(one)
+    }
     return names_loaded(*nodes) - names_bound(*nodes) - inner
 
 
@@ -84,7 +84,11 @@ def _changes(statement: ast.stmt, needed: set[str]) -> bool:
 def _call_changes(call: ast.Call, needed: set[str]) -> bool:
     """A method may change its object, and a function what it is given."""
     root = root_of(call.func)
-    if root in _TOLD or "seed" in ast.unparse(call.func) or (isinstance(call.func, ast.Attribute) and call.func.attr in _WITHOUT_EFFECT):
+    if (
+        root in _TOLD
+        or "seed" in ast.unparse(call.func)
+        or (isinstance(call.func, ast.Attribute) and call.func.attr in _WITHOUT_EFFECT)
+    ):
         return False
     given = {root_of(argument) for argument in call.args if isinstance(argument, ast.Name | ast.Attribute)}
     if given & (needed - _LIBRARIES):
@@ -97,3 +101,23 @@ def root_of(node: ast.AST) -> str | None:
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Call | ast.Starred):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else None
+
+
+def last_of(function: ast.expr) -> str:
+    """Returns the last name of a dotted one: `clip_grad_norm_` of `nn.utils.clip_grad_norm_`."""
+    return ast.unparse(function).rpartition(".")[2]
+
+
+def contains(outer: ast.AST, node: ast.AST) -> bool:
+    """Returns True if a node is a part of the outer one, or that itself."""
+    return any(one is node for one in ast.walk(outer))
+
+
+def value_of(name: str, statements: Iterable[ast.stmt]) -> ast.expr | None:
+    """Returns the expression that the name was given last, or None."""
+    found = [
+        one.value
+        for one in statements
+        if isinstance(one, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in one.targets)
+    ]
+    return found[-1] if found else None

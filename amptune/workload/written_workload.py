@@ -9,15 +9,18 @@ import textwrap
 from pathlib import Path
 
 from amptune.errors import TargetError
+from amptune.workload.loop_step import LoopStep
 from amptune.workload.program_slice import names_bound, names_free, names_loaded, statements_for
 from amptune.workload.script import Script
-from amptune.workload.training_code import LoopStep, TrainingCode, training_code
+from amptune.workload.training_code import TrainingCode, training_code
 
 __all__ = ["ARGUMENTS", "FILL_IN", "options_for", "workload_text"]
 
 # What the user has to write: arguments of the script behind `--`, and values that its text does not tell.
 ARGUMENTS, FILL_IN = "-- ARGUMENTS", "# fill in"
 
+# A longer call is written with one argument a line.
+WIDTH = 100
 _NAMES_OF_PYTHON = {*dir(builtins), "__file__", "__name__", "__doc__"}
 _MIXED = re.compile(r"autocast|GradScaler|mixed_precision=|\b[bf][pf]?16=True|16-mixed")
 
@@ -71,17 +74,19 @@ class _Parts:
 
     def text(self) -> str:
         head = (
-            f'"""What amptune tunes: a training step of {self.script.name}, as `amptune init --from` found it there.\n\n'
+            f'"""What amptune tunes: a training step of {self.script.name}, as `amptune init --from` found it.\n\n'
             f'Then: amptune tune {self.file.name}{options_for(self.script)}\n"""'
         )
         futures, imports, definitions = self._module_parts()
         body = [*self._fill_ins(), *map(self._text_of, self.local), *self._functions()]
         made = f"amptune.Workload.{self.code.constructor}({', '.join(self.code.arguments)})"
+        if len(made) > WIDTH:
+            made = f"amptune.Workload.{self.code.constructor}(\n    " + ",\n    ".join(self.code.arguments) + ",\n)"
         if self.local:
             inner = textwrap.indent("\n".join([*body, f"return {made}"]), "    ", lambda line: bool(line.strip()))
             body = [f"\ndef workload() -> amptune.Workload:\n{inner}"]
         else:
-            body.append(f"\nworkload = {made}")
+            body.append(f"\n\nworkload = {made}" if len(body) else f"workload = {made}")
         imports = [one for one in imports if one != "import amptune"]
         parts = ["\n".join([*futures, *imports]), "import amptune" + self._from_script(), definitions, "\n".join(body)]
         text = "\n\n".join([head, *filter(None, parts)]) + "\n"
@@ -132,13 +137,18 @@ class _Parts:
         lines = [] if single else [f"{step.target} = batch"]
         lines += [self._text_of(one) for one in step.body]
         loss = step.loss
-        if lines and step.body and isinstance(loss, ast.Name) and (last := _assigned(step.body[-1], loss.id)) is not None:
+        if (
+            lines
+            and step.body
+            and isinstance(loss, ast.Name)
+            and (last := _assigned(step.body[-1], loss.id)) is not None
+        ):
             lines[-1] = f"return {ast.unparse(last)}"
         else:
             lines.append(f"return {ast.unparse(loss)}")
         taken = step.target if single else "batch"
         written.append(f"\ndef training_loss({step.model}, {taken}):\n" + textwrap.indent("\n".join(lines), "    "))
-        return [*written, ""] if self.local else written
+        return [*written, ""] if self.local else [f"\n{one}" if index else one for index, one in enumerate(written)]
 
     def _spaced(self, statements: list[ast.stmt]) -> str:
         """Returns the statements' text, with blank lines between those that do not follow one another."""
