@@ -10,7 +10,7 @@ from amptune.workload.loop_step import LoopStep, step_of, without_wrappers
 from amptune.workload.script import Script
 from amptune.workload.way_to_training import way_to
 
-__all__ = ["TrainingCode", "training_code"]
+__all__ = ["TrainingCode", "training_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class TrainingCode:
     step: LoopStep | None = None
 
 
-def training_code(script: Script, name: str) -> TrainingCode:
+def training_of(script: Script, name: str) -> TrainingCode:
     """Finds a Trainer's `train()` or `fit()`, else the first loop with a backward pass. Raises `TargetError`."""
     nodes = [node for node in ast.walk(script.tree) if isinstance(node, ast.Call)]
     calls = [(node, node.func) for node in nodes if isinstance(node.func, ast.Attribute)]

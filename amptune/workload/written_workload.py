@@ -12,7 +12,7 @@ from amptune.errors import TargetError
 from amptune.workload.loop_step import LoopStep
 from amptune.workload.program_slice import names_bound, names_free, names_loaded, statements_for
 from amptune.workload.script import Script
-from amptune.workload.training_code import TrainingCode, training_code
+from amptune.workload.training_code import TrainingCode, training_of
 
 __all__ = ["ARGUMENTS", "FILL_IN", "options_for", "workload_text"]
 
@@ -36,7 +36,7 @@ def workload_text(script_path: Path, file: Path) -> str:
         script = Script(ast.parse(source))
     except SyntaxError as error:
         raise TargetError(f"{script_path}:{error.lineno}: {error.msg}") from error
-    code = training_code(script, script_path.name)
+    code = training_of(script, script_path.name)
     trains = any(script.training_in(one) is not None for one in script.tree.body)
     parts = _Parts(source, code, script_path, file, copied=trains or not script_path.stem.isidentifier())
     return parts.text()

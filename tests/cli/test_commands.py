@@ -349,6 +349,54 @@ def test_the_starter_workload_runs_as_it_stands(folder: Path) -> None:
     assert "exists already" in again.stderr
 
 
+LOOP = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+if __name__ == "__main__":
+    loader = DataLoader(TensorDataset(torch.randn(64, 4), torch.randint(3, (64,))), batch_size=8)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in loader:
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_workload_written_from_a_script_runs_as_it_stands(folder: Path) -> None:
+    (folder / "fit.py").write_text(LOOP)
+    done = run("init", "--from", "fit.py", folder=folder)
+    assert (done.returncode, done.stdout) == (0, "wrote fit_workload.py; next: amptune tune fit_workload.py\n")
+    with measuring_here(f"{folder}/fit_workload.py") as here:
+        tuned = run("tune", "fit_workload.py", "--budget", "12s", "--trials", "2", folder=folder, evaluator=here)
+    assert tuned.returncode == 0, tuned.stderr
+
+
+def test_init_replaces_a_file_only_if_told_so(folder: Path) -> None:
+    (folder / "fit.py").write_text(LOOP)
+    (folder / "fit_workload.py").write_text("mine\n")
+    again = run("init", "--from", "fit.py", folder=folder)
+    assert (again.returncode, (folder / "fit_workload.py").read_text()) == (2, "mine\n")
+    assert "fit_workload.py exists already; it is left as it is without --force" in again.stderr
+    itself = run("init", "--from", "fit.py", "fit.py", "--force", folder=folder)
+    assert (itself.returncode, (folder / "fit.py").read_text()) == (2, LOOP)
+    assert run("init", "--from", "fit.py", "--force", folder=folder).returncode == 0
+    assert "Workload.from_loop(model, loader, training_loss, optimizer)" in (folder / "fit_workload.py").read_text()
+
+
+def test_init_from_a_script_that_shows_no_training_writes_nothing(folder: Path) -> None:
+    (folder / "plain.py").write_text("print('hello')\n")
+    done = run("init", "--from", "plain.py", "--json", folder=folder)
+    assert (done.returncode, (folder / "plain_workload.py").exists()) == (2, False)
+    assert json.loads(done.stdout)["findings"][0]["code"] == "target"
+    assert "plain.py shows no training that amptune recognises" in done.stderr
+    missing = run("init", "--from", "no.py", folder=folder)
+    assert (missing.returncode, "no.py cannot be read" in missing.stderr) == (2, True)
+
+
 def test_profiles_are_built_and_resolved(folder: Path) -> None:
     for product in ("A", "B"):
         (folder / f"{product}.yaml").write_text(

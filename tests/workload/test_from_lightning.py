@@ -106,3 +106,32 @@ def test_a_compiled_policy_compiles_the_training_step() -> None:
     loss = workload.loss(wrapped, workload.batch(8))
     assert compiled
     assert loss.requires_grad
+
+
+class Digits(lightning.LightningDataModule):
+    def setup(self, stage: str) -> None:
+        self.ready = stage
+
+    def train_dataloader(self) -> Any:
+        assert self.ready == "fit"
+        return DataLoader(TensorDataset(torch.randn(40, 6), torch.randint(3, (40,))), batch_size=5, shuffle=True)
+
+
+class WithLoader(Lit):
+    train_dataloader = Digits.train_dataloader
+    setup = Digits.setup
+
+
+def test_a_datamodule_gives_the_loader_as_in_fit() -> None:
+    assert Workload.from_lightning(Lit(), Digits()).batch_size == 5
+
+
+def test_without_a_loader_the_module_has_one_of_its_own() -> None:
+    assert Workload.from_lightning(WithLoader()).batch_size == 5
+
+
+def test_a_module_without_a_loader_is_told() -> None:
+    with pytest.raises(
+        TargetError, match=r"Lit has no train_dataloader\(\): give its loader, or a LightningDataModule"
+    ):
+        Workload.from_lightning(Lit())
