@@ -29,7 +29,7 @@ def require_importable(path: Path) -> None:
     for statement in script.tree.body:
         found = script.training_in(statement)
         if found is not None:
-            raise TargetError(_lines_to_write(path.name, source, script, statement, found))
+            raise TargetError(_lines_to_write(path, source, script, statement, found))
 
 
 def require_workload(path: Path) -> None:
@@ -43,8 +43,9 @@ def require_workload(path: Path) -> None:
         return
     found = next((node for node in ast.walk(script.tree) if script.trains(node)), script.tree)
     raise TargetError(
-        f"{path.name} has no workload. Write one where model, data and optimizer exist; if that is inside of a "
-        f"function, then in a function that returns it:\n\n    import amptune\n\n    def workload():\n        …\n"
+        f"{path.name} has no workload. Have one written beside it:\n\n    amptune init --from {path}\n\n"
+        "or write one where model, data and optimizer exist; if that is inside of a function, then in a function that "
+        f"returns it:\n\n    import amptune\n\n    def workload():\n        …\n"
         f"        return {_workload_for(found)}"
     )
 
@@ -154,19 +155,22 @@ def _makes_trainer(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Trainer")
 
 
-def _lines_to_write(name: str, source: str, script: Script, statement: ast.stmt, found: ast.AST) -> str:
+def _lines_to_write(path: Path, source: str, script: Script, statement: ast.stmt, found: ast.AST) -> str:
     lines, first = source.splitlines(), statement.lineno
     shown = [lines[first - 1], *([] if statement.end_lineno == first else ["    …"])]
     body = "\n".join(f"        {line}" for line in shown)
     guard = (
-        f"{name} trains when it is imported ({name}:{first}: {lines[first - 1].strip()}), and amptune imports it in "
+        f"{path.name} trains when it is imported ({path.name}:{first}: {lines[first - 1].strip()}), and amptune imports it in "
         "every measuring process. Put that, and what needs its result, under a guard:\n\n"
         f'    if __name__ == "__main__":\n{body}'
     )
     if script.has_workload():
         return guard
     line = f"    import amptune\n    workload = {_workload_for(found)}"
-    return f"{guard}\n\nand above it write what amptune is to tune:\n\n{line}"
+    return (
+        f"{guard}\n\nand above it write what amptune is to tune:\n\n{line}\n\n"
+        f"Or leave the script as it is, and have a workload written beside it:\n\n    amptune init --from {path}"
+    )
 
 
 def _workload_for(found: ast.AST) -> str:
@@ -175,5 +179,6 @@ def _workload_for(found: ast.AST) -> str:
     if isinstance(found, ast.Call) and isinstance(found.func, ast.Attribute) and found.func.attr != "tune":
         arguments = f"trainer({ast.unparse(found.func.value)})"
         if found.func.attr == "fit":
-            arguments = f"lightning({', '.join(map(ast.unparse, found.args[:2])) or 'module, loader'})"
+            named = [one.value for one in found.keywords if one.arg in ("model", "train_dataloaders", "datamodule")]
+            arguments = f"lightning({', '.join(map(ast.unparse, [*found.args[:2], *named])) or 'module, loader'})"
     return f"amptune.Workload.from_{arguments}"

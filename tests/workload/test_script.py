@@ -75,11 +75,12 @@ def test_the_lines_to_write_are_shown_with_the_scripts_own_names(tmp_path: Path)
     said = said_of("import lightning as L\nt = L.Trainer()\nt.fit(classifier, train_loader)\n", tmp_path)
     assert said.startswith("train.py trains when it is imported (train.py:3: t.fit(classifier, train_loader))")
     assert 'under a guard:\n\n    if __name__ == "__main__":\n        t.fit(classifier, train_loader)\n' in said
-    assert said.endswith("    workload = amptune.Workload.from_lightning(classifier, train_loader)")
-    assert said_of(TRAINS["a Trainer"], tmp_path).endswith("Workload.from_trainer(trainer)")
+    assert "    workload = amptune.Workload.from_lightning(classifier, train_loader)\n" in said
+    assert "Workload.from_trainer(trainer)\n" in said_of(TRAINS["a Trainer"], tmp_path)
     loop = said_of(LOOP, tmp_path)
     assert "        for epoch in range(3):\n            …\n" in loop
-    assert loop.endswith("Workload.from_loop(model, loader, loss_fn, optimizer)")
+    assert "Workload.from_loop(model, loader, loss_fn, optimizer)" in loop
+    assert loop.endswith(f"amptune init --from {tmp_path}/train.py")
 
 
 def test_a_script_that_has_a_workload_is_shown_the_guard_alone(tmp_path: Path) -> None:
@@ -88,10 +89,11 @@ def test_a_script_that_has_a_workload_is_shown_the_guard_alone(tmp_path: Path) -
 
 def test_a_script_without_a_workload_is_told_so_before_it_is_imported(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
-    path.write_text("def main():\n    trainer = L.Trainer()\n    trainer.fit(Lit(), loader)\n")
+    path.write_text("def main():\n    trainer = L.Trainer()\n    trainer.fit(Lit(), datamodule=loader)\n")
     with pytest.raises(TargetError, match=r"train.py has no workload") as caught:
         source_of(str(path))
     assert "return amptune.Workload.from_lightning(Lit(), loader)" in str(caught.value)
+    assert f"amptune init --from {path}\n" in str(caught.value)
     assert source_of(f"{path}:main").target == f"{path}:main"
 
 
