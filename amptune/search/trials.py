@@ -97,6 +97,8 @@ class Trials:
         first = self.study.trial_of(self.baseline)
         if first is not None and self.has_failed:
             return "the baseline itself fails" if isinstance(first.outcome, Failure) else "the baseline has no figure"
+        if first is None and self.has_failed:
+            return "the baseline takes longer than the budget"
         if not self._may_go_on:
             return f"all trials that are allowed are done: {self.budget.trials}"
         suggestion = self._suggestion()
@@ -188,6 +190,7 @@ class Trials:
             raise
         if trial is None:
             self.study.forget(suggestion)
+            self.has_failed = suggestion.policy == self.baseline  # it would be cut short again
             self.study.leave_out(lambda policy: policy == suggestion.policy)
         else:
             self._tell(suggestion, trial)

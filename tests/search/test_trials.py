@@ -13,7 +13,7 @@ from measurements import took
 from simulated.recorded import RecordedEvaluator, recorded_ms
 from test_pipeline import request_in
 
-from amptune.errors import StudyError
+from amptune.errors import NothingFeasibleError, StudyError
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.decide.decision import Decision
@@ -54,6 +54,15 @@ class Compiling(RecordedEvaluator):
             return Failure(kind="timeout", message="no answer in time")
         outcome = super().measure(policy, effort)
         return replace(outcome, startup_s=seconds - 1.5) if isinstance(outcome, Measurement) else outcome
+
+
+class Slow(Compiling):
+    """No policy is measured in any time that it is given."""
+
+    def measure(self, policy: Policy, effort: Effort) -> Outcome:
+        self.measured.append(policy)
+        self.clock.advance(effort.time_limit_s)
+        return Failure(kind="timeout", message="no answer in time")
 
 
 def searched(
@@ -102,6 +111,14 @@ def test_a_short_budget_compiles_nothing_and_says_so(tmp_path: Path) -> None:
     decision, events = searched(tmp_path, budget_s=60)
     assert {policy.compile for policy in tried(events)} == {"off"}
     assert "compile-not-tried" in {finding.code for finding in decision.findings}
+
+
+def test_a_baseline_that_takes_longer_than_the_budget_is_measured_once(tmp_path: Path) -> None:
+    evaluator = Slow("resnet50", graphs_at_once=0)
+    with pytest.raises(NothingFeasibleError, match="could not be measured within the budget; give more with --budget"):
+        searched(tmp_path, evaluator, budget_s=60)
+    assert evaluator.measured == [STOCK]
+    assert evaluator.clock() < 90
 
 
 def test_where_only_compiling_is_wanted_and_there_is_no_time_for_it_that_is_said(tmp_path: Path) -> None:
