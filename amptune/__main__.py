@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import os
+import signal
 import sys
-
-from amptune.errors import MissingPackageError, require_tune
+from types import FrameType
+from typing import NoReturn
 
 __all__ = ["main"]
 
 
 def main() -> None:
     """Runs the command line and exits; with exit code 2 if a package that the commands need is missing."""
+    signal.signal(signal.SIGINT, _end)  # until the commands have a handler of their own
+    from amptune.errors import MissingPackageError, require_tune
+
     try:
         require_tune()
     except MissingPackageError as error:
@@ -21,8 +25,16 @@ def main() -> None:
     run()
 
 
+def _end(_signal: int, _frame: FrameType | None) -> NoReturn:
+    """Ends without a traceback of the imports that are under way."""
+    os.write(2, b"interrupted\n")
+    os._exit(130)
+
+
 def _refuse(message: str) -> None:
     """Exits as commands do on an error, which is done without click here."""
+    import json
+
     sys.stderr.write(f"error: {message}\n")
     if "--json" in sys.argv:
         finding = {"code": "missing-package", "module": None, "message": message}

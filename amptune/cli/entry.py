@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import takewhile
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ import click
 
 import amptune
 from amptune import errors
-from amptune.cli.options import print_json
+from amptune.cli.options import print_error
 from amptune.cli.session import Session
 
 __all__ = ["STARTED", "cli", "exit_code_of", "main"]
@@ -58,26 +59,26 @@ class _LazyGroup(click.Group):
         """Runs a command and exits with its code; without `standalone_mode`, returns the code and raises errors."""
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+        own = takewhile(lambda argument: argument != "--", sys.argv[1:] if args is None else args)
+        as_json = "--json" in own  # what stands behind `--` is the target's script's
         try:
             code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
             sys.exit(code if isinstance(code, int) else 0)
         except click.ClickException as error:
             error.show()
-            sys.exit(error.exit_code)
+            _end(error.exit_code, "usage", error.format_message(), as_json=as_json)
         except errors.AmptuneError as error:
             click.echo(f"error: {error}", err=True)
-            if "--json" in (sys.argv if args is None else args):
-                print_json("amptune.error/1", {"exit_code": exit_code_of(error), "findings": [_as_finding(error)]})
-            sys.exit(exit_code_of(error))
+            _end(exit_code_of(error), _code_of(error), str(error), as_json=as_json)
         except (KeyboardInterrupt, click.Abort):
             click.echo("interrupted", err=True)
-            sys.exit(130)
+            _end(130, "interrupted", "interrupted", as_json=as_json)
         except BrokenPipeError:
             sys.stderr.close()
             sys.exit(141)  # the reader closed our output; the code is that of SIGPIPE
         except OSError as error:
             click.echo(f"error: {error}", err=True)
-            sys.exit(2)
+            _end(2, "system", str(error), as_json=as_json)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # click's signature
         return sorted(_COMMANDS)
@@ -136,9 +137,15 @@ def exit_code_of(error: errors.AmptuneError) -> int:
     return next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), 2)
 
 
-def _as_finding(error: errors.AmptuneError) -> dict[str, object]:
-    code = re.sub(r"(?<!^)(?=[A-Z])", "-", type(error).__name__.removesuffix("Error")).lower()
-    return {"code": code, "module": None, "message": str(error)}
+def _code_of(error: errors.AmptuneError) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "-", type(error).__name__.removesuffix("Error")).lower()
+
+
+def _end(exit_code: int, code: str, message: str, *, as_json: bool) -> NoReturn:
+    """Exits with the code; with `--json` an object tells why."""
+    if as_json:
+        print_error(exit_code, code, message)
+    sys.exit(exit_code)
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:

@@ -20,6 +20,7 @@ __all__ = [
     "GroupedCommand",
     "json_option",
     "objective_options",
+    "print_error",
     "print_json",
     "progress_unless",
     "quiet_option",
@@ -153,6 +154,12 @@ def _told_nothing(_: object) -> None:
 def print_json(schema: str, data: Mapping[str, Any]) -> None:
     """Prints one versioned object on stdout; numbers JSON does not have (an open interval's end) become null."""
     click.echo(json.dumps({"schema": schema, **_finite(data)}, indent=2, default=str, allow_nan=False))
+
+
+def print_error(exit_code: int, code: str, message: str) -> None:
+    """Prints the object that stands for an error."""
+    finding = {"code": code, "module": None, "message": message}
+    print_json("amptune.error/1", {"exit_code": exit_code, "findings": [finding]})
 
 
 def _finite(value: Any) -> Any:

@@ -16,6 +16,7 @@ from amptune.cli.options import (
     GroupedCommand,
     json_option,
     objective_options,
+    print_error,
     print_json,
     progress_unless,
     quiet_option,
@@ -112,7 +113,10 @@ def tune_command(
             decision = run_tuning(request, observer, session.evaluator)
     except TuningInterrupted as interrupted:
         if interrupted.decision is None:
-            click.echo("interrupted before the baseline was measured: nothing to write", err=True)
+            nothing = "interrupted before the baseline was measured: nothing to write"
+            click.echo(nothing, err=True)
+            if as_json:
+                print_error(130, "interrupted", nothing)
         else:
             deliver(interrupted.decision)
             _report(interrupted.decision, request, report)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -145,6 +148,38 @@ def test_an_interruption_before_the_baseline_is_measured_writes_nothing(folder: 
     assert done.returncode == 130
     assert "interrupted before the baseline was measured: nothing to write" in done.stderr
     assert not (folder / "policy.yaml").exists()
+
+
+def test_an_interruption_before_the_baseline_is_an_object_with_json(folder: Path) -> None:
+    done = run(*TUNE, "--budget", "60s", "--json", folder=folder, evaluator=Machine(interfere=interrupting(after=0)))
+    answer = json.loads(done.stdout)
+    assert answer["exit_code"] == done.returncode == 130
+    assert answer["findings"][0]["code"] == "interrupted"
+
+
+def test_an_interruption_while_packages_are_imported_ends_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-m", "amptune", "probe"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no fork server")
+def test_an_interruption_while_the_workers_server_starts_shows_no_traceback_of_it(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\nif 'forkserver' in str(sys.orig_argv): os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    start = "from amptune.measure.workers.processes import start_importing; start_importing()"
+    done = subprocess.run(
+        [sys.executable, "-c", start], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_interruption_of_what_has_nothing_to_write_says_so_and_exits_with_130(folder: Path) -> None:
@@ -292,6 +327,16 @@ def test_with_json_an_error_is_an_object_too(folder: Path) -> None:
     answer = json.loads(done.stdout)
     assert answer["exit_code"] == done.returncode == 2
     assert answer["findings"][0]["code"] == "target"
+
+
+@pytest.mark.parametrize("mistake", [["--budget", "soon"], ["--no-such-option"], ["--trials", "0"]])
+def test_with_json_a_mistake_in_the_options_is_an_object_too(mistake: list[str], folder: Path) -> None:
+    done = run("tune", "train.py:small", *mistake, "--json", folder=folder)
+    answer = json.loads(done.stdout)
+    assert answer["exit_code"] == done.returncode == 2
+    assert answer["findings"][0]["code"] == "usage"
+    assert answer["findings"][0]["message"] in done.stderr.replace("\n", " ")
+    assert run("tune", "train.py:small", *mistake, "--", "--json", folder=folder).stdout == ""
 
 
 def test_an_error_in_the_users_step_names_file_and_line(folder: Path) -> None:

@@ -31,6 +31,7 @@ def _import(name: str) -> None:
 
 # Only the parent handles Ctrl-C, also during these imports.
 signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 # No import may open a CUDA context: a forked process could not use it. A worker later takes its parent's environment.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 

@@ -73,7 +73,7 @@ class _Spawning(SpawnContext):
 
 
 if sys.platform == "linux":
-    from multiprocessing import forkserver
+    from multiprocessing import forkserver, resource_tracker
     from multiprocessing.context import ForkServerContext, ForkServerProcess
 
     class _ForkWithoutMain(ForkServerProcess):
@@ -103,13 +103,25 @@ def _fork_server_runs(target: str = "") -> bool:
     os.environ[LIBRARIES] = " ".join(imports_of(target)) if target else ""
     method = multiprocessing.get_start_method(allow_none=True)
     try:
-        forkserver.ensure_running()
+        with _interrupts_held():
+            forkserver.ensure_running()
     except OSError:
         return False
     finally:
         del os.environ[LIBRARIES]
         multiprocessing.set_start_method(method, force=True)  # starting the server chooses one for good
     return True
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Holds Ctrl-C back. The fork server, started meanwhile, does so too until it ignores it (`preloaded`)."""
+    resource_tracker.ensure_running()  # in its first start it lets Ctrl-C through again
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 def _context() -> BaseContext:
