@@ -236,6 +236,7 @@ def _deliver(decision: Decision, target: str, output: str, *, as_json: bool, ver
     from amptune.errors import OutputError
     from amptune.policy.file_io import dumps
     from amptune.report.terminal import print_decision
+    from amptune.workload.script import line_for_training
 
     try:
         write_policy(dumps(decision.policy_file), output, target)
@@ -245,7 +246,8 @@ def _deliver(decision: Decision, target: str, output: str, *, as_json: bool, ver
     if as_json:
         print_json("amptune.tune/1", _as_data(decision, output))
     else:
-        print_decision(decision, output, sys.stdout, verbose=verbose)
+        training = line_for_training(target, output)
+        print_decision(decision, output, sys.stdout, training=training, verbose=verbose)
 
 
 def _report(decision: Decision, request: TuningRequest, output: str | None) -> None:

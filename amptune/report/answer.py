@@ -27,10 +27,10 @@ _DETAILS = {"simplest", "noisy", "compile-costs", "compile-not-needed", "sound"}
 MOST_SHOWN = 5
 
 
-def answer_of(decision: Decision, output: str) -> tuple[str, str, str]:
-    """Returns what was found, how sure that is, and what to do next."""
+def answer_of(decision: Decision, output: str, training: str | None = None) -> tuple[str, str, str]:
+    """Returns what was found, how sure that is, and what to do next; `training` is the line that training needs."""
     sure = f"{_sure(decision)}, {_count(len(decision.trials), 'trial')}, {decision.seconds:.0f} s"
-    return _found(decision), sure, _next(decision, output)
+    return _found(decision), sure, _next(decision, output, training or f'amptune.apply("{output}", model)')
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:
@@ -67,18 +67,18 @@ def _sure(decision: Decision) -> str:
     return f"{verdict.confidence}, {chance_in_words(winner.chance)} sure: {by}"
 
 
-def _next(decision: Decision, output: str) -> str:
+def _next(decision: Decision, output: str, training: str) -> str:
     verdict = decision.verdict
     written = f"{'provisional policy' if decision.provisional else 'policy'} written to {output}"
     if len(verdict.contenders) == 1:
         return f"{written}; give more time with --budget"
     if verdict.keeps_the_baseline and verdict.confidence == "undecided":
         return f"{written}; run again to search on"
-    if decision.provisional:
-        return f"{written}; run again to make it surer"
     if verdict.keeps_the_baseline:
-        return f"{written}; nothing to change in training"
-    return f'{written}. In training: amptune.apply("{output}", model)'
+        return f"{written}; " + (
+            "run again to make it surer" if decision.provisional else "nothing to change in training"
+        )
+    return f"{written}. In training: {training}" + ("; run again to make it surer" if decision.provisional else "")
 
 
 def _count(number: int, what: str) -> str:

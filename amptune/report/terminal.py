@@ -35,10 +35,15 @@ __all__ = [
 _WINNER, _TITLE = "bold green", "bold"
 
 
-def print_decision(decision: Decision, output: str, stream: TextIO, *, verbose: bool = False) -> None:
-    """Prints the answer in three lines and the important findings; if `verbose`, the tables and all findings too."""
+def print_decision(
+    decision: Decision, output: str, stream: TextIO, *, training: str | None = None, verbose: bool = False
+) -> None:
+    """Prints the answer in three lines and the important findings; if `verbose`, the tables and all findings too.
+
+    `training` is the line that training needs, by default that of a loop.
+    """
     page = _Page(stream)
-    found, *others = answer_of(decision, output)
+    found, *others = answer_of(decision, output, training)
     page.line(found, _TITLE if decision.verdict.keeps_the_baseline else _WINNER)
     for line in others:
         page.line(line)

@@ -10,7 +10,7 @@ from pathlib import Path
 from amptune.errors import TargetError
 from amptune.workload.targets import parse_target
 
-__all__ = ["Script", "imports_of", "require_importable", "require_workload"]
+__all__ = ["Script", "imports_of", "line_for_training", "require_importable", "require_workload"]
 
 _NOT_EXECUTED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
 
@@ -48,6 +48,23 @@ def require_workload(path: Path) -> None:
         f"returns it:\n\n    import amptune\n\n    def workload():\n        …\n"
         f"        return {_workload_for(found)}"
     )
+
+
+def line_for_training(text: str, policy: str) -> str | None:
+    """Returns how a target's framework takes a policy, by the one constructor of a workload that its file names.
+
+    None for a loop of one's own, and if the file does not tell.
+    """
+    try:
+        target = parse_target(text)
+        source = Path(target.place).read_text(encoding="utf-8", errors="replace") if target.is_file else ""
+    except (TargetError, OSError):
+        return None
+    named = [name for name in ("loop", "trainer", "lightning") if f"from_{name}(" in source]
+    if named == ["trainer"]:
+        arguments = f'TrainingArguments(**training_arguments("{policy}", …))'
+        return f'{arguments} and Trainer(callbacks=[PolicyCallback("{policy}")])'
+    return f'Trainer(plugins=[PolicyPrecision("{policy}")])' if named == ["lightning"] else None
 
 
 def imports_of(text: str) -> list[str]:
@@ -160,8 +177,8 @@ def _lines_to_write(path: Path, source: str, script: Script, statement: ast.stmt
     shown = [lines[first - 1], *([] if statement.end_lineno == first else ["    …"])]
     body = "\n".join(f"        {line}" for line in shown)
     guard = (
-        f"{path.name} trains when it is imported ({path.name}:{first}: {lines[first - 1].strip()}), and amptune imports it in "
-        "every measuring process. Put that, and what needs its result, under a guard:\n\n"
+        f"{path.name} trains when it is imported ({path.name}:{first}: {lines[first - 1].strip()}), and amptune "
+        "imports it in every measuring process. Put that, and what needs its result, under a guard:\n\n"
         f'    if __name__ == "__main__":\n{body}'
     )
     if script.has_workload():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from pathlib import Path
 
 from amptune.errors import TargetError
 from amptune.workload.loop_step import LoopStep, step_of, without_wrappers
@@ -54,6 +55,7 @@ def _of_trainer(
     way = way_to(script, call, name)
     arguments = [ast.unparse(method.value)] if method.attr == "train" else _of_lightning(call, built)
     constructor = "from_trainer" if method.attr == "train" else "from_lightning"
+    arguments.append(f'name="{Path(name).stem}"')
     return TrainingCode(constructor=constructor, arguments=arguments, module=way.module, before=way.all())
 
 
@@ -76,6 +78,7 @@ def _of_loop(script: Script, backward: ast.Call, name: str) -> TrainingCode:
     arguments = [step.model, step.loader or "Batches()", "training_loss", step.optimizer]
     arguments += [f"accumulate={step.accumulate}"] if step.accumulate else []
     arguments += [f"clip={step.clip}"] if step.clip else []
+    arguments.append(f'name="{Path(name).stem}"')
     return TrainingCode(constructor="from_loop", arguments=arguments, module=module, before=before, step=step)
 
 

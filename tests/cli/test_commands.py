@@ -429,7 +429,10 @@ def test_init_replaces_a_file_only_if_told_so(folder: Path) -> None:
     itself = run("init", "--from", "fit.py", "fit.py", "--force", folder=folder)
     assert (itself.returncode, (folder / "fit.py").read_text()) == (2, LOOP)
     assert run("init", "--from", "fit.py", "--force", folder=folder).returncode == 0
-    assert "Workload.from_loop(model, loader, training_loss, optimizer)" in (folder / "fit_workload.py").read_text()
+    assert (
+        'Workload.from_loop(model, loader, training_loss, optimizer, name="fit")'
+        in (folder / "fit_workload.py").read_text()
+    )
 
 
 def test_init_from_a_script_that_shows_no_training_writes_nothing(folder: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from amptune.errors import TargetError
 from amptune.search.request import source_of
-from amptune.workload.script import imports_of, require_importable
+from amptune.workload.script import imports_of, line_for_training, require_importable
 
 LOOP = """
 for epoch in range(3):
@@ -95,6 +95,23 @@ def test_a_script_without_a_workload_is_told_so_before_it_is_imported(tmp_path: 
     assert "return amptune.Workload.from_lightning(Lit(), loader)" in str(caught.value)
     assert f"amptune init --from {path}\n" in str(caught.value)
     assert source_of(f"{path}:main").target == f"{path}:main"
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        (
+            "Workload.from_trainer(trainer)",
+            'TrainingArguments(**training_arguments("p.yaml", …)) and Trainer(callbacks=[PolicyCallback("p.yaml")])',
+        ),
+        ("Workload.from_lightning(module)", 'Trainer(plugins=[PolicyPrecision("p.yaml")])'),
+        ("Workload.from_loop(model, loader, loss, optimizer)", None),
+        ("Workload.from_loop(m, l, o, s)\nWorkload.from_trainer(trainer)", None),
+    ],
+)
+def test_the_line_for_training_is_that_of_the_framework(source: str, line: str | None, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(source)
+    assert line_for_training(f"{tmp_path / 'train.py'}:workload", "p.yaml") == line
 
 
 def test_it_is_read_and_not_run(tmp_path: Path) -> None:

@@ -258,7 +258,7 @@ def workload() -> amptune.Workload:
     args = TrainingArguments("out")
     args.weight_decay = 0.1
     trainer = Trainer(model, args, train_dataset=tokens)
-    return amptune.Workload.from_trainer(trainer)
+    return amptune.Workload.from_trainer(trainer, name="written_train")
 """
 
 
@@ -282,14 +282,16 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("fit", "arguments"),
     [
-        ("trainer.fit(model, loader, val)", "(model, loader, accumulate=2, clip=limit)"),
-        ("trainer.fit(model, datamodule=loader)", "(model, loader, accumulate=2, clip=limit)"),
-        ("trainer.fit(model=model)", "(model, accumulate=2, clip=limit)"),
+        ("trainer.fit(model, loader, val)", "(model, loader, accumulate=2, clip=limit"),
+        ("trainer.fit(model, datamodule=loader)", "(model, loader, accumulate=2, clip=limit"),
+        ("trainer.fit(model=model)", "(model, accumulate=2, clip=limit"),
     ],
 )
 def test_a_lightning_module(fit: str, arguments: str, tmp_path: Path) -> None:
     text = text_for(LIGHTNING.replace("FIT", fit), tmp_path)
-    assert f"    return amptune.Workload.from_lightning{arguments}\n" in text
+    assert f'    return amptune.Workload.from_lightning{arguments}, name="written_train")\n' in text.replace(
+        "\n        ", ""
+    )
     assert "Trainer" not in text
 
 
