@@ -11,7 +11,7 @@ from amptune.workload.loop_step import LoopStep, step_of, without_wrappers
 from amptune.workload.script import Script
 from amptune.workload.way_to_training import way_to
 
-__all__ = ["TrainingCode", "training_of"]
+__all__ = ["TrainingCode", "training_of", "without_policy"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,56 @@ class TrainingCode:
     module: list[ast.stmt]
     before: list[ast.stmt]
     step: LoopStep | None = None
+
+
+def without_policy(tree: ast.Module) -> ast.Module:
+    """Returns a script as it was before it applied a policy by `amptune.apply`."""
+    return ast.fix_missing_locations(_WithoutPolicy().visit(tree))  # type: ignore[no-any-return]
+
+
+class _WithoutPolicy(ast.NodeTransformer):
+    """Puts the model back in the place of `tuned.model`, a batch in that of `tuned.batch(x)`, and so on."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, ast.expr] = {}  # by the name of what `apply` returned
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
+        """Leaves out `tuned = amptune.apply(policy, model)` and `optimizer = tuned.optimizer(optimizer)`."""
+        if self._applied(node.value, node.targets[0]):
+            return None
+        before = ast.dump(node.value)
+        self.generic_visit(node)
+        changed = ast.dump(node.value) != before
+        return None if changed and ast.unparse(node.targets[0]) == ast.unparse(node.value) else node
+
+    def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
+        """Leaves what is under `with amptune.apply(policy, model) as tuned`."""
+        applied = [self._applied(item.context_expr, item.optional_vars) for item in node.items]
+        self.generic_visit(node)
+        return node.body if all(applied) else node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """Leaves the argument of `tuned.batch(x)` and `tuned.optimizer(o)`."""
+        self.generic_visit(node)
+        function = node.func
+        if isinstance(function, ast.Attribute) and function.attr in ("batch", "optimizer") and self._is_tuned(function):
+            return node.args[0] if node.args else node
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        """Leaves the model of `tuned.model`."""
+        self.generic_visit(node)
+        return self._models[ast.unparse(node.value)] if node.attr == "model" and self._is_tuned(node) else node
+
+    def _applied(self, value: ast.expr, target: ast.expr | None) -> bool:
+        if target is None or not isinstance(value, ast.Call) or ast.unparse(value.func) != "amptune.apply":
+            return False
+        given = [*value.args[1:2], *(one.value for one in value.keywords if one.arg == "model")]
+        self._models |= {ast.unparse(target): model for model in given}
+        return bool(given)
+
+    def _is_tuned(self, node: ast.Attribute) -> bool:
+        return ast.unparse(node.value) in self._models
 
 
 def training_of(script: Script, name: str) -> TrainingCode:

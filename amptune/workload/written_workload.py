@@ -12,7 +12,7 @@ from amptune.errors import TargetError
 from amptune.workload.loop_step import LoopStep
 from amptune.workload.program_slice import names_bound, names_free, names_loaded, statements_for
 from amptune.workload.script import Script
-from amptune.workload.training_code import TrainingCode, training_of
+from amptune.workload.training_code import TrainingCode, training_of, without_policy
 
 __all__ = ["ARGUMENTS", "FILL_IN", "options_for", "workload_text"]
 
@@ -33,7 +33,7 @@ def workload_text(script_path: Path, file: Path) -> str:
     """
     source = _source_of(script_path)
     try:
-        script = Script(ast.parse(source))
+        script = Script(without_policy(ast.parse(source)))
     except SyntaxError as error:
         raise TargetError(f"{script_path}:{error.lineno}: {error.msg}") from error
     code = training_of(script, script_path.name)
@@ -46,7 +46,7 @@ def options_for(script_path: Path) -> str:
     """Returns what `amptune tune` should be given beside the file: the precision of today's training, arguments."""
     source = _source_of(script_path)
     baseline = ""
-    if _MIXED.search(source):
+    if "amptune.apply(" not in source and _MIXED.search(source):
         baseline = f" --baseline amp-{'bf16' if re.search('bfloat16|bf16', source) else 'fp16'}"
     takes_arguments = re.search(r"ArgumentParser\(|sys\.argv|HfArgumentParser\(", source)
     return baseline + (f" {ARGUMENTS}" if takes_arguments else "")

@@ -295,6 +295,24 @@ def test_a_lightning_module(fit: str, arguments: str, tmp_path: Path) -> None:
     assert "Trainer" not in text
 
 
+TUNED = {
+    "model = Net().to(device)\n": 'model = Net().to(device)\n    tuned = amptune.apply("policy.yaml", model)\n',
+    "torch.optim.SGD(model.parameters(), lr=0.1)": "tuned.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))",
+    "            loss = F.cross_entropy(model(x), y)\n": "            with tuned.autocast():\n"
+    "                loss = F.cross_entropy(tuned.model(tuned.batch(x)), y)\n",
+    "(loss / 4).backward()": "tuned.scaler.scale(loss / 4).backward()",
+    "optimizer.step()": "tuned.scaler.step(optimizer)",
+}
+
+
+def test_a_script_that_applies_a_policy_gives_the_workload_that_it_gave_before(tmp_path: Path) -> None:
+    tuned = MAIN
+    for before, after in TUNED.items():
+        assert before in tuned
+        tuned = tuned.replace(before, after)
+    assert text_for(HEAD + "import amptune\n" + tuned, tmp_path) == text_for(HEAD + MAIN, tmp_path)
+
+
 def test_what_the_script_does_not_tell_is_a_line_to_fill_in(tmp_path: Path) -> None:
     text = text_for(HEAD + MAIN.replace("def main():", "def main(width):").replace("Net()", "Net(width)"), tmp_path)
     lines = [line.strip() for line in text.splitlines() if FILL_IN in line]
