@@ -24,7 +24,7 @@ from amptune.search.events import ContenderMeasured, Event, Observer, StepStarte
 from amptune.search.gate.judge import Judge
 from amptune.search.plan.budget import larger_batch_s
 from amptune.search.plan.plan import Plan, Step
-from amptune.search.request import TuningRequest
+from amptune.search.request import TuningRequest, require_known
 from amptune.search.space.candidates import Candidates, GlobalBatch, candidates_for
 from amptune.search.table.objective import THROUGHPUT
 from amptune.search.table.trial import error_of_baseline
@@ -74,6 +74,7 @@ def _workers(request: TuningRequest) -> WorkerEvaluator:
 
 def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) -> Decision:
     """Tunes on any evaluator: this machine, or a recording of one."""
+    require_known(request)
     plan = Plan(request.budget, lambda step: observer(StepStarted(stage=step.stage, what=step.what)))
     # Optuna takes seconds to import on a slow host, while the workers build the workload.
     threading.Thread(target=importlib.import_module, args=["amptune.search.run"], daemon=True).start()

@@ -7,15 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from amptune.errors import ObjectiveError, TargetError
+from amptune.errors import ObjectiveError, StudyError, TargetError
 from amptune.measure.workers.source import Source
 from amptune.policy.policy_file import BASELINES
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.plan.budget import Budget
 from amptune.search.space.candidates import Wanted
+from amptune.search.space.knobs import KNOBS, pin, stock_value, with_knob
+from amptune.search.space.space_file import load_space
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.workload.by_value import to_bytes
 from amptune.workload.script import require_importable, require_workload
@@ -25,7 +27,7 @@ from amptune.workload.workload import Workload
 if TYPE_CHECKING:
     from amptune.search.sampler.policy_sampler import Sampler
 
-__all__ = ["TuningRequest", "place_of", "source_of"]
+__all__ = ["TuningRequest", "place_of", "require_known", "source_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,38 @@ class TuningRequest:
 def _name_of(baseline: Policy) -> str | None:
     """Returns the baseline's option value: None for stock PyTorch, the default; FILE if only a file can hold it."""
     return None if baseline == STOCK else next((name for name, it in BASELINES.items() if it == baseline), "FILE")
+
+
+def require_known(request: TuningRequest) -> None:
+    """Raises `SpaceError` for a space, knob or value that there is on no machine, `StudyError` for a missing driver.
+
+    So these are told before the workload is built; what depends on the machine is told after.
+    """
+    if isinstance(request.study, str):
+        _require_driver(request.study)
+    wanted = request.wanted
+    space = load_space(wanted.space or "cpu")
+    if wanted.space is None:  # that of this machine is not known yet: any knob may be in it
+        absent = {*KNOBS} - {"batch_size", "accumulate"} - {knob.name for knob in space.knobs}
+        for name in sorted(absent):
+            space = with_knob(space, name, (stock_value(name),), stock=stock_value(name))
+    for name, text in wanted.pins.items():
+        if name not in ("batch_size", "accumulate") or wanted.batch_size is None:
+            pin(space, name, text)
+
+
+def _require_driver(url: str) -> None:
+    """Raises `StudyError` if there is no such kind of database, or its driver is missing. Connects to nothing."""
+    import sqlalchemy  # Optuna's, which takes long to import
+
+    try:
+        dialect: Any = sqlalchemy.make_url(url).get_dialect()
+        (dialect.import_dbapi if hasattr(dialect, "import_dbapi") else dialect.dbapi)()
+    except (ImportError, sqlalchemy.exc.SQLAlchemyError) as error:
+        reason = str(error).partition("\n")[0]
+        raise StudyError(
+            f"the study cannot be read or written: {reason} (--study {url.partition(':')[0]}://…)"
+        ) from error
 
 
 def source_of(workload: Workload | Callable[[], Workload] | str, arguments: Sequence[str] = ()) -> Source:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from typing import ClassVar
 
 import pytest
@@ -268,6 +269,42 @@ def test_a_storage_that_fills_up_ends_the_search_and_loses_nothing(tmp_path: Pat
     assert "the study cannot be read or written" in because
     assert len(decision.trials) == 8
     assert recorded_ms("resnet50", decision.policy) < recorded_ms("resnet50", STOCK)
+
+
+class NeverBuilt(RecordedEvaluator):
+    """The workload must not be built: that takes long."""
+
+    def prepare(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"pins": {"autcast": "bf16"}}, "'autcast' is no knob of this search; did you mean autocast"),
+        ({"pins": {"cuda_graphs": "maybe"}}, "cuda_graphs=maybe: 'maybe' is not one of false, true"),
+        ({"pins": {"batch_size": "8"}}, "use --batch-size"),
+        ({"space": "hoper"}, "did you mean hopper"),
+    ],
+)
+def test_a_wrong_knob_value_or_space_is_told_before_the_workload_is_built(
+    wrong: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(AmptuneError, match=said):
+        tuned_on(NeverBuilt("resnet50"), tmp_path, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [("oracle+oracledb://u:secret@nowhere/x", "'oracledb'"), ("nodb://u:secret@nowhere/x", "dialects:nodb")],
+)
+def test_a_database_without_its_driver_is_told_before_the_workload_is_built(
+    url: str, said: str, tmp_path: Path
+) -> None:
+    machine = NeverBuilt("resnet50")
+    with pytest.raises(StudyError, match=f"the study cannot be read or written: .*{said}") as caught:
+        tune_with(machine, replace(request_in(tmp_path, machine.clock), study=url), lambda _: None)
+    assert "secret" not in str(caught.value)
 
 
 def test_an_unknown_knob_or_space_is_a_clear_error(tmp_path: Path) -> None:
