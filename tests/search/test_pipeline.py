@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from simulated.recorded import Interference, RecordedEvaluator, grid, recorded_ms
