@@ -97,6 +97,7 @@ def cli() -> None:
     """Find the fastest numerically safe way to run a PyTorch training step on this machine.
 
     \b
+    amptune init --from train.py            write a workload from a training script
     amptune tune train.py                   measure the workload in it; writes policy.yaml
     amptune explain policy.yaml             what was found, in words
     amptune diagnose train.py               why is it slow, where do NaNs come from?

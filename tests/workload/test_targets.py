@@ -163,6 +163,18 @@ def test_the_digest_of_a_source_changes_with_it(script: Path) -> None:
     assert source_digest(target) != before
 
 
+def test_the_digest_of_a_source_changes_with_what_it_imports_from_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "layers.py").write_text("import model\n")
+    (tmp_path / "model.py").write_text("import layers, os\n")
+    (tmp_path / "script.py").write_text("from model import Net\nimport torch\n")
+    target = parse_target(f"{tmp_path / 'script.py'}:ready")
+    before = source_digest(target)
+    (tmp_path / "other.py").write_text("")
+    assert source_digest(target) == before
+    (tmp_path / "layers.py").write_text("import model\nwidth = 3\n")
+    assert source_digest(target) != before
+
+
 def test_a_workload_tells_all_its_mistakes_at_once() -> None:
     with pytest.raises(TargetError) as caught:
         Workload(model=3, batch=None, optimizer=len, batch_size=0)  # type: ignore[arg-type]  # the mistake under test
