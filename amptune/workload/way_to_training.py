@@ -122,6 +122,9 @@ def _through(body: list[ast.stmt], node: ast.AST, way: Way) -> None:
 def _through_block(statement: ast.stmt, node: ast.AST, way: Way) -> None:
     if isinstance(statement, _LOOPS):
         way.enter(statement)
+    for item in statement.items if isinstance(statement, ast.With) else ():
+        if item.optional_vars is not None:  # such as a progress bar
+            way.pass_by(_assignment(item.optional_vars, item.context_expr))
     for part in ("body", "orelse", "finalbody"):
         block = getattr(statement, part, [])
         if any(contains(one, node) for one in block):
@@ -131,7 +134,7 @@ def _through_block(statement: ast.stmt, node: ast.AST, way: Way) -> None:
 def _bind(function: ast.FunctionDef, call: ast.Call | None, way: Way) -> None:
     """Gives the function's parameters the values of the call, else their defaults."""
     parameters, options = [*function.args.posonlyargs, *function.args.args], function.args.kwonlyargs
-    values: dict[str, ast.expr] = {}
+    values = _default_options(function)
     for one, default in zip(reversed(parameters), reversed(function.args.defaults), strict=False):
         values[one.arg] = default
     values |= {one.arg: value for one, value in zip(options, function.args.kw_defaults, strict=True) if value}
@@ -139,5 +142,20 @@ def _bind(function: ast.FunctionDef, call: ast.Call | None, way: Way) -> None:
         values |= {one.arg: value for one, value in zip(parameters, call.args, strict=False)}
         values |= {one.arg: one.value for one in call.keywords if one.arg}
     for parameter in (one.arg for one in [*parameters, *options] if one.arg in values):
-        if (value := ast.unparse(values[parameter])) != parameter:
-            way.pass_by(ast.parse(f"{parameter} = {value}").body[0])
+        if ast.unparse(values[parameter]) != parameter:
+            way.pass_by(_assignment(ast.Name(parameter), values[parameter]))
+
+
+def _default_options(function: ast.FunctionDef) -> dict[str, ast.expr]:
+    """Returns the defaults of options that decorators declare, as click's do, by the name of the parameter."""
+    found: dict[str, ast.expr] = {}
+    for one in function.decorator_list:
+        if isinstance(one, ast.Call) and one.args and isinstance(one.args[0], ast.Constant):
+            defaults = [keyword.value for keyword in one.keywords if keyword.arg == "default"]
+            if defaults:
+                found[str(one.args[0].value).lstrip("-").replace("-", "_")] = defaults[0]
+    return found
+
+
+def _assignment(target: ast.expr, value: ast.expr) -> ast.stmt:
+    return ast.parse(f"{ast.unparse(target)} = {ast.unparse(value)}").body[0]

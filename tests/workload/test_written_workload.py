@@ -18,6 +18,7 @@ from amptune.workload.written_workload import FILL_IN, options_for, workload_tex
 
 HEAD = """
 import argparse
+import click
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -159,8 +160,34 @@ for step in range(3):
 raise SystemExit("this script trained")
 """
 
+# click, and a progress bar that a block makes.
+DECORATED = """
+def tqdm(loader, unit): ...
+
+@click.command()
+@click.option("--batch-size", default=5)
+@click.option("--width", type=int, default=8)
+def main(batch_size, width):
+    model = Net(width)
+    loader = DataLoader(data(), batch_size)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(3):
+        with tqdm(loader, unit="batch") as bar:
+            for inputs, labels in bar:
+                inputs = inputs.cuda(non_blocking=True)
+                labels = labels.cuda(non_blocking=True)
+                loss = F.cross_entropy(model(inputs), labels)
+                opt.zero_grad()
+                loss.backward()
+                opt.step()
+                bar.set_postfix(loss=loss.item())
+
+if __name__ == "__main__":
+    main()
+"""
+
 ACCUMULATES = {"main": MAIN, "scaled": SCALED, "draws": DRAWS}
-LOOPS = {**ACCUMULATES, "epochs": EPOCHS, "iterates": ITERATES}
+LOOPS = {**ACCUMULATES, "epochs": EPOCHS, "iterates": ITERATES, "decorated": DECORATED}
 
 
 @pytest.fixture(autouse=True)
@@ -324,7 +351,7 @@ REFUSED = {
     "no Python": ("for :::\n", "written_train.py:1: invalid syntax"),
     "several optimizers": (
         HEAD + MAIN.replace("scheduler.step()", "other.step()"),
-        "written_train.py:27: this loop has steps of optimizer, other",
+        "written_train.py:28: this loop has steps of optimizer, other",
     ),
     "no optimizer": (HEAD + ITERATES.replace("optimizer.step()", "pass"), "this loop has no optimizer's step()"),
     "an object's attributes": (
