@@ -7,6 +7,7 @@ and writes the same memory each time, so this module copies inputs into it and r
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from amptune.runtime.graphs.tensor_use import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import nn
 
@@ -63,6 +65,7 @@ class Recording:
         self.of_outputs = of_outputs
         self.last: Callable[[], Any] = lambda: None  # the last replay, as long as the loop may come back to it
         self._by = by
+        self._compiles = any(module._compiled_call_impl is not None for module in model.modules())
         with without_effects(model) as put_back, with_proxies(model) as by_own:
             fixed, buffers = [*self.inputs, *model.parameters()], [*model.buffers()]
             edges = partial(edges_for, weights=[*by_own.values()], others=[*fixed, *buffers])
@@ -79,7 +82,7 @@ class Recording:
         before = self.random_state()
         for around in (self._by.warming_up(), self._by.rehearsing()):
             put_back()
-            with around, TensorWatch(known, [*self.model.buffers()]) as watch:
+            with around, self._uncompiled(), TensorWatch(known, [*self.model.buffers()]) as watch:
                 rehearsed = self._pass(edges)
             numbers, former = watch.seen, numbers
         if repr(numbers) != repr(former):
@@ -92,8 +95,12 @@ class Recording:
             with self._by.warming_up(), WaitMode(numbers):
                 return self._pass(edges)
 
-        self.limits = self._limits(rehearsed, another)
+        self.limits = self._limits(another() if self._compiles else rehearsed, another)
         return numbers
+
+    def _uncompiled(self) -> AbstractContextManager[Any]:
+        """Runs what is compiled as it was written, operation by operation, for a watch to see."""
+        return torch.compiler.set_stance("force_eager") if self._compiles else nullcontext()
 
     def _record_forward(self, numbers: Sequence[Any]) -> list[torch.Tensor]:
         waiting = WaitMode(numbers) if numbers else None

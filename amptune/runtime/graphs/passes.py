@@ -116,7 +116,10 @@ class ReplayedPass:
             raise RuntimeError("Trying to backward through a recorded pass a second time: say retain_graph=True")
         reason = self._why_unusual(of_outputs)
         if reason is None:
+            before = None if self.compare is None else DeviceState(self.recording.model)
             self.recording.go_back(of_outputs)
+            if before is not None:  # what checkpointing computes again counts in buffers, and draws
+                before.put_back()
         else:
             if not self.over:
                 self._end(reason)

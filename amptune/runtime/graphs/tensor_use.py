@@ -46,6 +46,11 @@ class WaitMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         self.seen: list[Any] = []
         self.same: list[torch.Tensor] = []
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Lets compiled parts of a model run compiled; elsewhere a compiler gives up what it meets under a mode."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._opname == "_local_scalar_dense" and not args[0].is_cpu:
             return self._number(func, args[0])

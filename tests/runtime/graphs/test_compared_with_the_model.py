@@ -73,6 +73,29 @@ class DeepBackward(Deep):
         return BackwardOnly.apply(Net.forward(self, x), self.config)  # type: ignore[no-untyped-call]
 
 
+class CountsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        ctx.count = count
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.count.add_(1)
+        return gradient, None
+
+
+class Checkpointed(Net):
+    """Changes a buffer in its backward pass, as BatchNorm does where checkpointing computes it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return CountsBackward.apply(super().forward(x), self.passes)  # type: ignore[no-untyped-call]
+
+
 class DeepBuffer(Deep):
     def __init__(self) -> None:
         super().__init__()
@@ -987,3 +1010,12 @@ def test_an_item_of_the_model_is_had_from_the_wrapper() -> None:
     assert bool(graphed(Net())) is True
     with pytest.raises(TypeError):
         graphed(Net())[0]
+
+
+def test_a_compared_backward_pass_changes_buffers_once() -> None:
+    model = built(Checkpointed)
+    called = graphed(model)
+    trained(model, called, plain_step, sizes=[4] * 20)
+    assert called.recordings.calls == 19
+    assert model.passes == 20
+    assert not said
