@@ -137,6 +137,7 @@ _TUNE = (
     "pynvml",
     "rich",
     "scipy",
+    "sqlalchemy",
 )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import itertools
-from collections import namedtuple
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +18,7 @@ __all__ = [
     "BATCH_SIZE",
     "EXCLUSIONS",
     "HALF",
+    "SEARCHED",
     "Dimension",
     "Forbidden",
     "Point",
@@ -154,9 +154,8 @@ def digest(space: Space) -> str:
     Choices that follow from the modules' own times or from the batch sizes that fit are no part of it: policies are
     remembered by their settings.
     """
-    Knob = namedtuple("Knob", ("name", "choices"))  # as stored studies are named
     kept = [one for one in space.knobs if one.name not in (EXCLUSIONS, HALF)]
-    knobs = tuple(Knob(one.name, () if one.name == BATCH_SIZE else one.choices) for one in kept)
+    knobs = [(one.name, () if one.name == BATCH_SIZE else one.choices) for one in kept]
     content = (knobs, [rule.when for rule in space.forbid])
     return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
 
