@@ -34,6 +34,8 @@ class _Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
+        if torch._C._current_graph_task_id() != -1:  # a backward pass casts what its forward pass has cast
+            return found
         given = [one for one in tree_leaves(args) if isinstance(one, torch.Tensor)]
         made = [one for one in tree_leaves(found) if isinstance(one, torch.Tensor)]
         if func in _CASTS and made[0].dtype == torch.bfloat16:
