@@ -51,7 +51,7 @@ HOPELESS = 2.5
 # The hard end of one trial. max-autotune took up to 212 s where others published it (pytorch-autotune 2.0, an A100).
 EAGER_LIMIT_S, COMPILED_LIMIT_S = 120.0, 300.0
 COMPILED_POINTS = 4
-COMPILE_MODES: tuple[CompileMode, ...] = tuple(mode for mode in get_args(CompileMode) if mode != "off")
+COMPILE_MODES: tuple[CompileMode, ...] = tuple(mode for mode in get_args(CompileMode) if mode not in ("off", "blocks"))
 # So many are compiled at the same time, each in a process of its own; not those that time kernels while they compile.
 COMPILED_AT_ONCE = 8
 PREPARE_LIMIT_S = 300.0

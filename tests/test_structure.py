@@ -26,6 +26,7 @@ PLACES = [
     "runtime.tensor_tree",
     "runtime.flags",
     "runtime.layout",
+    "runtime.blocks",
     "policy",
     "runtime",
     "runtime.graphs",

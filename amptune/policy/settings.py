@@ -71,8 +71,8 @@ class Policy:
     update them in FP32, and `keep_batchnorm_fp32` leaves BatchNorm's out. `loss_scale` belongs to fp16 alone; None
     means `torch.amp.GradScaler`'s defaults there, and no scaling for half weights without master weights.
 
-    `cuda_graphs` records the model's training passes and replays them, kernel for kernel, with nothing compiled; modes
-    of `compile` have CUDA graphs of their own.
+    `cuda_graphs` records the model's training passes and replays them, kernel for kernel; modes of `compile` for the
+    whole model have CUDA graphs of their own. `compile: blocks` compiles repeated blocks one by one, equal ones once.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -122,9 +122,14 @@ class Policy:
         """True if any product runs in FP32; with half precision, only those of the excluded modules do."""
         return self.precision == "off" or bool(self.fp32_modules)
 
+    @property
+    def compiles_whole(self) -> bool:
+        """True if the whole model is compiled, which frameworks do by themselves; they do not compile its blocks."""
+        return self.compile not in ("off", "blocks")
+
     def compiled(self, mode: CompileMode) -> Policy:
-        """Returns this policy with a torch.compile mode; `cuda_graphs` is off, because the mode decides on graphs."""
-        return replace(self, compile=mode, cuda_graphs=False)
+        """Returns this policy with a torch.compile mode; blocks are recorded, and other modes decide on CUDA graphs."""
+        return replace(self, compile=mode, cuda_graphs=mode == "blocks")
 
     def departures(self) -> Iterator[tuple[str, Any]]:
         """Yields each setting that differs from stock PyTorch, as (name, value), in the order of the file."""

@@ -15,6 +15,7 @@ from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
 from amptune.policy.settings import KNOBS, Policy
 from amptune.runtime.batch_norm import FiniteStatistics
+from amptune.runtime.blocks import compile_blocks
 from amptune.runtime.claim_watch import ClaimWatch
 from amptune.runtime.class_swap import obstacle, overlaid, swap, swapped_class, unswap
 from amptune.runtime.digest import model_digest
@@ -201,8 +202,9 @@ def _apply(
             steps.callback(unswap, one.module)
         weights.convert()
         steps.callback(weights.undo)
+        compiled = _compiled(settings.compile, model, steps)
         graphed = _graphed(model, steps) if settings.cuda_graphs else None
-        called = graphed or (model if settings.compile == "off" else _compiled(settings.compile, model, steps))
+        called = graphed or compiled
         guard = None if guard_for == "no steps" else _guard(settings, model, called, brief=guard_for == "first steps")
         way_back = steps.pop_all()
 
@@ -255,6 +257,11 @@ def _graphed(model: nn.Module, steps: ExitStack) -> GraphedModel:
 
 def _compiled(mode: CompileMode, model: nn.Module, steps: ExitStack) -> nn.Module:
     """Returns the compiled model. torch.compile sets attributes on `model`, which `steps` removes again."""
+    if mode == "off":
+        return model
+    if mode == "blocks":
+        steps.callback(compile_blocks(model))
+        return model
     before = set(vars(model))
     compiled = cast("nn.Module", torch.compile(model, mode=None if mode == "default" else mode))
     for mark in vars(model).keys() - before:

@@ -21,7 +21,7 @@ from amptune.search.sampler.study import UNTRIED_GAIN, Study, Suggestion
 __all__ = ["BEHIND", "IN_A_TRIAL", "Graphs", "cannot_compile", "instead_of", "typical_s"]
 
 # The modes compiled in the background; the others time kernels, which would disturb and be disturbed.
-BEHIND: tuple[CompileMode, ...] = ("reduce-overhead", "default")
+BEHIND: tuple[CompileMode, ...] = ("blocks", "reduce-overhead", "default")
 # The modes in which a trial compiles its own graph, if it has one.
 IN_A_TRIAL: tuple[CompileMode, ...] = ("off", *sorted(AUTOTUNED_MODES))
 # What to compile before anything was measured: half precision in the format that suits its kernels. The optimizer is in
@@ -52,8 +52,8 @@ GUESSED_TRIAL_S = 3.0
 class Graphs:
     """The graphs that compile in the background, and those that are ready to be measured.
 
-    The model has this many `leaves`. `memory_mib` is the device's memory, `trials_left` returns how many more policies
-    may be measured.
+    The model has this many `leaves`, of which `repeated_leaves` are compiled with others if blocks are. `memory_mib` is
+    the device's memory, `trials_left` returns how many more policies may be measured.
     """
 
     study: Study
@@ -62,6 +62,7 @@ class Graphs:
     baseline: Policy
     observer: Observer
     leaves: int = 0
+    repeated_leaves: int = 0
     memory_mib: float = math.inf
     trials_left: Callable[[], float] = lambda: math.inf
     _held: Suggestion | None = None
@@ -155,14 +156,14 @@ class Graphs:
 
     def seconds(self, policy: Policy) -> float:
         """Returns the seconds that compiling a policy is expected to take."""
-        if not self._has_compiled and policy.compile not in AUTOTUNED_MODES:
-            return expected_compile_s(self.leaves)
+        if not self._has_compiled(policy) and policy.compile not in AUTOTUNED_MODES:
+            return expected_compile_s(self.leaves - self.repeated_leaves * (policy.compile == "blocks"))
         return cold_s(policy, {trial.policy: trial.outcome for trial in self.study.trials})
 
-    @property
-    def _has_compiled(self) -> bool:
-        """True if it is known how long compiling takes here."""
-        return any(isinstance(one.outcome, Measurement) and one.policy.compile != "off" for one in self.study.trials)
+    def _has_compiled(self, policy: Policy) -> bool:
+        """Returns True if it is known how long compiling takes here, of blocks or of the whole model."""
+        compiled = {one.policy.compile for one in self.study.trials if isinstance(one.outcome, Measurement)} - {"off"}
+        return bool(compiled & {"blocks"} if policy.compile == "blocks" else compiled - {"blocks"})
 
     def _begin(self, suggestion: Suggestion) -> None:
         self.release(suggestion)
@@ -190,7 +191,7 @@ class Graphs:
 
     def _longest_s(self, policy: Policy) -> float:
         """Returns the seconds that a graph may still take, on a slow host if it is not known how long they take."""
-        return self._remaining_s(policy, 1.0 if self._has_compiled else SLOW_HOST)
+        return self._remaining_s(policy, 1.0 if self._has_compiled(policy) else SLOW_HOST)
 
     @property
     def _places(self) -> int:
@@ -224,16 +225,16 @@ class Graphs:
                 yield policy
 
     def _likeliest(self) -> Iterator[Policy]:
-        """Yields the best policy so far compiled in each mode, then those of other precisions in the first mode.
+        """Yields the best policy so far compiled in each mode, then the second precision's with CUDA graphs.
 
-        CUDA graphs save kernel launches, whatever the kernels are; without them a graph may be faster all the same.
-        They need more memory, so an objective of memory leaves the choice to the sampler.
+        Blocks come soonest. CUDA graphs save kernel launches, whatever the kernels are; without them a graph may be
+        faster all the same. They need more memory, so an objective of memory leaves the choice to the sampler.
         """
         if self.study.yardstick.objective.name == "memory":
             return
         best = list(self._plain())[:1] if self.study.has_wanted(IN_A_TRIAL) else best_of_precisions(self.study)
         yield from (best[0].compiled(mode) for mode in BEHIND) if best else ()
-        yield from (policy.compiled(BEHIND[0]) for policy in best[1:2])
+        yield from (policy.compiled(mode) for policy in best[1:2] for mode in BEHIND if mode != "default")
 
     def _plain(self) -> Iterator[Policy]:
         """Yields the policies to compile before anything was measured, the likeliest first."""
@@ -261,11 +262,11 @@ def best_of_precisions(study: Study) -> list[Policy]:
 
 
 def instead_of(policy: Policy, failure: Failure, study: Study) -> list[Policy]:
-    """Returns what to try if a compiled policy fails: a smaller batch (graphs need more memory) or a simpler mode."""
+    """Returns what to try if a compiled policy fails: a smaller batch (graphs need more memory) or a simpler way."""
     if failure.kind == "oom":
         smaller = study.next_smaller(policy)
         return [] if smaller is None else [smaller]
-    other = policy.compiled(BEHIND[-1])
+    other = replace(policy, cuda_graphs=False) if policy.cuda_graphs else policy.compiled(BEHIND[-1])
     return [other] if other != policy and other in study else []
 
 

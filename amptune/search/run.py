@@ -235,6 +235,7 @@ class TuningRun:
             self.candidates.baseline,
             self.observer,
             leaves=len(self.prepared.subject.leaves),
+            repeated_leaves=self.prepared.subject.repeated_leaves,
             memory_mib=self.prepared.memory_mib or math.inf,
             trials_left=lambda: self._trials.left,
         )

@@ -22,6 +22,8 @@ __all__ = ["Trials", "best_of"]
 
 # With fewer trials nothing is known well enough to end the search.
 ENOUGH_TRIALS = 20
+# The first trials differ most, stock PyTorch, a recipe and recorded CUDA graphs, and wait for no graph.
+OF_EACH_KIND = 3
 # A policy whose step is this many times slower than the best, per sample, is measured only briefly.
 HOPELESS = 2.0
 TRIAL_LIMIT_S, COMPILED_LIMIT_S = 120.0, 600.0
@@ -143,7 +145,7 @@ class Trials:
 
     def _step(self, suggestion: Suggestion, free_s: float) -> Step:
         gain = self.graphs.gain(suggestion) if suggestion.policy.compile in BEHIND else suggestion.gain
-        is_early = len(self.study.trials) < ENOUGH_TRIALS and not self.graphs.is_urgent(free_s)
+        is_early = len(self.study.trials) < (OF_EACH_KIND if self.graphs.is_urgent(free_s) else ENOUGH_TRIALS)
         least = 2 * WORTHWHILE * self._seconds(suggestion) if is_early else 0.0
         is_needed = suggestion.policy == self.baseline
         return Step(

@@ -89,6 +89,16 @@ def test_an_accelerator_is_built_as_the_policy_says() -> None:
     assert accelerator_kwargs(Policy()) == {"mixed_precision": "no", "gradient_accumulation_steps": 1}
 
 
+def test_blocks_are_compiled_by_the_policy_itself() -> None:
+    policy = replace(POLICY, fp32_modules=(), compile="blocks")
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 2)
+    assert accelerator_kwargs(policy) == accelerator_kwargs(replace(policy, compile="off"))
+    tuned = apply_before_prepare(policy, model, accelerator(policy))
+    assert all(layer._compiled_call_impl is not None for layer in model.layers)
+    tuned.undo()
+    assert all(layer._compiled_call_impl is None for layer in model.layers)
+
+
 def test_the_users_handlers_stay_beside_the_policys() -> None:
     policy = Policy(autocast="fp16", loss_scale=LossScale(init=256))
     ddp, scaling = DistributedDataParallelKwargs(find_unused_parameters=True), GradScalerKwargs(backoff_factor=0.25)

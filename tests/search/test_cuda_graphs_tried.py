@@ -12,7 +12,7 @@ from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.gate.judgements import is_exempt
 from amptune.search.sampler.acquisition import features_of, with_features
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
-from amptune.search.space.knobs import Dimension, Point, points
+from amptune.search.space.knobs import Dimension, Point, Value, points
 from amptune.search.space.space_file import load_space, space_names
 from amptune.search.table.ablation import variants_of
 
@@ -38,10 +38,10 @@ def test_one_is_measured_right_behind_the_first_recipe_on_every_gpu_and_others_b
 
 
 @pytest.mark.parametrize("space", sorted(space_names()))
-def test_they_are_never_tried_on_what_is_compiled(space: str) -> None:
+def test_they_are_tried_on_compiled_blocks_and_never_on_a_compiled_model(space: str) -> None:
     tried = candidates(space)
     for point in points(load_space(space)):
-        assert not point.get("cuda_graphs") or point["compile"] == "off"
+        assert not point.get("cuda_graphs") or point["compile"] in ("off", "blocks")
     allowed_by_mistake = Point({"autocast": "bf16", "compile": "default", "cuda_graphs": True})
     assert tried.policy_of(allowed_by_mistake) == Policy(autocast="bf16", compile="default")
 
@@ -79,6 +79,19 @@ def test_a_surrogate_sees_them_in_the_modes_of_the_compiler_that_have_them() -> 
     assert (plain["cuda_graphs"], plain["compile"]) == (False, "on")
 
 
+def test_a_surrogate_tells_compiled_blocks_from_the_whole_model_compiled() -> None:
+    def choices(*modes: str) -> tuple[Value, ...]:
+        return next(
+            one.choices for one in with_features([Dimension(name="compile", choices=modes)]) if one.name == "compile"
+        )
+
+    blocks = features_of(Point({"compile": "blocks", "cuda_graphs": True}))
+    assert (blocks["cuda_graphs"], blocks["compile"]) == (True, "blocks")
+    assert choices("off", "blocks", "default") == ("off", "blocks", "on")
+    assert choices("off", "default") == ("off", "on")
+
+
 def test_compiled_a_policy_has_those_of_its_mode() -> None:
     assert GRAPHS.compiled("reduce-overhead") == replace(GRAPHS, cuda_graphs=False, compile="reduce-overhead")
+    assert GRAPHS.compiled("blocks") == replace(GRAPHS, compile="blocks")
     assert str(amp_recipe("bf16", cuda_graphs=True)) == "bf16, CUDA graphs"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -19,7 +20,9 @@ from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.decide.decision import Decision
 from amptune.search.events import ComparisonStarted, Event, SearchEnded, TrialEnded
 from amptune.search.events import Compiling as GraphBegun
+from amptune.search.graphs import Graphs
 from amptune.search.pipeline import TuningInterrupted, tune_with
+from amptune.search.plan.compile_costs import expected_compile_s
 from amptune.search.sampler.storage import Handle, Store, open_store
 from amptune.search.space.candidates import Wanted, candidates_for
 from amptune.search.table.objective import objective_of
@@ -228,6 +231,31 @@ def test_the_likeliest_graph_compiles_from_the_first_second_with_cuda_graphs_and
     assert isinstance(first, GraphBegun)
     likeliest = Policy(autocast="bf16", memory_format="channels_last", fused_optimizer=True)
     assert evaluator.compiled_behind[:2] == [likeliest.compiled("reduce-overhead"), likeliest.compiled("default")]
+
+
+@pytest.mark.parametrize(("repeated", "modes"), [(2, {"blocks", "reduce-overhead"}), (1, {"reduce-overhead"})])
+def test_repeated_blocks_compile_first_if_half_of_the_model_is_repeated(
+    repeated: int, modes: set[str], tmp_path: Path
+) -> None:
+    evaluator = Behind("resnet50", noise=0.002, graphs_at_once=4, repeated_leaves=repeated)
+    searched_behind(tmp_path, evaluator=evaluator)
+    first, second, *_ = [policy.compile for policy in evaluator.compiled_behind]
+    assert {first, second} - {"default"} == modes
+    assert first == min(modes)
+
+
+def test_how_long_the_whole_model_compiles_is_not_told_by_its_blocks() -> None:
+    policy = Policy(autocast="bf16", compile="blocks")
+    compiled = Trial(number=0, policy=policy, outcome=took(startup_s=5.0), seconds=6.0, run="", moment_s=0.0)
+    study: Any = SimpleNamespace(trials=[])
+    none: Any = None
+    graphs = Graphs(none, none, none, STOCK, none, leaves=400, repeated_leaves=390)
+    graphs.study = study
+    assert graphs.seconds(policy) == expected_compile_s(10)
+    study.trials.append(compiled)
+    assert graphs.seconds(policy) == 0.0  # it lies in the compiler's cache
+    assert graphs.seconds(replace(policy, autocast="fp16")) == 5.0
+    assert graphs.seconds(policy.compiled("reduce-overhead")) == expected_compile_s(400) > 60
 
 
 def test_others_are_measured_while_graphs_compile_and_each_graph_once_it_is_ready(tmp_path: Path) -> None:

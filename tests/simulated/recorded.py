@@ -134,6 +134,7 @@ class RecordedEvaluator:
     curve: Callable[[Policy, int, int], LossCurve | Failure] = falling
     hardware: Hardware = H200
     batch_size: int = 128
+    repeated_leaves: int = 0
     closed: bool = False
     clock: SimulatedClock = field(default_factory=SimulatedClock)
 
@@ -146,6 +147,7 @@ class RecordedEvaluator:
             parameters=25 * 10**6,
             leaves=(STEM, BODY, NORM, HEAD),
             convolution_dims=frozenset({2}),
+            repeated_leaves=self.repeated_leaves,
         )
         return Prepared(hardware=self.hardware, subject=subject, memory_mib=MEMORY_MIB)
 

@@ -17,6 +17,7 @@ from amptune.measure.bench.failures import failure_of
 from amptune.measure.modules.first_step import require_training
 from amptune.measure.results.subject import Leaf, Module, Subject
 from amptune.policy.settings import STOCK
+from amptune.runtime.blocks import repeated_leaves
 from amptune.runtime.digest import model_digest
 from amptune.runtime.module_precision import has_forward
 from amptune.runtime.optimizer import is_fusable
@@ -67,6 +68,7 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
         fusable=fusable,
         own_step=bench.workload.step is not None,
         accumulate=bench.workload.accumulate,
+        repeated_leaves=repeated_leaves(bench.model),
     )
 
 

@@ -52,7 +52,8 @@ class Subject:
     `convolution_dims` are the numbers of spatial dimensions of its convolutions. `root_types` are the names of the
     model's class and base classes. `tolerance` is the allowed distance of `evaluate` from its value in FP32. `fusable`
     tells if the optimizer has a fused kernel not used yet, `own_step` if the workload defines its own step.
-    `accumulate` is the number of batches for one optimizer step in training today.
+    `accumulate` is the number of batches for one optimizer step in training today. `repeated_leaves` counts the
+    leaves of blocks that equal another, which a compiler of blocks need not compile again.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Subject:
     fusable: bool = True
     own_step: bool = False
     accumulate: int = 1
+    repeated_leaves: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

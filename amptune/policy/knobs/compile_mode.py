@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, get_args
 
-from amptune.policy.knobs.knob import Knob
+from amptune.policy.findings import Finding
+from amptune.policy.knobs.knob import Knob, Model, Settings
 
 __all__ = ["AUTOTUNED_MODES", "COMPILE", "CUDA_GRAPH_MODES", "CompileMode"]
 
-CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+CompileMode = Literal["off", "default", "reduce-overhead", "blocks", "max-autotune", "max-autotune-no-cudagraphs"]
 _MODES: tuple[CompileMode, ...] = get_args(CompileMode)
 
 # Modes in which CUDA graphs launch a model's kernels, and modes in which torch.compile times alternative kernels.
 CUDA_GRAPH_MODES: frozenset[CompileMode] = frozenset({"reduce-overhead", "max-autotune"})
 AUTOTUNED_MODES: frozenset[CompileMode] = frozenset({"max-autotune", "max-autotune-no-cudagraphs"})
+
+
+def _idle(policy: Settings, model: Model) -> Iterator[Finding]:
+    if policy.compile != "blocks":
+        return
+    from amptune.runtime.blocks import repeated_blocks
+
+    if not repeated_blocks(model):
+        yield Finding(
+            code="compile-without-effect",
+            message="no module of the model equals a sibling, so compile: blocks compiles nothing; reduce-overhead "
+            "compiles the whole model",
+        )
+
 
 # Its graph has other kernels and other sums, and a mistake in it may be of any size. `apply_policy` compiles the model
 # last of all, since what training calls is then another one.
@@ -22,5 +38,11 @@ COMPILE = Knob(
     stock="off",
     values=_MODES,
     process=True,
-    sentences={mode: f"compile {mode}: torch.compile runs the model in this mode." for mode in _MODES[1:]},
+    # Blocks are compiled by themselves only if that halves what there is to compile.
+    matters=lambda mode, subject: mode != "blocks" or 0 < len(subject.leaves) <= 2 * subject.repeated_leaves,
+    idle=_idle,
+    sentences={
+        **{mode: f"compile {mode}: torch.compile runs the model in this mode." for mode in _MODES[1:]},
+        "blocks": "compile blocks: torch.compile runs each repeated block by itself; equal blocks are compiled once.",
+    },
 )

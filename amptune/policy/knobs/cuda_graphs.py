@@ -1,4 +1,4 @@
-"""CUDA graphs of the model's own training passes, kernel for kernel, with nothing compiled."""
+"""CUDA graphs of the model's own training passes, kernel for kernel, with blocks compiled or nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CUDA_GRAPHS = Knob(
     stock=False,
     values=TRUTH,
     conflict=lambda policy: (
-        policy.compile != "off"
+        policy.compile not in ("off", "blocks")
         and f"cuda_graphs: what torch.compile makes has CUDA graphs by its mode (reduce-overhead), and compile is "
         f"{policy.compile}"
     ),

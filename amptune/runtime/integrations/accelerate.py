@@ -47,7 +47,7 @@ def accelerator_kwargs(policy: str | PathLike[str] | Policy | PolicyFile, **own:
         "mixed_precision": "no" if settings.autocast == "off" else settings.autocast,
         "gradient_accumulation_steps": settings.accumulate,
     }
-    if settings.compile != "off":
+    if settings.compiles_whole:
         decided["dynamo_plugin"] = TorchDynamoPlugin(backend="inductor", mode=settings.compile)
     handlers = _handlers(settings, own.pop("kwargs_handlers", None) or ())
     return merged(decided, own, place="accelerator_kwargs(…)") | ({"kwargs_handlers": handlers} if handlers else {})

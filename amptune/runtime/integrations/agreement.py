@@ -44,10 +44,11 @@ def merged(decided: Mapping[str, Any], own: Mapping[str, Any], *, place: str) ->
 
 def require_agreement(policy: Policy, told: Told, *, remedy: str) -> None:
     """Raises `PolicyApplyError` with every setting in which the framework differs from the policy."""
+    wanted = {"autocast": policy.autocast, "compile": policy.compile if policy.compiles_whole else "off"}
     differing = [
-        f"\n  {name}: {getattr(told, name)} here, {getattr(policy, name)} in the policy"
-        for name in ("autocast", "compile")
-        if getattr(told, name) != getattr(policy, name)
+        f"\n  {name}: {getattr(told, name)} here, {value} in the policy"
+        for name, value in wanted.items()
+        if getattr(told, name) != value
     ]
     if differing:
         raise PolicyApplyError(f"the framework was told otherwise than the policy says:{''.join(differing)}\n{remedy}")
@@ -68,7 +69,7 @@ def require_own_scaler(policy: Policy, framework: str) -> None:
 
 
 def apply_uncompiled(policy: Policy | PolicyFile, model: nn.Module, *, any_hardware: bool) -> Tuned:
-    """Applies the policy, but leaves compiling to the framework, and leaves out CUDA graphs, which no framework has."""
+    """Applies the policy, but leaves compiling the model to the framework, and CUDA graphs out, which none has."""
     settings = policy if isinstance(policy, Policy) else policy.policy
     if settings.cuda_graphs:
         warnings.warn(
@@ -76,7 +77,7 @@ def apply_uncompiled(policy: Policy | PolicyFile, model: nn.Module, *, any_hardw
             PolicyDriftWarning,
             stacklevel=3,
         )
-    eager = replace(settings, compile="off", cuda_graphs=False)
+    eager = replace(settings, compile="off" if settings.compiles_whole else settings.compile, cuda_graphs=False)
     if isinstance(policy, Policy):
         return apply(eager, model)
     evidence = policy.evidence.copy()

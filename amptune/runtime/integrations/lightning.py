@@ -108,7 +108,7 @@ class PolicyPrecision(MixedPrecision):
 
     def _require_compiled(self, module: nn.Module, model: nn.Module) -> None:
         compiled = getattr(module, "_compiler_ctx", None) or model._compiled_call_impl
-        if self.policy.compile != "off" and not compiled:
+        if self.policy.compiles_whole and not compiled:
             raise PolicyApplyError(
                 f"the policy compiles, which Lightning does by itself: trainer.fit(torch.compile(model, "
                 f"mode={self.policy.compile!r}), …), or call .compile(mode={self.policy.compile!r}) on the part of it "

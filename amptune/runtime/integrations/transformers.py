@@ -47,7 +47,7 @@ def training_arguments(policy: str | PathLike[str] | Policy | PolicyFile, **own:
     }
     if settings.batch_size is not None:
         arguments["per_device_train_batch_size"] = settings.batch_size
-    if settings.compile != "off":
+    if settings.compiles_whole:
         arguments |= {"torch_compile": True, "torch_compile_mode": settings.compile}
     return merged(arguments, own, place="training_arguments(…)")
 

@@ -17,7 +17,7 @@ from amptune.policy.setting_effects import changes_graph
 from amptune.policy.settings import AUTOTUNED_MODES, CUDA_GRAPH_MODES
 from amptune.search.plan.compile_costs import AUTOTUNE_S, COMPILE_S
 from amptune.search.sampler.surrogate import NOISE, Belief, Floats, Surrogate
-from amptune.search.space.knobs import Dimension, Point
+from amptune.search.space.knobs import Dimension, Point, Value
 
 __all__ = ["AUTOTUNED", "CUDA_GRAPHS", "Proposal", "Proposer", "Seen", "features_of", "with_features"]
 
@@ -145,8 +145,8 @@ def features_of(point: Point) -> Point:
     if COMPILED not in point:
         return point
     mode = str(point[COMPILED])
-    made_of = {
-        COMPILED: "off" if mode == "off" else "on",
+    made_of: dict[str, Value] = {
+        COMPILED: mode if mode in ("off", "blocks") else "on",
         CUDA_GRAPHS: mode in CUDA_GRAPH_MODES or bool(point.get(CUDA_GRAPHS)),
         AUTOTUNED: mode in AUTOTUNED_MODES,
     }
@@ -155,8 +155,9 @@ def features_of(point: Point) -> Point:
 
 def with_features(knobs: Sequence[Dimension]) -> list[Dimension]:
     """Returns the knobs of points that `features_of` made."""
+    modes = next((knob.choices for knob in knobs if knob.name == COMPILED), ())
     made_of = [
-        Dimension(name=COMPILED, choices=("off", "on")),
+        Dimension(name=COMPILED, choices=("off", *(["blocks"] if "blocks" in modes else []), "on")),
         Dimension(name=CUDA_GRAPHS, choices=(False, True)),
         Dimension(name=AUTOTUNED, choices=(False, True)),
     ]

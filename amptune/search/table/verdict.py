@@ -242,7 +242,8 @@ def _compiled_over_recorded(level: list[Contender], shown: Sequence[Contender], 
         return level
     means = {id(one): float(scores.mean[scores.policies.index(one.policy)]) for one in shown}
     least = max(means[id(one)] for one in level) - math.log1p(GUARDED)
-    return [one for one in shown if one.policy.compile != "off" and means[id(one)] >= least] or level
+    guarded = (one for one in shown if one.policy.compile != "off" and not one.policy.cuda_graphs)
+    return [one for one in guarded if means[id(one)] >= least] or level
 
 
 def _contenders(rows: Sequence[Row], scores: Estimates, speeds: Estimates, objective: Objective) -> Iterator[Contender]:
@@ -346,8 +347,9 @@ def _beside(one: Contender, verdict: Verdict) -> str:
         return f"not shown to be better than the baseline: {one.gain}, {chance_in_words(one.chance)} sure"
     fit = verdict.scores
     behind = float(fit.mean[fit.policies.index(verdict.winner.policy)] - fit.mean[fit.policies.index(one.policy)])
-    if one.policy.cuda_graphs and behind < NEGLIGIBLE and verdict.winner.policy.compile != "off":
-        return f"no more than {GUARDED:.0%} ahead of {verdict.winner.policy}, whose graphs PyTorch guards at each step"
+    won_by = verdict.winner.policy
+    if one.policy.cuda_graphs and behind < NEGLIGIBLE and won_by.compile != "off" and not won_by.cuda_graphs:
+        return f"no more than {GUARDED:.0%} ahead of {won_by}, whose graphs PyTorch guards at each step"
     if behind <= NEGLIGIBLE:
         return f"no better than {verdict.winner.policy}, and not simpler"
     return f"behind {verdict.winner.policy} by {math.expm1(behind):.1%}"

@@ -1,0 +1,86 @@
+"""The repeated blocks of a model, which torch.compile compiles once for all that are equal."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator
+
+__all__ = ["compile_blocks", "repeated_blocks", "repeated_leaves"]
+
+# Where `Module.compile` keeps what it makes, and what stands for an attribute that was not there.
+_COMPILED, _NONE = "_compiled_call_impl", object()
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def repeated_blocks(model: nn.Module) -> dict[Hashable, list[nn.Module]]:
+    """Returns the outermost modules that equal a sibling, and siblings of their class, with equal ones together.
+
+    Equal are modules of one class with weights and buffers of the same names, shapes and dtypes, and the same
+    floating numbers as attributes, which a compiler makes constants. A container without a forward pass of its own is
+    no block, nor is a module without children.
+    """
+    found: dict[Hashable, list[nn.Module]] = defaultdict(list)
+    for block in dict.fromkeys(_blocks_in(model)):
+        found[_kind_of(block)].append(block)
+    return dict(found)
+
+
+def repeated_leaves(model: nn.Module) -> int:
+    """Returns the number of modules without children in blocks that equal another, which is compiled for them."""
+    repeats = [block for alike in repeated_blocks(model).values() for block in alike[1:]]
+    return sum(not any(module.children()) for block in repeats for module in block.modules())
+
+
+def compile_blocks(model: nn.Module) -> Callable[[], None]:
+    """Compiles each repeated block in place, at its first call; returns a function that undoes it.
+
+    Blocks share code, and so PyTorch's limit on how often it is compiled, which is raised by the number of kinds. Each
+    shape has a graph of its own: kinds may differ in nothing but the shapes of their inputs.
+    """
+    from torch._dynamo import config  # takes a second to import; only compiled policies need it
+
+    kinds = repeated_blocks(model)
+    blocks = [block for alike in kinds.values() for block in alike]
+    before = {block: vars(block).get(_COMPILED, _NONE) for block in blocks}
+    limit, most = config.recompile_limit, config.accumulated_recompile_limit
+    config.recompile_limit = limit * max(1, len(kinds))
+    config.accumulated_recompile_limit = most * max(1, len(kinds))
+    for block in blocks:
+        block.compile(dynamic=False)
+
+    def undo() -> None:
+        config.recompile_limit, config.accumulated_recompile_limit = limit, most
+        for block, compiled in before.items():
+            del vars(block)[_COMPILED]
+            vars(block).update({} if compiled is _NONE else {_COMPILED: compiled})
+
+    return undo
+
+
+def _blocks_in(module: nn.Module) -> Iterator[nn.Module]:
+    siblings: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
+    for child in module.children():
+        if any(child.children()) and not isinstance(child, _CONTAINERS):
+            siblings[type(child)].append(child)
+    repeated = {kind for kind, alike in siblings.items() if len(set(map(_kind_of, alike))) < len(alike)}
+    for child in module.children():
+        if type(child) in repeated:
+            yield child
+        else:
+            yield from _blocks_in(child)
+
+
+def _kind_of(block: nn.Module) -> Hashable:
+    tensors = [*block.named_parameters(), *block.named_buffers()]
+    numbers = [
+        (path, name, value)
+        for path, module in block.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, float)
+    ]
+    return type(block), tuple((name, one.shape, one.dtype) for name, one in tensors), tuple(numbers)

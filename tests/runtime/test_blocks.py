@@ -1,0 +1,179 @@
+"""Repeated blocks are found by what they are, compiled once for all equal ones, and left as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from taped import TapeRecorder
+from torch import nn
+
+from amptune import Policy, apply
+from amptune.policy.findings import Finding
+from amptune.runtime.blocks import repeated_blocks, repeated_leaves
+from amptune.runtime.graphs.graphed_model import GraphedModel
+from amptune.runtime.graphs.host_effects import NotRecordableError
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
+
+COMPILED = Policy(compile="blocks")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, drop: float = 0.0) -> None:
+        super().__init__()
+        self.drop = drop
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (1.0 - self.drop) * torch.relu(self.linear(self.norm(x)))
+
+
+class Tower(nn.Module):
+    """Blocks of the given widths and rates, a Linear layer between two widths."""
+
+    def __init__(self, *widths: int, drop: tuple[float, ...] = ()) -> None:
+        super().__init__()
+        rates = drop or (0.0,) * len(widths)
+        self.blocks = nn.ModuleList(map(Block, widths, rates))
+        self.between = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block, between in zip(self.blocks, [*self.between, nn.Identity()], strict=True):
+            x = between(block(x))
+        return x
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = Tower(8, 8, 8), Tower(4, 4)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_lies_in_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
+    """Has graphs run as they are, in a list."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with_its_own = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **more: with_its_own(model, backend=backend, **more))
+    return graphs
+
+
+@pytest.mark.parametrize(
+    ("model", "alike"),
+    [
+        (Tower(8, 8, 8), [3]),
+        (Tower(8, 8, 4, 4, 4), [2, 3]),
+        (Tower(8, 8, 8, drop=(0.0, 0.1, 0.1)), [1, 2]),  # the first is a block too, as it is of their class
+        (Tower(8, 4, 2), []),
+        (Tower(8, 8, drop=(0.0, 0.1)), []),
+        (Towers(), [3, 2]),  # inside the two towers, which differ
+        (nn.Sequential(Tower(8, 8), Tower(8, 8)), [2]),  # the towers, and not what is in them
+        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []),
+        (nn.Linear(2, 2), []),
+    ],
+)
+def test_blocks_are_the_outermost_modules_that_equal_a_sibling(model: nn.Module, alike: list[int]) -> None:
+    assert [len(blocks) for blocks in repeated_blocks(model).values()] == alike
+
+
+def test_repeats_are_what_need_not_be_compiled_again() -> None:
+    assert repeated_leaves(Tower(8, 8, 8)) == 2 * 2
+    assert repeated_leaves(Tower(8, 4, 2)) == 0
+
+
+def test_equal_blocks_are_compiled_once_and_train_as_before(compiled: list[torch.fx.GraphModule]) -> None:
+    plain = Tower(8, 8, 8, 4, 4)
+    model, x = deepcopy(plain), torch.randn(5, 8, requires_grad=True)
+    with apply(COMPILED, model) as tuned:
+        assert tuned.model is model
+        loss = tuned.model(x).square().mean()
+        loss.backward()
+        assert len(compiled) == 2  # of width 8, and of width 4
+    plain(x).square().mean().backward()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+
+
+def test_more_kinds_than_pytorch_would_compile_are_compiled(compiled: list[torch.fx.GraphModule]) -> None:
+    limit = torch._dynamo.config.recompile_limit
+    widths = [width for width in range(2, limit + 4) for _ in range(2)]
+    with apply(COMPILED, Tower(*widths)) as tuned:
+        tuned.model(torch.randn(3, 2, requires_grad=True))
+    assert len(compiled) == len(set(widths)) > limit
+    assert torch._dynamo.config.recompile_limit == limit
+
+
+def test_undo_leaves_the_model_as_it_was(compiled: list[torch.fx.GraphModule]) -> None:
+    model = Tower(8, 8)
+    own = torch.compile(lambda x: x)
+    model.blocks[0]._compiled_call_impl = own
+    before = [{**vars(module)} for module in model.modules()]
+    with apply(COMPILED, model) as tuned:
+        assert model.blocks[0]._compiled_call_impl is not own
+        copy = deepcopy(model)
+    assert [vars(module) for module in model.modules()] == before
+    copy(torch.randn(2, 8))
+    assert not compiled
+    assert not tuned.findings
+
+
+def test_a_model_without_repeated_blocks_gets_a_finding() -> None:
+    with apply(COMPILED, Tower(8, 4)) as tuned:
+        assert [finding.code for finding in tuned.findings] == ["compile-without-effect"]
+    assert "no module of the model equals a sibling" in str(tuned.findings[0])
+
+
+class Refusing(TapeRecorder):
+    """Cannot record what it has rehearsed."""
+
+    def record(self, _: Callable[[], Any]) -> Any:
+        raise NotRecordableError("is not recorded here")
+
+
+def test_blocks_run_compiled_after_a_rehearsal_of_their_recording() -> None:
+    """A compiler gives up for good what it meets under a dispatch mode, as that of the rehearsal."""
+    model, x, runs = Tower(8, 8, 8), torch.randn(5, 8), [0]
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> Any:
+        def run(*inputs: Any) -> Any:
+            runs[0] += 1
+            return graph.forward(*inputs)
+
+        return run
+
+    for block in model.blocks:
+        block.compile(backend=backend)
+    said: list[Finding] = []
+    called = GraphedModel(model, said.append, recorder=Refusing, device_type="cpu")
+    for step in range(1, 6):
+        called(x).square().mean().backward()
+        assert runs[0] >= 3 * step
+    assert "is not recorded here" in str(*said)
+
+
+def test_blocks_are_compiled_by_pytorch_s_compiler() -> None:
+    model, x = Tower(8, 8), torch.randn(4, 8)
+    expected = model(x)
+    with apply(COMPILED, model) as tuned:
+        torch.testing.assert_close(tuned.model(x), expected)
+        tuned.model(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.blocks.parameters())
