@@ -44,12 +44,12 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from amptune.changes.tensor_tree import map_tensors
 from amptune.measure.bench.peak_memory import limit_memory
 from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.workers.source import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.runtime.tensor_tree import map_tensors
 from amptune.search.batch_size.largest import find_largest
 from amptune.search.batch_size.memory_model import MemoryModel
 from amptune.search.batch_size.memory_runs import FixedPart

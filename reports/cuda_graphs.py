@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from amptune.changes.layout import convert_batch, convert_model
+from amptune.changes.tensor_tree import map_tensors
 from amptune.policy.settings import Policy
 from amptune.runtime.apply_policy import apply
-from amptune.runtime.layout import convert_batch, convert_model
-from amptune.runtime.tensor_tree import map_tensors
 from amptune.workload.zoo import NAMES, workload
 
 WAYS = ("eager", "amptune", "make_graphed_callables", "cudagraphs", "reduce-overhead")

@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 
+from amptune.changes.layout import convert_batch
+from amptune.changes.tensor_tree import map_tensors
 from amptune.policy.settings import MemoryFormat, Policy
 from amptune.runtime.apply_policy import apply
 from amptune.runtime.graphs import check
 from amptune.runtime.graphs.graphed_model import GraphedModel
-from amptune.runtime.layout import convert_batch
-from amptune.runtime.tensor_tree import map_tensors
 from amptune.workload.zoo import NAMES, workload
 
 EVERY, TIMED, BATCHES = 16, 60, 8

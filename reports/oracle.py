@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from comparison import compile_beside  # beside this program
 
@@ -40,7 +40,7 @@ from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcom
 from amptune.measure.results.subject import Prepared
 from amptune.measure.workers.source import Source
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
-from amptune.policy.settings import AUTOTUNED_MODES, STOCK, CompileMode, Policy
+from amptune.policy.settings import AUTOTUNED_MODES, STOCK, WHOLE_MODES, Policy
 from amptune.search.plan.budget import Budget
 from amptune.workload.zoo import NAMES
 
@@ -51,7 +51,6 @@ HOPELESS = 2.5
 # The hard end of one trial. max-autotune took up to 212 s where others published it (pytorch-autotune 2.0, an A100).
 EAGER_LIMIT_S, COMPILED_LIMIT_S = 120.0, 300.0
 COMPILED_POINTS = 4
-COMPILE_MODES: tuple[CompileMode, ...] = tuple(mode for mode in get_args(CompileMode) if mode not in ("off", "blocks"))
 # So many are compiled at the same time, each in a process of its own; not those that time kernels while they compile.
 COMPILED_AT_ONCE = 8
 PREPARE_LIMIT_S = 300.0
@@ -133,7 +132,7 @@ class Oracle:
             return eager
         points = self._to_compile()
         recorded = [replace(point, cuda_graphs=True) for point in points]
-        compiled = [replace(point, compile=mode) for mode in COMPILE_MODES for point in points]
+        compiled = [replace(point, compile=mode) for mode in WHOLE_MODES for point in points]
         left = [policy for policy in (*recorded, *compiled) if policy not in measured]
         soon = [policy for policy in left if policy.compile not in AUTOTUNED_MODES]
         return [*soon, *eager, *(policy for policy in left if policy not in soon)]

@@ -297,7 +297,7 @@ def step_of_autotune(config: Mapping[str, Any], workload: Workload, device: str)
 
 def batches(workload: Workload, device: str) -> Iterator[Any]:
     """Yields the loader's batches without end, each copied to the device while the one before is trained on."""
-    from amptune.runtime.tensor_tree import map_tensors
+    from amptune.changes.tensor_tree import map_tensors
 
     size = workload.batch_size
     loader = workload.loader(size) if workload.loader else [workload.batch(size) for _ in range(BATCHES_HELD)]

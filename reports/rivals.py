@@ -296,8 +296,8 @@ def run_autotune(name: str, budget_s: float, device: str | None, answer: Path) -
     """Tunes by pytorch-autotune, and times the step it returns; the answer is written behind each."""
     import torch
 
-    from amptune.runtime.layout import convert_batch
-    from amptune.runtime.tensor_tree import map_tensors
+    from amptune.changes.layout import convert_batch
+    from amptune.changes.tensor_tree import map_tensors
     from amptune.workload.zoo import workload as bundled
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -40,7 +40,7 @@ from simulated.landscape import NO_TROUBLE, Replay, SimulatedClock, SyntheticEva
 from amptune.errors import AmptuneError
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome, outcome_from_dict
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
-from amptune.policy.settings import STOCK, CompileMode, Policy
+from amptune.policy.settings import STOCK, WHOLE_MODES, CompileMode, Policy
 from amptune.search.plan.budget import Budget
 from amptune.search.table.ratio import Ratio
 from amptune.search.table.row import Row
@@ -100,10 +100,10 @@ def test_every_mode_is_compiled_on_the_fastest_of_each_kind() -> None:
         kinds.setdefault((found.policy.autocast, found.policy.memory_format), found.policy)
     fastest = list(kinds.values())[:4]
     recorded = {replace(policy, cuda_graphs=True) for policy in fastest}
-    assert len(missing) == len(fastest) * (1 + len(oracle.COMPILE_MODES))
-    assert set(missing) == recorded | {policy.compiled(mode) for policy in fastest for mode in oracle.COMPILE_MODES}
+    assert len(missing) == len(fastest) * (1 + len(WHOLE_MODES))
+    assert set(missing) == recorded | {policy.compiled(mode) for policy in fastest for mode in WHOLE_MODES}
     assert set(missing[: len(fastest)]) == recorded
-    assert set(oracle.COMPILE_MODES) == set(get_args(CompileMode)) - {"off", "blocks"}
+    assert set(WHOLE_MODES) == set(get_args(CompileMode)) - {"off", "blocks"}
 
 
 def test_a_row_comes_back_from_the_file_as_it_was(tmp_path: Path) -> None:

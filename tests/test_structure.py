@@ -23,10 +23,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 PLACES = [
     "errors",
     "hardware",
-    "runtime.tensor_tree",
-    "runtime.flags",
-    "runtime.layout",
-    "runtime.blocks",
+    "changes",
     "policy",
     "runtime",
     "runtime.graphs",

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from amptune.policy.knobs.autocast import AUTOCAST, Autocast
 from amptune.policy.knobs.batch import ACCUMULATE, BATCH_SIZE
-from amptune.policy.knobs.compile_mode import AUTOTUNED_MODES, COMPILE, CUDA_GRAPH_MODES, CompileMode
+from amptune.policy.knobs.compile_mode import AUTOTUNED_MODES, COMPILE, CUDA_GRAPH_MODES, WHOLE_MODES, CompileMode
 from amptune.policy.knobs.cuda_graphs import CUDA_GRAPHS
 from amptune.policy.knobs.cudnn_benchmark import CUDNN_BENCHMARK
 from amptune.policy.knobs.fp32_math import FP32_MATH, Fp32Math
@@ -25,6 +25,7 @@ __all__ = [
     "CUDA_GRAPH_MODES",
     "KNOBS",
     "STOCK",
+    "WHOLE_MODES",
     "Autocast",
     "CompileMode",
     "Fp32Math",
@@ -125,7 +126,7 @@ class Policy:
     @property
     def compiles_whole(self) -> bool:
         """True if the whole model is compiled, which frameworks do by themselves; they do not compile its blocks."""
-        return self.compile not in ("off", "blocks")
+        return self.compile in WHOLE_MODES
 
     def compiled(self, mode: CompileMode) -> Policy:
         """Returns this policy with a torch.compile mode; blocks are recorded, and other modes decide on CUDA graphs."""

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 from torch import nn
 
+from amptune.changes.blocks import compile_blocks
 from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
 from amptune.policy.settings import KNOBS, Policy
 from amptune.runtime.batch_norm import FiniteStatistics
-from amptune.runtime.blocks import compile_blocks
 from amptune.runtime.claim_watch import ClaimWatch
 from amptune.runtime.class_swap import obstacle, overlaid, swap, swapped_class, unswap
 from amptune.runtime.digest import model_digest

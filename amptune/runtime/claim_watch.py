@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from amptune.changes.tensor_tree import tensors_in
 from amptune.runtime.step_claim import STEPS_COMPARED, STEPS_TO_SETTLE, missed
-from amptune.runtime.tensor_tree import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from amptune.changes.tensor_tree import map_tensors
 from amptune.errors import PolicyApplyError
 from amptune.runtime.gradient_dtype import take_gradients_as_they_come
-from amptune.runtime.tensor_tree import map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

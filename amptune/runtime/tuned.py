@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amptune.changes.layout import convert_batch
 from amptune.errors import PolicyApplyError
 from amptune.policy.html_table import notebook_html, settings_in_rows
-from amptune.runtime.layout import convert_batch
 from amptune.runtime.optimizer import fuse
 from amptune.runtime.scaler import PolicyScaler, scaler_for
 from amptune.runtime.weight_hook import PLAIN_WEIGHTS, WeightHook

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from amptune.changes.tensor_tree import tensors_in
 from amptune.errors import TargetError
-from amptune.runtime.tensor_tree import tensors_in
 from amptune.workload.copied_model import CopiedModel
 from amptune.workload.loader_batches import LoaderBatches
 from amptune.workload.rebuilt_optimizer import RebuiltOptimizer

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from amptune.changes.tensor_tree import tensors_in
 from amptune.errors import TargetError
-from amptune.runtime.tensor_tree import tensors_in
 
 __all__ = ["LoaderBatches"]
 

@@ -1,4 +1,4 @@
-"""What a script trains, found in its text: the statements up to the training, and what a step of it is. Pure."""
+"""Finds a training in the text of a script: the statements that lead to it, and its step. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["TrainingCode", "training_of", "without_policy"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingCode:
-    """What a script trains: `constructor` of a Workload, and its `arguments` as text.
+    """The training of a script, as a `constructor` of a Workload with its `arguments` as text.
 
     `before` are the statements in functions and under the `__main__` guard that are executed up to the training;
     `module` are those of the module itself.

@@ -19,7 +19,7 @@ MOST_CALLS = 20
 
 @dataclass(slots=True)
 class Way:
-    """What is executed before a node: statements of the module, then those in functions, outside and inside of `loop`.
+    """The statements before a node: those of the module, then those in functions, outside and inside of `loop`.
 
     `loop` is the innermost loop around the node, calls of the script's functions included, and `around` the next one.
     """

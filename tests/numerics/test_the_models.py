@@ -15,10 +15,10 @@ from faults import FAULTS, Fault
 from healthy import HEALTHY
 from torch import Tensor, nn
 
+from amptune.changes.tensor_tree import map_tensors
 from amptune.policy.settings import STOCK, Autocast, Fp32Rule, Policy
 from amptune.runtime.apply_policy import apply
 from amptune.runtime.module_precision import has_forward
-from amptune.runtime.tensor_tree import map_tensors
 from amptune.runtime.tuned import Tuned
 from amptune.workload.workload import Workload
 

@@ -14,8 +14,8 @@ from taped import TapeRecorder
 from torch import nn
 
 from amptune import Policy, apply
+from amptune.changes.blocks import repeated_blocks, repeated_leaves
 from amptune.policy.findings import Finding
-from amptune.runtime.blocks import repeated_blocks, repeated_leaves
 from amptune.runtime.graphs.graphed_model import GraphedModel
 from amptune.runtime.graphs.host_effects import NotRecordableError
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.parameter import is_lazy
 
+from amptune.changes.tensor_tree import map_tensors, tensors_in
 from amptune.errors import TargetError
 from amptune.hardware.nvml import NvmlGpu
 from amptune.measure.bench.clocks import clock_for
@@ -29,9 +30,9 @@ from amptune.measure.bench.stillness import Stillness
 from amptune.measure.results.outcome import Effort, Measurement, Outcome
 from amptune.policy.settings import Policy
 from amptune.runtime.apply_policy import apply
-from amptune.runtime.graphs.dispatch import CHECK_EVERY, Recordings
+from amptune.runtime.graphs.check import CHECK_EVERY
+from amptune.runtime.graphs.dispatch import Recordings
 from amptune.runtime.graphs.graphed_model import GraphedModel
-from amptune.runtime.tensor_tree import map_tensors, tensors_in
 from amptune.runtime.tuned import Tuned
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from amptune.changes.tensor_tree import tensors_in
 from amptune.errors import TargetError
-from amptune.runtime.tensor_tree import tensors_in
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from amptune.changes.tensor_tree import map_tensors
 from amptune.errors import TargetError
 from amptune.measure.bench.clocks import Stopwatch, hold_device
-from amptune.runtime.tensor_tree import map_tensors
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 

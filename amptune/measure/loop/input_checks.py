@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from amptune.changes.tensor_tree import tensors_in
 from amptune.errors import AmptuneError, TargetError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.loop.feed import Epochs, SampleCounter
-from amptune.runtime.tensor_tree import tensors_in
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from amptune.changes.tensor_tree import map_tensors
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.drawn_batches import seed_everything
 from amptune.measure.loop.feed import Epochs
@@ -16,7 +17,6 @@ from amptune.measure.numerics.batches import MOST_BATCHES, Feed
 from amptune.measure.numerics.short_training import Training
 from amptune.measure.results.training_runs import LossCurve
 from amptune.policy.settings import Policy
-from amptune.runtime.tensor_tree import map_tensors
 
 __all__ = ["train_long"]
 

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from amptune.changes.blocks import repeated_leaves
+from amptune.changes.tensor_tree import map_tensors
 from amptune.errors import TargetError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import failure_of
 from amptune.measure.modules.first_step import require_training
 from amptune.measure.results.subject import Leaf, Module, Subject
 from amptune.policy.settings import STOCK
-from amptune.runtime.blocks import repeated_leaves
 from amptune.runtime.digest import model_digest
 from amptune.runtime.module_precision import has_forward
 from amptune.runtime.optimizer import is_fusable
-from amptune.runtime.tensor_tree import map_tensors
 
 __all__ = ["inspect_model"]
 

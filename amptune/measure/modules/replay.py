@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from amptune.changes.tensor_tree import map_tensors, tensors_in
 from amptune.measure.bench.clocks import hold_device
-from amptune.runtime.tensor_tree import map_tensors, tensors_in
 
 __all__ = ["Call", "Ran", "Replay", "floating_in", "kept_as_it_is", "later_ms", "versions_of"]
 

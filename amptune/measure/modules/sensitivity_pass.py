@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from amptune.changes.tensor_tree import map_tensors, tensors_in
 from amptune.measure.bench.bench import Bench
 from amptune.measure.modules.replay import Call, Ran, Replay, floating_in, kept_as_it_is, later_ms, versions_of
 from amptune.measure.numerics.randomness import without_dropout
 from amptune.measure.numerics.short_training import Training
 from amptune.measure.results.half_effects import Half, InHalf, ModuleSensitivity, Sensitivity, Stream
 from amptune.policy.settings import Policy
-from amptune.runtime.tensor_tree import map_tensors, tensors_in
 
 __all__ = ["sense"]
 

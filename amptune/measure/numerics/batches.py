@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from amptune.changes.tensor_tree import map_tensors, tensors_in
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.drawn_batches import bytes_of
 from amptune.measure.results.training_runs import Spread
-from amptune.runtime.tensor_tree import map_tensors, tensors_in
 
 __all__ = ["Feed", "batches_of", "fingerprint_of"]
 

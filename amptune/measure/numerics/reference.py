@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from amptune.changes.flags import set_fp32_math
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import TooSlowError
 from amptune.measure.numerics.batches import batches_of, fingerprint_of
@@ -29,7 +30,6 @@ from amptune.measure.results.training_runs import (
     Thoroughness,
 )
 from amptune.policy.settings import Policy
-from amptune.runtime.flags import set_fp32_math
 
 __all__ = ["completed", "make_reference", "order_of", "training_as"]
 

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from amptune.changes.tensor_tree import tensors_in
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import NonFiniteError
 from amptune.measure.numerics.randomness import without_dropout
 from amptune.measure.numerics.short_training import Training
 from amptune.measure.results.half_effects import ModuleTrace, Reach
 from amptune.policy.settings import Policy
-from amptune.runtime.tensor_tree import tensors_in
 
 __all__ = ["trace_step"]
 

@@ -8,12 +8,14 @@ from typing import Literal, get_args
 from amptune.policy.findings import Finding
 from amptune.policy.knobs.knob import Knob, Model, Settings
 
-__all__ = ["AUTOTUNED_MODES", "COMPILE", "CUDA_GRAPH_MODES", "CompileMode"]
+__all__ = ["AUTOTUNED_MODES", "COMPILE", "CUDA_GRAPH_MODES", "WHOLE_MODES", "CompileMode"]
 
 CompileMode = Literal["off", "default", "reduce-overhead", "blocks", "max-autotune", "max-autotune-no-cudagraphs"]
 _MODES: tuple[CompileMode, ...] = get_args(CompileMode)
 
-# Modes in which CUDA graphs launch a model's kernels, and modes in which torch.compile times alternative kernels.
+# Modes that compile the whole model; those in which the compiler's CUDA graphs launch its kernels; and those in which
+# torch.compile times alternative kernels.
+WHOLE_MODES: tuple[CompileMode, ...] = tuple(mode for mode in _MODES if mode not in ("off", "blocks"))
 CUDA_GRAPH_MODES: frozenset[CompileMode] = frozenset({"reduce-overhead", "max-autotune"})
 AUTOTUNED_MODES: frozenset[CompileMode] = frozenset({"max-autotune", "max-autotune-no-cudagraphs"})
 
@@ -21,7 +23,7 @@ AUTOTUNED_MODES: frozenset[CompileMode] = frozenset({"max-autotune", "max-autotu
 def _idle(policy: Settings, model: Model) -> Iterator[Finding]:
     if policy.compile != "blocks":
         return
-    from amptune.runtime.blocks import repeated_blocks
+    from amptune.changes.blocks import repeated_blocks
 
     if not repeated_blocks(model):
         yield Finding(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from amptune.policy.findings import Finding
+from amptune.policy.knobs.compile_mode import WHOLE_MODES
 from amptune.policy.knobs.knob import TRUTH, Knob, Model, Settings
 
 __all__ = ["CUDA_GRAPHS"]
@@ -26,7 +27,7 @@ CUDA_GRAPHS = Knob(
     stock=False,
     values=TRUTH,
     conflict=lambda policy: (
-        policy.compile not in ("off", "blocks")
+        policy.compile in WHOLE_MODES
         and f"cuda_graphs: what torch.compile makes has CUDA graphs by its mode (reduce-overhead), and compile is "
         f"{policy.compile}"
     ),

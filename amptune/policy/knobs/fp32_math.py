@@ -12,7 +12,7 @@ Fp32Math = Literal["stock", "ieee", "tf32"]
 
 
 def _apply(math: Fp32Math, _: Model) -> Undo:
-    from amptune.runtime.flags import set_fp32_math
+    from amptune.changes.flags import set_fp32_math
 
     return set_fp32_math(math)
 

@@ -1,4 +1,4 @@
-"""What a knob is: one setting of a policy, and all that files, training, the search and reports have to know of it."""
+"""A knob: one setting of a policy, and all that files, training, the search and reports have to know of it."""
 
 from __future__ import annotations
 

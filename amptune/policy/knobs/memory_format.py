@@ -17,7 +17,7 @@ _DIMENSIONS = {"channels_last": 2, "channels_last_3d": 3}
 
 
 def _apply(memory_format: MemoryFormat, model: Model) -> Undo:
-    from amptune.runtime.layout import convert_model
+    from amptune.changes.layout import convert_model
 
     return convert_model(model, memory_format)
 
@@ -27,7 +27,7 @@ def _idle(policy: Settings, model: Model) -> Iterator[Finding]:
         return
     from torch.nn.parameter import is_lazy
 
-    from amptune.runtime.layout import convertible
+    from amptune.changes.layout import convertible
 
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:

@@ -13,7 +13,7 @@ from torch import nn
 from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
 from amptune.runtime.graphs.capture import Recording, UnusualError
-from amptune.runtime.graphs.check import CHECK_EVERY, LAST_DOUBLED, Check, Checks
+from amptune.runtime.graphs.check import Check, Checks
 from amptune.runtime.graphs.host_effects import NotRecordableError, obstacle_in
 from amptune.runtime.graphs.model_state import ModelState, is_observed
 from amptune.runtime.graphs.passes import NO_MEMORY, ReplayedPass, SeenPass
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from amptune.runtime.graphs.recorder import Recorder
 
-__all__ = ["CHECK_EVERY", "DIFFER", "LAST_DOUBLED", "NOT_RECORDED", "Recordings"]
+__all__ = ["DIFFER", "NOT_RECORDED", "Recordings"]
 
 NOT_RECORDED, DIFFER = "cuda-graphs-not-recorded", "cuda-graphs-differ"
 

@@ -1,4 +1,4 @@
-"""What a call is given and what it returns, taken apart into tensors, plain values and their structure."""
+"""Takes the arguments and the results of a call apart into tensors, plain values and their structure."""
 
 from __future__ import annotations
 

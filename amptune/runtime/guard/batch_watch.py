@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from amptune.changes.layout import convertible, is_in_another_format
+from amptune.changes.tensor_tree import tensors_in
 from amptune.policy.settings import CUDA_GRAPH_MODES
 from amptune.runtime.guard.gradient_marks import forget_traced, is_traced, note_traced
-from amptune.runtime.layout import convertible, is_in_another_format
-from amptune.runtime.tensor_tree import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amptune.changes.tensor_tree import tensors_in
 from amptune.runtime.guard.gradient_marks import GradientMarks, rest, unwatch, watch
 from amptune.runtime.guard.misuse import Misuse, Place, frames_above
 from amptune.runtime.scaler import has_scaler
-from amptune.runtime.tensor_tree import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

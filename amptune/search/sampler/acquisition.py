@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from amptune.policy.setting_effects import changes_graph
-from amptune.policy.settings import AUTOTUNED_MODES, CUDA_GRAPH_MODES
+from amptune.policy.settings import AUTOTUNED_MODES, CUDA_GRAPH_MODES, WHOLE_MODES
 from amptune.search.plan.compile_costs import AUTOTUNE_S, COMPILE_S
 from amptune.search.sampler.surrogate import NOISE, Belief, Floats, Surrogate
 from amptune.search.space.knobs import Dimension, Point, Value
@@ -146,7 +146,7 @@ def features_of(point: Point) -> Point:
         return point
     mode = str(point[COMPILED])
     made_of: dict[str, Value] = {
-        COMPILED: mode if mode in ("off", "blocks") else "on",
+        COMPILED: "on" if mode in WHOLE_MODES else mode,
         CUDA_GRAPHS: mode in CUDA_GRAPH_MODES or bool(point.get(CUDA_GRAPHS)),
         AUTOTUNED: mode in AUTOTUNED_MODES,
     }

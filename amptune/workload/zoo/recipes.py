@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
-from amptune.runtime.tensor_tree import map_tensors
+from amptune.changes.tensor_tree import map_tensors
 from amptune.workload.workload import Workload
 
 if TYPE_CHECKING:

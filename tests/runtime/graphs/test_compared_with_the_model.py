@@ -36,8 +36,9 @@ from torch import nn
 
 from amptune.measure.bench.bench import Bench
 from amptune.runtime.graphs.capture import UnusualError
+from amptune.runtime.graphs.check import CHECK_EVERY, LAST_DOUBLED
 from amptune.runtime.graphs.differences import Limits
-from amptune.runtime.graphs.dispatch import CHECK_EVERY, DIFFER, LAST_DOUBLED, NOT_RECORDED
+from amptune.runtime.graphs.dispatch import DIFFER, NOT_RECORDED
 from amptune.runtime.graphs.graphed_model import GraphedModel
 
 

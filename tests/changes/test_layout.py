@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from amptune.changes.layout import convert_batch, convert_model, is_in_another_format
 from amptune.policy.settings import MemoryFormat
-from amptune.runtime.layout import convert_batch, convert_model, is_in_another_format
 
 
 class Net(nn.Module):

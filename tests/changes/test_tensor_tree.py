@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from amptune.runtime.tensor_tree import map_tensors
+from amptune.changes.tensor_tree import map_tensors
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from amptune.runtime.tensor_tree import map_tensors
+from amptune.changes.tensor_tree import map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch._functorch import config as functorch_config
 
+from amptune.changes.flags import set_fp32_math
 from amptune.policy.knobs.autocast import AUTOCAST
 from amptune.policy.knobs.cudnn_benchmark import CUDNN_BENCHMARK
 from amptune.policy.settings import Fp32Math
-from amptune.runtime.flags import set_fp32_math
 
 SETTINGS = [
     *(("generic", "all"), ("cuda", "all"), ("mkldnn", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")),

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["compile_blocks", "repeated_blocks", "repeated_leaves"]
 
-# Where `Module.compile` keeps what it makes, and what stands for an attribute that was not there.
-_COMPILED, _NONE = "_compiled_call_impl", object()
+# Where `Module.compile` keeps what it makes.
+_COMPILED = "_compiled_call_impl"
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -46,7 +46,7 @@ def compile_blocks(model: nn.Module) -> Callable[[], None]:
 
     kinds = repeated_blocks(model)
     blocks = [block for alike in kinds.values() for block in alike]
-    before = {block: vars(block).get(_COMPILED, _NONE) for block in blocks}
+    before = {block: {name: made for name, made in vars(block).items() if name == _COMPILED} for block in blocks}
     limit, most = config.recompile_limit, config.accumulated_recompile_limit
     config.recompile_limit = limit * max(1, len(kinds))
     config.accumulated_recompile_limit = most * max(1, len(kinds))
@@ -55,9 +55,9 @@ def compile_blocks(model: nn.Module) -> Callable[[], None]:
 
     def undo() -> None:
         config.recompile_limit, config.accumulated_recompile_limit = limit, most
-        for block, compiled in before.items():
-            del vars(block)[_COMPILED]
-            vars(block).update({} if compiled is _NONE else {_COMPILED: compiled})
+        for block, made in before.items():
+            vars(block).pop(_COMPILED, None)
+            vars(block).update(made)
 
     return undo
 
