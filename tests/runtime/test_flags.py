@@ -36,6 +36,8 @@ def _flags_as_pytorch_has_them() -> Iterator[None]:
         warnings.simplefilter("ignore")
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = True
+    for backend in ("cuda", "mkldnn"):  # which the older switch has set
+        torch._C._set_fp32_precision_setter(backend, "matmul", "none")
 
 
 def readings() -> list[object]:
