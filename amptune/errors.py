@@ -27,6 +27,7 @@ __all__ = [
     "StudyError",
     "TargetError",
     "UserCodeError",
+    "first_line",
     "require_tune",
 ]
 
@@ -139,6 +140,14 @@ _TUNE = (
     "scipy",
     "sqlalchemy",
 )
+
+
+def first_line(error: BaseException) -> str:
+    """Returns an error's first line, with the next if it only announces it ("the compiler raised:"), or its type."""
+    lines = [line for line in map(str.strip, str(error).splitlines()) if line]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        return f"{lines[0]} {lines[1]}"
+    return lines[0] if lines else type(error).__name__
 
 
 def require_tune() -> None:

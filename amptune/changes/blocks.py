@@ -10,7 +10,7 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
-__all__ = ["compile_blocks", "repeated_blocks", "repeated_leaves"]
+__all__ = ["compile_blocks", "holds_compiled", "repeated_blocks", "repeated_leaves"]
 
 # Where `Module.compile` keeps what it makes.
 _COMPILED = "_compiled_call_impl"
@@ -34,6 +34,11 @@ def repeated_leaves(model: nn.Module) -> int:
     """Returns the number of modules without children in blocks that equal another, which is compiled for them."""
     repeats = [block for alike in repeated_blocks(model).values() for block in alike[1:]]
     return sum(not any(module.children()) for block in repeats for module in block.modules())
+
+
+def holds_compiled(model: nn.Module) -> bool:
+    """Returns True if any module of the model is compiled in place."""
+    return any(getattr(module, _COMPILED, None) is not None for module in model.modules())
 
 
 def compile_blocks(model: nn.Module) -> Callable[[], None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 
@@ -25,6 +26,15 @@ def workload_of(model: nn.Module | Callable[[], nn.Module], shape: tuple[int, ..
         "batch_size": 4,
     }
     return Workload(**{**parts, **more})  # type: ignore[arg-type]  # parts by name
+
+
+def require_lstm_in_bf16(device: torch.device = CPU) -> None:
+    """Skips the test where a CPU has no LSTM in bf16, as one without AVX-512 has none."""
+    try:
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+            nn.LSTM(2, 2, device=device)(torch.ones(1, 1, 2, device=device))
+    except RuntimeError as error:
+        pytest.skip(str(error))
 
 
 def measured(bench: Bench, policy: Policy = STOCK) -> Measurement:

@@ -6,12 +6,14 @@ As a CUDA graph, it knows nothing of Python: what a forward pass decides there i
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from amptune.runtime.graphs.recorder import as_if_recording
 
 T = TypeVar("T")
 
@@ -22,15 +24,15 @@ class TapeRecorder:
         self._results: list[Any] = []
 
     def warming_up(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        return as_if_recording()
 
     def rehearsing(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        return as_if_recording()
 
     def take_turn(self) -> None: ...
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        with _Tape() as tape:
+        with _Tape() as tape, as_if_recording():
             result = work()
         place = len(self._results) + 1
         self._results.append(result)

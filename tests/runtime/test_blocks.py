@@ -170,6 +170,52 @@ def test_blocks_run_compiled_after_a_rehearsal_of_their_recording() -> None:
     assert "is not recorded here" in str(*said)
 
 
+class Masked(Block):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x if mask is None else x * mask)
+
+
+class Asking(nn.Module):
+    """Leaves a mask away that hides nothing, if it may ask the device: as libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Masked(8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        every = torch.ones_like(x)
+        mask = every if torch.cuda.is_current_stream_capturing() or not every.all() else None
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+def test_a_model_that_asks_if_it_is_recorded_does_the_same_while_it_is_rehearsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else what a recording meets is compiled within it, which fails; and it waits for the device."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # without CUDA it raises
+    kinds: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> Any:
+        kinds.append(graph)
+        return graph.forward
+
+    model, said, compiled_first = Asking(), list[Finding](), 0
+    expected = model(torch.ones(5, 8))
+    for block in model.blocks:
+        block.compile(backend=backend)
+    called = GraphedModel(model, said.append, recorder=TapeRecorder, device_type="cpu")
+    for step in range(4):
+        returned = called(torch.ones(5, 8))
+        compiled_first = len(kinds) if step == 0 else compiled_first
+        torch.testing.assert_close(returned, expected)
+        returned.square().mean().backward()
+    assert not said
+    assert len(called.recordings) == 1
+    assert len(kinds) == compiled_first
+
+
 def test_blocks_are_compiled_by_pytorch_s_compiler() -> None:
     model, x = Tower(8, 8), torch.randn(4, 8)
     expected = model(x)

@@ -138,7 +138,7 @@ def trained(model: Model, policy: Policy, loop: Loop) -> tuple[list[float], dict
     model.random = random.Random(0)
     with apply(policy, model) as tuned:
         optimizer = tuned.optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
-        losses = [float(loss) for loss in loop(tuned, optimizer)]
+        losses = [loss.item() for loss in loop(tuned, optimizer)]
         return losses, {name: one.detach().clone() for name, one in model.state_dict().items()}
 
 
@@ -159,6 +159,7 @@ def test_blocks_train_as_the_model_does(kind: str, loop: Loop) -> None:
         torch.testing.assert_close(value, plain[name], rtol=0.02, atol=2e-3)
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
 def test_a_recording_repeats_the_compiled_kernels() -> None:
     """A compiler gives up what it meets under a dispatch mode, as that of a rehearsal; the kernels were eager then."""
     torch.manual_seed(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from amptune.errors import AmptuneError, PolicyApplyError
+from amptune.errors import AmptuneError, PolicyApplyError, first_line
 from amptune.measure.results.outcome import Failure, FailureKind
 from amptune.workload.user_errors import where_in_user_code
 
@@ -43,7 +43,7 @@ def failure_of(error: BaseException) -> Failure:
         error = error.__cause__  # the user's own exception is clearer
     return Failure(
         kind=_kind_of(error),
-        message=_first_line(error),
+        message=first_line(error),
         where=where_in_user_code(error.__traceback__),
         exception=type(error).__name__,
     )
@@ -94,10 +94,3 @@ def _memory_is_short() -> bool:
     except RuntimeError:
         return False
     return free < 0.1 * total
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in map(str.strip, str(error).splitlines()) if line]
-    if len(lines) > 1 and _is_of_the_compiler(error) and lines[0].endswith(":"):
-        return f"{lines[0]} {lines[1]}"  # "backend='inductor' raised:" alone is not informative
-    return lines[0] if lines else type(error).__name__

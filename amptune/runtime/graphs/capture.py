@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amptune.changes.blocks import holds_compiled
 from amptune.runtime.graphs.differences import Limits, named_gradients, named_results
 from amptune.runtime.graphs.host_effects import DeviceState, NotRecordableError, without_effects, without_repeats
 from amptune.runtime.graphs.proxy_weights import with_proxies, without_hooks
@@ -65,7 +66,7 @@ class Recording:
         self.of_outputs = of_outputs
         self.last: Callable[[], Any] = lambda: None  # the last replay, as long as the loop may come back to it
         self._by = by
-        self._compiles = any(module._compiled_call_impl is not None for module in model.modules())
+        self._compiles = holds_compiled(model)
         with without_effects(model) as put_back, with_proxies(model) as by_own:
             fixed, buffers = [*self.inputs, *model.parameters()], [*model.buffers()]
             edges = partial(edges_for, weights=[*by_own.values()], others=[*fixed, *buffers])

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from amptune.errors import PolicyApplyError
+from amptune.changes.blocks import holds_compiled
+from amptune.errors import PolicyApplyError, first_line
 from amptune.policy.findings import Finding
 from amptune.runtime.graphs.capture import Recording, UnusualError
 from amptune.runtime.graphs.check import Check, Checks
 from amptune.runtime.graphs.host_effects import NotRecordableError, obstacle_in
 from amptune.runtime.graphs.model_state import ModelState, is_observed
 from amptune.runtime.graphs.passes import NO_MEMORY, ReplayedPass, SeenPass
+from amptune.runtime.graphs.recorder import Recorder, as_if_recording
 from amptune.runtime.graphs.signature import PassKind, Signature, arguments_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from amptune.runtime.graphs.recorder import Recorder
 
 __all__ = ["DIFFER", "NOT_RECORDED", "Recordings"]
 
@@ -76,6 +78,7 @@ class Recordings:
         self._replays = self._wasted = self._unsettled = 0
         self._out_of_memory: torch.OutOfMemoryError | None = None
         self._has_ended = False
+        self._compiles = holds_compiled(model)
         self._thread: int | None = None
         self._end = partial(_stop, weakref.ref(self))  # for replays, which the loop may hold longer
         _all.add(self)
@@ -102,7 +105,7 @@ class Recordings:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns what the model returns: from a recording if one computes the same, else from the model."""
-        own = partial(self.model, *args, **kwargs)
+        own = partial(self._own, *args, **kwargs)
         given = arguments_of(args, kwargs, self.device_type) if self._may_replay() else None
         found = None if given is None else self._found_for(*given)
         if isinstance(found, SeenPass):
@@ -113,6 +116,12 @@ class Recordings:
                 return returned
         del found  # and its memory
         return own()
+
+    def _own(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model; what is compiled meets what it does while recorded, or would be compiled for both."""
+        is_training = self.model.training and torch.is_grad_enabled()
+        with as_if_recording() if self._compiles and is_training else nullcontext():
+            return self.model(*args, **kwargs)
 
     def _may_replay(self) -> bool:
         """Returns False if the model runs itself, whatever it is given."""
@@ -242,7 +251,7 @@ class Recordings:
             for recordings in list(_all):
                 recordings.forget()
         told = error.__cause__ or error
-        first = str(told).strip().partition("\n")[0]
+        first = first_line(told)
         self._refuse(first if isinstance(told, NotRecordableError) else f"raises {type(told).__name__} ({first})")
 
     def _stop(self, reason: str) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-__all__ = ["CudaRecorder", "Recorder"]
+__all__ = ["CudaRecorder", "Recorder", "as_if_recording"]
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class CudaRecorder:
         """Uses the stream of the recording, as autograd runs a backward pass on the stream of its forward pass."""
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream), as_if_recording():
                 yield
             torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -105,6 +105,21 @@ class CudaRecorder:
             raise
         finally:
             torch.cuda.set_stream(stream)
+
+
+@contextmanager
+def as_if_recording() -> Iterator[None]:
+    """Has a model that asks whether it is recorded, as libraries do before they wait for the device, do as it will."""
+    own = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = _yes
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = own
+
+
+def _yes() -> bool:
+    return True
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from benches import require_lstm_in_bf16
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -147,6 +148,7 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_an_lstm_is_looked_at_whichever_of_its_outputs_is_used(which: int) -> None:
+    require_lstm_in_bf16()
     found = sensed(Recurrent(which), (5, 8), ("bf16",))
     assert found.left_out == {}
     (module,) = found.modules

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benches import require_lstm_in_bf16
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # the name all of PyTorch's users give it
 from torch.utils.checkpoint import checkpoint
@@ -367,6 +368,7 @@ class Mixed(nn.Module):
 
 @each_device
 def test_the_yardstick_rounds_what_autocast_rounds(device: torch.device) -> None:
+    require_lstm_in_bf16(device)
     workload = workload_of(Mixed, batch=lambda n: torch.randint(20, (n, 7)), loss=next_token)
     names, unseen = parameters_in_half(Bench(workload, device), STOCK)
     rounded = set(names)
