@@ -29,7 +29,7 @@ from amptune.measure.results.training_runs import (
     Run,
     Thoroughness,
 )
-from amptune.policy.settings import Policy
+from amptune.policy.settings import Fp32Math, Policy
 
 __all__ = ["completed", "make_reference", "order_of", "training_as"]
 
@@ -58,7 +58,7 @@ def _reference(bench: Bench, policy: Policy, seconds: float, *, divided: bool) -
     start_s = time.perf_counter()
     in_half, unseen = parameters_in_half(bench, policy)
     with Training.on(bench, policy, divided=divided) as training:
-        step_s = _step_seconds(training)
+        step_s = _step_seconds(training, policy.fp32_math)
         wanted = _affordable(seconds, time.perf_counter() - start_s, step_s)
         training.feed.keep(wanted.batches)
         count = len(training.feed)
@@ -200,10 +200,13 @@ class _StepSeconds(NamedTuple):
     ieee: float
 
 
-def _step_seconds(training: Training) -> _StepSeconds:
-    own = training.step_s()
+def _step_seconds(training: Training, fp32_math: Fp32Math) -> _StepSeconds:
+    own, bench = training.step_s(), training.bench
+    convolves = any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in bench.model.modules())
+    if bench.device.type != "cuda" or not (convolves or fp32_math == "tf32"):
+        return _StepSeconds(own=own, ieee=own)
     with _ieee():
-        return _StepSeconds(own=own, ieee=training.step_s() if training.bench.device.type == "cuda" else own)
+        return _StepSeconds(own=own, ieee=training.step_s())
 
 
 def _affordable(seconds: float, spent_s: float, step_s: _StepSeconds) -> Thoroughness:
