@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from amptune.cli.options import json_option, print_json
-from amptune.workload.written_workload import ARGUMENTS, FILL_IN, options_for, workload_text
+from amptune.workload.written_workload import ARGUMENTS, FILL_IN, doubt_of, options_for, workload_text
 
 __all__ = ["STARTER", "init_command"]
 
@@ -71,6 +71,8 @@ def init_command(file: Path | None, script: Path | None, force: bool, as_json: b
     file = file or (Path("workload.py") if script is None else script.with_name(f"{script.stem}_workload.py"))
     if file.suffix != ".py":
         raise click.BadParameter(f"{file} does not end in .py", param_hint="FILE")
+    if script is not None and script.suffix != ".py":
+        raise click.BadParameter(f"{script} is no Python script: its name does not end in .py", param_hint="--from")
     if script is not None and file.resolve() == script.resolve():
         raise click.BadParameter(f"{file} is the script itself", param_hint="FILE")
     if file.exists() and not force:
@@ -91,4 +93,6 @@ def init_command(file: Path | None, script: Path | None, force: bool, as_json: b
         if FILL_IN in line:
             click.echo(f"first, in {file}: {line.strip()}")
     if ARGUMENTS in options:
-        click.echo(f"ARGUMENTS are those that {script} needs, if any")
+        click.echo(f"ARGUMENTS are those that you give {script}; leave -- out if there are none")
+    if script is not None and (doubt := doubt_of(script)):
+        click.echo(doubt)

@@ -31,14 +31,17 @@ class TrainingCode:
 
 def without_policy(tree: ast.Module) -> ast.Module:
     """Returns a script as it was before it applied a policy by `amptune.apply`."""
-    return ast.fix_missing_locations(_WithoutPolicy().visit(tree))  # type: ignore[no-any-return]
+    return ast.fix_missing_locations(_WithoutPolicy(tree).visit(tree))  # type: ignore[no-any-return]
 
 
 class _WithoutPolicy(ast.NodeTransformer):
     """Puts the model back in the place of `tuned.model`, a batch in that of `tuned.batch(x)`, and so on."""
 
-    def __init__(self) -> None:
-        self._models: dict[str, ast.expr] = {}  # by the name of what `apply` returned
+    def __init__(self, tree: ast.Module) -> None:
+        self._models: dict[str, ast.expr] = {}  # by the name of what `apply` returned, also in functions that get it
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign):
+                self._applied(node.value, node.targets[0])
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
         """Leaves out `tuned = amptune.apply(policy, model)` and `optimizer = tuned.optimizer(optimizer)`."""
