@@ -96,17 +96,14 @@ def tune_command(
     The same command again resumes its study: what was measured is not measured twice. It also replaces the policy that
     it wrote; no other file, without --force.
     """
-    session.start_importing(options["target"])
+    _require_outputs(output, report)
+    pins = _pins(options.pop("pins"))
+    session.start_importing(options["target"], options["device"])
     from amptune.cli.policy_output import require_replaceable
-    from amptune.policy.file_io import require_writable
     from amptune.search.pipeline import TuningInterrupted, run_tuning
 
     require_replaceable(output, options["target"], force=force)
-    if report is not None:
-        require_writable(report)
-        if Path(report).resolve() == Path(output).resolve():
-            raise click.BadParameter(f"{report} is where the policy is written (-o)", param_hint="--report")
-    request = _request(session, **options)
+    request = _request(session, pins=pins, **options)
     deliver = partial(_deliver, target=options["target"], output=output, as_json=as_json, verbose=verbose)
     try:
         with progress_unless(quiet, request.budget, verbose=verbose) as observer:
@@ -127,6 +124,17 @@ def tune_command(
     return 0
 
 
+def _require_outputs(output: str, report: str | None) -> None:
+    """Raises an error if a file cannot be written."""
+    from amptune.policy.file_io import require_writable
+
+    require_writable(output)
+    if report is not None:
+        require_writable(report)
+        if Path(report).resolve() == Path(output).resolve():
+            raise click.BadParameter(f"{report} is where the policy is written (-o)", param_hint="--report")
+
+
 def _request(
     session: Session,
     target: str,
@@ -140,7 +148,7 @@ def _request(
     max_memory: float | None,
     compile_: bool | None,
     baseline: str,
-    pins: tuple[str, ...],
+    pins: dict[str, str],
     device: str | None,
     study: str | None,
     seed: int,
@@ -158,7 +166,7 @@ def _request(
         wanted=Wanted(
             baseline=_baseline(baseline),
             space=space,
-            pins=_pins(pins),
+            pins=pins,
             batch_size=_batch_size(batch_size),
             global_batch=_global_batch(global_batch, devices),
             compile=compile_,

@@ -58,6 +58,19 @@ class _WithoutPolicy(ast.NodeTransformer):
         self.generic_visit(node)
         return node.body if all(applied) else node
 
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | list[ast.stmt]:
+        """Leaves clipping and the optimizer's step of `tuned.step(optimizer, clip=1.0)`."""
+        call = node.value
+        self.generic_visit(node)
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or not call.args:
+            return node
+        if call.func.attr != "step" or not self._is_tuned(call.func):
+            return node
+        limits = [ast.unparse(one.value) for one in call.keywords if one.arg == "clip"]
+        lines = [f"clip_grad_norm_(_, {limit})" for limit in limits if limit != "None"]
+        plain = ast.parse("\n".join([*lines, f"{ast.unparse(call.args[0])}.step()"]))
+        return [ast.copy_location(one, node) for one in plain.body]
+
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """Leaves the argument of `tuned.batch(x)` and `tuned.optimizer(o)`."""
         self.generic_visit(node)

@@ -362,6 +362,15 @@ def test_a_script_that_applies_a_policy_gives_the_workload_that_it_gave_before(t
     assert text_for(HEAD + "import amptune\n" + tuned, tmp_path) == text_for(HEAD + MAIN, tmp_path)
 
 
+def test_a_step_by_a_policy_clips_and_steps_as_the_loop_did(tmp_path: Path) -> None:
+    clipped = "nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.5)\n                optimizer.step()"
+    tuned = MAIN.replace(clipped, "tuned.step(optimizer, clip=0.5)")
+    for before, after in TUNED.items():
+        tuned = tuned.replace(before, after)
+    assert "tuned.step(optimizer, clip=0.5)" in tuned
+    assert text_for(HEAD + "import amptune\n" + tuned, tmp_path) == text_for(HEAD + MAIN, tmp_path)
+
+
 def test_a_policy_that_is_handed_to_a_function_is_left_out_too(tmp_path: Path) -> None:
     tuned = EPOCHS
     for before, after in {
