@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from pathlib import Path
 
 from amptune.errors import DeviceError
 
@@ -11,6 +12,8 @@ __all__ = ["require_device"]
 
 # CUDA_ERROR_NO_DEVICE of the driver API (cuda.h).
 _NO_DEVICE = 100
+# AMD's kernel driver (https://rocm.docs.amd.com).
+_ROCM = Path("/dev/kfd")
 
 
 def require_device(device: str | None) -> None:
@@ -32,7 +35,7 @@ def _gpus() -> int | None:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return 0
+        return None if _ROCM.exists() else 0  # torch says why ROCm's GPUs are refused
     count, answer = ctypes.c_int(), driver.cuInit(0)
     if answer == _NO_DEVICE:
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,11 +45,14 @@ def test_a_device_is_refused_if_the_driver_does_not_have_it(
         require_device(device)
 
 
-def test_a_machine_without_a_driver_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_driver_has_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def missing(_: str) -> None:
         raise OSError
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
+    monkeypatch.setattr("amptune.cli.device._ROCM", tmp_path / "kfd")
     require_device("cpu")
     with pytest.raises(DeviceError, match="device 'cuda' does not exist here"):
         require_device("cuda")
+    (tmp_path / "kfd").touch()
+    require_device("cuda")  # torch says what is wrong with AMD's
