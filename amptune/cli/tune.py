@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from amptune.cli.options import (
     target_argument,
 )
 from amptune.cli.session import Session, pass_session
+from amptune.errors import StudyError
 
 if TYPE_CHECKING:
     from amptune.policy.settings import Policy
@@ -104,6 +106,7 @@ def tune_command(
 
     require_replaceable(output, options["target"], force=force)
     request = _request(session, pins=pins, **options)
+    _require_folder(request.folder)
     deliver = partial(_deliver, target=options["target"], output=output, as_json=as_json, verbose=verbose)
     try:
         with progress_unless(quiet, request.budget, verbose=verbose) as observer:
@@ -133,6 +136,14 @@ def _require_outputs(output: str, report: str | None) -> None:
         require_writable(report)
         if Path(report).resolve() == Path(output).resolve():
             raise click.BadParameter(f"{report} is where the policy is written (-o)", param_hint="--report")
+
+
+def _require_folder(folder: Path) -> None:
+    """Raises `StudyError` if the study's folder is none or cannot be written to, before the workload is built."""
+    existing = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        why = "cannot be written to" if existing.is_dir() else "is no folder"
+        raise StudyError(f"the study's folder {folder} cannot be used: {existing} {why}; choose another with --study")
 
 
 def _request(

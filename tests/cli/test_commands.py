@@ -169,6 +169,19 @@ def test_an_interruption_while_packages_are_imported_ends_without_a_traceback(tm
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
+@pytest.mark.parametrize(("place", "why"), [("taken", "is no folder"), ("locked", "cannot be written to")])
+def test_a_studys_folder_that_cannot_be_used_is_told_before_the_workload_is_built(
+    place: str, why: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "taken").touch()
+    (folder / "locked").mkdir()
+    monkeypatch.setattr("os.access", lambda path, _: Path(path).name != "locked")  # root may write anywhere
+    done = run(*TUNE, "--study", f"{place}/study", folder=folder, evaluator=Machine())
+    assert (done.returncode, "building" in done.stderr) == (2, False)
+    said = f"the study's folder {place}/study cannot be used: {folder / place} {why}; choose another with --study"
+    assert said in done.stderr
+
+
 def test_an_interruption_in_a_callback_is_not_lost() -> None:
     """Python prints and drops what is raised in the callback of a weak reference, as those of imports are."""
     code = (
