@@ -1,4 +1,4 @@
-"""The plain loop: gradients accumulated over micro-batches, unscaled and clipped before the step."""
+"""The plain loop: gradients accumulated over micro-batches, and clipped."""
 
 import torch
 from torch import nn
@@ -22,10 +22,7 @@ for i in range(40):
         loss = nn.functional.cross_entropy(tuned.model(tuned.batch(x)), y)
     tuned.scaler.scale(loss / tuned.accumulate).backward()
     if (i + 1) % tuned.accumulate == 0:
-        tuned.scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-        tuned.scaler.step(optimizer)
-        tuned.scaler.update()
+        tuned.step(optimizer, clip=1.0)
         optimizer.zero_grad()
     losses.append(loss.item())
 print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")

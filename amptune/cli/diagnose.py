@@ -41,7 +41,7 @@ def diagnose_command(
     which that begins is named, and the smallest set of modules that cures it when kept in FP32. Speed: what the step
     waits for, as stock PyTorch runs it and under the AMP recipe. Exit code 0 whatever is found.
     """
-    session.start_importing(target)
+    session.start_importing(target, device)
     from amptune.report.terminal import print_diagnosis
     from amptune.search.diagnosis import diagnose
 

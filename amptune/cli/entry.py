@@ -123,6 +123,7 @@ def main() -> None:
     """Runs the command line and exits."""
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
+    sys.unraisablehook = _raise_again
     _quieten_resource_tracker()
     cli(obj=Session(started=STARTED))
 
@@ -154,3 +155,15 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+def _raise_again(lost: sys.UnraisableHookArgs) -> None:
+    """Interrupts anew if the interruption came in a callback or finalizer, from which Python lets no error out.
+
+    The alarm comes when that has ended. Other errors are told as Python tells them.
+    """
+    if not issubclass(lost.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(lost)
+        return
+    signal.signal(signal.SIGALRM, _interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.01)

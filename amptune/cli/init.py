@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from amptune.cli.options import json_option, print_json
-from amptune.workload.written_workload import ARGUMENTS, FILL_IN, options_for, workload_text
+from amptune.workload.written_workload import ARGUMENTS, FILL_IN, doubt_of, options_for, workload_text
 
 __all__ = ["STARTER", "init_command"]
 
@@ -69,12 +69,7 @@ def init_command(file: Path | None, script: Path | None, force: bool, as_json: b
     LightningModule, or model, loader and optimizer of a loop. The script stays as it is.
     """  # noqa: D301  # click's mark for lines to be left as they are is the backspace itself
     file = file or (Path("workload.py") if script is None else script.with_name(f"{script.stem}_workload.py"))
-    if file.suffix != ".py":
-        raise click.BadParameter(f"{file} does not end in .py", param_hint="FILE")
-    if script is not None and file.resolve() == script.resolve():
-        raise click.BadParameter(f"{file} is the script itself", param_hint="FILE")
-    if file.exists() and not force:
-        raise click.BadParameter(f"{file} exists already; it is left as it is without --force", param_hint="FILE")
+    _require_paths(file, script, force=force)
     text, options = STARTER.format(file=file, name=file.stem), ""
     if script is not None:
         text, options = workload_text(script, file), options_for(script)
@@ -87,8 +82,28 @@ def init_command(file: Path | None, script: Path | None, force: bool, as_json: b
         print_json("amptune.init/1", {"file": str(file), "target": target, "findings": []})
         return
     click.echo(f"wrote {file}; next: amptune tune {target if script is None else file}{options}")
+    if script is not None:
+        _tell_more(script, file, text, options)
+
+
+def _require_paths(file: Path, script: Path | None, *, force: bool) -> None:
+    """Raises an error unless `file` can be written and `script` may be one."""
+    if file.suffix != ".py":
+        raise click.BadParameter(f"{file} does not end in .py", param_hint="FILE")
+    if script is not None and script.suffix != ".py":
+        raise click.BadParameter(f"{script} is no Python script: its name does not end in .py", param_hint="--from")
+    if script is not None and file.resolve() == script.resolve():
+        raise click.BadParameter(f"{file} is the script itself", param_hint="FILE")
+    if file.exists() and not force:
+        raise click.BadParameter(f"{file} exists already; it is left as it is without --force", param_hint="FILE")
+
+
+def _tell_more(script: Path, file: Path, text: str, options: str) -> None:
+    """Prints what the user has to fill in, and what the line that was printed leaves open."""
     for line in text.splitlines():
         if FILL_IN in line:
             click.echo(f"first, in {file}: {line.strip()}")
     if ARGUMENTS in options:
-        click.echo(f"ARGUMENTS are those that {script} needs, if any")
+        click.echo(f"ARGUMENTS are those that you give {script}; leave -- out if there are none")
+    if (doubt := doubt_of(script)) is not None:
+        click.echo(doubt)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from amptune.cli.device import require_device
 from amptune.search.plan.budget import Budget, Clock
 
 if TYPE_CHECKING:
@@ -28,11 +29,17 @@ class Session:
         """Returns a budget for the whole command, including the time spent before this call."""
         return Budget(seconds=seconds, trials=trials, started=self.started, clock=self.clock)
 
-    def start_importing(self, target: str) -> None:
-        """Starts importing what workers need and what `target` imports, unless `evaluator` is given."""
-        from amptune.measure.workers.processes import start_importing
+    def start_importing(self, target: str, device: str | None) -> None:
+        """Starts importing what workers need and what `target` imports, unless `evaluator` is given.
 
+        Raises `TargetError` or `DeviceError` before, if the target's file or the device does not exist.
+        """
+        from amptune.measure.workers.processes import start_importing
+        from amptune.workload.targets import parse_target
+
+        parse_target(target)
         if self.evaluator is None:
+            require_device(device)
             start_importing(target)
 
 

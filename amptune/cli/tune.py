@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from amptune.cli.options import (
     target_argument,
 )
 from amptune.cli.session import Session, pass_session
+from amptune.errors import StudyError
 
 if TYPE_CHECKING:
     from amptune.policy.settings import Policy
@@ -96,17 +98,15 @@ def tune_command(
     The same command again resumes its study: what was measured is not measured twice. It also replaces the policy that
     it wrote; no other file, without --force.
     """
-    session.start_importing(options["target"])
+    _require_outputs(output, report)
+    pins = _pins(options.pop("pins"))
+    session.start_importing(options["target"], options["device"])
     from amptune.cli.policy_output import require_replaceable
-    from amptune.policy.file_io import require_writable
     from amptune.search.pipeline import TuningInterrupted, run_tuning
 
     require_replaceable(output, options["target"], force=force)
-    if report is not None:
-        require_writable(report)
-        if Path(report).resolve() == Path(output).resolve():
-            raise click.BadParameter(f"{report} is where the policy is written (-o)", param_hint="--report")
-    request = _request(session, **options)
+    request = _request(session, pins=pins, **options)
+    _require_folder(request.folder)
     deliver = partial(_deliver, target=options["target"], output=output, as_json=as_json, verbose=verbose)
     try:
         with progress_unless(quiet, request.budget, verbose=verbose) as observer:
@@ -127,6 +127,25 @@ def tune_command(
     return 0
 
 
+def _require_outputs(output: str, report: str | None) -> None:
+    """Raises an error if a file cannot be written."""
+    from amptune.policy.file_io import require_writable
+
+    require_writable(output)
+    if report is not None:
+        require_writable(report)
+        if Path(report).resolve() == Path(output).resolve():
+            raise click.BadParameter(f"{report} is where the policy is written (-o)", param_hint="--report")
+
+
+def _require_folder(folder: Path) -> None:
+    """Raises `StudyError` if the study's folder is none or cannot be written to, before the workload is built."""
+    existing = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        why = "cannot be written to" if existing.is_dir() else "is no folder"
+        raise StudyError(f"the study's folder {folder} cannot be used: {existing} {why}; choose another with --study")
+
+
 def _request(
     session: Session,
     target: str,
@@ -140,7 +159,7 @@ def _request(
     max_memory: float | None,
     compile_: bool | None,
     baseline: str,
-    pins: tuple[str, ...],
+    pins: dict[str, str],
     device: str | None,
     study: str | None,
     seed: int,
@@ -158,7 +177,7 @@ def _request(
         wanted=Wanted(
             baseline=_baseline(baseline),
             space=space,
-            pins=_pins(pins),
+            pins=pins,
             batch_size=_batch_size(batch_size),
             global_batch=_global_batch(global_batch, devices),
             compile=compile_,

@@ -21,6 +21,7 @@ from amptune.cli.options import (
 from amptune.cli.session import Session, pass_session
 
 if TYPE_CHECKING:
+    from amptune.policy.policy_file import PolicyFile
     from amptune.search.gate.long_look import LongLook
     from amptune.search.verification import Verification
 
@@ -91,15 +92,18 @@ def verify_command(
     alone = next((name for name, value in asked.items() if value is not None), None)
     if alone is not None and not numerics:
         raise click.BadParameter("is for --numerics only", param_hint=alone)
-    session.start_importing(target)
+    from amptune.policy.file_io import load
+
+    if policy.endswith(".py"):
+        raise click.BadParameter(f"the policy stands first: amptune verify {target} {policy}", param_hint="POLICY.yaml")
+    policy_file = load(policy)
+    session.start_importing(target, device)
     if numerics:
         options = {"steps": steps or STEPS, "seeds": seeds or SEEDS, "device": device, "arguments": arguments}
-        return _long_look(session, policy, target, report, quiet, as_json, budget or LONG_LOOK_S, options)
-    from amptune.policy.file_io import load
+        return _long_look(session, policy, policy_file, target, report, quiet, as_json, budget or LONG_LOOK_S, options)
     from amptune.report.terminal import print_verification
     from amptune.search.verification import verify
 
-    policy_file = load(policy)
     time, machine = session.budget(budget or CLAIM_S), session.evaluator
     with progress_unless(quiet, time) as observer:
         found = verify(
@@ -115,6 +119,7 @@ def verify_command(
 def _long_look(
     session: Session,
     policy: str,
+    policy_file: PolicyFile,
     target: str,
     report: str | None,
     quiet: bool,
@@ -124,13 +129,13 @@ def _long_look(
 ) -> int:
     """Trains in FP32 and under the policy, and prints whether the policy trains like FP32."""
     from amptune.cli.report import write_page
-    from amptune.policy.file_io import load, require_writable
+    from amptune.policy.file_io import require_writable
     from amptune.report.long_look_page import page_of_look
     from amptune.report.terminal import print_long_look
     from amptune.search.numerics_verification import verify_numerics
     from amptune.search.request import place_of
 
-    policy_file, curves = load(policy), place_of(None, target)[0] / "curves.jsonl"
+    curves = place_of(None, target)[0] / "curves.jsonl"
     if report is not None:
         require_writable(report)
     time = session.budget(budget_s)

@@ -143,6 +143,19 @@ class Tuned:
             self.claim_watch.follow(optimizer)
         return optimizer
 
+    def step(self, optimizer: torch.optim.Optimizer, *, clip: float | None = None) -> None:
+        """Does what follows `backward()` in PyTorch's AMP recipe; `clip` is the largest norm of all gradients.
+
+        These are `scaler.unscale_` and `clip_grad_norm_`, if gradients are clipped, `scaler.step` and `scaler.update`:
+        a loop with several optimizers calls them by itself, since it updates the scaler once.
+        """
+        scaler = self.scaler
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
+        scaler.step(optimizer)
+        scaler.update()
+
     def _fuse(self, optimizer: torch.optim.Optimizer) -> None:
         with self._weights.lent_to(optimizer):
             finding = fuse(optimizer)

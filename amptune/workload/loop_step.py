@@ -53,7 +53,7 @@ def step_of(script: Script, backward: ast.Call, way: Way, known: list[ast.stmt],
     accumulate = parts or _accumulation_in(script, reached, optimizer)
     loss = _loss_of(backward, accumulate)
     body = _body_of(loss, [one for statement in way.inside for one in _without_contexts(statement, known)])
-    body = [one for one in body if not _is_division(one, accumulate)]
+    body = [kept for one in body if (kept := _undivided(one, loss, accumulate)) is not None]
     model = _model_in(script, [*body, ast.Expr(loss)], known, optimizer)
     loader, target = _loader_of(loop, known)
     batches: list[ast.stmt] = []
@@ -209,13 +209,18 @@ def _divides(value: ast.BinOp | ast.AugAssign, accumulate: str | None) -> bool:
     return isinstance(value.op, ast.Div) and (by == accumulate or "accum" in by.lower())
 
 
-def _is_division(statement: ast.stmt, accumulate: str | None) -> bool:
+def _undivided(statement: ast.stmt, loss: ast.expr, accumulate: str | None) -> ast.stmt | None:
+    """Returns a statement without the division by the number of accumulated batches, or None if it is that alone."""
     if isinstance(statement, ast.AugAssign):
-        return _divides(statement, accumulate)
+        return None if _divides(statement, accumulate) else statement
     if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.BinOp):
-        return False
-    same = ast.unparse(statement.targets[0]) == ast.unparse(statement.value.left)
-    return same and _divides(statement.value, accumulate)
+        return statement
+    target, divided = ast.unparse(statement.targets[0]), ast.unparse(statement.value.left)
+    if target not in (divided, ast.unparse(loss)) or not _divides(statement.value, accumulate):
+        return statement
+    changed = copy.copy(statement)
+    changed.value = statement.value.left
+    return None if target == divided else changed
 
 
 def _accumulation_in(script: Script, nodes: Sequence[ast.AST], optimizer: str) -> str | None:

@@ -134,8 +134,13 @@ def _import(target: Target) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Imports a script as a module: its folder is importable as in `python script.py`, `__main__` code does not run."""
+    """Imports a script as a module: its folder is importable as in `python script.py`, `__main__` code does not run.
+
+    The working directory is importable too, but after all others, for scripts that are run by `python -m`.
+    """
     sys.path.insert(0, str(path.parent))
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
     name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"amptune_target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

@@ -31,14 +31,17 @@ class TrainingCode:
 
 def without_policy(tree: ast.Module) -> ast.Module:
     """Returns a script as it was before it applied a policy by `amptune.apply`."""
-    return ast.fix_missing_locations(_WithoutPolicy().visit(tree))  # type: ignore[no-any-return]
+    return ast.fix_missing_locations(_WithoutPolicy(tree).visit(tree))  # type: ignore[no-any-return]
 
 
 class _WithoutPolicy(ast.NodeTransformer):
     """Puts the model back in the place of `tuned.model`, a batch in that of `tuned.batch(x)`, and so on."""
 
-    def __init__(self) -> None:
-        self._models: dict[str, ast.expr] = {}  # by the name of what `apply` returned
+    def __init__(self, tree: ast.Module) -> None:
+        self._models: dict[str, ast.expr] = {}  # by the name of what `apply` returned, also in functions that get it
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign):
+                self._applied(node.value, node.targets[0])
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
         """Leaves out `tuned = amptune.apply(policy, model)` and `optimizer = tuned.optimizer(optimizer)`."""
@@ -54,6 +57,19 @@ class _WithoutPolicy(ast.NodeTransformer):
         applied = [self._applied(item.context_expr, item.optional_vars) for item in node.items]
         self.generic_visit(node)
         return node.body if all(applied) else node
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | list[ast.stmt]:
+        """Leaves clipping and the optimizer's step of `tuned.step(optimizer, clip=1.0)`."""
+        call = node.value
+        self.generic_visit(node)
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or not call.args:
+            return node
+        if call.func.attr != "step" or not self._is_tuned(call.func):
+            return node
+        limits = [ast.unparse(one.value) for one in call.keywords if one.arg == "clip"]
+        lines = [f"clip_grad_norm_(_, {limit})" for limit in limits if limit != "None"]
+        plain = ast.parse("\n".join([*lines, f"{ast.unparse(call.args[0])}.step()"]))
+        return [ast.copy_location(one, node) for one in plain.body]
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """Leaves the argument of `tuned.batch(x)` and `tuned.optimizer(o)`."""

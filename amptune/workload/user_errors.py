@@ -56,6 +56,9 @@ def user_script(doing: str) -> Iterator[None]:
         with redirect_stderr(heard), user_code(doing):
             yield
     except UserCodeError as error:
+        if isinstance(error.__cause__, ModuleNotFoundError):
+            remedy = f"install it for {sys.executable}, or run amptune in the folder that holds it, not in {Path.cwd()}"
+            raise UserCodeError(f"{error}\n{remedy}", kind=error.kind, where=error.where) from error.__cause__
         said = heard.said.getvalue().strip()
         if error.kind != "SystemExit" or not said:
             raise

@@ -6,15 +6,16 @@ import ast
 import builtins
 import re
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 from amptune.errors import TargetError
 from amptune.workload.loop_step import LoopStep
-from amptune.workload.program_slice import names_bound, names_free, names_loaded, statements_for
+from amptune.workload.program_slice import last_of, names_bound, names_free, names_loaded, statements_for
 from amptune.workload.script import Script
 from amptune.workload.training_code import TrainingCode, training_of, without_policy
 
-__all__ = ["ARGUMENTS", "FILL_IN", "options_for", "workload_text"]
+__all__ = ["ARGUMENTS", "FILL_IN", "doubt_of", "options_for", "workload_text"]
 
 # What the user has to write: arguments of the script behind `--`, and values that its text does not tell.
 ARGUMENTS, FILL_IN = "-- ARGUMENTS", "# fill in"
@@ -43,13 +44,49 @@ def workload_text(script_path: Path, file: Path) -> str:
 
 
 def options_for(script_path: Path) -> str:
-    """Returns what `amptune tune` should be given beside the file: the precision of today's training, arguments."""
+    """Returns what `amptune tune` should be given beside the file: the precision of today's training, arguments.
+
+    The precision is left out if an option of the script decides it (`doubt_of`).
+    """
     source = _source_of(script_path)
-    baseline = ""
-    if "amptune.apply(" not in source and _MIXED.search(source):
-        baseline = f" --baseline amp-{'bf16' if re.search('bfloat16|bf16', source) else 'fp16'}"
-    takes_arguments = re.search(r"ArgumentParser\(|sys\.argv|HfArgumentParser\(", source)
-    return baseline + (f" {ARGUMENTS}" if takes_arguments else "")
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    baseline = "" if _condition_in(calls) else _baseline_in(source)
+    required = [name for call in calls if last_of(call.func) == "add_argument" and (name := _required(call))]
+    takes_arguments = re.search(r"ArgumentParser\(|sys\.argv", source)
+    return baseline + (f" -- {' '.join(required)}" if required else f" {ARGUMENTS}" if takes_arguments else "")
+
+
+def doubt_of(script_path: Path) -> str | None:
+    """Returns what to add to `amptune tune` if the script's mixed precision depends on a condition, and which."""
+    source = _source_of(script_path)
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    condition, baseline = _condition_in(calls), _baseline_in(source).strip()
+    return f"if {condition} is true in your training, add {baseline}" if condition and baseline else None
+
+
+def _baseline_in(source: str) -> str:
+    if "amptune.apply(" in source or not _MIXED.search(source):
+        return ""
+    return f" --baseline amp-{'bf16' if re.search('bfloat16|bf16', source) else 'fp16'}"
+
+
+def _condition_in(calls: Sequence[ast.Call]) -> str | None:
+    """Returns the condition `enabled=` of autocast, or None if there is none."""
+    given = [one for call in calls if last_of(call.func) == "autocast" for one in call.keywords]
+    conditions = [one.value for one in given if one.arg == "enabled" and not isinstance(one.value, ast.Constant)]
+    return ast.unparse(conditions[0]) if conditions else None
+
+
+def _required(call: ast.Call) -> str | None:
+    """Returns how an argument of argparse is given if it has to be: `--data DATA`, or `FILE` by its place."""
+    flags = [one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    options = {one.arg: ast.unparse(one.value) for one in call.keywords}
+    if not flags:
+        return None
+    name = flags[-1].lstrip("-").upper()
+    if flags[0].startswith("-"):
+        return f"{flags[-1]} {name}" if options.get("required") == "True" else None
+    return None if options.get("nargs") in ("'?'", "'*'") else name
 
 
 def _source_of(path: Path) -> str:

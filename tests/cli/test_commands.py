@@ -169,6 +169,60 @@ def test_an_interruption_while_packages_are_imported_ends_without_a_traceback(tm
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
+@pytest.mark.parametrize(("place", "why"), [("taken", "is no folder"), ("locked", "cannot be written to")])
+def test_a_studys_folder_that_cannot_be_used_is_told_before_the_workload_is_built(
+    place: str, why: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "taken").touch()
+    (folder / "locked").mkdir()
+    monkeypatch.setattr("os.access", lambda path, _: Path(path).name != "locked")  # root may write anywhere
+    done = run(*TUNE, "--study", f"{place}/study", folder=folder, evaluator=Machine())
+    assert (done.returncode, "building" in done.stderr) == (2, False)
+    said = f"the study's folder {place}/study cannot be used: {folder / place} {why}; choose another with --study"
+    assert said in done.stderr
+
+
+def test_an_interruption_in_a_callback_is_not_lost() -> None:
+    """Python prints and drops what is raised in the callback of a weak reference, as those of imports are."""
+    code = (
+        "import os, signal, time, weakref; from amptune.cli import entry; class_ = type('A', (), {})\n"
+        "def wait(**_):\n"
+        "    it = class_(); ref = weakref.ref(it, lambda _: os.kill(os.getpid(), signal.SIGINT))\n"
+        "    del it; time.sleep(60)\n"
+        "entry.cli.invoke = lambda _: wait()\n"
+        "entry.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "probe"], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("tune", "train.py:small", "--device", "cuda"), "device 'cuda' does not exist here: CUDA's driver has none"),
+        (("verify", "policy.yaml", "train.py:small", "--device", "cuda:1"), "device 'cuda:1' does not exist here"),
+        (("diagnose", "train.py:small", "--device", "gpu"), "'gpu' is no device: write cpu, cuda or cuda:1"),
+        (("tune", "nothing.py"), "there is no file nothing.py"),
+        (("tune", "train.py:small", "-o", "no/policy.yaml"), "there is no folder no"),
+        (("tune", "train.py:small", "--set", "bf16"), "'bf16' is not of the form KNOB=VALUE"),
+        (("verify", "train.py", "policy.yaml"), "the policy stands first: amptune verify policy.yaml train.py"),
+    ],
+)
+def test_a_wrong_argument_is_told_before_anything_is_imported_or_built(
+    arguments: tuple[str, ...], said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(_: str) -> None:
+        pytest.fail("workers were started")
+
+    claiming(folder, 2.0)
+    monkeypatch.setattr("amptune.cli.device._gpus", lambda: 0)
+    monkeypatch.setattr("amptune.measure.workers.processes.start_importing", started)
+    done = run(*arguments, folder=folder)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "building" not in done.stderr
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no fork server")
 def test_an_interruption_while_the_workers_server_starts_shows_no_traceback_of_it(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
@@ -441,6 +495,9 @@ def test_init_from_a_script_that_shows_no_training_writes_nothing(folder: Path) 
     assert (done.returncode, (folder / "plain_workload.py").exists()) == (2, False)
     assert json.loads(done.stdout)["findings"][0]["code"] == "target"
     assert "plain.py shows no training that amptune recognises" in done.stderr
+    (folder / "policy.yaml").write_text("schema: amptune.policy/1\n")
+    policy = run("init", "--from", "policy.yaml", folder=folder)
+    assert (policy.returncode, "policy.yaml is no Python script" in policy.stderr) == (2, True)
     missing = run("init", "--from", "no.py", folder=folder)
     assert (missing.returncode, "no.py cannot be read" in missing.stderr) == (2, True)
 

@@ -156,6 +156,25 @@ def test_a_script_can_import_what_lies_beside_it(tmp_path: Path) -> None:
     assert load_workload(parse_target(f"{tmp_path / 'main_script.py'}:ready")).name == "ready"
 
 
+def test_a_script_of_a_package_can_import_from_the_working_directory_as_python_m_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_a_package").mkdir()
+    (tmp_path / "of_a_package" / "parts.py").write_text(WORKLOAD)
+    (tmp_path / "of_a_package" / "script.py").write_text("from of_a_package.parts import ready\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    assert load_workload(parse_target("of_a_package/script.py:ready")).name == "ready"
+
+
+def test_a_script_whose_import_is_missing_is_told_where_it_was_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import surely_not_installed\n")
+    with pytest.raises(UserCodeError) as caught:
+        load_workload(parse_target(f"{tmp_path / 'script.py'}:ready"))
+    said = f"install it for {sys.executable}, or run amptune in the folder that holds it, not in {Path.cwd()}"
+    assert str(caught.value).endswith(said)
+
+
 def test_the_digest_of_a_source_changes_with_it(script: Path) -> None:
     target = parse_target(f"{script}:ready")
     before = source_digest(target)

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from amptune.errors import TargetError
 from amptune.workload.targets import load_workload, parse_target
 from amptune.workload.workload import Workload
-from amptune.workload.written_workload import FILL_IN, options_for, workload_text
+from amptune.workload.written_workload import FILL_IN, doubt_of, options_for, workload_text
 
 HEAD = """
 import argparse
@@ -187,6 +187,9 @@ if __name__ == "__main__":
 """
 
 ACCUMULATES = {"main": MAIN, "scaled": SCALED, "draws": DRAWS}
+ACCUMULATES["divides where the loss is made"] = MAIN.replace("model(x), y)", "model(x), y) / 4").replace(
+    "(loss / 4).backward()", "loss.backward()"
+)
 LOOPS = {**ACCUMULATES, "epochs": EPOCHS, "iterates": ITERATES, "decorated": DECORATED}
 
 
@@ -249,6 +252,25 @@ def test_todays_precision_and_arguments_are_part_of_the_next_line(tmp_path: Path
     for source, options in expected.items():
         (tmp_path / "train.py").write_text(HEAD.replace("import argparse", "") + source)
         assert options_for(tmp_path / "train.py") == options
+
+
+def test_arguments_that_a_script_must_be_given_stand_in_the_next_line(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "parser = ArgumentParser()\nparser.add_argument('corpus')\nparser.add_argument('rest', nargs='*')\n"
+        "parser.add_argument('-d', '--data', required=True)\nparser.add_argument('--lr', default=1)\n"
+    )
+    assert options_for(tmp_path / "train.py") == " -- CORPUS --data DATA"
+
+
+def test_mixed_precision_that_an_option_decides_is_no_baseline_but_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("with torch.autocast('cuda', dtype=torch.bfloat16, enabled=args.amp): ...\n")
+    assert (options_for(script), doubt_of(script)) == (
+        "",
+        "if args.amp is true in your training, add --baseline amp-bf16",
+    )
+    script.write_text("with torch.autocast('cuda', dtype=torch.bfloat16, enabled=True): ...\n")
+    assert (options_for(script), doubt_of(script)) == (" --baseline amp-bf16", None)
 
 
 TRAINER = """
@@ -338,6 +360,35 @@ def test_a_script_that_applies_a_policy_gives_the_workload_that_it_gave_before(t
         assert before in tuned
         tuned = tuned.replace(before, after)
     assert text_for(HEAD + "import amptune\n" + tuned, tmp_path) == text_for(HEAD + MAIN, tmp_path)
+
+
+def test_a_step_by_a_policy_clips_and_steps_as_the_loop_did(tmp_path: Path) -> None:
+    clipped = "nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.5)\n                optimizer.step()"
+    tuned = MAIN.replace(clipped, "tuned.step(optimizer, clip=0.5)")
+    for before, after in TUNED.items():
+        tuned = tuned.replace(before, after)
+    assert "tuned.step(optimizer, clip=0.5)" in tuned
+    assert text_for(HEAD + "import amptune\n" + tuned, tmp_path) == text_for(HEAD + MAIN, tmp_path)
+
+
+def test_a_policy_that_is_handed_to_a_function_is_left_out_too(tmp_path: Path) -> None:
+    tuned = EPOCHS
+    for before, after in {
+        "model, device, train_loader": "tuned, device, train_loader",
+        "model.train()": "tuned.model.train()",
+        "output = model(data)": "output = tuned.model(tuned.batch(data))",
+        "loss.backward()": "tuned.scaler.scale(loss).backward()",
+        "optimizer.step()": "tuned.scaler.step(optimizer)\n        tuned.scaler.update()",
+        'to("cpu")\n': 'to("cpu")\n    tuned = amptune.apply("policy.yaml", net)\n',
+        "train(args, net": "train(args, tuned",
+    }.items():
+        assert before in tuned
+        tuned = tuned.replace(before, after)
+    workload = written(HEAD + "import amptune\n" + tuned, tmp_path)
+    model: Any = workload.model()
+    x, y = workload.batch(5)
+    assert workload.loss is not None
+    assert torch.equal(workload.loss(model, (x, y)), cross_entropy(model(x), y))
 
 
 def test_what_the_script_does_not_tell_is_a_line_to_fill_in(tmp_path: Path) -> None:
