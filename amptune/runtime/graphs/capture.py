@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amptune.changes.blocks import holds_compiled
-from amptune.runtime.graphs.differences import Limits, named_gradients, named_results
-from amptune.runtime.graphs.host_effects import DeviceState, NotRecordableError, without_effects, without_repeats
+from amptune.runtime.graphs.differences import Difference, Limits, named_gradients, named_results
+from amptune.runtime.graphs.host_effects import DeviceState, NotRecordableError, alike, without_effects, without_repeats
 from amptune.runtime.graphs.proxy_weights import with_proxies, without_hooks
 from amptune.runtime.graphs.signature import outputs_of
 from amptune.runtime.graphs.tensor_use import (
@@ -65,6 +64,7 @@ class Recording:
         self.inputs = [_like(tensor) for tensor in inputs]
         self.of_outputs = of_outputs
         self.last: Callable[[], Any] = lambda: None  # the last replay, as long as the loop may come back to it
+        self.doubt: Difference | None = None  # that the next comparison is to settle
         self._by = by
         self._compiles = holds_compiled(model)
         with without_effects(model) as put_back, with_proxies(model) as by_own:
@@ -80,7 +80,6 @@ class Recording:
         """Returns the numbers for which the pass waits, and measures the limits of differences."""
         known = [*self.inputs, *self.model.parameters(), *self.of_outputs.values()]
         numbers: list[Any] = []
-        before = self.random_state()
         for around in (self._by.warming_up(), self._by.rehearsing()):
             put_back()
             with around, self._uncompiled(), TensorWatch(known, [*self.model.buffers()]) as watch:
@@ -88,8 +87,6 @@ class Recording:
             numbers, former = watch.seen, numbers
         if repr(numbers) != repr(former):
             raise NotRecordableError(WAITS)
-        after = self.random_state()
-        self.draws = before is not None and after is not None and not torch.equal(before, after)
 
         def another() -> dict[str, torch.Tensor]:
             put_back()
@@ -138,12 +135,10 @@ class Recording:
         pairs = [(own, gradient) for own, gradient in zip(weights, found, strict=True) if gradient is not None]
         if any(gradient.layout is not torch.strided for _, gradient in pairs):
             raise NotRecordableError("has gradients that are sparse")
-        pairs.sort(key=_dtypes_of)
         self.weights = [own for own, _ in pairs]
         self._gradients = [gradient for _, gradient in pairs]
         self._dtypes = [_widest_of(*pair) for pair in pairs]
-        ends_of_alike = [*accumulate(len(list(alike)) for _, alike in groupby(pairs, _dtypes_of))]
-        self._alike = [slice(start, end) for start, end in pairwise([0, *ends_of_alike])]
+        self._alike = alike(zip((one.dtype for one in self._gradients), self._dtypes, strict=True))
 
     def _called(self) -> Any:
         """Calls with an empty autocast cache, as cached casts are not recorded; then empties it of the recorded."""
@@ -215,27 +210,17 @@ class Recording:
     def gradients(self) -> list[torch.Tensor | None]:
         """Returns copies of the gradients of `weights`, as the next replay overwrites them; half ones are cast."""
         copies = [torch.empty_like(one, dtype=dtype) for one, dtype in zip(self._gradients, self._dtypes, strict=True)]
-        for alike in self._alike:
-            torch._foreach_copy_(copies[alike], self._gradients[alike])
+        for places in self._alike:
+            torch._foreach_copy_([copies[place] for place in places], [self._gradients[place] for place in places])
         return [*copies]
 
     def recorded_gradients(self) -> dict[str, torch.Tensor]:
         """Returns the gradients of the last replay by a name for messages; the next one overwrites them."""
         return named_gradients(self.model, zip(self.weights, self._gradients, strict=True))
 
-    def random_state(self) -> torch.Tensor | None:
-        """Returns the state of the GPU's random generator; None on a CPU."""
-        first = self.inputs[0]
-        return torch.cuda.get_rng_state(first.device) if first.is_cuda else None
-
 
 def _gradient_for(output: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
     return known if (known.shape, known.dtype) == (output.shape, output.dtype) else torch.ones_like(output)
-
-
-def _dtypes_of(pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[str, str]:
-    """Returns a sorting key: copies between the same two dtypes share a few kernels; mixed, each needs its own."""
-    return str(pair[1].dtype), str(_widest_of(*pair))
 
 
 def _widest_of(own: torch.Tensor, gradient: torch.Tensor) -> torch.dtype:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amptune.runtime.graphs.host_effects import DeviceState, NotRecordableError
+from amptune.runtime.graphs.host_effects import DeviceState, NotRecordableError, RandomState
 from amptune.runtime.graphs.proxy_weights import without_hooks
 from amptune.runtime.graphs.signature import PassKind, outputs_of
 from amptune.runtime.graphs.tensor_use import name_of_node, sources_among
@@ -94,7 +94,7 @@ class ReplayedPass:
         self.over = self._may_come_again = False
         # Those outputs that the loop was given from which others are made, with the hooks on them.
         self._sources: dict[int, tuple[weakref.ref[torch.Tensor], dict[int, Any]]] = {}
-        self._random = recording.random_state() if recording.draws else None  # before the pass
+        self._random = RandomState(recording.inputs[0].device)  # before the pass
         recording.begin(inputs)
         recording.last = weakref.ref(self)
 
@@ -176,8 +176,7 @@ class ReplayedPass:
         recording = self.recording
         now = DeviceState(recording.model)
         try:
-            if self._random is not None:
-                torch.cuda.set_rng_state(self._random, recording.inputs[0].device)
+            self._random.put_back()
             with torch.enable_grad():
                 return outputs_of(recording.own([one.clone() for one in recording.inputs]))[1]
         finally:
