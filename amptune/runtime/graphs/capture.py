@@ -101,19 +101,16 @@ class Recording:
         return torch.compiler.set_stance("force_eager") if self._compiles else nullcontext()
 
     def _record_forward(self, numbers: Sequence[Any]) -> list[torch.Tensor]:
-        waiting = WaitMode(numbers) if numbers else None
+        self._same: torch.Tensor | None = None
 
         def forward() -> Any:
-            if waiting is None:
-                return self._called()
-            with waiting:
+            with WaitMode(numbers) as waiting:
                 returned = self._called()
             # a library may leave the question out while a graph is captured, and compute what is right for any answer
-            return returned, torch.stack(waiting.same).all() if waiting.same else None
+            self._same = torch.stack(waiting.same).all() if waiting.same else None
+            return returned
 
         returned, self._forward = self._by.record(forward)
-        self._same: torch.Tensor | None
-        returned, self._same = (returned, None) if waiting is None else returned
         if any(map(vars, self.inputs)):
             raise NotRecordableError("sets attributes of its inputs")
         self.returns, outputs = outputs_of(returned)
@@ -126,7 +123,7 @@ class Recording:
     def _record_backward(
         self, outputs: Sequence[torch.Tensor], edges: Callable[..., Any], weights: Sequence[nn.Parameter]
     ) -> None:
-        ends = {place: one for place, one in enumerate(outputs) if one.requires_grad and place in self.of_outputs}
+        ends = self._ends(outputs)
         self.of_outputs = {place: torch.zeros_like(one) for place, one in ends.items()}
         starts, points = list(self.of_outputs.values()), edges([*ends.values()])
         found, self._backward = self._by.record(
@@ -140,6 +137,13 @@ class Recording:
         self._dtypes = [_widest_of(*pair) for pair in pairs]
         self._alike = alike(zip((one.dtype for one in self._gradients), self._dtypes, strict=True))
 
+    def _ends(self, outputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Returns the outputs from which the backward pass begins, by place."""
+        ends = {place: one for place, one in enumerate(outputs) if one.requires_grad and place in self.of_outputs}
+        if not ends:
+            raise NotRecordableError("gives nothing that has a gradient")
+        return ends
+
     def _called(self) -> Any:
         """Calls with an empty autocast cache, as cached casts are not recorded; then empties it of the recorded."""
         torch.clear_autocast_cache()
@@ -151,9 +155,7 @@ class Recording:
     def _pass(self, edges: Callable[..., Any]) -> dict[str, torch.Tensor]:
         """Returns the outputs, buffers and gradients of one pass of the model, by name."""
         _, outputs = outputs_of(self._called())
-        ends = {place: one for place, one in enumerate(outputs) if one.requires_grad and place in self.of_outputs}
-        if not ends:
-            raise NotRecordableError("gives nothing that has a gradient")
+        ends = self._ends(outputs)
         starts = [_gradient_for(one, self.of_outputs[place]) for place, one in ends.items()]
         weights = [one for one in self.model.parameters() if one.requires_grad]
         found = torch.autograd.grad([*ends.values()], edges([*ends.values()]), starts, allow_unused=True)

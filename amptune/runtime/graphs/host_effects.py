@@ -15,7 +15,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
 from amptune.errors import AmptuneError
-from amptune.runtime.graphs.host_objects import IteratorFoundError, content_of, has_attributes, put_back, used_by
+from amptune.runtime.graphs.host_objects import ITERATOR, content_of, has_attributes, put_back, used_by
 from amptune.runtime.graphs.model_state import HOOKS, first_change, is_foreign, named
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ __all__ = [
 ]
 
 _GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in HOOKS)
-# More objects than this are not looked through.
-_MOST_OBJECTS = 200_000
+# More objects than this, each with a dictionary of its attributes, are not looked through.
+_MOST_OBJECTS = 400_000
 
 
 class NotRecordableError(AmptuneError):
@@ -154,7 +154,9 @@ class _Host:
         self._met: dict[int, tuple[str, Any, Any]] = {}
         while ahead:
             name, value = ahead.popleft()
-            content = None if id(value) in self._met else self._content(name, value)
+            content = None if id(value) in self._met else self._content(value)
+            if content is ITERATOR:
+                raise NotRecordableError(f"holds {name}, an iterator, which cannot be put back")
             if content is not None:
                 self._met[id(value)] = name, value, content
                 if has_attributes(value):
@@ -164,16 +166,13 @@ class _Host:
             if len(self._met) > _MOST_OBJECTS:
                 raise NotRecordableError(f"holds more than can be looked through (beyond {name})")
 
-    def _content(self, name: str, value: Any) -> Any:
-        try:
-            return used_by(value, self._methods) if isinstance(value, FunctionType) else content_of(value)
-        except IteratorFoundError:
-            raise NotRecordableError(f"holds {name}, an iterator, which cannot be put back") from None
+    def _content(self, value: Any) -> Any:
+        return used_by(value, self._methods) if isinstance(value, FunctionType) else content_of(value)
 
     def _changes(self) -> Iterator[tuple[str, Any, Any]]:
         """Yields (name of what changed inside, object, its content before) for each object."""
         for name, value, before in self._met.values():
-            changed = first_change(self._content(name, value), before)
+            changed = first_change(self._content(value), before)
             if changed is not None:
                 yield _joined(name, changed), value, before
 

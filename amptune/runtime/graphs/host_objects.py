@@ -23,7 +23,7 @@ from amptune.runtime.graphs.model_state import FOREIGN, changed_keys, is_foreign
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["IteratorFoundError", "content_of", "has_attributes", "put_back", "used_by"]
+__all__ = ["ITERATOR", "content_of", "has_attributes", "put_back", "used_by"]
 
 _VALUES = (*weakref.ProxyTypes, type(None), bool, int, float, complex, str, bytes, ModuleType, io.IOBase)
 # Packages of Python whose objects hold what no forward pass computes with, or what other threads may change meanwhile.
@@ -34,16 +34,14 @@ _NOT_LOOKED_INTO = (
 # What a class has in common with its instances, and what makes attributes of them: code, not state.
 _CODE = (FunctionType, staticmethod, classmethod, property)
 _SMALL_BYTES = 1 << 16
-
-
-class IteratorFoundError(Exception):
-    """An object whose place can neither be seen nor put back."""
+# The content of what has a place that can neither be seen nor put back.
+ITERATOR = object()
 
 
 def content_of(value: Any) -> Any:
-    """Returns what may change inside the same object: {place: item}, the state of a generator, or None.
+    """Returns what may change inside the same object: {place: item}, the state of a generator, `ITERATOR`, or None.
 
-    Attributes are in an object of their own, `vars(value)`, and functions have `used_by`. Raises `IteratorFoundError`.
+    Attributes are in an object of their own, `vars(value)`. Functions have `used_by`.
     """
     if isinstance(value, _VALUES) or type(value).__module__.partition(".")[0] in _NOT_LOOKED_INTO:
         return None
@@ -172,10 +170,6 @@ def _put_attributes_back(value: Any, content: Mapping[str, Any]) -> None:
 # --- kinds of objects ----------------------------------------------------------------------------------------------
 
 
-def _iterates(_: Any) -> None:
-    raise IteratorFoundError
-
-
 def _bits_of(value: Any) -> Any:
     """Returns the bit generator of a random generator of NumPy, or None."""
     if type(value).__module__.partition(".")[0] != "numpy":
@@ -221,7 +215,7 @@ _KINDS = (
         lambda value: pickle.dumps(_bits_of(value).state),
         lambda value, content: setattr(_bits_of(value), "state", pickle.loads(content)),  # noqa: S301  # made above
     ),
-    _Kind(lambda value: hasattr(type(value), "__next__"), _iterates),
+    _Kind(lambda value: hasattr(type(value), "__next__"), lambda _: ITERATOR),
     _Kind(type, _of_class, _put_attributes_back),
     _Kind(object, _of_object, _put_attributes_back),
 )

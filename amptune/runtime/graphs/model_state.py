@@ -62,11 +62,9 @@ class ModelState:
         held = {id(one): (name, one) for name, one in self._containers()}  # modules share a config
         self._empty = [(name, one) for name, one in held.values() if not one]
         self._contents = [(name, one, _content(one)) for name, one in held.values() if one]
-        tables = [table for module in self._modules for table in (module._parameters, module._buffers)]
-        named = [(name, held) for table in tables for name, held in table.items() if held is not None]
-        self._names, self._tensors = [name for name, _ in named], [held for _, held in named]
-        self._places = [tensor.detach() for tensor in self._tensors]
-        self._storages = {tensor.untyped_storage()._cdata for tensor in self._tensors if tensor.layout is torch.strided}
+        self._tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        self._places = {name: tensor.detach() for name, tensor in self._tensors.items()}
+        self._storages = {place.untyped_storage()._cdata for place in self._places.values()}
 
     def _containers(self) -> Iterator[tuple[str, Any]]:
         """Yields what holds values that a pass may depend on, each with a name."""
@@ -93,9 +91,8 @@ class ModelState:
                 return changed
         if not all(map(is_, map(type, self._modules), self._classes)):
             return "the class of a module"
-        if not all(map(torch.Tensor.is_set_to, self._tensors, self._places)):
-            places = zip(self._names, self._tensors, self._places, strict=True)
-            return next(name for name, tensor, place in places if not tensor.is_set_to(place))
+        if not all(map(torch.Tensor.is_set_to, self._tensors.values(), self._places.values())):
+            return next(name for name, tensor in self._tensors.items() if not tensor.is_set_to(self._places[name]))
         return None if _flags() == self._flags else "flags of PyTorch"
 
     def _change_in(self, place: int) -> str | None:
