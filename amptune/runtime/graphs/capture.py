@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from amptune.runtime.graphs.recorder import Recorder
+    from amptune.runtime.graphs.signature import PassKind
 
 __all__ = ["Recording", "UnusualError"]
 
@@ -46,20 +47,20 @@ class UnusualError(Exception):
 class Recording:
     """The recorded forward and backward pass of a model for tensors like `inputs`, with the weights at their addresses.
 
-    `own` calls the model itself for such tensors, as the loop would, and returns what it returns.
     `of_outputs` are gradients of outputs, by place: those from which the backward pass begins. Raises
     `NotRecordableError`, or any error of the model.
     """
 
     def __init__(
         self,
-        own: Callable[[Sequence[torch.Tensor]], Any],
+        kind: PassKind,
         model: nn.Module,
         inputs: Sequence[torch.Tensor],
         of_outputs: Mapping[int, torch.Tensor],
         by: Recorder,
     ) -> None:
-        self.own, self.model = own, model
+        self.kind, self.model = kind, model
+        self.own = kind.caller(model, inputs[0].device.type)
         self.calls = self.surprises = 0
         self.inputs = [_like(tensor) for tensor in inputs]
         self.of_outputs = of_outputs

@@ -70,7 +70,7 @@ class Recordings:
         self.device_type = device_type
         self.why_not: Finding | None = None
         self.made = 0
-        self._recorded: list[tuple[PassKind, Recording]] = []
+        self._recorded: list[Recording] = []
         self._seen: list[SeenPass] = []
         self._state: ModelState | None = None
         self.checks = True
@@ -102,7 +102,7 @@ class Recordings:
     @property
     def calls(self) -> int:
         """The number of calls for which a recording was replayed."""
-        return sum(recording.calls for _, recording in self._recorded)
+        return sum(recording.calls for recording in self._recorded)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns what the model returns: from a recording if one computes the same, else from the model."""
@@ -163,7 +163,7 @@ class Recordings:
             kind = self._kind_of(arguments)
             if self._state is not None and self._state.holds_memory_of(tensors):
                 return None
-            known = next((recording for one, recording in self._recorded if one == kind), None)
+            known = next((one for one in self._recorded if one.kind == kind), None)
             if known is not None or self.why_not is not None or len(self._recorded) >= MOST_RECORDINGS:
                 return known
             seen = next((one for one in self._seen if one.kind == kind), None)
@@ -172,13 +172,12 @@ class Recordings:
                 self._seen = [seen, *(one for one in self._seen if one.kind != kind)][:MOST_SEEN]
                 return seen
             seen.require_one_pass()
-            own = kind.caller(self.model, self.device_type)
-            recording = Recording(own, self.model, tensors, seen.gradients, self.recorder(tensors[0].device))
+            recording = Recording(kind, self.model, tensors, seen.gradients, self.recorder(tensors[0].device))
         except Exception as error:  # noqa: BLE001  # the user's code may raise anything: it will in its own forward too
             self._give_up(error)
             return None
         self._seen.remove(seen)
-        self._recorded.append((kind, recording))
+        self._recorded.append(recording)
         self.made += 1
         return recording
 
@@ -292,7 +291,7 @@ class Recordings:
         self.require_some()
 
     def _doubts(self) -> list[Difference]:
-        return [recording.doubt for _, recording in self._recorded if recording.doubt is not None]
+        return [recording.doubt for recording in self._recorded if recording.doubt is not None]
 
     def require_some(self) -> None:
         """Raises `PolicyApplyError` with the reason if nothing was recorded although training is under way."""

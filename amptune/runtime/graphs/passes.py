@@ -115,24 +115,24 @@ class ReplayedPass:
         if self.over and not self._may_come_again:
             raise RuntimeError("Trying to backward through a recorded pass a second time: say retain_graph=True")
         reason = self._why_unusual(of_outputs)
-        if reason is None:
-            before = None if self.compare is None else DeviceState(self.recording.model)
-            self.recording.go_back(of_outputs)
-            if before is not None:  # what checkpointing computes again counts in buffers, and draws
-                before.put_back()
-        else:
+        if reason is not None:
             if not self.over:
                 self._end(reason)
-            self._may_come_again = torch.is_grad_enabled() or _is_kept()
-        self.over = True
-        if reason is not None:
+            self.over, self._may_come_again = True, torch.is_grad_enabled() or _is_kept()
             return self._own_backward(of_outputs, again=True)
-        if self.compare is not None:
-            with suppress(torch.OutOfMemoryError):
-                gradients = self._own_backward(of_outputs, again=False)
-                self.compare(gradients)
-                return gradients
-            self._end(NO_MEMORY)
+        if self.compare is None:
+            self.recording.go_back(of_outputs)
+            self.over = True
+            return self.recording.gradients()
+        before = DeviceState(self.recording.model)
+        self.recording.go_back(of_outputs)
+        before.put_back()  # what checkpointing computes again counts in buffers, and draws
+        self.over = True
+        with suppress(torch.OutOfMemoryError):
+            gradients = self._own_backward(of_outputs, again=False)
+            self.compare(gradients)
+            return gradients
+        self._end(NO_MEMORY)
         return self.recording.gradients()
 
     def _why_unusual(self, of_outputs: Sequence[torch.Tensor | None]) -> str | None:
