@@ -785,6 +785,11 @@ def _next_of_frozen(held: Any) -> float:
     return float(held["frozen"].count)
 
 
+def _next_in_new_dictionary(held: Any) -> float:
+    held["counter"].__dict__ = {"count": held["counter"].count + 1}
+    return float(held["counter"].count)
+
+
 @pytest.mark.parametrize(
     "counted",
     [
@@ -799,6 +804,7 @@ def _next_of_frozen(held: Any) -> float:
         _next_where_update_raises,
         _next_in_private_slot,
         _next_of_frozen,
+        _next_in_new_dictionary,
     ],
 )
 def test_what_the_passes_of_a_recording_did_on_the_host_is_put_back(counted: Callable[[Any], float]) -> None:
@@ -814,6 +820,7 @@ def test_what_the_passes_of_a_recording_did_on_the_host_is_put_back(counted: Cal
                     "refusing": Refusing(n=0),
                     "private": Private(),
                     "frozen": Frozen(),
+                    "counter": Counter(),
                 }
             }
 
