@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amptune.changes.blocks import holds_compiled
-from amptune.runtime.graphs.differences import Limits, named_gradients, named_results
-from amptune.runtime.graphs.host_effects import DeviceState, NotRecordableError, without_effects, without_repeats
+from amptune.runtime.graphs.differences import Difference, Limits, named_gradients, named_results
+from amptune.runtime.graphs.host_effects import DeviceState, NotRecordableError, alike, without_effects, without_repeats
 from amptune.runtime.graphs.proxy_weights import with_proxies, without_hooks
 from amptune.runtime.graphs.signature import outputs_of
 from amptune.runtime.graphs.tensor_use import (
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from amptune.runtime.graphs.recorder import Recorder
+    from amptune.runtime.graphs.signature import PassKind
 
 __all__ = ["Recording", "UnusualError"]
 
@@ -47,24 +47,25 @@ class UnusualError(Exception):
 class Recording:
     """The recorded forward and backward pass of a model for tensors like `inputs`, with the weights at their addresses.
 
-    `own` calls the model itself for such tensors, as the loop would, and returns what it returns.
     `of_outputs` are gradients of outputs, by place: those from which the backward pass begins. Raises
     `NotRecordableError`, or any error of the model.
     """
 
     def __init__(
         self,
-        own: Callable[[Sequence[torch.Tensor]], Any],
+        kind: PassKind,
         model: nn.Module,
         inputs: Sequence[torch.Tensor],
         of_outputs: Mapping[int, torch.Tensor],
         by: Recorder,
     ) -> None:
-        self.own, self.model = own, model
+        self.kind, self.model = kind, model
+        self.own = kind.caller(model, inputs[0].device.type)
         self.calls = self.surprises = 0
         self.inputs = [_like(tensor) for tensor in inputs]
         self.of_outputs = of_outputs
         self.last: Callable[[], Any] = lambda: None  # the last replay, as long as the loop may come back to it
+        self.doubt: Difference | None = None  # that the next comparison is to settle
         self._by = by
         self._compiles = holds_compiled(model)
         with without_effects(model) as put_back, with_proxies(model) as by_own:
@@ -80,7 +81,6 @@ class Recording:
         """Returns the numbers for which the pass waits, and measures the limits of differences."""
         known = [*self.inputs, *self.model.parameters(), *self.of_outputs.values()]
         numbers: list[Any] = []
-        before = self.random_state()
         for around in (self._by.warming_up(), self._by.rehearsing()):
             put_back()
             with around, self._uncompiled(), TensorWatch(known, [*self.model.buffers()]) as watch:
@@ -88,8 +88,6 @@ class Recording:
             numbers, former = watch.seen, numbers
         if repr(numbers) != repr(former):
             raise NotRecordableError(WAITS)
-        after = self.random_state()
-        self.draws = before is not None and after is not None and not torch.equal(before, after)
 
         def another() -> dict[str, torch.Tensor]:
             put_back()
@@ -104,19 +102,16 @@ class Recording:
         return torch.compiler.set_stance("force_eager") if self._compiles else nullcontext()
 
     def _record_forward(self, numbers: Sequence[Any]) -> list[torch.Tensor]:
-        waiting = WaitMode(numbers) if numbers else None
+        self._same: torch.Tensor | None = None
 
         def forward() -> Any:
-            if waiting is None:
-                return self._called()
-            with waiting:
+            with WaitMode(numbers) as waiting:
                 returned = self._called()
             # a library may leave the question out while a graph is captured, and compute what is right for any answer
-            return returned, torch.stack(waiting.same).all() if waiting.same else None
+            self._same = torch.stack(waiting.same).all() if waiting.same else None
+            return returned
 
         returned, self._forward = self._by.record(forward)
-        self._same: torch.Tensor | None
-        returned, self._same = (returned, None) if waiting is None else returned
         if any(map(vars, self.inputs)):
             raise NotRecordableError("sets attributes of its inputs")
         self.returns, outputs = outputs_of(returned)
@@ -129,7 +124,7 @@ class Recording:
     def _record_backward(
         self, outputs: Sequence[torch.Tensor], edges: Callable[..., Any], weights: Sequence[nn.Parameter]
     ) -> None:
-        ends = {place: one for place, one in enumerate(outputs) if one.requires_grad and place in self.of_outputs}
+        ends = self._ends(outputs)
         self.of_outputs = {place: torch.zeros_like(one) for place, one in ends.items()}
         starts, points = list(self.of_outputs.values()), edges([*ends.values()])
         found, self._backward = self._by.record(
@@ -138,12 +133,17 @@ class Recording:
         pairs = [(own, gradient) for own, gradient in zip(weights, found, strict=True) if gradient is not None]
         if any(gradient.layout is not torch.strided for _, gradient in pairs):
             raise NotRecordableError("has gradients that are sparse")
-        pairs.sort(key=_dtypes_of)
         self.weights = [own for own, _ in pairs]
         self._gradients = [gradient for _, gradient in pairs]
         self._dtypes = [_widest_of(*pair) for pair in pairs]
-        ends_of_alike = [*accumulate(len(list(alike)) for _, alike in groupby(pairs, _dtypes_of))]
-        self._alike = [slice(start, end) for start, end in pairwise([0, *ends_of_alike])]
+        self._alike = alike(zip((one.dtype for one in self._gradients), self._dtypes, strict=True))
+
+    def _ends(self, outputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Returns the outputs from which the backward pass begins, by place."""
+        ends = {place: one for place, one in enumerate(outputs) if one.requires_grad and place in self.of_outputs}
+        if not ends:
+            raise NotRecordableError("gives nothing that has a gradient")
+        return ends
 
     def _called(self) -> Any:
         """Calls with an empty autocast cache, as cached casts are not recorded; then empties it of the recorded."""
@@ -156,9 +156,7 @@ class Recording:
     def _pass(self, edges: Callable[..., Any]) -> dict[str, torch.Tensor]:
         """Returns the outputs, buffers and gradients of one pass of the model, by name."""
         _, outputs = outputs_of(self._called())
-        ends = {place: one for place, one in enumerate(outputs) if one.requires_grad and place in self.of_outputs}
-        if not ends:
-            raise NotRecordableError("gives nothing that has a gradient")
+        ends = self._ends(outputs)
         starts = [_gradient_for(one, self.of_outputs[place]) for place, one in ends.items()]
         weights = [one for one in self.model.parameters() if one.requires_grad]
         found = torch.autograd.grad([*ends.values()], edges([*ends.values()]), starts, allow_unused=True)
@@ -215,27 +213,17 @@ class Recording:
     def gradients(self) -> list[torch.Tensor | None]:
         """Returns copies of the gradients of `weights`, as the next replay overwrites them; half ones are cast."""
         copies = [torch.empty_like(one, dtype=dtype) for one, dtype in zip(self._gradients, self._dtypes, strict=True)]
-        for alike in self._alike:
-            torch._foreach_copy_(copies[alike], self._gradients[alike])
+        for places in self._alike:
+            torch._foreach_copy_([copies[place] for place in places], [self._gradients[place] for place in places])
         return [*copies]
 
     def recorded_gradients(self) -> dict[str, torch.Tensor]:
         """Returns the gradients of the last replay by a name for messages; the next one overwrites them."""
         return named_gradients(self.model, zip(self.weights, self._gradients, strict=True))
 
-    def random_state(self) -> torch.Tensor | None:
-        """Returns the state of the GPU's random generator; None on a CPU."""
-        first = self.inputs[0]
-        return torch.cuda.get_rng_state(first.device) if first.is_cuda else None
-
 
 def _gradient_for(output: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
     return known if (known.shape, known.dtype) == (output.shape, output.dtype) else torch.ones_like(output)
-
-
-def _dtypes_of(pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[str, str]:
-    """Returns a sorting key: copies between the same two dtypes share a few kernels; mixed, each needs its own."""
-    return str(pair[1].dtype), str(_widest_of(*pair))
 
 
 def _widest_of(own: torch.Tensor, gradient: torch.Tensor) -> torch.dtype:

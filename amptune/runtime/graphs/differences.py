@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,17 +11,21 @@ import torch
 from amptune.runtime.graphs.host_effects import without_repeats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
 
-__all__ = ["Limits", "named_gradients", "named_results", "relative_differences"]
+__all__ = ["Difference", "Limits", "named_gradients", "named_results", "relative_differences"]
 
 _OUTPUT = "output"
 
 # A difference counts above this many times what rounding does, as both are samples, and above what sums in another
 # order differ by in FP32.
 SLACK, LEAST = 4.0, 1e-5
+# A difference of a gradient that the next check does not find counts above this: where rounding turns a single ReLU,
+# which is in one pass of hundreds, outputs stay as they are, and gradients that nearly cancel differed by up to 0.04
+# (a small network with noise as of sums in any order, 1200 passes).
+ONCE = 0.1
 _KEPT = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -99,6 +104,31 @@ class Limits(dict[str, float]):
     def widened(self, other: Limits) -> Limits:
         """Returns the larger limit for each result."""
         return Limits({name: max(self[name], other[name]) for name in {**self, **other}})
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What of a replay differs by more than the recording's limits: {name: (difference, limit)}.
+
+    `call` is that of the recording, and at its call `since` it did not differ.
+    """
+
+    call: int
+    since: int
+    results: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def told(self) -> str:
+        """Returns the first difference in words: an output's, or else a buffer's, or else a gradient's."""
+        name, (apart, limit) = next(iter(self.results.items()))
+        by = "" if limit == 0 else f" by {apart:.2g} of its size, where {limit:.2g} is allowed"
+        return f"{name} is another{by}"
+
+    def exceeds(self, limits: Limits, gradients: Collection[str]) -> bool:
+        """Returns True if it is more than limits that were measured since; gradients may differ more, once."""
+        return any(
+            not apart <= max(limits[name], ONCE if name in gradients else 0.0)
+            for name, (apart, _) in self.results.items()
+        )
 
 
 @contextmanager

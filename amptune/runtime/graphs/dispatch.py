@@ -15,7 +15,7 @@ from amptune.changes.blocks import holds_compiled
 from amptune.errors import PolicyApplyError, first_line
 from amptune.policy.findings import Finding
 from amptune.runtime.graphs.capture import Recording, UnusualError
-from amptune.runtime.graphs.check import Check, Checks
+from amptune.runtime.graphs.check import Check, is_due
 from amptune.runtime.graphs.host_effects import NotRecordableError, obstacle_in
 from amptune.runtime.graphs.model_state import ModelState, is_observed
 from amptune.runtime.graphs.passes import NO_MEMORY, ReplayedPass, SeenPass
@@ -24,6 +24,8 @@ from amptune.runtime.graphs.signature import PassKind, Signature, arguments_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from amptune.runtime.graphs.differences import Difference
 
 
 __all__ = ["DIFFER", "NOT_RECORDED", "Recordings"]
@@ -36,9 +38,7 @@ MOST_RECORDINGS = 4
 MOST_SEEN = 8
 # After a change of the model all is recorded again, which takes a second. Recording ends after MOST_WASTED changes in a
 # row that came before WORTH_IT replays.
-MOST_WASTED, WORTH_IT = 8, 20
-# Recording also ends after this many changes before anything was recorded.
-MOST_UNSETTLED = 3
+MOST_WASTED, WORTH_IT = 5, 20
 # Recording ends once so many waits for the device had another result, which the model then computed itself, if they
 # are one of so many calls or more: the padded batch at the end of each epoch is no reason.
 MOST_SURPRISES = 8
@@ -70,12 +70,13 @@ class Recordings:
         self.device_type = device_type
         self.why_not: Finding | None = None
         self.made = 0
-        self._recorded: list[tuple[PassKind, Recording]] = []
+        self._recorded: list[Recording] = []
         self._seen: list[SeenPass] = []
         self._state: ModelState | None = None
         self.checks = True
-        self._checks = Checks()
-        self._replays = self._wasted = self._unsettled = 0
+        self._last: Check | None = None  # until it is read
+        self._is_asked_for_check = False
+        self._replays = self._wasted = 0
         self._out_of_memory: torch.OutOfMemoryError | None = None
         self._has_ended = False
         self._compiles = holds_compiled(model)
@@ -85,7 +86,7 @@ class Recordings:
 
     def forget(self) -> None:
         """Drops all recordings, and their memory."""
-        self._checks.clear()
+        self._last = None
         self._recorded.clear()
         self._seen.clear()
         self._state = None
@@ -101,7 +102,7 @@ class Recordings:
     @property
     def calls(self) -> int:
         """The number of calls for which a recording was replayed."""
-        return sum(recording.calls for _, recording in self._recorded)
+        return sum(recording.calls for recording in self._recorded)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns what the model returns: from a recording if one computes the same, else from the model."""
@@ -134,13 +135,14 @@ class Recordings:
     def _replayed(self, recording: Recording, tensors: Sequence[torch.Tensor], own: Callable[[], Any]) -> Any:
         """Returns what a replay or, if it is to be compared with that, the model returns; else `_NOTHING`."""
         self._read()
-        if self._has_ended:
+        if not self._recorded:
             return _NOTHING
         self._replays += 1
         recording.calls += 1
-        is_due = self._checks.is_due(recording, by_count=self.checks)
+        is_asked, self._is_asked_for_check = self._is_asked_for_check, False
+        is_compared = (self.checks and is_due(recording.calls)) or is_asked or recording.doubt is not None
         try:
-            if not is_due:
+            if not is_compared:
                 return ReplayedPass(recording, tensors, self._end).outputs()
             return self._compared(recording, tensors, own)
         except UnusualError as surprise:
@@ -148,7 +150,7 @@ class Recordings:
             if recording.surprises >= max(MOST_SURPRISES, recording.calls / MOST_SURPRISES):
                 self._stop(str(surprise))
         except torch.OutOfMemoryError:
-            if not (is_due and self._recorded):
+            if not (is_compared and self._recorded):
                 raise
             self._stop(NO_MEMORY)
         return _NOTHING
@@ -161,7 +163,7 @@ class Recordings:
             kind = self._kind_of(arguments)
             if self._state is not None and self._state.holds_memory_of(tensors):
                 return None
-            known = next((recording for one, recording in self._recorded if one == kind), None)
+            known = next((one for one in self._recorded if one.kind == kind), None)
             if known is not None or self.why_not is not None or len(self._recorded) >= MOST_RECORDINGS:
                 return known
             seen = next((one for one in self._seen if one.kind == kind), None)
@@ -170,14 +172,12 @@ class Recordings:
                 self._seen = [seen, *(one for one in self._seen if one.kind != kind)][:MOST_SEEN]
                 return seen
             seen.require_one_pass()
-            own = kind.caller(self.model, self.device_type)
-            recording = Recording(own, self.model, tensors, seen.gradients, self.recorder(tensors[0].device))
+            recording = Recording(kind, self.model, tensors, seen.gradients, self.recorder(tensors[0].device))
         except Exception as error:  # noqa: BLE001  # the user's code may raise anything: it will in its own forward too
             self._give_up(error)
             return None
         self._seen.remove(seen)
-        self._unsettled = 0
-        self._recorded.append((kind, recording))
+        self._recorded.append(recording)
         self.made += 1
         return recording
 
@@ -190,8 +190,9 @@ class Recordings:
             return outputs
 
     def _kind_of(self, arguments: Signature) -> PassKind:
-        if self._state is not None and not self._state.holds():
-            self._begin_anew(self._state.changed())
+        changed = None if self._state is None else self._state.changed()
+        if changed is not None:
+            self._begin_anew(changed)
         if self._state is None:
             reason = obstacle_in(self.model)
             if reason is not None:
@@ -202,45 +203,47 @@ class Recordings:
 
     def _begin_anew(self, changed: str) -> None:
         """Drops all recordings. Raises `NotRecordableError` after too many changes before or soon after recording."""
-        if self._recorded:
-            self._wasted = self._wasted + 1 if self._replays < WORTH_IT else 0
-            self._replays = 0
-        else:
-            self._unsettled += 1
+        self._wasted = self._wasted + 1 if self._replays < WORTH_IT else 0
+        self._replays = 0
         self.forget()
-        if self._wasted >= MOST_WASTED or self._unsettled >= MOST_UNSETTLED:
+        if self._wasted >= MOST_WASTED:
             raise NotRecordableError(f"meets a changed model again and again ({changed})")
 
     def _compared(self, recording: Recording, tensors: Sequence[torch.Tensor], own: Callable[[], Any]) -> Any:
         """Returns what the model's own pass returns, which a replay is compared with. May raise `OutOfMemoryError`."""
         self._read(wait=True)
-        doubted = self._checks.doubts.get(recording)
-        if doubted is not None:
+        if recording.doubt is not None:
             try:
                 recording.measure_limits(tensors)
             except Exception:  # noqa: BLE001  # the user's code may raise anything: it will in its own forward too
-                self._differ(doubted)
+                self._differ(recording.doubt)
         if not self._recorded:
             return _NOTHING
         check = Check(recording, self._end)
         returned = check.run(tensors, own)
-        self._checks.last = check
+        self._last = check
         return returned
 
     def _read(self, *, wait: bool = False) -> None:
-        """Reads the last comparison, and ends all recording if it tells that a replay differed."""
-        proof = self._checks.read(wait=wait)
-        if proof is not None:
-            self._differ(proof)
+        """Reads the last comparison, if the device has done it. Ends all recording if it confirms a difference."""
+        check = self._last
+        if check is None or not check.is_read(wait=wait):
+            return
+        self._last = None
+        recording, found = check.recording, check.difference
+        doubt, recording.doubt = recording.doubt, None
+        if doubt is None:
+            recording.doubt = found if found.results else None
+        elif found.results or doubt.exceeds(recording.limits, recording.recorded_gradients()):
+            self._differ(doubt)
 
-    def _differ(self, check: Check) -> None:
+    def _differ(self, found: Difference) -> None:
         """Ends all recording, as replays computed otherwise than the model does now."""
         self.forget()
-        self._has_ended = True
         self._say_why_not(
             DIFFER,
-            f"replays of the forward pass of {type(self.model).__name__} differ from the model: {check.told()} "
-            f"(call {check.call} of the recording; steps after its call {check.since} may have trained wrongly); "
+            f"replays of the forward pass of {type(self.model).__name__} differ from the model: {found.told()} "
+            f"(call {found.call} of the recording; steps after its call {found.since} may have trained wrongly); "
             "nothing is recorded any more, and the model runs as without cuda_graphs",
         )
 
@@ -273,19 +276,22 @@ class Recordings:
 
     def check_next(self) -> None:
         """Has the next replay compared, whatever the count of calls."""
-        self._checks.is_forced = True
+        self._is_asked_for_check = True
 
     def is_doubted(self) -> bool:
         """Returns True if the next call settles whether a replay differed; waits for the last comparison."""
         self._read(wait=True)
-        return bool(self._checks.doubts)
+        return bool(self._doubts())
 
     def require_agreement(self) -> None:
         """Raises `PolicyApplyError` if a replay differed from the model, or if that is not settled."""
         self._read(wait=True)
-        for check in [*self._checks.doubts.values()][:1]:
-            self._differ(check)
+        for doubt in self._doubts()[:1]:
+            self._differ(doubt)
         self.require_some()
+
+    def _doubts(self) -> list[Difference]:
+        return [recording.doubt for recording in self._recorded if recording.doubt is not None]
 
     def require_some(self) -> None:
         """Raises `PolicyApplyError` with the reason if nothing was recorded although training is under way."""

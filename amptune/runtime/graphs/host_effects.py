@@ -15,17 +15,25 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
 from amptune.errors import AmptuneError
-from amptune.runtime.graphs.host_objects import CONTAINERS, IteratorFoundError, content_of, put_back, used_by
-from amptune.runtime.graphs.model_state import HOOKS, are_same, changed_keys, is_foreign
+from amptune.runtime.graphs.host_objects import ITERATOR, content_of, has_attributes, put_back, used_by
+from amptune.runtime.graphs.model_state import HOOKS, first_change, is_foreign, named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["DeviceState", "NotRecordableError", "copies_of", "obstacle_in", "without_effects", "without_repeats"]
+__all__ = [
+    "DeviceState",
+    "NotRecordableError",
+    "RandomState",
+    "alike",
+    "obstacle_in",
+    "without_effects",
+    "without_repeats",
+]
 
 _GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in HOOKS)
-# More objects than this are not looked through.
-_MOST_OBJECTS = 200_000
+# More objects than this, each with a dictionary of its attributes, are not looked through.
+_MOST_OBJECTS = 400_000
 
 
 class NotRecordableError(AmptuneError):
@@ -76,17 +84,12 @@ def without_effects(model: nn.Module) -> Iterator[Callable[[], None]]:
             host.put_back()
 
 
-def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns copies of tensors, made by a kernel for each dtype and device in place of one for each tensor."""
-    copies: dict[int, torch.Tensor] = {}
-    kinds: dict[Any, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
-    for places in kinds.values():
-        joined = torch.cat([tensors[place].detach().reshape(-1) for place in places])
-        parts = joined.split_with_sizes([tensors[place].numel() for place in places])
-        copies |= {place: part.view(tensors[place].shape) for place, part in zip(places, parts, strict=True)}
-    return [copies[place] for place in range(len(tensors))]
+def alike(kinds: Iterable[Any]) -> list[list[int]]:
+    """Returns the places of each kind: tensors of one kind are copied by one kernel, others by one for each."""
+    places: dict[Any, list[int]] = {}
+    for place, kind in enumerate(kinds):
+        places.setdefault(kind, []).append(place)
+    return [*places.values()]
 
 
 def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
@@ -97,22 +100,37 @@ def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+class RandomState:
+    """The state of the random generators of GPUs, to be put back; other devices have none."""
+
+    def __init__(self, *devices: torch.device) -> None:
+        self._states = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
+
+    def put_back(self) -> None:
+        """Restores the generators."""
+        for device, state in self._states.items():
+            torch.cuda.set_rng_state(state, device)
+
+
 class DeviceState:
     """The buffers of a model and the random generators of its devices, to be put back."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._random = RandomState(*{tensor.device for tensor in (*model.parameters(), *model.buffers())})
         # `data`, else a backward pass sees them as modified
         self._buffers = [without_repeats(buffer.data) for buffer in model.buffers()]
-        self._values = copies_of(self._buffers)
-        devices = {tensor.device.index for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda}
-        self._random = {device: torch.cuda.get_rng_state(device) for device in devices}
+        self._values = [torch.empty_like(buffer) for buffer in self._buffers]
+        self._alike = alike((buffer.dtype, buffer.device) for buffer in self._buffers)
+        self._copy(self._buffers, self._values)
 
     def put_back(self) -> None:
         """Restores the values."""
-        for device, state in self._random.items():
-            torch.cuda.set_rng_state(state, device)
-        for buffer, value in zip(self._buffers, self._values, strict=True):
-            buffer.copy_(value)
+        self._random.put_back()
+        self._copy(self._values, self._buffers)
+
+    def _copy(self, values: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        for places in self._alike:
+            torch._foreach_copy_([targets[place] for place in places], [values[place] for place in places])
 
 
 class _Host:
@@ -136,46 +154,38 @@ class _Host:
         self._met: dict[int, tuple[str, Any, Any]] = {}
         while ahead:
             name, value = ahead.popleft()
-            content = None if id(value) in self._met else self._content(name, value)
+            content = None if id(value) in self._met else self._content(value)
+            if content is ITERATOR:
+                raise NotRecordableError(f"holds {name}, an iterator, which cannot be put back")
             if content is not None:
                 self._met[id(value)] = name, value, content
-                if isinstance(content, dict):
-                    ahead += [(".".join(filter(None, (name, _named(key)))), inner) for key, inner in content.items()]
-                if isinstance(value, (FunctionType, *CONTAINERS)) and hasattr(value, "__dict__"):
+                if has_attributes(value):
                     ahead.append((name, vars(value)))
+                if isinstance(content, dict):
+                    ahead += [(_joined(name, named(key)), inner) for key, inner in content.items()]
             if len(self._met) > _MOST_OBJECTS:
                 raise NotRecordableError(f"holds more than can be looked through (beyond {name})")
 
-    def _content(self, name: str, value: Any) -> Any:
-        try:
-            return used_by(value, self._methods) if isinstance(value, FunctionType) else content_of(value)
-        except IteratorFoundError:
-            raise NotRecordableError(f"holds {name}, an iterator, which cannot be put back") from None
+    def _content(self, value: Any) -> Any:
+        return used_by(value, self._methods) if isinstance(value, FunctionType) else content_of(value)
+
+    def _changes(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yields (name of what changed inside, object, its content before) for each object."""
+        for name, value, before in self._met.values():
+            changed = first_change(self._content(value), before)
+            if changed is not None:
+                yield _joined(name, changed), value, before
 
     def require_unchanged(self) -> None:
-        for name, value, before in self._met.values():
-            changed = _changed(self._content(name, value), before)
-            if changed is not None and id(value) in self._generators:
-                raise NotRecordableError(f"draws random numbers on the host ({name})")
-            if changed is not None:
-                raise NotRecordableError(f"changes {'.'.join(filter(None, (name, changed)))} in each forward pass")
+        for name, value, _ in self._changes():
+            is_drawn = id(value) in self._generators
+            what = f"draws random numbers on the host ({name})" if is_drawn else f"changes {name} in each forward pass"
+            raise NotRecordableError(what)
 
     def put_back(self) -> None:
-        for name, value, before in self._met.values():
-            if _changed(self._content(name, value), before) is not None:
-                put_back(value, before)
+        for _, value, before in self._changes():
+            put_back(value, before)
 
 
-def _changed(now: Any, before: Any) -> str | None:
-    """Returns the place of what changed, "" for all of it, or None."""
-    if not isinstance(now, dict) or not isinstance(before, dict):
-        return None if are_same(now, before) else ""
-    changed = changed_keys(now, before)
-    if changed:
-        return _named(changed[0])
-    return None if are_same([*now], [*before]) else ""  # the order of a dictionary
-
-
-def _named(key: Any) -> str:
-    """Returns the key in words; of a tensor, whose numbers are on the device, the type."""
-    return str(key) if isinstance(key, (str, int, float)) else type(key).__name__
+def _joined(*names: str) -> str:
+    return ".".join(filter(None, names))

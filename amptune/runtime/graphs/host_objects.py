@@ -17,18 +17,15 @@ from types import CellType, FunctionType, MemberDescriptorType, MethodType, Modu
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 
-from amptune.runtime.graphs.model_state import FOREIGN, HOOKS, OF_EVERY_MODULE, is_foreign
+from amptune.runtime.graphs.model_state import FOREIGN, changed_keys, is_foreign
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["CONTAINERS", "IteratorFoundError", "content_of", "put_back", "used_by"]
+__all__ = ["ITERATOR", "content_of", "has_attributes", "put_back", "used_by"]
 
 _VALUES = (*weakref.ProxyTypes, type(None), bool, int, float, complex, str, bytes, ModuleType, io.IOBase)
-# What may have attributes besides its items, in a subclass.
-CONTAINERS = (list, tuple, deque, set, dict)
 # Packages of Python whose objects hold what no forward pass computes with, or what other threads may change meanwhile.
 _NOT_LOOKED_INTO = (
     *("logging", "re", "warnings", "_abc", "contextlib", "enum", "inspect", "typing"),
@@ -36,22 +33,24 @@ _NOT_LOOKED_INTO = (
 )
 # What a class has in common with its instances, and what makes attributes of them: code, not state.
 _CODE = (FunctionType, staticmethod, classmethod, property)
-_TABLES = ("_parameters", "_buffers", "_modules", *HOOKS)
 _SMALL_BYTES = 1 << 16
-
-
-class IteratorFoundError(Exception):
-    """An object whose place can neither be seen nor put back."""
+# The content of what has a place that can neither be seen nor put back.
+ITERATOR = object()
 
 
 def content_of(value: Any) -> Any:
-    """Returns what may change inside the same object: {place: item}, the state of a generator, or None.
+    """Returns what may change inside the same object: {place: item}, the state of a generator, `ITERATOR`, or None.
 
-    Functions have their own, by `used_by`. Raises `IteratorFoundError`.
+    Attributes are in an object of their own, `vars(value)`. Functions have `used_by`.
     """
     if isinstance(value, _VALUES) or type(value).__module__.partition(".")[0] in _NOT_LOOKED_INTO:
         return None
     return _kind_of(value).read(value)
+
+
+def has_attributes(value: Any) -> bool:
+    """Returns True for an object that may be given attributes of any name, which `vars` returns; not for a class."""
+    return bool(type(value).__dictoffset__) and not isinstance(value, type)
 
 
 def put_back(value: Any, content: Any) -> None:
@@ -143,46 +142,32 @@ def _referents(value: Any) -> dict[Any, Any]:
 # --- objects with attributes ---------------------------------------------------------------------------------------
 
 
-def _attributes_of(value: Any) -> dict[Any, Any] | None:
-    """Returns the attributes of a class or an object; None for what has no others inside."""
-    own = getattr(value, "__dict__", None)
-    if isinstance(value, type):
-        return None if is_foreign(value) else {k: v for k, v in vars(value).items() if not isinstance(v, _CODE)}
-    found = dict(own) if isinstance(own, dict) else {}
-    if isinstance(value, nn.Module):
-        return {name: item for name, item in found.items() if name not in OF_EVERY_MODULE or name in _TABLES}
-    if isinstance(value, torch.Tensor):
-        return found or None
-    slots = _slots_of(type(value))
+def _of_class(value: type) -> dict[str, Any] | None:
+    return None if is_foreign(value) else {k: v for k, v in vars(value).items() if not isinstance(v, _CODE)}
+
+
+def _of_object(value: Any) -> dict[str, Any] | None:
+    """Returns its slots, and the dictionary of all other attributes."""
+    with_slots = [cls for cls in type(value).__mro__ if "__slots__" in vars(cls)]
+    slots = [name for cls in with_slots for name, one in vars(cls).items() if isinstance(one, MemberDescriptorType)]
+    found = {"__dict__": vars(value)} if has_attributes(value) else {}
     for name in slots:
         with suppress(AttributeError):  # an empty one
             found[name] = object.__getattribute__(value, name)
-    return found if slots or own is not None else None
+    return found if slots or found else None
 
 
-def _slots_of(kind: type) -> list[str]:
-    return [name for cls in kind.__mro__ for name, item in vars(cls).items() if isinstance(item, MemberDescriptorType)]
-
-
-def _set_attributes(value: Any, content: Mapping[str, Any]) -> None:
-    """Writes what changed, past a class's own `__setattr__` and properties."""
-    now, missing = _attributes_of(value) or {}, object()
-    is_class = isinstance(value, type)
-    base: Any = type if is_class else object
-    slots = _slots_of(type(value))
-    for name in dict.fromkeys([*now, *content]):
-        item = content.get(name, missing)
-        if item is missing:
-            base.__delattr__(value, name) if is_class or name in slots else vars(value).pop(name)
-        elif now.get(name, missing) is not item:
-            base.__setattr__(value, name, item) if is_class or name in slots else vars(value).update({name: item})
+def _put_attributes_back(value: Any, content: Mapping[str, Any]) -> None:
+    """Writes what changed, past a class's own `__setattr__`."""
+    base: Any = type if isinstance(value, type) else object
+    for name in changed_keys(content_of(value), content):
+        if name in content:
+            base.__setattr__(value, name, content[name])
+        else:
+            base.__delattr__(value, name)
 
 
 # --- kinds of objects ----------------------------------------------------------------------------------------------
-
-
-def _iterates(_: Any) -> None:
-    raise IteratorFoundError
 
 
 def _bits_of(value: Any) -> Any:
@@ -201,7 +186,7 @@ class _Kind(NamedTuple):
 
 
 _KINDS = (
-    _Kind(FunctionType, _attributes_of, _put_names_back),
+    _Kind(FunctionType, lambda _: None, _put_names_back),
     _Kind(random.Random, random.Random.getstate, random.Random.setstate),
     _Kind(
         torch.Generator,
@@ -214,13 +199,12 @@ _KINDS = (
     _Kind(dict, lambda value: dict(_base_of(value).items(value)), _refill),
     _Kind((bytearray, array), bytes, _refill_bytes),
     _Kind(CellType, _in_cell, lambda value, content: setattr(value, "cell_contents", content["cell"])),
-    _Kind(MethodType, lambda value: {"self": value.__self__, "function": value.__func__}),
     _Kind(
         ContextVar,
         lambda value: {"value": value.get(None)},
         lambda value, content: value.set(content["value"]),
     ),
-    _Kind((functools._lru_cache_wrapper, staticmethod, classmethod, property, functools.partial), _referents),
+    _Kind((functools._lru_cache_wrapper, MethodType, *_CODE, functools.partial), _referents),
     _Kind(
         lambda value: (type(value).__module__, type(value).__name__) == ("numpy", "ndarray"),
         lambda value: value.tobytes() if value.nbytes <= _SMALL_BYTES else None,
@@ -231,8 +215,9 @@ _KINDS = (
         lambda value: pickle.dumps(_bits_of(value).state),
         lambda value, content: setattr(_bits_of(value), "state", pickle.loads(content)),  # noqa: S301  # made above
     ),
-    _Kind(lambda value: hasattr(type(value), "__next__"), _iterates),
-    _Kind(object, _attributes_of, _set_attributes),
+    _Kind(lambda value: hasattr(type(value), "__next__"), lambda _: ITERATOR),
+    _Kind(type, _of_class, _put_attributes_back),
+    _Kind(object, _of_object, _put_attributes_back),
 )
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("FOREIGN", "HOOKS", "OF_EVERY_MODULE"),
-    *("ModelState", "are_same", "changed_keys", "is_foreign", "is_observed"),
+    *("ModelState", "changed_keys", "first_change", "is_foreign", "is_observed", "named"),
 ]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -61,13 +61,10 @@ class ModelState:
         self._hooks = [getattr(module, kind) for module in self._modules for kind in HOOKS]
         held = {id(one): (name, one) for name, one in self._containers()}  # modules share a config
         self._empty = [(name, one) for name, one in held.values() if not one]
-        self._contents = [(name, one, _items(one)) for name, one in held.values() if one]
-        self._ids = [list(map(id, items)) for _, _, items in self._contents]
-        tables = [table for module in self._modules for table in (module._parameters, module._buffers)]
-        named = [(name, held) for table in tables for name, held in table.items() if held is not None]
-        self._names, self._tensors = [name for name, _ in named], [held for _, held in named]
-        self._places = [tensor.detach() for tensor in self._tensors]
-        self._storages = {tensor.untyped_storage()._cdata for tensor in self._tensors if tensor.layout is torch.strided}
+        self._contents = [(name, one, _content(one)) for name, one in held.values() if one]
+        self._tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        self._places = {name: tensor.detach() for name, tensor in self._tensors.items()}
+        self._storages = {place.untyped_storage()._cdata for place in self._places.values()}
 
     def _containers(self) -> Iterator[tuple[str, Any]]:
         """Yields what holds values that a pass may depend on, each with a name."""
@@ -84,27 +81,31 @@ class ModelState:
             if not is_foreign(cls):
                 yield "", vars(cls)
 
-    def holds(self) -> bool:
-        """Returns True if all is as it was."""
-        return (
-            not any(one for _, one in self._empty)
-            and all(map(is_, map(type, self._modules), self._classes))
-            and all(self._is_as_it_was(place) for place in range(len(self._contents)))
-            and all(map(torch.Tensor.is_set_to, self._tensors, self._places))
-            and _flags() == self._flags
-        )
+    def changed(self) -> str | None:
+        """Returns the name of something that changed since the snapshot, or None."""
+        for name, one in self._empty:
+            if one:
+                return name or str(next(iter(one)))
+        for place in range(len(self._contents)):
+            if (changed := self._change_in(place)) is not None:
+                return changed
+        if not all(map(is_, map(type, self._modules), self._classes)):
+            return "the class of a module"
+        if not all(map(torch.Tensor.is_set_to, self._tensors.values(), self._places.values())):
+            return next(name for name, tensor in self._tensors.items() if not tensor.is_set_to(self._places[name]))
+        return None if _flags() == self._flags else "flags of PyTorch"
 
-    def _is_as_it_was(self, place: int) -> bool:
-        """Returns True for the same objects. An equal number or string in the place of another one is noted."""
-        _, container, before = self._contents[place]
-        now = _items(container)
-        if list(map(id, now)) == self._ids[place]:
-            return True
-        if not are_same(now, before):
-            return False
-        self._contents[place] = (*self._contents[place][:2], now)
-        self._ids[place] = list(map(id, now))
-        return True
+    def _change_in(self, place: int) -> str | None:
+        """Returns None for the same objects. An equal number or string in the place of another one is noted."""
+        name, container, before = self._contents[place]
+        now = _content(container)
+        if len(now) == len(before) and all(map(is_, _items(now), _items(before))):
+            return None
+        changed = first_change(now, before)
+        if changed is not None:
+            return name or changed or "its attributes"
+        self._contents[place] = name, container, now
+        return None
 
     def holds_memory_of(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Returns True if a tensor lies in the memory of a weight or a buffer."""
@@ -113,22 +114,6 @@ class ModelState:
     def trained(self) -> tuple[bool, ...]:
         """Returns `requires_grad` of each parameter."""
         return tuple([parameter.requires_grad for parameter in self._parameters])
-
-    def changed(self) -> str:
-        """Returns the names of all that changed since the snapshot, for messages."""
-        names = [name or str(key) for name, one in self._empty for key in one]
-        for name, container, before in self._contents:
-            if hasattr(container, "values"):
-                half = len(before) // 2
-                former = dict(zip(before[:half], before[half:], strict=True))
-                names += [name or str(key) for key in changed_keys(dict(container), former)]
-            elif not are_same(_items(container), before):
-                names.append(name)
-        places = zip(self._names, self._tensors, self._places, strict=True)
-        names += [name for name, tensor, place in places if not tensor.is_set_to(place)]
-        if [*map(type, self._modules)] != self._classes:
-            names.append("the class of a module")
-        return ", ".join(dict.fromkeys(names)) or "flags of PyTorch"
 
 
 def is_observed() -> bool:
@@ -171,8 +156,19 @@ def are_same(now: Any, before: Any) -> bool:
     return type(now) in _PLAIN and repr(now) == repr(before)  # 0.0 is not -0.0
 
 
-def _items(container: Any) -> list[Any]:
-    return [*container, *container.values()] if hasattr(container, "values") else [*container]
+def first_change(now: Any, before: Any) -> str | None:
+    """Returns the place of what changed, "" for all of it, or None."""
+    if not isinstance(now, dict) or not isinstance(before, dict):
+        return None if are_same(now, before) else ""
+    changed = changed_keys(now, before)
+    if changed:
+        return named(changed[0])
+    return None if are_same([*now], [*before]) else ""  # the order of a dictionary
+
+
+def named(key: Any) -> str:
+    """Returns the key in words; of a tensor, whose numbers are on the device, the type."""
+    return str(key) if isinstance(key, (str, int, float)) else type(key).__name__
 
 
 def changed_keys(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> list[Any]:
@@ -180,6 +176,14 @@ def changed_keys(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> list[Any]
     missing = object()
     keys = dict.fromkeys([*before, *now])
     return [key for key in keys if not are_same(now.get(key, missing), before.get(key, missing))]
+
+
+def _content(container: Any) -> dict[Any, Any] | list[Any]:
+    return dict(container) if hasattr(container, "values") else list(container)
+
+
+def _items(content: dict[Any, Any] | list[Any]) -> Iterable[Any]:
+    return chain(content, content.values()) if isinstance(content, dict) else content
 
 
 def _flags() -> list[Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amptune.runtime.graphs.host_effects import DeviceState, NotRecordableError
+from amptune.runtime.graphs.host_effects import DeviceState, NotRecordableError, RandomState
 from amptune.runtime.graphs.proxy_weights import without_hooks
 from amptune.runtime.graphs.signature import PassKind, outputs_of
 from amptune.runtime.graphs.tensor_use import name_of_node, sources_among
@@ -94,7 +94,7 @@ class ReplayedPass:
         self.over = self._may_come_again = False
         # Those outputs that the loop was given from which others are made, with the hooks on them.
         self._sources: dict[int, tuple[weakref.ref[torch.Tensor], dict[int, Any]]] = {}
-        self._random = recording.random_state() if recording.draws else None  # before the pass
+        self._random = RandomState(recording.inputs[0].device)  # before the pass
         recording.begin(inputs)
         recording.last = weakref.ref(self)
 
@@ -115,24 +115,24 @@ class ReplayedPass:
         if self.over and not self._may_come_again:
             raise RuntimeError("Trying to backward through a recorded pass a second time: say retain_graph=True")
         reason = self._why_unusual(of_outputs)
-        if reason is None:
-            before = None if self.compare is None else DeviceState(self.recording.model)
-            self.recording.go_back(of_outputs)
-            if before is not None:  # what checkpointing computes again counts in buffers, and draws
-                before.put_back()
-        else:
+        if reason is not None:
             if not self.over:
                 self._end(reason)
-            self._may_come_again = torch.is_grad_enabled() or _is_kept()
-        self.over = True
-        if reason is not None:
+            self.over, self._may_come_again = True, torch.is_grad_enabled() or _is_kept()
             return self._own_backward(of_outputs, again=True)
-        if self.compare is not None:
-            with suppress(torch.OutOfMemoryError):
-                gradients = self._own_backward(of_outputs, again=False)
-                self.compare(gradients)
-                return gradients
-            self._end(NO_MEMORY)
+        if self.compare is None:
+            self.recording.go_back(of_outputs)
+            self.over = True
+            return self.recording.gradients()
+        before = DeviceState(self.recording.model)
+        self.recording.go_back(of_outputs)
+        before.put_back()  # what checkpointing computes again counts in buffers, and draws
+        self.over = True
+        with suppress(torch.OutOfMemoryError):
+            gradients = self._own_backward(of_outputs, again=False)
+            self.compare(gradients)
+            return gradients
+        self._end(NO_MEMORY)
         return self.recording.gradients()
 
     def _why_unusual(self, of_outputs: Sequence[torch.Tensor | None]) -> str | None:
@@ -176,8 +176,7 @@ class ReplayedPass:
         recording = self.recording
         now = DeviceState(recording.model)
         try:
-            if self._random is not None:
-                torch.cuda.set_rng_state(self._random, recording.inputs[0].device)
+            self._random.put_back()
             with torch.enable_grad():
                 return outputs_of(recording.own([one.clone() for one in recording.inputs]))[1]
         finally:

@@ -58,9 +58,7 @@ def _exchange(model: nn.Module, others: Mapping[nn.Parameter, nn.Parameter]) -> 
         for table in (module._parameters, vars(module)):
             for name, value in list(table.items()):
                 if name not in OF_EVERY_MODULE:
-                    new = _exchanged(value, others)
-                    if new is not value:
-                        table[name] = new
+                    table[name] = _exchanged(value, others)
 
 
 def _exchanged(value: Any, others: Mapping[nn.Parameter, nn.Parameter]) -> Any:

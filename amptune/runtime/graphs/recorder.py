@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 
 from amptune.runtime.graphs.host_effects import NotRecordableError
+from amptune.runtime.graphs.tensor_use import WAITS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -74,7 +75,7 @@ class CudaRecorder:
             finally:
                 torch.cuda.set_sync_debug_mode(before)
         if any("called a synchronizing CUDA operation" in str(one.message) for one in caught):
-            raise NotRecordableError("waits for the device (.item(), .cpu(), or a tensor in an `if`)")
+            raise NotRecordableError(WAITS)
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """Leaves out the work of other threads, such as pinning the memory of the next batch."""

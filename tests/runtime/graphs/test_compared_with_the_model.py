@@ -233,7 +233,7 @@ def test_more_memory_for_a_comparison_than_there_is_ends_the_recording_and_not_t
     called: Any = graphed(model)
     trained(model, called, plain_step, [4, 4])
     trained(plain, plain, plain_step, [4, 4])
-    recording = called.recordings._recorded[0][1]
+    recording = called.recordings._recorded[0]
 
     def full() -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -286,7 +286,7 @@ def test_the_memory_of_a_recording_is_free_when_the_model_runs_in_its_place() ->
     called: Any = graphed(model)
     kept: Any = lambda: None  # noqa: E731
     trained(model, called, plain_step, [4] * 4)
-    kept = weakref.ref(called.recordings._recorded[0][1])
+    kept = weakref.ref(called.recordings._recorded[0])
     model.config["head"]["factor"] = 3.0
     trained(model, called, plain_step, [4])
     assert "leaves no memory to compare it in" in said[0].message
@@ -374,7 +374,7 @@ def test_recordings_are_freed_with_the_wrapper() -> None:
     model = built()
     called: Any = graphed(model)
     trained(model, called, plain_step, [4] * 4)
-    recording = weakref.ref(called.recordings._recorded[0][1])
+    recording = weakref.ref(called.recordings._recorded[0])
     gc.disable()
     try:
         del called
@@ -388,7 +388,7 @@ def test_rare_batches_with_another_answer_do_not_end_recording(*, every: int, en
     model, plain = built(), built()
     called: Any = graphed(model)
     losses = trained(model, called, plain_step, [4, 4])[0]
-    recording = called.recordings._recorded[0][1]
+    recording = called.recordings._recorded[0]
     begin = recording.begin
 
     def asked(inputs: Any) -> Any:
@@ -497,7 +497,7 @@ def test_a_difference_that_rounding_explains_is_no_reason_to_reject_a_policy() -
     called: Any = GraphedModel(model, said.append, recorder=Once, device_type="cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trained(model, called, in_bf16, [4] * 4)
-    called.recordings._recorded[0][1].limits = Limits({})
+    called.recordings._recorded[0].limits = Limits({})
     steps = 0
 
     def step() -> None:
@@ -785,6 +785,11 @@ def _next_of_frozen(held: Any) -> float:
     return float(held["frozen"].count)
 
 
+def _next_in_new_dictionary(held: Any) -> float:
+    held["counter"].__dict__ = {"count": held["counter"].count + 1}
+    return float(held["counter"].count)
+
+
 @pytest.mark.parametrize(
     "counted",
     [
@@ -799,6 +804,7 @@ def _next_of_frozen(held: Any) -> float:
         _next_where_update_raises,
         _next_in_private_slot,
         _next_of_frozen,
+        _next_in_new_dictionary,
     ],
 )
 def test_what_the_passes_of_a_recording_did_on_the_host_is_put_back(counted: Callable[[Any], float]) -> None:
@@ -814,6 +820,7 @@ def test_what_the_passes_of_a_recording_did_on_the_host_is_put_back(counted: Cal
                     "refusing": Refusing(n=0),
                     "private": Private(),
                     "frozen": Frozen(),
+                    "counter": Counter(),
                 }
             }
 

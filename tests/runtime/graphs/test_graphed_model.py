@@ -294,7 +294,7 @@ def test_a_model_that_goes_on_changing_is_not_recorded_for_ever() -> None:
         _moved_weight(model)
         trained(model, called, plain_step, [4, 4])
     assert [finding.code for finding in said] == [NOT_RECORDED]
-    assert "meets a changed model again and again (weight" in said[0].message
+    assert "meets a changed model again and again (head.weight" in said[0].message
 
 
 class Randomly(Net):
