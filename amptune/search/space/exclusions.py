@@ -89,7 +89,7 @@ def ladder_by_time(subject: Subject, sensed: Mapping[str, Sensitivity]) -> Ladde
     """
     timed: dict[tuple[str, str], tuple[Rules, ...]] = {}
     for memory_format, sensitivity in sensed.items():
-        for dtype in {dtype for module in sensitivity.modules for dtype in module.half}:
+        for dtype in {dtype for module in sensitivity.modules for dtype in module.half_ms}:
             timed[dtype, memory_format] = tuple(_rungs_by_time(subject, sensitivity, dtype))
     return Ladder(timed=timed, half=_kept_wide(subject, sensed))
 
@@ -220,10 +220,10 @@ class Price:
     def own_gain_ms(self, modules: Collection[str]) -> float:
         """Returns the ms that FP32 saves inside these modules, without the casts around them."""
         own = [module for module in self.sensitivity.modules if module.path in modules]
-        return sum((module.half[self.dtype].ms or 0.0) - (module.fp32_ms or 0.0) for module in own)
+        return sum((module.half_ms[self.dtype] or 0.0) - (module.fp32_ms or 0.0) for module in own)
 
     def _ms(self, module: ModuleSensitivity, kept: bool, comes_wide: bool, *, first: bool) -> float:
-        fp32_ms, half_ms = module.fp32_ms or 0.0, module.half[self.dtype].ms or 0.0
+        fp32_ms, half_ms = module.fp32_ms or 0.0, module.half_ms[self.dtype] or 0.0
         passes = 1 if first else 2  # the gradient is cast back, unless there is none
         cast_ms = passes * CAST_SHARE * module.input_bytes * self.sensitivity.cast_ms_per_byte
         if kept:
@@ -274,5 +274,5 @@ def _choices(modules: Sequence[ModuleSensitivity]) -> Iterator[frozenset[str]]:
 
 def _kind_of(module: ModuleSensitivity) -> tuple[object, ...]:
     """Returns a key that modules of one type and shape share, as they share their measured times."""
-    times = tuple(half.ms for half in module.half.values())
+    times = tuple(module.half_ms.values())
     return (module.fp32_ms, times, module.input_bytes, module.output_bytes, module.stream)
