@@ -234,7 +234,6 @@ class Bench:
             startup_s=max(0.0, warm_s - started_s - len(losses) * last_ms / 1000),
             graph_breaks=self._compilations.breaks,
             recompiled=self._compilations.graphs - compiled,
-            prepared_anew=kept.prepared,
             settled=kept.settled,
             contaminated_by=kept.contaminated_by,
             sm_clock_mhz=kept.after.sm_clock_mhz,
