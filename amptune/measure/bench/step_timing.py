@@ -38,7 +38,7 @@ MAX_REPEATS = 2
 REPEAT_UNTIL = 0.5
 
 # A mean's interval is that of a Gaussian: it only decides when to stop. Fewer steps have none.
-_GAUSSIAN_95, _FEWEST_STEPS = 1.96, 6
+_GAUSSIAN_95, _FEWEST_TIMES = 1.96, 6
 
 Step = Callable[[], object]
 
@@ -234,7 +234,7 @@ def mean_half_width(values: Sequence[float]) -> float:
     It assumes independent values, and steps in a row are not independent. It therefore only decides when to stop;
     claims rest on rounds of trials.
     """
-    if len(values) < _FEWEST_STEPS:
+    if len(values) < _FEWEST_TIMES:
         return math.inf
     mean = statistics.fmean(values)
     return _GAUSSIAN_95 * statistics.stdev(values, mean) / math.sqrt(len(values)) / mean

@@ -121,7 +121,7 @@ def suspects(traces: Sequence[ModuleTrace]) -> list[str]:
 
 
 # An error smaller than this is rounding; without this floor, growth from almost 0 would look large.
-ROUNDING = 0.01
+LEAST_ERROR = 0.01
 # Finite value used for the error of a number that is not finite, so that it can be written down.
 BROKEN = 1e4
 
@@ -130,4 +130,4 @@ def _added(after: Reach | None, *before: Reach | None) -> float:
     if after is None:
         return 0.0
     came = min(BROKEN, max(reach.error if reach is not None else 0.0 for reach in before))
-    return max(0.0, min(after.error, BROKEN) - came) / (came + ROUNDING)
+    return max(0.0, min(after.error, BROKEN) - came) / (came + LEAST_ERROR)

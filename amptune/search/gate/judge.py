@@ -33,7 +33,7 @@ GRAPH_SHARE = 0.25
 # The least time for the reference, even if the budget is short: one made in less time says too little.
 SHORTEST_REFERENCE_S = 2.0
 # The least time limit of a judgement, however little time is left: the judgement may be about the winner.
-SHORTEST_S = 15.0
+SHORTEST_JUDGEMENT_S = 15.0
 
 
 class OutOfTimeError(Exception):
@@ -130,7 +130,7 @@ class Judge:
 
     @property
     def _limit_s(self) -> float:
-        return max(SHORTEST_S, self.budget.left_s)
+        return max(SHORTEST_JUDGEMENT_S, self.budget.left_s)
 
     def _judge(self, policy: Policy, limit_s: float) -> None:
         if self._is_open(policy):

@@ -32,7 +32,7 @@ __all__ = ["Study", "Suggestion", "open_study"]
 # A single measurement may show only this share of a policy's speed, if another program used the machine meanwhile.
 OUTLIER_SHARE = 0.6
 # A policy may reach this many standard deviations above its expected score.
-REACH = 3.0
+REACH_DEVIATIONS = 3.0
 # What a policy that was asked for is thought to gain, on the logarithm of the score: 10 %.
 UNTRIED_GAIN = 0.1
 # A foreign sampler may propose so many policies in turn that were measured or are none.
@@ -317,7 +317,7 @@ class Study:
             return (
                 math.inf
                 if belief is None or index is None
-                else float(belief.mean[index] + REACH * belief.deviation[index])
+                else float(belief.mean[index] + REACH_DEVIATIONS * belief.deviation[index])
             )
 
         return sorted(near, key=reach, reverse=True)

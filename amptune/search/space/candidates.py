@@ -18,7 +18,7 @@ from amptune.search.space.knobs import (
     BATCH_SIZE,
     BATCHNORM,
     EXCLUSIONS,
-    HALF,
+    IN_HALF,
     MASTERS,
     SEARCHED,
     WEIGHTS,
@@ -133,7 +133,7 @@ class Candidates:
         """Returns the policy for a point of the space; settings without effect there keep stock PyTorch's value."""
         settings: dict[str, Any] = {BATCH_SIZE: self.batch_size, **point}
         settings["accumulate"] = _accumulate(settings[BATCH_SIZE], self.global_batch)
-        half, depth = settings.pop(HALF, False), settings.pop(EXCLUSIONS, 0)
+        half, depth = settings.pop(IN_HALF, False), settings.pop(EXCLUSIONS, 0)
         policy = settled(settings)
         in_half = policy.autocast != "off"
         faster = self.ladder.rules(depth, policy.autocast, policy.memory_format) if in_half else ()
@@ -153,18 +153,18 @@ class Candidates:
 
     def allows(self, policy: Policy) -> bool:
         """Returns whether the space, with the user's pins, allows each setting of a policy, tried or not."""
-        settings = {knob.name: knob.choices for knob in self.space.knobs if knob.name not in (EXCLUSIONS, HALF)}
+        settings = {knob.name: knob.choices for knob in self.space.knobs if knob.name not in (EXCLUSIONS, IN_HALF)}
         if policy.weights == "fp32":  # master weights and BatchNorm's dtype have no meaning then
             settings = {name: choices for name, choices in settings.items() if name not in (MASTERS, BATCHNORM)}
         faster = [rule for rule in policy.fp32_modules if not rule.is_needed]
         point: dict[str, Any] = {name: getattr(policy, name) for name in settings}
-        point |= {EXCLUSIONS: len(faster), HALF: bool(policy.half_modules)}
+        point |= {EXCLUSIONS: len(faster), IN_HALF: bool(policy.half_modules)}
         if forbidden_because(self.space, point) is not None:
             return False
         depths = self.space.choices(EXCLUSIONS)
         few_enough = not depths or is_in(0, depths) or bool(faster)
-        halves = self.space.choices(HALF)
-        as_wished = not halves or is_in(point[HALF], halves)
+        halves = self.space.choices(IN_HALF)
+        as_wished = not halves or is_in(point[IN_HALF], halves)
         return few_enough and as_wished and all(is_in(point[name], choices) for name, choices in settings.items())
 
     @property
@@ -242,7 +242,7 @@ def candidates_for(
     space = _narrowed(space, subject)
     recipes = _amp_recipes(space)
     if recipes and subject.leaves:
-        space = with_knob(space, HALF, (False, True), stock=False)
+        space = with_knob(space, IN_HALF, (False, True), stock=False)
     space = _compiling(space, wanted)
     for name, value in wanted.pins.items():
         space = pin(space, name, value)
