@@ -170,7 +170,7 @@ def _recipes(hardware: Hardware) -> tuple[Policy, ...]:
 def _dtype(judge: Judge, recipe: Policy, subject: Subject) -> DtypeDiagnosis:
     judgement = judge.judgement_of(recipe)
     if judgement is None:
-        message = f"the numerics of {recipe} could not be judged: {judge.unjudged_because(recipe)}"
+        message = f"the numerics of {recipe} could not be judged: {judge.judgements.unjudged_because(recipe)}"
         finding = Finding(code="not-judged", message=message, figures={"autocast": recipe.autocast})
         return DtypeDiagnosis(policy=recipe, judgement=None, cure=None, findings=(finding,))
     if judgement.passes:

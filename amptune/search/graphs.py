@@ -158,7 +158,7 @@ class Graphs:
         """Returns the seconds that compiling a policy is expected to take."""
         if not self._has_compiled(policy) and policy.compile not in AUTOTUNED_MODES:
             return expected_compile_s(self.leaves - self.repeated_leaves * (policy.compile == "blocks"))
-        return cold_s(policy, {trial.policy: trial.outcome for trial in self.study.trials})
+        return cold_s(policy, self.study.outcomes)
 
     def _has_compiled(self, policy: Policy) -> bool:
         """Returns True if it is known how long compiling takes here, of blocks or of the whole model."""

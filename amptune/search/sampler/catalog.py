@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from amptune.measure.results.outcome import Failure, Measurement
+from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import CompileMode, Policy
 from amptune.search.sampler.acquisition import Proposer, Seen, features_of, with_features
@@ -97,9 +97,14 @@ class History:
     baseline: Policy | None
 
     @cached_property
-    def outcomes(self) -> dict[Policy, Trial]:
+    def latest(self) -> dict[Policy, Trial]:
         """The last trial of each policy."""
         return {trial.policy: trial for trial in self.trials}
+
+    @cached_property
+    def outcomes(self) -> dict[Policy, Outcome]:
+        """The last outcome of each policy."""
+        return {policy: trial.outcome for policy, trial in self.latest.items()}
 
     @cached_property
     def yardstick(self) -> Yardstick:
@@ -112,7 +117,7 @@ class History:
         yardstick, index = self.yardstick, self.catalog.index
         return {
             index[policy]: Seen(score=yardstick.score(trial.outcome), seconds=trial.seconds)
-            for policy, trial in self.outcomes.items()
+            for policy, trial in self.latest.items()
             if policy in index and not self._is_too_large(trial)
         }
 

@@ -94,7 +94,6 @@ class Study:
         self.trials: list[Trial] = list(filter(self._tells, known))
         self._rows = [*(trial.row for trial in known if not self._tells(trial)), *store.rows()]
         self._history = self._history_of(self.trials)
-        self._outcomes = self._history.outcomes
 
     def __contains__(self, policy: Policy) -> bool:
         """Returns True if the space holds a policy, measured or not."""
@@ -110,7 +109,22 @@ class Study:
         return len(self._catalog.policies)
 
     def trial_of(self, policy: Policy) -> Trial | None:
-        return self._outcomes.get(policy)
+        return self._history.latest.get(policy)
+
+    @property
+    def history(self) -> History:
+        """The trials so far, as a value."""
+        return self._history
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The timings that are no trials, of all runs."""
+        return tuple(self._rows)
+
+    @property
+    def outcomes(self) -> Mapping[Policy, Outcome]:
+        """The last outcome of each policy."""
+        return self._history.outcomes
 
     @property
     def yardstick(self) -> Yardstick:
@@ -130,7 +144,6 @@ class Study:
     def _add(self, trial: Trial) -> None:
         self.trials.append(trial)
         self._history = self._history_of(self.trials)
-        self._outcomes = self._history.outcomes
 
     def leave_out(self, which: Callable[[Policy], bool]) -> None:
         """Excludes these policies from all suggestions."""
@@ -148,7 +161,7 @@ class Study:
     @property
     def has_left_out(self) -> bool:
         """True if an exclusion kept any policy from being measured."""
-        return any(self._catalog.policies[index] not in self._outcomes for index in self._excluded)
+        return any(self._catalog.policies[index] not in self._history.latest for index in self._excluded)
 
     @property
     def _excluded(self) -> set[int]:
@@ -233,7 +246,7 @@ class Study:
             policy = self._catalog.policy_of(handle.params) if handle.params else asked
             if policy is not None and self._is_open(policy, asked, modes) and self._claims(handle, policy):
                 self._catch_up_trials()  # another worker may have been faster
-                if policy not in self._outcomes:
+                if policy not in self._history.latest:
                     return Suggestion.of(proposal, policy, handle)
             self._store.forget(handle)
             if proposal is None and asked is None and given is None and not self._own.was_enqueued:
@@ -251,7 +264,7 @@ class Study:
         """
         fits = self._catalog.index.get(policy) not in self._history.too_large()
         is_begun = policy != self._baseline and policy in self._store.running()
-        return policy not in self._outcomes and fits and not is_begun
+        return policy not in self._history.latest and fits and not is_begun
 
     def _next_wanted(self, modes: Collection[CompileMode] | None) -> Policy | None:
         """Returns the first free policy of those that were put first, in one of these modes."""
@@ -280,7 +293,7 @@ class Study:
     def _is_open(self, policy: Policy, wanted: Policy | None, modes: Collection[CompileMode] | None) -> bool:
         is_excluded = policy != wanted and self._catalog.index.get(policy) in self._excluded
         in_mode = policy == wanted or modes is None or policy.compile in modes
-        return policy not in self._outcomes and in_mode and not is_excluded
+        return policy not in self._history.latest and in_mode and not is_excluded
 
     def ranked(self) -> list[Policy]:
         """Returns the measured policies, the best first, those that are too slow for the objective last.
@@ -324,7 +337,7 @@ class Study:
 
     def _is_hopeless(self, policy: Policy, *, beside: Policy) -> bool:
         """Returns True if it failed, or was worse than an outlier explains."""
-        trial, other = self._outcomes.get(policy), self._outcomes.get(beside)
+        trial, other = self._history.latest.get(policy), self._history.latest.get(beside)
         if trial is None or isinstance(trial.outcome, Failure):
             return trial is not None
         if self.yardstick.share_of_needed_speed(trial.outcome) < OUTLIER_SHARE:
@@ -341,15 +354,13 @@ class Study:
         self._catalog = Catalog(space, to_policy, fits)
         self._own = PolicySampler(self._store.distributions, self._catalog, self._history_that_tells, self._seed)
         self._history = self._history_of(self.trials)
-        self._outcomes = self._history.outcomes
 
     def reconsider(self, policy: Policy) -> None:
         """Forgets a failure: on a busy machine it may have been chance, and nothing works without a baseline."""
-        trial = self._outcomes.get(policy)
+        trial = self._history.latest.get(policy)
         if trial is not None and isinstance(trial.outcome, Failure):
             self.trials.remove(trial)
             self._history = self._history_of(self.trials)
-            self._outcomes = self._history.outcomes
 
     def tell(self, suggestion: Suggestion, trial: Trial) -> None:
         """Adds an outcome and stores it."""
