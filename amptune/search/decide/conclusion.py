@@ -21,9 +21,10 @@ from amptune.search.gate.limits import Judgement
 from amptune.search.gate.numeric_findings import line_to_look, yardstick_findings
 from amptune.search.plan.compile_costs import compile_findings
 from amptune.search.table.ablation import ablated
+from amptune.search.table.contenders import Contender
 from amptune.search.table.row import Row, wait_share
 from amptune.search.table.trial import Trial
-from amptune.search.table.verdict import Contender, Verdict
+from amptune.search.table.verdict import Verdict
 
 __all__ = ["decide"]
 

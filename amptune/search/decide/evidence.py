@@ -19,9 +19,9 @@ from amptune.search.decide.decision import Decision, in_order
 from amptune.search.decide.pareto import front_of, spread_along
 from amptune.search.gate.limits import Judgement
 from amptune.search.table.ablation import Ablated
+from amptune.search.table.contenders import Contender
 from amptune.search.table.objective import Objective
 from amptune.search.table.row import Row
-from amptune.search.table.verdict import Contender
 
 __all__ = ["evidence_of", "labels_of", "numerics_of", "parity_of"]
 

@@ -14,12 +14,13 @@ from amptune.policy.settings import Policy
 from amptune.search.decide.pareto import ParetoPoint, front_of, points_of
 from amptune.search.sampler.records import StudyRecord
 from amptune.search.table.ablation import Ablated, ablated
+from amptune.search.table.contenders import Contender
 from amptune.search.table.gains import gain_in_words, goal_of
 from amptune.search.table.objective import Objective
 from amptune.search.table.ratio import chance_in_words
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
-from amptune.search.table.verdict import Contender, Verdict, verdict_of
+from amptune.search.table.verdict import Verdict, verdict_of
 
 __all__ = ["StudyReport", "command_of", "findings_of", "study_report_of"]
 
