@@ -16,7 +16,8 @@ from amptune.search.events import Compiling, Observer
 from amptune.search.plan.budget import Budget
 from amptune.search.plan.compile_costs import cold_s, expected_compile_s
 from amptune.search.plan.plan import WORTHWHILE, Step
-from amptune.search.sampler.study import UNTRIED_GAIN, Study, Suggestion
+from amptune.search.sampler.study import Study
+from amptune.search.sampler.suggestion import UNTRIED_GAIN, Suggestion
 
 __all__ = ["BEHIND", "IN_A_TRIAL", "Graphs", "cannot_compile", "instead_of", "typical_s"]
 

@@ -29,7 +29,8 @@ from amptune.search.gate.numeric_findings import findings_of
 from amptune.search.gate.repair import Cure, cure_of, traces_of
 from amptune.search.plan.budget import SHORT_S
 from amptune.search.plan.plan import Step
-from amptune.search.sampler.study import UNTRIED_GAIN, Study
+from amptune.search.sampler.study import Study
+from amptune.search.sampler.suggestion import UNTRIED_GAIN
 from amptune.search.space.exclusions import Ladder, ladder_by_time
 from amptune.search.space.knobs import Space
 from amptune.search.table.next_rows import UNSEEN

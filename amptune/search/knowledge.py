@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from amptune.errors import StudyError
 from amptune.measure.results.subject import Prepared
 from amptune.policy.settings import Fp32Rule, Policy
 from amptune.search.batch_size.batch_sizes import NO_SIZES, BatchSizes
 from amptune.search.decide.samples import former_rows
-from amptune.search.gate.judge import Judge
+from amptune.search.gate.judge import Judge, PolicyJudged
 from amptune.search.request import TuningRequest
 from amptune.search.run_state import RunState
 from amptune.search.sampler.records import TuningRecord
@@ -58,7 +60,7 @@ class Knowledge:
         study.begin(self._record)
         for judgement in self.judge.judgements.by_numerics.values():
             study.keep(judgement)
-        self.judge.observer = study.keeping_judgements(self.judge.observer)
+        self.judge.observer = _keeping_judgements(study, self.judge.observer)
         return study
 
     @property
@@ -125,3 +127,14 @@ class Knowledge:
     def adopt(self) -> None:
         """Goes on with the candidates as they are now, in the study that is open."""
         self.study.adopt(self.candidates.space, self.candidates.policy_of, self.sizes.fits)
+
+
+def _keeping_judgements(study: Study, observer: Callable[[PolicyJudged], None]) -> Callable[[PolicyJudged], None]:
+    """Returns an observer that also records the numerics gate's judgements; a failing storage loses only those."""
+
+    def observe(event: PolicyJudged) -> None:
+        with suppress(StudyError):
+            study.keep(event.judgement)
+        observer(event)
+
+    return observe

@@ -16,7 +16,8 @@ from amptune.search.graphs import BEHIND, GUESSED_TRIAL_S, IN_A_TRIAL, Graphs, c
 from amptune.search.narrowing import BLOCK
 from amptune.search.plan.budget import SHORT_S, Budget
 from amptune.search.plan.plan import WORTHWHILE, Step
-from amptune.search.sampler.study import Study, Suggestion
+from amptune.search.sampler.study import Study
+from amptune.search.sampler.suggestion import Suggestion
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 

@@ -59,9 +59,10 @@ class Catalog:
         """Returns the policies, by index, that have none of these modes of torch.compile."""
         return {index for mode, indices in self._of_mode.items() if mode not in modes for index in indices}
 
-    def has_knob(self, name: str) -> bool:
-        """Returns True if there is a choice for this knob."""
-        return len({point[name] for point in self.points.values() if name in point}) > 1
+    @property
+    def has_modes(self) -> bool:
+        """True if there is a choice of modes of torch.compile."""
+        return len({point["compile"] for point in self.points.values() if "compile" in point}) > 1
 
     def next_smaller(self, policy: Policy) -> Policy | None:
         """Returns the policy with the next smaller batch size, if there is one."""
