@@ -208,6 +208,19 @@ def test_no_public_function_shares_its_modules_name() -> None:
     assert shared == []
 
 
+LONGEST = 300  # lines of a module
+
+
+def test_no_module_is_longer_than_a_reader_bears() -> None:
+    lines = {name: path.read_text().count("\n") for name, path in MODULES.items()}
+    assert {name: count for name, count in lines.items() if count > LONGEST} == {}
+
+
+def test_a_run_knows_few_modules() -> None:
+    """Who follows a request reads it first."""
+    assert len(modules_in(MODULES["search.run"].read_text())) <= 12
+
+
 def constants_of(source: str) -> Iterator[tuple[str, str]]:
     """Each constant of a module by its name without a leading underscore, and its value as text."""
     for node in ast.parse(source).body:
