@@ -90,7 +90,8 @@ class Numerics:
         """The seconds of the first judgement: of the fewest steps that tell, in FP32 and in half, and all besides."""
         measured = (trial.outcome for trial in self.study().trials)
         step_ms = max((one.mean_ms for one in measured if isinstance(one, Measurement)), default=0.0)
-        return SHORT_S + 2 * THOROUGHNESS[-1].reference_steps * step_ms / 1000
+        least = THOROUGHNESS[-1]
+        return SHORT_S + 3 * (least.gradient_steps + least.curve_steps) * step_ms / 1000
 
     def graph(self, _free_s: float) -> Step | None:
         """Returns the step that judges the leader together with its graph, which is compiled anew for that."""

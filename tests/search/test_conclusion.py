@@ -257,6 +257,9 @@ def test_a_compiled_winner_whose_graph_was_not_judged_says_so() -> None:
     (text,) = found(concluded(rows, judge), "graph-not-judged")
     assert "numerics were judged without torch.compile, and not those of its graph" in text
     assert "give more with --budget" in text
+    trained = {STOCK: [replace(took(10), losses=(4.0, 2.0))] * 3, COMPILED: [replace(took(5), losses=(4.0, 2.1))] * 3}
+    (text,) = found(concluded(in_turn(trained), judge), "graph-not-judged")
+    assert text.endswith("; the losses of its first steps differ from the baseline's by 5 % at most")
     judge.judge_graph(COMPILED)
     assert found(concluded(rows, judge), "graph-not-judged") == []
 

@@ -29,12 +29,14 @@ from amptune.measure.results.training_runs import (
     Run,
     Thoroughness,
 )
-from amptune.policy.settings import Policy
+from amptune.policy.settings import Fp32Math, Policy
 
 __all__ = ["completed", "make_reference", "order_of", "training_as"]
 
 # Number of batches on which FP32's gradients are taken once more, to see what they differ by from themselves.
 REPEATED_BATCHES = 2
+# Gradients are taken so often: of half the models again after training, where more of them can be compared.
+GRADIENTS_TIMES = 1.5
 
 
 def make_reference(bench: Bench, policy: Policy, seconds: float) -> Reference:
@@ -56,7 +58,8 @@ def _reference(bench: Bench, policy: Policy, seconds: float, *, divided: bool) -
     start_s = time.perf_counter()
     in_half, unseen = parameters_in_half(bench, policy)
     with Training.on(bench, policy, divided=divided) as training:
-        wanted = _affordable(seconds, training.step_s())
+        step_s = _step_seconds(training, policy.fp32_math)
+        wanted = _affordable(seconds, time.perf_counter() - start_s, step_s)
         training.feed.keep(wanted.batches)
         count = len(training.feed)
         gradients = _gradients_at((), training, in_half)
@@ -190,13 +193,35 @@ def order_of(count: int, epochs: int, seed: int | None = None) -> list[int]:
     return [int(i) for _ in range(epochs) for i in random.permutation(count)]
 
 
-def _affordable(seconds: float, step_s: float) -> Thoroughness:
-    """Returns the best thoroughness that fits into the time. Raises `TooSlowError`."""
-    fits = (one for one in THOROUGHNESS if one.reference_steps * step_s <= seconds)
+class _StepSeconds(NamedTuple):
+    """The seconds of a step, and of one that computes in IEEE FP32, as for gradients: convolutions take much longer."""
+
+    own: float
+    ieee: float
+
+
+def _step_seconds(training: Training, fp32_math: Fp32Math) -> _StepSeconds:
+    own, bench = training.step_s(), training.bench
+    convolves = any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in bench.model.modules())
+    if bench.device.type != "cuda" or not (convolves or fp32_math == "tf32"):
+        return _StepSeconds(own=own, ieee=own)
+    with _ieee():
+        return _StepSeconds(own=own, ieee=training.step_s())
+
+
+def _affordable(seconds: float, spent_s: float, step_s: _StepSeconds) -> Thoroughness:
+    """Returns the best thoroughness that fits into the time that is not spent yet. Raises `TooSlowError`."""
+
+    def cost_s(one: Thoroughness, times: float) -> float:
+        return times * one.gradient_steps * step_s.ieee + one.curve_steps * step_s.own
+
+    fits = (one for one in THOROUGHNESS if spent_s + cost_s(one, GRADIENTS_TIMES) <= seconds)
     least = THOROUGHNESS[-1]
-    least_s = least.reference_steps * step_s
+    least_s = cost_s(least, 1)
     if least_s > 2 * seconds:
-        raise TooSlowError(f"a step takes {step_s:.2g} s, so it takes {least_s:.0f} s, and {seconds:.0f} s are for it")
+        raise TooSlowError(
+            f"a step takes {step_s.ieee:.2g} s, so it takes {least_s:.0f} s, and {seconds:.0f} s are for it"
+        )
     return next(fits, least)
 
 

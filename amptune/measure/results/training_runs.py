@@ -66,9 +66,14 @@ class Thoroughness:
     replicas: int = 2
 
     @property
-    def reference_steps(self) -> int:
-        """Steps of the whole reference: gradients, with each rounding and of two batches again; the curves."""
-        return self.batches * (1 + len(ROUNDING) + self.epochs * (1 + self.replicas)) + 2
+    def gradient_steps(self) -> int:
+        """Steps in which the reference takes gradients: of each batch, rounded too, and of two batches again."""
+        return 2 * self.batches + 2
+
+    @property
+    def curve_steps(self) -> int:
+        """Steps of a loss curve."""
+        return self.batches * self.epochs
 
 
 # The first entry that fits into the time is used. If the last entry needs more than twice the time, nothing is judged.

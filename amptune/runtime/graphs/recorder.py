@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import warnings
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -110,12 +111,20 @@ class CudaRecorder:
 @contextmanager
 def as_if_recording() -> Iterator[None]:
     """Has a model that asks whether it is recorded, as libraries do before they wait for the device, do as it will."""
-    own = torch.cuda.is_current_stream_capturing
-    torch.cuda.is_current_stream_capturing = _yes
+    with _lock:
+        _replaced.append(torch.cuda.is_current_stream_capturing)
+        torch.cuda.is_current_stream_capturing = _yes
     try:
         yield
     finally:
-        torch.cuda.is_current_stream_capturing = own
+        with _lock:  # the last to end, in whatever thread, puts PyTorch's own back
+            last = _replaced.pop()
+            if not _replaced:
+                torch.cuda.is_current_stream_capturing = last
+
+
+_replaced: list[Callable[[], bool]] = []
+_lock = threading.Lock()
 
 
 def _yes() -> bool:

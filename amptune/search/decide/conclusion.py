@@ -14,7 +14,7 @@ from amptune.policy.policy_file import PolicyFile
 from amptune.policy.setting_effects import numerics_of
 from amptune.policy.settings import Policy
 from amptune.search.decide.decision import Decision
-from amptune.search.decide.evidence import evidence_of, labels_of
+from amptune.search.decide.evidence import evidence_of, labels_of, parity_of
 from amptune.search.decide.pareto import points_of
 from amptune.search.gate.judgements import Judgements, without_graph
 from amptune.search.gate.limits import Judgement
@@ -48,7 +48,7 @@ def decide(
     """
     policy = verdict.winner.policy
     finalists = _finalists(verdict, amp_recipes)
-    unjudged = tuple(_not_judged(judgements, policy))
+    unjudged = tuple(_not_judged(judgements, policy, parity_of(rows, policy, verdict.baseline.policy)))
     findings = (
         *verdict.findings,
         *noticed_before,
@@ -122,7 +122,7 @@ def _yardstick(judgements: Judgements[Judgement], policy: Policy, told: Sequence
         yield from (finding for finding in yardstick_findings(judgement) if finding.code not in codes)
 
 
-def _not_judged(judgements: Judgements[Judgement], policy: Policy) -> Iterator[Finding]:
+def _not_judged(judgements: Judgements[Judgement], policy: Policy, parity: Mapping[str, float]) -> Iterator[Finding]:
     because = judgements.unjudged_because(policy)
     why = f" ({because})" if because is not None else ""
     if not judgements.is_exempt(without_graph(policy)) and judgements.known(policy) is None:
@@ -131,4 +131,6 @@ def _not_judged(judgements: Judgements[Judgement], policy: Policy) -> Iterator[F
     elif judgements.is_graph_open(policy) or (policy.compile != "off" and because is not None):
         why = why or " (there was no time for it; give more with --budget)"
         message = f"numerics were judged without torch.compile, and not those of its graph{why}"
-        yield Finding(code="graph-not-judged", message=message)
+        if off := parity.get("loss_deviation"):
+            message += f"; the losses of its first steps differ from the baseline's by {100 * off:.2g} % at most"
+        yield Finding(code="graph-not-judged", message=message, figures=dict(parity))

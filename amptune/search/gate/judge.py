@@ -22,8 +22,8 @@ __all__ = ["Judge", "OutOfTimeError", "PolicyJudged", "raised_by"]
 
 # The share of the time left that the reference may take: the more time, the more steps it compares.
 REFERENCE_SHARE = 0.1
-# The share of the whole budget that judging a graph may take: an encoder-decoder's took 104 of 300 s on an H100.
-GRAPH_SHARE = 0.25
+# The share of the budget that judging may take with a graph, which is compiled anew: one once took 104 of 300 s.
+JUDGING_SHARE = 0.15
 # The least time for the reference, even if the budget is short: one made in less time says too little.
 SHORTEST_REFERENCE_S = 2.0
 # The least time limit of a judgement, however little time is left: the judgement may be about the winner.
@@ -47,7 +47,8 @@ class Judge:
     """A judge of policies that remembers its judgements.
 
     The FP32 reference takes `reference_share` of the time that is left. A cure is looked for until `cures_until_s` of
-    the budget are spent. `last_s` are the seconds of the last judgement, without the reference.
+    the budget are spent. `last_s` are the seconds of the last judgement, without the reference; `spent_s` those of all,
+    and of cures.
     """
 
     evaluator: Evaluator
@@ -58,6 +59,7 @@ class Judge:
     reference_share: float = REFERENCE_SHARE
     cures_until_s: float = math.inf
     last_s: float = 0.0
+    spent_s: float = 0.0
     judgements: Judgements[Judgement] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,7 +77,7 @@ class Judge:
     @property
     def longest_graph_s(self) -> float:
         """The seconds that judging a graph may take."""
-        return GRAPH_SHARE * self.budget.seconds
+        return max(0.0, JUDGING_SHARE * self.budget.seconds - self.spent_s)
 
     def judged_unsound(self, policy: Policy) -> bool:
         """Judges the policy if needed; returns whether it must not win."""
@@ -136,6 +138,7 @@ class Judge:
             yield
         finally:
             self.last_s = self.budget.spent_s - before_s
+            self.spent_s += self.last_s
 
 
 def raised_by(policy: Policy, failure: Failure) -> bool:
