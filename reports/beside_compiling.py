@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -99,7 +99,7 @@ def begun(target: str, device: str | None) -> Iterator[OneThatMayNotStop]:
     with (
         tempfile.TemporaryDirectory() as folder,
         compile_caches(Path(folder) / "caches"),
-        OneThatMayNotStop(Source(target=target), device, Path(folder) / "workers.log") as evaluator,
+        closing(OneThatMayNotStop(Source(target=target), device, Path(folder) / "workers.log")) as evaluator,
     ):
         evaluator.prepare(LIMIT_S)
         yield evaluator

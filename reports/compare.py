@@ -35,8 +35,9 @@ from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.report.progress import progress_for
 from amptune.search.api import tune
 from amptune.search.plan.budget import Budget
+from amptune.search.table.contenders import Contender
 from amptune.search.table.effects import machine_of
-from amptune.search.table.verdict import Contender, Verdict, verdict_of
+from amptune.search.table.verdict import Verdict, verdict_of
 from amptune.workload.zoo import NAMES
 
 FINALS_S = 45.0

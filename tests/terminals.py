@@ -17,8 +17,8 @@ from amptune.search.pipeline import tune_with
 from amptune.search.plan.budget import Budget
 from amptune.search.request import TuningRequest
 from amptune.search.space.candidates import Wanted
+from amptune.search.table.contenders import Contender
 from amptune.search.table.objective import THROUGHPUT, Objective
-from amptune.search.table.verdict import Contender
 
 __all__ = ["BERT_RULES", "Terminal", "decision_of", "with_rules"]
 

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -57,6 +57,10 @@ PLACES = [
     "search.trials",
     "search.groundwork",
     "search.after_checks",
+    "search.answer_costs",
+    "search.run_state",
+    "search.knowledge",
+    "search.stages",
     "search.run",
     "search.pipeline",
     "search.api",
@@ -144,7 +148,7 @@ def test_every_room_says_what_it_holds() -> None:
 @pytest.mark.parametrize(
     ("library", "allowed"),
     [
-        ("optuna", {"search/sampler/storage.py", "search/sampler/policy_sampler.py"}),
+        ("optuna", {f"search/sampler/{name}.py" for name in ["backend", "storage", "stored_trials", "policy_sampler"]}),
         ("yaml", {"policy/yaml_text.py"}),
         ("pynvml", {"hardware/nvml.py"}),
         ("pebble", {"measure/workers/processes.py"}),
@@ -202,6 +206,62 @@ def test_no_public_function_shares_its_modules_name() -> None:
         if isinstance(node, ast.FunctionDef) and node.name == path.stem
     ]
     assert shared == []
+
+
+LONGEST = 300  # lines of a module
+
+
+def test_no_module_is_longer_than_a_reader_bears() -> None:
+    lines = {name: path.read_text().count("\n") for name, path in MODULES.items()}
+    assert {name: count for name, count in lines.items() if count > LONGEST} == {}
+
+
+def test_a_run_knows_few_modules() -> None:
+    """Who follows a request reads it first."""
+    assert len(modules_in(MODULES["search.run"].read_text())) <= 12
+
+
+def constants_of(source: str) -> Iterator[tuple[str, str]]:
+    """Each constant of a module by its name without a leading underscore, and its value as text."""
+    for node in ast.parse(source).body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        value = getattr(node, "value", None)
+        for target in targets:
+            names = target.elts if isinstance(target, ast.Tuple) else [target]
+            values = (
+                value.elts if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) else [value] * len(names)
+            )
+            for name, own in zip(names, values, strict=True):
+                if isinstance(name, ast.Name) and name.id.isupper() and own is not None:
+                    yield name.id.lstrip("_"), repr(eval_of(own))
+
+
+def eval_of(value: ast.expr) -> object:
+    """The value of an expression of literals, else its text."""
+    try:
+        return eval(ast.unparse(value), {"__builtins__": {}})  # noqa: S307  # our own source
+    except Exception:  # noqa: BLE001  # it names something
+        return ast.unparse(value)
+
+
+def two_meanings(sources: Iterable[str]) -> list[str]:
+    """The names that are constants of several values."""
+    values: dict[str, set[str]] = {}
+    for source in sources:
+        for name, value in constants_of(source):
+            values.setdefault(name, set()).add(value)
+    return sorted(name for name, different in values.items() if len(different) > 1)
+
+
+def test_a_constants_name_means_one_thing_in_searching_and_measuring() -> None:
+    rooms = [path for room in ("search", "measure") for path in (PACKAGE / room).rglob("*.py")]
+    assert two_meanings(path.read_text() for path in rooms) == []
+
+
+def test_the_check_of_constants_can_fail() -> None:
+    assert two_meanings(["HALF, REST = 0.5, 2", "_HALF = 'fp16'", "REST = 1 + 1"]) == ["HALF"]
 
 
 # A search with fewer numbers fits into a head; each new one needs another to go.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, TypeVar
 
 from amptune.errors import NothingFeasibleError
 from amptune.measure.bench.stillness import ProcessIdentity
@@ -18,6 +18,7 @@ from amptune.measure.results.subject import Prepared
 from amptune.measure.results.training_runs import LossCurve, Parity, Reference
 from amptune.measure.workers import worker
 from amptune.measure.workers.background_graph import BackgroundGraph
+from amptune.measure.workers.cpu_share import cores
 from amptune.measure.workers.processes import WorkerProcess, stop_all, workers_that_fit
 from amptune.measure.workers.source import Source
 from amptune.measure.workers.worker import Setting
@@ -117,7 +118,7 @@ class Evaluator(Protocol):
 
 
 @dataclass
-class WorkerEvaluator:
+class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
     """An evaluator on this machine that measures in worker processes.
 
     While searching there are at most four, and one for each graph that compiled in the background: one for each
@@ -163,7 +164,7 @@ class WorkerEvaluator:
             pending.answer()  # a failure is reported again by the first measurement
 
     def build_ahead(self, count: int) -> None:
-        for _ in range(min(count, worker.cores() // CORES_PER_GRAPH)):
+        for _ in range(min(count, cores() // CORES_PER_GRAPH)):
             process = self._new()
             process.begin(START_LIMIT_S, worker.get_ready, STOCK, _graphs_at_once())
             process.begin(START_LIMIT_S, worker.import_compiler)
@@ -236,19 +237,14 @@ class WorkerEvaluator:
         train = lambda: self._worker(policy).call(limit_s, worker.train_long, policy, steps, seed, seconds)  # noqa: E731
         return self._with_room(policy, train)
 
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         self._graphs.clear()
         stop_all([*self._workers.values(), *self._built])
         self._workers.clear()
         self._built.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _with_room(self, policy: Policy, ask: Callable[[], T | Failure]) -> T | Failure:
         """Asks again with no other worker running if memory was short: training will have what these took."""
@@ -301,4 +297,4 @@ class WorkerEvaluator:
 
 
 def _graphs_at_once() -> int:
-    return max(1, worker.cores() // CORES_PER_GRAPH)
+    return max(1, cores() // CORES_PER_GRAPH)

@@ -18,10 +18,10 @@ from amptune.report.result_tables import HOW_TO_READ
 from amptune.search.decide.pareto import ParetoPoint, front_of
 from amptune.search.decide.study_report import StudyReport, command_of
 from amptune.search.table.ablation import Ablated
+from amptune.search.table.contenders import Contender
 from amptune.search.table.gains import FIGURES
 from amptune.search.table.ratio import Ratio
 from amptune.search.table.trial import Trial
-from amptune.search.table.verdict import Contender
 
 __all__ = ["bullets", "page_of", "section", "table", "whole_page"]
 

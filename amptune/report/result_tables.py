@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from amptune.search.decide.decision import Decision
     from amptune.search.decide.study_report import StudyReport
     from amptune.search.gate.long_look import LongLook
-    from amptune.search.table.verdict import Contender
+    from amptune.search.table.contenders import Contender
     from amptune.search.verification import Verification
 
 __all__ = [

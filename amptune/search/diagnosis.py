@@ -37,7 +37,7 @@ GLANCE = Effort(warmup_s=1.0, measure_s=0.2)
 # The share of the budget for finding what cures each dtype. The profiles and the loop have no share: they take seconds.
 NUMERICS_SHARE = 0.6
 LOOP_S = 2.0
-SHORTEST_S = 20.0
+SHORTEST_LOOK_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class _Examination:
 
     def result(self) -> Diagnosis:
         prepared = self.evaluator.prepare(self.budget.left_to_prepare_s)
-        outcome = self.evaluator.measure(STOCK, replace(GLANCE, time_limit_s=max(SHORTEST_S, self.budget.left_s)))
+        outcome = self.evaluator.measure(STOCK, replace(GLANCE, time_limit_s=max(SHORTEST_LOOK_S, self.budget.left_s)))
         if isinstance(outcome, Failure):
             raise self._error_of(outcome)
         numerics = tuple(self._numerics(prepared))
@@ -114,7 +114,7 @@ class _Examination:
         error = error_of_baseline(STOCK, failure)
         if failure.kind != "nonfinite":
             return error
-        traces = self.evaluator.trace(STOCK, STOCK, max(SHORTEST_S, self.budget.left_s))
+        traces = self.evaluator.trace(STOCK, STOCK, max(SHORTEST_LOOK_S, self.budget.left_s))
         where = "" if isinstance(traces, Failure) else f"; {where_fp32_breaks(traces)}"
         return NothingFeasibleError(f"{error}{where}")
 
@@ -137,7 +137,7 @@ class _Examination:
                 message = f"there was no time to profile the step under {policy}; give more with --budget"
                 findings.append(Finding(code="not-profiled", message=message, figures={"policy": str(policy)}))
                 continue
-            profile = self.evaluator.profile(policy, max(SHORTEST_S, self.budget.left_s))
+            profile = self.evaluator.profile(policy, max(SHORTEST_LOOK_S, self.budget.left_s))
             if isinstance(profile, Failure):
                 message = f"the step could not be profiled: {profile}"
                 findings.append(Finding(code="not-profiled", message=message, figures={"policy": str(policy)}))
@@ -153,7 +153,7 @@ class _Examination:
             return
         sound = [one.policy for one in numerics if one.judgement is not None and one.judgement.passes]
         policy = sound[0] if sound else STOCK
-        timing = self.evaluator.train(policy, LOOP_S, max(SHORTEST_S, self.budget.left_s))
+        timing = self.evaluator.train(policy, LOOP_S, max(SHORTEST_LOOK_S, self.budget.left_s))
         if isinstance(timing, Failure):
             yield Finding(code="end-to-end-failed", message=f"the training loop with fresh data failed: {timing}")
             return
@@ -170,7 +170,7 @@ def _recipes(hardware: Hardware) -> tuple[Policy, ...]:
 def _dtype(judge: Judge, recipe: Policy, subject: Subject) -> DtypeDiagnosis:
     judgement = judge.judgement_of(recipe)
     if judgement is None:
-        message = f"the numerics of {recipe} could not be judged: {judge.unjudged_because(recipe)}"
+        message = f"the numerics of {recipe} could not be judged: {judge.judgements.unjudged_because(recipe)}"
         finding = Finding(code="not-judged", message=message, figures={"autocast": recipe.autocast})
         return DtypeDiagnosis(policy=recipe, judgement=None, cure=None, findings=(finding,))
     if judgement.passes:

@@ -16,7 +16,8 @@ from amptune.search.events import Compiling, Observer
 from amptune.search.plan.budget import Budget
 from amptune.search.plan.compile_costs import cold_s, expected_compile_s
 from amptune.search.plan.plan import WORTHWHILE, Step
-from amptune.search.sampler.study import UNTRIED_GAIN, Study, Suggestion
+from amptune.search.sampler.study import Study
+from amptune.search.sampler.suggestion import UNTRIED_GAIN, Suggestion
 
 __all__ = ["BEHIND", "IN_A_TRIAL", "Graphs", "cannot_compile", "instead_of", "typical_s"]
 
@@ -158,7 +159,7 @@ class Graphs:
         """Returns the seconds that compiling a policy is expected to take."""
         if not self._has_compiled(policy) and policy.compile not in AUTOTUNED_MODES:
             return expected_compile_s(self.leaves - self.repeated_leaves * (policy.compile == "blocks"))
-        return cold_s(policy, {trial.policy: trial.outcome for trial in self.study.trials})
+        return cold_s(policy, self.study.outcomes)
 
     def _has_compiled(self, policy: Policy) -> bool:
         """Returns True if it is known how long compiling takes here, of blocks or of the whole model."""

@@ -29,7 +29,8 @@ from amptune.search.gate.numeric_findings import findings_of
 from amptune.search.gate.repair import Cure, cure_of, traces_of
 from amptune.search.plan.budget import SHORT_S
 from amptune.search.plan.plan import Step
-from amptune.search.sampler.study import UNTRIED_GAIN, Study
+from amptune.search.sampler.study import Study
+from amptune.search.sampler.suggestion import UNTRIED_GAIN
 from amptune.search.space.exclusions import Ladder, ladder_by_time
 from amptune.search.space.knobs import Space
 from amptune.search.table.next_rows import UNSEEN
@@ -69,12 +70,12 @@ class Numerics:
     def wants(self, free_s: float) -> Step | None:
         """Returns the step that judges what leads. Until it has passed, its lead over the best sound policy is none."""
         leading = self._leading() or self._broken()
-        if leading is None or self.judge.failure is not None:
+        if leading is None or self.judge.judgements.failure is not None:
             return None
         policy, lead = leading
         recipe = self._recipe_of(policy) or policy
         judgement_s = self.judge.last_s or self._guessed_s
-        if self.judge.is_open(recipe):
+        if self.judge.judgements.is_open(recipe):
             act: Callable[[float], None] = lambda _: self._judge(recipe)  # noqa: E731
             return Step(stage="numerics", what=str(recipe), seconds=min(judgement_s, free_s), worth=lead, act=act)
         judgement = self.judge.judgements.rejection_of(recipe)
@@ -94,8 +95,8 @@ class Numerics:
 
     def graph(self, _free_s: float) -> Step | None:
         """Returns the step that judges the leader together with its graph, which is compiled anew for that."""
-        best = best_of(self.study())
-        if best is None or not self.judge.is_graph_open(best.policy) or self.judge.is_open(best.policy):
+        best, judgements = best_of(self.study()), self.judge.judgements
+        if best is None or not judgements.is_graph_open(best.policy) or judgements.is_open(best.policy):
             return None
         eager = [self._score(trial) for trial in self.study().trials if trial.policy.compile == "off"]
         lead = math.log(self._score(best) / max(eager)) if max(eager, default=0.0) > 0.0 else 0.0
@@ -119,7 +120,7 @@ class Numerics:
             if (
                 best is None
                 and recipe is not None
-                and (self.judge.is_open(recipe) or recipe.precision in self._uncured)
+                and (self.judge.judgements.is_open(recipe) or recipe.precision in self._uncured)
             ):
                 best = trial
         return None
@@ -129,7 +130,7 @@ class Numerics:
         for recipe in self.recipes:
             trial = self.study().trial_of(recipe)
             failed = trial is not None and isinstance(trial.outcome, Failure) and raised_by(recipe, trial.outcome)
-            if failed and (self.judge.is_open(recipe) or recipe.precision in self._uncured):
+            if failed and (self.judge.judgements.is_open(recipe) or recipe.precision in self._uncured):
                 return recipe, UNTRIED_GAIN
         return None
 
@@ -148,8 +149,8 @@ class Numerics:
             self._uncured.add(policy.precision)
             self.safeguards[policy.precision] = None
             self.changed()
-        if self.judge.failure is not None:
-            message = f"numerics could not be judged, as there is no FP32 reference: {self.judge.failure}"
+        if self.judge.judgements.failure is not None:
+            message = f"numerics could not be judged, as there is no FP32 reference: {self.judge.judgements.failure}"
             self.findings += (Finding(code="no-reference", message=message),)
 
     def _cure(self, judgement: Judgement, limit_s: float) -> None:

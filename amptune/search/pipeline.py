@@ -79,7 +79,9 @@ def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) 
     # Optuna takes seconds to import on a slow host, while the workers build the workload.
     threading.Thread(target=importlib.import_module, args=["amptune.search.run"], daemon=True).start()
     prepared = _built(evaluator, request, plan)
+    from amptune.search.knowledge import Knowledge
     from amptune.search.run import TuningRun
+    from amptune.search.stages import Stages
 
     observer(WorkloadBuilt(prepared=prepared, left_s=request.budget.left_s))
     if request.objective.name == "energy" and prepared.hardware.gpu is None:
@@ -87,14 +89,15 @@ def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) 
     request = _accumulating(request, prepared)
     candidates = candidates_for(prepared, request.wanted)
     judge = Judge(evaluator, candidates.baseline, request.budget, observer, prepared.subject.tolerance)
-    run = TuningRun(request, prepared, candidates, judge, evaluator, observer, plan)
+    known = Knowledge(request, prepared, candidates, judge)
+    run = TuningRun(Stages(known, evaluator, observer), plan)
     try:
         run.find_answer()
         decision = run.sound_decision()
     except KeyboardInterrupt:
         raise TuningInterrupted(run.decision(interrupted=True)) from None
     if decision is None:
-        raise _nothing_feasible(run.study, candidates)
+        raise _nothing_feasible(known.study, candidates)
     return decision
 
 

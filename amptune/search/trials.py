@@ -13,9 +13,12 @@ from amptune.measure.results.outcome import ENERGY_S, Effort, Failure, Measureme
 from amptune.policy.settings import AUTOTUNED_MODES, Policy
 from amptune.search.events import Observer, TrialEnded
 from amptune.search.graphs import BEHIND, GUESSED_TRIAL_S, IN_A_TRIAL, Graphs, cannot_compile, instead_of, typical_s
+from amptune.search.narrowing import BLOCK
 from amptune.search.plan.budget import SHORT_S, Budget
 from amptune.search.plan.plan import WORTHWHILE, Step
-from amptune.search.sampler.study import Study, Suggestion
+from amptune.search.sampler.study import Study
+from amptune.search.sampler.suggestion import Suggestion
+from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
 __all__ = ["Trials", "best_of"]
@@ -58,6 +61,18 @@ class Trials:
     def measured(self) -> int:
         """The number of trials that this run made."""
         return self._of_this_run - self._known
+
+    def anchor(self) -> None:
+        """Measures the baseline in this run if only former runs did: no two runs are compared with each other."""
+        known = self.study.trial_of(self.baseline)
+        if known is None or any(row.policy == self.baseline and row.run == self.run for row in self.study.table):
+            return
+        limit_s = max(SHORT_S, self.budget.left_s)
+        effort = self.study.yardstick.objective.effort(replace(BLOCK, time_limit_s=limit_s))
+        outcome = self.evaluator.measure(self.baseline, effort)
+        if isinstance(outcome, Measurement):
+            kind, moment_s = known.row.launch, self.budget.clock()
+            self.study.add(Row(policy=self.baseline, outcome=outcome, run=self.run, launch=kind, moment_s=moment_s))
 
     def wants(self, free_s: float) -> Step | None:
         """Returns the step that measures the next policy."""

@@ -24,10 +24,10 @@ from amptune.search.events import Observer
 from amptune.search.narrowing import Narrowing
 from amptune.search.plan.budget import Budget
 from amptune.search.request import source_of
+from amptune.search.table.contenders import Contender
 from amptune.search.table.gains import use_of
 from amptune.search.table.ratio import Ratio
 from amptune.search.table.row import Row, waits_for_data
-from amptune.search.table.verdict import Contender
 from amptune.workload.workload import Workload
 
 __all__ = ["Verification", "verify", "verify_with"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from amptune.measure.bench.bench import LEAST_FIRST_STEPS
+from amptune.measure.bench.policy_timer import LEAST_FIRST_STEPS
 from amptune.measure.results.outcome import Measurement
 
 

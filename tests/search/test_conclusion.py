@@ -51,15 +51,14 @@ def concluded(
 ) -> Decision:
     """The decision on these rows, of which the first of each policy is its trial. All can win that the judge lets."""
     judge = judge or judge_of()
-    verdict = decided(
-        rows, GPU, objective, lambda policy: "not as good as FP32" if judge.judgements.bars(policy) else None
-    )
+    judgements = judge.judgements
+    verdict = decided(rows, GPU, objective, lambda policy: judgements.bar(policy, is_outside=False))
     return decide(
         RecordedEvaluator("resnet50").prepare(1.0),
         trials_of(rows),
         rows,
         verdict,
-        judge,
+        judgements,
         amp_recipes=(BF16, FP16),
         noticed_before=noticed_before,
         seconds=120.0,
@@ -201,7 +200,7 @@ def test_a_setting_that_buys_nothing_says_so_in_the_evidence() -> None:
         trials_of(rows),
         rows,
         verdict,
-        judge_of(),
+        judge_of().judgements,
         amp_recipes=(),
         seconds=1.0,
         interrupted=False,

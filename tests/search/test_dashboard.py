@@ -17,7 +17,7 @@ import pytest
 from simulated.recorded import RecordedEvaluator
 from test_pipeline import tuned_on
 
-from amptune.search.sampler.storage import JOURNAL
+from amptune.search.sampler.backend import JOURNAL
 
 STARTS_WITHIN_S = 60
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from amptune.measure.results.half_effects import InHalf, ModuleSensitivity, Sensitivity, Stream
+from amptune.measure.results.half_effects import ModuleSensitivity, Sensitivity, Stream
 from amptune.measure.results.subject import Module, Subject
 from amptune.policy.serialization import adapter_for
 from amptune.search.space.exclusions import Price, ladder_by_time, savings_in_order
@@ -26,19 +26,15 @@ def recorded(workload: str) -> Sensitivity:
 def module(
     path: str, fp32_ms: float, half_ms: float, stream: Stream = "half", after: str = "", mib: int = 0
 ) -> ModuleSensitivity:
-    half = InHalf(ms=half_ms, loss_effect=0.0, gradient_error=0.0, gradient_cosine=1.0, overflow=0.0, underflow=0.0)
     return ModuleSensitivity(
         path=path,
         calls=1,
         fp32_ms=fp32_ms,
-        half={"bf16": half},
+        half_ms={"bf16": half_ms},
         stream=stream,
         input_bytes=mib * 2**20,
         output_bytes=mib * 2**20,
         cast_bytes=0,
-        activation_max=1.0,
-        weight_max=1.0,
-        gradient_max=1.0,
         producers=(after,) if after else (),
     )
 
@@ -106,9 +102,8 @@ def test_modules_of_one_kind_are_kept_together() -> None:
 
 
 def test_a_module_that_was_not_timed_is_never_chosen() -> None:
-    half = InHalf(ms=None, loss_effect=0.0, gradient_error=0.0, gradient_cosine=1.0, overflow=0.0, underflow=0.0)
     untimed = module("dropout", 1.0, 2.0)
-    untimed = replace(untimed, fp32_ms=None, half={"bf16": half})
+    untimed = replace(untimed, fp32_ms=None, half_ms={"bf16": None})
     assert saved(sensed(untimed, module("a", 1.0, 0.5))) == []
 
 

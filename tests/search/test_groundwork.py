@@ -84,7 +84,7 @@ def trace_of(path: str, *, breaks: bool) -> ModuleTrace:
 
 
 def judge_on(evaluator: RecordedEvaluator, baseline: Policy = STOCK, **more: float) -> Judge:
-    return Judge(evaluator, baseline, Budget(seconds=600), lambda _: None, **more)  # type: ignore[arg-type]
+    return Judge(evaluator, baseline, Budget(seconds=600), lambda _: None, **more)
 
 
 # --- the judge ---------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_the_next_judgement_is_expected_to_take_what_the_last_took_without_the_r
 def test_fp32_as_precise_as_the_users_own_and_the_baseline_itself_are_not_judged(
     baseline: Policy, policy: Policy, *, exempt: bool
 ) -> None:
-    assert judge_on(RecordedEvaluator("resnet50"), baseline).is_exempt(policy) is exempt
+    assert judge_on(RecordedEvaluator("resnet50"), baseline).judgements.is_exempt(policy) is exempt
 
 
 def test_the_reference_is_the_users_own_fp32() -> None:
@@ -163,7 +163,7 @@ def test_what_a_policy_raises_and_fp32_does_not_is_its_own_fault(
     judge = judge_on(Raising("resnet50"))
     judge.judge_graph(policy)
     assert judge.judgements.bars(policy) is rejected
-    assert (judge.unjudged_because(policy) is None) is rejected
+    assert (judge.judgements.unjudged_because(policy) is None) is rejected
 
 
 # --- the cure ----------------------------------------------------------------------------------------------------
@@ -377,7 +377,7 @@ def test_a_graph_stands_for_the_others_in_its_dtype() -> None:
     for dtype in ("bf16", "fp16"):
         judge.judge_graph(Policy(autocast=dtype, compile="default"))
     last, other = (Policy(autocast=dtype, compile="reduce-overhead") for dtype in ("bf16", "fp16"))
-    assert not judge.is_graph_open(last)
+    assert not judge.judgements.is_graph_open(last)
     assert not judge.judgements.bars(last)
     assert judge.judgements.bars(other)
     assert not judge.judgements.bars(replace(other, compile="off"))
@@ -396,10 +396,10 @@ def test_a_graph_that_could_not_be_judged_bars_no_policy_and_is_not_tried_again(
     judge.judge_graph(graph)
     for policy in (graph, other):
         assert judge.judgements.passes(policy)
-        assert not judge.is_graph_open(policy)
-        assert judge.unjudged_because(policy) == TOO_LARGE
-    assert judge.is_graph_open(replace(other, autocast="fp16"))
-    assert judge.unjudged_because(replace(other, compile="off")) is None
+        assert not judge.judgements.is_graph_open(policy)
+        assert judge.judgements.unjudged_because(policy) == TOO_LARGE
+    assert judge.judgements.is_graph_open(replace(other, autocast="fp16"))
+    assert judge.judgements.unjudged_because(replace(other, compile="off")) is None
 
 
 @pytest.mark.parametrize(("given_s", "limit_s"), [(1000.0, 90.0), (40.0, 40.0)])
@@ -432,8 +432,8 @@ def test_a_graph_of_plain_fp32_has_passed_until_it_is_judged() -> None:
     judge = judge_on(Faulty("resnet50", unsound=lambda policy: policy.compile != "off"))
     graph = Policy(compile="default")
     assert judge.judgements.passes(graph)
-    assert judge.is_graph_open(graph)
-    assert not judge.is_open(graph)
+    assert judge.judgements.is_graph_open(graph)
+    assert not judge.judgements.is_open(graph)
     judge.judge_graph(graph)
     assert judge.judgements.bars(graph)
     assert not judge.judgements.passes(graph)

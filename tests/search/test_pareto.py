@@ -10,8 +10,12 @@ from test_objective import measured
 from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.decide.pareto import ParetoPoint, best_point, front_of, points_of, spread_along
+from amptune.search.gate.judgements import Judgements
+from amptune.search.sampler.records import GateRecord
+from amptune.search.table.effects import GPU
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.trial import Trial
+from amptune.search.table.verdict import verdict_of
 
 figures = st.floats(min_value=1e-3, max_value=1e6)
 # Few different values, so that many are equal.
@@ -83,7 +87,12 @@ def test_what_failed_or_was_rejected_is_no_point() -> None:
         Trial(number=1, policy=amp_recipe("fp16"), outcome=measured(ms=1.0), seconds=1.0),
         Trial(number=2, policy=amp_recipe("bf16"), outcome=Failure(kind="oom", message=""), seconds=1.0),
     ]
-    (one,) = points_of(trials, lambda policy: policy.autocast == "fp16", lambda policy: policy == STOCK)
+    rows = [trial.row for trial in trials]
+    verdict = verdict_of(rows, STOCK, GPU)
+    assert verdict is not None
+    rejects = GateRecord(policy=amp_recipe("fp16"), passes=False, used=2.0, words="")
+    none: Judgements[GateRecord] = Judgements(STOCK)
+    (one,) = points_of(trials, verdict, none.also(rejects))
     assert (one.policy, one.judged) == (STOCK, True)
     assert one.samples_per_s == pytest.approx(3200.0)
 

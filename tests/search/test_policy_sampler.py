@@ -17,7 +17,7 @@ from simulated.recorded import RecordedEvaluator, recorded_ms
 
 from amptune.measure.results.outcome import Effort, Failure
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.sampler import storage
+from amptune.search.sampler import backend
 from amptune.search.sampler.policy_sampler import sampler_named, with_fixed
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
@@ -145,7 +145,7 @@ def test_a_trial_left_by_a_killed_worker_blocks_nothing(tmp_path: Path) -> None:
 def test_a_lock_that_a_killed_writer_left_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interruption between taking and releasing it left one, and the tuner waited for itself, for ever."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(storage, "LOCK_S", 3)
+    monkeypatch.setattr(backend, "LOCK_S", 3)
     where = Path("study")
     searched(opened(where), 1)
     (where / "journal.log.lock").symlink_to((where / "journal.log").absolute())

@@ -42,7 +42,6 @@ FULL = Measurement(
     startup_s=12.5,
     graph_breaks=("print",),
     recompiled=3,
-    prepared_anew=2,
     settled=False,
     in_loop=True,
     wait_share=0.25,

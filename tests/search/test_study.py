@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from measurements import took
 from optuna.samplers import TPESampler
@@ -45,21 +44,6 @@ def tell(study: Study, policy: Policy, outcome: Outcome | None = None) -> None:
     assert suggestion.policy == policy
     outcome = outcome or RecordedEvaluator("resnet50").measure(policy, Effort())
     study.tell(suggestion, Trial(number=len(study.trials), policy=policy, outcome=outcome, seconds=1.0))
-
-
-def test_the_fastest_stands_among_the_first_whatever_those_like_it_make_of_it(
-    study: Study, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policies = [amp_recipe(dtype, memory_format="channels_last") for dtype in ("fp16", "bf16")]
-    policies += [amp_recipe("fp16"), amp_recipe("bf16"), STOCK]
-    for place, policy in enumerate(policies):
-        tell(study, policy, took(10.0 + place))
-    doubted = SimpleNamespace(mean=np.zeros(study.size))  # the mean of the first is to be the lowest
-    doubted.mean[study._catalog.index[policies[0]]] = -9.0
-    monkeypatch.setattr(study._own, "belief", lambda *_: doubted)
-    ranked = study.ranked()
-    assert policies[0] in ranked[:2]
-    assert sorted(map(str, ranked)) == sorted(map(str, policies))
 
 
 def test_neighbours_have_one_setting_less_or_another_choice_of_one_knob(study: Study) -> None:

@@ -26,7 +26,7 @@ from amptune.search.decide.samples import FILE_NAME, former_rows
 from amptune.search.decide.study_report import StudyReport, command_of, findings_of, study_report_of
 from amptune.search.events import ContenderMeasured, Event, TrialEnded
 from amptune.search.pipeline import TuningInterrupted, tune_with
-from amptune.search.sampler import storage
+from amptune.search.sampler import backend
 from amptune.search.sampler.records import StudyRecord, without_password
 from amptune.search.sampler.storage import recall
 from amptune.search.space.candidates import GlobalBatch
@@ -426,7 +426,7 @@ def test_rows_are_kept_as_they_were_measured(tmp_path: Path) -> None:
 def test_a_row_of_another_amptune_costs_that_row(tmp_path: Path) -> None:
     tuned(tmp_path, trials=6)
     whole, name = recall(tmp_path).rows, recall(tmp_path).name
-    study = optuna.load_study(study_name=name, storage=storage._storage(tmp_path))
+    study = optuna.load_study(study_name=name, storage=backend.opened(tmp_path))
     other = whole[0].as_dict()
     study.set_user_attr("row 1", {**other, "policy": {"autocast": "int8"}})
     study.set_user_attr("row 2", {**other, "outcome": {"failed": False}})

@@ -498,7 +498,6 @@ class SyntheticEvaluator:
         told: dict[str, Any] = {
             "in_loop": getattr(effort, "in_loop", False),
             "settled": not slow[steps // 2 :].any(),
-            "prepared_anew": int(slow.sum()),
         }
         known = {field.name for field in fields(measured)}  # the starting commit has none of them
         return replace(measured, **{name: value for name, value in told.items() if name in known})

@@ -38,7 +38,7 @@ MAX_REPEATS = 2
 REPEAT_UNTIL = 0.5
 
 # A mean's interval is that of a Gaussian: it only decides when to stop. Fewer steps have none.
-_GAUSSIAN_95, _FEWEST_STEPS = 1.96, 6
+_GAUSSIAN_95, _FEWEST_TIMES = 1.96, 6
 
 Step = Callable[[], object]
 
@@ -70,8 +70,7 @@ class TimedBlock:
     """Steps timed in a row, the readings before and after them, and the codes of what these show.
 
     The clocks and the temperature of `after` were read while the device was busy. `untimed` steps ran before the block.
-    `prepared` graphs were compiled or recorded meanwhile; the block is not `settled` if that still happened in its
-    second half.
+    It is not `settled` if graphs were still compiled or recorded in its second half.
     """
 
     step_ms: tuple[float, ...]
@@ -79,7 +78,6 @@ class TimedBlock:
     after: Readings
     contaminated_by: tuple[str, ...]
     untimed: int = 0
-    prepared: int = 0
     settled: bool = True
 
     @property
@@ -190,7 +188,6 @@ class StepTimer:
             after=after,
             contaminated_by=codes,
             untimed=untimed,
-            prepared=settling.prepared,
             settled=settling.is_over,
         )
 
@@ -202,7 +199,7 @@ class Settling:
     """
 
     def __init__(self, count: int) -> None:
-        self._before = self._count = count
+        self._count = count
         self._before_last_ms = self._ms = 0.0
 
     def goes_on(self, times_ms: Sequence[float], count: int) -> bool:
@@ -212,11 +209,6 @@ class Settling:
         if has_come:
             self._count, self._before_last_ms = count, self._ms
         return has_come
-
-    @property
-    def prepared(self) -> int:
-        """The number of graphs that came."""
-        return self._count - self._before
 
     @property
     def is_over(self) -> bool:
@@ -242,7 +234,7 @@ def mean_half_width(values: Sequence[float]) -> float:
     It assumes independent values, and steps in a row are not independent. It therefore only decides when to stop;
     claims rest on rounds of trials.
     """
-    if len(values) < _FEWEST_STEPS:
+    if len(values) < _FEWEST_TIMES:
         return math.inf
     mean = statistics.fmean(values)
     return _GAUSSIAN_95 * statistics.stdev(values, mean) / math.sqrt(len(values)) / mean

@@ -153,7 +153,7 @@ class _Tally:
         plain_ms = work.ms if kind == "plain" else 0.0
         if kind in ("tensor-core", "plain"):
             key: _Product = (work.module, "matmul" if convolution is None else "convolution")
-            self._products.add(key, plain_ms, work.ms - plain_ms)
+            self._products.add(key, plain_ms)
             self._plain[key].add(_short(work.name), plain_ms)
         if convolution is not None:
             groups, channels = groups_and_channels(convolution)
@@ -186,14 +186,8 @@ class _Tally:
                 for (m, groups, channels), (ms, plain_ms) in self._grouped.per_step(steps)
             ),
             "products": tuple(
-                ProductTime(
-                    module=m,
-                    kind=kind,
-                    tensor_core_ms=tensor_ms,
-                    plain_ms=plain_ms,
-                    slowest_plain=self._slowest(m, kind),
-                )
-                for (m, kind), (plain_ms, tensor_ms) in self._products.per_step(steps)
+                ProductTime(module=m, kind=kind, plain_ms=plain_ms, slowest_plain=self._slowest(m, kind))
+                for (m, kind), (plain_ms,) in self._products.per_step(steps)
             ),
             "operations": tuple(
                 OperationTime(module=m, operation=operation, count=count, ms=ms)

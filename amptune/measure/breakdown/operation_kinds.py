@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 _BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1}
-_HALF = {"c10::Half", "c10::BFloat16"}
+_HALF_NAMES = {"c10::Half", "c10::BFloat16"}
 # Positions of `input` and `groups` among the arguments (PyTorch's native_functions.yaml).
 _CONVOLUTIONS = {"aten::convolution": (0, 8), "aten::convolution_backward": (1, 9)}
 # Position of the left matrix among the arguments.
@@ -76,7 +76,7 @@ def groups_and_channels(convolution: Op) -> tuple[int, int]:
 def unaligned_dims(op: Op) -> tuple[int, int, int] | None:
     """Returns (m, n, k) of a half-precision matrix product if one of them is not a multiple of 8, otherwise None."""
     at = _MATMULS.get(op.name)
-    if at is None or len(op.shapes) < at + 2 or op.types[at] not in _HALF:
+    if at is None or len(op.shapes) < at + 2 or op.types[at] not in _HALF_NAMES:
         return None
     left, right = op.shapes[at : at + 2]
     m, n, k = left[-2], right[-1], left[-1]

@@ -13,7 +13,7 @@ from amptune.changes.tensor_tree import map_tensors
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.drawn_batches import seed_everything
 from amptune.measure.loop.feed import Epochs
-from amptune.measure.numerics.batches import MOST_BATCHES, Feed
+from amptune.measure.numerics.batches import MOST_COMPARED, Feed
 from amptune.measure.numerics.short_training import Training
 from amptune.measure.results.training_runs import LossCurve
 from amptune.policy.settings import Policy
@@ -47,7 +47,7 @@ class _LoopFeed(Feed):
         self._held: tuple[int, Any] | None = None
 
     def __len__(self) -> int:
-        return MOST_BATCHES  # the steps in which the loss scale settles, as in the gate
+        return MOST_COMPARED  # the steps in which the loss scale settles, as in the gate
 
     def __next__(self) -> Any:
         """Returns the batch of this step: a step that the loss scaler skipped is repeated on the same one."""

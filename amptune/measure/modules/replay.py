@@ -1,4 +1,4 @@
-"""Replay of one module's forward call alone, in FP32 or in half, for its results and its time."""
+"""Replay of one module's forward call alone, in FP32 or in half, for its time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from amptune.changes.tensor_tree import map_tensors, tensors_in
 from amptune.measure.bench.clocks import hold_device
 
-__all__ = ["Call", "Ran", "Replay", "floating_in", "kept_as_it_is", "later_ms", "versions_of"]
+__all__ = ["Call", "Replay", "floating_in", "kept_as_it_is", "later_ms", "versions_of"]
 
 # The device is held this long: more than the host needs to enqueue one module's passes.
 HOLD_MS = 0.5
@@ -64,17 +64,8 @@ class Call:
         return args, kwargs, leaves
 
 
-@dataclass
-class Ran:
-    """The results of a replay: outputs, and the gradients of weights and of inputs."""
-
-    outputs: list[torch.Tensor]
-    weights: list[torch.Tensor]
-    inputs: list[torch.Tensor]
-
-
 class Replay:
-    """Forward and backward pass of one call, with inputs copied beforehand; `scale` is a loss scale, divided out again.
+    """Forward and backward pass of one call, with inputs copied beforehand; `scale` is a loss scale.
 
     `gradients` are those of the outputs that need one, None for an output that was not used.
     """
@@ -96,18 +87,15 @@ class Replay:
         self._device = device
         self._scale = scale
 
-    def run(self) -> Ran:
+    def run(self) -> list[torch.Tensor]:
+        """Runs both passes; returns the outputs that are used."""
         with kept_as_it_is(self._module, self._device):
-            torch.manual_seed(0)  # random numbers are the same in every precision
             outputs = self._forward()
         self._gradients = [
             (self._scale * gradient).to(out.dtype) for gradient, out in zip(self._gradients, outputs, strict=True)
         ]
-        found = self._backward(outputs)
-        zero = outputs[0].new_zeros((), dtype=torch.float32)
-        unscaled = [zero if one is None else one.float() / self._scale for one in found]
-        count = len(self._weights)
-        return Ran([out.detach() for out in outputs], unscaled[:count], unscaled[count:])
+        self._backward(outputs)
+        return [out.detach() for out in outputs]
 
     def backpropagate(self) -> None:
         """Runs only the forward and backward pass once more, for timing."""
@@ -119,9 +107,8 @@ class Replay:
         need = [tensor for tensor in floating_in(output) if tensor.requires_grad]
         return [tensor for tensor, used in zip(need, self._used, strict=True) if used]
 
-    def _backward(self, outputs: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        wanted = [*self._weights, *self._inputs]
-        return torch.autograd.grad(outputs, wanted, self._gradients, allow_unused=True)
+    def _backward(self, outputs: list[torch.Tensor]) -> None:
+        torch.autograd.grad(outputs, [*self._weights, *self._inputs], self._gradients, allow_unused=True)
 
 
 def later_ms(run: Callable[[], object], device: torch.device) -> Callable[[], float]:

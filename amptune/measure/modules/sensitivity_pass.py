@@ -4,7 +4,6 @@ module alone is run again, in FP32 and in half.
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
 from collections import defaultdict
@@ -18,10 +17,10 @@ from torch import nn
 
 from amptune.changes.tensor_tree import map_tensors, tensors_in
 from amptune.measure.bench.bench import Bench
-from amptune.measure.modules.replay import Call, Ran, Replay, floating_in, kept_as_it_is, later_ms, versions_of
+from amptune.measure.modules.replay import Call, Replay, floating_in, kept_as_it_is, later_ms, versions_of
 from amptune.measure.numerics.randomness import without_dropout
 from amptune.measure.numerics.short_training import Training
-from amptune.measure.results.half_effects import Half, InHalf, ModuleSensitivity, Sensitivity, Stream
+from amptune.measure.results.half_effects import Half, ModuleSensitivity, Sensitivity, Stream
 from amptune.policy.settings import Policy
 
 __all__ = ["sense"]
@@ -60,7 +59,7 @@ def sense(bench: Bench, policy: Policy, dtypes: Sequence[Half]) -> Sensitivity:
 
 @dataclass
 class _Seen:
-    """Figures of one module, summed over its calls; they stay on the device until the step is over."""
+    """Figures of one module, summed over its calls."""
 
     calls: int = 0
     key: tuple[Any, ...] = ()
@@ -69,8 +68,6 @@ class _Seen:
     output_bytes: int = 0
     cast_bytes: int = 0
     producers: dict[str, None] = field(default_factory=dict)
-    largest: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
-    sums: dict[tuple[Half, str], list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
 
 
 class _Watch:
@@ -153,22 +150,15 @@ class _Watch:
     def _look(self, seen: _Seen, call: Call, gradients: Sequence[torch.Tensor | None]) -> None:
         if not call.intact:
             raise RuntimeError("its inputs are written to, by itself or by what comes after")
-        given = [gradient for gradient in gradients if gradient is not None]
-        fp32 = Replay(call, gradients, None, self._device, 1.0).run()
-        weights = list(call.module.parameters())
+        outputs = Replay(call, gradients, None, self._device, 1.0).run()
         seen.calls += 1
         seen.key = call.key
         with kept_as_it_is(call.module, self._device):
             seen.stream = self._stream_of(call)
         seen.input_bytes += sum(4 * tensor.numel() for tensor in floating_in((call.args, call.kwargs)))
-        seen.output_bytes += sum(4 * tensor.numel() for tensor in fp32.outputs)
+        seen.output_bytes += sum(4 * tensor.numel() for tensor in outputs)
         # Counted once for all calls: autocast caches the casts of weights.
-        seen.cast_bytes = sum(6 * weight.numel() for weight in weights) * (seen.stream == "half")
-        for name, tensors in (("activation", fp32.outputs), ("weight", weights), ("gradient", given)):
-            seen.largest[name] += [tensor.detach().abs().amax() for tensor in tensors if tensor.numel()]
-        for dtype in self._dtypes:
-            half = Replay(call, gradients, DTYPES[dtype], self._device, LOSS_SCALE[dtype]).run()
-            _compare(seen, dtype, fp32, half, given)
+        seen.cast_bytes = sum(6 * weight.numel() for weight in call.module.parameters()) * (seen.stream == "half")
 
     def _stream_of(self, call: Call) -> Stream:
         """Returns the stream, from the output dtypes for FP32 inputs and for half inputs."""
@@ -206,51 +196,13 @@ class _Watch:
                     path=path,
                     calls=seen.calls,
                     fp32_ms=self._ms(seen, None),
-                    half={dtype: self._in_half(seen, dtype) for dtype in self._dtypes},
+                    half_ms={dtype: self._ms(seen, dtype) for dtype in self._dtypes},
                     stream=seen.stream,
                     input_bytes=seen.input_bytes,
                     output_bytes=seen.output_bytes,
                     cast_bytes=seen.cast_bytes,
                     producers=tuple(seen.producers),
-                    **{f"{name}_max": _largest(seen.largest[name]) for name in ("activation", "weight", "gradient")},
                 )
-
-    def _in_half(self, seen: _Seen, dtype: Half) -> InHalf:
-        def total(name: str) -> float:
-            return float(sum(value.item() for value in seen.sums[dtype, name]))
-
-        size, apart, product, size_half = (total(name) for name in ("size", "apart", "product", "size_half"))
-        return InHalf(
-            ms=self._ms(seen, dtype),
-            loss_effect=_finite_or(math.inf, math.sqrt(total("loss"))),
-            gradient_error=_finite_or(math.inf, math.sqrt(apart / size) if size else 0.0),
-            gradient_cosine=_finite_or(0.0, product / math.sqrt(size * size_half) if size and size_half else 1.0),
-            overflow=total("overflow") / max(1.0, total("elements")),
-            underflow=total("underflow") / max(1.0, total("nonzero")),
-        )
-
-
-def _compare(seen: _Seen, dtype: Half, fp32: Ran, half: Ran, gradients: Sequence[torch.Tensor]) -> None:
-    def sums(name: str) -> list[torch.Tensor]:
-        return seen.sums[dtype, name]
-
-    for a, b, gradient in zip(half.outputs, fp32.outputs, gradients, strict=True):
-        change = torch.where(a == b, 0.0, a.float() - b.float())  # infinities in both are no change
-        sums("loss").append((gradient.float() * change).square().sum())
-    for a, b in zip(half.weights or half.inputs, fp32.weights or fp32.inputs, strict=True):
-        sums("apart").append((a - b).square().sum())
-        sums("size").append(b.square().sum())
-        sums("size_half").append(a.square().sum())
-        sums("product").append((a * b).sum())
-    kind = torch.finfo(DTYPES[dtype])
-    for tensor, scale in [(out, 1.0) for out in fp32.outputs] + [(g, LOSS_SCALE[dtype]) for g in gradients]:
-        sums("elements").append(torch.tensor(tensor.numel()))
-        sums("overflow").append((torch.isfinite(tensor) & (tensor.abs() * scale > kind.max)).sum())
-    for gradient in gradients:
-        sums("nonzero").append(torch.count_nonzero(gradient))
-        # Half of the smallest nonzero number is rounded to 0.
-        smallest = kind.smallest_normal * kind.eps / 2
-        sums("underflow").append(((gradient != 0) & (gradient.abs() * LOSS_SCALE[dtype] <= smallest)).sum())
 
 
 def _cast_ms_per_byte(device: torch.device, dtype: torch.dtype) -> float:
@@ -285,11 +237,3 @@ def _on_gradients(tensors: Sequence[torch.Tensor], look: Callable[[Sequence[torc
         tensors[0].register_hook(lambda gradient: look([gradient]))  # type: ignore[no-untyped-call]
     else:
         torch.autograd.graph.register_multi_grad_hook(tensors, look)
-
-
-def _finite_or(otherwise: float, value: float) -> float:
-    return value if math.isfinite(value) else otherwise
-
-
-def _largest(values: Sequence[torch.Tensor]) -> float:
-    return float(torch.stack([value.float() for value in values]).max()) if values else 0.0

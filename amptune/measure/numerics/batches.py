@@ -16,7 +16,7 @@ from amptune.measure.results.training_runs import Spread
 __all__ = ["Feed", "batches_of", "fingerprint_of"]
 
 # Number of batches drawn; fewer are used if a step is slow.
-MOST_BATCHES = 8
+MOST_COMPARED = 8
 # Minimum number of samples in a part of a batch: BatchNorm needs at least two.
 SMALLEST_PART = 4
 # Batches up to this total size stay on the device after their first use.
@@ -70,10 +70,10 @@ def fingerprint_of(bench: Bench) -> tuple[float, ...]:
 def batches_of(bench: Bench, *, divided: bool) -> tuple[list[Any], Spread]:
     """Returns (batches to train on, source of their spread): the workload's batches, or a constant one or its parts."""
     samples = bench.workload.batch_size
-    batches = bench.drawn.batches(samples, MOST_BATCHES)
+    batches = bench.drawn.batches(samples, MOST_COMPARED)
     if any(not _same(batch, batches[0]) for batch in batches[1:]):
         return batches, "batches"
-    parts = min(MOST_BATCHES, samples // SMALLEST_PART)
+    parts = min(MOST_COMPARED, samples // SMALLEST_PART)
     if not divided or parts < 2 or not _is_divisible(batches[0], samples):
         return batches[:1], "none"
     return [_part(batches[0], samples, parts, which) for which in range(parts)], "parts"

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from amptune.measure.results.training_runs import (
+    HARMLESS,
     ILL_CONDITIONED,
-    NEGLIGIBLE,
     ROUNDING,
     BufferParity,
     Floats,
@@ -49,7 +49,7 @@ def comparable(reference: Reference) -> int:
     """Returns the number of parameters whose gradient in half can be compared with FP32's, or is negligible."""
     rounding: Rounding = "bf16"  # the coarsest
     own = _gradient_parities(reference, reference.run, rounding)
-    return sum(one.rounding < ILL_CONDITIONED or one.share < NEGLIGIBLE * ROUNDING[rounding] for one in own)
+    return sum(one.rounding < ILL_CONDITIONED or one.share < HARMLESS * ROUNDING[rounding] for one in own)
 
 
 def _gradient_parities(reference: Reference, run: Run, rounding: Rounding) -> Iterator[GradientParity]:

@@ -29,7 +29,7 @@ __all__ = ["OwnGenerators", "drawing_in_fp32", "without_dropout"]
 # which pass theirs to functions that a TorchFunctionMode cannot see into.
 _ATTRIBUTES = ("p", "dropout")
 # Functions without "dropout" in their name, and the position of its probability among their arguments.
-_PLACES = {torch.nn.functional.scaled_dot_product_attention: 4, torch.nn.functional.multi_head_attention_forward: 10}
+_POSITIONS = {torch.nn.functional.scaled_dot_product_attention: 4, torch.nn.functional.multi_head_attention_forward: 10}
 
 
 @contextmanager
@@ -59,10 +59,10 @@ class _NoDropout(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if "dropout" not in name and func not in _PLACES and not (kwargs and "dropout_p" in kwargs):
+        if "dropout" not in name and func not in _POSITIONS and not (kwargs and "dropout_p" in kwargs):
             return func(*args, **(kwargs or {}))  # a step has thousands of these
         kwargs = dict(kwargs or {})
-        place = 1 if "dropout" in name else _PLACES.get(func)
+        place = 1 if "dropout" in name else _POSITIONS.get(func)
         if "dropout_p" in kwargs:
             kwargs["dropout_p"] = 0.0
         elif "dropout" in name and "p" in kwargs:
@@ -72,7 +72,7 @@ class _NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_HALF = (torch.float16, torch.bfloat16)
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
 _NEW = (torch.rand, torch.randn, torch.rand_like, torch.randn_like)
 _IN_PLACE = {
     getattr(torch.Tensor, name)
@@ -97,11 +97,11 @@ class _InFp32(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         given = args[0] if args and isinstance(args[0], torch.Tensor) else None
         dtype = kwargs.get("dtype") or (torch.get_default_dtype() if given is None else given.dtype)
-        if dtype in _HALF and func in _NEW and "out" not in kwargs:
+        if dtype in _HALF_DTYPES and func in _NEW and "out" not in kwargs:
             return func(*args, **{**kwargs, "dtype": torch.float32}).to(dtype)
-        if dtype in _HALF and given is not None and func is torch.bernoulli and "out" not in kwargs:
+        if dtype in _HALF_DTYPES and given is not None and func is torch.bernoulli and "out" not in kwargs:
             return func(given.float(), *args[1:], **kwargs).to(dtype)
-        if dtype in _HALF and given is not None and func in _IN_PLACE:
+        if dtype in _HALF_DTYPES and given is not None and func in _IN_PLACE:
             return given.copy_(func(torch.empty_like(given, dtype=torch.float32), *args[1:], **kwargs))
         return func(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""The effects of half precision on each module: alone, on its time and its numbers; and within one training step."""
+"""The effects of half precision on each module: alone, on its time; and within one training step, on its numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Half", "InHalf", "ModuleSensitivity", "ModuleTrace", "Reach", "Sensitivity", "Stream", "suspects"]
+__all__ = ["Half", "ModuleSensitivity", "ModuleTrace", "Reach", "Sensitivity", "Stream", "suspects"]
 
 Half = Literal["bf16", "fp16"]
 
@@ -17,44 +17,23 @@ Stream = Literal["half", "follows", "fp32"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InHalf:
-    """One module in half precision, with all others in FP32.
-
-    `ms` is its forward and backward time with half inputs, including the casts of its weights. `loss_effect` is the
-    change of the loss by its rounding, to first order: the root of the sum of (gradient x change of output) squared.
-    `gradient_error` and `gradient_cosine` compare its weights' gradients (its inputs' if it has no weights) with those
-    in FP32; they are infinite and 0 if the gradients break in half. `overflow` is the share of outputs and of
-    gradients (times the initial loss scale) that the dtype cannot hold, `underflow` that of gradients that become 0.
-    """
-
-    ms: float | None
-    loss_effect: float
-    gradient_error: float
-    gradient_cosine: float
-    overflow: float
-    underflow: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleSensitivity:
     """One module without children, over all its calls in one step.
 
-    `fp32_ms` is its forward and backward time in FP32. `input_bytes` and `output_bytes` are the sizes of its
-    floating-point tensors in FP32. `cast_bytes` are the bytes that autocast reads and writes to cast its weights. The
-    `_max` fields are the largest magnitudes in FP32. `producers` are the paths of modules whose outputs are its inputs.
+    `fp32_ms` is its forward and backward time in FP32, `half_ms` that with half inputs, including the casts of its
+    weights. `input_bytes` and `output_bytes` are the sizes of its floating-point tensors in FP32. `cast_bytes` are the
+    bytes that autocast reads and writes to cast its weights. `producers` are the paths of modules whose outputs are its
+    inputs.
     """
 
     path: str
     calls: int
     fp32_ms: float | None
-    half: Mapping[Half, InHalf] = field(hash=False)
+    half_ms: Mapping[Half, float | None] = field(hash=False)
     stream: Stream
     input_bytes: int
     output_bytes: int
     cast_bytes: int
-    activation_max: float
-    weight_max: float
-    gradient_max: float
     producers: tuple[str, ...] = ()
 
 
@@ -142,7 +121,7 @@ def suspects(traces: Sequence[ModuleTrace]) -> list[str]:
 
 
 # An error smaller than this is rounding; without this floor, growth from almost 0 would look large.
-ROUNDING = 0.01
+LEAST_ERROR = 0.01
 # Finite value used for the error of a number that is not finite, so that it can be written down.
 BROKEN = 1e4
 
@@ -151,4 +130,4 @@ def _added(after: Reach | None, *before: Reach | None) -> float:
     if after is None:
         return 0.0
     came = min(BROKEN, max(reach.error if reach is not None else 0.0 for reach in before))
-    return max(0.0, min(after.error, BROKEN) - came) / (came + ROUNDING)
+    return max(0.0, min(after.error, BROKEN) - came) / (came + LEAST_ERROR)

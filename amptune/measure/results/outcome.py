@@ -83,8 +83,8 @@ class Measurement:
 
     `startup_s` is the extra time of the first steps over later ones: mainly compiling that no cache saved. For a
     compiled model, `graph_breaks` holds the reasons why it is not one graph; `recompiled` counts graphs compiled after
-    the first steps, because shapes keep changing. `prepared_anew` counts the graphs that were compiled or recorded
-    while the block was timed. If that still happened in its second half, it is not `settled`: nobody knows the mean.
+    the first steps, because shapes keep changing. If graphs were still compiled or recorded in the second half of the
+    block, it is not `settled`: nobody knows the mean.
 
     An `in_loop` measurement is of the user's training loop, with new batches. `wait_share` is the share of its time for
     which the device had nothing to do because no batch was there.
@@ -109,7 +109,6 @@ class Measurement:
     startup_s: float = 0.0
     graph_breaks: tuple[str, ...] = ()
     recompiled: int = 0
-    prepared_anew: int = 0
     settled: bool = True
     in_loop: bool = False
     wait_share: float = 0.0

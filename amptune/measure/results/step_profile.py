@@ -79,14 +79,13 @@ class GroupedConvolution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductTime:
-    """Matrix products or convolutions of one module, with their time on tensor cores and without.
+    """Matrix products or convolutions of one module, with their time without tensor cores.
 
-    Kernels with unknown names are in neither time. `slowest_plain` is the slowest kernel without tensor cores.
+    Kernels with unknown names are not in it. `slowest_plain` is the slowest kernel without tensor cores.
     """
 
     module: str | None
     kind: Literal["matmul", "convolution"]
-    tensor_core_ms: float
     plain_ms: float
     slowest_plain: str | None = None
 

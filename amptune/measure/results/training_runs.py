@@ -14,9 +14,9 @@ from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import Policy
 
 __all__ = [
+    "HARMLESS",
     "ILL_CONDITIONED",
     "MOST_BUFFER_OFF",
-    "NEGLIGIBLE",
     "ROUNDING",
     "THOROUGHNESS",
     "BufferParity",
@@ -48,7 +48,7 @@ ROUNDING: Mapping[Rounding, float] = {"bf16": 2**-8 / math.sqrt(12), "fp16": 2**
 ILL_CONDITIONED = 0.1
 # An error that is this small beside the whole model's gradient does no harm, as a multiple of the rounding error of one
 # number. Parameters whose true gradient is 0, such as a bias before BatchNorm, have errors of up to a fifth of that.
-NEGLIGIBLE = 0.5
+HARMLESS = 0.5
 # A buffer may be this far off, relative to FP32's, whatever FP32's replicas differ by.
 MOST_BUFFER_OFF = 0.3
 

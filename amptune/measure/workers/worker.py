@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import io
 import math
@@ -12,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -22,13 +21,13 @@ from amptune.measure.bench.stillness import Pause, ProcessIdentity, Stillness
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.subject import Prepared
 from amptune.measure.workers.activity import Activity
+from amptune.measure.workers.cpu_share import rarely_collecting_garbage, share_compilers, sharing_threads
+from amptune.measure.workers.log_stream import LogStream
 from amptune.measure.workers.source import Source, digest_of, workload_of
 from amptune.policy.settings import Policy
 from amptune.workload.user_errors import tell_of_user_code
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
     from amptune.measure.bench.bench import Bench
     from amptune.measure.results.half_effects import Half, ModuleTrace, Sensitivity
     from amptune.measure.results.loop_timing import LoopTiming
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Reply",
     "Setting",
-    "cores",
     "get_ready",
     "is_measuring",
     "judge",
@@ -83,8 +81,6 @@ class Reply:
 
 # Just enough steps to compile a policy's graphs.
 A_FEW_STEPS = Effort(warmup_s=0.0, measure_s=0.0, settle_s=0.0, min_steps=1)
-# A worker that prints in every step must not fill the disk.
-MAX_LOG_BYTES = 20 * 2**20
 
 
 class _State:
@@ -93,27 +89,6 @@ class _State:
     setting: Setting
     bench: Bench | None = None
     is_measuring = False
-
-
-class _Log(io.RawIOBase):
-    """The stream for the user's prints. A full disk loses prints but does not fail the trial."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._left = MAX_LOG_BYTES
-
-    def write(self, data: Buffer, /) -> int:
-        kept = bytes(data)[: self._left]
-        self._left -= len(kept)
-        with contextlib.suppress(OSError):
-            os.write(self._descriptor, kept)
-        return memoryview(data).nbytes
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._descriptor
 
 
 def start(setting: Setting, environment: Mapping[str, str], start_method: str | None, activity: Activity) -> None:
@@ -129,7 +104,9 @@ def start(setting: Setting, environment: Mapping[str, str], start_method: str | 
     log = os.open(setting.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    stream = io.TextIOWrapper(io.BufferedWriter(_Log(log)), encoding="utf-8", errors="replace", line_buffering=True)
+    stream = io.TextIOWrapper(
+        io.BufferedWriter(LogStream(log)), encoding="utf-8", errors="replace", line_buffering=True
+    )
     sys.stdout = sys.stderr = stream
     if setting.source.target is not None:
         from amptune.workload.targets import Target
@@ -199,12 +176,12 @@ def get_ready(policy: Policy, at_once: int) -> Outcome | None:
     from amptune.measure.workers.warm_start import warm_up
 
     try:
-        with _sharing_threads(at_once):
+        with sharing_threads(at_once):
             warm_up(_bench().device)
         if policy.compile == "off":
             return None
-        _share_compilers(at_once)
-        with _rarely_collecting_garbage():
+        share_compilers(at_once)
+        with rarely_collecting_garbage():
             return _bench().measure(policy, A_FEW_STEPS)
     except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
         traceback.print_exc()  # into the log
@@ -214,46 +191,6 @@ def get_ready(policy: Policy, at_once: int) -> Outcome | None:
 def import_compiler() -> None:
     """Imports what torch.compile needs at its first graph, which takes 3 s, while the process has nothing to do."""
     import torch._inductor.compile_fx  # noqa: F401
-
-
-@contextlib.contextmanager
-def _rarely_collecting_garbage() -> Iterator[None]:
-    """Compiling makes millions of small objects: collecting garbage as often as usual takes a fifth of its time."""
-    thresholds = gc.get_threshold()
-    gc.set_threshold(50_000, 50, 50)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-
-
-@contextlib.contextmanager
-def _sharing_threads(among: int) -> Iterator[None]:
-    """Limits the process to its share of CPU threads: workers that all use every thread would wait for each other.
-
-    Not used for compiling, because the thread count is compiled in.
-    """
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, threads // among))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _share_compilers(among: int) -> None:
-    """Limits this worker's compile processes to its share: torch.compile would start one for every core."""
-    import torch._inductor.config as inductor
-
-    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-        inductor.compile_threads = min(inductor.compile_threads or cores(), max(1, cores() // among))
-
-
-def cores() -> int:
-    """Returns the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def measure(policy: Policy, effort: Effort, beside: Sequence[ProcessIdentity] = ()) -> Reply:

@@ -13,10 +13,10 @@ __all__ = ["CLEARLY", "REACH", "Fit", "fit_of"]
 # A prediction reaches at most this many times beyond the anchor's batch, or to where memory in proportion to the batch
 # would leave half of the limit free.
 REACH = 8
-# How far a peak may be off its line, as a share of what the samples take. ROUNDING applies at the observation itself
+# How far a peak may be off its line, as a share of what the samples take. ROUNDING_SHARE applies at the observation
 # (blocks are rounded to 2 MiB and more: c10/cuda/CUDACachingAllocator), FAR_AWAY is added far from it: another
 # convolution algorithm moves peaks by up to 6 % even without cudnn.benchmark (tests/simulated/h200_grid.json).
-ROUNDING, FAR_AWAY = 0.004, 0.125
+ROUNDING_SHARE, FAR_AWAY = 0.004, 0.125
 # Two peaks, slopes or sizes are clearly different if they are this factor apart.
 CLEARLY = 1 + FAR_AWAY
 # The scatter of peaks about the line, as a share of what the samples take, if fewer than three runs tell.
@@ -119,7 +119,7 @@ class Fit:
 
     def _doubt(self, n: int) -> float:
         near, far = sorted((self.anchor.batch_size, n))
-        return ROUNDING + FAR_AWAY * (1 - near / far)
+        return ROUNDING_SHARE + FAR_AWAY * (1 - near / far)
 
     def _largest(self, needs_mib: Callable[[int], float], highest: int) -> int:
         """Returns the largest batch up to `highest` that needs no more than the limit; 0 if none does."""
@@ -217,4 +217,4 @@ def _scatter(runs: Sequence[Observation], fixed: FixedPart) -> float:
     off = [one.allocated_mib - line.at(one.batch_size) for one in runs]
     takes = max(one.allocated_mib for one in runs) - fixed.least_mib
     deviation = math.sqrt(sum(mib**2 for mib in off) / (len(runs) - 2))
-    return max(ROUNDING, deviation / takes) if takes > 0 else SCATTER
+    return max(ROUNDING_SHARE, deviation / takes) if takes > 0 else SCATTER

@@ -15,15 +15,16 @@ from amptune.policy.setting_effects import numerics_of
 from amptune.policy.settings import Policy
 from amptune.search.decide.decision import Decision
 from amptune.search.decide.evidence import evidence_of, labels_of, parity_of
-from amptune.search.decide.pareto import ParetoPoint, points_of
-from amptune.search.gate.judge import Judge
-from amptune.search.gate.judgements import without_graph
+from amptune.search.decide.pareto import points_of
+from amptune.search.gate.judgements import Judgements, without_graph
+from amptune.search.gate.limits import Judgement
 from amptune.search.gate.numeric_findings import line_to_look, yardstick_findings
 from amptune.search.plan.compile_costs import compile_findings
 from amptune.search.table.ablation import ablated
+from amptune.search.table.contenders import Contender
 from amptune.search.table.row import Row, wait_share
 from amptune.search.table.trial import Trial
-from amptune.search.table.verdict import Contender, Verdict
+from amptune.search.table.verdict import Verdict
 
 __all__ = ["decide"]
 
@@ -33,7 +34,7 @@ def decide(
     trials: Sequence[Trial],
     rows: Sequence[Row],
     verdict: Verdict,
-    judge: Judge,
+    judgements: Judgements[Judgement],
     *,
     amp_recipes: Sequence[Policy],
     noticed_before: Sequence[Finding] = (),
@@ -47,15 +48,15 @@ def decide(
     """
     policy = verdict.winner.policy
     finalists = _finalists(verdict, amp_recipes)
-    unjudged = tuple(_not_judged(judge, policy, parity_of(rows, policy, verdict.baseline.policy)))
+    unjudged = tuple(_not_judged(judgements, policy, parity_of(rows, policy, verdict.baseline.policy)))
     findings = (
         *verdict.findings,
         *noticed_before,
         *_of_the_loader(rows, verdict),
         *compile_findings(trials, policy),
-        *_rejected(judge, verdict, finalists),
+        *_rejected(judgements, verdict, finalists),
         *unjudged,
-        *_yardstick(judge, policy, noticed_before),
+        *_yardstick(judgements, policy, noticed_before),
         *noticed(row.outcome for row in rows),
     )
     decision = Decision(
@@ -70,7 +71,7 @@ def decide(
         amp_recipe=next((contender for contender in finalists if contender.policy in amp_recipes), None),
         findings=findings,
         trials=tuple(trials),
-        points=_sound_points(trials, verdict, judge),
+        points=points_of(trials, verdict, judgements),
         hardware=prepared.hardware,
         subject=prepared.subject,
         seconds=seconds,
@@ -80,7 +81,7 @@ def decide(
         memory_mib=prepared.memory_mib,
         timeline=tuple(timeline),
     )
-    return decision.with_evidence(evidence_of(decision, rows, judge.judgements.known(policy)))
+    return decision.with_evidence(evidence_of(decision, rows, judgements.known(policy)))
 
 
 def _of_the_loader(rows: Sequence[Row], verdict: Verdict) -> Iterator[Finding]:
@@ -92,22 +93,17 @@ def _of_the_loader(rows: Sequence[Row], verdict: Verdict) -> Iterator[Finding]:
         yield Finding(code="input-bound", message=waiting_in_words(share) + instead, figures={"share": share})
 
 
-def _sound_points(trials: Sequence[Trial], verdict: Verdict, judge: Judge) -> tuple[ParetoPoint, ...]:
-    failed = {contender.policy for contender in verdict.contenders if contender.failure is not None}
-    return points_of(trials, lambda policy: policy in failed or judge.judgements.bars(policy), judge.judgements.passes)
-
-
 def _finalists(verdict: Verdict, amp_recipes: Sequence[Policy]) -> tuple[Contender, ...]:
     """Returns the policies that were measured more than once, the baseline, the winner and the AMP recipes."""
     named = {verdict.winner.policy, verdict.baseline.policy, *amp_recipes}
     return tuple(contender for contender in verdict.contenders if contender.rows > 1 or contender.policy in named)
 
 
-def _rejected(judge: Judge, verdict: Verdict, finalists: Sequence[Contender]) -> Iterator[Finding]:
+def _rejected(judgements: Judgements[Judgement], verdict: Verdict, finalists: Sequence[Contender]) -> Iterator[Finding]:
     """Yields a finding for each compared policy that trains worse than FP32, and for the best that would have won."""
     told = set()
     for contender in verdict.contenders:
-        judgement = judge.judgements.rejection_of(contender.policy)
+        judgement = judgements.rejection_of(contender.policy)
         if judgement is None:
             continue
         if contender in finalists or (contender.merit > verdict.winner.merit and judgement.policy not in told):
@@ -119,20 +115,20 @@ def _rejected(judge: Judge, verdict: Verdict, finalists: Sequence[Contender]) ->
             yield Finding(code="rejected", message=message, module=module, figures={"speedup": contender.speedup})
 
 
-def _yardstick(judge: Judge, policy: Policy, told: Sequence[Finding]) -> Iterator[Finding]:
+def _yardstick(judgements: Judgements[Judgement], policy: Policy, told: Sequence[Finding]) -> Iterator[Finding]:
     """Yields a finding if the winner was judged by limits that may be too wide, unless that is told already."""
-    judgement, codes = judge.judgements.known(policy), {finding.code for finding in told}
+    judgement, codes = judgements.known(policy), {finding.code for finding in told}
     if judgement is not None:
         yield from (finding for finding in yardstick_findings(judgement) if finding.code not in codes)
 
 
-def _not_judged(judge: Judge, policy: Policy, parity: Mapping[str, float]) -> Iterator[Finding]:
-    because = judge.unjudged_because(policy)
+def _not_judged(judgements: Judgements[Judgement], policy: Policy, parity: Mapping[str, float]) -> Iterator[Finding]:
+    because = judgements.unjudged_because(policy)
     why = f" ({because})" if because is not None else ""
-    if not judge.is_exempt(without_graph(policy)) and judge.judgements.known(policy) is None:
+    if not judgements.is_exempt(without_graph(policy)) and judgements.known(policy) is None:
         message = f"the numerics of {policy} were not judged{why}: watch its loss beside FP32's"
         yield Finding(code="not-judged", message=message)
-    elif judge.is_graph_open(policy) or (policy.compile != "off" and because is not None):
+    elif judgements.is_graph_open(policy) or (policy.compile != "off" and because is not None):
         why = why or " (there was no time for it; give more with --budget)"
         message = f"numerics were judged without torch.compile, and not those of its graph{why}"
         if off := parity.get("loss_deviation"):

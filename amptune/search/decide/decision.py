@@ -14,11 +14,12 @@ from amptune.policy.policy_file import Evidence, PolicyFile
 from amptune.policy.settings import Policy
 from amptune.search.decide.pareto import ParetoPoint
 from amptune.search.table.ablation import Ablated
+from amptune.search.table.contenders import Contender
 from amptune.search.table.gains import gain_in_words
 from amptune.search.table.objective import Objective
 from amptune.search.table.ratio import Ratio
 from amptune.search.table.trial import Trial
-from amptune.search.table.verdict import Contender, Verdict
+from amptune.search.table.verdict import Verdict
 
 __all__ = ["Decision", "in_order"]
 

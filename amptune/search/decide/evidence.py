@@ -11,7 +11,7 @@ from typing import Any
 
 from amptune.measure.results.outcome import Measurement
 from amptune.measure.results.subject import Prepared
-from amptune.measure.results.training_runs import ILL_CONDITIONED, NEGLIGIBLE
+from amptune.measure.results.training_runs import HARMLESS, ILL_CONDITIONED
 from amptune.policy.policy_file import Evidence
 from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import Policy
@@ -19,9 +19,9 @@ from amptune.search.decide.decision import Decision, in_order
 from amptune.search.decide.pareto import front_of, spread_along
 from amptune.search.gate.limits import Judgement
 from amptune.search.table.ablation import Ablated
+from amptune.search.table.contenders import Contender
 from amptune.search.table.objective import Objective
 from amptune.search.table.row import Row
-from amptune.search.table.verdict import Contender
 
 __all__ = ["evidence_of", "labels_of", "numerics_of", "parity_of"]
 
@@ -111,7 +111,7 @@ def numerics_of(judgement: Judgement | None) -> dict[str, Any]:
     if judgement is None:
         return {}
     parity = judgement.parity
-    gradients = [gradient for gradient in parity.gradients if gradient.share >= NEGLIGIBLE * parity.precision]
+    gradients = [gradient for gradient in parity.gradients if gradient.share >= HARMLESS * parity.precision]
     compared = [gradient for gradient in gradients if gradient.rounding < ILL_CONDITIONED]
     figures: dict[str, Any] = {
         "share_of_allowed": judgement.used,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from amptune.measure.results.outcome import Measurement
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import Policy
+from amptune.search.gate.judgements import J, Judgements
 from amptune.search.table.objective import Objective
 from amptune.search.table.trial import Trial
+from amptune.search.table.verdict import Verdict
 
 __all__ = ["MOST_POINTS", "ParetoPoint", "best_point", "front_of", "points_of", "score_of", "spread_along"]
 
@@ -70,20 +72,19 @@ class ParetoPoint:
         )
 
 
-def points_of(
-    trials: Iterable[Trial], is_rejected: Callable[[Policy], bool], is_judged: Callable[[Policy], bool]
-) -> tuple[ParetoPoint, ...]:
-    """Returns the trials that ran and that the numerics gate has not rejected."""
+def points_of(trials: Iterable[Trial], verdict: Verdict, judgements: Judgements[J]) -> tuple[ParetoPoint, ...]:
+    """Returns the trials of policies that never failed and that the numerics gate has not rejected."""
+    failed = {contender.policy for contender in verdict.contenders if contender.failure is not None}
     return tuple(
         ParetoPoint(
             policy=trial.policy,
             samples_per_s=trial.outcome.samples_per_s,
             peak_memory_mib=trial.outcome.peak_allocated_mib,
             energy_j_per_sample=trial.outcome.energy_j_per_sample,
-            judged=is_judged(trial.policy),
+            judged=judgements.passes(trial.policy),
         )
         for trial in trials
-        if isinstance(trial.outcome, Measurement) and not is_rejected(trial.policy)
+        if isinstance(trial.outcome, Measurement) and trial.policy not in failed and not judgements.bars(trial.policy)
     )
 
 

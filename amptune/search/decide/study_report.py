@@ -14,14 +14,15 @@ from amptune.policy.settings import Policy
 from amptune.search.decide.pareto import ParetoPoint, front_of, points_of
 from amptune.search.sampler.records import StudyRecord
 from amptune.search.table.ablation import Ablated, ablated
+from amptune.search.table.contenders import Contender
 from amptune.search.table.gains import gain_in_words, goal_of
 from amptune.search.table.objective import Objective
 from amptune.search.table.ratio import chance_in_words
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
-from amptune.search.table.verdict import Contender, Verdict, verdict_of
+from amptune.search.table.verdict import Verdict, verdict_of
 
-__all__ = ["StudyReport", "bar_of", "command_of", "findings_of", "study_report_of"]
+__all__ = ["StudyReport", "command_of", "findings_of", "study_report_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,22 +137,15 @@ def study_report_of(record: StudyRecord, former: Sequence[Row], objective: Objec
 
     Raises `StudyError` if the baseline was not measured, `ObjectiveError` if the study lacks the objective's figure.
     """
-    verdict = verdict_of(
-        (*former, *record.table), record.last.baseline, record.machine, objective, lambda policy: bar_of(record, policy)
-    )
+    judgements = record.judgements
+
+    def bar(policy: Policy) -> str | None:
+        return judgements.bar(policy, is_outside=policy in record.outside)
+
+    verdict = verdict_of((*former, *record.table), record.last.baseline, record.machine, objective, bar)
     if verdict is None:
         raise _nothing_to_compare(record, objective)
-    out = {one.policy for one in verdict.contenders if one.failure is not None}
-    judgements = record.judgements
-    points = points_of(record.trials, lambda policy: policy in out or judgements.bars(policy), judgements.passes)
-    return StudyReport(record=record, verdict=verdict, points=points)
-
-
-def bar_of(record: StudyRecord, policy: Policy) -> str | None:
-    """Returns why a policy of the study cannot win; None if it can."""
-    if record.judgements.bars(policy):
-        return "not as good as FP32"
-    return "outside the space: it was measured for comparison" if policy in record.outside else None
+    return StudyReport(record=record, verdict=verdict, points=points_of(record.trials, verdict, judgements))
 
 
 def _nothing_to_compare(record: StudyRecord, objective: Objective) -> StudyError | ObjectiveError:

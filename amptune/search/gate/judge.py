@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from amptune.errors import StudyError
 from amptune.measure.evaluator import Evaluator
@@ -14,13 +14,7 @@ from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import Parity
 from amptune.policy.setting_effects import numerics_of
 from amptune.policy.settings import Policy
-from amptune.search.gate.judgements import (
-    Judgements,
-    fp32_of,
-    is_exempt,
-    is_graph_like,
-    without_graph,
-)
+from amptune.search.gate.judgements import Judgements, fp32_of, without_graph
 from amptune.search.gate.limits import Judgement, judged
 from amptune.search.plan.budget import Budget
 
@@ -33,7 +27,7 @@ JUDGING_SHARE = 0.15
 # The least time for the reference, even if the budget is short: one made in less time says too little.
 SHORTEST_REFERENCE_S = 2.0
 # The least time limit of a judgement, however little time is left: the judgement may be about the winner.
-SHORTEST_S = 15.0
+SHORTEST_JUDGEMENT_S = 15.0
 
 
 class OutOfTimeError(Exception):
@@ -50,11 +44,11 @@ class PolicyJudged:
 
 @dataclass
 class Judge:
-    """A judge of policies that remembers its judgements; `failure` says why nothing can be judged (any more).
+    """A judge of policies that remembers its judgements.
 
     The FP32 reference takes `reference_share` of the time that is left. A cure is looked for until `cures_until_s` of
-    the budget are spent. A policy that lacked the memory or time to be judged is neither sound nor unsound. `last_s`
-    are the seconds of the last judgement, without the reference; `spent_s` those of all, and of cures.
+    the budget are spent. `last_s` are the seconds of the last judgement, without the reference; `spent_s` those of all,
+    and of cures.
     """
 
     evaluator: Evaluator
@@ -64,23 +58,17 @@ class Judge:
     tolerance: float | None = None
     reference_share: float = REFERENCE_SHARE
     cures_until_s: float = math.inf
-    failure: Failure | None = None
     last_s: float = 0.0
     spent_s: float = 0.0
     judgements: Judgements[Judgement] = field(init=False)
-    _unjudged: dict[Policy, Failure] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.judgements = Judgements(self.baseline)
 
-    def is_exempt(self, policy: Policy) -> bool:
-        """Returns whether a policy needs no judgement."""
-        return is_exempt(policy, self.baseline)
-
     def judgement_of(self, policy: Policy) -> Judgement | None:
         """Returns None if the policy is exempt or cannot be judged. A compiled policy is judged without its graph."""
         self._judge(without_graph(policy), self._limit_s)
-        return None if self.is_exempt(policy) else self.judgements.known(policy)
+        return None if self.judgements.is_exempt(policy) else self.judgements.known(policy)
 
     def judge_graph(self, policy: Policy, limit_s: float = math.inf) -> None:
         """Judges a compiled policy with its graph, which takes time: it is compiled anew for the gate's batches."""
@@ -90,24 +78,6 @@ class Judge:
     def longest_graph_s(self) -> float:
         """The seconds that judging a graph may take."""
         return max(0.0, JUDGING_SHARE * self.budget.seconds - self.spent_s)
-
-    def unjudged_because(self, policy: Policy) -> Failure | None:
-        """Returns why the policy, or a graph in its dtype, could not be judged; None if there is no such reason."""
-        own = self._unjudged.get(numerics_of(policy), self.failure)
-        graphs = (why for one, why in self._unjudged.items() if is_graph_like(one, policy))
-        return own or next(graphs, None)
-
-    def is_open(self, policy: Policy) -> bool:
-        """Returns whether a policy, without its graph, was not judged yet and can be."""
-        return self._is_open(without_graph(policy))
-
-    def is_graph_open(self, policy: Policy) -> bool:
-        """Returns whether a policy is compiled and its graph can be judged, with no graph in its dtype judged yet.
-
-        If one could not be judged, none in its dtype is tried again: what broke it is likely to break the others.
-        """
-        tried = self.judgements.of_graph(policy) or any(is_graph_like(one, policy) for one in self._unjudged)
-        return policy.compile != "off" and not tried and self._is_open(policy)
 
     def judged_unsound(self, policy: Policy) -> bool:
         """Judges the policy if needed; returns whether it must not win."""
@@ -131,19 +101,15 @@ class Judge:
 
     @property
     def _limit_s(self) -> float:
-        return max(SHORTEST_S, self.budget.left_s)
+        return max(SHORTEST_JUDGEMENT_S, self.budget.left_s)
 
     def _judge(self, policy: Policy, limit_s: float) -> None:
-        if self._is_open(policy):
+        if self.judgements.is_open_as_it_is(policy):
             parity = self._parity_of(numerics_of(policy), limit_s)
             if isinstance(parity, Failure):
-                self.failure = parity
+                self.judgements = replace(self.judgements, failure=parity)
             else:
                 self._note(numerics_of(policy), parity)
-
-    def _is_open(self, policy: Policy) -> bool:
-        seen = self.judgements.own(policy) is not None or numerics_of(policy) in self._unjudged
-        return self.failure is None and not seen and not self.is_exempt(policy)
 
     def _parity_of(self, policy: Policy, limit_s: float) -> Parity | Failure:
         seconds = max(SHORTEST_REFERENCE_S, self.reference_share * self.budget.left_s)
@@ -159,7 +125,7 @@ class Judge:
     def _note(self, policy: Policy, parity: Parity) -> None:
         """Keeps a judgement; a policy stays unjudged if the machine failed it. What only it raises is its own fault."""
         if parity.failure is not None and not raised_by(policy, parity.failure):
-            self._unjudged[policy] = parity.failure
+            self.judgements = self.judgements.without(policy, parity.failure)
             return
         judgement = judged(policy, parity, self.tolerance)
         self.judgements = self.judgements.also(judgement)

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from amptune.measure.results.training_runs import (
+    HARMLESS,
     ILL_CONDITIONED,
     MOST_BUFFER_OFF,
-    NEGLIGIBLE,
     BufferParity,
     GradientParity,
     Parity,
@@ -129,7 +129,7 @@ def _figures(parity: Parity, tolerance: float | None) -> Iterator[_Figure]:
     if tolerance is not None:
         yield from _of_evaluation(parity, tolerance)
     for gradient in parity.gradients:
-        yield from _of_gradient(gradient, NEGLIGIBLE * parity.precision / gradient.share)
+        yield from _of_gradient(gradient, HARMLESS * parity.precision / gradient.share)
 
 
 def buffer_limit(buffer: BufferParity) -> float:

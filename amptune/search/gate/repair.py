@@ -23,13 +23,12 @@ MOST_SUSPECTS = 4
 class Cure:
     """The modules that a policy needs in FP32, and the rules that name them.
 
-    If `minimal`, no module can be dropped; otherwise there was no time to find out. `traces` are of the policy that
-    failed, in the order in which modules ended; `judgements` is the number of judgements made.
+    If `minimal`, no module can be dropped; otherwise there was no time to find out. `judgements`
+    is the number of judgements made.
     """
 
     modules: tuple[str, ...]
     rules: tuple[Fp32Rule, ...]
-    traces: tuple[ModuleTrace, ...]
     judgements: int
     minimal: bool = True
 
@@ -76,7 +75,6 @@ def cure_of(judge: Judge, policy: Policy, subject: Subject, traces: Sequence[Mod
     return Cure(
         modules=found,
         rules=tuple(_with_reason(rule, found, traces) for rule in rules),
-        traces=tuple(traces),
         judgements=len(judge.judgements.by_numerics) - before,
         minimal=minimal,
     )

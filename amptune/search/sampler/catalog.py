@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from amptune.measure.results.outcome import Failure, Measurement
+from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import CompileMode, Policy
 from amptune.search.sampler.acquisition import Proposer, Seen, features_of, with_features
@@ -59,9 +59,10 @@ class Catalog:
         """Returns the policies, by index, that have none of these modes of torch.compile."""
         return {index for mode, indices in self._of_mode.items() if mode not in modes for index in indices}
 
-    def has_knob(self, name: str) -> bool:
-        """Returns True if there is a choice for this knob."""
-        return len({point[name] for point in self.points.values() if name in point}) > 1
+    @property
+    def has_modes(self) -> bool:
+        """True if there is a choice of modes of torch.compile."""
+        return len({point["compile"] for point in self.points.values() if "compile" in point}) > 1
 
     def next_smaller(self, policy: Policy) -> Policy | None:
         """Returns the policy with the next smaller batch size, if there is one."""
@@ -97,9 +98,14 @@ class History:
     baseline: Policy | None
 
     @cached_property
-    def outcomes(self) -> dict[Policy, Trial]:
+    def latest(self) -> dict[Policy, Trial]:
         """The last trial of each policy."""
         return {trial.policy: trial for trial in self.trials}
+
+    @cached_property
+    def outcomes(self) -> dict[Policy, Outcome]:
+        """The last outcome of each policy."""
+        return {policy: trial.outcome for policy, trial in self.latest.items()}
 
     @cached_property
     def yardstick(self) -> Yardstick:
@@ -112,7 +118,7 @@ class History:
         yardstick, index = self.yardstick, self.catalog.index
         return {
             index[policy]: Seen(score=yardstick.score(trial.outcome), seconds=trial.seconds)
-            for policy, trial in self.outcomes.items()
+            for policy, trial in self.latest.items()
             if policy in index and not self._is_too_large(trial)
         }
 

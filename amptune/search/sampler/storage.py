@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import time
 import uuid
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +15,27 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.samplers import BaseSampler, TPESampler
 from optuna.storages import BaseStorage, JournalStorage
-from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, TrialState
 
 from amptune.errors import StudyError
-from amptune.measure.results.outcome import Failure, outcome_from_dict, outcome_to_dict
-from amptune.policy.serialization import in_one_line, policy_from_dict, policy_to_dict
+from amptune.measure.results.outcome import Failure, outcome_to_dict
+from amptune.policy.serialization import in_one_line, policy_to_dict
 from amptune.policy.settings import Policy
+from amptune.search.sampler.backend import JOURNAL, SQLITE, database_at, journal_in, opened, storage_errors
 from amptune.search.sampler.records import GateRecord, StudyRecord, TuningRecord, without_password
+from amptune.search.sampler.stored_trials import running_in, trials_in
 from amptune.search.space.knobs import BATCH_SIZE, Dimension, Point, Space
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
-__all__ = ["JOURNAL", "Handle", "Store", "open_store", "recall", "running_in", "trials_in"]
+__all__ = ["Handle", "Store", "open_store", "recall"]
 
-JOURNAL = "journal.log"
-# A writer holds the journal's lock for milliseconds.
-LOCK_S = 10
-SQLITE = "sqlite:///"
 # Prefixes of the names of a study's attributes.
 TUNING, JUDGED, ROW, TIMELINE = "tuning", "judged", "row", "timeline"
-# The run of trials that an earlier amptune made.
-_FORMER = "former"
 # Larger than any batch.
 LARGEST_BATCH = 2**31
-# A trial that has run for longer was left by a worker that was killed.
-LONGEST_TRIAL_S = 1800.0
-# Another worker takes no longer from asking for a trial to naming its policy; until then its trial is looked at again.
-ASKING_S, AGAIN_S = 5.0, 0.02
+# Until a worker that asked has named its policy, its trial is looked at again after so many seconds.
+AGAIN_S = 0.02
 
 # A trial that was asked for and has no outcome yet.
 Handle = optuna.Trial
@@ -62,29 +52,29 @@ class Store:
 
     def trials(self, besides: Collection[int] = ()) -> list[Trial]:
         """Returns the trials that have an outcome, in their order, except those with the numbers `besides`."""
-        with _storage_errors():
+        with storage_errors():
             return trials_in(self._study, besides)
 
     def enqueue(self, point: Point) -> None:
         """Puts a point of the space first, for whichever worker asks next."""
-        with _storage_errors():
+        with storage_errors():
             self._study.enqueue_trial(dict(point))
 
     def ask(self, sampler: BaseSampler) -> Handle:
         """Begins a trial; it has no parameters yet."""
-        with _storage_errors():
+        with storage_errors():
             self._study.sampler = sampler
             return self._study.ask()
 
     def settle(self, handle: Handle) -> None:
         """Gives a trial its parameters: the enqueued ones if it was enqueued, else the sampler's."""
-        with _storage_errors():
+        with storage_errors():
             for name, distribution in self.distributions.items():
                 _suggest(handle, name, distribution)
 
     def claim(self, handle: Handle, policy: Policy) -> bool:
         """Names the policy of a trial to all workers; returns False if one that asked before measures it."""
-        with _storage_errors():
+        with storage_errors():
             handle.set_user_attr("policy", policy_to_dict(policy))
             while True:
                 running = {number: one for number, one in running_in(self._study).items() if number < handle.number}
@@ -96,12 +86,12 @@ class Store:
 
     def running(self) -> set[Policy]:
         """Returns the policies that any worker is measuring."""
-        with _storage_errors():
+        with storage_errors():
             return {policy for policy in running_in(self._study).values() if policy is not None}
 
     def tell(self, handle: Handle, trial: Trial) -> None:
         """Writes the outcome. A failed trial is complete too, with its constraint violated, so samplers see it."""
-        with _storage_errors():
+        with storage_errors():
             handle.set_user_attr("outcome", outcome_to_dict(trial.outcome))
             handle.set_user_attr("seconds", trial.seconds)
             handle.set_user_attr("run", trial.run)
@@ -114,38 +104,38 @@ class Store:
 
     def forget(self, handle: Handle) -> None:
         """Ends a trial that was not measured."""
-        with _storage_errors():
+        with storage_errors():
             self._study.tell(handle, state=TrialState.FAIL)
 
     def runs(self) -> list[str]:
         """Returns the names of the recorded tuning runs."""
-        with _storage_errors():
+        with storage_errors():
             return [key.removeprefix(f"{TUNING} ") for key in self._study.user_attrs if key.startswith(f"{TUNING} ")]
 
     def note_tuning(self, tuning: TuningRecord) -> None:
         """Records that a tuning run uses the study."""
-        with _storage_errors():
+        with storage_errors():
             self._study.set_user_attr(f"{TUNING} {tuning.run}", tuning.as_dict())
 
     def note_row(self, row: Row) -> None:
         """Writes a timing that is no trial."""
-        with _storage_errors():
+        with storage_errors():
             self._study.set_user_attr(f"{ROW} {uuid.uuid4().hex}", row.as_dict())
 
     def rows(self) -> list[Row]:
         """Returns the timings that are no trials, of all runs."""
-        with _storage_errors():
+        with storage_errors():
             return _rows_in(self._study.user_attrs)
 
     def note_timeline(self, run: str, timeline: Sequence[Mapping[str, Any]]) -> None:
         """Records what a tuning run did when."""
-        with _storage_errors():
+        with storage_errors():
             self._study.set_user_attr(f"{TIMELINE} {run}", list(timeline))
 
     def note_judged(self, judged: GateRecord) -> None:
         """Records the numerics gate's judgement of a policy."""
         digest = hashlib.sha256(str(judged.policy).encode()).hexdigest()[:12]
-        with _storage_errors():
+        with storage_errors():
             self._study.set_user_attr(f"{JUDGED} {digest}", judged.as_dict())
 
 
@@ -155,9 +145,9 @@ def open_store(where: Path | str, name: str, space: Space) -> Store:
     Raises `StudyError` if the storage cannot be used.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with warnings.catch_warnings(), _storage_errors():
+    with warnings.catch_warnings(), storage_errors():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        study = optuna.create_study(storage=_storage(where), study_name=name, direction="maximize", load_if_exists=True)
+        study = optuna.create_study(storage=opened(where), study_name=name, direction="maximize", load_if_exists=True)
         if isinstance(where, Path):  # one process at a time has a folder, so nothing runs there now
             for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
                 study.tell(trial.number, state=TrialState.FAIL)
@@ -179,9 +169,9 @@ def recall(where: Path | str, name: str | None = None, *, run: str | None = None
     if isinstance(where, str) and where.startswith(SQLITE) and not Path(where.removeprefix(SQLITE)).is_file():
         raise StudyError(f"there is no study in {where}: to read it would make an empty database")
     shown = without_password(str(where))
-    with warnings.catch_warnings(), _storage_errors(), _broken_records(shown):
+    with warnings.catch_warnings(), storage_errors(), _broken_records(shown):
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        storage = JournalStorage(_backend(where)) if isinstance(where, Path) else _database(where)
+        storage = JournalStorage(journal_in(where)) if isinstance(where, Path) else database_at(where)
         return _record_of(_chosen(storage, shown, name, run), shown)
 
 
@@ -265,45 +255,6 @@ def _broken_records(where: str) -> Iterator[None]:
         raise StudyError(f"the study in {where} is broken and cannot be read: {in_one_line(error)}") from error
 
 
-def _backend(folder: Path) -> JournalFileBackend:
-    """Returns the journal in the folder. The lock of a writer that was killed or interrupted is broken after a while.
-
-    Its path is absolute: Optuna looks at a relative one from elsewhere, and then waits for such a lock for ever.
-    """
-    path = str((folder / JOURNAL).absolute())
-    try:
-        lock = JournalFileSymlinkLock(path, grace_period=LOCK_S)
-    except TypeError:  # an older Optuna breaks no lock
-        lock = JournalFileSymlinkLock(path)
-    return JournalFileBackend(path, lock)
-
-
-def _storage(where: Path | str) -> BaseStorage:
-    if isinstance(where, Path):
-        where.mkdir(parents=True, exist_ok=True)
-        _drop_half_a_line(where / JOURNAL)
-        return JournalStorage(_backend(where))
-    return _database(where)
-
-
-def _database(url: str) -> BaseStorage:
-    try:
-        return optuna.storages.get_storage(url)
-    except ValueError as error:  # one that Optuna does not know, or a port that is no number
-        raise StudyError(
-            f"{without_password(url)} is no database that Optuna can open: {_first_line(error)}"
-        ) from error
-
-
-def _drop_half_a_line(journal: Path) -> None:
-    """Drops half a record at the end, left by a full disk or a power cut, which Optuna could never read past."""
-    if not journal.exists():
-        return
-    content = journal.read_bytes()
-    if content and not content.endswith(b"\n"):
-        journal.write_bytes(content[: content.rfind(b"\n") + 1])
-
-
 def _distributions(space: Space) -> dict[str, BaseDistribution]:
     return {knob.name: _distribution(knob) for knob in space.knobs}
 
@@ -324,64 +275,3 @@ def _suggest(trial: Handle, name: str, distribution: BaseDistribution) -> None:
         trial.suggest_categorical(name, distribution.choices)
     elif isinstance(distribution, IntDistribution):
         trial.suggest_int(name, distribution.low, distribution.high, log=distribution.log)
-
-
-def trials_in(study: optuna.Study, besides: Collection[int] = ()) -> list[Trial]:
-    """Returns the trials of an Optuna study that have an outcome, except the numbers `besides`, as they ended."""
-    return list(_remembered(study, besides))
-
-
-def running_in(study: optuna.Study) -> dict[int, Policy | None]:
-    """Returns the policies of the trials that run now, by the trial's number; None for one that is being chosen."""
-    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-    ages_s = {one.number: _age_s(one) for one in running}
-    named = {one.number: one.user_attrs.get("policy") for one in running if ages_s[one.number] < LONGEST_TRIAL_S}
-    return {
-        number: None if attribute is None else policy_from_dict(attribute)
-        for number, attribute in named.items()
-        if attribute is not None or ages_s[number] < ASKING_S
-    }
-
-
-def _age_s(trial: FrozenTrial) -> float:
-    """Returns the seconds since a trial began. Optuna stores the local time, without a time zone."""
-    began = trial.datetime_start
-    return math.inf if began is None else (datetime.now() - began).total_seconds()
-
-
-def _remembered(study: optuna.Study, besides: Collection[int]) -> Iterator[Trial]:
-    ended = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    for frozen in sorted(ended, key=lambda one: (one.datetime_complete or datetime.max, one.number)):
-        attributes: Mapping[str, Any] = frozen.user_attrs
-        if "outcome" in attributes and frozen.number not in besides:
-            yield Trial(
-                number=frozen.number,
-                policy=policy_from_dict(attributes["policy"]),
-                outcome=outcome_from_dict(attributes["outcome"]),
-                seconds=attributes["seconds"],
-                run=attributes.get("run", _FORMER),
-                moment_s=attributes.get("moment_s", _began_s(frozen)),
-            )
-
-
-def _began_s(frozen: FrozenTrial) -> float:
-    return frozen.datetime_start.timestamp() if frozen.datetime_start is not None else 0.0
-
-
-def _first_line(error: BaseException | None) -> str:
-    """Returns an error's first line, as links to web pages follow; its cause names the missing database driver."""
-    words = str(error).partition("\n")[0]
-    missing = error.__cause__ or error.__context__ if isinstance(error, ImportError) else None
-    return words if missing is None else f"{words} ({missing})"
-
-
-class _storage_errors:  # noqa: N801  # reads as a function at its uses
-    """Turns the failure of a storage (full disk, broken journal, unreachable database) into `StudyError`."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError | json.JSONDecodeError | ImportError) or (
-            kind is not None and kind.__module__.startswith(("sqlalchemy", "optuna.exc"))
-        ):
-            raise StudyError(f"the study cannot be read or written: {_first_line(error)}") from error

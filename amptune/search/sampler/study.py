@@ -2,65 +2,34 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from amptune.errors import StudyError
-from amptune.measure.results.outcome import Failure, Measurement, Outcome
+from amptune.measure.results.outcome import Failure, Outcome
 from amptune.policy.settings import CompileMode, Policy
-from amptune.search.gate.judge import PolicyJudged
 from amptune.search.gate.limits import Judgement
-from amptune.search.sampler.acquisition import Proposal
 from amptune.search.sampler.catalog import Catalog, History, ToPolicy
+from amptune.search.sampler.neighbours import neighbours_of
 from amptune.search.sampler.policy_sampler import PolicySampler, Sampler, with_fixed
 from amptune.search.sampler.records import GateRecord, TuningRecord
 from amptune.search.sampler.storage import Handle, Store, open_store
+from amptune.search.sampler.suggestion import Suggestion
 from amptune.search.space.knobs import Space
-from amptune.search.table.ablation import variants_of
 from amptune.search.table.objective import THROUGHPUT, Objective, Yardstick
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
-__all__ = ["Study", "Suggestion", "open_study"]
+__all__ = ["Study", "open_study"]
 
-# A single measurement may show only this share of a policy's speed, if another program used the machine meanwhile.
-OUTLIER_SHARE = 0.6
-# A policy may reach this many standard deviations above its expected score.
-REACH = 3.0
-# What a policy that was asked for is thought to gain, on the logarithm of the score: 10 %.
-UNTRIED_GAIN = 0.1
 # A foreign sampler may propose so many policies in turn that were measured or are none.
 MOST_ASKED = 20
 # So many workers can be faster in turn, or have enqueued what was measured since.
 MOST_ATTEMPTS = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Suggestion:
-    """A policy to measure next; `handle` is its trial in the store.
-
-    `gain` is its expected improvement, on the logarithm of the score. A score below `least` would be a surprise. The
-    trial is expected to take `seconds`, None if that is unknown.
-    """
-
-    policy: Policy
-    handle: Handle
-    gain: float = UNTRIED_GAIN
-    least: float = 0.0
-    seconds: float | None = None
-
-    @staticmethod
-    def of(proposal: Proposal | None, policy: Policy, handle: Handle) -> Suggestion:
-        """Returns the suggestion of a policy that was proposed, or asked for."""
-        if proposal is None:
-            return Suggestion(policy, handle)
-        return Suggestion(policy, handle, gain=proposal.gain, least=proposal.least, seconds=proposal.seconds)
 
 
 class Study:
@@ -94,15 +63,10 @@ class Study:
         self.trials: list[Trial] = list(filter(self._tells, known))
         self._rows = [*(trial.row for trial in known if not self._tells(trial)), *store.rows()]
         self._history = self._history_of(self.trials)
-        self._outcomes = self._history.outcomes
 
     def __contains__(self, policy: Policy) -> bool:
         """Returns True if the space holds a policy, measured or not."""
         return policy in self._catalog.points
-
-    def has_knob(self, name: str) -> bool:
-        """Returns True if the space has a choice for this knob."""
-        return self._catalog.has_knob(name)
 
     @property
     def size(self) -> int:
@@ -110,7 +74,22 @@ class Study:
         return len(self._catalog.policies)
 
     def trial_of(self, policy: Policy) -> Trial | None:
-        return self._outcomes.get(policy)
+        return self._history.latest.get(policy)
+
+    @property
+    def history(self) -> History:
+        """The trials so far, as a value."""
+        return self._history
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The timings that are no trials, of all runs."""
+        return tuple(self._rows)
+
+    @property
+    def outcomes(self) -> Mapping[Policy, Outcome]:
+        """The last outcome of each policy."""
+        return self._history.outcomes
 
     @property
     def yardstick(self) -> Yardstick:
@@ -130,7 +109,6 @@ class Study:
     def _add(self, trial: Trial) -> None:
         self.trials.append(trial)
         self._history = self._history_of(self.trials)
-        self._outcomes = self._history.outcomes
 
     def leave_out(self, which: Callable[[Policy], bool]) -> None:
         """Excludes these policies from all suggestions."""
@@ -148,7 +126,7 @@ class Study:
     @property
     def has_left_out(self) -> bool:
         """True if an exclusion kept any policy from being measured."""
-        return any(self._catalog.policies[index] not in self._outcomes for index in self._excluded)
+        return any(self._catalog.policies[index] not in self._history.latest for index in self._excluded)
 
     @property
     def _excluded(self) -> set[int]:
@@ -191,16 +169,6 @@ class Study:
         """Every timing of all runs: the trials' and the others."""
         return [*(trial.row for trial in self.trials), *self._rows]
 
-    def keeping_judgements(self, observer: Callable[[PolicyJudged], None]) -> Callable[[PolicyJudged], None]:
-        """Returns an observer that also records the numerics gate's judgements; a failing storage loses only those."""
-
-        def observe(event: PolicyJudged) -> None:
-            with suppress(StudyError):
-                self.keep(event.judgement)
-            observer(event)
-
-        return observe
-
     def keep_timeline(self, timeline: Sequence[Mapping[str, Any]]) -> None:
         """Records what this run did when; a failing storage loses it."""
         with suppress(StudyError):
@@ -231,9 +199,10 @@ class Study:
             handle = self._ask(asked, modes, given)
             proposal = self._own.proposal if asked is None and given is None else None
             policy = self._catalog.policy_of(handle.params) if handle.params else asked
-            if policy is not None and self._is_open(policy, asked, modes) and self._claims(handle, policy):
+            is_open = policy is not None and self._is_open(policy, asked, modes)
+            if policy is not None and is_open and (self._store.claim(handle, policy) or policy == self._baseline):
                 self._catch_up_trials()  # another worker may have been faster
-                if policy not in self._outcomes:
+                if policy not in self._history.latest:
                     return Suggestion.of(proposal, policy, handle)
             self._store.forget(handle)
             if proposal is None and asked is None and given is None and not self._own.was_enqueued:
@@ -251,7 +220,7 @@ class Study:
         """
         fits = self._catalog.index.get(policy) not in self._history.too_large()
         is_begun = policy != self._baseline and policy in self._store.running()
-        return policy not in self._outcomes and fits and not is_begun
+        return policy not in self._history.latest and fits and not is_begun
 
     def _next_wanted(self, modes: Collection[CompileMode] | None) -> Policy | None:
         """Returns the first free policy of those that were put first, in one of these modes."""
@@ -267,89 +236,34 @@ class Study:
             self._store.enqueue(point)
         others = set() if modes is None else self._catalog.not_in(modes)
         self._own.left_out, self._own.is_idle = self._excluded | others, wanted is not None
-        fixed = {"compile": next(iter(modes))} if modes and len(modes) == 1 and self.has_knob("compile") else {}
+        fixed = {"compile": next(iter(modes))} if modes and len(modes) == 1 and self._catalog.has_modes else {}
         proposes = self._own if wanted is not None or given is None else with_fixed(given, fixed)
         handle = self._store.ask(proposes)
         if wanted is None or point is not None or self._own.was_enqueued:
             self._store.settle(handle)
         return handle
 
-    def _claims(self, handle: Handle, policy: Policy) -> bool:
-        return self._store.claim(handle, policy) or policy == self._baseline
-
     def _is_open(self, policy: Policy, wanted: Policy | None, modes: Collection[CompileMode] | None) -> bool:
         is_excluded = policy != wanted and self._catalog.index.get(policy) in self._excluded
         in_mode = policy == wanted or modes is None or policy.compile in modes
-        return policy not in self._outcomes and in_mode and not is_excluded
-
-    def ranked(self) -> list[Policy]:
-        """Returns the measured policies, the best first, those that are too slow for the objective last.
-
-        Two orders alternate. One is by the estimate from all trials together, as a single short measurement may be
-        lucky or an outlier. The other is by its own score, as the estimate knows little of a policy unlike all others.
-        """
-        belief, yardstick = self._own.belief(self._history), self.yardstick
-        measured: dict[Policy, tuple[bool, float]] = {}
-        expected: dict[Policy, tuple[bool, float]] = {}
-        for trial in self.trials:
-            score = yardstick.score(trial.outcome)
-            if score is not None:
-                allowed, index = yardstick.allows(trial.outcome), self._catalog.index.get(trial.policy)
-                measured[trial.policy] = allowed, math.log(score)
-                mean = math.log(score) if belief is None or index is None else float(belief.mean[index])
-                expected[trial.policy] = allowed, mean
-        orders = (sorted(places, key=places.__getitem__, reverse=True) for places in (expected, measured))
-        return list(dict.fromkeys(chain.from_iterable(zip(*orders, strict=True))))
+        return policy not in self._history.latest and in_mode and not is_excluded
 
     def neighbours(self, policy: Policy) -> list[Policy]:
-        """Returns the policies one step from a policy that may be better: one setting less, or one knob changed.
-
-        They are ordered by what they may reach, those outside the space first. Neither a low expectation nor a
-        measurement that may be an outlier excludes a policy.
-        """
-        simpler = [variant.policy for variant in variants_of(policy)]
-        others = self._catalog.one_step_from(policy)
-        near = [other for other in dict.fromkeys([*simpler, *others]) if not self._is_hopeless(other, beside=policy)]
-        belief = self._own.belief(self._history)
-
-        def reach(other: Policy) -> float:
-            index = self._catalog.index.get(other)
-            return (
-                math.inf
-                if belief is None or index is None
-                else float(belief.mean[index] + REACH * belief.deviation[index])
-            )
-
-        return sorted(near, key=reach, reverse=True)
-
-    def _is_hopeless(self, policy: Policy, *, beside: Policy) -> bool:
-        """Returns True if it failed, or was worse than an outlier explains."""
-        trial, other = self._outcomes.get(policy), self._outcomes.get(beside)
-        if trial is None or isinstance(trial.outcome, Failure):
-            return trial is not None
-        if self.yardstick.share_of_needed_speed(trial.outcome) < OUTLIER_SHARE:
-            return True
-        best = self._plain_score(other.outcome) if other is not None else 0.0
-        return self._plain_score(trial.outcome) < OUTLIER_SHARE * best
-
-    def _plain_score(self, outcome: Outcome) -> float:
-        """Returns the score without a penalty for low speed, as that is one measurement and may be an outlier."""
-        return (self._objective.score(outcome) or 0.0) if isinstance(outcome, Measurement) else 0.0
+        """Returns the policies one step from a policy that may be better, the most promising first."""
+        return neighbours_of(policy, self._history, self._own.belief(self._history))
 
     def adopt(self, space: Space, to_policy: ToPolicy, fits: Callable[[Policy], bool] = lambda _: True) -> None:
         """Goes on with the policies of another space, or other policies of its points; trials are kept."""
         self._catalog = Catalog(space, to_policy, fits)
         self._own = PolicySampler(self._store.distributions, self._catalog, self._history_that_tells, self._seed)
         self._history = self._history_of(self.trials)
-        self._outcomes = self._history.outcomes
 
     def reconsider(self, policy: Policy) -> None:
         """Forgets a failure: on a busy machine it may have been chance, and nothing works without a baseline."""
-        trial = self._outcomes.get(policy)
+        trial = self._history.latest.get(policy)
         if trial is not None and isinstance(trial.outcome, Failure):
             self.trials.remove(trial)
             self._history = self._history_of(self.trials)
-            self._outcomes = self._history.outcomes
 
     def tell(self, suggestion: Suggestion, trial: Trial) -> None:
         """Adds an outcome and stores it."""

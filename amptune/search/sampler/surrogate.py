@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 # this standard deviation, on the logarithm; FACTOR times smaller and larger are tried too, and the likeliest is kept.
 SHARE, NOISE, FACTOR = 0.1, 0.02, 3.0
 # The values tried for the variance of one setting's effect, as a share of that of all trials.
-EFFECTS = (1e-4, 0.003, 0.05, 0.4)
+EFFECT_SIZES = (1e-4, 0.003, 0.05, 0.4)
 # Priors are fitted on the first FEWEST trials, and again each time there are half as many more.
 FEWEST = 2
 # Ordered numbers (a batch size, a depth): the likeness of neighbours falls to 1/e over this many steps.
@@ -158,7 +158,7 @@ def _likeliest(prior: _Prior, among: Floats, values: Floats, spread: float) -> _
         return _solved(one.kernel(among), values, np.full(len(values), one.noise / spread)).likelihood
 
     for knob in range(len(prior.effects)):
-        effects = [np.where(np.arange(len(prior.effects)) == knob, effect, prior.effects) for effect in EFFECTS]
+        effects = [np.where(np.arange(len(prior.effects)) == knob, effect, prior.effects) for effect in EFFECT_SIZES]
         prior = max([prior, *(replace(prior, effects=one) for one in effects)], key=likelihood)
     factors = (1 / FACTOR, 1.0, FACTOR)
     prior = max((replace(prior, pair_share=factor * SHARE) for factor in factors), key=likelihood)

@@ -18,7 +18,7 @@ from amptune.search.space.knobs import (
     BATCH_SIZE,
     BATCHNORM,
     EXCLUSIONS,
-    HALF,
+    IN_HALF,
     MASTERS,
     SEARCHED,
     WEIGHTS,
@@ -27,10 +27,10 @@ from amptune.search.space.knobs import (
     digest,
     forbidden_because,
     is_in,
-    pin,
     restrict,
     with_knob,
 )
+from amptune.search.space.narrowed_space import narrowed
 from amptune.search.space.space_file import load_space, space_for
 
 __all__ = ["Candidates", "GlobalBatch", "Wanted", "candidates_for"]
@@ -133,7 +133,7 @@ class Candidates:
         """Returns the policy for a point of the space; settings without effect there keep stock PyTorch's value."""
         settings: dict[str, Any] = {BATCH_SIZE: self.batch_size, **point}
         settings["accumulate"] = _accumulate(settings[BATCH_SIZE], self.global_batch)
-        half, depth = settings.pop(HALF, False), settings.pop(EXCLUSIONS, 0)
+        half, depth = settings.pop(IN_HALF, False), settings.pop(EXCLUSIONS, 0)
         policy = settled(settings)
         in_half = policy.autocast != "off"
         faster = self.ladder.rules(depth, policy.autocast, policy.memory_format) if in_half else ()
@@ -153,18 +153,18 @@ class Candidates:
 
     def allows(self, policy: Policy) -> bool:
         """Returns whether the space, with the user's pins, allows each setting of a policy, tried or not."""
-        settings = {knob.name: knob.choices for knob in self.space.knobs if knob.name not in (EXCLUSIONS, HALF)}
+        settings = {knob.name: knob.choices for knob in self.space.knobs if knob.name not in (EXCLUSIONS, IN_HALF)}
         if policy.weights == "fp32":  # master weights and BatchNorm's dtype have no meaning then
             settings = {name: choices for name, choices in settings.items() if name not in (MASTERS, BATCHNORM)}
         faster = [rule for rule in policy.fp32_modules if not rule.is_needed]
         point: dict[str, Any] = {name: getattr(policy, name) for name in settings}
-        point |= {EXCLUSIONS: len(faster), HALF: bool(policy.half_modules)}
+        point |= {EXCLUSIONS: len(faster), IN_HALF: bool(policy.half_modules)}
         if forbidden_because(self.space, point) is not None:
             return False
         depths = self.space.choices(EXCLUSIONS)
         few_enough = not depths or is_in(0, depths) or bool(faster)
-        halves = self.space.choices(HALF)
-        as_wished = not halves or is_in(point[HALF], halves)
+        halves = self.space.choices(IN_HALF)
+        as_wished = not halves or is_in(point[IN_HALF], halves)
         return few_enough and as_wished and all(is_in(point[name], choices) for name, choices in settings.items())
 
     @property
@@ -239,14 +239,7 @@ def candidates_for(
     subject = prepared.subject
     ladder = ladder or ladder_by_intensity(subject)
     space = load_space(wanted.space) if wanted.space else space_for(prepared.hardware)
-    space = _narrowed(space, subject)
-    recipes = _amp_recipes(space)
-    if recipes and subject.leaves:
-        space = with_knob(space, HALF, (False, True), stock=False)
-    space = _compiling(space, wanted)
-    for name, value in wanted.pins.items():
-        space = pin(space, name, value)
-    space = _with_half_weights(space, wanted)
+    space, recipes = narrowed(space, subject, wanted.pins, compiling=wanted.compile)
     own_size = subject.batch_size
     batch_size = own_size if wanted.batch_size == "auto" or wanted.global_batch is not None else None
     if wanted.batch_size == "auto":
@@ -284,58 +277,6 @@ def _require_shares(whole: GlobalBatch, batch_size: int, subject: Subject) -> No
             "a global batch needs a workload with a loss: how a step of your own accumulates is its affair"
         )
     whole.require(batch_size)
-
-
-def _compiling(space: Space, wanted: Wanted) -> Space:
-    """Applies `--compile` or `--no-compile` to the space."""
-    modes, pinned = space.choices("compile"), wanted.pins.get("compile")
-    if pinned is not None and wanted.compile is (pinned == "off"):
-        said = "--compile" if wanted.compile else "--no-compile"
-        raise SpaceError(f"{said} and --set compile={pinned} contradict each other; leave one of them out")
-    if wanted.compile is False and modes:
-        return restrict(space, "compile", ("off",))
-    if wanted.compile and not [mode for mode in modes if mode != "off"]:
-        raise SpaceError(f"the search space of {space.architecture} has no torch.compile to try")
-    return space
-
-
-def _with_half_weights(space: Space, wanted: Wanted) -> Space:
-    """Turns autocast off if half weights are pinned, and adds master weights and BatchNorm in FP32 unless set."""
-    asked = [name for name in (MASTERS, BATCHNORM) if wanted.pins.get(name, "").lower() in ("true", "on")]
-    if asked and "half" not in space.choices(WEIGHTS):
-        raise SpaceError(f"--set {asked[0]}=true means nothing for FP32 weights; add --set weights=half")
-    if space.choices(WEIGHTS) != ("half",):
-        return space
-    autocast = wanted.pins.get("autocast", "off")
-    if autocast != "off":
-        raise SpaceError(
-            f"--set weights=half and --set autocast={autocast} contradict each other; leave one of them out"
-        )
-    for name in (MASTERS, BATCHNORM):
-        if not space.choices(name):
-            space = with_knob(space, name, (True,), stock=True)
-    return restrict(space, "autocast", ("off",))
-
-
-def _narrowed(space: Space, subject: Subject) -> Space:
-    """Drops values that cannot matter: layouts and cuDNN plans without convolutions, exclusions without modules.
-
-    If the optimizer cannot be fused, the starting points are tried without fusing it.
-    """
-    if not subject.fusable and space.choices("fused_optimizer"):
-        unfused = dict.fromkeys(Point({**point, "fused_optimizer": False}) for point in space.try_first)
-        space = replace(space, try_first=tuple(unfused))
-    for knob in space.knobs:
-        choices = tuple(value for value in knob.choices if SEARCHED[knob.name].matters(value, subject))
-        space = restrict(space, knob.name, choices or (SEARCHED[knob.name].stock,))
-    return space
-
-
-def _amp_recipes(space: Space) -> tuple[Policy, ...]:
-    """Returns the AMP recipe in every dtype of this machine, contiguous and in the model's channels-last format."""
-    dtypes: list[Any] = [dtype for dtype in space.choices("autocast") if dtype != "off"]
-    formats = space.choices("memory_format") or ("contiguous",)
-    return tuple(amp_recipe(dtype, memory_format=layout) for layout in formats for dtype in dtypes)
 
 
 def _study_name(prepared: Prepared, space: Space, batch_size: int, memory_mib: float | None) -> str:

@@ -89,7 +89,7 @@ def ladder_by_time(subject: Subject, sensed: Mapping[str, Sensitivity]) -> Ladde
     """
     timed: dict[tuple[str, str], tuple[Rules, ...]] = {}
     for memory_format, sensitivity in sensed.items():
-        for dtype in {dtype for module in sensitivity.modules for dtype in module.half}:
+        for dtype in {dtype for module in sensitivity.modules for dtype in module.half_ms}:
             timed[dtype, memory_format] = tuple(_rungs_by_time(subject, sensitivity, dtype))
     return Ladder(timed=timed, half=_kept_wide(subject, sensed))
 
@@ -173,11 +173,11 @@ def _without_repeats(groups: Iterable[Group]) -> Iterator[Group]:
 
 
 # A step that is expected to save less than this share of the time in all modules is not worth a policy.
-WORTHWHILE = 0.003
+LEAST_SAVED = 0.003
 # Among choices that save at least this share of the best saving, the one with the fewest modules is taken.
 NEARLY = 0.9
 # A cast reads two bytes and writes four per element, or the reverse: 1.5 times the element's size in FP32.
-CAST_SHARE = 1.5
+CAST_TIMES = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,12 +220,12 @@ class Price:
     def own_gain_ms(self, modules: Collection[str]) -> float:
         """Returns the ms that FP32 saves inside these modules, without the casts around them."""
         own = [module for module in self.sensitivity.modules if module.path in modules]
-        return sum((module.half[self.dtype].ms or 0.0) - (module.fp32_ms or 0.0) for module in own)
+        return sum((module.half_ms[self.dtype] or 0.0) - (module.fp32_ms or 0.0) for module in own)
 
     def _ms(self, module: ModuleSensitivity, kept: bool, comes_wide: bool, *, first: bool) -> float:
-        fp32_ms, half_ms = module.fp32_ms or 0.0, module.half[self.dtype].ms or 0.0
+        fp32_ms, half_ms = module.fp32_ms or 0.0, module.half_ms[self.dtype] or 0.0
         passes = 1 if first else 2  # the gradient is cast back, unless there is none
-        cast_ms = passes * CAST_SHARE * module.input_bytes * self.sensitivity.cast_ms_per_byte
+        cast_ms = passes * CAST_TIMES * module.input_bytes * self.sensitivity.cast_ms_per_byte
         if kept:
             return fp32_ms + (0.0 if comes_wide else cast_ms)
         if module.stream == "half":
@@ -240,7 +240,7 @@ def savings_in_order(sensitivity: Sensitivity, dtype: Half) -> tuple[Saving, ...
     together.
     """
     price = Price(sensitivity, dtype)
-    least_ms = WORTHWHILE * price.of(())
+    least_ms = LEAST_SAVED * price.of(())
     choices = list(_choices(sensitivity.modules))
     kept: frozenset[str] = frozenset()
     now_ms = price.of(kept)
@@ -274,5 +274,5 @@ def _choices(modules: Sequence[ModuleSensitivity]) -> Iterator[frozenset[str]]:
 
 def _kind_of(module: ModuleSensitivity) -> tuple[object, ...]:
     """Returns a key that modules of one type and shape share, as they share their measured times."""
-    times = tuple(half.ms for half in module.half.values())
+    times = tuple(module.half_ms.values())
     return (module.fp32_ms, times, module.input_bytes, module.output_bytes, module.stream)

@@ -17,7 +17,7 @@ from amptune.policy.settings import KNOBS
 __all__ = [
     "BATCH_SIZE",
     "EXCLUSIONS",
-    "HALF",
+    "IN_HALF",
     "SEARCHED",
     "Dimension",
     "Forbidden",
@@ -37,7 +37,7 @@ Value = str | int | bool
 
 # How far down the ladder modules stay in FP32, and if modules that autocast keeps in FP32 run in half: what a search
 # varies in place of the rules. All others are settings of the policy.
-EXCLUSIONS, HALF = "fp32_exclusions", "half_modules"
+EXCLUSIONS, IN_HALF = "fp32_exclusions", "half_modules"
 WEIGHTS, MASTERS, BATCHNORM = "weights", "master_weights", "keep_batchnorm_fp32"
 # The choices of this knob depend on what fits into memory.
 BATCH_SIZE = "batch_size"
@@ -154,7 +154,7 @@ def digest(space: Space) -> str:
     Choices that follow from the modules' own times or from the batch sizes that fit are no part of it: policies are
     remembered by their settings.
     """
-    kept = [one for one in space.knobs if one.name not in (EXCLUSIONS, HALF)]
+    kept = [one for one in space.knobs if one.name not in (EXCLUSIONS, IN_HALF)]
     knobs = [(one.name, () if one.name == BATCH_SIZE else one.choices) for one in kept]
     content = (knobs, [rule.when for rule in space.forbid])
     return hashlib.sha256(repr(content).encode()).hexdigest()[:8]

@@ -14,7 +14,6 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -23,23 +22,17 @@ from amptune.policy.settings import Policy
 from amptune.search.table.effects import EFFECTS, Effect, Machine
 from amptune.search.table.population import shrunk
 from amptune.search.table.ratio import Ratio
-from amptune.search.table.row import Row, decisive, mean_error, sittings_of, step_spread
+from amptune.search.table.row import Row, decisive, step_spread
+from amptune.search.table.row_arrays import LEVEL, Array, RowArrays, arrays_of
 
 __all__ = ["Estimates", "fit"]
 
-Array = np.ndarray[Any, np.dtype[np.float64]]
 Score = Callable[[Measurement], float | None]
 
-# The level of a run (standard deviation) is free: policies are compared within runs.
-_LEVEL = 10.0
 # If blocks differ more than expected, so do these, as far as the rows cannot tell them apart.
 _AS_BLOCKS = ("process", "sitting")
-# Drift is forgotten in this time.
-_DRIFT_S = 300.0
-# Degrees of freedom of the noise. A policy's only block counts as one with so many times the noise: if that is an
-# outlier, only another one shows it. What disturbs blocks of a process makes all of them slower: by an unknown share,
-# of which this is the standard deviation.
-_TAILS, _DOUBTFUL, _DISTURBED = 2.0, 3.0, 0.15
+# Degrees of freedom of the noise.
+_TAILS = 2.0
 # The user's loop differs from steps on batches that lie on the device by an unknown share, another one for each policy,
 # of which this is the standard deviation: plain loops were 1 to 4 % off such steps (six models on an H200).
 _NOT_IN_LOOP = 0.02
@@ -103,7 +96,7 @@ class Estimates:
         if p == q:
             return Ratio(value=1.0, low=1.0, high=1.0)
         deviation = math.sqrt(variance + self.next_variance(p, q))
-        if deviation > _LEVEL:  # no run has both
+        if deviation > LEVEL:  # no run has both
             return None
         return Ratio.of_log(
             log,
@@ -147,8 +140,8 @@ def fit(
         return None
     spreads = _spreads([row for row, _ in scored], machine.least_spread, spread)
     elsewhere = _NOT_IN_LOOP if spread is None and any(row.in_loop for row, _ in scored) else 0.0
-    sizes = _sized(_data(core[-_MOST_ROWS:], spreads, elsewhere, of_time=spread is None), machine.effects)
-    data = _data(core + singles, spreads, elsewhere, of_time=spread is None)
+    sizes = _sized(arrays_of(core[-_MOST_ROWS:], spreads, elsewhere, of_time=spread is None), machine.effects)
+    data = arrays_of(core + singles, spreads, elsewhere, of_time=spread is None)
     return _estimated(data, policies, policies.index(baseline), sizes)
 
 
@@ -205,89 +198,6 @@ def _pooled(steps: float, runs: Iterable[Sequence[float]]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Data:
-    """The rows as arrays. `design` is (rows, policies), 1 where a row is of a policy; kernels are (rows, rows).
-
-    `fixed` is the covariance of effects whose size is not estimated: the level of a run, disturbances, the
-    difference of steps by themselves to the user's loop, and the doubt about means that a few slow steps decide.
-    """
-
-    score: Array
-    design: Array
-    noise: Array
-    kernels: Mapping[str, Array]
-    fixed: Array
-    launches: tuple[int, ...]
-    spread: Array
-
-    def with_noise(self, weights: Array) -> dict[str, Array]:
-        """Returns each effect's covariance between rows, for a size of 1."""
-        return {"block": np.diag(self.noise / weights), **self.kernels}
-
-    def inverse(self, size: Mapping[str, float], weights: Array) -> Array:
-        """Returns the inverse of the rows' covariance."""
-        covariance = self.fixed.copy()
-        for name, kernel in self.with_noise(weights).items():
-            covariance += size[name] * kernel
-        return np.asarray(np.linalg.inv(covariance), dtype=np.float64)
-
-
-def _data(
-    scored: Sequence[tuple[Row, float]], spreads: Mapping[Policy, float], elsewhere: float, *, of_time: bool
-) -> _Data:
-    """Returns the arrays; rows that are not of the user's loop are off by `elsewhere`.
-
-    A mean that a few slow steps decide is doubtful, which matters for scores `of_time`.
-    """
-    rows = [row for row, _ in scored]
-    policies = list(dict.fromkeys(row.policy for row in rows))
-    counts = Counter(row.policy for row in rows)
-    single = [counts[row.policy] == 1 for row in rows]
-    disturbed = np.array([_DISTURBED * row.is_disturbed for row in rows])
-    apart = np.array([elsewhere * (not row.in_loop) for row in rows])
-    means = np.array([_doubt(row) if of_time else 0.0 for row in rows])
-    spread = np.array([spreads[row.policy] for row in rows])
-    time_s = np.array([row.moment_s for row in rows])
-    together, run, sittings = np.outer(spread, spread), _alike([row.run for row in rows]), sittings_of(rows)
-    process = _alike([(row.run, row.launch, row.policy) for row in rows])
-    return _Data(
-        score=np.log([value for _, value in scored]),
-        design=np.array([[float(row.policy == policy) for policy in policies] for row in rows]),
-        noise=spread**2 * np.where(single, _DOUBTFUL**2, 1.0),
-        kernels={
-            "process": together * process,
-            "sitting": together * _alike([(sitting, row.policy) for sitting, row in zip(sittings, rows, strict=True)]),
-            "host": together * _alike(sittings),
-            "drift": together * run * np.exp(-np.abs(time_s[:, None] - time_s) / _DRIFT_S),
-        },
-        fixed=_LEVEL**2 * run
-        + np.outer(disturbed, disturbed) * process
-        + np.outer(apart, apart) * _alike([row.policy for row in rows])
-        + np.diag(np.maximum(0.0, means**2 - spread**2)),
-        launches=tuple(_launches([row for row in rows if row.policy == policy]) for policy in policies),
-        spread=np.array([spreads[policy] for policy in policies]),
-    )
-
-
-def _doubt(row: Row) -> float:
-    """Returns the standard error of the row's mean step, relative to it."""
-    return mean_error(row.outcome) if isinstance(row.outcome, Measurement) else 0.0
-
-
-def _launches(rows: Sequence[Row]) -> int:
-    """Returns the number of processes that the user's loop was timed in, or steps by themselves if it was in none."""
-    in_loop = {(row.run, row.launch) for row in rows if row.in_loop}
-    return len(in_loop or {(row.run, row.launch) for row in rows})
-
-
-def _alike(keys: Sequence[object]) -> Array:
-    """Returns a matrix (rows, rows) with 1 where two rows have the same key."""
-    number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-    numbers = np.array([number[key] for key in keys])
-    return np.asarray(numbers[:, None] == numbers, dtype=np.float64)
-
-
-@dataclass(frozen=True, slots=True)
 class _Sizes:
     """The variance of each effect, in squares of step spreads, and the observations behind it, the prior's included."""
 
@@ -295,7 +205,7 @@ class _Sizes:
     worth: dict[str, float]
 
 
-def _sized(data: _Data, prior: Mapping[str, Effect]) -> _Sizes:
+def _sized(data: RowArrays, prior: Mapping[str, Effect]) -> _Sizes:
     """Returns the most likely sizes. An effect that the rows do not show keeps its prior."""
     sizes = _Sizes({name: prior[name].size ** 2 for name in EFFECTS}, {name: prior[name].worth for name in EFFECTS})
     weights = np.ones_like(data.score)
@@ -324,7 +234,7 @@ def _projection(inverse: Array, design: Array) -> Array:
     return np.asarray(inverse - weighted @ np.linalg.solve(design.T @ weighted, weighted.T))
 
 
-def _weights(data: _Data, project: Array, weights: Array, block: float) -> Array:
+def _weights(data: RowArrays, project: Array, weights: Array, block: float) -> Array:
     """Returns how far each block is no outlier: by the distance from what all other rows predict for it.
 
     An outlier thus does not pass for the effect of a process or a sitting that it is the only block of.
@@ -337,7 +247,7 @@ def _weights(data: _Data, project: Array, weights: Array, block: float) -> Array
     return np.asarray((_TAILS + 1) / (_TAILS + distance**2 / plain))
 
 
-def _estimated(data: _Data, policies: tuple[Policy, ...], baseline: int, sizes: _Sizes) -> Estimates:
+def _estimated(data: RowArrays, policies: tuple[Policy, ...], baseline: int, sizes: _Sizes) -> Estimates:
     weights = np.ones_like(data.score)
     for _ in range(_FINAL_ITERATIONS):
         project = _projection(data.inverse(sizes.size, weights), data.design)
@@ -362,7 +272,7 @@ def _estimated(data: _Data, policies: tuple[Policy, ...], baseline: int, sizes: 
     )
 
 
-def _freedom(estimator: Array, data: _Data, weights: Array, sizes: _Sizes, baseline: int) -> Array:
+def _freedom(estimator: Array, data: RowArrays, weights: Array, sizes: _Sizes, baseline: int) -> Array:
     """Returns the degrees of freedom of each policy's difference to the baseline in a later sitting."""
     lever, spread = estimator - estimator[:, [baseline]], data.spread
     squares = spread**2 + spread[baseline] ** 2

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from statistics import NormalDist
 
 from amptune.policy.settings import Policy
+from amptune.search.table.contenders import Contender
 from amptune.search.table.model import Estimates
 from amptune.search.table.objective import NEGLIGIBLE
 from amptune.search.table.ratio import CONFIRMED, LIKELY
-from amptune.search.table.verdict import PROCESSES, Bar, Contender, Verdict, departure_count
+from amptune.search.table.verdict import PROCESSES, Bar, Verdict, departure_count
 
 __all__ = ["UNSEEN", "NextRound", "launch_s", "next_round", "rivals", "round_again"]
 

@@ -38,7 +38,7 @@ HEALTHY = StepProfile(
     optimizer_kernels=10,
     modules=(ModuleTime(module="body", ms=8.0), ModuleTime(module="head", ms=1.0)),
     casts=(CastTime(module="body", count=40, ms=0.4, mib=900.0),),
-    products=(ProductTime(module="body", kind="matmul", tensor_core_ms=6.0, plain_ms=0.2),),
+    products=(ProductTime(module="body", kind="matmul", plain_ms=0.2),),
     operations=(OperationTime(module="body", operation="layer_norm", count=10, ms=0.8),),
 )
 
@@ -51,7 +51,7 @@ def found(policy: Policy = BF16, gpu: Gpu | None = HOPPER, **changed: Any) -> di
 
 def products(kind: str, plain_ms: float, module: str = "body") -> tuple[ProductTime, ...]:
     assert kind in ("matmul", "convolution")
-    return (ProductTime(module=module, kind=kind, tensor_core_ms=1.0, plain_ms=plain_ms, slowest_plain="sgemm"),)  # type: ignore[arg-type]  # one of the two
+    return (ProductTime(module=module, kind=kind, plain_ms=plain_ms, slowest_plain="sgemm"),)  # type: ignore[arg-type]  # one of the two
 
 
 def test_nothing_is_said_of_a_healthy_step_but_where_its_time_goes() -> None:

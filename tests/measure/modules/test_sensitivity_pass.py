@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +54,7 @@ def test_every_module_without_children_is_looked_at_in_the_order_of_the_calls() 
     found = sensed(nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 4)), nn.LayerNorm(4)))
     assert list(modules_of(found)) == ["0", "1.0", "1.1", "2"]
     assert found.left_out == {}
-    assert all(module.calls == 1 and set(module.half) == set(BOTH) for module in found.modules)
+    assert all(module.calls == 1 and set(module.half_ms) == set(BOTH) for module in found.modules)
     assert found.step_ms > 0
     assert found.cast_ms_per_byte > 0
 
@@ -130,8 +129,8 @@ def test_of_several_outputs_those_that_are_used_are_looked_at(first: bool, struc
     found = sensed(UsesOne(Splitting(first=first, structured=structured)))
     assert found.left_out == {}
     (module,) = found.modules
-    assert module.activation_max < 40  # the unused one's is in the hundreds
-    assert module.half["bf16"].gradient_error < 0.05
+    assert module.output_bytes == module.input_bytes  # of the one that is used
+    assert all(module.half_ms.values())
 
 
 class Recurrent(nn.Module):
@@ -152,7 +151,7 @@ def test_an_lstm_is_looked_at_whichever_of_its_outputs_is_used(which: int) -> No
     found = sensed(Recurrent(which), (5, 8), ("bf16",))
     assert found.left_out == {}
     (module,) = found.modules
-    assert 0 < module.half["bf16"].gradient_error < 0.1
+    assert module.half_ms["bf16"]
 
 
 class Checkpointed(nn.Module):
@@ -205,7 +204,6 @@ def test_modules_that_no_gradient_passes_are_named() -> None:
 def test_an_embedding_that_trains_is_looked_at_and_stays_in_fp32() -> None:
     found = sensed(nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 2)), batch=lambda n: torch.randint(10, (n, 3)))
     assert [module.stream for module in found.modules] == ["fp32", "half"]
-    assert found.modules[0].half["bf16"].gradient_cosine == pytest.approx(1, abs=1e-4)
 
 
 class OnceOnly(nn.Linear):
@@ -263,9 +261,9 @@ def test_an_activation_in_place_is_looked_at_out_of_place() -> None:
 
     found, plain = sensed(lambda: model(inplace=True)), sensed(lambda: model(inplace=False))
     assert found.left_out == {}
-    for one, other in zip(found.modules, plain.modules, strict=True):
-        assert one.activation_max == other.activation_max
-        assert one.gradient_max == other.gradient_max
+    assert [(one.path, one.stream, one.output_bytes) for one in found.modules] == [
+        (one.path, one.stream, one.output_bytes) for one in plain.modules
+    ]
 
 
 class KeepsItsMean(nn.Module):
@@ -285,7 +283,7 @@ class KeepsItsMean(nn.Module):
 def test_a_module_that_changes_its_buffers_can_be_run_again() -> None:
     found = sensed(nn.Sequential(nn.Linear(8, 8), KeepsItsMean(), nn.Linear(8, 2)))
     assert found.left_out == {}
-    assert modules_of(found)["1"].half["bf16"].gradient_error < 0.05
+    assert modules_of(found)["1"].half_ms["bf16"]
 
 
 class Noisy(nn.Module):
@@ -293,11 +291,6 @@ class Noisy(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * (torch.rand(len(x), 1, device=x.device) < 0.5)
-
-
-def test_a_module_that_draws_numbers_draws_the_same_in_half() -> None:
-    noisy = modules_of(sensed(nn.Sequential(nn.Linear(8, 8), Noisy(), nn.Linear(8, 2)), batch_size=64))["1"]
-    assert noisy.half["bf16"].gradient_error < 0.01
 
 
 def test_several_backward_passes_through_one_graph_count_once() -> None:
@@ -376,75 +369,6 @@ class Scale(nn.Module):
         return x.float() * self.weight
 
 
-def given(*values: float) -> dict[str, Any]:
-    """A workload whose one batch is this, and in whose loss every output counts for 1/16."""
-    return {
-        "batch": lambda _: torch.tensor([values]).T,
-        "loss": lambda model, x: model(x).float().sum() / 16,
-        "batch_size": 1,
-    }
-
-
-def test_magnitudes_are_the_largest_in_fp32() -> None:
-    model = nn.Sequential(Scale(-3.0), Scale(0.5))
-    first, second = sensed(model, **given(1.0, -7.0, 2.0)).modules
-    assert (first.weight_max, second.weight_max) == (3, 0.5)
-    assert (first.activation_max, second.activation_max) == (21, 10.5)
-    assert (first.gradient_max, second.gradient_max) == (1 / 32, 1 / 16)
-    assert (first.input_bytes, first.output_bytes) == (12, 12)
-
-
-def test_a_module_that_is_exact_in_half_has_no_effect() -> None:
-    (module,) = sensed(Scale(2.0), **given(1.0, -0.5, 4.0)).modules
-    for half in module.half.values():
-        assert (half.loss_effect, half.gradient_error, half.overflow, half.underflow) == (0, 0, 0, 0)
-        assert half.gradient_cosine == pytest.approx(1)
-
-
-def test_the_loss_effect_is_the_root_of_the_sum_of_gradient_times_change_squared() -> None:
-    x = torch.tensor([1.001, -7.003, 2.007])
-    model = nn.Sequential(Scale(1.0), nn.Identity(), Scale(3.0, in_half=False))
-    first = sensed(model, **given(*x.tolist())).modules[0]
-    for dtype, kind in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        change = x.to(kind).float() - x
-        exact = float((3 / 16 * change).square().sum().sqrt())
-        assert first.half[dtype].loss_effect == pytest.approx(exact, rel=1e-4)  # type: ignore[index]  # they are Halfs
-
-
-def test_the_gradient_error_is_that_of_the_weights_relative_to_fp32() -> None:
-    x = torch.tensor([1.001, 7.003])
-    (module,) = sensed(Scale(1.0), **given(*x.tolist())).modules
-    assert module.half["bf16"].gradient_error == pytest.approx(
-        abs(float(x.bfloat16().float().sum() - x.sum()) / float(x.sum())), rel=0.5, abs=4e-3
-    )
-
-
-def test_a_gradient_of_the_wrong_sign_has_a_negative_cosine() -> None:
-    class Flips(Scale):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * (-1 if torch.is_autocast_enabled("cpu") else 1)
-
-    (module,) = sensed(Flips(1.0), **given(1.0, 2.0)).modules
-    assert module.half["bf16"].gradient_cosine == pytest.approx(-1)
-    assert module.half["bf16"].gradient_error == pytest.approx(2)
-
-
-def test_overflow_is_the_share_of_numbers_that_the_dtype_cannot_hold() -> None:
-    """Of four outputs two pass 65504; their gradients, 1/16384 each, times 65536 do not."""
-    model = nn.Sequential(Scale(1000.0), Scale(1 / 1024, in_half=False))
-    first = sensed(model, **given(1.0, 2.0, 66.0, -70.0)).modules[0]
-    assert first.half["fp16"].overflow == pytest.approx(2 / 8)
-    assert first.half["bf16"].overflow == 0
-
-
-def test_a_gradient_that_breaks_in_half_is_infinitely_wrong() -> None:
-    """One of 1 times the loss scale passes what fp16 can hold."""
-    (module,) = sensed(Scale(1.0), **{**given(1.0, 2.0), "loss": lambda model, x: model(x).float().sum()}).modules
-    assert (module.half["fp16"].gradient_error, module.half["fp16"].gradient_cosine) == (math.inf, 0)
-    assert module.half["fp16"].overflow == pytest.approx(2 / 4)
-    assert module.half["bf16"].gradient_error == 0
-
-
 class ItsOwnLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -466,31 +390,6 @@ def test_a_module_whose_output_is_where_the_backward_pass_starts_is_looked_at() 
 
     found = sensed(ItsOwnLoss, loss=None, step=step)
     assert list(modules_of(found)) == ["linear", "criterion"]
-
-
-def test_underflow_is_the_share_of_gradients_that_become_0() -> None:
-    """Times 65536, of three gradients that are not 0 one is below half of the smallest number of fp16."""
-
-    class Weighted(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * torch.tensor([[1e-3], [1e-8], [6.4e-12], [0.0]])
-
-    first = sensed(nn.Sequential(Scale(1.0), Weighted()), **given(1.0, 1.0, 1.0, 1.0)).modules[0]
-    assert first.half["fp16"].underflow == pytest.approx(1 / 3)
-    assert first.half["bf16"].underflow == 0
-
-
-class CausalMask(nn.Module):
-    def forward(self, scores: torch.Tensor) -> torch.Tensor:
-        return scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -math.inf)
-
-
-def test_infinities_that_are_meant_are_no_overflow() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), CausalMask(), nn.Softmax(-1), nn.Linear(8, 2))
-    mask = modules_of(sensed(model, (8, 8)))["1"]
-    for half in mask.half.values():
-        assert half.overflow == 0
-        assert 0 < half.loss_effect < 1
 
 
 def test_the_stream_says_what_autocast_makes_of_an_output() -> None:
@@ -541,8 +440,8 @@ def test_times_are_those_of_every_dtype_and_dropout_has_none() -> None:
     linear, dropout = found["0"], found["1"]
     assert linear.fp32_ms is not None
     assert linear.fp32_ms > 0
-    assert all(half.ms is not None and half.ms > 0 for half in linear.half.values())
-    assert (dropout.fp32_ms, dropout.half["bf16"].ms) == (None, None)
+    assert all(ms is not None and ms > 0 for ms in linear.half_ms.values())
+    assert (dropout.fp32_ms, dropout.half_ms["bf16"]) == (None, None)
 
 
 def test_the_whole_batch_is_looked_at_although_data_are_constant() -> None:
@@ -607,17 +506,3 @@ def test_what_is_held_for_a_module_goes_once_it_was_looked_at() -> None:
 
     sensed(Model(), batch_size=1021)
     assert held[-1] <= held[0] + 5  # the first was a step that nobody watched
-
-
-def test_the_loss_effect_of_a_linear_is_what_one_finds_by_hand() -> None:
-    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
-    x = torch.randn(4, 8)
-    hidden = model[0](x)
-    hidden.retain_grad()
-    model[2](model[1](hidden)).square().mean().backward()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        change = (model[0](x).float() - hidden).detach()
-    assert hidden.grad is not None
-    exact = float((hidden.grad * change).square().sum().sqrt())
-    found = sensed(model, batch=lambda _: x, dtypes=("bf16",)).modules[0]
-    assert found.half["bf16"].loss_effect == pytest.approx(exact, rel=0.02)

@@ -177,10 +177,10 @@ def test_what_breaks_in_the_gates_own_procedure_is_not_judged(monkeypatch: pytes
     monkeypatch.setattr(parity_of_policies, "compare", partial(int, "no number"))
     gatekeeper = judged_alone()
     assert not gatekeeper.judgements.bars(amp_recipe("bf16"))
-    because = gatekeeper.unjudged_because(amp_recipe("bf16"))
+    because = gatekeeper.judgements.unjudged_because(amp_recipe("bf16"))
     assert because is not None
     assert str(because).startswith("crash: the numerics check itself broke: error: ")
-    assert not gatekeeper.is_open(amp_recipe("bf16"))
+    assert not gatekeeper.judgements.is_open(amp_recipe("bf16"))
 
 
 def test_what_breaks_in_a_hook_of_the_gate_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,4 +191,4 @@ def test_what_breaks_in_a_hook_of_the_gate_is_not_judged(monkeypatch: pytest.Mon
     gatekeeper = Judge(here, STOCK, Budget(seconds=3600), lambda _: None)
     gatekeeper.judgement_of(amp_recipe("bf16"))
     assert not gatekeeper.judgements.bars(amp_recipe("bf16"))
-    assert gatekeeper.unjudged_because(amp_recipe("bf16")) is not None
+    assert gatekeeper.judgements.unjudged_because(amp_recipe("bf16")) is not None

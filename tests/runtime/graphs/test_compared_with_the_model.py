@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from recorded_training import (
 from taped import TapeRecorder
 from torch import nn
 
-from amptune.measure.bench.bench import Bench
+from amptune.measure.bench.policy_timer import price_of_checks
 from amptune.runtime.graphs.capture import UnusualError
 from amptune.runtime.graphs.check import CHECK_EVERY, LAST_DOUBLED
 from amptune.runtime.graphs.differences import Limits
@@ -473,8 +473,8 @@ def test_the_price_of_comparing_counts_each_micro_batch() -> None:
     called: Any = graphed(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trained(model, called, accumulated, [4] * 4)
-    bench: Any = SimpleNamespace(_clock=Counted())
-    price_ms = Bench._price_of_checks(bench, called.recordings, lambda: accumulated(called, optimizer, batch(0)), 0.0)  # type: ignore[arg-type]
+    clock: Any = Counted()
+    price_ms = price_of_checks(clock, called.recordings, lambda: accumulated(called, optimizer, batch(0)), 0.0)
     assert price_ms == 2 / CHECK_EVERY
 
 
@@ -506,8 +506,8 @@ def test_a_difference_that_rounding_explains_is_no_reason_to_reject_a_policy() -
         wrong.extend([1] if steps == 2 else [])
         in_bf16(called, optimizer, batch(steps))
 
-    bench: Any = SimpleNamespace(_clock=Counted())
-    Bench._price_of_checks(bench, called.recordings, step, 0.0)  # type: ignore[arg-type]
+    clock: Any = Counted()
+    price_of_checks(clock, called.recordings, step, 0.0)
     assert steps == 3
     assert not said
 

@@ -1,0 +1,51 @@
+"""A worker's share of the CPU: its threads, its compilers, and how often it collects garbage."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["cores", "rarely_collecting_garbage", "share_compilers", "sharing_threads"]
+
+
+@contextmanager
+def rarely_collecting_garbage() -> Iterator[None]:
+    """Compiling makes millions of small objects: collecting garbage as often as usual takes a fifth of its time."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(50_000, 50, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+@contextmanager
+def sharing_threads(among: int) -> Iterator[None]:
+    """Limits the process to its share of CPU threads: workers that all use every thread would wait for each other.
+
+    Not used for compiling, because the thread count is compiled in.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // among))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def share_compilers(among: int) -> None:
+    """Limits this worker's compile processes to its share: torch.compile would start one for every core."""
+    import torch._inductor.config as inductor
+
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        inductor.compile_threads = min(inductor.compile_threads or cores(), max(1, cores() // among))
+
+
+def cores() -> int:
+    """Returns the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -1,0 +1,101 @@
+"""The state of a tuning run: all that is known at one moment, as a value from which the decision follows. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from amptune.measure.results.subject import Prepared
+from amptune.policy.findings import Finding
+from amptune.policy.settings import Policy
+from amptune.search.decide.conclusion import decide
+from amptune.search.decide.decision import Decision
+from amptune.search.gate.judgements import Judgements
+from amptune.search.gate.limits import Judgement
+from amptune.search.request import TuningRequest
+from amptune.search.sampler.catalog import History
+from amptune.search.space.candidates import Candidates
+from amptune.search.table.effects import machine_of
+from amptune.search.table.row import Row
+from amptune.search.table.verdict import Verdict, verdict_of
+
+__all__ = ["RunState"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """All that is known of a run: what is asked of it, the trials, the timings of `rows` besides, the judgements."""
+
+    request: TuningRequest
+    prepared: Prepared
+    candidates: Candidates
+    judgements: Judgements[Judgement]
+    history: History
+    former: Sequence[Row]
+    rows: Sequence[Row]
+
+    @cached_property
+    def table(self) -> list[Row]:
+        """Every timing of the study, of this run and of former ones."""
+        return [*self.former, *(trial.row for trial in self.history.trials), *self.rows]
+
+    @property
+    def basis(self) -> tuple[Any, ...]:
+        """What the verdict depends on: it is the same as long as this is equal."""
+        count = len(self.former) + len(self.history.trials) + len(self.rows)
+        return count, self.judgements, self.candidates
+
+    def verdict(self) -> Verdict | None:
+        """Returns the verdict on all rows; None if the baseline was not measured, or failed."""
+        machine = machine_of(self.prepared.hardware.device)
+        return verdict_of(self.table, self.candidates.baseline, machine, self.request.objective, self.bar)
+
+    def bar(self, policy: Policy) -> str | None:
+        """Returns why a policy cannot win; None if it can."""
+        is_outside = policy not in self.history.catalog.points and not self.candidates.allows(policy)
+        return self.judgements.bar(policy, is_outside=is_outside)
+
+    def better_recipe(self, verdict: Verdict) -> list[Policy]:
+        """Returns the faster AMP recipe, which everybody would try first."""
+        recipes = (one for one in verdict.contenders if one.policy in self.candidates.amp_recipes and not one.failure)
+        return [one.policy for one in recipes][:1]
+
+    def decision(
+        self,
+        verdict: Verdict,
+        noticed_before: Sequence[Finding],
+        *,
+        seconds: float,
+        interrupted: bool,
+        timeline: Sequence[Mapping[str, Any]],
+    ) -> Decision:
+        """Returns the decision that the verdict leads to."""
+        decision = decide(
+            self.prepared,
+            self.history.trials,
+            self.table,
+            verdict,
+            self.judgements,
+            noticed_before=(*self.prepared.mistakes, *noticed_before),
+            amp_recipes=self.candidates.amp_recipes,
+            seconds=seconds,
+            interrupted=interrupted,
+            timeline=timeline,
+        )
+        return decision.with_findings(self._noticed_after(decision.policy))
+
+    def _noticed_after(self, winner: Policy) -> Iterator[Finding]:
+        whole = self.request.wanted.global_batch
+        if whole is not None:
+            yield whole.kept_by(winner)
+        if winner.fused_optimizer and not self.prepared.subject.fusable:
+            message = "the optimizer has no fused kernel here or is fused as it is: fused_optimizer changes nothing"
+            yield Finding(code="fused-optimizer-without-effect", message=message)
+        modes = self.candidates.space.choices("compile")
+        if set(modes) - {"off"} and all(trial.policy.compile == "off" for trial in self.history.trials):
+            spent = "there was no time for it; give more with --budget"
+            if self.request.budget.trials is not None:
+                spent = "the budget, or the trials allowed, were spent before; give more with --budget or --trials"
+            yield Finding(code="compile-not-tried", message=f"torch.compile was not tried: {spent}")

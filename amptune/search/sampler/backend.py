@@ -1,0 +1,80 @@
+"""Where studies are stored: a journal file in a folder, or a database; what fails there is a `StudyError`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import optuna
+from optuna.storages import BaseStorage, JournalStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+
+from amptune.errors import StudyError
+from amptune.search.sampler.records import without_password
+
+__all__ = ["JOURNAL", "SQLITE", "database_at", "journal_in", "opened", "storage_errors"]
+
+JOURNAL = "journal.log"
+# A writer holds the journal's lock for milliseconds.
+LOCK_S = 10
+SQLITE = "sqlite:///"
+
+
+def journal_in(folder: Path) -> JournalFileBackend:
+    """Returns the journal in the folder. The lock of a writer that was killed or interrupted is broken after a while.
+
+    Its path is absolute: Optuna looks at a relative one from elsewhere, and then waits for such a lock for ever.
+    """
+    path = str((folder / JOURNAL).absolute())
+    try:
+        lock = JournalFileSymlinkLock(path, grace_period=LOCK_S)
+    except TypeError:  # an older Optuna breaks no lock
+        lock = JournalFileSymlinkLock(path)
+    return JournalFileBackend(path, lock)
+
+
+def opened(where: Path | str) -> BaseStorage:
+    """Opens the journal in a folder, which is made if it is missing, or a database."""
+    if isinstance(where, Path):
+        where.mkdir(parents=True, exist_ok=True)
+        _drop_half_a_line(where / JOURNAL)
+        return JournalStorage(journal_in(where))
+    return database_at(where)
+
+
+def database_at(url: str) -> BaseStorage:
+    """Opens a database; raises `StudyError` for one that Optuna cannot open."""
+    try:
+        return optuna.storages.get_storage(url)
+    except ValueError as error:  # one that Optuna does not know, or a port that is no number
+        raise StudyError(
+            f"{without_password(url)} is no database that Optuna can open: {_first_line(error)}"
+        ) from error
+
+
+def _drop_half_a_line(journal: Path) -> None:
+    """Drops half a record at the end, left by a full disk or a power cut, which Optuna could never read past."""
+    if not journal.exists():
+        return
+    content = journal.read_bytes()
+    if content and not content.endswith(b"\n"):
+        journal.write_bytes(content[: content.rfind(b"\n") + 1])
+
+
+def _first_line(error: BaseException | None) -> str:
+    """Returns an error's first line, as links to web pages follow; its cause names the missing database driver."""
+    words = str(error).partition("\n")[0]
+    missing = error.__cause__ or error.__context__ if isinstance(error, ImportError) else None
+    return words if missing is None else f"{words} ({missing})"
+
+
+class storage_errors:  # noqa: N801  # reads as a function at its uses
+    """Turns the failure of a storage (full disk, broken journal, unreachable database) into `StudyError`."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError | json.JSONDecodeError | ImportError) or (
+            kind is not None and kind.__module__.startswith(("sqlalchemy", "optuna.exc"))
+        ):
+            raise StudyError(f"the study cannot be read or written: {_first_line(error)}") from error

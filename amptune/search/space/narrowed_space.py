@@ -1,0 +1,94 @@
+"""A machine's space, narrowed to what can matter for a model, and to what the user pinned. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from amptune.errors import SpaceError
+from amptune.measure.results.subject import Subject
+from amptune.policy.settings import Policy, amp_recipe
+from amptune.search.space.knobs import (
+    BATCHNORM,
+    IN_HALF,
+    MASTERS,
+    SEARCHED,
+    WEIGHTS,
+    Point,
+    Space,
+    pin,
+    restrict,
+    with_knob,
+)
+
+__all__ = ["narrowed"]
+
+
+def narrowed(
+    space: Space, subject: Subject, pins: Mapping[str, str], *, compiling: bool | None
+) -> tuple[Space, tuple[Policy, ...]]:
+    """Returns the space narrowed to a model and the pins, and its AMP recipes before these.
+
+    Raises `SpaceError` for a pin that means nothing.
+    """
+    space = _for_model(space, subject)
+    recipes = _amp_recipes(space)
+    if recipes and subject.leaves:
+        space = with_knob(space, IN_HALF, (False, True), stock=False)
+    space = _compiling(space, pins, compiling)
+    for name, value in pins.items():
+        space = pin(space, name, value)
+    return _with_half_weights(space, pins), recipes
+
+
+def _compiling(space: Space, pins: Mapping[str, str], wanted: bool | None) -> Space:
+    """Applies `--compile` or `--no-compile` to the space."""
+    modes, pinned = space.choices("compile"), pins.get("compile")
+    if pinned is not None and wanted is (pinned == "off"):
+        said = "--compile" if wanted else "--no-compile"
+        raise SpaceError(f"{said} and --set compile={pinned} contradict each other; leave one of them out")
+    if wanted is False and modes:
+        return restrict(space, "compile", ("off",))
+    if wanted and not [mode for mode in modes if mode != "off"]:
+        raise SpaceError(f"the search space of {space.architecture} has no torch.compile to try")
+    return space
+
+
+def _with_half_weights(space: Space, pins: Mapping[str, str]) -> Space:
+    """Turns autocast off if half weights are pinned, and adds master weights and BatchNorm in FP32 unless set."""
+    asked = [name for name in (MASTERS, BATCHNORM) if pins.get(name, "").lower() in ("true", "on")]
+    if asked and "half" not in space.choices(WEIGHTS):
+        raise SpaceError(f"--set {asked[0]}=true means nothing for FP32 weights; add --set weights=half")
+    if space.choices(WEIGHTS) != ("half",):
+        return space
+    autocast = pins.get("autocast", "off")
+    if autocast != "off":
+        raise SpaceError(
+            f"--set weights=half and --set autocast={autocast} contradict each other; leave one of them out"
+        )
+    for name in (MASTERS, BATCHNORM):
+        if not space.choices(name):
+            space = with_knob(space, name, (True,), stock=True)
+    return restrict(space, "autocast", ("off",))
+
+
+def _for_model(space: Space, subject: Subject) -> Space:
+    """Drops values that cannot matter: layouts and cuDNN plans without convolutions, exclusions without modules.
+
+    If the optimizer cannot be fused, the starting points are tried without fusing it.
+    """
+    if not subject.fusable and space.choices("fused_optimizer"):
+        unfused = dict.fromkeys(Point({**point, "fused_optimizer": False}) for point in space.try_first)
+        space = replace(space, try_first=tuple(unfused))
+    for knob in space.knobs:
+        choices = tuple(value for value in knob.choices if SEARCHED[knob.name].matters(value, subject))
+        space = restrict(space, knob.name, choices or (SEARCHED[knob.name].stock,))
+    return space
+
+
+def _amp_recipes(space: Space) -> tuple[Policy, ...]:
+    """Returns the AMP recipe in every dtype of this machine, contiguous and in the model's channels-last format."""
+    dtypes: list[Any] = [dtype for dtype in space.choices("autocast") if dtype != "off"]
+    formats = space.choices("memory_format") or ("contiguous",)
+    return tuple(amp_recipe(dtype, memory_format=layout) for layout in formats for dtype in dtypes)

@@ -1,0 +1,212 @@
+"""The stages of a run, each of which says what it wants to do next; what one finds out changes what others want."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+from amptune.errors import StudyError
+from amptune.measure.evaluator import Evaluator
+from amptune.policy.findings import Finding
+from amptune.policy.settings import Policy
+from amptune.search.answer_costs import block_s, compared_s, judged_graph_s, ranked
+from amptune.search.batch_size.batch_sizes import batch_sizes_for
+from amptune.search.events import Observer, SearchEnded
+from amptune.search.graphs import BEHIND, Graphs, typical_s
+from amptune.search.groundwork import Modules, Numerics
+from amptune.search.knowledge import Knowledge
+from amptune.search.narrowing import Narrowing
+from amptune.search.plan.compile_costs import cold_s
+from amptune.search.plan.plan import Step, Wants
+from amptune.search.trials import Trials
+
+__all__ = ["Stages"]
+
+# Finding the largest batch takes at most this share of the time: nothing else is measured meanwhile.
+BATCH_SIZES_SHARE = 1 / 8
+
+
+@dataclass
+class Stages:
+    """The stages of a run. They measure with the `evaluator`, and `known` is what they have found out."""
+
+    known: Knowledge
+    evaluator: Evaluator
+    observer: Observer
+
+    def __post_init__(self) -> None:
+        self._budget = self.known.request.budget
+        self._built_s = self._budget.spent_s
+        self._has_ended = False
+
+    @property
+    def in_order(self) -> list[list[Wants]]:
+        """The stages: those of a group compete, a later group has its turn when no earlier one has a step."""
+        search: list[Wants] = [self._graphs.wants, self.trials.wants, self.trials.compiling]
+        search += [self._numerics.wants, self._modules.wants, self._numerics.graph]
+        return [search, [self._graphs.wait], [self._comparison]]
+
+    @property
+    def findings(self) -> Iterator[Finding]:
+        """What the stages have noticed."""
+        yield from self.known.sizes.findings
+        yield from self._numerics.findings
+        yield from self._narrowing.findings
+
+    def find_batch_sizes(self) -> Step | None:
+        """Returns the step that finds the largest batches, if asked for, before anything compiles beside that."""
+        wanted, prepared, ladder = self.known.request.wanted, self.known.prepared, self._modules.ladder()
+        if ladder is not None:
+            self.known.take(ladder, self._numerics.safeguards)
+        if wanted.batch_size != "auto":
+            return None
+        arms = (*self.known.candidates.halves_alone, self.known.baseline)[:1]
+        seconds = self._budget.left_s * BATCH_SIZES_SHARE
+        rest_s = self._budget.left_s - seconds
+
+        def act(_: float) -> None:
+            left_s = lambda: self._budget.left_s - rest_s  # noqa: E731
+            self.known.sizes = batch_sizes_for(self.evaluator, arms, prepared, wanted.global_batch, left_s=left_s)
+            self.known.take(self._modules.ladder(), self._numerics.safeguards)
+
+        what = f"the largest batch under {arms[0]}"
+        return Step(stage="batch size", what=what, seconds=seconds, worth=math.inf, act=act)
+
+    def put_first(self) -> None:
+        """Has the known-good policies measured first; those that compile in the background come by themselves."""
+        first, study = self.known.candidates.first, self.known.study
+        if self._modules.are_open:
+            first = tuple(policy for policy in first if not policy.fp32_modules)
+            study.leave_out(lambda policy: any(not rule.is_needed for rule in policy.fp32_modules))
+        study.measure_first(policy for policy in first if policy.compile not in BEHIND)
+
+    def _changed(self) -> None:
+        """Goes on with other policies: modules were timed, or a precision needs some of them in FP32."""
+        self.trials.drop()
+        self._graphs.drop()
+        has_changed = self.known.take(self._modules.ladder(), self._numerics.safeguards)
+        self.known.study.leave_nothing_out()
+        if has_changed:
+            self.known.adopt()
+        self.put_first()
+
+    @cached_property
+    def _graphs(self) -> Graphs:
+        prepared = self.known.prepared
+        return Graphs(
+            self.known.study,
+            self.evaluator,
+            self._budget,
+            self.known.baseline,
+            self.observer,
+            leaves=len(prepared.subject.leaves),
+            repeated_leaves=prepared.subject.repeated_leaves,
+            memory_mib=prepared.memory_mib or math.inf,
+            trials_left=lambda: self.trials.left,
+        )
+
+    @cached_property
+    def trials(self) -> Trials:
+        known = self.known
+        return Trials(
+            known.study, self.evaluator, self._budget, known.baseline, self.observer, self._graphs, known.request.run
+        )
+
+    @cached_property
+    def _numerics(self) -> Numerics:
+        return Numerics(
+            self.known.judge,
+            self.known.prepared.subject,
+            study=lambda: self.known.study,
+            recipes=self.known.candidates.halves_alone,
+            changed=self._changed,
+            graph_s=self.graph_s,
+        )
+
+    @cached_property
+    def _modules(self) -> Modules:
+        known = self.known
+        return Modules(
+            self.evaluator, known.prepared, known.candidates.space, known.request.folder, timed=self._changed
+        )
+
+    @cached_property
+    def _narrowing(self) -> Narrowing:
+        known = self.known
+        return Narrowing(
+            evaluator=self.evaluator,
+            budget=self._budget,
+            observer=self.observer,
+            run=known.request.run,
+            verdict=known.verdict,
+            keep=known.study.add,
+            objective=known.request.objective,
+            bar=known.bar,
+            unseen=self._unseen,
+            beside=lambda verdict: known.state.better_recipe(verdict),
+            rejects=known.judge.judged_unsound,
+            cost_s=lambda policy: block_s(known.study.history, policy),
+            start_s=known.prepared.start_s,
+            judging_s=known.judging_s,
+            reserve_s=lambda: typical_s(known.study) if self._graphs.may_come else 0.0,
+            seed=known.request.seed,
+        )
+
+    def _comparison(self, _free_s: float) -> Step | None:
+        """Returns the round of the comparison that tells most, once there is something to compare."""
+        if not self._narrowing.rounds:  # the processes of the trials still run, as a rule
+            own = (row for row in self.known.state.table if row.run == self.known.request.run)
+            self._narrowing.running = {row.policy: row.launch for row in own}
+        step = self._narrowing.wants()
+        return None if step is None else replace(step, act=partial(self._compare, step))
+
+    def _compare(self, step: Step, limit_s: float) -> None:
+        if not (self._has_ended or self._graphs.may_come):
+            self.end_search(self.trials.ended_because())
+        step.act(limit_s)
+
+    def needed_s(self) -> float:
+        """Returns the seconds to keep for the answer: for judging it, and comparing it in fresh processes.
+
+        They are infinite if there can be no answer.
+        """
+        history = self.known.study.history
+        if self.trials.has_failed:
+            return math.inf
+        if len(history.trials) < 2:
+            return 0.0
+        return self.known.judging_s(ranked(history)[0]) + compared_s(
+            history,
+            self.known.baseline,
+            start_s=self._narrowing.start_s,
+            rounds=self._narrowing.rounds,
+            search_s=self._budget.seconds - self._built_s,
+            awaits_graph=self._graphs.is_awaited,
+        )
+
+    def _unseen(self, leader: Policy) -> Iterator[Policy]:
+        """Yields the known-good policies that were not tried, then those one step from the leader; none to compile."""
+        study = self.known.study
+        for policy in (*self.known.candidates.known_good, *study.neighbours(leader)):
+            if not cold_s(policy, study.outcomes):
+                yield policy
+
+    def graph_s(self, policy: Policy) -> float:
+        """Returns the seconds to judge a policy together with its compiled graph."""
+        return judged_graph_s(self.known.study.history, policy)
+
+    def end_search(self, because: str) -> None:
+        """Tells once why no more policies are measured."""
+        if not self._has_ended:
+            self._has_ended = True
+            measured, left_s = self.trials.measured, self._budget.left_s
+            self.observer(SearchEnded(because=because, trials=measured, left_s=left_s))
+
+    def give_back(self) -> None:
+        """Gives up what is not measured."""
+        for give_back in (self.trials.drop, self._graphs.forget):
+            with suppress(StudyError):
+                give_back()

@@ -1,0 +1,160 @@
+"""Contenders: the policies of the table, each with its figures. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from amptune.measure.results.outcome import Failure, Measurement
+from amptune.policy.settings import Policy
+from amptune.search.table.model import Estimates
+from amptune.search.table.objective import NEGLIGIBLE, SPEED_SLACK, Objective
+from amptune.search.table.ratio import LIKELY, Ratio
+from amptune.search.table.row import Row, are_alike, decisive
+
+__all__ = ["Contender", "contenders_of"]
+
+# Something less probable is not worth a measurement.
+UNLIKELY = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """One policy's figures in the table. They are None if it failed, and `failure` says how.
+
+    `vs_baseline` compares samples per second, `gain` the figure of the objective, both in a later sitting; `chance` is
+    the probability that it is better than the baseline by the objective, `fast_enough` that it has the speed that the
+    objective needs. A policy that is `too_slow` cannot win, nor one of which no row is `settled`. `alike` tells if its
+    steps take about the same multiple of the baseline's. All rows of a `disturbed` one were disturbed. `lost` says why
+    it did not win; empty for the winner.
+    """
+
+    policy: Policy
+    samples_per_s: float | None = None
+    step_ms: float | None = None
+    step_ms_ci95: tuple[float, float] | None = None
+    peak_memory_mib: float | None = None
+    energy_j_per_sample: float | None = None
+    vs_baseline: Ratio | None = None
+    gain: Ratio | None = None
+    chance: float = 0.0
+    fast_enough: float = 1.0
+    disturbed: bool = False
+    settled: bool = True
+    alike: bool = True
+    rows: int = 0
+    failure: Failure | None = None
+    lost: str = ""
+
+    @property
+    def speedup(self) -> float:
+        """The ratio of its samples per second to the baseline's; 0 if it failed or the ratio is unknown."""
+        return 0.0 if self.vs_baseline is None else self.vs_baseline.value
+
+    @property
+    def merit(self) -> float:
+        """The gain over the baseline by the objective; 0 if it failed or the gain is unknown."""
+        return 0.0 if self.gain is None else self.gain.value
+
+    @property
+    def too_slow(self) -> bool:
+        """True if it is rather too slow for the objective than not."""
+        return self.fast_enough < 0.5
+
+    @property
+    def may_win(self) -> bool:
+        """True if it runs, and more rows may show that it is the best."""
+        return self.failure is None and self.gain is not None and self.settled and self.fast_enough >= UNLIKELY
+
+    @property
+    def is_shown(self) -> bool:
+        """True if it is likely better than the baseline. If it may also be worse, its steps have to be alike."""
+        certain = self.gain is not None and self.gain.low >= 1
+        return self.chance >= LIKELY and not self.too_slow and (certain or self.alike)
+
+    @property
+    def place(self) -> tuple[bool, bool, float, float]:
+        """The sort key of contenders: the best first, then policies that are too slow, failures last."""
+        return self.failure is not None, self.too_slow, -self.merit, -(self.samples_per_s or 0.0)
+
+
+def contenders_of(
+    rows: Sequence[Row], scores: Estimates, speeds: Estimates, objective: Objective
+) -> Iterator[Contender]:
+    """Yields each policy of the table with its figures: estimates by the objective, and of samples per second."""
+    of, timed = _by_policy(rows), _by_policy(decisive(rows))
+    baseline = scores.policies[scores.baseline]
+    figures = _newest_figures(timed[baseline])
+    for policy, own in of.items():
+        failure = next((row.outcome for row in reversed(own) if isinstance(row.outcome, Failure)), None)
+        if failure is not None and policy != baseline:
+            yield Contender(policy=policy, failure=failure, rows=len(own))  # a policy that sometimes fails is useless
+        elif policy in timed:
+            found = _measured(policy, timed[policy], scores, speeds, objective, figures)
+            settled = policy == baseline or any(row.is_settled for row in timed[policy])
+            rows_measured = sum(isinstance(row.outcome, Measurement) for row in own)
+            yield replace(found, settled=settled, alike=are_alike(own, of[baseline]), rows=rows_measured)
+
+
+def _by_policy(rows: Iterable[Row]) -> dict[Policy, list[Row]]:
+    found: dict[Policy, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.policy, []).append(row)
+    return found
+
+
+def _newest_figures(rows: Sequence[Row]) -> tuple[str, float]:
+    """Returns the newest run with measurements among the rows, and the samples per second in it."""
+    run = next(row.run for row in reversed(rows) if isinstance(row.outcome, Measurement))
+    return run, math.exp(statistics.median(_log_speeds(row for row in rows if row.run == run)))
+
+
+def _log_speeds(rows: Iterable[Row]) -> list[float]:
+    """Returns the logarithms of the samples per second: of the user's loop, if it was timed."""
+    speeds = [
+        (row.in_loop, math.log(row.outcome.samples_per_s)) for row in rows if isinstance(row.outcome, Measurement)
+    ]
+    last_word = any(in_loop for in_loop, _ in speeds)
+    return [log for in_loop, log in speeds if in_loop == last_word]
+
+
+def _measured(
+    policy: Policy,
+    rows: Sequence[Row],
+    scores: Estimates,
+    speeds: Estimates,
+    objective: Objective,
+    baseline: tuple[str, float],
+) -> Contender:
+    """Returns a policy's figures; times are those of the `baseline`'s newest run, for runs differ."""
+    blocks = [row.outcome for row in rows if isinstance(row.outcome, Measurement)]
+    energies = [block.energy_j_per_sample for block in blocks if block.energy_j_per_sample is not None]
+    speed, gain = speeds.to_baseline(policy), scores.to_baseline(policy)
+    (run, of_baseline), share = baseline, speeds.time_share(policy)
+    logs = _log_speeds(row for row in rows if row.run == run)
+    if not logs:
+        logs = _log_speeds(rows) if speed is None else [math.log(of_baseline * speed.value)]
+    samples_per_s = math.exp(statistics.median(logs))
+    step_ms = 1000 * blocks[0].samples_per_step / samples_per_s
+    return Contender(
+        policy=policy,
+        samples_per_s=samples_per_s,
+        step_ms=step_ms,
+        step_ms_ci95=(step_ms * (1 - share), step_ms * (1 + share)) if share < 1 else None,
+        peak_memory_mib=max(block.peak_allocated_mib for block in blocks),
+        energy_j_per_sample=statistics.median(energies) if energies else None,
+        vs_baseline=speed,
+        gain=gain,
+        chance=0.0 if gain is None else gain.chance_above(1 + objective.least_gain),
+        fast_enough=_fast_enough(speed, objective),
+        disturbed=all(row.is_disturbed for row in rows),
+    )
+
+
+def _fast_enough(speed: Ratio | None, objective: Objective) -> float:
+    """Returns the probability that a policy has the speed that the objective needs."""
+    if speed is None or not objective.needs_speed:
+        return 1.0
+    return speed.chance_above(max(objective.least_speed - SPEED_SLACK, NEGLIGIBLE))

@@ -1,0 +1,110 @@
+"""The rows of the table as arrays, with the covariances of what makes them differ. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from amptune.measure.results.outcome import Measurement
+from amptune.policy.settings import Policy
+from amptune.search.table.row import Row, mean_error, sittings_of
+
+__all__ = ["LEVEL", "Array", "RowArrays", "arrays_of"]
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+# The level of a run (standard deviation) is free: policies are compared within runs.
+LEVEL = 10.0
+# Drift is forgotten in this time.
+_DRIFT_S = 300.0
+# A policy's only block counts as one with so many times the noise: if that is an outlier, only another one shows it.
+# What disturbs blocks of a process makes all of them slower: by an unknown share, of which this is the standard
+# deviation.
+_DOUBTFUL, _DISTURBED = 3.0, 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class RowArrays:
+    """The rows as arrays. `design` is (rows, policies), 1 where a row is of a policy; kernels are (rows, rows).
+
+    `fixed` is the covariance of effects whose size is not estimated: the level of a run, disturbances, the
+    difference of steps by themselves to the user's loop, and the doubt about means that a few slow steps decide.
+    """
+
+    score: Array
+    design: Array
+    noise: Array
+    kernels: Mapping[str, Array]
+    fixed: Array
+    launches: tuple[int, ...]
+    spread: Array
+
+    def with_noise(self, weights: Array) -> dict[str, Array]:
+        """Returns each effect's covariance between rows, for a size of 1."""
+        return {"block": np.diag(self.noise / weights), **self.kernels}
+
+    def inverse(self, size: Mapping[str, float], weights: Array) -> Array:
+        """Returns the inverse of the rows' covariance."""
+        covariance = self.fixed.copy()
+        for name, kernel in self.with_noise(weights).items():
+            covariance += size[name] * kernel
+        return np.asarray(np.linalg.inv(covariance), dtype=np.float64)
+
+
+def arrays_of(
+    scored: Sequence[tuple[Row, float]], spreads: Mapping[Policy, float], elsewhere: float, *, of_time: bool
+) -> RowArrays:
+    """Returns the arrays; rows that are not of the user's loop are off by `elsewhere`.
+
+    A mean that a few slow steps decide is doubtful, which matters for scores `of_time`.
+    """
+    rows = [row for row, _ in scored]
+    policies = list(dict.fromkeys(row.policy for row in rows))
+    counts = Counter(row.policy for row in rows)
+    single = [counts[row.policy] == 1 for row in rows]
+    disturbed = np.array([_DISTURBED * row.is_disturbed for row in rows])
+    apart = np.array([elsewhere * (not row.in_loop) for row in rows])
+    means = np.array([_doubt(row) if of_time else 0.0 for row in rows])
+    spread = np.array([spreads[row.policy] for row in rows])
+    time_s = np.array([row.moment_s for row in rows])
+    together, run, sittings = np.outer(spread, spread), _alike([row.run for row in rows]), sittings_of(rows)
+    process = _alike([(row.run, row.launch, row.policy) for row in rows])
+    return RowArrays(
+        score=np.log([value for _, value in scored]),
+        design=np.array([[float(row.policy == policy) for policy in policies] for row in rows]),
+        noise=spread**2 * np.where(single, _DOUBTFUL**2, 1.0),
+        kernels={
+            "process": together * process,
+            "sitting": together * _alike([(sitting, row.policy) for sitting, row in zip(sittings, rows, strict=True)]),
+            "host": together * _alike(sittings),
+            "drift": together * run * np.exp(-np.abs(time_s[:, None] - time_s) / _DRIFT_S),
+        },
+        fixed=LEVEL**2 * run
+        + np.outer(disturbed, disturbed) * process
+        + np.outer(apart, apart) * _alike([row.policy for row in rows])
+        + np.diag(np.maximum(0.0, means**2 - spread**2)),
+        launches=tuple(_launches([row for row in rows if row.policy == policy]) for policy in policies),
+        spread=np.array([spreads[policy] for policy in policies]),
+    )
+
+
+def _doubt(row: Row) -> float:
+    """Returns the standard error of the row's mean step, relative to it."""
+    return mean_error(row.outcome) if isinstance(row.outcome, Measurement) else 0.0
+
+
+def _launches(rows: Sequence[Row]) -> int:
+    """Returns the number of processes that the user's loop was timed in, or steps by themselves if it was in none."""
+    in_loop = {(row.run, row.launch) for row in rows if row.in_loop}
+    return len(in_loop or {(row.run, row.launch) for row in rows})
+
+
+def _alike(keys: Sequence[object]) -> Array:
+    """Returns a matrix (rows, rows) with 1 where two rows have the same key."""
+    number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    numbers = np.array([number[key] for key in keys])
+    return np.asarray(numbers[:, None] == numbers, dtype=np.float64)
