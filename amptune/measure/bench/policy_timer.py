@@ -147,7 +147,7 @@ def price_of_checks(clock: Clock, recordings: Recordings, step: Callable[[], obj
         recordings.check_next()
         checked_ms = min(checked_ms, *clock.time_steps(step, 1))
     calls_per_step = (recordings.calls - before) / 2
-    if recordings.is_doubted():
+    if recordings.doubt() is not None:
         clock.time_steps(step, 1)
     recordings.require_agreement()
     return max(0.0, checked_ms - step_ms) * calls_per_step / CHECK_EVERY

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from amptune.runtime.graphs.differences import Difference
 
-
 __all__ = ["DIFFER", "NOT_RECORDED", "Recordings"]
 
 NOT_RECORDED, DIFFER = "cuda-graphs-not-recorded", "cuda-graphs-differ"
@@ -81,7 +80,9 @@ class Recordings:
         self._has_ended = False
         self._compiles = holds_compiled(model)
         self._thread: int | None = None
-        self._end = partial(_stop, weakref.ref(self))  # for replays, which the loop may hold longer
+        self._lock = threading.RLock()  # another thread must not meet a model whose weights are exchanged
+        stop = weakref.WeakMethod(self._stop)  # replays, which the loop may hold longer, call it
+        self._end = lambda reason: None if (end := stop()) is None else end(reason)
         _all.add(self)
 
     def forget(self) -> None:
@@ -121,7 +122,9 @@ class Recordings:
     def _own(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model; what is compiled meets what it does while recorded, or would be compiled for both."""
         is_training = self.model.training and torch.is_grad_enabled()
-        with as_if_recording() if self._compiles and is_training else nullcontext():
+        is_another = self._thread not in (None, threading.get_ident())
+        around = as_if_recording() if self._compiles and is_training else nullcontext()
+        with self._lock if is_another else nullcontext(), around:
             return self.model(*args, **kwargs)
 
     def _may_replay(self) -> bool:
@@ -172,7 +175,8 @@ class Recordings:
                 self._seen = [seen, *(one for one in self._seen if one.kind != kind)][:MOST_SEEN]
                 return seen
             seen.require_one_pass()
-            recording = Recording(kind, self.model, tensors, seen.gradients, self.recorder(tensors[0].device))
+            with self._lock:
+                recording = Recording(kind, self.model, tensors, seen.gradients, self.recorder(tensors[0].device))
         except Exception as error:  # noqa: BLE001  # the user's code may raise anything: it will in its own forward too
             self._give_up(error)
             return None
@@ -194,8 +198,7 @@ class Recordings:
         if changed is not None:
             self._begin_anew(changed)
         if self._state is None:
-            reason = obstacle_in(self.model)
-            if reason is not None:
+            if (reason := obstacle_in(self.model)) is not None:
                 raise NotRecordableError(reason)
             self._state = ModelState(self.model)
         autocast = (torch.is_autocast_enabled(self.device_type), torch.get_autocast_dtype(self.device_type))
@@ -254,8 +257,8 @@ class Recordings:
             for recordings in list(_all):
                 recordings.forget()
         told = error.__cause__ or error
-        first = first_line(told)
-        self._refuse(first if isinstance(told, NotRecordableError) else f"raises {type(told).__name__} ({first})")
+        raised = "{}" if isinstance(told, NotRecordableError) else f"raises {type(told).__name__} ({{}})"
+        self._refuse(raised.format(first_line(told)))
 
     def _stop(self, reason: str) -> None:
         """Ends recording while training is under way; nothing went wrong in it."""
@@ -278,20 +281,16 @@ class Recordings:
         """Has the next replay compared, whatever the count of calls."""
         self._is_asked_for_check = True
 
-    def is_doubted(self) -> bool:
-        """Returns True if the next call settles whether a replay differed; waits for the last comparison."""
+    def doubt(self) -> Difference | None:
+        """Returns a difference that the next call settles; waits for the last comparison."""
         self._read(wait=True)
-        return bool(self._doubts())
+        return next((recording.doubt for recording in self._recorded if recording.doubt is not None), None)
 
     def require_agreement(self) -> None:
         """Raises `PolicyApplyError` if a replay differed from the model, or if that is not settled."""
-        self._read(wait=True)
-        for doubt in self._doubts()[:1]:
+        if (doubt := self.doubt()) is not None:
             self._differ(doubt)
         self.require_some()
-
-    def _doubts(self) -> list[Difference]:
-        return [recording.doubt for recording in self._recorded if recording.doubt is not None]
 
     def require_some(self) -> None:
         """Raises `PolicyApplyError` with the reason if nothing was recorded although training is under way."""
@@ -299,8 +298,3 @@ class Recordings:
             return
         never = "its training never calls the model with tensors on the GPU, and so nothing is recorded as a CUDA graph"
         raise PolicyApplyError(never if self.why_not is None else self.why_not.message) from self._out_of_memory
-
-
-def _stop(recordings: weakref.ref[Recordings], reason: str) -> None:
-    if (found := recordings()) is not None:
-        found._stop(reason)

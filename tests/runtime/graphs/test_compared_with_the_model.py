@@ -887,6 +887,31 @@ def test_what_other_threads_fill_is_left_to_them() -> None:
     assert not said
 
 
+def test_another_thread_that_calls_the_model_waits_until_it_is_recorded() -> None:
+    """While it is recorded, its weights are exchanged: gradients of the other pass would be lost."""
+    model = nn.Linear(4, 1)
+    called: list[Any] = []
+    threads: list[threading.Thread] = []
+
+    class Interrupted(TapeRecorder):
+        def record(self, work: Callable[[], Any]) -> Any:
+            if not threads:
+                threads.append(threading.Thread(target=lambda: called[0](torch.ones(2, 4)).sum().backward()))
+                threads[0].start()
+                threads[0].join(0.5)  # it waits for this one
+            return super().record(work)
+
+    called.append(GraphedModel(model, said.append, recorder=Interrupted, device_type="cpu"))
+    for _ in range(2):
+        model.zero_grad()
+        called[0](torch.ones(2, 4)).sum().backward()
+    (thread,) = threads
+    thread.join()
+    assert len(called[0].recordings) == 1
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[4.0] * 4]
+
+
 class OwnHook(Net):
     """Its own package sets a hook on it, as a library does that captures outputs if it is asked to."""
 
