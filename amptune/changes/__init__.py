@@ -1,1 +1,1 @@
-"""What knobs change, each with the way back: flags of the process, the layout of tensors, blocks that are compiled."""
+"""Changes that knobs make, each with the way back: flags of the process, layouts of tensors, compiled blocks."""

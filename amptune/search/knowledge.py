@@ -1,4 +1,4 @@
-"""What a tuning run finds out: its study, its candidates and its judgements, and their state at any moment."""
+"""The findings of a tuning run: its study, its candidates and its judgements, and their state at any moment."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Knowledge"]
 
 @dataclass
 class Knowledge:
-    """What is known of a run, and kept in its study. `sizes` are the batch sizes that were found."""
+    """The study, candidates and judgements of one run. `sizes` are the batch sizes that were found."""
 
     request: TuningRequest
     prepared: Prepared

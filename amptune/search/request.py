@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from amptune.errors import ObjectiveError, StudyError, TargetError
+from amptune.errors import ObjectiveError, StudyError, TargetError, first_line
 from amptune.measure.workers.source import Source
 from amptune.policy.policy_file import BASELINES
 from amptune.policy.settings import STOCK, Policy
@@ -105,10 +105,8 @@ def _require_driver(url: str) -> None:
         dialect: Any = sqlalchemy.make_url(url).get_dialect()
         (dialect.import_dbapi if hasattr(dialect, "import_dbapi") else dialect.dbapi)()
     except (ImportError, sqlalchemy.exc.SQLAlchemyError) as error:
-        reason = str(error).partition("\n")[0]
-        raise StudyError(
-            f"the study cannot be read or written: {reason} (--study {url.partition(':')[0]}://…)"
-        ) from error
+        where = f"--study {url.partition(':')[0]}://…"
+        raise StudyError(f"the study cannot be read or written: {first_line(error)} ({where})") from error
 
 
 def source_of(workload: Workload | Callable[[], Workload] | str, arguments: Sequence[str] = ()) -> Source:

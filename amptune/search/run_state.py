@@ -43,7 +43,7 @@ class RunState:
 
     @property
     def basis(self) -> tuple[Any, ...]:
-        """What the verdict depends on: it is the same as long as this is equal."""
+        """A key of the verdict: it is the same as long as this is equal."""
         count = len(self.former) + len(self.history.trials) + len(self.rows)
         return count, self.judgements, self.candidates
 

@@ -51,7 +51,7 @@ class Stages:
 
     @property
     def findings(self) -> Iterator[Finding]:
-        """What the stages have noticed."""
+        """The findings of the stages."""
         yield from self.known.sizes.findings
         yield from self._numerics.findings
         yield from self._narrowing.findings

@@ -40,6 +40,11 @@ if TYPE_CHECKING:
 __all__ = ["Recording", "UnusualError"]
 
 
+# A recording is given up once so many waits for the device had another result, which the model then computed itself, if
+# they are one of so many calls or more: the padded batch at the end of each epoch is no reason.
+MOST_SURPRISES = 8
+
+
 class UnusualError(Exception):
     """A batch for which the recorded pass is not the model's; its message says why."""
 
@@ -61,7 +66,7 @@ class Recording:
     ) -> None:
         self.kind, self.model = kind, model
         self.own = kind.caller(model, inputs[0].device.type)
-        self.calls = self.surprises = 0
+        self.calls = self._surprises = 0
         self.inputs = [_like(tensor) for tensor in inputs]
         self.of_outputs = of_outputs
         self.last: Callable[[], Any] = lambda: None  # the last replay, as long as the loop may come back to it
@@ -184,6 +189,11 @@ class Recording:
         """True while a later backward pass may need the tensors that the last forward pass kept."""
         last = self.last()
         return last is not None and not last.over
+
+    def surprises_often(self) -> bool:
+        """Notes that a batch was unusual; returns True if too many were."""
+        self._surprises += 1
+        return self._surprises >= max(MOST_SURPRISES, self.calls / MOST_SURPRISES)
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
         """Replays the forward pass. Raises `UnusualError` if it waits for numbers that are not those recorded."""

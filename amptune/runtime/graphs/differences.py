@@ -108,7 +108,7 @@ class Limits(dict[str, float]):
 
 @dataclass(frozen=True)
 class Difference:
-    """What of a replay differs by more than the recording's limits: {name: (difference, limit)}.
+    """A replay's results that differ by more than the recording's limits: {name: (difference, limit)}.
 
     `call` is that of the recording, and at its call `since` it did not differ.
     """

@@ -38,9 +38,6 @@ MOST_SEEN = 8
 # After a change of the model all is recorded again, which takes a second. Recording ends after MOST_WASTED changes in a
 # row that came before WORTH_IT replays.
 MOST_WASTED, WORTH_IT = 5, 20
-# Recording ends once so many waits for the device had another result, which the model then computed itself, if they
-# are one of so many calls or more: the padded batch at the end of each epoch is no reason.
-MOST_SURPRISES = 8
 _NOTHING = object()
 
 _all: weakref.WeakSet[Recordings] = weakref.WeakSet()
@@ -81,8 +78,7 @@ class Recordings:
         self._compiles = holds_compiled(model)
         self._thread: int | None = None
         self._lock = threading.RLock()  # another thread must not meet a model whose weights are exchanged
-        stop = weakref.WeakMethod(self._stop)  # replays, which the loop may hold longer, call it
-        self._end = lambda reason: None if (end := stop()) is None else end(reason)
+        self._end = partial(_stop, weakref.ref(self))  # for replays, which the loop may hold longer
         _all.add(self)
 
     def forget(self) -> None:
@@ -149,8 +145,7 @@ class Recordings:
                 return ReplayedPass(recording, tensors, self._end).outputs()
             return self._compared(recording, tensors, own)
         except UnusualError as surprise:
-            recording.surprises += 1
-            if recording.surprises >= max(MOST_SURPRISES, recording.calls / MOST_SURPRISES):
+            if recording.surprises_often():
                 self._stop(str(surprise))
         except torch.OutOfMemoryError:
             if not (is_compared and self._recorded):
@@ -257,8 +252,8 @@ class Recordings:
             for recordings in list(_all):
                 recordings.forget()
         told = error.__cause__ or error
-        raised = "{}" if isinstance(told, NotRecordableError) else f"raises {type(told).__name__} ({{}})"
-        self._refuse(raised.format(first_line(told)))
+        words = first_line(told)
+        self._refuse(words if isinstance(told, NotRecordableError) else f"raises {type(told).__name__} ({words})")
 
     def _stop(self, reason: str) -> None:
         """Ends recording while training is under way; nothing went wrong in it."""
@@ -298,3 +293,8 @@ class Recordings:
             return
         never = "its training never calls the model with tensors on the GPU, and so nothing is recorded as a CUDA graph"
         raise PolicyApplyError(never if self.why_not is None else self.why_not.message) from self._out_of_memory
+
+
+def _stop(recordings: weakref.ref[Recordings], reason: str) -> None:
+    if (found := recordings()) is not None:
+        found._stop(reason)

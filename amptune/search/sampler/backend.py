@@ -1,4 +1,4 @@
-"""Where studies are stored: a journal file in a folder, or a database; what fails there is a `StudyError`."""
+"""The storage of studies: a journal file in a folder, or a database. What fails in it becomes a `StudyError`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import optuna
 from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
-from amptune.errors import StudyError
+from amptune.errors import StudyError, first_line
 from amptune.search.sampler.records import without_password
 
 __all__ = ["JOURNAL", "SQLITE", "database_at", "journal_in", "opened", "storage_errors"]
@@ -47,9 +47,7 @@ def database_at(url: str) -> BaseStorage:
     try:
         return optuna.storages.get_storage(url)
     except ValueError as error:  # one that Optuna does not know, or a port that is no number
-        raise StudyError(
-            f"{without_password(url)} is no database that Optuna can open: {_first_line(error)}"
-        ) from error
+        raise StudyError(f"{without_password(url)} is no database that Optuna can open: {first_line(error)}") from error
 
 
 def _drop_half_a_line(journal: Path) -> None:
@@ -61,11 +59,10 @@ def _drop_half_a_line(journal: Path) -> None:
         journal.write_bytes(content[: content.rfind(b"\n") + 1])
 
 
-def _first_line(error: BaseException | None) -> str:
+def _reason(error: BaseException) -> str:
     """Returns an error's first line, as links to web pages follow; its cause names the missing database driver."""
-    words = str(error).partition("\n")[0]
     missing = error.__cause__ or error.__context__ if isinstance(error, ImportError) else None
-    return words if missing is None else f"{words} ({missing})"
+    return first_line(error) if missing is None else f"{first_line(error)} ({missing})"
 
 
 class storage_errors:  # noqa: N801  # reads as a function at its uses
@@ -73,8 +70,9 @@ class storage_errors:  # noqa: N801  # reads as a function at its uses
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError | json.JSONDecodeError | ImportError) or (
-            kind is not None and kind.__module__.startswith(("sqlalchemy", "optuna.exc"))
-        ):
-            raise StudyError(f"the study cannot be read or written: {_first_line(error)}") from error
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        is_of_storage = type(error).__module__.startswith(("sqlalchemy", "optuna.exc"))
+        if is_of_storage or isinstance(error, OSError | json.JSONDecodeError | ImportError):
+            raise StudyError(f"the study cannot be read or written: {_reason(error)}") from error
