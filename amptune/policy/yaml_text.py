@@ -70,9 +70,8 @@ def read(path: str | os.PathLike[str]) -> Document:
         with open(path, "rb") as file:
             content = file.read(MAX_CHARACTERS + 1)  # a device has no end
         if len(content) > MAX_CHARACTERS:
-            raise FileFormatError(
-                [Problem(message=f"larger than {MAX_CHARACTERS:,} bytes: no file of ours", source=source)]
-            )
+            message = f"larger than {MAX_CHARACTERS:,} bytes; amptune never writes such a file"
+            raise FileFormatError([Problem(message=message, source=source)])
         text = content.decode("utf-8")
     except OSError as error:
         raise FileFormatError([Problem(message=f"cannot be read: {error.strerror}", source=source)]) from error
@@ -163,7 +162,7 @@ class _Reading:
         self.values[path] = place
         if self.nodes > MAX_CHARACTERS // 10 or len(path) > MAX_DEPTH:  # aliases can make a short text huge
             if not self.problems:
-                self._note(place, "aliases blow this file up: no file of ours")
+                self._note(place, "YAML aliases expand too far; amptune never writes such a file")
             return None
         if not node.tag.startswith("tag:yaml.org,2002:") or "python" in node.tag:
             self._note(place, f"the tag {node.tag!r} is not allowed: plain values only")

@@ -182,7 +182,7 @@ def test_a_tolerance_excuses_neither_a_break_nor_an_evaluation_that_is_no_number
             "where rounding the weights changes it by 2.0% (3 times what is allowed: 30%)",
         ),
         (with_gradient(error=0.9, rounding=0.09), "(1.67 times what is allowed: 54%)"),
-        (with_gradient(slope=0.6), "holds 60% of FP32's (2 times what is allowed: 80% to 120%)"),
+        (with_gradient(slope=0.6), "along FP32's direction (2 times what is allowed: 80% to 120%)"),
         (with_gradient(size=9.0), "times what is allowed: 0.3 to 3.3)"),
         (with_gradient(vanished=0.6), "times what is allowed: 25%)"),
         (Parity(drift=6.0), "(2 times what is allowed: 3 times)"),

@@ -182,7 +182,7 @@ def test_a_likely_gain_says_what_would_confirm_it() -> None:
     assert verdict.confidence == "likely"
     finding = next(finding for finding in verdict.findings if finding.code == "provisional")
     assert finding.figures == {"probability": verdict.winner.chance, "confirms": CONFIRMED}
-    assert f"{100 * CONFIRMED:.1f} % confirms it; more --budget tells" in str(finding)
+    assert f"{100 * CONFIRMED:.1f} % counts as confirmed; more --budget tells" in str(finding)
 
 
 @BOTH

@@ -121,8 +121,8 @@ def _drift(reference: Reference, run: Run) -> tuple[float, float, float]:
     """Returns the largest of any epoch: (above FP32, relative to the distance between the replicas; above FP32,
     relative to the loss; below FP32, relative to the distance between the replicas).
 
-    More curves can only acquit: where their mean is nearer to FP32's, in units of its standard error from the replicas
-    and from the curves themselves, that counts.
+    Extra curves can lower the drift, never raise it: where their mean is nearer to FP32's, in units of its standard
+    error from the replicas and from the curves themselves, that counts.
     """
     own = [_by_epoch(curve, reference) for curve in (reference.run.curve, *reference.replicas)]
     theirs = [_by_epoch(curve, reference) for curve in (run.curve, *run.more)]

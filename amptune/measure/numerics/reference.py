@@ -220,7 +220,8 @@ def _affordable(seconds: float, spent_s: float, step_s: _StepSeconds) -> Thoroug
     least_s = cost_s(least, 1)
     if least_s > 2 * seconds:
         raise TooSlowError(
-            f"a step takes {step_s.ieee:.2g} s, so it takes {least_s:.0f} s, and {seconds:.0f} s are for it"
+            f"the numerics check needs {least_s:.0f} s ({step_s.ieee:.2g} s a step), and only {seconds:.0f} s are "
+            "left for it; raise --budget"
         )
     return next(fits, least)
 

@@ -117,7 +117,8 @@ def _figures(parity: Parity, tolerance: float | None) -> Iterator[_Figure]:
         "runs differ by",
         f"{MOST_DRIFT:g} times",
     )
-    below = f"the loss is {parity.below:.1f} times further below that in FP32 than FP32 runs differ: it is another loss"
+    spread = f"{parity.below:.1f} times the spread of FP32 runs"
+    below = f"the loss is far below FP32's ({spread}): probably not the same loss"
     yield _Figure("loss-differs", parity.below / MOST_BELOW, below, f"{MOST_BELOW:g} times")
     for buffer in parity.buffers:
         yield _Figure(
@@ -179,7 +180,7 @@ def _of_gradient(one: GradientParity, negligible: float) -> Iterator[_Figure]:
     most = max(MOST_BIAS, floor)
     yield figure("bias", one.bias / most, f"{whose} is off by {one.bias:.0%} in the mean", f"{most:.0%}")
     most = max(MOST_SLOPE_OFF, floor)
-    slope = f"{whose} holds {one.slope:.0%} of FP32's"
+    slope = f"{whose} has {one.slope:.0%} of FP32's length along FP32's direction"
     yield figure("slope", abs(one.slope - 1) / most, slope, f"{1 - most:.0%} to {1 + most:.0%}")
 
 

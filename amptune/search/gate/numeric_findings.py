@@ -140,8 +140,8 @@ def _where(trace: ModuleTrace, policy: Policy) -> Finding:
     elif trace.adds < LEAST_TO_BLAME:
         code = "breaks-behind"
         message = (
-            "nothing goes wrong in it by itself, but in what is computed outside of any module, around it: in FP32 it "
-            "takes and gives FP32"
+            "the module is fine; code around it, outside of any module, is not, and running the module in FP32 hides "
+            "that"
         )
         reached = None
     else:

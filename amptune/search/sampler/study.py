@@ -186,10 +186,10 @@ class Study:
     ) -> Suggestion | None:
         """Returns the next unmeasured policy, in one of these modes of torch.compile; None if all such are measured.
 
-        A `wanted` policy is suggested if it is free, and else what was put first. A policy that another worker measures
-        is none of them. What a foreign sampler proposes may have been measured, or be no policy of the space: after
-        some of those it is amptune's own sampler that proposes. Raises `StudyError` if the storage never returns what
-        it was asked for.
+        A `wanted` policy is suggested if it is free, and else what was put first. Policies that another worker is
+        measuring are skipped. What a foreign sampler proposes may have been measured, or be no policy of the space:
+        after some of those it is amptune's own sampler that proposes. Raises `StudyError` if the storage never returns
+        what it was asked for.
         """
         for attempt in range(MOST_ATTEMPTS):
             self._store.give_up_what_nobody_has()

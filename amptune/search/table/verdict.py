@@ -224,9 +224,8 @@ def _findings(verdict: Verdict, equals: int) -> Iterator[Finding]:
         if verdict.confidence == "likely":
             yield Finding(
                 code="provisional",
-                message="likely, not confirmed: it is better with a probability of "
-                f"{chance_in_words(winner.chance)}, and "
-                f"{chance_in_words(CONFIRMED)} confirms it; more --budget tells",
+                message=f"likely, not confirmed: {chance_in_words(winner.chance)} sure that it is better, where "
+                f"{chance_in_words(CONFIRMED)} counts as confirmed; more --budget tells",
                 figures={"probability": winner.chance, "confirms": CONFIRMED},
             )
     if equals > 1:

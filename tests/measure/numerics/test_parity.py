@@ -141,7 +141,7 @@ def test_little_time_buys_a_short_look() -> None:
 
 
 def test_steps_that_are_far_too_slow_are_not_judged() -> None:
-    with pytest.raises(TooSlowError, match=r"a step takes 1 s, so it takes 11 s, and 5 s are for it"):
+    with pytest.raises(TooSlowError, match=r"needs 11 s \(1 s a step\), and only 5 s are left for it; raise --budget"):
         make_reference(Bench(workload_of(perceptron), CPU), STOCK, 5.0)
 
 
