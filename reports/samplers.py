@@ -50,7 +50,7 @@ from simulated.recorded import RecordedEvaluator, recorded_ms
 
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.graphs import Graphs
+from amptune.search.compiled_graphs import CompiledGraphs
 from amptune.search.plan.budget import Budget
 from amptune.search.plan.plan import Plan
 from amptune.search.sampler.study import Study, open_study
@@ -588,7 +588,7 @@ def _search_as_shipped(task: Task, watched: Watched) -> None:
     evaluator = RecordedEvaluator(workload="", graphs_at_once=0)
     evaluator.measure = watched.measure  # type: ignore[method-assign]  # everything else is never asked for
     study, baseline = _study_of(task), task.table.first[0]
-    graphs = Graphs(study, evaluator, budget, baseline, lambda _: None)
+    graphs = CompiledGraphs(study, evaluator, budget, baseline, lambda _: None)
     trials = Trials(study, evaluator, budget, baseline, lambda _: None, graphs)
     Plan(budget).carry_out([[trials.wants, trials.compiling]], lambda: 0.0)
 

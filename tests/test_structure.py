@@ -53,7 +53,7 @@ PLACES = [
     "search.decide",
     "search",
     "search.request",
-    "search.graphs",
+    "search.compiled_graphs",
     "search.trials",
     "search.groundwork",
     "search.after_checks",

@@ -14,8 +14,8 @@ from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.answer_costs import block_s, compared_s, judged_graph_s, ranked
 from amptune.search.batch_size.batch_sizes import batch_sizes_for
+from amptune.search.compiled_graphs import BEHIND, CompiledGraphs, typical_s
 from amptune.search.events import Observer, SearchEnded
-from amptune.search.graphs import BEHIND, Graphs, typical_s
 from amptune.search.groundwork import Modules, Numerics
 from amptune.search.knowledge import Knowledge
 from amptune.search.narrowing import Narrowing
@@ -94,9 +94,9 @@ class Stages:
         self.put_first()
 
     @cached_property
-    def _graphs(self) -> Graphs:
+    def _graphs(self) -> CompiledGraphs:
         prepared = self.known.prepared
-        return Graphs(
+        return CompiledGraphs(
             self.known.study,
             self.evaluator,
             self._budget,

@@ -11,8 +11,16 @@ from amptune.errors import StudyError
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.results.outcome import ENERGY_S, Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import AUTOTUNED_MODES, Policy
+from amptune.search.compiled_graphs import (
+    BEHIND,
+    GUESSED_TRIAL_S,
+    IN_A_TRIAL,
+    CompiledGraphs,
+    cannot_compile,
+    instead_of,
+    typical_s,
+)
 from amptune.search.events import Observer, TrialEnded
-from amptune.search.graphs import BEHIND, GUESSED_TRIAL_S, IN_A_TRIAL, Graphs, cannot_compile, instead_of, typical_s
 from amptune.search.narrowing import BLOCK
 from amptune.search.plan.budget import SHORT_S, Budget
 from amptune.search.plan.plan import WORTHWHILE, Step
@@ -49,7 +57,7 @@ class Trials:
     budget: Budget
     baseline: Policy
     observer: Observer
-    graphs: Graphs
+    graphs: CompiledGraphs
     run: str = ""
 
     def __post_init__(self) -> None:

@@ -17,10 +17,10 @@ from test_pipeline import request_in
 from amptune.errors import NothingFeasibleError, StudyError
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.search.compiled_graphs import CompiledGraphs
 from amptune.search.decide.decision import Decision
 from amptune.search.events import ComparisonStarted, Event, SearchEnded, TrialEnded
 from amptune.search.events import Compiling as GraphBegun
-from amptune.search.graphs import Graphs
 from amptune.search.pipeline import TuningInterrupted, tune_with
 from amptune.search.plan.compile_costs import expected_compile_s
 from amptune.search.sampler.storage import Handle, Store, open_store
@@ -249,7 +249,7 @@ def test_how_long_the_whole_model_compiles_is_not_told_by_its_blocks() -> None:
     compiled = Trial(number=0, policy=policy, outcome=took(startup_s=5.0), seconds=6.0, run="", moment_s=0.0)
     study: Any = SimpleNamespace(trials=[], outcomes={})
     none: Any = None
-    graphs = Graphs(none, none, none, STOCK, none, leaves=400, repeated_leaves=390)
+    graphs = CompiledGraphs(none, none, none, STOCK, none, leaves=400, repeated_leaves=390)
     graphs.study = study
     assert graphs.seconds(policy) == expected_compile_s(10)
     study.trials.append(compiled)

@@ -19,7 +19,7 @@ from amptune.search.plan.plan import WORTHWHILE, Step
 from amptune.search.sampler.study import Study
 from amptune.search.sampler.suggestion import UNTRIED_GAIN, Suggestion
 
-__all__ = ["BEHIND", "IN_A_TRIAL", "Graphs", "cannot_compile", "instead_of", "typical_s"]
+__all__ = ["BEHIND", "IN_A_TRIAL", "CompiledGraphs", "cannot_compile", "instead_of", "typical_s"]
 
 # The modes compiled in the background; the others time kernels, which would disturb and be disturbed.
 BEHIND: tuple[CompileMode, ...] = ("blocks", "reduce-overhead", "default")
@@ -50,7 +50,7 @@ GUESSED_TRIAL_S = 3.0
 
 
 @dataclass
-class Graphs:
+class CompiledGraphs:
     """The graphs that compile in the background, and those that are ready to be measured.
 
     The model has this many `leaves`, of which `repeated_leaves` are compiled with others if blocks are. `memory_mib` is
