@@ -78,7 +78,7 @@ def test_the_example_of_export_computes_what_the_model_does() -> None:
 @pytest.mark.parametrize(
     "script",
     [
-        "tune_a_loop.py",
+        pytest.param("tune_a_loop.py", marks=slow),
         pytest.param("tune_a_trainer.py", marks=[slow, needs("transformers"), needs("accelerate")]),
         pytest.param("tune_a_lightning_module.py", marks=[slow, needs("lightning")]),
     ],

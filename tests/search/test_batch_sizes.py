@@ -70,6 +70,7 @@ def test_what_clearly_does_not_fit_is_not_tried(tmp_path: Path) -> None:
     assert len(too_large) <= 2  # the finder's own, one of each precision at the most
 
 
+@pytest.mark.slow
 def test_a_graph_that_does_not_fit_is_tried_with_a_smaller_batch_and_none_larger(tmp_path: Path) -> None:
     def twice_as_much(policy: Policy) -> float:
         samples = (policy.batch_size or OWN) * (2 if policy.compile != "off" else 1)

@@ -54,6 +54,7 @@ def all_of(work: Callable[[Job], T], jobs: Iterable[Job]) -> list[T]:
         return list(pool.map(work, jobs, chunksize=2))
 
 
+@pytest.mark.slow
 def test_policies_that_record_graphs_anew_for_ever_are_not_chosen() -> None:
     """As a rule they are the fastest; in the mean they are five times slower."""
     found = [tuned(Job(seed, Trouble(unruly=0.7), budget_s=SHORT_S)) for seed in range(len(WORKLOADS))]
