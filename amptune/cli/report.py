@@ -13,6 +13,7 @@ from amptune.cli.options import FILE, json_option, objective_options, print_json
 
 if TYPE_CHECKING:
     from amptune.search.decide.study_report import StudyReport
+    from amptune.search.sampler.records import StudyRecord
 
 __all__ = ["report_command"]
 
@@ -31,16 +32,27 @@ def report_command(
     STUDY is a study's folder, a database URL, or the TARGET that was tuned. Trials, comparisons and what the numerics
     gate said are read back; what rests on a single trial is said to, with the command that proves it.
     """
+    from amptune.errors import StudyError
     from amptune.policy.file_io import require_writable
-    from amptune.report.page import page_of
+    from amptune.report.module_map import module_times
+    from amptune.report.page import page_of, page_without_answer
     from amptune.report.terminal import print_study_report
     from amptune.search.decide.study_report import findings_of
 
     if output is not None:
         require_writable(output)
-    study_report = _study_report(study, name, objective, least_speed)
+    where, record = _recalled(study, name)
+    try:
+        study_report = _study_report(where, record, objective, least_speed)
+    except StudyError as error:
+        if output is None:
+            raise
+        write_page(page_without_answer(record, str(error)), output)
+        click.echo(f"wrote {output}: {error}", err=True)
+        return
     if output is not None:
-        write_page(page_of(study_report, findings_of(study_report)), output)
+        modules = module_times(_folder(where, record))
+        write_page(page_of(study_report, findings_of(study_report), modules), output)
     if as_json:
         print_json("amptune.report/1", {"output": output, **_as_data(study_report)})
     elif output is not None:
@@ -59,18 +71,30 @@ def write_page(page: str, output: str) -> None:
         raise OutputError(f"the report cannot be written to {output}: {error}") from error
 
 
-def _study_report(study: str, name: str | None, objective: str | None, least_speed: float | None) -> StudyReport:
-    from amptune.search.decide.samples import former_rows
-    from amptune.search.decide.study_report import study_report_of
+def _recalled(study: str, name: str | None) -> tuple[Path | str, StudyRecord]:
+    """Returns the place of the trials, and what is there."""
     from amptune.search.sampler.storage import recall
-    from amptune.search.table.objective import objective_of
 
     where = _place(study)
-    record = recall(where, name)
+    return where, recall(where, name)
+
+
+def _folder(where: Path | str, record: StudyRecord) -> Path:
+    """Returns the folder of the study's files beside its trials."""
+    return where if isinstance(where, Path) else Path(record.last.folder)
+
+
+def _study_report(
+    where: Path | str, record: StudyRecord, objective: str | None, least_speed: float | None
+) -> StudyReport:
+    from amptune.search.decide.samples import former_rows
+    from amptune.search.decide.study_report import study_report_of
+    from amptune.search.table.objective import objective_of
+
     last = record.last.objective
     asked = objective_of(objective or last.name, least_speed) if objective or least_speed is not None else last
-    folder = where if isinstance(where, Path) else Path(record.last.folder)
-    return study_report_of(record, former_rows(folder, [tuning.run for tuning in record.tunings]), asked)
+    former = former_rows(_folder(where, record), [tuning.run for tuning in record.tunings])
+    return study_report_of(record, former, asked)
 
 
 def _place(study: str) -> Path | str:

@@ -7,7 +7,7 @@ import math
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,9 +58,15 @@ def run_tuning(request: TuningRequest, observer: Observer, evaluator: Evaluator 
         try:
             decision = tune_with(evaluator, _with_time_for_the_rest(request), _counting_all(request, observer))
             try:
-                return _told_of_a_larger_batch(evaluator, decision, request)
+                decision = _told_of_a_larger_batch(evaluator, decision, request)
             except KeyboardInterrupt:
                 raise TuningInterrupted(decision) from None
+            _keep_findings(request, decision)
+            return decision
+        except TuningInterrupted as interrupted:
+            if interrupted.decision is not None:
+                _keep_findings(request, interrupted.decision)
+            raise
         finally:
             evaluator.close()
 
@@ -154,6 +160,14 @@ def _leaves_the_batch(request: TuningRequest) -> bool:
 def _told_of_a_larger_batch(evaluator: Evaluator, decision: Decision, request: TuningRequest) -> Decision:
     finding = larger_batch(evaluator, decision, request.budget) if _leaves_the_batch(request) else None
     return decision if finding is None else decision.with_findings([finding])
+
+
+def _keep_findings(request: TuningRequest, decision: Decision) -> None:
+    """Keeps the findings for `amptune report`; a storage that fails loses them."""
+    from amptune.search.sampler.storage import keep_findings
+
+    with suppress(StudyError):
+        keep_findings(request.study, request.run, decision.findings)
 
 
 def _nothing_feasible(study: Study, candidates: Candidates) -> Exception:

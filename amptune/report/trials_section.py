@@ -1,0 +1,238 @@
+"""The page's sections on trials: speed against memory, comparisons, failures, all trials; and the largest batch. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from amptune.measure.results.outcome import Failure, FailureKind, Measurement
+from amptune.policy.settings import Policy
+from amptune.report.markup import interval, key, memory, note, number, section, table, times
+from amptune.report.plot import ChartMark, Kind, scatter
+from amptune.search.decide.pareto import ParetoPoint, front_of
+from amptune.search.decide.study_report import StudyReport
+from amptune.search.sampler.records import StudyRecord
+from amptune.search.table.contenders import Contender
+from amptune.search.table.gains import FIGURES
+from amptune.search.table.objective import Objective
+from amptune.search.table.trial import Trial
+
+__all__ = ["batch_section", "failures", "trials_section", "trials_without_answer"]
+
+_GIB = 1024
+_LABELS: dict[Kind, str] = {"winner": "answer", "baseline": "baseline", "recipe": "AMP recipe"}
+_KEY = (
+    ("winner", "the answer"),
+    ("baseline", "baseline"),
+    ("recipe", "AMP recipe"),
+    ("front", "no policy is faster with as little"),
+    ("trial", "other trials"),
+    ("rejected", "trains worse than FP32"),
+)
+# What to do about each kind of failure.
+_REMEDIES: dict[FailureKind, str] = {
+    "oom": "did not fit into memory: a smaller batch, or accumulate",
+    "nonfinite": "gave NaN or infinity: `amptune diagnose TARGET` names the module",
+    "unsupported": "cannot run here: this machine or this release of PyTorch lacks it",
+    "timeout": "took longer than a trial may: give more with --budget",
+    "crash": "ended the worker process: workers.log in the study's folder has its last words",
+    "error": "the training step raised an error, which stands below",
+}
+
+
+def trials_section(study_report: StudyReport) -> str:
+    record = study_report.record
+    ran = sum(isinstance(trial.outcome, Measurement) for trial in record.trials)
+    lead = f"{ran} of {len(record.trials)} trials ran. Up and left is better; point at a mark, or tap it, for its settings."
+    return section(
+        "trials", "Every trial", note(lead, ""), *_charts(study_report), "<h3>Why the others did not win</h3>",
+        _compared(study_report), *failures(record), "<h3>All trials</h3>", _all(study_report),
+    )  # fmt: skip
+
+
+def trials_without_answer(record: StudyRecord) -> str:
+    """Returns the section of a study without an answer: all of its trials."""
+    rows = (_trial(trial, "", energy=False) for trial in record.trials)
+    return section("trials", "Every trial", *failures(record), "<h3>All trials</h3>", table(_headings(energy=False), rows))
+
+
+def _charts(study_report: StudyReport) -> Iterator[str]:
+    """Yields charts of throughput over peak memory, and over energy if it was measured; their key."""
+    points = _plotted(study_report)
+    in_gib = max(point.peak_memory_mib for point in points) >= _GIB
+    unit, size = ("GiB", _GIB) if in_gib else ("MiB", 1)
+    yield _chart(study_report, [(one, one.peak_memory_mib / size) for one in points], f"peak memory, {unit}")
+    energy = [(one, one.energy_j_per_sample) for one in points if one.energy_j_per_sample is not None]
+    if energy:
+        yield _chart(study_report, energy, "energy, J per sample")
+    yield key(_KEY)
+
+
+def _plotted(study_report: StudyReport) -> list[ParetoPoint]:
+    """Returns all trials that ran, including those the numerics gate rejected."""
+    return [
+        ParetoPoint(
+            policy=trial.policy,
+            samples_per_s=trial.outcome.samples_per_s,
+            peak_memory_mib=trial.outcome.peak_allocated_mib,
+            energy_j_per_sample=trial.outcome.energy_j_per_sample,
+        )
+        for trial in study_report.record.trials
+        if isinstance(trial.outcome, Measurement)
+    ]
+
+
+def _chart(study_report: StudyReport, points: Sequence[tuple[ParetoPoint, float]], x_label: str) -> str:
+    sound = {point.policy for point in study_report.points}
+    plane = [replace(p, peak_memory_mib=x, energy_j_per_sample=None) for p, x in points if p.policy in sound]
+    front = {point.policy for point in front_of(plane)}
+    marks = []
+    for point, x in points:
+        kind = kind_of(study_report, point.policy)
+        if kind == "trial":
+            kind = "rejected" if point.policy not in sound else "front" if point.policy in front else "trial"
+        title = f"{point.policy}: {number(point.samples_per_s)} samples/s, {number(x)} {x_label.split(', ')[1]}"
+        marks.append(ChartMark(x=x, y=point.samples_per_s, kind=kind, title=title, label=_LABELS.get(kind, "")))
+    return scatter(_labelled_once(marks), x_label, "samples per second")
+
+
+def _labelled_once(marks: Sequence[ChartMark]) -> list[ChartMark]:
+    """Returns the marks with a label at the first of each kind: a policy may have been tried twice."""
+    seen: set[str] = set()
+    found = []
+    for mark in marks:
+        found.append(replace(mark, label="") if mark.label in seen else mark)
+        seen.add(mark.label)
+    return found
+
+
+def kind_of(study_report: StudyReport, policy: Policy) -> Kind:
+    """Returns the part that a policy plays on the page."""
+    recipe = study_report.amp_recipe
+    if policy == study_report.policy:
+        return "winner"
+    if policy == study_report.baseline.policy:
+        return "baseline"
+    return "recipe" if recipe is not None and policy == recipe.policy else "trial"
+
+
+def _compared(study_report: StudyReport) -> str:
+    """Returns a table of the policies that were measured again, or were ahead, with the reason why each did not win."""
+    shown = [one for one in study_report.verdict.contenders if one.rows > 1 or one.merit > 1][:_MOST_COMPARED]
+    if all(one.policy != study_report.baseline.policy for one in shown):
+        shown.append(study_report.baseline)
+    used = study_report.objective.name != "throughput"
+    headings = ["", "policy", "ms/step", "speed", "95 %", *([FIGURES[study_report.objective.name]] if used else [])]
+    headings += ["memory", "measured", "why not"]
+    kinds = [kind_of(study_report, one.policy) for one in shown]
+    rows = (
+        [_LABELS.get(kind, ""), *_figures(one, used=used)] for kind, one in zip(kinds, shown, strict=True)
+    )  # fmt: skip
+    return table(headings, rows, ["" if kind in ("trial", "recipe") else kind for kind in kinds]) + note(
+        "Speed is relative to the baseline, from blocks that were measured in turn; measured counts blocks."
+    )
+
+
+_MOST_COMPARED = 20
+
+
+def _figures(one: Contender, *, used: bool) -> list[str]:
+    if one.failure is not None:
+        return [str(one.policy), one.lost]
+    gain = [times(one.gain.inverse if one.gain is not None and one.merit else None)] if used else []
+    speed = [times(one.vs_baseline), interval(one.vs_baseline)]
+    return [
+        str(one.policy), number(one.step_ms), *speed, *gain, memory(one.peak_memory_mib), f"{one.rows}×", one.lost,
+    ]  # fmt: skip
+
+
+def failures(record: StudyRecord) -> Iterator[str]:
+    """Yields the failures by their kind, with what to do about each."""
+    kinds: dict[FailureKind, list[tuple[Trial, Failure]]] = defaultdict(list)
+    for trial in record.trials:
+        if isinstance(trial.outcome, Failure):
+            kinds[trial.outcome.kind].append((trial, trial.outcome))
+    if not kinds:
+        return
+    yield f"<h3>{sum(map(len, kinds.values()))} of {len(record.trials)} trials failed</h3>"
+    for kind, failed in sorted(kinds.items(), key=lambda pair: -len(pair[1])):
+        yield note(f"{kind}: {len(failed)} {_REMEDIES[kind]}.", "")
+        rows = [(str(trial.policy), failure.message, failure.where or "") for trial, failure in failed]
+        yield table(["policy", "message", "where"], rows)
+
+
+def _headings(*, energy: bool) -> list[str]:
+    return ["trial", "policy", "samples/s", "ms/step", "memory, MiB", *(["J/sample"] if energy else []), "numerics"]
+
+
+def _all(study_report: StudyReport) -> str:
+    """Returns a table of all trials, the best for the objective first, failures last."""
+    objective, trials = study_report.objective, study_report.record.trials
+    energy = any(isinstance(one.outcome, Measurement) and one.outcome.energy_j_per_sample for one in trials)
+    ranked = sorted(trials, key=lambda trial: _place(trial, objective))
+    rows = (_trial(one, study_report.numerics_of(one.policy), energy=energy) for one in ranked)
+    kinds = (kind_of(study_report, one.policy) for one in ranked)
+    return table(_headings(energy=energy), rows, [kind if kind in ("winner", "baseline") else "" for kind in kinds])
+
+
+def _place(trial: Trial, objective: Objective) -> tuple[bool, float]:
+    outcome = trial.outcome
+    return (True, 0.0) if isinstance(outcome, Failure) else (False, -(objective.score(outcome) or 0.0))
+
+
+def _trial(trial: Trial, numerics: str, *, energy: bool) -> list[str]:
+    outcome, head = trial.outcome, [str(trial.number + 1), str(trial.policy)]
+    if isinstance(outcome, Failure):
+        return [*head, outcome.kind]
+    joules = [number(outcome.energy_j_per_sample)] if energy else []
+    figures = (outcome.samples_per_s, outcome.mean_ms, outcome.peak_allocated_mib)
+    return [*head, *map(number, figures), *joules, numerics]
+
+
+def batch_section(study_report: StudyReport) -> str:
+    return section("batch", "The largest batch", *_batch(study_report))
+
+
+def _batch(study_report: StudyReport) -> Iterator[str]:
+    """Yields what is known of memory against the batch size, and what the memory that the policy saves is worth."""
+    last, own = study_report.record.last, study_report.record.last.batch_size
+    winner, baseline = study_report.verdict.winner, study_report.baseline
+    saved = None not in (winner.peak_memory_mib, baseline.peak_memory_mib) and not study_report.keeps_the_baseline
+    size = winner.policy.batch_size or own
+    if saved and size == own and winner.peak_memory_mib < baseline.peak_memory_mib:  # type: ignore[operator]
+        share = baseline.peak_memory_mib / winner.peak_memory_mib  # type: ignore[operator]
+        yield note(
+            f"The policy takes {memory(winner.peak_memory_mib)} for a batch of {own} where the baseline takes "
+            f"{memory(baseline.peak_memory_mib)}: in that memory it has room for at least {int(own * share)}.", "",
+        )  # fmt: skip
+    elif saved and size == own:
+        yield note(f"The policy takes no less memory than the baseline: {memory(winner.peak_memory_mib)}.", "")
+    if last.memory_mib is not None and winner.peak_memory_mib:
+        fits = int(size * last.memory_mib / winner.peak_memory_mib)
+        yield note(
+            f"Of the {memory(last.memory_mib)} that were free, a batch of {size} takes {memory(winner.peak_memory_mib)}: "
+            f"at least {fits} should fit. That assumes that all memory grows with the batch, and weights do not."
+        )
+    sizes = {trial.policy.batch_size or own for trial in study_report.record.trials}
+    found = [one.message for one in study_report.record.findings if one.code in ("largest-batch", "larger-batch")]
+    yield from map(note, found)
+    if len(sizes) > 1:
+        yield _by_size(study_report, own)
+    else:
+        yield note(f"Only batches of {own} were measured. `--batch-size auto` finds the largest that fits, by running it.")
+
+
+def _by_size(study_report: StudyReport, own: int) -> str:
+    """Returns a chart of peak memory over batch size."""
+    marks = [
+        ChartMark(
+            x=trial.policy.batch_size or own,
+            y=trial.outcome.peak_allocated_mib,
+            kind=kind_of(study_report, trial.policy),
+            title=f"{trial.policy}: {memory(trial.outcome.peak_allocated_mib)}",
+        )
+        for trial in study_report.record.trials
+        if isinstance(trial.outcome, Measurement)
+    ]
+    return scatter(marks, "batch size", "peak memory, MiB")
