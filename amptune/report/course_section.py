@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from amptune.measure.bench.readings import noticed
+from amptune.measure.bench.readings import OWN_LOAD, noticed
 from amptune.measure.results.outcome import Measurement
 from amptune.report.markup import bullets, note, seconds, section, table
 from amptune.report.plot import ChartLine, lines
 from amptune.search.decide.study_report import StudyReport
 from amptune.search.sampler.records import StudyRecord
-from amptune.search.table.trial import Trial
 
 __all__ = ["course_section"]
 
@@ -29,6 +28,7 @@ LANES = {
     "wait": "wait for a graph",
     "comparison": "compare the best in turn",
 }
+_COLOURS = {"compile": "recipe soft", "wait": "warn", "comparison": "winner", "disturbed from outside": "bad"}
 # Pieces of one lane that are nearer than this share of the whole are drawn as one.
 NEAR = 0.004
 # (start, end, words), in seconds from the start of the run
@@ -65,6 +65,7 @@ def _lanes(record: StudyRecord) -> Iterator[str]:
     pieces = {stage: _pieces(timeline, stage, end_s) for stage in LANES}
     others = [step["stage"] for step in timeline if step["stage"] not in LANES]
     pieces |= {stage: _pieces(timeline, stage, end_s) for stage in others}
+    pieces["disturbed from outside"] = [(max(0.0, a), min(b, end_s), what) for a, b, what in _disturbed(record)]
     rows = []
     for stage, own in pieces.items():
         if own:
@@ -104,30 +105,49 @@ def _joined(pieces: Sequence[Piece], near_s: float) -> list[Piece]:
 
 def _drawn(piece: Piece, end_s: float, stage: str) -> str:
     start, stop, words = piece
-    kind = {"compile": "recipe soft", "wait": "warn", "comparison": "winner"}.get(stage, "")
+    kind = _COLOURS.get(stage, "")
     style = f"left:{100 * start / end_s:.2f}%;width:{100 * (stop - start) / end_s:.2f}%"
     return f'<i class="{kind}" style="{style}" title="{escape(f"{start:.0f} to {stop:.0f} s: {words}")}"></i>'
 
 
 def _best_so_far(study_report: StudyReport) -> Iterator[str]:
-    """Yields a line of the best speed so far, by trial, of those that may win."""
-    base, sound = study_report.baseline.samples_per_s, {point.policy for point in study_report.points}
-    trials = [one for one in study_report.record.trials if isinstance(one.outcome, Measurement)]
-    if not base or len(trials) < 2:
-        return
+    """Yields a line of the best speed so far, of the policies that may win: over time, or by trial if it is unknown."""
+    record, base = study_report.record, study_report.baseline.samples_per_s
+    sound, moments = {point.policy for point in study_report.points}, _moments(record)
+    ran = [one for one in record.trials if isinstance(one.outcome, Measurement)]
+    timed = [(moments[one.number], one) for one in ran if one.number in moments]
+    placed = timed if len(timed) > 1 else [(float(count), one) for count, one in enumerate(ran, 1)]
     points: list[tuple[float, float]] = []
-    best = 0.0
-    for count, trial in enumerate(trials, 1):
-        speed = _speed(trial) / base
-        if trial.policy in sound and speed > best:
-            points += [(count, best)] if best else []
-            points.append((count, speed))
-            best = speed
-    if points:
-        drawn = [ChartLine(points=[*points, (len(trials), best)], kind="best", title="the best so far")]
+    for at, trial in placed:
+        speed = trial.samples_per_s / base if base and trial.policy in sound else 0.0
+        if speed > (points[-1][1] if points else 0.0):
+            points += [(at, points[-1][1])] if points else []
+            points.append((at, speed))
+    if len(placed) > 1 and points:
+        drawn = [ChartLine(points=[*points, (placed[-1][0], points[-1][1])], kind="best", title="the best so far")]
         yield "<h3>The best so far</h3>"
-        yield lines(drawn, "trials that ran", "times the baseline's speed, by single trials")
+        label = "seconds" if placed is timed else "trials that ran"
+        yield lines(drawn, label, "times the baseline's speed, by single trials")
 
 
-def _speed(trial: Trial) -> float:
-    return trial.samples_per_s
+def _moments(record: StudyRecord) -> dict[int, float]:
+    """Returns when each trial of the last tuning ended, in seconds from its start, by the trial's number.
+
+    Trials have the moments of the run's clock, whose start the study does not say: the timeline's first trial does.
+    """
+    own = [trial for trial in record.trials if trial.run == record.last.run]
+    first = next((step["at_s"] + step["seconds"] for step in record.timeline if step["stage"] == "trial"), None)
+    return {} if first is None or not own else {one.number: first + one.moment_s - own[0].moment_s for one in own}
+
+
+def _disturbed(record: StudyRecord) -> list[Piece]:
+    """Returns the trials of the last tuning during which something from outside disturbed a block."""
+    moments, found = _moments(record), []
+    for trial in record.trials:
+        outcome = trial.outcome
+        if trial.number in moments and isinstance(outcome, Measurement):
+            codes = {code for why in (*outcome.discarded, *outcome.contaminated_by) for code in why.split("+")}
+            if codes - OWN_LOAD:
+                words = f"{', '.join(sorted(codes - OWN_LOAD))}: {trial.policy}"
+                found.append((moments[trial.number] - trial.seconds, moments[trial.number], words))
+    return found

@@ -77,7 +77,7 @@ def _losses(study_report: StudyReport) -> Iterator[str]:
     yield lines(drawn, "step", "loss")
     yield key([("line", f"baseline, {len(fp32)} runs"), ("policy", "the policy")])
     yield note(
-        f"From the same weights and on the same batches; they differ by {off:.2%} at most. The study keeps no longer "
+        f"From the same weights and on the same batches; they differ by {off:.2g} times the loss at most. The study keeps no longer "
         "curves: `amptune verify policy.yaml TARGET --numerics` trains and draws them, with several seeds."
     )
 

@@ -85,7 +85,8 @@ def _title(record: StudyRecord) -> str:
 
 def _heading(record: StudyRecord, objective: str) -> str:
     last = record.last
-    words = f"batch size {last.batch_size} · baseline {last.baseline} · {len(record.trials)} trials"
+    count = f"{len(record.trials)} trial{'' if len(record.trials) == 1 else 's'}"
+    words = f"batch size {last.batch_size} · baseline {last.baseline} · {count}"
     began = f"{last.began[:16].replace('T', ' ')} UTC"
     return (
         f'<header>\n<p class="eyebrow">amptune · {escape(objective)}</p>\n<h1>{escape(_title(record))}</h1>\n'
@@ -126,7 +127,8 @@ def _sentence(study_report: StudyReport) -> str:
     than = f"{_with_interval(verdict.speedup)} as fast as {_name(verdict.baseline)}"
     recipe = study_report.amp_recipe
     ratio = None if recipe is None else verdict.speeds.between(winner.policy, recipe.policy)
-    if recipe is not None and ratio is not None and recipe.policy not in (winner.policy, verdict.baseline.policy):
+    named = (winner.policy, verdict.baseline.policy)
+    if recipe is not None and ratio is not None and recipe.policy not in named and not _is_barred(study_report, recipe):
         than += f" and {_with_interval(ratio)} as fast as the AMP recipe"
     used, before = memory(winner.peak_memory_mib), memory(verdict.baseline.peak_memory_mib)
     room = f", in {used} instead of {before}" if used and before and used != before else ""
@@ -139,6 +141,10 @@ def _rival(study_report: StudyReport) -> str:
         return ""
     chance = chance_in_words(leader.chance)
     return f"; the best rival, {leader.policy}, may be {leader.gain} as good, with a probability of {chance} to be better"
+
+
+def _is_barred(study_report: StudyReport, contender: Contender) -> bool:
+    return study_report.record.judgements.bars(contender.policy)
 
 
 def _name(contender: Contender) -> str:
@@ -171,7 +177,7 @@ def _bars(study_report: StudyReport) -> Iterator[str]:
             name=f"{name}: {_short(one)}",
             end=ratio.value,
             kind=kind,
-            words=f"{times(ratio)}, {one.step_ms:,.4g} ms a step" if one.step_ms else times(ratio),
+            words=_speed_in_words(one, ratio) + (", trains worse than FP32" if _is_barred(study_report, one) else ""),
             between=None if ratio.low == ratio.high else (ratio.low, ratio.high),
         )
         for name, one, kind in shown.values()
@@ -185,6 +191,10 @@ def _bars(study_report: StudyReport) -> Iterator[str]:
         [Bar(name=name, end=mib, kind=kind, words=memory(mib)) for name, mib, kind in peaks],
         max(mib for _, mib, _ in peaks) * 1.03,
     )
+
+
+def _speed_in_words(contender: Contender, ratio: Ratio) -> str:
+    return f"{times(ratio)}, {contender.step_ms:,.4g} ms a step" if contender.step_ms else times(ratio)
 
 
 def _short(contender: Contender) -> str:

@@ -91,7 +91,9 @@ def axis_for(label: str, values: Sequence[float], start: float = 0.0, end: float
     low, high = min(values), max(values)
     room = MARGIN * (high - low) or 0.1 * abs(high) or 1.0
     low, high = max(min(0.0, low), low - room), high + room
-    return Axis(label=label, low=low, high=high, start=start, end=end, step=_round_step((high - low) / TICKS))
+    step = _round_step((high - low) / TICKS)
+    counts = high - low >= 2 and all(float(value).is_integer() for value in values)
+    return Axis(label=label, low=low, high=high, start=start, end=end, step=max(1.0, step) if counts else step)
 
 
 def bars(rows: Iterable[Bar], highest: float) -> str:

@@ -12,6 +12,7 @@ from amptune.report.markup import bullets, interval, note, section, times
 from amptune.report.module_map import ModuleGroup, grouped, kept_by
 from amptune.report.plot import Bar, bars
 from amptune.search.decide.study_report import StudyReport
+from amptune.search.table.ablation import variants_of
 from amptune.search.table.gains import FIGURES
 from amptune.search.table.ratio import Ratio
 
@@ -45,7 +46,8 @@ def _waterfall(study_report: StudyReport) -> Iterator[str]:
     words = "" if objective.name == "throughput" else f" Gains are in {FIGURES[objective.name]}."
     yield note(
         "Each figure is the policy with the setting over the policy without it, with its 95 % interval; the scale is "
-        f"logarithmic, so equal factors have equal lengths.{words}"
+        f"logarithmic, so equal factors have equal lengths. Where settings do the same work, together they gain less than their "
+        f"product.{words}"
     )
 
 
@@ -62,7 +64,7 @@ def _steps(study_report: StudyReport) -> tuple[list[Bar], float]:
         drawn.append((one.variant.setting.replace("_", " ") + value, at, at + log, kind, one.buys))
         at += log
     if abs(whole - at) > REMAINDER:
-        drawn.append((_REST, at, whole, "rest", None))
+        drawn.append((_rest(study_report), at, whole, "rest", None))
     drawn.append(("all together", 0.0, whole, "winner", gain))
     low = min(0.0, *(min(start, end) for _, start, end, _, _ in drawn))
     high = max(max(start, end) for _, start, end, _, _ in drawn) * 1.05 or 1.0
@@ -80,7 +82,11 @@ def _steps(study_report: StudyReport) -> tuple[list[Bar], float]:
     return found, high - low
 
 
-_REST = "in combination"
+def _rest(study_report: StudyReport) -> str:
+    """Returns what the rest of the gain is from: settings whose variant was not measured, or that settings overlap."""
+    measured = {one.variant.setting for one in study_report.ablation}
+    missing = [one.setting for one in variants_of(study_report.policy) if one.setting not in measured]
+    return f"not measured alone: {', '.join(missing)}".replace("_", " ") if missing else "overlap of the settings"
 
 
 def _kept(policy: Policy) -> Iterator[str]:
@@ -104,7 +110,7 @@ def _map(study_report: StudyReport, modules: Mapping[str, Sensitivity]) -> Itera
     dtypes = [dtype for dtype in ("bf16", "fp16") if any(dtype in group.half_ms for group in groups)]
     risks = {dtype: _risks(study_report, dtype) for dtype in dtypes}
     heads = [
-        "module", "FP32", *dtypes, *(f"risk in {dtype}" for dtype in dtypes if risks[dtype]),
+        "module", "FP32", *dtypes, *(f"{dtype}: risk" for dtype in dtypes if risks[dtype]),
     ]  # fmt: skip
     yield '<div class="map"><table><tr>' + "".join(f"<td>{escape(head)}</td>" for head in heads) + "</tr>"
     yield from (_row(group, dtypes, risks, study_report.policy.fp32_modules) for group in groups)
@@ -139,7 +145,7 @@ def _row(
             continue
         change = half / group.fp32_ms - 1
         kind = "faster" if change < 0 else "slower"
-        cells.append(f'<td class="{kind}" style="--share:{min(1, abs(change)):.2f}">{_ms(half)} ({change:+.0%})</td>')
+        cells.append(f'<td class="{kind}" style="--share:{min(1, abs(change)):.2f}">{_ms(half)} ({f"{change:+.0%}".replace("-", "−")})</td>')
     for dtype in dtypes:
         if risks[dtype]:
             risk = max((risks[dtype].get(path, 0.0) for path in group.paths), default=0.0)

@@ -89,11 +89,11 @@ def _chart(study_report: StudyReport, points: Sequence[tuple[ParetoPoint, float]
     front = {point.policy for point in front_of(plane)}
     marks = []
     for point, x in points:
-        kind = kind_of(study_report, point.policy)
-        if kind == "trial":
-            kind = "rejected" if point.policy not in sound else "front" if point.policy in front else "trial"
+        role = kind_of(study_report, point.policy)
+        kind = "front" if role == "trial" and point.policy in front else role
+        kind = "rejected" if role in ("trial", "recipe") and point.policy not in sound else kind
         title = f"{point.policy}: {number(point.samples_per_s)} samples/s, {number(x)} {x_label.split(', ')[1]}"
-        marks.append(ChartMark(x=x, y=point.samples_per_s, kind=kind, title=title, label=_LABELS.get(kind, "")))
+        marks.append(ChartMark(x=x, y=point.samples_per_s, kind=kind, title=title, label=_LABELS.get(role, "")))
     return scatter(_labelled_once(marks), x_label, "samples per second")
 
 
@@ -212,7 +212,7 @@ def _batch(study_report: StudyReport) -> Iterator[str]:
         fits = int(size * last.memory_mib / winner.peak_memory_mib)
         yield note(
             f"Of the {memory(last.memory_mib)} that were free, a batch of {size} takes {memory(winner.peak_memory_mib)}: "
-            f"at least {fits} should fit. That assumes that all memory grows with the batch, and weights do not."
+            f"at least {fits} should fit, as weights do not grow with the batch."
         )
     sizes = {trial.policy.batch_size or own for trial in study_report.record.trials}
     found = [one.message for one in study_report.record.findings if one.code in ("largest-batch", "larger-batch")]

@@ -77,10 +77,11 @@ class StudyReport:
 
     @cached_property
     def amp_recipe(self) -> Contender | None:
-        """The better of the AMP recipes that were tried and ran."""
+        """The better of the AMP recipes that were tried and ran; one that trains worse than FP32 if no other did."""
         sizes = {None, self.baseline.policy.batch_size}
         recipes = {amp_recipe(dtype, batch_size=size) for dtype in HALVES for size in sizes}
-        return next((one for one in self.verdict.contenders if one.policy in recipes and one.failure is None), None)
+        ran = [one for one in self.verdict.contenders if one.policy in recipes and one.failure is None]
+        return min(ran, key=lambda one: self.record.judgements.bars(one.policy), default=None)
 
     def numerics_of(self, policy: Policy) -> str:
         """Returns the numerics gate's result for a policy, in words."""
