@@ -1,23 +1,16 @@
-"""The times of the modules as a study keeps them, and as few rows as a reader can take in."""
+"""The timed modules of a model, in as few groups as a reader can take in. Pure."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from amptune.measure.results.half_effects import ModuleSensitivity, Sensitivity
+from amptune.measure.results.half_effects import ModuleSensitivity
 from amptune.policy.patterns import matcher_of
-from amptune.policy.serialization import adapter_for
 from amptune.policy.settings import Fp32Rule
 
-__all__ = ["ModuleGroup", "grouped", "kept_by", "module_times"]
-
-# Where `search.groundwork` keeps them.
-FILE = "sensitivity.json"
-
+__all__ = ["ModuleGroup", "grouped", "kept_by"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleGroup:
@@ -27,15 +20,6 @@ class ModuleGroup:
     paths: tuple[str, ...]
     fp32_ms: float
     half_ms: Mapping[str, float]
-
-
-def module_times(folder: Path) -> dict[str, Sensitivity]:
-    """Returns the times by what they were measured under; empty if modules were not timed, or not by this version."""
-    try:
-        content = json.loads((folder / FILE).read_text(encoding="utf-8"))["sensed"]
-        return {name: adapter_for(Sensitivity).validate_python(one) for name, one in content.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
 
 
 def grouped(modules: Sequence[ModuleSensitivity], most: int) -> list[ModuleGroup]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from statistics import fmean
 
+from amptune.measure.numerics.long_comparison import smoothed
 from amptune.measure.results.outcome import Measurement
 from amptune.policy.settings import Policy
 from amptune.report.markup import key, note, section, table
 from amptune.report.plot import Bar, ChartLine, bars, lines
+from amptune.report.study_files import LongCurve
 from amptune.search.decide.study_report import StudyReport
 from amptune.search.sampler.records import GateRecord
 
@@ -17,8 +21,8 @@ __all__ = ["numerics_section"]
 MOST_SHOWN = 8
 
 
-def numerics_section(study_report: StudyReport) -> str:
-    return section("numerics", "Numerics", *_parts(study_report))
+def numerics_section(study_report: StudyReport, curves: Sequence[LongCurve]) -> str:
+    return section("numerics", "Numerics", *_parts(study_report), *_losses(study_report, curves))
 
 
 def _parts(study_report: StudyReport) -> Iterator[str]:
@@ -38,7 +42,6 @@ def _parts(study_report: StudyReport) -> Iterator[str]:
         yield "<h3>Nearest to their limits</h3>"
         rows = [(one.module or "whole model", one.message, f"{one.figures.get('times_allowed', 0):.0%}") for one in own.worst]
         yield table(["module", "what was seen", "of what is allowed"], rows[:MOST_SHOWN])
-    yield from _losses(study_report)
 
 
 def _used(judged: Sequence[GateRecord], own: GateRecord | None) -> str:
@@ -58,30 +61,51 @@ def _used(judged: Sequence[GateRecord], own: GateRecord | None) -> str:
     )
 
 
-def _losses(study_report: StudyReport) -> Iterator[str]:
-    """Yields the losses of the first steps: FP32's runs as a band, the policy's as lines."""
-    runs = {policy: _curves(study_report, policy) for policy in (study_report.baseline.policy, study_report.policy)}
-    fp32, policy = runs[study_report.baseline.policy], runs[study_report.policy]
-    if study_report.keeps_the_baseline or not fp32 or not policy or len(fp32[0]) < 2:
+def _losses(study_report: StudyReport, curves: Sequence[LongCurve]) -> Iterator[str]:
+    """Yields loss curves: those of a long training, if there was one of this policy, else those of the first steps."""
+    if study_report.keeps_the_baseline:
         return
-    steps = range(1, min(map(len, (*fp32, *policy))) + 1)
-    low, high, own = ([(step, pick(curve[step - 1] for curve in curves)) for step in steps]
-                      for pick, curves in ((min, fp32), (max, fp32), (min, policy)))  # fmt: skip
+    policy = study_report.policy
+    names = {str(policy), str(replace(policy, batch_size=study_report.record.last.batch_size))}
+    fp32 = [curve.losses for curve in curves if curve.run == "fp32"]
+    own = [curve.losses for curve in curves if curve.run == "policy" and curve.policy in names]
+    if fp32 and own:
+        yield from _drawn("Losses", fp32, own, "FP32, one run a seed: their range is the band", _LONG)
+        return
+    fp32, own = _first_steps(study_report, study_report.baseline.policy), _first_steps(study_report, policy)
+    if fp32 and own and len(fp32[0]) > 1:
+        yield from _drawn("Losses of the first steps", fp32, own, "the baseline, its range is the band", _SHORT)
+
+
+_LONG = "From `amptune verify --numerics`: each seed has its own weights and data, the same in FP32 and under the policy."
+_SHORT = (
+    "From the same weights and on the same batches. The study has no longer curves: `amptune verify policy.yaml TARGET "
+    "--numerics` trains and draws them, with several seeds."
+)
+
+
+def _drawn(
+    heading: str, fp32: Sequence[Sequence[float]], own: Sequence[Sequence[float]], name: str, words: str
+) -> Iterator[str]:
+    """Yields a chart: the range of the FP32 runs as a band, their mean and the policy's as lines."""
+    count = min(map(len, (*fp32, *own)))
+
+    def over(pick: Callable[[list[float]], float], curves: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+        return smoothed([pick(list(losses)) for losses in zip(*(curve[:count] for curve in curves), strict=True)])
+
+    yield f"<h3>{heading}</h3>"
+    means = over(fmean, fp32), over(fmean, own)
     drawn = [
-        ChartLine(points=high, down_to=low, kind="band", title="the baseline, all runs"),
-        ChartLine(points=low, kind="fp32 mean", title="the baseline"),
-        ChartLine(points=own, kind="policy mean", title="the policy"),
+        ChartLine(points=over(max, fp32), down_to=over(min, fp32), kind="band", title=name),
+        ChartLine(points=means[0], kind="fp32 mean", title=f"mean of {len(fp32)} runs"),
+        ChartLine(points=means[1], kind="policy mean", title=f"the policy, mean of {len(own)} runs"),
     ]
-    off = max(abs(value - base) / max(abs(base), 1e-12) for (_, value), (_, base) in zip(own, low, strict=True))
-    yield "<h3>Losses of the first steps</h3>"
     yield lines(drawn, "step", "loss")
-    yield key([("line", f"baseline, {len(fp32)} runs"), ("policy", "the policy")])
-    yield note(
-        f"From the same weights and on the same batches; they differ by {off:.2g} times the loss at most. The study keeps no longer "
-        "curves: `amptune verify policy.yaml TARGET --numerics` trains and draws them, with several seeds."
-    )
+    yield key([("band", name), ("line", "its mean"), ("policy", "the policy, mean")])
+    off = max(abs(value - base) / max(abs(base), 1e-12) for (_, base), (_, value) in zip(*means, strict=True))
+    yield note(f"The means differ by {100 * off:.2g} % of the loss at most. {words}")
 
 
-def _curves(study_report: StudyReport, policy: Policy) -> list[tuple[float, ...]]:
+def _first_steps(study_report: StudyReport, policy: Policy) -> list[tuple[float, ...]]:
     rows = (row for row in study_report.record.table if row.policy == policy and not row.in_loop)
     return [row.outcome.losses for row in rows if isinstance(row.outcome, Measurement) and row.outcome.losses]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html import escape
 
-from amptune.measure.results.half_effects import Sensitivity
 from amptune.policy.file_io import dumps
 from amptune.policy.findings import Finding
 from amptune.policy.policy_file import PolicyFile
@@ -16,6 +15,7 @@ from amptune.report.markup import code, memory, note, section, times, whole_page
 from amptune.report.numerics_section import numerics_section
 from amptune.report.plot import Bar, bars
 from amptune.report.settings_section import settings_section
+from amptune.report.study_files import StudyFiles
 from amptune.report.trials_section import batch_section, trials_section, trials_without_answer
 from amptune.search.decide.study_report import StudyReport, command_of, tuning_command
 from amptune.search.sampler.records import StudyRecord
@@ -27,13 +27,12 @@ __all__ = ["page_of", "page_without_answer"]
 
 _USE = """tuned = amptune.apply("policy.yaml", model)
 optimizer = tuned.optimizer(optimizer)"""
+_NONE = StudyFiles()
 _NOT_MEASURED = "Not measured: without the baseline there is nothing to compare with."
 
 
-def page_of(
-    study_report: StudyReport, findings: Sequence[Finding], modules: Mapping[str, Sensitivity] | None = None
-) -> str:
-    """Returns the page. All text is escaped. `modules` are the times of the modules, by what they were timed under."""
+def page_of(study_report: StudyReport, findings: Sequence[Finding], files: StudyFiles = _NONE) -> str:
+    """Returns the page. All text is escaped. `files` is what stands beside the trials."""
     record = study_report.record
     return whole_page(
         _title(record),
@@ -41,9 +40,9 @@ def page_of(
             _heading(record, study_report.objective.name),
             _verdict(study_report),
             _policy(study_report),
-            settings_section(study_report, modules or {}),
+            settings_section(study_report, files.modules),
             trials_section(study_report),
-            numerics_section(study_report),
+            numerics_section(study_report, files.curves),
             course_section(record, study_report),
             batch_section(study_report),
             findings_section(study_report, findings),
