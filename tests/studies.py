@@ -11,15 +11,16 @@ from typing import Any
 from measurements import took
 
 from amptune.measure.results.half_effects import ModuleSensitivity, Sensitivity
-from amptune.measure.results.outcome import Failure, Outcome
+from amptune.measure.results.outcome import Failure, FailureKind, Outcome
 from amptune.policy.findings import Finding
-from amptune.policy.settings import STOCK, Fp32Rule, Policy, Reason, amp_recipe
+from amptune.policy.settings import STOCK, Autocast, Fp32Rule, Policy, Reason, amp_recipe
 from amptune.search.sampler.records import GateRecord, StudyRecord, TuningRecord
 from amptune.search.table.objective import THROUGHPUT
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
-__all__ = ["BF16", "FP16", "LAST", "OOM", "OUTCOMES", "SMALL", "compared", "modules", "record", "rich", "thousands"]
+__all__ = ["BF16", "FP16", "LAST", "OOM", "OUTCOMES", "SMALL", "TUNING", "compared", "modules", "record", "rich",
+           "thousands"]  # fmt: skip
 
 BF16, FP16 = amp_recipe("bf16"), amp_recipe("fp16")
 LAST = amp_recipe("bf16", memory_format="channels_last")
@@ -91,7 +92,8 @@ def rich() -> StudyRecord:
         memory_mib=143771.0,
         valid_for=(("nvidia.com/gpu.product", "NVIDIA-H200"), ("model", "sha256:" + 64 * "0")),
     )
-    judged = GateRecord(policy=BF16, passes=True, used=0.12, words="as good as FP32: 12% of what is allowed", worst=(worst,))
+    words = "as good as FP32: 12% of what is allowed"
+    judged = tuple(GateRecord(policy=one, passes=True, used=0.12, words=words, worst=(worst,)) for one in (LAST, BF16))
     rows = [
         Row(policy=policy, outcome=outcome, run="0", launch=f"comparison {launch}", moment_s=20.0 + launch)
         for launch in range(4)
@@ -102,7 +104,7 @@ def rich() -> StudyRecord:
         Finding(code="own-load", message="the GPU ran at its power cap in 3 of 9 measurements; so will training"),
     )
     return record(
-        tunings=(tuning,), trials=trials, judged=(*record().judged, judged), rows=tuple(rows), findings=findings,
+        tunings=(tuning,), trials=trials, judged=(record().judged[0], *judged), rows=tuple(rows), findings=findings,
         timeline=tuple(_timeline()),
     )  # fmt: skip
 
@@ -112,16 +114,18 @@ def _timeline() -> Iterator[dict[str, Any]]:
     steps = [("build", "train.py:small", 6.0), ("compile", "bf16, compile default", 0.0)]
     steps += [("trial", str(policy), 1.4) for policy in OUTCOMES]
     steps += [("numerics", "bf16", 9.0), ("trial", "bf16, compile default", 2.0), ("modules", "12 modules", 3.0)]
-    for stage, what, took_s in [*steps, ("wait", "for a graph", 4.0), ("comparison", "4 policies in fresh processes", 20.0)]:
-        yield {"at_s": at_s, "seconds": took_s, "stage": stage, "what": what, "expected_s": took_s, "worth": 0.1, "instead_of": None}
+    steps += [("wait", "for a graph", 4.0), ("comparison", "4 policies in fresh processes", 20.0)]
+    for stage, what, took_s in steps:
+        told = {"at_s": at_s, "seconds": took_s, "stage": stage, "what": what}
+        yield told | {"expected_s": took_s, "worth": 0.1, "instead_of": None}
         at_s += took_s + 0.1
 
 
-def thousands(count: int = 3000) -> StudyRecord:
+def thousands(number_of_trials: int = 3000) -> StudyRecord:
     """A study of so many trials, of which some failed in each way."""
-    kinds = ("oom", "nonfinite", "unsupported", "timeout", "crash", "error")
+    kinds: tuple[FailureKind, ...] = ("oom", "nonfinite", "unsupported", "timeout", "crash", "error")
     trials = [_trial(0, STOCK, OUTCOMES[STOCK])]
-    for number, policy in zip(range(1, count), _policies(), strict=False):
+    for number, policy in zip(range(1, number_of_trials), _policies(), strict=False):
         wave = 1 + 0.5 * math.sin(number)
         failed = Failure(kind=kinds[number % 6], message="it did not run here " * 4)
         outcome: Outcome = failed if number % 11 == 0 else took(4 + 6 * wave, 400 + 300 * math.cos(number) ** 2)
@@ -130,9 +134,13 @@ def thousands(count: int = 3000) -> StudyRecord:
 
 
 def _policies() -> Iterator[Policy]:
-    rules = [tuple(Fp32Rule(path=f"body.{i}.**") for i in range(depth)) for depth in range(3000)]
-    for kept, autocast, layout, fused in product(rules, ("bf16", "fp16"), ("contiguous", "channels_last"), (False, True)):
-        yield Policy(autocast=autocast, memory_format=layout, fused_optimizer=fused, fp32_modules=kept[-3:], batch_size=len(kept) + 1)  # type: ignore[arg-type]
+    for size, autocast, layout, fused in product(range(1, 1000), HALVES, _LAYOUTS, (False, True)):
+        rules = tuple(Fp32Rule(path=f"body.{size + i}.**") for i in range(3))
+        yield amp_recipe(autocast, memory_format=layout, fused_optimizer=fused, fp32_modules=rules, batch_size=size)
+
+
+HALVES: tuple[Autocast, ...] = ("bf16", "fp16")
+_LAYOUTS = ("contiguous", "channels_last")
 
 
 def modules(count: int) -> dict[str, Sensitivity]:

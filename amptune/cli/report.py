@@ -24,7 +24,7 @@ __all__ = ["report_command"]
 @click.option("-o", "--output", type=FILE, metavar="F.html", help="Write a page that stands alone, instead of text.")
 @objective_options(None, "What is to be best. Default: what the study was last tuned for.")
 @click.option(
-    "--name", multiple=True, help="Which study, where the storage holds several; once for each. Default: the last tuned."
+    "--name", multiple=True, help="Which study, where the storage holds several; once for each. Default: the last."
 )
 @json_option
 def report_command(

@@ -9,7 +9,7 @@ from typing import Any
 from amptune.measure.bench.readings import OWN_LOAD, noticed
 from amptune.measure.results.outcome import Measurement
 from amptune.report.markup import bullets, note, seconds, section, table
-from amptune.report.plot import ChartLine, lines
+from amptune.report.plot import ChartLine, lane, lines
 from amptune.search.decide.study_report import StudyReport
 from amptune.search.sampler.records import StudyRecord
 
@@ -71,10 +71,8 @@ def _lanes(record: StudyRecord) -> Iterator[str]:
         if own:
             drawn = "".join(_drawn(piece, end_s, stage) for piece in _joined(own, NEAR * end_s))
             took = seconds(sum(end - start for start, end, _ in own))
-            name = escape(LANES.get(stage, stage))
-            rows.append(
-                f'<div class="bar"><span>{name}</span><span class="track">{drawn}</span><span class="figure">{took}</span></div>'
-            )
+            name = LANES.get(stage, stage)
+            rows.append(lane(name, drawn, took))
     yield f'<div class="bars">{"".join(rows)}</div>'
 
 

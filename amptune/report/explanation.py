@@ -206,7 +206,7 @@ def _risks(policy: Policy, evidence: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"Risk: {knob.risks[value]}" for knob in KNOBS if (value := _plain_value(knob, policy)) in knob.risks)
     share = evidence.get("parity", {}).get("share_of_allowed")
     if share is not None:
-        yield f"Risk: the numerics gate saw the first steps alone, of whose limits {share:.0%} was used: watch your loss."
+        yield f"Risk: the numerics gate saw the first steps alone ({share:.0%} of its limits is used): watch your loss."
 
 
 def _plain_value(knob: Knob, policy: Policy) -> Any:
@@ -221,7 +221,7 @@ def _validity(valid_for: Mapping[str, str], evidence: Mapping[str, Any]) -> Iter
     tuned_on = str(evidence.get("tuned_on", ""))[:10]
     if evidence and valid_for:
         since = f" Tuned on {tuned_on}." if tuned_on else ""
-        yield f"Tune again for another kind of GPU or CPU, release of PyTorch, model, shape of the data or batch size.{since}"
+        yield f"Tune again for another GPU or CPU, release of PyTorch, model, shape of the data or batch size.{since}"
 
 
 def machine_in_words(labels: Mapping[str, str]) -> str:

@@ -15,7 +15,7 @@ __all__ = ["advice_of", "findings_section", "worth_of"]
 
 # What to do about a finding whose message does not say it.
 _ADVICE = {
-    "own-load": "Nothing: training runs in this state too. A higher power limit, if you may set one, makes both faster.",
+    "own-load": "Nothing: training runs in this state too. A higher power limit makes both faster.",
     "throttled": "Look at the GPU's cooling and power; measure again when it runs at full clocks.",
     "foreign-process": "Tune on a GPU that nothing else uses.",
     "host-load": "Tune while the host is idle, or give the job more CPU cores.",
@@ -42,9 +42,9 @@ _ADVICE = {
 
 def findings_section(study_report: StudyReport, findings: Iterable[Finding]) -> str:
     shown = sorted(ranked(findings), key=lambda one: -worth_of(one))
-    items = "\n".join(map(_item, shown)) if shown else f"<li>{escape('Nothing was noticed.')}</li>"
-    return section("findings", "Findings", f'<ul class="findings">{items}</ul>', *repeated(study_report.record,
-                   command_of(study_report)))  # fmt: skip
+    items = "\n".join(map(_item, shown)) or "<li>Nothing was noticed.</li>"
+    again = repeated(study_report.record, command_of(study_report))
+    return section("findings", "Findings", f'<ul class="findings">{items}</ul>', *again)
 
 
 def worth_of(finding: Finding) -> float:

@@ -12,6 +12,7 @@ from amptune.policy.settings import Fp32Rule
 
 __all__ = ["ModuleGroup", "grouped", "kept_by"]
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleGroup:
     """Modules whose paths differ in a number alone, or begin alike; times are sums, in ms a step."""
@@ -46,7 +47,7 @@ def _group(name: str, modules: Sequence[ModuleSensitivity]) -> ModuleGroup:
         name=name,
         paths=tuple(module.path for module in modules),
         fp32_ms=sum(module.fp32_ms or 0.0 for module in modules),
-        half_ms={dtype: sum(module.half_ms.get(dtype) or 0.0 for module in modules) for dtype in dtypes},  # type: ignore[call-overload]
+        half_ms={dtype: sum(module.half_ms.get(dtype) or 0.0 for module in modules) for dtype in dtypes},
     )
 
 

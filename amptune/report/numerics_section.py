@@ -34,13 +34,16 @@ def _parts(study_report: StudyReport) -> Iterator[str]:
     elif judgements.passes(policy):
         yield note("The policy computes as your FP32 does, or more precisely: there is nothing to judge.", "")
     else:
-        yield note("The policy's numerics were not judged. Watch its loss beside FP32's, or tune with more --budget.", "")
+        yield note(
+            "The policy's numerics were not judged. Watch its loss beside FP32's, or give more with --budget.", ""
+        )
     if study_report.record.judged:
         yield "<h3>Share of what is allowed</h3>"
         yield _used(study_report.record.judged, own)
     if own is not None and own.worst:
         yield "<h3>Nearest to their limits</h3>"
-        rows = [(one.module or "whole model", one.message, f"{one.figures.get('times_allowed', 0):.0%}") for one in own.worst]
+        shares = (f"{one.figures.get('times_allowed', 0):.0%}" for one in own.worst)
+        rows = [(one.module or "whole model", one.message, of) for one, of in zip(own.worst, shares, strict=True)]
         yield table(["module", "what was seen", "of what is allowed"], rows[:MOST_SHOWN])
 
 
@@ -77,7 +80,7 @@ def _losses(study_report: StudyReport, curves: Sequence[LongCurve]) -> Iterator[
         yield from _drawn("Losses of the first steps", fp32, own, "the baseline, its range is the band", _SHORT)
 
 
-_LONG = "From `amptune verify --numerics`: each seed has its own weights and data, the same in FP32 and under the policy."
+_LONG = "From `amptune verify --numerics`: a seed has its own weights and data, the same in FP32 and under the policy."
 _SHORT = (
     "From the same weights and on the same batches. The study has no longer curves: `amptune verify policy.yaml TARGET "
     "--numerics` trains and draws them, with several seeds."

@@ -123,7 +123,7 @@ def _sentence(study_report: StudyReport) -> str:
         return f"{whose}: keep what you have. No policy was shown {goal_of(objective)}{_rival(study_report)}."
     if objective.name != "throughput":
         return f"{whose} {gain_in_words(objective, verdict.gain, verdict.speedup)}, under {winner.policy}."
-    than = f"{_with_interval(verdict.speedup)} as fast as {_name(verdict.baseline)}"
+    than = f"{_with_interval(verdict.speedup)} as fast as {verdict.baseline.policy}"
     recipe = study_report.amp_recipe
     ratio = None if recipe is None else verdict.speeds.between(winner.policy, recipe.policy)
     named = (winner.policy, verdict.baseline.policy)
@@ -138,16 +138,14 @@ def _rival(study_report: StudyReport) -> str:
     leader = study_report.verdict.leader
     if leader is None or leader.gain is None:
         return ""
-    chance = chance_in_words(leader.chance)
-    return f"; the best rival, {leader.policy}, may be {leader.gain} as good, with a probability of {chance} to be better"
+    words = gain_in_words(study_report.objective, leader.gain, leader.vs_baseline)
+    return (
+        f". The best rival is {leader.policy}: {words}, better with a probability of {chance_in_words(leader.chance)}"
+    )
 
 
 def _is_barred(study_report: StudyReport, contender: Contender) -> bool:
     return study_report.record.judgements.bars(contender.policy)
-
-
-def _name(contender: Contender) -> str:
-    return str(contender.policy) if contender.policy.departures else "the baseline"
 
 
 def _with_interval(ratio: Ratio) -> str:
@@ -159,8 +157,11 @@ def _grounds(study_report: StudyReport) -> str:
     processes = f"; measured in {launches} fresh process{'' if launches == 1 else 'es'}" if launches else ""
     if study_report.keeps_the_baseline:
         return study_report.grounds
-    chance = chance_in_words(study_report.verdict.winner.chance)
-    return f"better with a probability of {chance}{processes}; numerics: {study_report.numerics_of(study_report.policy)}"
+    chance, numerics = (
+        chance_in_words(study_report.verdict.winner.chance),
+        study_report.numerics_of(study_report.policy),
+    )
+    return f"better with a probability of {chance}{processes}; numerics: {numerics}"
 
 
 def _bars(study_report: StudyReport) -> Iterator[str]:
@@ -169,27 +170,21 @@ def _bars(study_report: StudyReport) -> Iterator[str]:
     last = verdict.leader if study_report.keeps_the_baseline else verdict.winner
     named = [("baseline", verdict.baseline, "baseline"), ("AMP recipe", recipe, "recipe")]
     named += [("best rival" if study_report.keeps_the_baseline else "tuned", last, "winner")]
-    shown = {one.policy: (name, one, kind) for name, one, kind in named if one is not None and one.vs_baseline is not None}
-    ends = [min(ratio.high, 2 * ratio.value) for _, one, _ in shown.values() if (ratio := one.vs_baseline) is not None]
-    speeds = [
-        Bar(
-            name=f"{name}: {_short(one)}",
-            end=ratio.value,
-            kind=kind,
-            words=_speed_in_words(one, ratio) + (", trains worse than FP32" if _is_barred(study_report, one) else ""),
-            between=None if ratio.low == ratio.high else (ratio.low, ratio.high),
-        )
-        for name, one, kind in shown.values()
-        if (ratio := one.vs_baseline) is not None
-    ]
+    shown = {one.policy: (name, one, kind) for name, one, kind in named if one is not None}.values()
+    speeds = []
+    for name, one, kind in shown:
+        if (ratio := one.vs_baseline) is not None:
+            worse = ", trains worse than FP32" if _is_barred(study_report, one) else ""
+            between = None if ratio.low == ratio.high else (ratio.low, min(ratio.high, 2 * ratio.value))
+            words = _speed_in_words(one, ratio) + worse
+            name_in_full = f"{name}: {_short(one)}"
+            speeds.append(Bar(name=name_in_full, end=ratio.value, kind=kind, words=words, between=between))
     yield "<h3>Speed, with 95 % intervals</h3>"
-    yield bars(speeds, max(ends) * 1.03)
-    peaks = [(name, one.peak_memory_mib, kind) for name, one, kind in shown.values() if one.peak_memory_mib]
+    yield bars(speeds, max(bar.between[1] if bar.between else bar.end for bar in speeds) * 1.03)
+    peaks = [(name, one.peak_memory_mib, kind) for name, one, kind in shown if one.peak_memory_mib]
     yield "<h3>Peak memory</h3>"
-    yield bars(
-        [Bar(name=name, end=mib, kind=kind, words=memory(mib)) for name, mib, kind in peaks],
-        max(mib for _, mib, _ in peaks) * 1.03,
-    )
+    drawn = [Bar(name=name, end=mib, kind=kind, words=memory(mib)) for name, mib, kind in peaks]
+    yield bars(drawn, max(bar.end for bar in drawn) * 1.03)
 
 
 def _speed_in_words(contender: Contender, ratio: Ratio) -> str:
@@ -234,5 +229,5 @@ def _policy(study_report: StudyReport) -> str:
 
 _LOOP = (
     "In the loop: with tuned.autocast(): loss = loss_fn(tuned.model(tuned.batch(x)), y); then "
-    "tuned.scaler.scale(loss).backward() and tuned.step(optimizer). It is PyTorch's own AMP loop, whichever precision won."
+    "tuned.scaler.scale(loss).backward() and tuned.step(optimizer). It is PyTorch's AMP loop, whichever precision won."
 )

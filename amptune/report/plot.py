@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-__all__ = ["Axis", "Bar", "ChartLine", "ChartMark", "Kind", "axis_for", "bars", "lines", "scatter", "staircase"]
+__all__ = ["Axis", "Bar", "ChartLine", "ChartMark", "Kind", "axis_for", "bars", "lane", "lines", "scatter"]
 
 Kind = Literal["trial", "front", "rejected", "recipe", "baseline", "winner"]
 
@@ -103,17 +103,21 @@ def bars(rows: Iterable[Bar], highest: float) -> str:
 
 def _bar(bar: Bar, highest: float) -> str:
     left, right = sorted((bar.start, bar.end))
-    parts = [f'<i class="{bar.kind}" style="left:{100 * left / highest:.2f}%;width:{_width(left, right, highest)}"></i>']
+    parts = [f'<i class="{bar.kind}" style="{_extent(left, right, highest)}"></i>']
     if bar.between is not None and math.isfinite(bar.between[1]):
         low, high = (min(highest, value) for value in bar.between)
-        style = f"left:{100 * low / highest:.2f}%;width:{_width(low, high, highest)}"
-        parts.append(f'<b class="whisker" style="{style}"></b>')
-    track = f'<span class="track">{"".join(parts)}</span>'
-    return f'<div class="bar"><span>{escape(bar.name)}</span>{track}<span class="figure">{escape(bar.words)}</span></div>'
+        parts.append(f'<b class="whisker" style="{_extent(low, high, highest)}"></b>')
+    return lane(bar.name, "".join(parts), bar.words)
 
 
-def _width(low: float, high: float, highest: float) -> str:
-    return f"{100 * (high - low) / highest:.2f}%"
+def lane(name: str, drawn: str, words: str) -> str:
+    """Returns a row: a name, what is `drawn` on a track (HTML), and the words behind it."""
+    track = f'<span class="track">{drawn}</span>'
+    return f'<div class="bar"><span>{escape(name)}</span>{track}<span class="figure">{escape(words)}</span></div>'
+
+
+def _extent(low: float, high: float, highest: float) -> str:
+    return f"left:{100 * low / highest:.2f}%;width:{100 * (high - low) / highest:.2f}%"
 
 
 def scatter(marks: Sequence[ChartMark], x_label: str, y_label: str) -> str:
@@ -121,7 +125,7 @@ def scatter(marks: Sequence[ChartMark], x_label: str, y_label: str) -> str:
     x = axis_for(x_label, [mark.x for mark in marks])
     y = axis_for(y_label, [mark.y for mark in marks])
     drawn = _thinned(sorted(marks, key=lambda mark: ORDER.index(mark.kind)), x, y)
-    line = ChartLine(points=staircase(marks, x.high), kind="frontier", title="what no policy beats")
+    line = ChartLine(points=_staircase(marks, x.high), kind="frontier", title="what no policy beats")
     return _framed(x, y, [_polyline(line, x, y)], [*(_drawn(mark, x, y) for mark in drawn), *_labels(drawn, x, y)])
 
 
@@ -133,7 +137,7 @@ def lines(drawn: Sequence[ChartLine], x_label: str, y_label: str) -> str:
     return _framed(x, y, [_polyline(line, x, y) for line in drawn], [])
 
 
-def staircase(marks: Sequence[ChartMark], end: float) -> list[tuple[float, float]]:
+def _staircase(marks: Sequence[ChartMark], end: float) -> list[tuple[float, float]]:
     """Returns the corners of a line along the marks that no other beats; no accepted mark is left of it or above it."""
     best = -math.inf
     corners: list[tuple[float, float]] = []

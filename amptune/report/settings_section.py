@@ -46,8 +46,8 @@ def _waterfall(study_report: StudyReport) -> Iterator[str]:
     words = "" if objective.name == "throughput" else f" Gains are in {FIGURES[objective.name]}."
     yield note(
         "Each figure is the policy with the setting over the policy without it, with its 95 % interval; the scale is "
-        f"logarithmic, so equal factors have equal lengths. Where settings do the same work, together they gain less than their "
-        f"product.{words}"
+        f"logarithmic, so equal factors have equal lengths. Where settings do the same work, they gain less together "
+        f"than their product.{words}"
     )
 
 
@@ -116,9 +116,9 @@ def _map(study_report: StudyReport, modules: Mapping[str, Sensitivity]) -> Itera
     yield from (_row(group, dtypes, risks, study_report.policy.fp32_modules) for group in groups)
     yield "</table></div>"
     total = len(modules[name].modules)
-    many = f" {total:,} modules are shown as {len(groups)} groups; * stands for any number." if total > len(groups) else ""
+    many = f" {total:,} modules are shown as {len(groups)} groups; * is any number." if total > len(groups) else ""
     yield note(
-        "Milliseconds a step of each module alone, forward and backward, its casts included; green is faster than FP32, "
+        "Milliseconds a step of each module alone, forward and backward, with its casts; green is faster than FP32, "
         f"red slower. Risk is the share of what the numerics gate allows, of the module that is worst.{many}"
     )
 
@@ -145,12 +145,12 @@ def _row(
             continue
         change = half / group.fp32_ms - 1
         kind = "faster" if change < 0 else "slower"
-        cells.append(f'<td class="{kind}" style="--share:{min(1, abs(change)):.2f}">{_ms(half)} ({f"{change:+.0%}".replace("-", "−")})</td>')
+        share = min(1, abs(change))
+        cells.append(f'<td class="{kind}" style="--share:{share:.2f}">{_ms(half)} ({change:+.0%})</td>')
     for dtype in dtypes:
         if risks[dtype]:
             risk = max((risks[dtype].get(path, 0.0) for path in group.paths), default=0.0)
-            words = f"{risk:.0%}" if risk < 10 else "over 1000%"
-            shown = words if risk else "–"
+            shown = "" if not risk else f"{risk:.0%}" if risk < 10 else "over 1000%"
             cells.append(f'<td class="slower" style="--share:{min(1, risk):.2f}">{shown}</td>')
     return f"<tr>{''.join(cells)}</tr>"
 

@@ -1,4 +1,4 @@
-"""The page's sections on trials: speed against memory, comparisons, failures, all trials; and the largest batch. Pure."""
+"""The page's sections on trials and on the largest batch: speed against memory, comparisons, failures. Pure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _REMEDIES: dict[FailureKind, str] = {
 def trials_section(study_report: StudyReport) -> str:
     record = study_report.record
     ran = sum(isinstance(trial.outcome, Measurement) for trial in record.trials)
-    lead = f"{ran} of {len(record.trials)} trials ran. Up and left is better; point at a mark, or tap it, for its settings."
+    lead = f"{ran} of {len(record.trials)} trials ran. Up and left is better; point at a mark to see what it is."
     return section(
         "trials", "Every trial", note(lead, ""), *_charts(study_report), "<h3>Why the others did not win</h3>",
         _compared(study_report), *failures(record), "<h3>All trials</h3>", _all(study_report),
@@ -53,8 +53,8 @@ def trials_section(study_report: StudyReport) -> str:
 
 def trials_without_answer(record: StudyRecord) -> str:
     """Returns the section of a study without an answer: all of its trials."""
-    rows = (_trial(trial, "", energy=False) for trial in record.trials)
-    return section("trials", "Every trial", *failures(record), "<h3>All trials</h3>", table(_headings(energy=False), rows))
+    rows = table(_headings(energy=False), (_trial(trial, "", energy=False) for trial in record.trials))
+    return section("trials", "Every trial", *failures(record), "<h3>All trials</h3>", rows)
 
 
 def _charts(study_report: StudyReport) -> Iterator[str]:
@@ -211,7 +211,7 @@ def _batch(study_report: StudyReport) -> Iterator[str]:
     if last.memory_mib is not None and winner.peak_memory_mib:
         fits = int(size * last.memory_mib / winner.peak_memory_mib)
         yield note(
-            f"Of the {memory(last.memory_mib)} that were free, a batch of {size} takes {memory(winner.peak_memory_mib)}: "
+            f"A batch of {size} takes {memory(winner.peak_memory_mib)} of {memory(last.memory_mib)} that were free: "
             f"at least {fits} should fit, as weights do not grow with the batch."
         )
     sizes = {trial.policy.batch_size or own for trial in study_report.record.trials}
@@ -220,7 +220,9 @@ def _batch(study_report: StudyReport) -> Iterator[str]:
     if len(sizes) > 1:
         yield _by_size(study_report, own)
     else:
-        yield note(f"Only batches of {own} were measured. `--batch-size auto` finds the largest that fits, by running it.")
+        yield note(
+            f"Only batches of {own} were measured. --batch-size auto finds the largest that fits, by running it."
+        )
 
 
 def _by_size(study_report: StudyReport, own: int) -> str:

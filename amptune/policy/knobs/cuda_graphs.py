@@ -35,7 +35,7 @@ CUDA_GRAPHS = Knob(
     idle=_idle,
     words="CUDA graphs",
     risks={
-        True: "A replay runs no Python: what the model's forward pass does besides tensors happens at recordings alone. "
+        True: "A replay runs no Python: what forward() does besides computing happens at recordings alone. "
         "amptune compares replays with the model now and then, and ends a recording that differs."
     },
     sentences={

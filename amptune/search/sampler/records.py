@@ -30,8 +30,8 @@ class TuningRecord:
     `target` is the workload's name on the command line, None if it came from Python. `folder` has the raw samples of
     comparisons that an earlier amptune made. `options` are those of `amptune tune` that select the same study,
     `arguments` those of the target's script. `software` are the versions of what ran, by name, amptune's among them,
-    `memory_mib` the memory that the device had available, `valid_for` the labels of the machines that the answer is for;
-    a study of an earlier amptune has none of these.
+    `memory_mib` the memory that the device had available, `valid_for` the labels of the machines that the answer holds
+    for; a study of an earlier amptune has none of these.
     """
 
     run: str
@@ -73,9 +73,10 @@ class TuningRecord:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> TuningRecord:
-        rest = {name: data[name] for name in ("run", "began", "workload", "target", "folder", "hardware", "batch_size")}
+        rest = {name: data[name] for name in ("run", "began", "workload", "target", "folder", "hardware")}
         return TuningRecord(
             **rest,
+            batch_size=int(data["batch_size"]),
             baseline=policy_from_dict(data["baseline"]),
             objective=Objective(data["objective"], data["least_speed"]),
             options=tuple(map(str, data.get("options", ()))),
