@@ -115,7 +115,7 @@ def cli() -> None:
     Exit codes: 0 fine; 1 a claim does not hold, or your code raised; 2 a wrong argument or file;
     3 not even the baseline runs; 4 not valid for this hardware; 130 interrupted.
 
-    Environment: AMPTUNE_GUARD, AMPTUNE_ANY_HARDWARE, AMPTUNE_LABELS; completion by _AMPTUNE_COMPLETE: docs/commands.md.
+    Environment: AMPTUNE_GUARD, AMPTUNE_ANY_HARDWARE, AMPTUNE_LABELS, AMPTUNE_REQUIRE; completion: docs/commands.md.
     """  # noqa: D301  # click's mark for lines to be left as they are is the backspace itself
 
 

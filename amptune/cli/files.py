@@ -109,16 +109,19 @@ def _check_space(path: str) -> tuple[Finding, ...]:
 
 def _check_policy_or_profile(path: str, *, any_hardware: bool) -> tuple[str, tuple[Finding, ...]]:
     from amptune.hardware.detect import probe
-    from amptune.policy.file_io import load_any
+    from amptune.policy.file_io import load_any, require_useful
     from amptune.policy.hardware_match import require_valid
-    from amptune.policy.profile import Profile, resolve
+    from amptune.policy.profile import Profile, resolve_here
+    from amptune.policy.yaml_text import read
 
     found = load_any(path)
+    if isinstance(found, Profile):
+        require_useful(found, read(path))
     if any_hardware:
         return "profile" if isinstance(found, Profile) else "policy", ()
     labels = dict(probe().labels)
     if isinstance(found, Profile):
-        chosen = resolve(found, labels)
+        chosen = resolve_here(found)
         note = Finding(code="entry", message=f"entry {chosen.entry} matches here", figures={"entry": chosen.entry})
         return "profile", (note, *require_valid(chosen.policy_file, labels))
     return "policy", require_valid(found, labels)

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import click
+
 from amptune.errors import OutputError
 from amptune.policy.file_io import require_writable, write
 from amptune.policy.file_mark import mark_of, marked
 
-__all__ = ["require_replaceable", "write_policy"]
+__all__ = ["require_outputs", "require_replaceable", "write_policy"]
+
+
+def require_outputs(output: str, report: str | None) -> None:
+    """Raises an error if a file cannot be written: `OutputError`, or `click.BadParameter` if both are one file."""
+    require_writable(output)
+    if report is not None:
+        require_writable(report)
+        if Path(report).resolve() == Path(output).resolve():
+            raise click.BadParameter(f"{report} is where the policy is written (-o)", param_hint="--report")
 
 
 def require_replaceable(output: str, target: str, *, force: bool) -> None:

@@ -22,10 +22,10 @@ def profile_group() -> None:
 @click.option("-o", "--output", type=FILE, required=True, help="Where the profile is written.")
 @json_option
 def build_command(policies: tuple[str, ...], output: str, as_json: bool) -> None:
-    """Put POLICIES into one profile; each is matched by the GPU it was tuned on."""
+    """Put POLICIES into one profile; each is matched by the GPU it was tuned on, whatever their order."""
     from amptune.errors import FileFormatError, Problem
     from amptune.policy.file_io import load_any, save
-    from amptune.policy.profile import Profile, entry_for
+    from amptune.policy.profile import Profile, entry_for, same_machines
 
     if Path(output).resolve() in {Path(path).resolve() for path in policies}:
         raise click.BadParameter(f"{output} is one of the policies, and would be overwritten", param_hint="--output")
@@ -39,6 +39,9 @@ def build_command(policies: tuple[str, ...], output: str, as_json: bool) -> None
             )
         else:
             entries.append(entry)
+    for earlier, later in [] if problems else same_machines(entries):
+        message = f"is for the same machines as {policies[earlier]}: keep one of them"
+        problems.append(Problem(message=message, source=policies[later]))
     if problems:
         raise FileFormatError(problems)
     save(Profile(entries=tuple(entries), default=None), output)
@@ -54,16 +57,19 @@ def build_command(policies: tuple[str, ...], output: str, as_json: bool) -> None
 @click.option("--label", "labels", multiple=True, metavar="K=V", help="Instead of this machine's labels.")
 @json_option
 def resolve_command(file: str, labels: tuple[str, ...], as_json: bool) -> None:
-    """Show which entry of a profile this machine (or the labels given) would take, and why not the others."""
+    """Show which entry of a profile this machine (or the labels given) would take, and why not the others.
+
+    With --label it answers for another machine, on a login node without a GPU too.
+    """
     from amptune.errors import FileFormatError, Problem
     from amptune.policy.file_io import dumps, load_any
-    from amptune.policy.profile import Profile, resolve
+    from amptune.policy.profile import Profile, resolve_here
     from amptune.policy.serialization import policy_to_dict
 
     profile = load_any(file)
     if not isinstance(profile, Profile):
         raise FileFormatError([Problem(message="this is a policy, not a profile", source=str(Path(file)))])
-    resolution = resolve(profile, _labels(labels))
+    resolution = resolve_here(profile, _labels(labels))
     if as_json:
         print_json(
             "amptune.profile-resolve/1",
@@ -76,18 +82,14 @@ def resolve_command(file: str, labels: tuple[str, ...], as_json: bool) -> None:
         )
         return
     for rejected in resolution.rejected:
-        click.echo(f"entry {rejected.entry} does not match: {'; '.join(rejected.because)}", err=True)
+        click.echo(f"entry {rejected.entry} does not match: {', '.join(rejected.because)}", err=True)
     click.echo(f"# entry {resolution.entry}")
     sys.stdout.write(dumps(resolution.policy_file))
 
 
-def _labels(given: tuple[str, ...]) -> dict[str, str]:
-    if not given:
-        from amptune.hardware.detect import probe
-
-        return dict(probe().labels)
+def _labels(given: tuple[str, ...]) -> dict[str, str] | None:
     pairs = [text.partition("=") for text in given]
     for text, (name, equals, _) in zip(given, pairs, strict=True):
         if not name or not equals:
             raise click.BadParameter(f"{text!r} is not of the form K=V", param_hint="--label")
-    return {name: value for name, _, value in pairs}
+    return {name: value for name, _, value in pairs} or None

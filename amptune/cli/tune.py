@@ -98,10 +98,11 @@ def tune_command(
     The same command again resumes its study: what was measured is not measured twice. It also replaces the policy that
     it wrote; no other file, without --force.
     """
-    _require_outputs(output, report)
+    from amptune.cli.policy_output import require_outputs, require_replaceable
+
+    require_outputs(output, report)
     pins = _pins(options.pop("pins"))
     session.start_importing(options["target"], options["device"])
-    from amptune.cli.policy_output import require_replaceable
     from amptune.search.pipeline import TuningInterrupted, run_tuning
 
     require_replaceable(output, options["target"], force=force)
@@ -125,17 +126,6 @@ def tune_command(
     deliver(decision)
     _report(decision, request, report)
     return 0
-
-
-def _require_outputs(output: str, report: str | None) -> None:
-    """Raises an error if a file cannot be written."""
-    from amptune.policy.file_io import require_writable
-
-    require_writable(output)
-    if report is not None:
-        require_writable(report)
-        if Path(report).resolve() == Path(output).resolve():
-            raise click.BadParameter(f"{report} is where the policy is written (-o)", param_hint="--report")
 
 
 def _require_folder(folder: Path) -> None:

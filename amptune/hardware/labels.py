@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
     from amptune.hardware.machine import Cpu, Gpu, Software
 
-__all__ = ["is_software_label", "labels_of", "site_labels"]
+__all__ = ["is_software_label", "label_of", "labels_of", "site_labels"]
 
 _KNOWN_GENERATIONS = frozenset(generation.name for generation in GENERATIONS.values())
+_DRIVER_PART = re.compile(r"nvidia\.com/cuda\.driver(?:-version)?\.(major|minor|rev)(?:ision)?")
 _SOFTWARE = frozenset({"torch", "cudnn", "cuda", "driver", "model"})
 
 # Maps the output of `uname -m` to Go's names, which Kubernetes uses.
@@ -43,6 +44,16 @@ def labels_of(
     labels |= dict(_software_labels(software, on_gpu=gpu is not None))
     labels |= site or {}
     return tuple(labels.items())
+
+
+def label_of(name: str, labels: Mapping[str, str]) -> str | None:
+    """Returns a label's value, None if there is none; the driver's version also by its parts, old names and new."""
+    part = _DRIVER_PART.fullmatch(name)
+    if part is None or name in labels:
+        return labels.get(name)
+    numbers = labels.get("driver", "").split(".")
+    place = ("major", "minor", "rev").index(part[1])
+    return numbers[place] if place < len(numbers) and numbers[place] else None
 
 
 def site_labels(text: str) -> Mapping[str, str]:

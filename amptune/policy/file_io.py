@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from amptune.errors import FileFormatError, OutputError
+from amptune.policy.condition import condition_of
 from amptune.policy.policy_file import PolicyFile, is_preset, preset
-from amptune.policy.profile import Entry, Profile, resolve
+from amptune.policy.profile import Entry, Profile, resolve_here, useless
 from amptune.policy.serialization import (
     POLICY_SCHEMA,
     PROFILE_SCHEMA,
@@ -23,21 +25,21 @@ from amptune.policy.settings import Policy
 from amptune.policy.validation import validate
 from amptune.policy.yaml_text import Document, dump, read
 
-__all__ = ["dumps", "load", "load_any", "parse_policy", "require_writable", "save", "write"]
+__all__ = ["dumps", "load", "load_any", "parse_policy", "require_useful", "require_writable", "save", "write"]
 
 
 def load(path: str | os.PathLike[str]) -> PolicyFile:
     """Returns a policy file, a profile's entry that matches this machine, or a preset.
 
     Presets are `amp-bf16`, `amp-fp16`, `transformers`, and `apex:O0` to `apex:O3`.
-    Raises `FileFormatError` with every problem in the file, `HardwareMismatchError` if no entry matches.
+    Raises `FileFormatError` with every problem in the file, `HardwareMismatchError` if no entry matches; the default
+    does not count if the environment has AMPTUNE_REQUIRE=1.
     """
-    found = load_any(path)
-    if isinstance(found, PolicyFile):
-        return found
-    from amptune.hardware.detect import probe
-
-    return resolve(found, dict(probe().labels)).policy_file
+    found, origin = load_any(path), os.fspath(path)
+    if isinstance(found, Profile):
+        chosen = resolve_here(found)
+        found, origin = chosen.policy_file, f"{origin}, entry {chosen.entry}"
+    return replace(found, origin=origin)
 
 
 def load_any(path: str | os.PathLike[str]) -> PolicyFile | Profile:
@@ -54,10 +56,20 @@ def parse_policy(document: Document) -> PolicyFile | Profile:
     if schema == POLICY_SCHEMA:
         return policy_file_from(validate(document, PolicyDocument, data))
     if schema == PROFILE_SCHEMA:
-        return _profile_from(validate(document, ProfileDocument, data))
+        return _profile_from(validate(document, ProfileDocument, data), document)
     allowed = f"amptune reads {POLICY_SCHEMA} and {PROFILE_SCHEMA}"
     said = "schema: this key is missing" if schema is None else f"schema: {schema!r} is not known"
     raise FileFormatError([document.problem(("schema",), f"{said}; {allowed}")])
+
+
+def require_useful(profile: Profile, document: Document) -> None:
+    """Raises `FileFormatError` with each entry of the profile that no machine takes, and its place in the document."""
+    problems = [
+        document.problem(("entries", index, "match", *([] if label is None else [label])), f"entry {index}: {why}")
+        for index, label, why in useless(profile)
+    ]
+    if problems:
+        raise FileFormatError(problems)
 
 
 def dumps(content: Policy | PolicyFile | Profile) -> str:
@@ -126,10 +138,20 @@ def _entry_to_dict(entry: Entry) -> dict[str, Any]:
     return {"match": dict(entry.match), "policy": policy_file_to_dict(entry.policy, schema=False)}
 
 
-def _profile_from(document: ProfileDocument) -> Profile:
+def _profile_from(body: ProfileDocument, document: Document) -> Profile:
+    """Returns the profile. Raises `FileFormatError` for malformed comparisons."""
+    problems = []
+    for index, entry in enumerate(body.entries):
+        for name, text in entry.match.items():
+            try:
+                condition_of(name, text)
+            except ValueError as error:
+                problems.append(document.problem(("entries", index, "match", name), f"{name}: {error}"))
+    if problems:
+        raise FileFormatError(problems)
     return Profile(
-        entries=tuple(Entry(match=e.match, policy=policy_file_from(e.policy)) for e in document.entries),
-        default=None if document.default is None else policy_file_from(document.default),
+        entries=tuple(Entry(match=e.match, policy=policy_file_from(e.policy)) for e in body.entries),
+        default=None if body.default is None else policy_file_from(body.default),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 
@@ -10,7 +11,7 @@ from amptune.hardware.labels import is_software_label
 from amptune.policy.findings import Finding
 from amptune.policy.policy_file import PolicyFile
 
-__all__ = ["drift", "is_of_this_machine", "mismatches", "require_valid"]
+__all__ = ["drift", "is_of_this_machine", "memory_bounds", "mismatches", "require_valid"]
 
 # Drivers and ECC take a little of a GPU's memory; one with another memory size differs by far more.
 MEMORY_TOLERANCE = 0.02
@@ -72,6 +73,11 @@ def drift(valid_for: Mapping[str, str], labels: Mapping[str, str]) -> Iterator[F
                 message=f"{change}; its claim may not hold",
                 figures={"label": name, "tuned": tuned, "here": here},
             )
+
+
+def memory_bounds(memory_mib: int) -> tuple[int, int]:
+    """Returns the least and the most that any reading of a GPU with this memory gives, in MiB."""
+    return int(memory_mib * (1 - TORCH_MEMORY_TOLERANCE)), math.ceil(memory_mib * (1 + MEMORY_TOLERANCE))
 
 
 def _memory_tolerance(nvml: bool) -> float:

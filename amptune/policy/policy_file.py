@@ -68,12 +68,16 @@ class Evidence(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyFile:
-    """A policy with its name, the labels of the machine its evidence was taken on, and that evidence."""
+    """A policy with its name, the labels of the machine its evidence was taken on, and that evidence.
+
+    `origin` is where it was read from: a file, and the entry of a profile.
+    """
 
     policy: Policy
     name: str | None = None
     valid_for: Mapping[str, str] = field(default_factory=dict, hash=False)
     evidence: Evidence = field(default_factory=Evidence, hash=False)
+    origin: str = field(default="", compare=False)
 
     def _repr_html_(self) -> str:
         """Returns the file as a notebook shows it: settings, what they promise, and where that holds."""

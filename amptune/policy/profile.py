@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
-import operator
-import re
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from amptune.errors import HardwareMismatchError
-from amptune.hardware.labels import is_software_label
+from amptune.hardware.labels import is_software_label, label_of
+from amptune.hardware.slurm import FEATURE, node_features
+from amptune.policy.condition import Condition, condition_of
+from amptune.policy.hardware_match import memory_bounds
 from amptune.policy.policy_file import PolicyFile
 
-__all__ = ["Entry", "Profile", "Rejected", "Resolution", "entry_for", "resolve"]
+__all__ = [
+    "Entry",
+    "Profile",
+    "Rejected",
+    "Resolution",
+    "entry_for",
+    "resolve",
+    "resolve_here",
+    "same_machines",
+    "useless",
+]
 
-_COMPARISON = re.compile(r"\s*(>=|<=|!=|>|<)\s*(.+?)\s*")
-_ORDER = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+MEMORY = "nvidia.com/gpu.memory"
+# A job with this in its environment starts only where an entry matches.
+REQUIRE = "AMPTUNE_REQUIRE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A policy for machines that have all labels in `match`: each is a value, or a comparison such as `>=80000`."""
+    """A policy for machines that have all labels in `match`: each is a value, or comparisons such as `>=80000`.
+
+    Raises `ValueError` for a malformed comparison when its conditions are asked for.
+    """
 
     match: Mapping[str, str] = field(hash=False)
     policy: PolicyFile
+
+    @property
+    def conditions(self) -> dict[str, Condition]:
+        """What is wanted of each label."""
+        return {name: condition_of(name, text) for name, text in self.match.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,62 +71,77 @@ class Resolution:
     rejected: tuple[Rejected, ...]
 
 
-def resolve(profile: Profile, labels: Mapping[str, str]) -> Resolution:
-    """Returns the first entry whose labels all match, else the default.
+def resolve(profile: Profile, labels: Mapping[str, str], *, require_entry: bool = False) -> Resolution:
+    """Returns the first entry whose labels all match, else the default, unless an entry is required.
 
-    Raises `HardwareMismatchError`, with each entry's mismatches, if no entry matches and there is no default.
+    Raises `HardwareMismatchError`, with each entry's mismatches, if there is neither.
     """
     rejected: list[Rejected] = []
     for index, entry in enumerate(profile.entries):
-        because = tuple(_mismatches(entry.match, labels))
+        because = tuple(_mismatches(entry, labels))
         if not because:
             return Resolution(entry=index, policy_file=entry.policy, rejected=tuple(rejected))
         rejected.append(Rejected(entry=index, because=because))
-    if profile.default is not None:
+    if profile.default is not None and not require_entry:
         return Resolution(entry="default", policy_file=profile.default, rejected=tuple(rejected))
-    reasons = "".join(f"\n  entry {r.entry}: {'; '.join(r.because)}" for r in rejected)
-    raise HardwareMismatchError(f"no entry of the profile matches this machine, and it has no default:{reasons}")
+    reasons = "".join(f"\n  entry {r.entry}: {', '.join(r.because)}" for r in rejected)
+    no_default = "it has no default" if profile.default is None else f"{REQUIRE}=1 does not let it take the default"
+    raise HardwareMismatchError(f"no entry of the profile matches this machine, and {no_default}:{reasons}")
+
+
+def resolve_here(profile: Profile, labels: Mapping[str, str] | None = None) -> Resolution:
+    """Resolves for a machine with these labels, by default this one.
+
+    AMPTUNE_REQUIRE=1 in the environment requires an entry. Slurm is asked for the node's features only if an entry
+    names one.
+    """
+    if labels is None:
+        from amptune.hardware.detect import probe
+
+        asks_slurm = any(name.startswith(FEATURE) for entry in profile.entries for name in entry.match)
+        labels = {**(node_features() if asks_slurm else {}), **dict(probe().labels)}
+    return resolve(profile, labels, require_entry=os.environ.get(REQUIRE, "") not in ("", "0"))
 
 
 def entry_for(policy_file: PolicyFile) -> Entry | None:
     """Returns an entry that matches the machine a policy was tuned on; None if the policy names no machine."""
-    match = {
-        name: value
-        for name, value in policy_file.valid_for.items()
-        if not is_software_label(name) and name != "nvidia.com/gpu.memory"
-    }
-    memory = policy_file.valid_for.get("nvidia.com/gpu.memory", "")
-    if memory.isdecimal():  # readings of one GPU differ by up to 3 % (hardware_match.py); less memory is another GPU
-        match["nvidia.com/gpu.memory"] = f">={int(int(memory) * 0.95)}"
+    match = {name: value for name, value in policy_file.valid_for.items() if not is_software_label(name)}
+    if match.get(MEMORY, "").isdecimal():
+        least, most = memory_bounds(int(match[MEMORY]))
+        match[MEMORY] = f">={least},<={most}"
     return Entry(match=match, policy=policy_file) if match else None
 
 
-def _mismatches(match: Mapping[str, str], labels: Mapping[str, str]) -> Iterator[str]:
-    for name, wanted in match.items():
-        if name not in labels:
-            yield f"{name} is wanted to be {wanted}, and this machine has no such label"
-        elif not _holds(name, wanted, labels[name]):
-            yield f"{name} is wanted to be {wanted}, and is {labels[name]} here"
+def same_machines(entries: Sequence[Entry]) -> Iterator[tuple[int, int]]:
+    """Yields pairs of entries that name the same labels, and that some machine matches both of."""
+    for later, entry in enumerate(entries):
+        own = entry.conditions
+        for earlier, other in enumerate(entries[:later]):
+            its = other.conditions
+            if own.keys() == its.keys() and all(own[name].overlaps(its[name]) for name in own):
+                yield earlier, later
 
 
-def _holds(name: str, wanted: str, value: str) -> bool:
-    comparison = _COMPARISON.fullmatch(wanted)
-    if comparison is None:
-        return wanted == value
-    sign, limit = comparison[1], comparison[2]
-    if sign == "!=":
-        return value != limit
-    try:
-        return bool(_ORDER[sign](_size(name, value), _size(name, limit)))
-    except ValueError:  # "80GB" has no order against ">=80000"
-        return False
+def useless(profile: Profile) -> Iterator[tuple[int, str | None, str]]:
+    """Yields each entry that no machine takes, with the label that is to blame, None for the whole, and why."""
+    conditions = [entry.conditions for entry in profile.entries]
+    for index, own in enumerate(conditions):
+        never = [name for name, condition in own.items() if not condition.can_hold]
+        for name in never:
+            yield index, name, f"no value is {profile.entries[index].match[name]}, so this entry never matches"
+        general = (earlier for earlier in range(index) if not never and _covers(conditions[earlier], own))
+        for earlier in list(general)[:1]:
+            yield index, None, f"entry {earlier} stands before and takes every machine that this entry matches"
 
 
-def _size(name: str, text: str) -> tuple[float, ...]:
-    """Returns the sort key: a number, or a tuple for software versions, where 2.10 comes after 2.9."""
-    if not is_software_label(name):
-        return (float(text),)
-    parts = [int(part) for part in text.split(".")]
-    while parts and not parts[-1]:  # 2.0 equals 2
-        parts.pop()
-    return tuple(parts)
+def _covers(general: Mapping[str, Condition], special: Mapping[str, Condition]) -> bool:
+    return all(name in special and special[name].implies(condition) for name, condition in general.items())
+
+
+def _mismatches(entry: Entry, labels: Mapping[str, str]) -> Iterator[str]:
+    for name, condition in entry.conditions.items():
+        value, wanted = label_of(name, labels), entry.match[name]
+        if value is None:
+            yield f"needs {name} {wanted}; this machine reports none"
+        elif not condition.holds(value):
+            yield f"needs {name} {wanted}; here it is {value}"

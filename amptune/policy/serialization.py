@@ -117,7 +117,7 @@ def policy_file_to_dict(policy_file: PolicyFile, *, schema: bool = True) -> dict
 def policy_file_from(body: PolicyBody) -> PolicyFile:
     """Splits a file's single mapping into the policy's settings and the rest."""
     settings = {f.name: getattr(body, f.name) for f in fields(Policy)}
-    rest = {f.name: getattr(body, f.name) for f in fields(PolicyFile) if f.name != "policy"}
+    rest = {f.name: getattr(body, f.name) for f in fields(PolicyFile) if f.name not in ("policy", "origin")}
     return PolicyFile(policy=Policy(**settings), **rest)
 
 

@@ -21,6 +21,7 @@ from amptune.runtime.class_swap import obstacle, overlaid, swap, swapped_class, 
 from amptune.runtime.digest import model_digest
 from amptune.runtime.module_precision import precisions_of
 from amptune.runtime.policy_argument import kind_of, read_policy
+from amptune.runtime.ranks import Ranks
 from amptune.runtime.step_claim import claim_about_steps
 from amptune.runtime.tuned import Tuned
 from amptune.runtime.weight_hook import PLAIN_WEIGHTS, WeightHook
@@ -65,7 +66,8 @@ def apply(
     environment's AMPTUNE_ANY_HARDWARE=1 allows it; `FileFormatError` for a malformed file; `PolicyApplyError`
     if the policy does not fit the model. The model is then unchanged. A bare `Policy` is not checked against the
     hardware. A `PolicyDriftWarning` tells of software versions other than those of the tuning, and of a policy that
-    the numerics gate did not judge.
+    the numerics gate did not judge. In a distributed job `tuned.autocast()` raises `PolicyApplyError` if ranks applied
+    different policies to one model; only their batch sizes may differ.
 
     If steps clearly take longer than the file's evidence says, there is one `PolicyDriftWarning`, after the first
     hundreds of them. The loop's first 20 optimizer steps are watched too: there is a `PolicyMisuseWarning` for mistakes
@@ -76,6 +78,7 @@ def apply(
     is not finite is reset to its value at the last `tuned.scaler.update()`.
     """
     _require_plain(model)
+    policy = read_policy(policy)
     settings, drift, claim = _read(policy, model, any_hardware=any_hardware)
     selected = precisions_of(settings, model)
     _require_swappable(selected)
@@ -95,6 +98,7 @@ def apply(
         watch=None if claim is None or wish == "0" else _watch(claim),
         guard_for="first steps" if wish == "" else "no steps" if wish == "0" else "all steps",
         protect_batch_norm=protect_batch_norm,
+        origin="" if isinstance(policy, Policy) else policy.origin,
     )
 
 
@@ -120,10 +124,9 @@ def _require_plain(model: nn.Module) -> None:
 
 
 def _read(
-    policy: str | PathLike[str] | Policy | PolicyFile, model: nn.Module, *, any_hardware: bool
+    policy: Policy | PolicyFile, model: nn.Module, *, any_hardware: bool
 ) -> tuple[Policy, tuple[Finding, ...], StepClaim | None]:
     """Returns the settings, findings about what has changed since the tuning, and what can be claimed of steps here."""
-    policy = read_policy(policy)
     if isinstance(policy, Policy):
         return policy, (), None
     found, claim = _validity(policy, model, any_hardware=any_hardware)
@@ -191,6 +194,7 @@ def _apply(
     watch: ClaimWatch | None,
     guard_for: _Steps,
     protect_batch_norm: bool,
+    origin: str,
 ) -> Tuned:
     with ExitStack() as steps:  # takes every step back if a later one fails
         _under_a_policy.add(model)
@@ -224,6 +228,7 @@ def _apply(
         statistics=statistics,
         weights=weights,
         graphed=graphed,
+        ranks=Ranks.of_this_job(settings, model, origin),
     )
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from amptune.runtime.claim_watch import ClaimWatch
     from amptune.runtime.graphs.graphed_model import GraphedModel
     from amptune.runtime.guard.guard import Guard
+    from amptune.runtime.ranks import Ranks
 
 __all__ = ["AUTOCAST_DTYPES", "ModelDevice", "Tuned"]
 
@@ -54,6 +55,7 @@ class Tuned:
         statistics: FiniteStatistics | None = None,
         weights: WeightHook | None = None,
         graphed: GraphedModel | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.policy = policy
         self.model = model
@@ -70,6 +72,8 @@ class Tuned:
         self._statistics = statistics
         self._weights = weights or PLAIN_WEIGHTS
         self._graphed = graphed
+        self._ranks = ranks
+        self._have_ranks_agreed = ranks is None
         self._scalers: dict[str, PolicyScaler] = {}
         self._active = True
 
@@ -99,10 +103,13 @@ class Tuned:
     def autocast(self, *, cache_enabled: bool | None = None) -> torch.amp.autocast:
         """Returns autocast for the device the model is on now; disabled if the policy has it off, or was undone.
 
-        `cache_enabled` is PyTorch's option: CUDA graphs that are captured by hand need it to be False.
+        `cache_enabled` is PyTorch's option: CUDA graphs that are captured by hand need it to be False. In a distributed
+        job this raises `PolicyApplyError`, once, if the ranks do not have one policy.
         """
         device_type = self._device.device_type
         if not torch.compiler.is_compiling():
+            if self._ranks is not None and not self._have_ranks_agreed:
+                self._have_ranks_agreed = self._ranks.are_done()
             if self.guard is not None:
                 self.guard.autocast_used()
             if self.claim_watch is not None:
@@ -190,6 +197,15 @@ class Tuned:
     def accumulate(self) -> int:
         """Micro-batches per optimizer step."""
         return self.policy.accumulate
+
+    @property
+    def rank_weight(self) -> float:
+        """What a rank multiplies its mean loss by where a profile gives ranks other batch sizes; 1 if they have one.
+
+        DDP averages gradients over ranks; so each sample counts alike. Raises `PolicyApplyError` if another rank has
+        applied no policy.
+        """
+        return 1.0 if self._ranks is None else self._ranks.weight()
 
     def undo(self) -> None:
         """Restores the model, its layout and the process's flags; a second call does nothing.

@@ -105,8 +105,8 @@ def _require_driver(url: str) -> None:
         dialect: Any = sqlalchemy.make_url(url).get_dialect()
         (dialect.import_dbapi if hasattr(dialect, "import_dbapi") else dialect.dbapi)()
     except (ImportError, sqlalchemy.exc.SQLAlchemyError) as error:
-        where = f"--study {url.partition(':')[0]}://…"
-        raise StudyError(f"the study cannot be read or written: {first_line(error)} ({where})") from error
+        kind = url.partition(":")[0]
+        raise StudyError(f"the study cannot be read or written: {first_line(error)} (--study {kind}://…)") from error
 
 
 def source_of(workload: Workload | Callable[[], Workload] | str, arguments: Sequence[str] = ()) -> Source:

@@ -11,14 +11,12 @@ from amptune.errors import TargetError
 from amptune.workload.program_slice import last_of, names_bound, names_loaded, root_of, statements_for, value_of
 from amptune.workload.script import Script
 from amptune.workload.way_to_training import Way
+from amptune.workload.without import without_contexts, without_device, without_device_in
 
-__all__ = ["LoopStep", "step_of", "without_wrappers"]
+__all__ = ["LoopStep", "step_of"]
 
-# What a loader is wrapped in, and what a model is: a step is measured without.
+# What a loader is wrapped in.
 _SHOWING = {"cycle", "enumerate", "iter", "tqdm", "track", "trange"}
-_WRAPPING = {"DDP", "DataParallel", "DistributedDataParallel", "compile", "prepare", "setup", "setup_dataloaders"}
-# Blocks that decide the precision, or how gradients are sent: the policy does.
-_CONTEXTS = ("accumulate", "autocast", "no_sync", "nullcontext", "record_function")
 # What has a step() beside the optimizer.
 _NO_OPTIMIZERS = ("sched", "scaler", "prof", "warmup", "ema")
 
@@ -52,7 +50,7 @@ def step_of(script: Script, backward: ast.Call, way: Way, known: list[ast.stmt],
     optimizer = _optimizer_in(reached, f"{name}:{steps.lineno}")
     accumulate = parts or _accumulation_in(script, reached, optimizer)
     loss = _loss_of(backward, accumulate)
-    body = _body_of(loss, [one for statement in way.inside for one in _without_contexts(statement, known)])
+    body = _body_of(loss, [one for statement in way.inside for one in without_contexts(statement, known)])
     body = [kept for one in body if (kept := _undivided(one, loss, accumulate)) is not None]
     model = _model_in(script, [*body, ast.Expr(loss)], known, optimizer)
     loader, target = _loader_of(loop, known)
@@ -72,8 +70,8 @@ def step_of(script: Script, backward: ast.Call, way: Way, known: list[ast.stmt],
         loader=loader,
         batches=batches,
         target=target,
-        body=[one for one in map(_on_no_device, body) if not _is_identity(one)],
-        loss=_ToDevice().visit(copy.deepcopy(loss)),
+        body=[one for one in map(without_device, body) if not _is_identity(one)],
+        loss=without_device_in(loss),
         accumulate=accumulate,
         clip=_clip_in(reached),
     )
@@ -247,52 +245,6 @@ def _clip_in(nodes: Sequence[ast.AST]) -> str | None:
                 limits = [one.value for one in call.keywords if one.arg == "max_norm"] + call.args[1:]
                 return ast.unparse(limits[0]) if limits else None
     return None
-
-
-class _ToDevice(ast.NodeTransformer):
-    """Leaves out `.to(device)` and `.cuda()`: amptune moves model and batches."""
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        if isinstance(node.func, ast.Attribute):
-            where = ast.unparse(node.args[0]) if node.args else ""
-            if node.func.attr == "cuda" or (node.func.attr == "to" and ("device" in where or "cuda" in where)):
-                return node.func.value
-        return node
-
-
-def _on_no_device(statement: ast.stmt) -> ast.stmt:
-    """Returns the statement itself if it moves nothing to a device."""
-    changed = _ToDevice().visit(copy.deepcopy(statement))
-    if ast.dump(changed) == ast.dump(statement):
-        return statement
-    return ast.parse(ast.unparse(changed)).body[0]
-
-
-def without_wrappers(statement: ast.stmt) -> ast.stmt:
-    """Returns an assignment of a wrapped model without the wrapper, others as they are."""
-    if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
-        return statement
-    call = statement.value
-    if last_of(call.func) not in _WRAPPING or not call.args or not all(isinstance(one, ast.Name) for one in call.args):
-        return statement
-    targets = statement.targets[0].elts if isinstance(statement.targets[0], ast.Tuple) else statement.targets
-    pairs = zip(map(ast.unparse, targets), map(ast.unparse, call.args), strict=False)
-    different = [f"{target} = {value}" for target, value in pairs if target != value]
-    return ast.parse("\n".join(different) or "pass").body[0]
-
-
-def _without_contexts(statement: ast.stmt, known: list[ast.stmt]) -> Iterator[ast.stmt]:
-    if isinstance(statement, ast.With) and any(_is_context(one.context_expr, known) for one in statement.items):
-        for inner in statement.body:
-            yield from _without_contexts(inner, known)
-    else:
-        yield statement
-
-
-def _is_context(expression: ast.expr, known: list[ast.stmt]) -> bool:
-    made = value_of(expression.id, known) if isinstance(expression, ast.Name) else None
-    return any(word in ast.unparse(made or expression).lower() for word in _CONTEXTS)
 
 
 def _is_identity(statement: ast.stmt) -> bool:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from amptune.errors import TargetError
-from amptune.workload.loop_step import LoopStep, step_of, without_wrappers
+from amptune.workload.loop_step import LoopStep, step_of
 from amptune.workload.script import Script
 from amptune.workload.way_to_training import way_to
+from amptune.workload.without import without_wrappers
 
 __all__ = ["TrainingCode", "training_of", "without_policy"]
 

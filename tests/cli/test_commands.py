@@ -517,6 +517,18 @@ def test_profiles_are_built_and_resolved(folder: Path) -> None:
     assert answer["entry"] == 1
     assert "nvidia.com/gpu.product" in str(answer["rejected"])
     assert run("profile", "resolve", "cluster.yaml", folder=folder).returncode == 4
+    (folder / "C.yaml").write_text((folder / "A.yaml").read_text())
+    twice = run("profile", "build", "A.yaml", "B.yaml", "C.yaml", "-o", "twice.yaml", folder=folder)
+    assert (twice.returncode, (folder / "twice.yaml").exists()) == (2, False)
+    assert "C.yaml: is for the same machines as A.yaml: keep one of them" in twice.stderr
+
+
+def test_check_finds_the_entry_of_a_profile_that_nothing_reaches(folder: Path) -> None:
+    entries = "".join(f"  - {{match: {{m: '>={least}'}}, policy: {{autocast: bf16}}}}\n" for least in (10, 20))
+    (folder / "cluster.yaml").write_text(f"schema: amptune.profile/1\nentries:\n{entries}")
+    done = run("check", "cluster.yaml", "--any-hardware", folder=folder)
+    assert done.returncode == 2
+    assert "cluster.yaml:4:13: entry 1: entry 0 stands before and takes every machine that this entry" in done.stderr
 
 
 def test_probe_tells_of_this_machine(folder: Path) -> None:

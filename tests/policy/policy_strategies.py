@@ -93,5 +93,7 @@ assert set(_EVIDENCE) == set(Evidence.__annotations__), "a new field of Evidence
 
 evidence = st.fixed_dictionaries({}, optional=_EVIDENCE)
 policy_files = st.builds(PolicyFile, policy=policies(), name=st.none() | words, valid_for=labels, evidence=evidence)
-entries = st.builds(Entry, match=labels, policy=policy_files)
+unsigned = words.filter(lambda text: not set("<>=!") & set(text))
+wanted = st.dictionaries(words, unsigned | st.sampled_from([">=2.10", "!=9", ">=1,<3"]), max_size=3)
+entries = st.builds(Entry, match=wanted, policy=policy_files)
 profiles = st.builds(Profile, entries=st.lists(entries, max_size=2).map(tuple), default=st.none() | policy_files)
