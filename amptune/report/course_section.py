@@ -13,7 +13,7 @@ from amptune.report.plot import ChartLine, lane, lines
 from amptune.search.decide.study_report import StudyReport
 from amptune.search.sampler.records import StudyRecord
 
-__all__ = ["course_section"]
+__all__ = ["course_of"]
 
 # The stages of the plan in words that a user knows, in the order of a run.
 LANES = {
@@ -35,7 +35,7 @@ NEAR = 0.004
 Piece = tuple[float, float, str]
 
 
-def course_section(record: StudyRecord, study_report: StudyReport | None) -> str:
+def course_of(record: StudyRecord, study_report: StudyReport | None) -> str:
     parts = [*_runs(record), *_lanes(record)]
     if study_report is not None:
         parts += _best_so_far(study_report)

@@ -11,7 +11,7 @@ from amptune.report.markup import code, memory, note, section, table
 from amptune.search.decide.study_report import StudyReport, command_of, tuning_command
 from amptune.search.sampler.records import StudyRecord
 
-__all__ = ["advice_of", "findings_section", "worth_of"]
+__all__ = ["advice_of", "findings_section_of", "worth_of"]
 
 # What to do about a finding whose message does not say it.
 _ADVICE = {
@@ -40,7 +40,7 @@ _ADVICE = {
 }  # fmt: skip
 
 
-def findings_section(study_report: StudyReport, findings: Iterable[Finding]) -> str:
+def findings_section_of(study_report: StudyReport, findings: Iterable[Finding]) -> str:
     shown = sorted(ranked(findings), key=lambda one: -worth_of(one))
     items = "\n".join(map(_item, shown)) or "<li>Nothing was noticed.</li>"
     again = repeated(study_report.record, command_of(study_report))

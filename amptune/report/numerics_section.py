@@ -15,13 +15,13 @@ from amptune.report.study_files import LongCurve
 from amptune.search.decide.study_report import StudyReport
 from amptune.search.sampler.records import GateRecord
 
-__all__ = ["numerics_section"]
+__all__ = ["numerics_of"]
 
 # Of the worst modules, and of the judged policies, the most that are shown.
 MOST_SHOWN = 8
 
 
-def numerics_section(study_report: StudyReport, curves: Sequence[LongCurve]) -> str:
+def numerics_of(study_report: StudyReport, curves: Sequence[LongCurve]) -> str:
     return section("numerics", "Numerics", *_parts(study_report), *_losses(study_report, curves))
 
 

@@ -9,14 +9,14 @@ from html import escape
 from amptune.policy.file_io import dumps
 from amptune.policy.findings import Finding
 from amptune.policy.policy_file import PolicyFile
-from amptune.report.course_section import course_section
-from amptune.report.findings_section import findings_section, repeated
+from amptune.report.course_section import course_of
+from amptune.report.findings_section import findings_section_of, repeated
 from amptune.report.markup import code, memory, note, section, times, whole_page
-from amptune.report.numerics_section import numerics_section
+from amptune.report.numerics_section import numerics_of
 from amptune.report.plot import Bar, bars
-from amptune.report.settings_section import settings_section
+from amptune.report.settings_section import settings_of
 from amptune.report.study_files import StudyFiles
-from amptune.report.trials_section import batch_section, trials_section, trials_without_answer
+from amptune.report.trials_section import batch_of, trials_of, trials_without_answer
 from amptune.search.decide.study_report import StudyReport, command_of, tuning_command
 from amptune.search.sampler.records import StudyRecord
 from amptune.search.table.contenders import Contender
@@ -40,12 +40,12 @@ def page_of(study_report: StudyReport, findings: Sequence[Finding], files: Study
             _heading(record, study_report.objective.name),
             _verdict(study_report),
             _policy(study_report),
-            settings_section(study_report, files.modules),
-            trials_section(study_report),
-            numerics_section(study_report, files.curves),
-            course_section(record, study_report),
-            batch_section(study_report),
-            findings_section(study_report, findings),
+            settings_of(study_report, files.modules),
+            trials_of(study_report),
+            numerics_of(study_report, files.curves),
+            course_of(record, study_report),
+            batch_of(study_report),
+            findings_section_of(study_report, findings),
         ],
     )
 
@@ -71,7 +71,7 @@ def page_without_answer(record: StudyRecord, why: str) -> str:
             missing["settings"],
             trials_without_answer(record),
             missing["numerics"],
-            course_section(record, None),
+            course_of(record, None),
             missing["batch"],
             findings,
         ],

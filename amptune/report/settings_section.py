@@ -16,7 +16,7 @@ from amptune.search.table.ablation import variants_of
 from amptune.search.table.gains import FIGURES
 from amptune.search.table.ratio import Ratio
 
-__all__ = ["settings_section"]
+__all__ = ["settings_of"]
 
 # A remainder below this share is rounding, and is not drawn.
 REMAINDER = 0.01
@@ -24,7 +24,7 @@ REMAINDER = 0.01
 MOST_ROWS = 40
 
 
-def settings_section(study_report: StudyReport, modules: Mapping[str, Sensitivity]) -> str:
+def settings_of(study_report: StudyReport, modules: Mapping[str, Sensitivity]) -> str:
     return section(
         "settings", "What each setting buys", *_waterfall(study_report), "<h3>Modules and precision</h3>",
         *_kept(study_report.policy), *_map(study_report, modules),

@@ -15,7 +15,7 @@ from amptune.report.plot import Bar, bars
 from amptune.report.text_table import TextRow, TextTable
 from amptune.search.decide.study_report import StudyReport
 
-__all__ = ["Pair", "page_of_two", "pairs_of", "told_of_two", "two_tables"]
+__all__ = ["PolicyPair", "page_of_two", "pairs_of", "told_of_two", "two_tables"]
 
 # A policy that is slower by this factor in one of the studies is worth a sentence, and so many of them.
 WORTH_TELLING, MOST_TOLD = 1.1, 5
@@ -25,7 +25,7 @@ _HEADINGS = ("", "first", "second")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class PolicyPair:
     """The speed of one policy in both studies, in samples per second."""
 
     policy: Policy
@@ -42,13 +42,13 @@ class Pair:
         return {"policy": policy_to_dict(self.policy), "samples_per_s": speeds, "ratio": float(f"{self.ratio:.4g}")}
 
 
-def pairs_of(first: StudyReport, second: StudyReport) -> list[Pair]:
+def pairs_of(first: StudyReport, second: StudyReport) -> list[PolicyPair]:
     """Returns the policies that ran in both studies, the one that became slowest first."""
     speeds = [
         {one.policy: one.samples_per_s for one in study.verdict.contenders if one.samples_per_s}
         for study in (first, second)
     ]
-    both = [Pair(policy=p, first=speed, second=speeds[1][p]) for p, speed in speeds[0].items() if p in speeds[1]]
+    both = [PolicyPair(policy=p, first=speed, second=speeds[1][p]) for p, speed in speeds[0].items() if p in speeds[1]]
     return sorted(both, key=lambda pair: pair.ratio)
 
 
@@ -136,7 +136,7 @@ def _own(study_report: StudyReport) -> Sequence[str]:
     )  # fmt: skip
 
 
-def _bars(pairs: Sequence[Pair]) -> Iterator[str]:
+def _bars(pairs: Sequence[PolicyPair]) -> Iterator[str]:
     """Yields two bars for each of the policies whose speed differs most."""
     drawn = sorted(pairs, key=lambda pair: -abs(pair.ratio - 1))[:MOST_DRAWN]
     if not drawn:

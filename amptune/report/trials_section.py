@@ -18,7 +18,7 @@ from amptune.search.table.gains import FIGURES
 from amptune.search.table.objective import Objective
 from amptune.search.table.trial import Trial
 
-__all__ = ["batch_section", "failures", "trials_section", "trials_without_answer"]
+__all__ = ["batch_of", "failures", "trials_of", "trials_without_answer"]
 
 _GIB = 1024
 _LABELS: dict[Kind, str] = {"winner": "answer", "baseline": "baseline", "recipe": "AMP recipe"}
@@ -41,7 +41,7 @@ _REMEDIES: dict[FailureKind, str] = {
 }
 
 
-def trials_section(study_report: StudyReport) -> str:
+def trials_of(study_report: StudyReport) -> str:
     record = study_report.record
     ran = sum(isinstance(trial.outcome, Measurement) for trial in record.trials)
     lead = f"{ran} of {len(record.trials)} trials ran. Up and left is better; point at a mark to see what it is."
@@ -190,7 +190,7 @@ def _trial(trial: Trial, numerics: str, *, energy: bool) -> list[str]:
     return [*head, *map(number, figures), *joules, numerics]
 
 
-def batch_section(study_report: StudyReport) -> str:
+def batch_of(study_report: StudyReport) -> str:
     return section("batch", "The largest batch", *_batch(study_report))
 
 

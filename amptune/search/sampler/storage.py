@@ -135,7 +135,7 @@ class Store:
 
     def note_judged(self, judged: GateRecord) -> None:
         """Records the numerics gate's judgement of a policy."""
-        digest = hashlib.sha256(str(judged.policy).encode()).hexdigest()[:12]
+        digest = hashlib.sha256(str(judged.policy).encode()).hexdigest()
         with storage_errors():
             self._study.set_user_attr(f"{JUDGED} {digest}", judged.as_dict())
 
