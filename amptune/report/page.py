@@ -11,7 +11,7 @@ from amptune.policy.findings import Finding
 from amptune.policy.policy_file import PolicyFile
 from amptune.report.course_section import course_of
 from amptune.report.findings_section import findings_section_of, repeated
-from amptune.report.markup import code, memory, note, section, times, whole_page
+from amptune.report.markup import code, interval, memory, note, number, section, times, whole_page
 from amptune.report.numerics_section import numerics_of
 from amptune.report.plot import Bar, bars
 from amptune.report.settings_section import settings_of
@@ -28,6 +28,8 @@ __all__ = ["page_of", "page_without_answer"]
 _USE = """tuned = amptune.apply("policy.yaml", model)
 optimizer = tuned.optimizer(optimizer)"""
 _NONE = StudyFiles()
+# A longer interval is cut where it is so many times as long as the longest bar.
+MOST_OF_INTERVAL = 2.5
 _NOT_MEASURED = "Not measured: without the baseline there is nothing to compare with."
 
 
@@ -156,7 +158,8 @@ def _grounds(study_report: StudyReport) -> str:
     launches = study_report.verdict.gain.launches
     processes = f"; measured in {launches} fresh process{'' if launches == 1 else 'es'}" if launches else ""
     if study_report.keeps_the_baseline:
-        return study_report.grounds
+        others = len(study_report.verdict.contenders) - 1
+        return f"{others} other polic{'y was' if others == 1 else 'ies were'} measured{processes}"
     chance, numerics = (
         chance_in_words(study_report.verdict.winner.chance),
         study_report.numerics_of(study_report.policy),
@@ -169,18 +172,19 @@ def _bars(study_report: StudyReport) -> Iterator[str]:
     verdict, recipe = study_report.verdict, study_report.amp_recipe
     last = verdict.leader if study_report.keeps_the_baseline else verdict.winner
     named = [("baseline", verdict.baseline, "baseline"), ("AMP recipe", recipe, "recipe")]
-    named += [("best rival" if study_report.keeps_the_baseline else "tuned", last, "winner")]
+    named += [("best rival", last, "front") if study_report.keeps_the_baseline else ("tuned", last, "winner")]
     shown = {one.policy: (name, one, kind) for name, one, kind in named if one is not None}.values()
     speeds = []
     for name, one, kind in shown:
         if (ratio := one.vs_baseline) is not None:
-            worse = ", trains worse than FP32" if _is_barred(study_report, one) else ""
-            between = None if ratio.low == ratio.high else (ratio.low, min(ratio.high, 2 * ratio.value))
+            worse = "; trains worse than FP32" if _is_barred(study_report, one) else ""
+            between = None if ratio.low == ratio.high else (ratio.low, ratio.high)
             words = _speed_in_words(one, ratio) + worse
-            name_in_full = f"{name}: {_short(one)}"
-            speeds.append(Bar(name=name_in_full, end=ratio.value, kind=kind, words=words, between=between))
+            speeds.append(Bar(name=f"{name}: {_short(one)}", end=ratio.value, kind=kind, words=words, between=between))
+    longest = max(bar.end for bar in speeds)
+    farthest = max(bar.between[1] if bar.between else 0.0 for bar in speeds)
     yield "<h3>Speed, with 95 % intervals</h3>"
-    yield bars(speeds, max(bar.between[1] if bar.between else bar.end for bar in speeds) * 1.03)
+    yield bars(speeds, max(longest, min(farthest, MOST_OF_INTERVAL * longest)) * 1.03)
     peaks = [(name, one.peak_memory_mib, kind) for name, one, kind in shown if one.peak_memory_mib]
     yield "<h3>Peak memory</h3>"
     drawn = [Bar(name=name, end=mib, kind=kind, words=memory(mib)) for name, mib, kind in peaks]
@@ -188,7 +192,9 @@ def _bars(study_report: StudyReport) -> Iterator[str]:
 
 
 def _speed_in_words(contender: Contender, ratio: Ratio) -> str:
-    return f"{times(ratio)}, {contender.step_ms:,.4g} ms a step" if contender.step_ms else times(ratio)
+    between = f" [{interval(ratio)}]" if interval(ratio) else ""
+    step = f", {number(contender.step_ms)} ms a step" if contender.step_ms else ""
+    return f"{times(ratio)}{between}{step}"
 
 
 def _short(contender: Contender) -> str:

@@ -62,11 +62,13 @@ def _charts(study_report: StudyReport) -> Iterator[str]:
     points = _plotted(study_report)
     in_gib = max(point.peak_memory_mib for point in points) >= _GIB
     unit, size = ("GiB", _GIB) if in_gib else ("MiB", 1)
-    yield _chart(study_report, [(one, one.peak_memory_mib / size) for one in points], f"peak memory, {unit}")
+    by_memory = _marks(study_report, [(one, one.peak_memory_mib / size) for one in points], unit)
+    yield scatter(by_memory, f"peak memory, {unit}", "samples per second")
     energy = [(one, one.energy_j_per_sample) for one in points if one.energy_j_per_sample is not None]
-    if energy:
-        yield _chart(study_report, energy, "energy, J per sample")
-    yield key(_KEY)
+    if len(energy) > 1:
+        yield scatter(_marks(study_report, energy, "J a sample"), "energy, J a sample", "samples per second")
+    kinds = {mark.kind for mark in by_memory}
+    yield key((kind, words) for kind, words in _KEY if kind in kinds)
 
 
 def _plotted(study_report: StudyReport) -> list[ParetoPoint]:
@@ -83,7 +85,8 @@ def _plotted(study_report: StudyReport) -> list[ParetoPoint]:
     ]
 
 
-def _chart(study_report: StudyReport, points: Sequence[tuple[ParetoPoint, float]], x_label: str) -> str:
+def _marks(study_report: StudyReport, points: Sequence[tuple[ParetoPoint, float]], unit: str) -> list[ChartMark]:
+    """Returns a mark for each point, with its place on the horizontal axis in `unit`."""
     sound = {point.policy for point in study_report.points}
     plane = [replace(p, peak_memory_mib=x, energy_j_per_sample=None) for p, x in points if p.policy in sound]
     front = {point.policy for point in front_of(plane)}
@@ -92,9 +95,9 @@ def _chart(study_report: StudyReport, points: Sequence[tuple[ParetoPoint, float]
         role = kind_of(study_report, point.policy)
         kind = "front" if role == "trial" and point.policy in front else role
         kind = "rejected" if role in ("trial", "recipe") and point.policy not in sound else kind
-        title = f"{point.policy}: {number(point.samples_per_s)} samples/s, {number(x)} {x_label.split(', ')[1]}"
+        title = f"{point.policy}: {number(point.samples_per_s)} samples/s, {number(x)} {unit}"
         marks.append(ChartMark(x=x, y=point.samples_per_s, kind=kind, title=title, label=_LABELS.get(role, "")))
-    return scatter(_labelled_once(marks), x_label, "samples per second")
+    return _labelled_once(marks)
 
 
 def _labelled_once(marks: Sequence[ChartMark]) -> list[ChartMark]:
@@ -110,10 +113,10 @@ def _labelled_once(marks: Sequence[ChartMark]) -> list[ChartMark]:
 def kind_of(study_report: StudyReport, policy: Policy) -> Kind:
     """Returns the part that a policy plays on the page."""
     recipe = study_report.amp_recipe
-    if policy == study_report.policy:
-        return "winner"
     if policy == study_report.baseline.policy:
         return "baseline"
+    if policy == study_report.policy:
+        return "winner"
     return "recipe" if recipe is not None and policy == recipe.policy else "trial"
 
 
@@ -127,8 +130,9 @@ def _compared(study_report: StudyReport) -> str:
     headings += ["memory", "measured", "why not"]
     kinds = [kind_of(study_report, one.policy) for one in shown]
     rows = (
-        [_LABELS.get(kind, ""), *_figures(one, used=used)] for kind, one in zip(kinds, shown, strict=True)
-    )  # fmt: skip
+        [_LABELS.get(kind, ""), *_figures(one, used=used), _reason(study_report, one)]
+        for kind, one in zip(kinds, shown, strict=True)
+    )
     return table(headings, rows, ["" if kind in ("trial", "recipe") else kind for kind in kinds]) + note(
         "Speed is relative to the baseline, from blocks that were measured in turn; measured counts blocks."
     )
@@ -139,12 +143,16 @@ _MOST_COMPARED = 20
 
 def _figures(one: Contender, *, used: bool) -> list[str]:
     if one.failure is not None:
-        return [str(one.policy), one.lost]
+        return [str(one.policy)]
     gain = [times(one.gain.inverse if one.gain is not None and one.merit else None)] if used else []
     speed = [times(one.vs_baseline), interval(one.vs_baseline)]
-    return [
-        str(one.policy), number(one.step_ms), *speed, *gain, memory(one.peak_memory_mib), f"{one.rows}×", one.lost,
-    ]  # fmt: skip
+    return [str(one.policy), number(one.step_ms), *speed, *gain, memory(one.peak_memory_mib), f"{one.rows}×"]
+
+
+def _reason(study_report: StudyReport, one: Contender) -> str:
+    """Returns why a policy did not win; the answer is not spelled out again."""
+    answer = "the baseline" if study_report.keeps_the_baseline else "the answer"
+    return one.lost.replace(str(study_report.policy), answer)
 
 
 def failures(record: StudyRecord) -> Iterator[str]:
