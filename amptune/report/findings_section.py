@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from html import escape
 
 from amptune.policy.findings import Finding
 from amptune.report.answer import ranked
-from amptune.report.markup import code, memory, note, section, table
+from amptune.report.markup import code, memory, note, prose, section, table
 from amptune.search.decide.study_report import StudyReport, command_of, tuning_command
 from amptune.search.sampler.records import StudyRecord
 
@@ -65,8 +64,8 @@ def _item(finding: Finding) -> str:
     worth = worth_of(finding)
     gain = f'<span class="worth">up to {worth:.0%} faster:</span>' if worth > 0 else ""
     advice = advice_of(finding)
-    do = f'<span class="do">{escape(advice)}</span>' if advice else ""
-    return f"<li>{gain}{escape(str(finding))}{do}</li>"
+    do = f'<span class="do">{prose(advice)}</span>' if advice else ""
+    return f"<li>{gain}{prose(str(finding))}{do}</li>"
 
 
 def repeated(record: StudyRecord, command: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
@@ -18,6 +19,7 @@ __all__ = [
     "memory",
     "note",
     "number",
+    "prose",
     "seconds",
     "section",
     "table",
@@ -51,8 +53,13 @@ def section(name: str, heading: str, *content: str) -> str:
     return f'<section id="{name}">\n<h2>{escape(heading)}</h2>\n{inner}\n</section>'
 
 
+def prose(text: str) -> str:
+    """Returns text as HTML, with what stands in backticks as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+
+
 def note(text: str, kind: str = "small") -> str:
-    return f'<p class="{kind}">{escape(text)}</p>'
+    return f'<p class="{kind}">{prose(text)}</p>'
 
 
 def code(text: str) -> str:
@@ -61,7 +68,7 @@ def code(text: str) -> str:
 
 
 def bullets(items: Iterable[str]) -> str:
-    return "<ul>\n" + "\n".join(f"<li>{escape(item)}</li>" for item in items) + "\n</ul>"
+    return "<ul>\n" + "\n".join(f"<li>{prose(item)}</li>" for item in items) + "\n</ul>"
 
 
 def key(entries: Iterable[tuple[str, str]]) -> str:
@@ -89,6 +96,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], classes: Seque
     )
 
 
+_DIGITS = 4
 # A longer table has a scroll bar of its own.
 _TALL = 25
 
@@ -112,7 +120,8 @@ def number(value: float | None) -> str:
     """Returns a figure with about four digits."""
     if value is None:
         return ""
-    digits = 0 if value >= 1000 else max(0, 3 - math.floor(math.log10(value))) if value > 0 else 0
+    value = float(f"{value:.{_DIGITS}g}") if abs(value) < 10**_DIGITS else value
+    digits = max(0, _DIGITS - 1 - math.floor(math.log10(value))) if value > 0 else 0
     return f"{value:,.{min(digits, 6)}f}"
 
 
