@@ -20,7 +20,7 @@ def page_of_look(look: LongLook) -> str:
 
 
 def _sections(look: LongLook) -> Iterator[str]:
-    state = "confirmed" if look.agreement == "met" else "open"
+    state = {"met": "confirmed", "missed": "failed"}.get(look.agreement, "open")
     answer, *further = map(str, look.findings)
     title = escape(f"{look.name}: {look.policy}")
     yield f'<header>\n<p class="eyebrow">amptune · numerics</p>\n<h1>{title}</h1>'
