@@ -53,7 +53,7 @@ def run_tuning(request: TuningRequest, observer: Observer, evaluator: Evaluator 
 
     Raises an `AmptuneError`, or `TuningInterrupted` with the decision so far.
     """
-    with locked(request.folder):
+    with locked(request.folder, request.lock):
         evaluator = evaluator or _workers(request)
         try:
             decision = tune_with(evaluator, _with_time_for_the_rest(request), _counting_all(request, observer))
@@ -181,8 +181,8 @@ def _nothing_feasible(study: Study, candidates: Candidates) -> Exception:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keeps others out of the study's folder while this one measures.
+def locked(folder: Path, name: str = ".lock") -> Iterator[None]:
+    """Keeps others that take the same lock out of the study's folder while this one measures.
 
     Raises `StudyError` if there is one, or if the folder cannot be made. A folder made here is removed again if the
     device, space or target that was asked for does not exist.
@@ -190,7 +190,7 @@ def locked(folder: Path) -> Iterator[None]:
     is_new, is_for_nothing = not folder.exists(), False
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock")
+        lock = FileLock(folder / name)
         lock.acquire(timeout=0)
     except Timeout:
         raise StudyError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,17 @@ class TuningRequest:
             raise ObjectiveError(
                 f"a study's values are samples per second, so only amptune's own sampler serves {self.objective.name}"
             )
+
+    @property
+    def lock(self) -> str:
+        """The name of the lock in the folder: of the folder, or of the device if the study is a database for many."""
+        if isinstance(self.study, Path):
+            return ".lock"
+        kind, _, index = (self.device or "cuda").partition(":")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        place = int(index) if index.isdecimal() else 0
+        own = visible[place] if kind == "cuda" and place < len(visible) and visible[place] else place
+        return f".lock-{kind}-{own}"
 
     @property
     def options(self) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ class TuningRun:
             self.stages.end_search(str(error))
         finally:
             self.stages.give_back()
-            study.keep_timeline(self.plan.timeline)
+            study.end(self.plan.timeline)
 
     def sound_decision(self) -> Decision | None:
         """Returns the decision with its winner judged if there is time; a rejected winner is replaced by another."""

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.samplers import BaseSampler, TPESampler
 from optuna.storages import BaseStorage, JournalStorage
 from optuna.trial import FrozenTrial, TrialState
@@ -22,10 +21,12 @@ from amptune.measure.results.outcome import Failure, outcome_to_dict
 from amptune.policy.serialization import in_one_line, policy_to_dict
 from amptune.policy.settings import Policy
 from amptune.search.sampler.backend import JOURNAL, SQLITE, database_at, journal_in, opened, storage_errors
+from amptune.search.sampler.distributions import distributions_of, suggest
 from amptune.search.sampler.kept_findings import findings_in
+from amptune.search.sampler.leases import Leases, running_in
 from amptune.search.sampler.records import GateRecord, StudyRecord, TuningRecord, without_password
-from amptune.search.sampler.stored_trials import running_in, trials_in
-from amptune.search.space.knobs import BATCH_SIZE, Dimension, Point, Space
+from amptune.search.sampler.stored_trials import trials_in
+from amptune.search.space.knobs import Point, Space
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
@@ -33,8 +34,6 @@ __all__ = ["Handle", "Store", "open_store", "recall"]
 
 # Prefixes of the names of a study's attributes.
 TUNING, JUDGED, ROW, TIMELINE = "tuning", "judged", "row", "timeline"
-# Larger than any batch.
-LARGEST_BATCH = 2**31
 # Until a worker that asked has named its policy, its trial is looked at again after so many seconds.
 AGAIN_S = 0.02
 
@@ -45,9 +44,10 @@ Handle = optuna.Trial
 class Store:
     """One study in its storage. Every method raises `StudyError` if the storage fails."""
 
-    def __init__(self, study: optuna.Study, space: Space) -> None:
+    def __init__(self, study: optuna.Study, space: Space, *, is_shared: bool) -> None:
         self._study = study
-        self.distributions = _distributions(space)
+        self._leases = Leases(study) if is_shared else None
+        self.distributions = distributions_of(space)
         # Since Optuna 5 a trial stores its own constraint; before, only a sampler can.
         self._teller = None if hasattr(optuna.Trial, "set_constraint") else TPESampler(constraints_func=_violation)
 
@@ -61,17 +61,37 @@ class Store:
         with storage_errors():
             self._study.enqueue_trial(dict(point))
 
+    def join(self) -> None:
+        """Says to other workers that this one lives, until `leave`."""
+        if self._leases is not None:
+            with storage_errors():
+                self._leases.begin()
+
+    def leave(self) -> None:
+        """Says nothing more of this worker."""
+        if self._leases is not None:
+            self._leases.end()
+
+    def give_up_what_nobody_has(self) -> None:
+        """Ends the trials of workers that are gone."""
+        if self._leases is not None:
+            with storage_errors():
+                self._leases.give_up_what_nobody_has()
+
     def ask(self, sampler: BaseSampler) -> Handle:
         """Begins a trial; it has no parameters yet."""
         with storage_errors():
             self._study.sampler = sampler
-            return self._study.ask()
+            handle = self._study.ask()
+            if self._leases is not None:
+                self._leases.take(handle)
+            return handle
 
     def settle(self, handle: Handle) -> None:
         """Gives a trial its parameters: the enqueued ones if it was enqueued, else the sampler's."""
         with storage_errors():
             for name, distribution in self.distributions.items():
-                _suggest(handle, name, distribution)
+                suggest(handle, name, distribution)
 
     def claim(self, handle: Handle, policy: Policy) -> bool:
         """Names the policy of a trial to all workers; returns False if one that asked before measures it."""
@@ -83,6 +103,7 @@ class Store:
                     return False
                 if None not in running.values():
                     return True
+                self.give_up_what_nobody_has()
                 time.sleep(AGAIN_S)
 
     def running(self) -> set[Policy]:
@@ -91,8 +112,11 @@ class Store:
             return {policy for policy in running_in(self._study).values() if policy is not None}
 
     def tell(self, handle: Handle, trial: Trial) -> None:
-        """Writes the outcome. A failed trial is complete too, with its constraint violated, so samplers see it."""
-        with storage_errors():
+        """Writes the outcome. A failed trial is complete too, with its constraint violated, so samplers see it.
+
+        If others thought that this worker was gone, they have given the trial up: its outcome is left out.
+        """
+        with storage_errors(), suppress(optuna.exceptions.UpdateFinishedTrialError):
             handle.set_user_attr("outcome", outcome_to_dict(trial.outcome))
             handle.set_user_attr("seconds", trial.seconds)
             handle.set_user_attr("run", trial.run)
@@ -101,12 +125,12 @@ class Store:
                 handle.set_constraint("feasible", 1.0 if isinstance(trial.outcome, Failure) else 0.0)
             else:
                 self._study.sampler = self._teller
-            self._study.tell(handle, trial.samples_per_s)
+            self._study.tell(handle, trial.samples_per_s, skip_if_finished=True)
 
     def forget(self, handle: Handle) -> None:
         """Ends a trial that was not measured."""
         with storage_errors():
-            self._study.tell(handle, state=TrialState.FAIL)
+            self._study.tell(handle, state=TrialState.FAIL, skip_if_finished=True)
 
     def runs(self) -> list[str]:
         """Returns the names of the recorded tuning runs."""
@@ -149,10 +173,11 @@ def open_store(where: Path | str, name: str, space: Space) -> Store:
     with warnings.catch_warnings(), storage_errors():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         study = optuna.create_study(storage=opened(where), study_name=name, direction="maximize", load_if_exists=True)
-        if isinstance(where, Path):  # one process at a time has a folder, so nothing runs there now
+        is_shared = not isinstance(where, Path)
+        if not is_shared:  # one process at a time has a folder, so nothing runs there now
             for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
                 study.tell(trial.number, state=TrialState.FAIL)
-        return Store(study, space)
+        return Store(study, space, is_shared=is_shared)
 
 
 def _violation(trial: FrozenTrial) -> tuple[float]:
@@ -255,25 +280,3 @@ def _broken_records(where: str) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError) as error:
         raise StudyError(f"the study in {where} is broken and cannot be read: {in_one_line(error)}") from error
-
-
-def _distributions(space: Space) -> dict[str, BaseDistribution]:
-    return {knob.name: _distribution(knob) for knob in space.knobs}
-
-
-def _distribution(knob: Dimension) -> BaseDistribution:
-    """Returns Optuna's form of the choices: a range of integers, or categories; for batch sizes any integer."""
-    choices: tuple[Any, ...] = knob.choices
-    if knob.name == BATCH_SIZE:
-        return IntDistribution(1, LARGEST_BATCH, log=True)
-    whole = [choice for choice in choices if isinstance(choice, int) and not isinstance(choice, bool)]
-    if len(whole) == len(choices) and whole == list(range(whole[0], whole[-1] + 1)):
-        return IntDistribution(whole[0], whole[-1])
-    return CategoricalDistribution(choices)
-
-
-def _suggest(trial: Handle, name: str, distribution: BaseDistribution) -> None:
-    if isinstance(distribution, CategoricalDistribution):
-        trial.suggest_categorical(name, distribution.choices)
-    elif isinstance(distribution, IntDistribution):
-        trial.suggest_int(name, distribution.low, distribution.high, log=distribution.log)

@@ -48,11 +48,8 @@ class Study:
         baseline: Policy | None = None,
         sampler: Sampler | None = None,
     ) -> None:
-        self._store = store
-        self._catalog = catalog
-        self._objective = objective
-        self._baseline = baseline
-        self._seed = seed
+        self._store, self._catalog, self._seed = store, catalog, seed
+        self._objective, self._baseline = objective, baseline
         self._own = PolicySampler(store.distributions, catalog, self._history_that_tells, seed)
         self._given = sampler
         self._first: deque[Policy] = deque()
@@ -136,6 +133,13 @@ class Study:
         """Records that a tuning run uses the study from now on."""
         self._run = tuning.run
         self._store.note_tuning(tuning)
+        self._store.join()
+
+    def end(self, timeline: Sequence[Mapping[str, Any]]) -> None:
+        """Records what this run did when, and that it begins no more trials; a failing storage loses that."""
+        self._store.leave()
+        with suppress(StudyError):
+            self._store.note_timeline(self._run, timeline)
 
     def runs(self) -> list[str]:
         """Returns the tuning runs that have used the study; [] if the storage fails."""
@@ -169,11 +173,6 @@ class Study:
         """Every timing of all runs: the trials' and the others."""
         return [*(trial.row for trial in self.trials), *self._rows]
 
-    def keep_timeline(self, timeline: Sequence[Mapping[str, Any]]) -> None:
-        """Records what this run did when; a failing storage loses it."""
-        with suppress(StudyError):
-            self._store.note_timeline(self._run, timeline)
-
     def keep(self, judgement: Judgement) -> None:
         """Records the numerics gate's judgement of a policy."""
         self._store.note_judged(GateRecord.of(judgement))
@@ -193,6 +192,7 @@ class Study:
         it was asked for.
         """
         for attempt in range(MOST_ATTEMPTS):
+            self._store.give_up_what_nobody_has()
             self._catch_up_trials()
             asked = self._next_wanted(modes) if wanted is None or not self.is_free(wanted) else wanted
             given = None if attempt >= MOST_ASKED else self._given

@@ -1,0 +1,171 @@
+"""Workers on one study that are killed at random moments, and what is left of it.
+
+`python tests/search/killed_workers.py postgresql --kills 50` prints the outcome; `sqlite` needs no server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+
+# A worker measures what the study suggests, and writes down what the study has taken.
+WORKER = """
+import sys
+sys.path[:0] = sys.argv[2:]
+import random, time
+from amptune.search.sampler import leases
+leases.BEAT_S, leases.GONE_S = 0.2, 4.0
+from simulated.recorded import RecordedEvaluator
+from test_policy_sampler import opened
+from amptune.measure.results.outcome import Effort
+from amptune.search.table.trial import Trial
+study = opened(sys.argv[1])
+study._store.join()
+evaluator = RecordedEvaluator("resnet50")
+print("ready", flush=True)
+while (suggestion := study.suggest()) is not None:
+    time.sleep(0.1 * random.random())
+    outcome = evaluator.measure(suggestion.policy, Effort())
+    study.tell(suggestion, Trial(number=len(study.trials), policy=suggestion.policy, outcome=outcome, seconds=1.0))
+    print(suggestion.policy, flush=True)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Left:
+    """What is left: trials that a worker had told and that are lost, policies measured twice, trials still running."""
+
+    kills: int
+    told: int
+    lost: int
+    twice: int
+    running: int
+    seconds: float
+
+
+def killed(url: str, kills: int, *, workers: int = 4, seed: int = 0) -> Left:
+    """Kills workers at random moments, each in its loop, and starts others; then one that asks once more ends it."""
+    import optuna
+    from optuna.trial import TrialState
+
+    from amptune.search.sampler import leases
+
+    chance, began_s, told = random.Random(seed), time.monotonic(), []
+    with tempfile.TemporaryDirectory() as folder:
+        running = [_worker(url, Path(folder) / str(number)) for number in range(workers)]
+        for number in range(kills):
+            index = chance.randrange(workers)
+            process, output = running[index]
+            while "\n" not in output.read_text():  # it has begun
+                time.sleep(0.05)
+            time.sleep(0.5 * chance.random())
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            told += output.read_text().splitlines()[1:]
+            running[index] = _worker(url, Path(folder) / str(workers + number))
+        for process, output in running:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            told += output.read_text().splitlines()[1:]
+    sys.path[:0] = [str(TESTS), str(TESTS / "search")]
+    from test_policy_sampler import opened
+
+    leases.GONE_S = 1.0
+    last = opened(url)
+    for _ in range(2):  # it sees who stands still, and then gives up what they had
+        suggestion = last.suggest()
+        if suggestion is not None:
+            last.forget(suggestion)
+        time.sleep(1.5)
+    suggestion = last.suggest()
+    if suggestion is not None:
+        last.forget(suggestion)
+    study = optuna.load_study(study_name="study", storage=url)
+    kept = Counter(str(trial.policy) for trial in opened(url).trials)
+    return Left(
+        kills=kills,
+        told=len(told),
+        lost=sum(policy.strip() not in kept for policy in told if policy.strip()),
+        twice=sum(count > 1 for count in kept.values()),
+        running=len(study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))),
+        seconds=round(time.monotonic() - began_s, 1),
+    )
+
+
+def _worker(url: str, output: Path) -> tuple[subprocess.Popen[bytes], Path]:
+    output.touch()
+    command = [sys.executable, "-c", WORKER, url, str(TESTS), str(TESTS / "search"), *sys.path]
+    with output.open("wb") as stream:
+        return subprocess.Popen(command, stdout=stream), output
+
+
+POSTGRESQL = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), reverse=True)), None)
+
+
+@contextmanager
+def postgresql(folder: Path) -> Iterator[str]:
+    """A server of PostgreSQL on loopback, as Debian's packages bring it; the URL of an empty database."""
+    assert POSTGRESQL is not None
+    programs, data, port = POSTGRESQL.parent, folder / "data", _free_port()
+    data.mkdir()
+    as_owner: list[str] = []
+    if os.geteuid() == 0:  # PostgreSQL refuses to run as root
+        as_owner = ["runuser", "-u", "postgres", "--"]
+        for place in (folder, data):
+            shutil.chown(place, "postgres")
+        for parent in folder.parents:
+            if parent.stat().st_uid == os.geteuid() and parent != Path("/"):
+                parent.chmod(parent.stat().st_mode | 0o011)
+
+    def run(*command: str) -> None:
+        subprocess.run([*as_owner, *command], check=True, capture_output=True, cwd="/")
+
+    run(str(programs / "initdb"), "-D", str(data), "-U", "amptune", "-A", "trust", "--no-sync")
+    options = f"-h 127.0.0.1 -p {port} -k {folder} -c fsync=off"
+    run(str(programs / "pg_ctl"), "-D", str(data), "-w", "-l", str(folder / "server.log"), "-o", options, "start")
+    try:
+        yield f"postgresql+psycopg2://amptune@127.0.0.1:{port}/postgres"
+    finally:
+        run(str(programs / "pg_ctl"), "-D", str(data), "-m", "immediate", "stop")
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("storage", choices=["postgresql", "sqlite"])
+    parser.add_argument("--kills", type=int, default=50)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if arguments.storage == "postgresql":
+            with postgresql(folder) as url:
+                left = killed(url, arguments.kills)
+        else:
+            left = killed(f"sqlite:///{folder / 'study.db'}", arguments.kills)
+    print(json.dumps({"storage": arguments.storage, **asdict(left)}))
+
+
+if __name__ == "__main__":
+    main()

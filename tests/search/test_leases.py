@@ -1,0 +1,92 @@
+"""Workers of one study die, are given up, and come back too late."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from killed_workers import POSTGRESQL, killed, postgresql
+from test_policy_sampler import opened
+
+from amptune.measure.results.outcome import Failure
+from amptune.policy.settings import Policy, amp_recipe
+from amptune.search.sampler.leases import GONE_S, Leases
+from amptune.search.sampler.study import Study
+from amptune.search.sampler.suggestion import Suggestion
+from amptune.search.table.trial import Trial
+
+RECIPE = amp_recipe("bf16")
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def leases_of(study: Study) -> Leases:
+    leases = study._store._leases
+    assert leases is not None
+    return leases
+
+
+def asked(study: Study) -> Suggestion:
+    suggestion = study.suggest(wanted=RECIPE)
+    assert suggestion is not None
+    return suggestion
+
+
+def trial(policy: Policy, run: str) -> Trial:
+    return Trial(number=0, policy=policy, outcome=Failure(kind="oom", message=""), seconds=1.0, run=run)
+
+
+def test_a_trial_is_tried_again_once_its_workers_counter_stands_still(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    first, second = opened(url), opened(url)
+    clock = Clock()
+    leases_of(second).clock = clock
+    early = asked(first)
+    assert early.policy == RECIPE
+    for _ in range(3):  # it takes longer than a worker is waited for, but lives
+        leases_of(first).beat()
+        other = asked(second)
+        assert other.policy != RECIPE
+        second.forget(other)
+        clock.now_s += GONE_S - 1
+    clock.now_s += 2
+    again = asked(second)
+    assert again.policy == RECIPE
+    second.tell(again, trial(RECIPE, "second"))
+    first.tell(early, trial(RECIPE, "first"))
+    first.forget(early)
+    assert [one.run for one in opened(url).trials] == ["second"]
+
+
+def test_a_worker_counts_on_until_it_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("amptune.search.sampler.leases.BEAT_S", 0.01)
+    leases = leases_of(opened(f"sqlite:///{tmp_path / 'study.db'}"))
+    leases.begin()
+    while leases._beats < 3:
+        pass
+    leases.end()
+    assert leases.study.user_attrs[f"alive {leases.worker}"] >= 2
+
+
+def test_a_folder_is_one_workers_and_needs_no_lease(tmp_path: Path) -> None:
+    assert opened(tmp_path)._store._leases is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["sqlite", "postgresql"])
+def test_killed_workers_lose_nothing_that_was_told(tmp_path: Path, storage: str) -> None:
+    if storage == "sqlite":
+        left = killed(f"sqlite:///{tmp_path / 'study.db'}", 5, workers=2)
+    elif POSTGRESQL is None or importlib.util.find_spec("psycopg2") is None:
+        pytest.skip("needs PostgreSQL and psycopg2")
+    else:
+        with postgresql(tmp_path) as url:
+            left = killed(url, 5, workers=2)
+    assert left.told > 0
+    assert (left.lost, left.twice, left.running) == (0, 0, 0)
