@@ -47,10 +47,10 @@ def whole_page(title: str, content: Iterable[str]) -> str:
     )
 
 
-def section(name: str, heading: str, *content: str) -> str:
-    """Returns a section with the id `name`; `content` is HTML."""
+def section(name: str, heading: str, *content: str, kind: str = "") -> str:
+    """Returns a section with the id `name` and the class `kind`; `content` is HTML."""
     inner = "\n".join(filter(None, content))
-    return f'<section id="{name}">\n<h2>{escape(heading)}</h2>\n{inner}\n</section>'
+    return f'<section id="{name}"{_of_class(kind)}>\n<h2>{escape(heading)}</h2>\n{inner}\n</section>'
 
 
 def prose(text: str) -> str:

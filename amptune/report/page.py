@@ -68,7 +68,7 @@ def page_without_answer(record: StudyRecord, why: str) -> str:
         _title(record),
         [
             _heading(record, record.last.objective.name),
-            section("verdict", "The verdict", *verdict).replace("<section ", '<section class="failed" ', 1),
+            section("verdict", "The verdict", *verdict, kind="failed"),
             section("policy", "The policy", note("There is none: keep what you have.")),
             missing["settings"],
             trials_without_answer(record),
@@ -103,8 +103,8 @@ def _verdict(study_report: StudyReport) -> str:
         *_bars(study_report),
         *_next(study_report),
     ]
-    kind = "confirmed" if state in ("confirmed", "no gain") else "open"
-    return section("verdict", "The verdict", *parts).replace("<section ", f'<section class="{kind}" ', 1)
+    kind = {"confirmed": "confirmed", "no gain": "kept"}.get(state, "open")
+    return section("verdict", "The verdict", *parts, kind=kind)
 
 
 def _state(study_report: StudyReport) -> str:
@@ -159,7 +159,9 @@ def _grounds(study_report: StudyReport) -> str:
     processes = f"; measured in {launches} fresh process{'' if launches == 1 else 'es'}" if launches else ""
     if study_report.keeps_the_baseline:
         others = len(study_report.verdict.contenders) - 1
-        return f"{others} other polic{'y was' if others == 1 else 'ies were'} measured{processes}"
+        measured = f"{others} other polic{'y was' if others == 1 else 'ies were'} measured{processes}"
+        ahead = sum(one.merit > 1 for one in study_report.verdict.contenders)
+        return measured + (f"; {ahead} with better figures, and the trials below say why not" if ahead else "")
     chance, numerics = (
         chance_in_words(study_report.verdict.winner.chance),
         study_report.numerics_of(study_report.policy),

@@ -148,6 +148,7 @@ def test_rows_that_are_faster_than_a_kept_baseline_say_why_they_did_not_win() ->
     page = shown(study_report_of(record(trials=trials), (), THROUGHPUT))
     assert "undecided" in page.texts("span")
     assert any("keep what you have" in text for text in page.texts("p"))
+    assert "1 other policy was measured; 1 with better figures, and the trials below say why not" in page.whole
     assert "confirmed" not in page.classes("section")
     assert any(text.startswith("not shown to be better than the baseline") for text in page.texts("td"))
 
