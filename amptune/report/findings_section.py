@@ -34,6 +34,7 @@ _ADVICE = {
     "graph-breaks": "Move what breaks the graph out of the model's forward, or keep compile off.",
     "recompiles": "Pad batches to a fixed size.",
     "launch-bound": "CUDA graphs or torch.compile: the host is too slow for this GPU.",
+    "interrupted": "Run the same command again: it continues.",
     "undecided": "Run the same command again: it continues.",
     "speed-not-shown": "Run the same command again: it continues.",
 }  # fmt: skip

@@ -109,12 +109,13 @@ def _verdict(study_report: StudyReport) -> str:
 
 def _state(study_report: StudyReport) -> str:
     """Returns the certainty of the answer as a word."""
-    confidence = study_report.verdict.confidence
+    record = study_report.record
+    interrupted = any(finding.code == "interrupted" for finding in record.findings)
+    confirmed = study_report.verdict.confidence == "confirmed" and not interrupted
     if study_report.keeps_the_baseline:
         alone = len(study_report.verdict.contenders) == 1
-        return "nothing compared" if alone else "no gain" if confidence == "confirmed" else "undecided"
-    judged = study_report.record.judgements.passes(study_report.policy)
-    return "confirmed" if confidence == "confirmed" and judged else "provisional"
+        return "nothing compared" if alone else "no gain" if confirmed else "undecided"
+    return "confirmed" if confirmed and record.judgements.passes(study_report.policy) else "provisional"
 
 
 def _sentence(study_report: StudyReport) -> str:

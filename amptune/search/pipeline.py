@@ -18,6 +18,7 @@ from amptune.errors import DeviceError, NothingFeasibleError, ObjectiveError, Sp
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Prepared
+from amptune.policy.findings import Finding
 from amptune.search.after_checks import larger_batch
 from amptune.search.decide.decision import Decision
 from amptune.search.events import ContenderMeasured, Event, Observer, StepStarted, WorkloadBuilt
@@ -37,6 +38,7 @@ __all__ = ["TuningInterrupted", "locked", "run_tuning", "tune_with"]
 # So many processes build the workload beside the first, to compile the first graph: more make all of them slower.
 GRAPHS_AHEAD = 1
 
+INTERRUPTED = Finding(code="interrupted", message="the tuning was interrupted: this is the best so far")
 NO_ENERGY = "the objective energy cannot be pursued here: this machine reports no energy"
 
 
@@ -65,7 +67,7 @@ def run_tuning(request: TuningRequest, observer: Observer, evaluator: Evaluator 
             return decision
         except TuningInterrupted as interrupted:
             if interrupted.decision is not None:
-                _keep_findings(request, interrupted.decision)
+                _keep_findings(request, interrupted.decision, INTERRUPTED)
             raise
         finally:
             evaluator.close()
@@ -162,12 +164,12 @@ def _told_of_a_larger_batch(evaluator: Evaluator, decision: Decision, request: T
     return decision if finding is None else decision.with_findings([finding])
 
 
-def _keep_findings(request: TuningRequest, decision: Decision) -> None:
+def _keep_findings(request: TuningRequest, decision: Decision, *more: Finding) -> None:
     """Keeps the findings for `amptune report`; a storage that fails loses them."""
     from amptune.search.sampler.kept_findings import keep_findings
 
     with suppress(StudyError):
-        keep_findings(request.study, request.run, decision.findings)
+        keep_findings(request.study, request.run, (*more, *decision.findings))
 
 
 def _nothing_feasible(study: Study, candidates: Candidates) -> Exception:

@@ -120,6 +120,7 @@ def test_the_study_of_an_interrupted_tuning_says_what_its_file_does(tmp_path: Pa
     said = json.loads(interrupted.stdout)
     answer = json.loads(run("report", "train.py:small", "--json", folder=tmp_path).stdout)
     assert said["provisional"] is True
+    assert "interrupted" in [finding["code"] for finding in answer["findings"]]
     assert [said[name] for name in VERDICT] == figures_of(answer)
 
 

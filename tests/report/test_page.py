@@ -143,6 +143,14 @@ def test_an_answer_that_is_not_confirmed_comes_with_the_command_that_measures_mo
     assert page.texts("pre")[0] == command
 
 
+def test_an_interrupted_tuning_is_provisional() -> None:
+    interrupted = Finding(code="interrupted", message="the tuning was interrupted: this is the best so far")
+    page = shown(study_report_of(replace(rich(), findings=(interrupted,)), (), THROUGHPUT))
+    assert "provisional" in page.texts("span")
+    assert "confirmed" not in page.texts("span")
+    assert interrupted.message in page.texts("li")
+
+
 def test_rows_that_are_faster_than_a_kept_baseline_say_why_they_did_not_win() -> None:
     trials = (*record().trials[:1], replace(record().trials[1], outcome=took(9.97, 700.0)))
     page = shown(study_report_of(record(trials=trials), (), THROUGHPUT))
