@@ -152,7 +152,7 @@ def _staircase(marks: Sequence[ChartMark], end: float) -> list[tuple[float, floa
 
 def _framed(x: Axis, y: Axis, shapes: Sequence[str], marks: Sequence[str]) -> str:
     """Returns a chart: axes, their ticks, grid and shapes as a stretched SVG, and marks on top."""
-    across = "".join(f'<span style="bottom:{y.place(tick):.2f}%">{y.text(tick)}</span>' for tick in y.ticks)
+    across = "".join(f'<span style="bottom:{y.place(tick):.2f}%">{y.text(tick)}</span>' for tick in _inner(y))
     along = "".join(f'<span style="left:{x.place(tick):.2f}%">{x.text(tick)}</span>' for tick in _inner(x))
     grid = "".join(f'<path class="grid" d="M0 {100 - y.place(tick):.2f}H100"/>' for tick in y.ticks)
     svg = (

@@ -121,8 +121,10 @@ def kind_of(study_report: StudyReport, policy: Policy) -> Kind:
 
 
 def _compared(study_report: StudyReport) -> str:
-    """Returns a table of the policies that were measured again, or were ahead, with the reason why each did not win."""
-    shown = [one for one in study_report.verdict.contenders if one.rows > 1 or one.merit > 1][:_MOST_COMPARED]
+    """Returns a table of what was measured again or came near, with the reason why each policy did not win."""
+    ranked = enumerate(study_report.verdict.contenders)
+    near = [one for place, one in ranked if place < _FEWEST_COMPARED or one.rows > 1 or one.merit > 1]
+    shown = near[:_MOST_COMPARED]
     if all(one.policy != study_report.baseline.policy for one in shown):
         shown.append(study_report.baseline)
     used = study_report.objective.name != "throughput"
@@ -138,7 +140,7 @@ def _compared(study_report: StudyReport) -> str:
     )
 
 
-_MOST_COMPARED = 20
+_FEWEST_COMPARED, _MOST_COMPARED = 5, 20
 
 
 def _figures(one: Contender, *, used: bool) -> list[str]:

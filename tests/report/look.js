@@ -30,7 +30,7 @@ document.querySelector("iframe").onload = ({ target: frame }) => {
   const elements = [...page.body.querySelectorAll("*")].filter((one) => one.checkVisibility());
   const boxes = (selector, inside) => [...inside.querySelectorAll(selector)].map((one) => [one, one.getBoundingClientRect()]);
   const overlapping = [];
-  for (const [inside, selector] of [[".area", ".label"], [".along", "span"], [".across", "span"]])
+  for (const [inside, selector] of [[".area", ".label"], [".plot", ".axis, .along span, .across span"]])
     for (const plot of page.querySelectorAll(inside))
       boxes(selector, plot).forEach(([one, a], i, all) => all.slice(i + 1).forEach(([other, b]) => {
         if (a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1)
