@@ -110,9 +110,10 @@ def _drawn(piece: Piece, end_s: float, stage: str) -> str:
 
 def _best_so_far(study_report: StudyReport) -> Iterator[str]:
     """Yields a line of the best speed so far, of the policies that may win: over time, or by trial if it is unknown."""
-    record, base = study_report.record, study_report.baseline.samples_per_s
+    record = study_report.record
     sound, moments = {point.policy for point in study_report.points}, _moments(record)
     ran = [one for one in record.trials if isinstance(one.outcome, Measurement)]
+    base = next((one.samples_per_s for one in ran if one.policy == study_report.baseline.policy), 0.0)
     timed = [(moments[one.number], one) for one in ran if one.number in moments]
     placed = timed if len(timed) > 1 else [(float(count), one) for count, one in enumerate(ran, 1)]
     points: list[tuple[float, float]] = []
