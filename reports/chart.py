@@ -21,7 +21,7 @@ from oracle import read  # beside this program
 from rivals import Summary, summary_of
 
 from amptune.policy.settings import STOCK
-from amptune.report.chart import Axis
+from amptune.report.plot import Axis
 
 HERE = Path(__file__).resolve().parent
 RIVALS, ORACLES = HERE / "h200" / "rivals", HERE / "h200" / "oracle"

@@ -13,40 +13,89 @@ from amptune.cli.options import FILE, json_option, objective_options, print_json
 
 if TYPE_CHECKING:
     from amptune.search.decide.study_report import StudyReport
+    from amptune.search.sampler.records import StudyRecord
 
 __all__ = ["report_command"]
 
 
 @click.command("report", short_help="Answer from a study's trials, for any objective; a page of them.")
 @click.argument("study", type=FILE, metavar="STUDY")
+@click.argument("other", type=FILE, metavar="[OTHER]", required=False)
 @click.option("-o", "--output", type=FILE, metavar="F.html", help="Write a page that stands alone, instead of text.")
 @objective_options(None, "What is to be best. Default: what the study was last tuned for.")
-@click.option("--name", help="Which study, where the storage holds several. Default: the one last tuned.")
+@click.option(
+    "--name", multiple=True, help="Which study, where the storage holds several; once for each. Default: the last."
+)
 @json_option
 def report_command(
-    study: str, output: str | None, objective: str | None, least_speed: float | None, name: str | None, as_json: bool
+    study: str,
+    other: str | None,
+    output: str | None,
+    objective: str | None,
+    least_speed: float | None,
+    name: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Say which policy the trials of STUDY speak for, for any objective, without measuring again.
 
     STUDY is a study's folder, a database URL, or the TARGET that was tuned. Trials, comparisons and what the numerics
     gate said are read back; what rests on a single trial is said to, with the command that proves it.
+
+    With OTHER, both studies stand side by side: two GPUs, or two releases of PyTorch.
     """
+    from amptune.errors import StudyError
     from amptune.policy.file_io import require_writable
-    from amptune.report.page import page_of
+    from amptune.report.page import page_of, page_without_answer
+    from amptune.report.study_files import files_of
     from amptune.report.terminal import print_study_report
     from amptune.search.decide.study_report import findings_of
 
     if output is not None:
         require_writable(output)
-    study_report = _study_report(study, name, objective, least_speed)
+    where, record = _recalled(study, *name[:1])
+    if other is not None:
+        first = _study_report(where, record, objective, least_speed)
+        second = _study_report(*_recalled(other, *name[1:2]), objective, least_speed)
+        _tell_both(first, second, output, as_json=as_json)
+        return
+    try:
+        study_report = _study_report(where, record, objective, least_speed)
+    except StudyError as error:
+        if output is None:
+            raise
+        write_page(page_without_answer(record, str(error)), output)
+        click.echo(f"wrote {output}: {error}", err=True)
+        return
     if output is not None:
-        write_page(page_of(study_report, findings_of(study_report)), output)
+        files = files_of(_folder(where, record))
+        write_page(page_of(study_report, findings_of(study_report), files), output)
     if as_json:
         print_json("amptune.report/1", {"output": output, **_as_data(study_report)})
     elif output is not None:
         click.echo(f"wrote {output}: {study_report.sentence}")
     else:
         print_study_report(study_report, sys.stdout)
+
+
+def _tell_both(first: StudyReport, second: StudyReport, output: str | None, *, as_json: bool) -> None:
+    """Says what differs between two studies: on a page, as JSON, or as text."""
+    from amptune.report.side_by_side import page_of_two, pairs_of, told_of_two
+    from amptune.report.terminal import print_two_studies
+
+    if output is not None:
+        write_page(page_of_two(first, second), output)
+    if as_json:
+        data = {
+            "output": output,
+            "studies": [_as_data(first), _as_data(second)],
+            "policies": [pair.as_dict() for pair in pairs_of(first, second)],
+            "findings": [finding.as_dict() for finding in told_of_two(first, second)],
+        }
+        print_json("amptune.reports/1", data)
+    elif output is not None:
+        click.echo(f"wrote {output}")
+    else:
+        print_two_studies(first, second, sys.stdout)
 
 
 def write_page(page: str, output: str) -> None:
@@ -59,18 +108,30 @@ def write_page(page: str, output: str) -> None:
         raise OutputError(f"the report cannot be written to {output}: {error}") from error
 
 
-def _study_report(study: str, name: str | None, objective: str | None, least_speed: float | None) -> StudyReport:
-    from amptune.search.decide.samples import former_rows
-    from amptune.search.decide.study_report import study_report_of
+def _recalled(study: str, name: str | None = None) -> tuple[Path | str, StudyRecord]:
+    """Returns the place of the trials, and what is there."""
     from amptune.search.sampler.storage import recall
-    from amptune.search.table.objective import objective_of
 
     where = _place(study)
-    record = recall(where, name)
+    return where, recall(where, name)
+
+
+def _folder(where: Path | str, record: StudyRecord) -> Path:
+    """Returns the folder of the study's files beside its trials."""
+    return where if isinstance(where, Path) else Path(record.last.folder)
+
+
+def _study_report(
+    where: Path | str, record: StudyRecord, objective: str | None, least_speed: float | None
+) -> StudyReport:
+    from amptune.search.decide.samples import former_rows
+    from amptune.search.decide.study_report import study_report_of
+    from amptune.search.table.objective import objective_of
+
     last = record.last.objective
     asked = objective_of(objective or last.name, least_speed) if objective or least_speed is not None else last
-    folder = where if isinstance(where, Path) else Path(record.last.folder)
-    return study_report_of(record, former_rows(folder, [tuning.run for tuning in record.tunings]), asked)
+    former = former_rows(_folder(where, record), [tuning.run for tuning in record.tunings])
+    return study_report_of(record, former, asked)
 
 
 def _place(study: str) -> Path | str:

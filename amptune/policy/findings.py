@@ -28,3 +28,9 @@ class Finding:
     def as_dict(self) -> dict[str, Any]:
         """Returns the finding as `--json` prints it: `{code, module, message, …figures}`."""
         return {"code": self.code, "module": self.module, "message": self.message, **self.figures}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Finding:
+        """Reads what `as_dict` returns. Raises `KeyError` or `TypeError` for anything else."""
+        figures = {name: value for name, value in data.items() if name not in ("code", "module", "message")}
+        return Finding(code=data["code"], message=data["message"], module=data.get("module"), figures=figures)

@@ -8,29 +8,42 @@ from dataclasses import replace
 from typing import Any
 
 from amptune.errors import ClaimError, ObjectiveError
+from amptune.policy.knobs.knob import Knob
 from amptune.policy.policy_file import PolicyFile
-from amptune.policy.serialization import in_one_line
+from amptune.policy.serialization import in_one_line, policy_from_dict
 from amptune.policy.settings import KNOBS, Policy
 from amptune.search.decide.pareto import ParetoPoint, best_point
 from amptune.search.table.gains import FIGURES, aim_of, goal_of
 from amptune.search.table.objective import Objective
 from amptune.search.table.ratio import CONFIRMED, LIKELY, chance_in_words
 
-__all__ = ["explain", "explain_for"]
+__all__ = ["explain", "explain_for", "machine_in_words"]
 
 _FIGURES = (
     ("samples_per_s", "Throughput", "samples/s"),
     ("peak_memory_mib", "Peak memory", "MiB"),
     ("energy_j_per_sample", "Energy", "J per sample"),
 )
+# Of the reasons why policies lost, the most that are told.
+MOST_REASONS = 6
 _SURE = {"confirmed": CONFIRMED, "likely": LIKELY}
 
 
 def explain(policy_file: PolicyFile) -> tuple[str, ...]:
-    """Returns one or two sentences per setting, then the evidence. Raises `ClaimError` if the evidence is malformed."""
+    """Returns what each setting does, what was measured, why others lost, the risks, and when to tune again.
+
+    Raises `ClaimError` if the evidence is malformed.
+    """
+    policy, evidence = policy_file.policy, policy_file.evidence
     with _readable("evidence"):
-        settings = [sentence for knob in KNOBS for sentence in knob.explained(policy_file.policy)]
-        return (*settings, *_evidence(policy_file.evidence), *_validity(policy_file.valid_for))
+        settings = [sentence for knob in KNOBS for sentence in knob.explained(policy)]
+        return (
+            *settings,
+            *_evidence(evidence),
+            *_losers(policy, evidence),
+            *_risks(policy, evidence),
+            *_validity(policy_file.valid_for, evidence),
+        )
 
 
 def explain_for(policy_file: PolicyFile, objective: Objective) -> tuple[ParetoPoint | None, tuple[str, ...]]:
@@ -177,7 +190,62 @@ def _bought(setting: str, figures: Mapping[str, Any], objective: str) -> str:
     return f"{setting} makes it {figures['buys']:g} times as fast as without{between}."
 
 
-def _validity(valid_for: Mapping[str, str]) -> Iterator[str]:
+def _losers(policy: Policy, evidence: Mapping[str, Any]) -> Iterator[str]:
+    """Yields why the other finalists did not win, those with one reason together."""
+    reasons: dict[str, list[str]] = {}
+    for one in evidence.get("finalists", ()):
+        other = policy_from_dict(one["policy"])
+        if one.get("lost") and not _same(other, policy):
+            reasons.setdefault(one["lost"], []).append(str(other))
+    for reason, lost in list(reasons.items())[:MOST_REASONS]:
+        yield f"Why not {'; '.join(lost)}: {reason}."
+
+
+def _risks(policy: Policy, evidence: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what may go wrong under the policy."""
+    yield from (f"Risk: {knob.risks[value]}" for knob in KNOBS if (value := _plain_value(knob, policy)) in knob.risks)
+    share = evidence.get("parity", {}).get("share_of_allowed")
+    if share is not None:
+        yield f"Risk: the numerics gate saw the first steps alone ({share:.0%} of its limits is used): watch your loss."
+
+
+def _plain_value(knob: Knob, policy: Policy) -> Any:
+    """Returns a setting's value, if it is one that may have a risk by itself."""
+    value = knob.of(policy)
+    return value if isinstance(value, str | bool) else None
+
+
+def _validity(valid_for: Mapping[str, str], evidence: Mapping[str, Any]) -> Iterator[str]:
     if valid_for:
-        named = ", ".join(f"{name} {value}" for name, value in valid_for.items() if name != "model")
-        yield f"Valid for {named}."
+        yield f"Valid for {machine_in_words(valid_for)}."
+    tuned_on = str(evidence.get("tuned_on", ""))[:10]
+    if evidence and valid_for:
+        since = f" Tuned on {tuned_on}." if tuned_on else ""
+        yield f"Tune again for another GPU or CPU, release of PyTorch, model, shape of the data or batch size.{since}"
+
+
+def machine_in_words(labels: Mapping[str, str]) -> str:
+    """Returns the machine, software and model that labels name, as a list in words; unknown labels as they are."""
+    rest = dict(labels)
+    found = []
+    product, mib = rest.pop("nvidia.com/gpu.product", None), rest.pop("nvidia.com/gpu.memory", "")
+    major, minor = (rest.pop(f"nvidia.com/gpu.compute.{part}", None) for part in ("major", "minor"))
+    if product is not None:
+        size = f" with {int(mib) / 1024:.0f} GiB" if mib.isdecimal() else ""
+        found.append(f"{product.replace('-', ' ')}{size}")
+    if major is not None:
+        found.append(f"compute capability {major}.{minor or 0}")
+    if arch := rest.pop("kubernetes.io/arch", None):
+        model = {name: rest.pop(f"{_CPU}model.{name}", None) for name in ("vendor_id", "family", "id")}
+        known = " ".join(f"{_CPU_WORDS[name]}{value}" for name, value in model.items() if value)
+        extensions = [name for name in list(rest) if name.startswith(f"{_CPU}cpuid.") and rest.pop(name)]
+        has = f" with {', '.join(name.rpartition('.')[2] for name in extensions)}" if extensions else ""
+        found.append(f"{arch} CPUs{f' of {known}' if known else ''}{has}")
+    model_digest = rest.pop("model", None)
+    found += [f"{_NAMES.get(name, name)} {value}" for name, value in rest.items()]
+    return ", ".join([*found, *(["this model"] if model_digest else [])])
+
+
+_CPU = "feature.node.kubernetes.io/cpu-"
+_CPU_WORDS = {"vendor_id": "", "family": "family ", "id": "model "}
+_NAMES = {"torch": "torch", "cudnn": "cuDNN"}

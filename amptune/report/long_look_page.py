@@ -7,8 +7,8 @@ from html import escape
 
 from amptune.measure.numerics.long_comparison import Gap, smoothed
 from amptune.measure.results.training_runs import LossCurve
-from amptune.report.chart import ChartLine, lines
-from amptune.report.page import bullets, section, table, whole_page
+from amptune.report.markup import bullets, key, section, table, whole_page
+from amptune.report.plot import ChartLine, lines
 from amptune.search.gate.long_look import LongLook
 
 __all__ = ["page_of_look"]
@@ -20,20 +20,19 @@ def page_of_look(look: LongLook) -> str:
 
 
 def _sections(look: LongLook) -> Iterator[str]:
-    state = "proven" if look.agreement == "met" else "unproven"
+    state = {"met": "confirmed", "missed": "failed"}.get(look.agreement, "open")
     answer, *further = map(str, look.findings)
     title = escape(f"{look.name}: {look.policy}")
     yield f'<header>\n<p class="eyebrow">amptune · numerics</p>\n<h1>{title}</h1>'
-    yield f'<div class="answer {state}">\n<p class="sentence">{escape(answer)}</p>\n</div>'
     yield f'<p class="small">{look.steps_seen:,} steps · {len(look.pairs)} seeds · FP32 is {escape(str(look.fp32))}</p>'
-    yield "</header>"
+    yield f'</header>\n<section id="verdict" class="{state}">\n<p class="sentence">{escape(answer)}</p>\n</section>'
     if look.pairs:
         chart = lines([*_lines(look)], "step", "loss")
-        yield section("Loss", f"<figure>\n{chart}\n</figure>{_KEY}")
+        yield section("losses", "Loss", chart, key(_KEY))
     if look.gaps:
-        yield section("What was compared", table(_HEADINGS, map(_row, look.gaps)))
+        yield section("gaps", "What was compared", table(_HEADINGS, map(_row, look.gaps)))
     if further:
-        yield section("Findings", bullets(further))
+        yield section("findings", "Findings", bullets(further))
 
 
 def _lines(look: LongLook) -> Iterator[ChartLine]:
@@ -66,9 +65,4 @@ def _row(gap: Gap) -> list[str]:
     ]
 
 
-_KEY = """
-<ul class="key">
-<li class="baseline"><i>━</i> FP32, mean of the seeds</li>
-<li class="winner"><i>╍</i> the policy, mean of the seeds</li>
-<li class="trial"><i>─</i> single seeds</li>
-</ul>"""
+_KEY = (("line", "FP32, mean of the seeds"), ("policy", "the policy, mean of the seeds"), ("band", "single seeds"))

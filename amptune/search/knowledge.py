@@ -9,9 +9,11 @@ from functools import cached_property
 from typing import Any
 
 from amptune.errors import StudyError
+from amptune.hardware.versions import versions_of
 from amptune.measure.results.subject import Prepared
 from amptune.policy.settings import Fp32Rule, Policy
 from amptune.search.batch_size.batch_sizes import NO_SIZES, BatchSizes
+from amptune.search.decide.evidence import labels_of
 from amptune.search.decide.samples import former_rows
 from amptune.search.gate.judge import Judge, PolicyJudged
 from amptune.search.request import TuningRequest
@@ -79,6 +81,9 @@ class Knowledge:
             options=request.options,
             device=self.prepared.hardware.device,
             arguments=request.source.arguments,
+            software=tuple(versions_of(self.prepared.hardware).items()),
+            memory_mib=self.prepared.memory_mib,
+            valid_for=tuple(labels_of(self.prepared).items()),
         )
 
     @cached_property

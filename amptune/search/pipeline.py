@@ -7,7 +7,7 @@ import math
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from amptune.errors import DeviceError, NothingFeasibleError, ObjectiveError, Sp
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Prepared
+from amptune.policy.findings import Finding
 from amptune.search.after_checks import larger_batch
 from amptune.search.decide.decision import Decision
 from amptune.search.events import ContenderMeasured, Event, Observer, StepStarted, WorkloadBuilt
@@ -37,6 +38,7 @@ __all__ = ["TuningInterrupted", "locked", "run_tuning", "tune_with"]
 # So many processes build the workload beside the first, to compile the first graph: more make all of them slower.
 GRAPHS_AHEAD = 1
 
+INTERRUPTED = Finding(code="interrupted", message="the tuning was interrupted: this is the best so far")
 NO_ENERGY = "the objective energy cannot be pursued here: this machine reports no energy"
 
 
@@ -58,9 +60,15 @@ def run_tuning(request: TuningRequest, observer: Observer, evaluator: Evaluator 
         try:
             decision = tune_with(evaluator, _with_time_for_the_rest(request), _counting_all(request, observer))
             try:
-                return _told_of_a_larger_batch(evaluator, decision, request)
+                decision = _told_of_a_larger_batch(evaluator, decision, request)
             except KeyboardInterrupt:
                 raise TuningInterrupted(decision) from None
+            _keep_findings(request, decision)
+            return decision
+        except TuningInterrupted as interrupted:
+            if interrupted.decision is not None:
+                _keep_findings(request, interrupted.decision, INTERRUPTED)
+            raise
         finally:
             evaluator.close()
 
@@ -154,6 +162,14 @@ def _leaves_the_batch(request: TuningRequest) -> bool:
 def _told_of_a_larger_batch(evaluator: Evaluator, decision: Decision, request: TuningRequest) -> Decision:
     finding = larger_batch(evaluator, decision, request.budget) if _leaves_the_batch(request) else None
     return decision if finding is None else decision.with_findings([finding])
+
+
+def _keep_findings(request: TuningRequest, decision: Decision, *more: Finding) -> None:
+    """Keeps the findings for `amptune report`; a storage that fails loses them."""
+    from amptune.search.sampler.kept_findings import keep_findings
+
+    with suppress(StudyError):
+        keep_findings(request.study, request.run, (*more, *decision.findings))
 
 
 def _nothing_feasible(study: Study, candidates: Candidates) -> Exception:

@@ -14,6 +14,7 @@ import yaml
 from commands import WORKLOADS, Machine, interrupting, run
 
 from amptune.hardware.detect import probe
+from amptune.measure.results.outcome import Failure
 
 TUNE = ("tune", "train.py:small", "--budget", "200s")
 
@@ -46,7 +47,7 @@ class Text(HTMLParser):
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:  # noqa: ARG002  # the parser's
-        if tag != "meta":
+        if tag not in ("meta", "path"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None: ...
@@ -119,6 +120,7 @@ def test_the_study_of_an_interrupted_tuning_says_what_its_file_does(tmp_path: Pa
     said = json.loads(interrupted.stdout)
     answer = json.loads(run("report", "train.py:small", "--json", folder=tmp_path).stdout)
     assert said["provisional"] is True
+    assert "interrupted" in [finding["code"] for finding in answer["findings"]]
     assert [said[name] for name in VERDICT] == figures_of(answer)
 
 
@@ -142,9 +144,11 @@ def test_a_page_is_written_that_stands_alone(folder: Path) -> None:
         page = (folder / name).read_text()
         headings = Text(page).headings
         assert headings[0].startswith("resnet50 on ")
-        assert "Throughput and peak memory" in headings
-        assert "All 5 trials" in headings
-        assert "<script" not in page
+        assert headings[1:] == [
+            "The verdict", "The policy", "What each setting buys", "Every trial", "Numerics", "How the tuning went",
+            "The largest batch", "Findings",
+        ]  # fmt: skip
+        assert "<script src" not in page
 
 
 @pytest.mark.parametrize(
@@ -203,3 +207,36 @@ def test_the_same_study_is_tuned_for_memory(folder: Path) -> None:
     assert answer["gain"] >= 1.0
     last = run("report", "train.py:small", "--json", folder=folder)
     assert json.loads(last.stdout)["least_speed"] == 0.5
+
+
+def test_two_studies_stand_side_by_side(folder: Path) -> None:
+    both = (".amptune/train.py-small", "train.py:small")
+    done = run("report", *both, folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert "are as fast in the second, within 10%" in done.stdout
+    assert "samples/s of what ran in both" in done.stdout
+    answer = json.loads(run("report", *both, "--json", "-o", "two.html", folder=folder).stdout)
+    assert answer["schema"] == "amptune.reports/1"
+    assert [study["objective"] for study in answer["studies"]] == ["throughput", "throughput"]
+    assert all(pair["ratio"] == 1.0 for pair in answer["policies"])
+    assert Text((folder / "two.html").read_text()).headings[0].count("resnet50") == 2
+
+
+def test_a_study_whose_baseline_failed_gets_a_page_and_no_answer(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WORKLOADS)
+    out_of_memory = Machine(interfere=lambda _: Failure(kind="oom", message="no memory"))
+    assert run(*TUNE, folder=tmp_path, evaluator=out_of_memory).returncode == 3
+    assert run("report", "train.py:small", folder=tmp_path).returncode == 2
+    done = run("report", "train.py:small", "-o", "page.html", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "nothing can be held against it" in done.stderr
+    assert "The verdict" in Text((tmp_path / "page.html").read_text()).headings
+
+
+def test_a_study_keeps_what_the_tuning_noticed_and_the_versions(folder: Path) -> None:
+    done = run("report", "train.py:small", "-o", "page.html", folder=folder)
+    assert done.returncode == 0, done.stderr
+    page = (folder / "page.html").read_text()
+    assert "valid_for:" in page
+    assert "not kept: an earlier amptune" not in page
+    assert "batches of 4096 instead of 128" in page

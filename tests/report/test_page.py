@@ -9,69 +9,29 @@ from itertools import pairwise
 
 import pytest
 from measurements import took
+from studies import BF16, LAST, TUNING, compared, modules, record, rich, thousands
 
-from amptune.measure.results.outcome import Failure, Measurement
-from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.report.chart import ChartMark, axis_for, scatter
-from amptune.report.page import page_of
+from amptune.measure.results.outcome import Measurement
+from amptune.policy.file_io import parse_policy
+from amptune.policy.findings import Finding
+from amptune.policy.policy_file import PolicyFile
+from amptune.policy.settings import Fp32Rule, Policy
+from amptune.policy.yaml_text import parse
+from amptune.report.findings_section import worth_of
+from amptune.report.markup import interval, memory, number, times
+from amptune.report.module_map import grouped, kept_by
+from amptune.report.page import page_of, page_without_answer
+from amptune.report.plot import HEIGHT, LINE, Axis, Bar, ChartMark, axis_for, bars, scatter
+from amptune.report.side_by_side import page_of_two, pairs_of, told_of_two
+from amptune.report.study_files import LongCurve, StudyFiles
 from amptune.search.decide.study_report import StudyReport, findings_of, study_report_of
-from amptune.search.sampler.records import GateRecord, StudyRecord, TuningRecord
+from amptune.search.sampler.records import GateRecord
 from amptune.search.table.objective import THROUGHPUT, Objective
+from amptune.search.table.ratio import Ratio
 from amptune.search.table.row import Row
-from amptune.search.table.trial import Trial
 
-BF16, FP16 = amp_recipe("bf16"), amp_recipe("fp16")
-LAST = amp_recipe("bf16", memory_format="channels_last")
-SMALL = replace(LAST, fused_optimizer=True)
-VOID = {"meta", "br", "line", "circle", "rect", "path", "polyline", "link", "img"}
-
-
-def measured(ms: float, mib: float, joules: float | None = None) -> Measurement:
-    return took(ms, mib, energy_j_per_sample=joules)
-
-
-OUTCOMES = {
-    STOCK: measured(10.0, 1000.0, 0.5),
-    BF16: measured(8.0, 700.0, 0.4),
-    LAST: measured(4.0, 720.0, 0.25),
-    SMALL: measured(9.0, 300.0, 0.3),
-    FP16: measured(2.0, 500.0, 0.2),
-}
-OOM = Failure(kind="oom", message="CUDA <out> of memory & more", where="train.py:7")
-
-
-def record(**changes: object) -> StudyRecord:
-    trials = [
-        Trial(number=i, policy=p, outcome=o, seconds=1.0, run="0", moment_s=i)
-        for i, (p, o) in enumerate(OUTCOMES.items())
-    ]
-    failed = Trial(number=5, policy=Policy(cudnn_benchmark=True), outcome=OOM, seconds=1.0)
-    tuning = TuningRecord(
-        run="0",
-        began="2026-11-21T05:00:00.000+00:00",
-        workload='small <script>alert("x")</script>',
-        target="train.py:small",
-        folder=".amptune/small",
-        hardware="NVIDIA H200",
-        batch_size=32,
-        baseline=STOCK,
-        objective=THROUGHPUT,
-        device="cuda",
-    )
-    judged = (
-        GateRecord(policy=FP16, passes=False, used=3.0, words="fc: gradients overflow"),
-        GateRecord(policy=LAST, passes=True, used=0.12, words="as good as FP32"),
-    )
-    whole = StudyRecord(name="small-1", where="runs", tunings=(tuning,), trials=(*trials, failed), judged=judged)
-    return replace(whole, **changes)  # type: ignore[arg-type]
-
-
-def compared() -> tuple[Row, ...]:
-    return tuple(
-        Row(policy=policy, outcome=OUTCOMES[policy], run="0", launch=f"comparison {i // 3}", moment_s=10.0 + i)
-        for i in range(9)
-        for policy in (STOCK, BF16, LAST)
-    )
+VOID = {"meta", "path"}
+SECTIONS = ["verdict", "policy", "settings", "trials", "numerics", "course", "batch", "findings"]
 
 
 def study_report(objective: Objective = THROUGHPUT, rows: tuple[Row, ...] | None = None) -> StudyReport:
@@ -106,128 +66,302 @@ class Page(HTMLParser):
     def texts(self, tag: str) -> list[str]:
         return [text for kind, text in self.words if kind == tag]
 
+    def classes(self, tag: str) -> list[str]:
+        return [str(attributes.get("class", "")) for kind, attributes in self.tags if kind == tag]
+
     @property
-    def rows(self) -> list[str]:
-        return self.texts("td")
+    def sections(self) -> list[str | None]:
+        return [attributes.get("id") for tag, attributes in self.tags if tag == "section"]
+
+    @property
+    def whole(self) -> str:
+        return " ".join(text for kind, text in self.words if kind not in ("style", "script"))
 
 
-def page(objective: Objective = THROUGHPUT, rows: tuple[Row, ...] | None = None) -> Page:
-    found = study_report(objective, rows)
-    return Page(page_of(found, findings_of(found)))
+def shown(found: StudyReport, files: StudyFiles = StudyFiles()) -> Page:  # noqa: B008  # a frozen value
+    return Page(page_of(found, findings_of(found), files))
 
 
-def test_the_page_is_whole_and_stands_alone() -> None:
-    found = page()
-    assert found.open == []
-    assert not {tag for tag, _ in found.tags} & {"script", "link", "img", "iframe"}
-    assert not [name for _, attributes in found.tags for name in attributes if name in ("src", "href", "onclick")]
+@pytest.mark.parametrize(
+    "found",
+    [
+        study_report(),
+        study_report(Objective("memory")),
+        study_report(Objective("energy")),
+        study_report_of(rich(), (), THROUGHPUT),
+        study_report_of(record(trials=record().trials[:3], judged=()), (), THROUGHPUT),
+        study_report_of(record(trials=record().trials[:1], judged=()), (), THROUGHPUT),
+        study_report_of(replace(rich(), timeline=()), (), Objective("memory")),
+    ],
+)
+def test_every_study_has_all_sections_in_one_whole_page(found: StudyReport) -> None:
+    page = shown(found, StudyFiles(modules=modules(12)))
+    assert page.open == []
+    assert page.sections == SECTIONS
+
+
+def test_the_page_stands_alone() -> None:
+    page = shown(study_report())
+    assert not {tag for tag, _ in page.tags} & {"link", "img", "iframe"}
+    assert not [name for _, attributes in page.tags for name in attributes if name in ("src", "href", "onclick")]
     text = page_of(study_report(), ())
-    assert re.findall(r"https?://[^\"]+", text) == ["http://www.w3.org/2000/svg"] * text.count("<svg")
+    assert set(re.findall(r"https?://[^\"]+", text)) == {"http://www.w3.org/2000/svg"}
     assert "@import" not in text
+    assert "url(" not in text
 
 
 def test_nothing_of_the_user_is_taken_for_html() -> None:
-    found = page()
-    assert found.texts("h1") == ['small <script>alert("x")</script> on NVIDIA H200']
-    assert "CUDA <out> of memory & more" in found.rows
-    tuning = replace(record().last, batch_size="<b>32</b>")  # type: ignore[arg-type]  # a shared study may hold anything
-    assert "<b>" not in page_of(study_report_of(record(tunings=(tuning,)), compared(), THROUGHPUT), ())
+    page = shown(study_report())
+    assert page.texts("h1") == ['small <script>alert("x")</script> on NVIDIA H200']
+    assert "CUDA <out> of memory & more" in page.texts("td")
+    tuning = replace(TUNING, hardware="<u>", target="<u>", software=(("<u>", "<u>"),), valid_for=(("<u>", "<u>"),))
+    assert "<u>" not in page_of(study_report_of(record(tunings=(tuning,)), compared(), THROUGHPUT), ())
 
 
-def test_the_answer_stands_first_with_what_it_rests_on() -> None:
-    found = page()
-    sentence, *rest = found.texts("p")[1:]
-    assert sentence.startswith("bf16, channels_last: 2.50× [2.4")
-    assert rest[0] == "confirmed, over 99.9 % sure, by 10 measurements in 4 processes"
-    assert found.texts("span") == ["confirmed"]
+def test_the_verdict_is_a_sentence_with_its_intervals_memory_and_certainty() -> None:
+    page = shown(study_report_of(rich(), (), THROUGHPUT))
+    sentence = page.texts("p")[2]
+    assert sentence.startswith("ResNet-50 on NVIDIA H200 trains 2.50× [2.4")
+    assert "as fast as stock PyTorch and 2.00× [" in sentence
+    assert sentence.endswith("as fast as the AMP recipe, in 720 MiB instead of 1,000 MiB.")
+    assert "confirmed" in page.texts("span")
+    assert "better with a probability of over 99.9 %; measured in 5 fresh processes" in page.whole
+
+
+def test_a_recipe_that_trains_worse_than_fp32_is_no_yardstick() -> None:
+    trials = tuple(trial for trial in record().trials if trial.policy != BF16)
+    page = shown(study_report_of(record(trials=trials), compared((trials[0].policy, LAST)), THROUGHPUT))
+    assert "AMP recipe" not in page.texts("p")[2]
+    assert any("trains worse than FP32" in text for text in page.texts("span"))
 
 
 def test_an_answer_that_is_not_confirmed_comes_with_the_command_that_measures_more() -> None:
-    trials = (*record().trials[:1], replace(record().trials[1], outcome=measured(9.8, 700.0)))
-    study = study_report_of(record(trials=trials), (), THROUGHPUT)
-    found = Page(page_of(study, findings_of(study)))
-    assert found.texts("span") == ["likely"]
-    (command,) = found.texts("pre")
-    assert command == "amptune tune train.py:small --objective throughput --study runs"
+    trials = (*record().trials[:1], replace(record().trials[1], outcome=took(9.8, 700.0)))
+    page = shown(study_report_of(record(trials=trials), (), THROUGHPUT))
+    assert "provisional" in page.texts("span")
+    command = "amptune tune train.py:small --objective throughput --study runs"
+    assert page.texts("pre")[0] == command
 
 
-def test_finalists_trials_failures_and_findings_have_their_sections() -> None:
-    found = page(Objective("memory"))
-    assert found.texts("h2") == [
-        "Measured more than once",
-        "Throughput and peak memory",
-        "Throughput and energy",
-        "What each setting buys",
-        "Findings",
-        "All 6 trials",
-        "Failures",
-    ]
-    assert "peak memory vs. baseline" in found.texts("th")
-    assert {"baseline", "AMP recipe"} <= set(found.rows)
-    assert "answer" in page().rows
-    assert "rejected" in found.rows
-    assert "passed, 12% of what is allowed" in found.rows
-    assert "train.py:7" in found.rows
-    assert any("fp16 cannot win: fc: gradients overflow" in item for item in found.texts("li"))
+def test_an_interrupted_tuning_is_provisional() -> None:
+    interrupted = Finding(code="interrupted", message="the tuning was interrupted: this is the best so far")
+    page = shown(study_report_of(replace(rich(), findings=(interrupted,)), (), THROUGHPUT))
+    assert "provisional" in page.texts("span")
+    assert "confirmed" not in page.texts("span")
+    assert interrupted.message in page.texts("li")
+
+
+def test_rows_that_are_faster_than_a_kept_baseline_say_why_they_did_not_win() -> None:
+    trials = (*record().trials[:1], replace(record().trials[1], outcome=took(9.97, 700.0)))
+    page = shown(study_report_of(record(trials=trials), (), THROUGHPUT))
+    assert "undecided" in page.texts("span")
+    assert any("keep what you have" in text for text in page.texts("p"))
+    assert "1 other policy was measured; 1 with better figures, and the trials below say why not" in page.whole
+    assert "confirmed" not in page.classes("section")
+    assert any(text.startswith("not shown to be better than the baseline") for text in page.texts("td"))
+
+
+def test_the_policy_is_a_file_to_save() -> None:
+    text = Page(page_of(study_report_of(rich(), (), THROUGHPUT), ())).texts("pre")[0]
+    file = parse_policy(parse(text, "policy.yaml"))
+    assert isinstance(file, PolicyFile)
+    assert file.policy == replace(LAST, batch_size=32)
+    assert file.valid_for["nvidia.com/gpu.product"] == "NVIDIA-H200"
+
+
+def test_the_waterfall_says_what_was_not_measured_by_itself() -> None:
+    page = shown(study_report_of(rich(), (), THROUGHPUT))
+    spans = page.texts("span")
+    assert "memory format channels_last" in spans
+    assert "not measured alone: autocast" in spans or "overlap of the settings" in spans
+    assert "all together" in spans
+
+
+def test_failures_stand_by_their_kind_with_what_to_do() -> None:
+    page = shown(study_report())
+    assert "1 of 6 trials failed" in page.texts("h3")
+    assert "oom: 1 did not fit into memory: a smaller batch, or accumulate." in page.texts("p")
+    assert "train.py:7" in page.texts("td")
+
+
+def test_a_study_in_which_the_baseline_failed_has_a_page_too() -> None:
+    page = Page(page_without_answer(record(trials=(replace(record().trials[-1], policy=Policy()),)), "oom <there>"))
+    assert page.open == []
+    assert page.sections == SECTIONS
+    assert "failed" in page.texts("span")
+    assert "oom <there>" in page.texts("p")
+
+
+def test_numerics_say_the_share_of_the_limits_and_the_worst_modules() -> None:
+    page = shown(study_report_of(rich(), (), THROUGHPUT))
+    assert "body.7.attention.qkv" in page.texts("td")
+    assert {"12%", "the gradient of weight is off by 4%"} <= {*page.texts("td"), *page.texts("span")}
+    assert "Losses of the first steps" in page.texts("h3")
+
+
+def test_long_curves_of_this_policy_take_the_place_of_the_first_steps() -> None:
+    curves = tuple(
+        LongCurve(run=run, policy=str(policy), losses=(3.0, 2.0, 1.0 + seed))  # type: ignore[arg-type]
+        for seed in range(3)
+        for run, policy in (("fp32", Policy()), ("policy", LAST))
+    )
+    found = study_report_of(rich(), (), THROUGHPUT)
+    assert "Losses" in shown(found, StudyFiles(curves=curves)).texts("h3")
+    other = tuple(replace(curve, policy="another") for curve in curves)
+    assert "Losses of the first steps" in shown(found, StudyFiles(curves=other)).texts("h3")
+
+
+def test_the_course_is_told_in_words_of_a_user() -> None:
+    page = shown(study_report_of(rich(), (), THROUGHPUT))
+    lanes = page.texts("span")
+    assert {"build the model", "compile in the background", "check numerics against FP32"} <= set(lanes)
+    assert "disturbed from outside" in lanes
+    assert any("thermally throttled" in item for item in page.texts("li"))
+    none = shown(study_report_of(replace(rich(), timeline=()), (), THROUGHPUT))
+    assert "The last tuning left no course" in none.whole
+
+
+def test_the_memory_that_is_saved_is_a_batch_size() -> None:
+    page = shown(study_report_of(rich(), (), THROUGHPUT))
+    assert "in that memory it has room for at least 44." in page.whole
+    assert "batches of 64 would train 1.3 times as many" in page.texts("p")
+
+
+def test_findings_come_by_worth_with_what_to_do() -> None:
+    page = shown(study_report_of(rich(), (), THROUGHPUT))
+    assert page.texts("span").index("up to 30% faster:") < page.texts("span").index(
+        "Nothing: training runs in this state too. A higher power limit makes both faster."
+    )
+    assert worth_of(Finding(code="input-bound", message="", figures={"share": 0.5})) == 1.0
+    assert worth_of(Finding(code="larger-batch", message="", figures={"gain": "unknown"})) == 0.0
+    cells = page.texts("td")
+    assert {"driver", "580.1", "0.1.0 (commit 0123456789)", "runs"} <= set(cells)
 
 
 def test_every_row_is_as_wide_as_its_headings() -> None:
     text = page_of(study_report(Objective("memory")), ())
-    for table in re.findall(r"<table>.*?</table>", text, re.DOTALL):
+    for table in re.findall(r"<table style.*?</table>", text, re.DOTALL):
         headings = table.count("<th>")
         for row in re.findall(r"<tr[^>]*><td.*?</tr>", table):
             spans = [int(span) for span in re.findall(r'colspan="(\d+)"', row)]
             assert row.count("<td") - len(spans) + sum(spans) == headings
 
 
-def test_the_charts_name_the_answer_the_baseline_and_the_amp_recipe() -> None:
-    found = page()
-    labels = [text for text in found.texts("text") if ":" in text]
-    assert sorted(labels) == sorted(2 * ["answer: bf16, channels_last", "baseline: stock PyTorch", "AMP recipe: bf16"])
-    kinds = [attributes["class"] for tag, attributes in found.tags if tag == "g"]
-    assert kinds.count("rejected") == 2
-    assert kinds.count("winner") == kinds.count("baseline") == 2
+def test_a_page_of_many_trials_stays_small_and_has_all_of_them() -> None:
+    found = study_report_of(thousands(300), (), THROUGHPUT)
+    text = page_of(found, findings_of(found))
+    assert len(text) < 2_000_000 / 10 + 60_000  # so that 3,000 take less than 2 MB
+    assert sum(row.count("<td") > 3 or "colspan" in row for row in re.findall(r"<tr[^>]*><td.*?</tr>", text)) >= 300
 
 
-def test_without_energy_there_is_one_chart_and_without_comparison_no_table_of_it() -> None:
+def test_without_energy_there_is_no_chart_and_no_column_of_it() -> None:
     trials = tuple(
         replace(trial, outcome=replace(trial.outcome, energy_j_per_sample=None))
         for trial in record().trials
         if isinstance(trial.outcome, Measurement)
     )
-    found = Page(page_of(study_report_of(record(trials=trials), (), THROUGHPUT), ()))
-    assert found.texts("h2") == ["Throughput and peak memory", "What each setting buys", "All 5 trials"]
+    page = shown(study_report_of(record(trials=trials), (), THROUGHPUT))
+    assert "energy, J per sample" not in page.texts("span")
+    assert "J/sample" not in page.texts("th")
+    assert "J/sample" in shown(study_report()).texts("th")
+
+
+@pytest.mark.parametrize(("count", "rows"), [(12, 12), (5000, 6)])
+def test_modules_stand_by_themselves_or_in_groups(count: int, rows: int) -> None:
+    (timed,) = modules(count).values()
+    groups = grouped(timed.modules, 40)
+    assert len(groups) <= max(rows, 40)
+    assert sum(len(group.paths) for group in groups) == count
+    assert sum(group.fp32_ms for group in groups) == pytest.approx(sum(one.fp32_ms or 0 for one in timed.modules))
+
+
+def test_a_rule_covers_the_module_and_what_is_in_it() -> None:
+    assert kept_by(Fp32Rule(path="body.*.norm"), "body.3.norm")
+    assert kept_by(Fp32Rule(path="head"), "head.fc.0")
+    assert not kept_by(Fp32Rule(path="head"), "header")
+    assert not kept_by(Fp32Rule(type="Linear"), "head")
 
 
 @pytest.mark.parametrize("values", [[1.0], [0.0, 0.0], [3.0, 3.1], [1e-4, 2.5e-4], [812.0, 91_000.0], [5e8, 6e8]])
 def test_an_axis_holds_all_values_and_has_a_few_round_ticks(values: list[float]) -> None:
-    axis = axis_for("x", values, 0.0, 100.0)
+    axis = axis_for("x", values)
     assert all(0.0 < axis.place(value) < 100.0 or value == axis.low for value in values)
     assert 3 <= len(axis.ticks) <= 9
     assert len({axis.text(tick) for tick in axis.ticks}) == len(axis.ticks)
     assert all(axis.low <= tick * 1.000001 and tick <= axis.high * 1.000001 for tick in axis.ticks)
 
 
+def test_ticks_have_all_their_digits() -> None:
+    axis = Axis(label="", low=0.0, high=1.0, start=0.0, end=1.0, step=0.25)
+    assert [axis.text(tick) for tick in axis.ticks] == ["0.00", "0.25", "0.50", "0.75", "1.00"]
+
+
 def test_labels_keep_clear_of_each_other_and_of_the_edge() -> None:
     marks = [
         ChartMark(x=1.0, y=1.0, kind="trial", title="t"),
-        *(ChartMark(x=9.0, y=5.0 + i / 100, kind="recipe", title="t", label=f"a long label {i}") for i in range(3)),
+        *(ChartMark(x=9.0, y=5.0 + i / 100, kind="recipe", title="t", label=f"label {i}") for i in range(3)),
     ]
-    found = Page(scatter(marks, "x", "y"))
-    places = [attributes for tag, attributes in found.tags if tag == "text" and "label" in str(attributes.get("class"))]
-    heights = sorted(float(str(one["y"])) for one in places)
-    assert all(above + 16 < below for above, below in pairwise(heights))
-    assert {one["text-anchor"] for one in places} == {"end"}
+    text = scatter(marks, "x", "y")
+    found = re.findall(r'class="label recipe" style="(left|right):calc\([\d.]+% \+ 13px\);bottom:(\d+)px', text)
+    heights = sorted(int(height) for _, height in found)
+    assert all(above + LINE <= below for above, below in pairwise(heights))
+    assert all(0 < height < HEIGHT for height in heights)
+    assert {side for side, _ in found} == {"right"}
 
 
 def test_the_frontier_is_a_staircase_of_what_nothing_beats() -> None:
     spots = [(1.0, 2.0), (2.0, 1.0), (3.0, 5.0), (4.0, 9.0)]
     marks = [ChartMark(x=x, y=y, kind="trial", title="") for x, y in spots[:3]]
     marks.append(ChartMark(x=4.0, y=9.0, kind="rejected", title=""))
-    (line,) = (attributes for tag, attributes in Page(scatter(marks, "x", "y")).tags if tag == "polyline")
-    corners = [tuple(map(float, corner.split(","))) for corner in str(line["points"]).split()]
+    (points,) = re.findall(r'<polyline points="([^"]+)"', scatter(marks, "x", "y"))
+    corners = [tuple(map(float, corner.split(","))) for corner in points.split()]
     assert len(corners) == 4  # up to (1, 2), along to 3, up to (3, 5), along to the edge
     assert corners[0][1] == corners[1][1] > corners[2][1] == corners[3][1]
+
+
+def test_hidden_marks_are_drawn_once_and_named_ones_always() -> None:
+    marks = [ChartMark(x=1.0, y=1.0, kind="trial", title="same place") for _ in range(500)]
+    marks += [ChartMark(x=1.0, y=1.0, kind="winner", title="w"), ChartMark(x=2.0, y=2.0, kind="baseline", title="b")]
+    assert scatter(marks, "x", "y").count('<i class="m ') == 3
+
+
+def test_a_bar_has_its_interval() -> None:
+    text = bars([Bar(name="a & b", end=2.0, words="2×", between=(1.5, 2.5))], 4.0)
+    assert "left:0.00%;width:50.00%" in text
+    assert "left:37.50%;width:25.00%" in text
+    assert "a &amp; b" in text
+
+
+def test_figures_have_few_digits_and_their_unit() -> None:
+    assert [number(value) for value in (None, 0.0, 0.001234, 1.5, 9.99999, 61.75, 12345.6)] == [
+        "", "0", "0.001234", "1.500", "10.00", "61.75", "12,346",
+    ]  # fmt: skip
+    assert [memory(value) for value in (None, 720.0, 2048.0)] == ["", "720 MiB", "2.0 GiB"]
+    same = Ratio(value=1.0, low=1.0, high=1.0)
+    assert (times(same), interval(same), times(None)) == ("1×", "", "")
+
+
+def test_two_studies_say_which_policies_became_slower() -> None:
+    slow = tuple(
+        replace(trial, outcome=took(33.0, 700.0)) if trial.policy == BF16 else trial for trial in record().trials
+    )
+    first, second = study_report(), study_report_of(record(trials=slow), (), THROUGHPUT)
+    assert pairs_of(first, second)[0].policy == BF16
+    assert str(told_of_two(first, second)[0]) == "bf16 is 4.12 times slower in the second study"
+    page = Page(page_of_two(first, second))
+    assert page.open == []
+    assert page.sections == ["told", "facts", "speeds"]
+    assert [finding.code for finding in told_of_two(first, first)] == ["as-fast"]
+
+
+def test_studies_that_have_nothing_in_common_say_so() -> None:
+    other = replace(TUNING, workload="other", batch_size=64, baseline=BF16)
+    trials = tuple(replace(trial, policy=BF16) for trial in record().trials[1:2])
+    second = study_report_of(record(tunings=(other,), trials=trials, judged=()), (), THROUGHPUT)
+    first = study_report_of(record(trials=record().trials[:1], judged=()), (), THROUGHPUT)
+    codes = [finding.code for finding in told_of_two(first, second)]
+    assert codes == ["other-workload", "other-batch-size", "nothing-common"]
+    assert "No policy ran in both." in page_of_two(first, second)
 
 
 def test_a_graph_that_was_rejected_speaks_against_the_others_in_its_dtype_in_a_study_read_back_too() -> None:
@@ -235,4 +369,3 @@ def test_a_graph_that_was_rejected_speaks_against_the_others_in_its_dtype_in_a_s
     study = record(judged=(GateRecord(policy=graph, passes=False, used=2.0, words="its gradient holds 20%"),))
     assert study.judgements.bars(replace(graph, compile="reduce-overhead"))
     assert not study.judgements.bars(replace(graph, compile="off"))
-    assert not study.judgements.bars(replace(graph, autocast="off"))

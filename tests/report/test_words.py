@@ -15,7 +15,7 @@ from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.file_io import load
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, Reason, amp_recipe
-from amptune.report.explanation import explain, explain_for
+from amptune.report.explanation import explain, explain_for, machine_in_words
 from amptune.report.progress import describe, progress_for
 from amptune.report.terminal import _parity_in_words, print_hardware
 from amptune.search.decide.pareto import ParetoPoint
@@ -120,7 +120,57 @@ def test_evidence_is_told_with_its_interval() -> None:
     text = "\n".join(explain(file))
     assert "2 times the speed of the baseline (95 % interval 1.9 to 2.1)" in text
     assert "Provisional" in text
-    assert "Valid for torch 2.11." in text
+    assert "Valid for torch 2.11, this model." in text
+    assert "Tune again for another GPU or CPU" in text
+
+
+def test_machines_are_told_in_words_and_not_as_labels() -> None:
+    gpu = {
+        "nvidia.com/gpu.product": "NVIDIA-H200",
+        "nvidia.com/gpu.memory": "143771",
+        "nvidia.com/gpu.compute.major": "9",
+        "nvidia.com/gpu.compute.minor": "0",
+        "torch": "2.11",
+        "cudnn": "9.19",
+        "model": "sha256:0",
+        "rack": "b7",
+    }
+    told = "NVIDIA H200 with 140 GiB, compute capability 9.0, torch 2.11, cuDNN 9.19, rack b7, this model"
+    assert machine_in_words(gpu) == told
+    cpu = {
+        "kubernetes.io/arch": "amd64",
+        "feature.node.kubernetes.io/cpu-model.vendor_id": "AMD",
+        "feature.node.kubernetes.io/cpu-model.family": "25",
+        "feature.node.kubernetes.io/cpu-model.id": "17",
+        "feature.node.kubernetes.io/cpu-cpuid.AVX512BF16": "true",
+    }
+    assert machine_in_words(cpu) == "amd64 CPUs of AMD family 25 model 17 with AVX512BF16"
+    assert machine_in_words({"nvidia.com/gpu.product": "X"}) == "X"
+
+
+def test_the_file_says_why_others_lost_and_what_the_risks_are() -> None:
+    def lost(policy: dict[str, Any], why: str) -> dict[str, Any]:
+        return {"policy": policy, "lost": why}
+
+    evidence: Any = {
+        "speedup": 2.0,
+        "parity": {"share_of_allowed": 0.39},
+        "tuned_on": "2026-11-21T05:00:00Z",
+        "finalists": [
+            {"policy": {"autocast": "fp16"}},
+            lost({"autocast": "bf16"}, "behind fp16 by 20.0%"),
+            lost({"autocast": "bf16", "fused_optimizer": True}, "behind fp16 by 20.0%"),
+            lost({}, "fp16 is better"),
+        ],
+    }
+    policy = Policy(autocast="fp16", cuda_graphs=True, cudnn_benchmark=True)
+    said = explain(PolicyFile(policy=policy, evidence=evidence, valid_for={"torch": "2.11"}))
+    assert "Why not bf16; bf16, fused optimizer: behind fp16 by 20.0%." in said
+    assert "Why not stock PyTorch: fp16 is better." in said
+    risks = [sentence for sentence in said if sentence.startswith("Risk: ")]
+    assert [risk.split()[1] for risk in risks] == ["fp16", "cuDNN", "A", "the"]
+    assert "39% of its limits" in risks[-1]
+    assert said[-1].endswith("batch size. Tuned on 2026-11-21.")
 
 
 def test_a_policy_that_was_not_judged_is_provisional_for_that_reason() -> None:

@@ -45,5 +45,9 @@ AUTOCAST = Knob(
     precision="whole",
     apply=_keep_out_of_compiled_backward,
     words="{}",
+    risks={
+        "fp16": "fp16 overflows above 65,504: watch the loss scale, and stop if it keeps falling.",
+        "bf16": "bf16 has 8 bits of precision: watch the loss beside FP32's where training is long or delicate.",
+    },
     told=lambda policy: () if policy.weights == "half" else (_SENTENCES[policy.autocast],),
 )

@@ -43,6 +43,9 @@ COMPILE = Knob(
     # Blocks are compiled by themselves only if that halves what there is to compile.
     matters=lambda mode, subject: mode != "blocks" or 0 < len(subject.leaves) <= 2 * subject.repeated_leaves,
     idle=_idle,
+    risks=dict.fromkeys(
+        _MODES[1:], "torch.compile costs up to some minutes at each start, and again for each new shape: pad batches."
+    ),
     sentences={
         **{mode: f"compile {mode}: torch.compile runs the model in this mode." for mode in _MODES[1:]},
         "blocks": "compile blocks: torch.compile runs each repeated block by itself; equal blocks are compiled once.",

@@ -34,6 +34,10 @@ CUDA_GRAPHS = Knob(
     numerics="none",
     idle=_idle,
     words="CUDA graphs",
+    risks={
+        True: "A replay runs no Python: what forward() does besides computing happens at recordings alone. "
+        "amptune compares replays with the model now and then, and ends a recording that differs."
+    },
     sentences={
         True: "cuda_graphs true: training passes are recorded once for each shape and replayed; keep shapes constant."
     },

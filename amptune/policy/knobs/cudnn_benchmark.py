@@ -29,6 +29,7 @@ CUDNN_BENCHMARK = Knob(
     process=True,
     matters=lambda value, subject: bool(subject.convolution_dims) or not value,
     apply=_apply,
+    risks={True: "cuDNN may choose other algorithms in each run: sums then differ in their last bits, and memory too."},
     sentences={
         True: "cudnn_benchmark true: cuDNN times its algorithms for every new shape; keep shapes constant.",
     },

@@ -38,7 +38,8 @@ class Knob:
     What training does: it is applied to a model and returns how that is undone, bit for bit; None if the loop asks for
     it (`Tuned`). `idle` yields a finding if it changes nothing for a model.
 
-    What is said of it: `words` for a value, and a sentence for each value or, if `told` is given, what that yields.
+    What is said of it: `words` for a value, and a sentence for each value or, if `told` is given, what that yields;
+    `risks` are sentences on what may go wrong with a value, and what to watch.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Knob:
     words: str | None = None
     sentences: Mapping[Any, str] = field(default_factory=dict)
     told: Callable[[Settings], Iterable[str]] | None = None
+    risks: Mapping[Any, str] = field(default_factory=dict)
 
     def of(self, policy: Settings) -> Any:
         """Returns a policy's value of this knob."""

@@ -10,7 +10,7 @@ from functools import cached_property
 from amptune.errors import ObjectiveError, StudyError
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.findings import Finding
-from amptune.policy.settings import Policy
+from amptune.policy.settings import Autocast, Policy, amp_recipe
 from amptune.search.decide.pareto import ParetoPoint, front_of, points_of
 from amptune.search.sampler.records import StudyRecord
 from amptune.search.table.ablation import Ablated, ablated
@@ -22,7 +22,13 @@ from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 from amptune.search.table.verdict import Verdict, verdict_of
 
-__all__ = ["StudyReport", "command_of", "findings_of", "study_report_of"]
+__all__ = ["StudyReport", "command_of", "findings_of", "study_report_of", "tuning_command"]
+
+HALVES: tuple[Autocast, ...] = ("bf16", "fp16")
+# Findings of a tuning that the answer of its study says too, for any objective.
+_OF_THE_ANSWER = {
+    "faster", "less-memory", "less-energy", "keep", "provisional", "undecided", "rejected", "not-judged",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +75,24 @@ class StudyReport:
         failed = [(trial, trial.outcome) for trial in self.record.trials if isinstance(trial.outcome, Failure)]
         return tuple(sorted(failed, key=lambda pair: (pair[1].kind, pair[0].number)))
 
+    @cached_property
+    def amp_recipe(self) -> Contender | None:
+        """The better of the AMP recipes that were tried and ran; one that trains worse than FP32 if no other did."""
+        sizes = {None, self.baseline.policy.batch_size}
+        recipes = {amp_recipe(dtype, batch_size=size) for dtype in HALVES for size in sizes}
+        ran = [one for one in self.verdict.contenders if one.policy in recipes and one.failure is None]
+        return min(ran, key=lambda one: self.record.judgements.bars(one.policy), default=None)
+
+    def numerics_of(self, policy: Policy) -> str:
+        """Returns the numerics gate's result for a policy, in words."""
+        judgements = self.record.judgements
+        judged = judgements.known(policy)
+        if judgements.bars(policy):
+            return "rejected"
+        if judged is not None and judged.passes:
+            return f"passed, {judged.used:.0%} of what is allowed"
+        return "as FP32" if judgements.passes(policy) else "not judged"
+
     @property
     def keeps_the_baseline(self) -> bool:
         return self.verdict.keeps_the_baseline
@@ -99,7 +123,10 @@ class StudyReport:
 
 
 def findings_of(study_report: StudyReport) -> tuple[Finding, ...]:
-    """Returns the answer as a finding, then its limits: no proof, numerics that were not judged, rejected policies."""
+    """Returns the answer as a finding, then its limits: no proof, numerics that were not judged, rejected policies.
+
+    Then what the last tuning noticed besides.
+    """
     verdict, record = study_report.verdict, study_report.record
     figures = {"gain": verdict.gain.value, "speedup": verdict.speedup.value, "confidence": verdict.confidence}
     found = [Finding(code="answer", message=f"{study_report.sentence}, {study_report.grounds}", figures=figures)]
@@ -111,7 +138,7 @@ def findings_of(study_report: StudyReport) -> tuple[Finding, ...]:
         found.append(Finding(code="not-judged", message=message))
     rejected = {judged.policy: judged for judged in record.judged if not judged.passes}
     found += [Finding(code="rejected", message=f"{one.policy} cannot win: {one.words}") for one in rejected.values()]
-    return tuple(found)
+    return (*found, *(one for one in record.findings if one.code not in _OF_THE_ANSWER))
 
 
 def command_of(study_report: StudyReport) -> str:
@@ -119,15 +146,25 @@ def command_of(study_report: StudyReport) -> str:
 
     It repeats the options of the last tuning: other options would make it another study.
     """
-    last, objective, where = study_report.record.last, study_report.objective, study_report.record.where
-    share = objective.least_speed
+    return _command(study_report.record, study_report.objective, study_report.record.where)
+
+
+def tuning_command(record: StudyRecord) -> str:
+    """Returns the command that tunes the same workload from the start, in a study of its own."""
+    return _command(record, record.last.objective, None)
+
+
+def _command(record: StudyRecord, objective: Objective, where: str | None) -> str:
+    last, share = record.last, objective.least_speed
     if last.target is None:
         least = f", least_speed={share:g}" if objective.needs_speed and share != 1 else ""
-        return f'amptune.tune(workload, objective="{objective.name}"{least}, study="{where}")'
+        study = "" if where is None else f', study="{where}"'
+        return f'amptune.tune(workload, objective="{objective.name}"{least}{study})'
     least = f" --least-speed {share:g}" if objective.needs_speed and share != 1 else ""
     return (
         shlex.join(["amptune", "tune", last.target, *last.options, "--objective", objective.name])
-        + f"{least} --study {shlex.quote(where)}"
+        + least
+        + (" --study NEW" if where is None else f" --study {shlex.quote(where)}")
         + (f" -- {shlex.join(last.arguments)}" if last.arguments else "")
     )
 

@@ -61,6 +61,15 @@ class Judgement:
         """The largest share that the policy uses of what is allowed: 0 is FP32 itself, above 1 the policy fails."""
         return max([0.0, *(figure.times_allowed for figure in _figures(self.parity, self.tolerance))])
 
+    @property
+    def worst(self) -> tuple[Finding, ...]:
+        """The figures nearest to their limits or beyond, the worst first, one a module."""
+        ranked = sorted(_figures(self.parity, self.tolerance), key=lambda figure: -figure.times_allowed)
+        first: dict[str, _Figure] = {}
+        for figure in ranked:
+            first.setdefault(figure.module or figure.code, figure)
+        return tuple(figure.as_finding() for figure in first.values())
+
     def __str__(self) -> str:
         if self.passes:
             return f"as good as FP32: {self.used:.0%} of what is allowed"

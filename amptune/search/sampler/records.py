@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from amptune.policy.findings import Finding
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import Policy
 from amptune.search.gate.judgements import Judgements
@@ -18,6 +19,9 @@ from amptune.search.table.trial import Trial
 
 __all__ = ["GateRecord", "StudyRecord", "TuningRecord", "without_password"]
 
+# Figures of a judgement that a study keeps.
+MOST_WORST = 30
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningRecord:
@@ -25,7 +29,9 @@ class TuningRecord:
 
     `target` is the workload's name on the command line, None if it came from Python. `folder` has the raw samples of
     comparisons that an earlier amptune made. `options` are those of `amptune tune` that select the same study,
-    `arguments` those of the target's script.
+    `arguments` those of the target's script. `software` are the versions of what ran, by name, amptune's among them,
+    `memory_mib` the memory that the device had available, `valid_for` the labels of the machines that the answer holds
+    for; a study of an earlier amptune has none of these.
     """
 
     run: str
@@ -40,6 +46,9 @@ class TuningRecord:
     options: tuple[str, ...] = ()
     device: str = "cpu"
     arguments: tuple[str, ...] = ()
+    software: tuple[tuple[str, str], ...] = ()
+    memory_mib: float | None = None
+    valid_for: tuple[tuple[str, str], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain data for the study; `from_dict` is the inverse."""
@@ -57,41 +66,65 @@ class TuningRecord:
             "options": list(self.options),
             "device": self.device,
             "arguments": list(self.arguments),
+            "software": dict(self.software),
+            "memory_mib": self.memory_mib,
+            "valid_for": dict(self.valid_for),
         }
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> TuningRecord:
-        rest = {name: data[name] for name in ("run", "began", "workload", "target", "folder", "hardware", "batch_size")}
+        rest = {name: data[name] for name in ("run", "began", "workload", "target", "folder", "hardware")}
         return TuningRecord(
             **rest,
+            batch_size=int(data["batch_size"]),
             baseline=policy_from_dict(data["baseline"]),
             objective=Objective(data["objective"], data["least_speed"]),
             options=tuple(map(str, data.get("options", ()))),
             arguments=tuple(map(str, data.get("arguments", ()))),
             device=data.get("device", "cuda" if "NVIDIA" in data["hardware"] else "cpu"),
+            software=tuple((str(name), str(version)) for name, version in data.get("software", {}).items()),
+            memory_mib=data.get("memory_mib"),
+            valid_for=tuple((str(name), str(value)) for name, value in data.get("valid_for", {}).items()),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateRecord:
-    """The numerics gate's result for a policy: whether it is as good as FP32, and the share it uses of the limits."""
+    """The numerics gate's result for a policy: whether it is as good as FP32, and the share it uses of the limits.
+
+    `worst` are the figures nearest to their limits, one a module; a study of an earlier amptune has none.
+    """
 
     policy: Policy
     passes: bool
     used: float
     words: str
+    worst: tuple[Finding, ...] = ()
 
     @staticmethod
     def of(judgement: Judgement) -> GateRecord:
-        return GateRecord(policy=judgement.policy, passes=judgement.passes, used=judgement.used, words=str(judgement))
+        return GateRecord(
+            policy=judgement.policy,
+            passes=judgement.passes,
+            used=judgement.used,
+            words=str(judgement),
+            worst=judgement.worst[:MOST_WORST],
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain data for the study; `from_dict` is the inverse."""
-        return {"policy": policy_to_dict(self.policy), "passes": self.passes, "used": self.used, "words": self.words}
+        return {
+            "policy": policy_to_dict(self.policy),
+            "passes": self.passes,
+            "used": self.used,
+            "words": self.words,
+            "worst": [finding.as_dict() for finding in self.worst],
+        }
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> GateRecord:
-        return GateRecord(**{**data, "policy": policy_from_dict(data["policy"])})
+        worst = tuple(map(Finding.from_dict, data.get("worst", ())))
+        return GateRecord(**{**data, "policy": policy_from_dict(data["policy"]), "worst": worst})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +132,7 @@ class StudyRecord:
     """A study read back: its tuning runs, the last one last, and all their trials.
 
     `where` is its folder or database URL; `rows` are the timings that are no trials, `timeline` what the
-    last tuning did when. Policies `outside` the searched
+    last tuning did when, `findings` what it noticed. Policies `outside` the searched
     space, which the user's wishes limit, were measured for comparison and cannot win.
     """
 
@@ -111,6 +144,7 @@ class StudyRecord:
     outside: frozenset[Policy] = frozenset()
     rows: tuple[Row, ...] = ()
     timeline: tuple[Mapping[str, Any], ...] = ()
+    findings: tuple[Finding, ...] = ()
 
     @property
     def table(self) -> tuple[Row, ...]:

@@ -22,6 +22,7 @@ from amptune.policy.serialization import in_one_line, policy_to_dict
 from amptune.policy.settings import Policy
 from amptune.search.sampler.backend import JOURNAL, SQLITE, database_at, journal_in, opened, storage_errors
 from amptune.search.sampler.distributions import distributions_of, suggest
+from amptune.search.sampler.kept_findings import findings_in
 from amptune.search.sampler.leases import Leases, running_in
 from amptune.search.sampler.records import GateRecord, StudyRecord, TuningRecord, without_password
 from amptune.search.sampler.stored_trials import trials_in
@@ -158,7 +159,7 @@ class Store:
 
     def note_judged(self, judged: GateRecord) -> None:
         """Records the numerics gate's judgement of a policy."""
-        digest = hashlib.sha256(str(judged.policy).encode()).hexdigest()[:12]
+        digest = hashlib.sha256(str(judged.policy).encode()).hexdigest()
         with storage_errors():
             self._study.set_user_attr(f"{JUDGED} {digest}", judged.as_dict())
 
@@ -249,6 +250,7 @@ def _record_of(study: optuna.Study, where: str) -> StudyRecord:
         outside=_outside(study, trials),
         rows=tuple(_rows_in(attributes)),
         timeline=tuple(kept[TIMELINE].get(tunings[-1].run, ())),
+        findings=findings_in(attributes, tunings[-1].run),
     )
 
 

@@ -14,6 +14,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -66,11 +67,16 @@ class Estimates:
     launches: tuple[int, ...]
     rows: tuple[int, ...]
 
+    @cached_property
+    def place(self) -> dict[Policy, int]:
+        """The place of each policy in `policies`."""
+        return {policy: place for place, policy in enumerate(self.policies)}
+
     def to_baseline(self, policy: Policy) -> Ratio | None:
         """Returns the ratio to the baseline in a later sitting; None without a score in a run of the baseline."""
-        if policy not in self.policies:
+        p, b = self.place.get(policy), self.baseline
+        if p is None:
             return None
-        p, b = self.policies.index(policy), self.baseline
         return self._ratio(p, b, float(self.mean[p] - self.mean[b]), float(self.own[p] + self.own[b]))
 
     def as_measured(self, policy: Policy) -> Ratio | None:
@@ -81,15 +87,15 @@ class Estimates:
         later = self.to_baseline(policy)
         if later is None or policy == self.policies[self.baseline]:
             return later
-        p, b = self.policies.index(policy), self.baseline
+        p, b = self.place[policy], self.baseline
         log, deviation = float(self.mean[p] - self.mean[b]), math.sqrt(float(self.own[p] + self.own[b]))
         return Ratio.of_log(log, deviation, freedom=later.freedom, launches=later.launches)
 
     def between(self, policy: Policy, other: Policy) -> Ratio | None:
         """Returns the ratio of two policies in a later sitting, from their own rows alone; None if one has no score."""
-        if policy not in self.policies or other not in self.policies:
+        p, q = self.place.get(policy), self.place.get(other)
+        if p is None or q is None:
             return None
-        p, q = self.policies.index(policy), self.policies.index(other)
         return self._ratio(p, q, float(self.raw[p] - self.raw[q]), float(self.contrast[p, q]))
 
     def _ratio(self, p: int, q: int, log: float, variance: float) -> Ratio | None:
@@ -112,7 +118,7 @@ class Estimates:
 
     def time_share(self, policy: Policy) -> float:
         """Returns half the 95 % interval of the policy's time in a later sitting, as a share of it."""
-        p = self.policies.index(policy)
+        p = self.place[policy]
         lasting = 2 * (self.size["sitting"] + self.size["process"] + self.size["host"]) + self.size["drift"]
         deviation = float(self.spread[p]) * math.sqrt(lasting + self.size["block"] / self.rows[p])
         return Ratio.of_log(0.0, deviation, freedom=float(self.freedom[p]), launches=1).high - 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,9 +62,11 @@ def arrays_of(
     A mean that a few slow steps decide is doubtful, which matters for scores `of_time`.
     """
     rows = [row for row, _ in scored]
-    policies = list(dict.fromkeys(row.policy for row in rows))
-    counts = Counter(row.policy for row in rows)
-    single = [counts[row.policy] == 1 for row in rows]
+    own: dict[Policy, list[Row]] = {}
+    for row in rows:
+        own.setdefault(row.policy, []).append(row)
+    place = {policy: i for i, policy in enumerate(own)}
+    single = [len(own[row.policy]) == 1 for row in rows]
     disturbed = np.array([_DISTURBED * row.is_disturbed for row in rows])
     apart = np.array([elsewhere * (not row.in_loop) for row in rows])
     means = np.array([_doubt(row) if of_time else 0.0 for row in rows])
@@ -75,7 +76,7 @@ def arrays_of(
     process = _alike([(row.run, row.launch, row.policy) for row in rows])
     return RowArrays(
         score=np.log([value for _, value in scored]),
-        design=np.array([[float(row.policy == policy) for policy in policies] for row in rows]),
+        design=np.eye(len(own))[[place[row.policy] for row in rows]],
         noise=spread**2 * np.where(single, _DOUBTFUL**2, 1.0),
         kernels={
             "process": together * process,
@@ -87,8 +88,8 @@ def arrays_of(
         + np.outer(disturbed, disturbed) * process
         + np.outer(apart, apart) * _alike([row.policy for row in rows])
         + np.diag(np.maximum(0.0, means**2 - spread**2)),
-        launches=tuple(_launches([row for row in rows if row.policy == policy]) for policy in policies),
-        spread=np.array([spreads[policy] for policy in policies]),
+        launches=tuple(map(_launches, own.values())),
+        spread=np.array([spreads[policy] for policy in own]),
     )
 
 

@@ -158,7 +158,7 @@ def _level_with_the_best(contenders: Sequence[Contender], scores: Estimates, spe
     """
     level = list(contenders)
     for found in dict.fromkeys((scores, speeds)) if contenders else ():
-        own = {id(one): float(found.mean[found.policies.index(one.policy)]) for one in level}
+        own = {id(one): float(found.mean[found.place[one.policy]]) for one in level}
         best = max(own.values())
         level = [one for one in level if own[id(one)] >= best - NEGLIGIBLE]
     confirmed = [one for one in level if confidence_of(one.chance) == "confirmed"]
@@ -176,7 +176,7 @@ def _compiled_over_recorded(level: list[Contender], shown: Sequence[Contender], 
     """
     if not level or not all(one.policy.cuda_graphs for one in level):
         return level
-    means = {id(one): float(scores.mean[scores.policies.index(one.policy)]) for one in shown}
+    means = {id(one): float(scores.mean[scores.place[one.policy]]) for one in shown}
     least = max(means[id(one)] for one in level) - math.log1p(GUARDED)
     guarded = (one for one in shown if one.policy.compile != "off" and not one.policy.cuda_graphs)
     return [one for one in guarded if means[id(one)] >= least] or level
@@ -205,7 +205,7 @@ def _beside(one: Contender, verdict: Verdict) -> str:
     if one.chance < LIKELY:
         return f"not shown to be better than the baseline: {one.gain}, {chance_in_words(one.chance)} sure"
     fit = verdict.scores
-    behind = float(fit.mean[fit.policies.index(verdict.winner.policy)] - fit.mean[fit.policies.index(one.policy)])
+    behind = float(fit.mean[fit.place[verdict.winner.policy]] - fit.mean[fit.place[one.policy]])
     won_by = verdict.winner.policy
     if one.policy.cuda_graphs and behind < NEGLIGIBLE and won_by.compile != "off" and not won_by.cuda_graphs:
         return f"no more than {GUARDED:.0%} ahead of {won_by}, whose graphs PyTorch guards at each step"

@@ -1,0 +1,85 @@
+"""The page's last section: findings by worth, each with what to do; and all that it takes to repeat the study. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from amptune.policy.findings import Finding
+from amptune.report.answer import ranked
+from amptune.report.markup import code, memory, note, prose, section, table
+from amptune.search.decide.study_report import StudyReport, command_of, tuning_command
+from amptune.search.sampler.records import StudyRecord
+
+__all__ = ["advice_of", "findings_section_of", "worth_of"]
+
+# What to do about a finding whose message does not say it.
+_ADVICE = {
+    "own-load": "Nothing: training runs in this state too. A higher power limit makes both faster.",
+    "throttled": "Look at the GPU's cooling and power; measure again when it runs at full clocks.",
+    "foreign-process": "Tune on a GPU that nothing else uses.",
+    "host-load": "Tune while the host is idle, or give the job more CPU cores.",
+    "beside-compiling": "Give more with --budget: then more blocks are measured when nothing compiles.",
+    "allocator-thrashing": "Use a smaller batch; memory is short.",
+    "unsteady": "Give more with --budget, or tune on a quieter machine.",
+    "noisy": "Tune on a quieter machine; more --budget makes intervals narrower.",
+    "input-bound": "Make the loader faster: more workers, pinned memory, decoding on the GPU. No policy helps there.",
+    "rejected": "Nothing, unless you want that speed: `amptune diagnose TARGET` names the modules that break it.",
+    "not-judged": "Run the same command again, or `amptune verify policy.yaml TARGET --numerics`.",
+    "graph-not-judged": "Run the same command again, or `amptune verify policy.yaml TARGET --numerics`.",
+    "not-proven": "Run that command.",
+    "larger-batch": "Try --batch-size auto, if training may use another batch size.",
+    "compile-not-tried": "Run the same command again: it continues.",
+    "compile-pays": "Nothing, if you train for longer than that.",
+    "compile-costs": "Nothing, if you train for longer than that.",
+    "graph-breaks": "Move what breaks the graph out of the model's forward, or keep compile off.",
+    "recompiles": "Pad batches to a fixed size.",
+    "launch-bound": "CUDA graphs or torch.compile: the host is too slow for this GPU.",
+    "interrupted": "Run the same command again: it continues.",
+    "undecided": "Run the same command again: it continues.",
+    "speed-not-shown": "Run the same command again: it continues.",
+}  # fmt: skip
+
+
+def findings_section_of(study_report: StudyReport, findings: Iterable[Finding]) -> str:
+    shown = sorted(ranked(findings), key=lambda one: -worth_of(one))
+    items = "\n".join(map(_item, shown)) or "<li>Nothing was noticed.</li>"
+    again = repeated(study_report.record, command_of(study_report))
+    return section("findings", "Findings", f'<ul class="findings">{items}</ul>', *again)
+
+
+def worth_of(finding: Finding) -> float:
+    """Returns what acting on a finding may gain, as a share of the speed; 0 if nobody knows."""
+    figures = finding.figures
+    if finding.code == "larger-batch" and isinstance(figures.get("gain"), float):
+        return float(figures["gain"]) - 1
+    if finding.code == "input-bound" and isinstance(figures.get("share"), float):
+        return float(figures["share"]) / max(0.01, 1 - float(figures["share"]))
+    return 0.0
+
+
+def advice_of(finding: Finding) -> str:
+    return _ADVICE.get(finding.code, "")
+
+
+def _item(finding: Finding) -> str:
+    worth = worth_of(finding)
+    gain = f'<span class="worth">up to {worth:.0%} faster:</span>' if worth > 0 else ""
+    advice = advice_of(finding)
+    do = f'<span class="do">{prose(advice)}</span>' if advice else ""
+    return f"<li>{gain}{prose(str(finding))}{do}</li>"
+
+
+def repeated(record: StudyRecord, command: str) -> Iterator[str]:
+    """Yields hardware, versions, where the raw samples lie, and the commands to repeat the study."""
+    last = record.last
+    facts = [("hardware", last.hardware)]
+    facts += [("memory that was free", memory(last.memory_mib))] if last.memory_mib is not None else []
+    facts += list(last.software) or [("versions", "not kept: an earlier amptune made this study")]
+    facts += [("workload", f"{last.workload} ({last.target or 'from Python'}), batch size {last.batch_size}")]
+    facts += [("baseline", str(last.baseline)), ("study", record.name), ("raw samples", record.where)]
+    yield "<h3>Where this comes from</h3>"
+    yield table(["", ""], facts)
+    yield note("To measure more in the same study:")
+    yield code(command)
+    yield note("To tune from the start:")
+    yield code(tuning_command(record))

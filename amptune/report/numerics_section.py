@@ -1,0 +1,114 @@
+"""The page's section on numerics: how much of what is allowed was used, the worst modules, the first losses. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from amptune.measure.numerics.long_comparison import smoothed
+from amptune.measure.results.outcome import Measurement
+from amptune.policy.settings import Policy
+from amptune.report.markup import key, note, section, table
+from amptune.report.plot import Bar, ChartLine, bars, lines
+from amptune.report.study_files import LongCurve
+from amptune.search.decide.study_report import StudyReport
+from amptune.search.sampler.records import GateRecord
+
+__all__ = ["numerics_of"]
+
+# Of the worst modules, and of the judged policies, the most that are shown.
+MOST_SHOWN = 8
+
+
+def numerics_of(study_report: StudyReport, curves: Sequence[LongCurve]) -> str:
+    return section("numerics", "Numerics", *_parts(study_report), *_losses(study_report, curves))
+
+
+def _parts(study_report: StudyReport) -> Iterator[str]:
+    judgements, policy = study_report.record.judgements, study_report.policy
+    own = judgements.known(policy)
+    if own is not None:
+        whose = "" if own.policy == policy else f" (judged as {own.policy})"
+        yield note(f"The policy is {own.words}{whose}.", "")
+    elif judgements.passes(policy):
+        yield note("The policy computes as your FP32 does, or more precisely: there is nothing to judge.", "")
+    else:
+        yield note(
+            "The policy's numerics were not judged. Watch its loss beside FP32's, or give more with --budget.", ""
+        )
+    if study_report.record.judged:
+        yield "<h3>Share of what is allowed</h3>"
+        yield _used(study_report.record.judged, own)
+    if own is not None and own.worst:
+        yield "<h3>Nearest to their limits</h3>"
+        shares = (f"{one.figures.get('times_allowed', 0):.0%}" for one in own.worst)
+        rows = [(one.module or "whole model", one.message, of) for one, of in zip(own.worst, shares, strict=True)]
+        yield table(["module", "what was seen", "of what is allowed"], rows[:MOST_SHOWN])
+
+
+def _used(judged: Sequence[GateRecord], own: GateRecord | None) -> str:
+    """Returns a bar for each judged policy; 100 % is the limit."""
+    ranked = sorted(judged, key=lambda one: (one is not own, -one.used))[:MOST_SHOWN]
+    return bars(
+        (
+            Bar(
+                name=str(one.policy),
+                end=min(one.used, 1.5),
+                kind="winner" if one.passes else "bad",
+                words=f"{one.used:.0%}" if one.passes else f"rejected: {one.words}",
+            )
+            for one in ranked
+        ),
+        1.5,
+    )
+
+
+def _losses(study_report: StudyReport, curves: Sequence[LongCurve]) -> Iterator[str]:
+    """Yields loss curves: those of a long training, if there was one of this policy, else those of the first steps."""
+    if study_report.keeps_the_baseline:
+        return
+    policy = study_report.policy
+    names = {str(policy), str(replace(policy, batch_size=study_report.record.last.batch_size))}
+    fp32 = [curve.losses for curve in curves if curve.run == "fp32"]
+    own = [curve.losses for curve in curves if curve.run == "policy" and curve.policy in names]
+    if fp32 and own:
+        yield from _drawn("Losses", fp32, own, "FP32, one run a seed: their range is the band", _LONG)
+        return
+    fp32, own = _first_steps(study_report, study_report.baseline.policy), _first_steps(study_report, policy)
+    if fp32 and own and len(fp32[0]) > 1:
+        yield from _drawn("Losses of the first steps", fp32, own, "the baseline, its range is the band", _SHORT)
+
+
+_LONG = "From `amptune verify --numerics`: a seed has its own weights and data, the same in FP32 and under the policy."
+_SHORT = (
+    "From the same weights and on the same batches. The study has no longer curves: `amptune verify policy.yaml TARGET "
+    "--numerics` trains and draws them, with several seeds."
+)
+
+
+def _drawn(
+    heading: str, fp32: Sequence[Sequence[float]], own: Sequence[Sequence[float]], name: str, words: str
+) -> Iterator[str]:
+    """Yields a chart: the range of the FP32 runs as a band, their mean and the policy's as lines."""
+    count = min(map(len, (*fp32, *own)))
+
+    def over(pick: Callable[[list[float]], float], curves: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+        return smoothed([pick(list(losses)) for losses in zip(*(curve[:count] for curve in curves), strict=True)])
+
+    yield f"<h3>{heading}</h3>"
+    means = over(fmean, fp32), over(fmean, own)
+    drawn = [
+        ChartLine(points=over(max, fp32), down_to=over(min, fp32), kind="band", title=name),
+        ChartLine(points=means[0], kind="fp32 mean", title=f"mean of {len(fp32)} runs"),
+        ChartLine(points=means[1], kind="policy mean", title=f"the policy, mean of {len(own)} runs"),
+    ]
+    yield lines(drawn, "step", "loss")
+    yield key([("band", name), ("line", "its mean"), ("policy", "the policy, mean")])
+    off = max(abs(value - base) / max(abs(base), 1e-12) for (_, base), (_, value) in zip(*means, strict=True))
+    yield note(f"The means differ by {100 * off:.2g} % of the loss at most. {words}")
+
+
+def _first_steps(study_report: StudyReport, policy: Policy) -> list[tuple[float, ...]]:
+    rows = (row for row in study_report.record.table if row.policy == policy and not row.in_loop)
+    return [row.outcome.losses for row in rows if isinstance(row.outcome, Measurement) and row.outcome.losses]
