@@ -22,7 +22,7 @@ def profile_group() -> None:
 @click.option("-o", "--output", type=FILE, required=True, help="Where the profile is written.")
 @json_option
 def build_command(policies: tuple[str, ...], output: str, as_json: bool) -> None:
-    """Put POLICIES into one profile; each is matched by the GPU it was tuned on, whatever their order."""
+    """Put POLICIES into one profile; each is matched by the GPU it was tuned on."""
     from amptune.errors import FileFormatError, Problem
     from amptune.policy.file_io import load_any, save
     from amptune.policy.profile import Profile, entry_for, same_machines
@@ -82,7 +82,7 @@ def resolve_command(file: str, labels: tuple[str, ...], as_json: bool) -> None:
         )
         return
     for rejected in resolution.rejected:
-        click.echo(f"entry {rejected.entry} does not match: {', '.join(rejected.because)}", err=True)
+        click.echo(f"entry {rejected.entry} does not match: {'; '.join(rejected.because)}", err=True)
     click.echo(f"# entry {resolution.entry}")
     sys.stdout.write(dumps(resolution.policy_file))
 

@@ -84,7 +84,7 @@ def resolve(profile: Profile, labels: Mapping[str, str], *, require_entry: bool 
         rejected.append(Rejected(entry=index, because=because))
     if profile.default is not None and not require_entry:
         return Resolution(entry="default", policy_file=profile.default, rejected=tuple(rejected))
-    reasons = "".join(f"\n  entry {r.entry}: {', '.join(r.because)}" for r in rejected)
+    reasons = "".join(f"\n  entry {r.entry}: {'; '.join(r.because)}" for r in rejected)
     no_default = "it has no default" if profile.default is None else f"{REQUIRE}=1 does not let it take the default"
     raise HardwareMismatchError(f"no entry of the profile matches this machine, and {no_default}:{reasons}")
 
@@ -142,6 +142,6 @@ def _mismatches(entry: Entry, labels: Mapping[str, str]) -> Iterator[str]:
     for name, condition in entry.conditions.items():
         value, wanted = label_of(name, labels), entry.match[name]
         if value is None:
-            yield f"needs {name} {wanted}; this machine reports none"
+            yield f"needs {name} {wanted}, and this machine reports none"
         elif not condition.holds(value):
-            yield f"needs {name} {wanted}; here it is {value}"
+            yield f"needs {name} {wanted}, and it is {value} here"

@@ -52,15 +52,15 @@ def test_the_first_entry_that_matches_wins_and_those_before_say_why_not() -> Non
     wrong, right = Entry(match={"x": ">=10"}, policy=TUNED), Entry(match={"x": "9"}, policy=BF16)
     found = resolve(Profile(entries=(wrong, right, right)), {"x": "9"})
     assert (found.entry, found.policy_file) == (1, BF16)
-    assert [(r.entry, r.because) for r in found.rejected] == [(0, ("needs x >=10; here it is 9",))]
+    assert [(r.entry, r.because) for r in found.rejected] == [(0, ("needs x >=10, and it is 9 here",))]
 
 
 def test_a_profile_without_an_entry_for_this_machine_lists_them_all() -> None:
     profile = Profile(entries=(Entry(match={"x": "1"}, policy=BF16), Entry(match={"y": "2"}, policy=BF16)))
     with pytest.raises(HardwareMismatchError) as caught:
         resolve(profile, {"x": "3"})
-    assert "entry 0: needs x 1; here it is 3" in str(caught.value)
-    assert "entry 1: needs y 2; this machine reports none" in str(caught.value)
+    assert "entry 0: needs x 1, and it is 3 here" in str(caught.value)
+    assert "entry 1: needs y 2, and this machine reports none" in str(caught.value)
 
 
 def test_loading_a_profile_gives_the_entry_of_the_machine_at_hand(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_job_may_refuse_to_start_without_an_entry_of_its_own(monkeypatch: pyte
 def test_the_driver_has_its_old_and_its_new_labels(label: str) -> None:
     profile = Profile(entries=(Entry(match={label: ">=570"}, policy=BF16),))
     assert resolve(profile, {"driver": "580.159.04"}).entry == 0
-    with pytest.raises(HardwareMismatchError, match="here it is 535"):
+    with pytest.raises(HardwareMismatchError, match="it is 535 here"):
         resolve(profile, {"driver": "535.1"})
 
 
