@@ -87,6 +87,7 @@ def test_a_graph_that_does_not_fit_is_tried_with_a_smaller_batch_and_none_larger
     assert any(not isinstance(trial.outcome, Failure) for trial in later)
 
 
+@pytest.mark.slow
 def test_another_run_resumes_the_study_though_memory_gave_other_sizes(tmp_path: Path) -> None:
     first, _ = tuned(tmp_path, batch_size="auto")
     again, _ = tuned(tmp_path, batch_size="auto", budget_s=300)

@@ -243,6 +243,7 @@ def test_a_policy_slower_than_the_limit_is_left_after_few_steps() -> None:
     assert evaluator.clock() - before_s < 1.4
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_tuning_and_another_gives_another() -> None:
     first, again, other = (replay("resnet18", seed) for seed in (1, 1, 2))
     assert replace(first, wall_s=0.0) == replace(again, wall_s=0.0)

@@ -77,6 +77,7 @@ def test_of_a_few_tunings_where_nothing_is_faster_hardly_one_claims_anything() -
     assert sum(one.claim is not None for one in found) <= 1
 
 
+@pytest.mark.slow
 def test_a_policy_is_about_as_fast_as_itself() -> None:
     ratios = [compared_with_itself(Job(seed)) for seed in range(20)]
     assert sum(not ratio.shows_a_difference for ratio in ratios) >= 0.8 * len(ratios)

@@ -194,8 +194,10 @@ def _on_one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("work", "steps", "named"),
-    [(RARE, 600, "loss in all 600 steps is"), (LATE, 1000, "the buffer 0.average ends 45% off FP32's")],
-    ids=["in one batch of forty", "after hundreds of steps"],
+    [
+        pytest.param(RARE, 600, "loss in all 600 steps is", id="in one batch of forty", marks=pytest.mark.slow),
+        pytest.param(LATE, 1000, "the buffer 0.average ends 45% off FP32's", id="after hundreds of steps"),
+    ],
 )
 def test_the_long_look_finds_what_the_gate_passes(work: Workload, steps: int, named: str) -> None:
     bench = Bench(work, CPU)
