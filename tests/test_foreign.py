@@ -515,8 +515,11 @@ def test_the_readmes_table_has_the_step_times_of_models_that_amptune_was_not_dev
             arm: statistics.geometric_mean(ms.values()) for arm, ms in foreign_table.times_of(evidence, 120.0).items()
         }
         measured = [
-            times["stock"], min(times["amp bf16"], times["amp fp16"]), times["pytorch-autotune"], times["amptune"]
-        ]  # fmt: skip
+            times["stock"],
+            min(times["amp bf16"], times["amp fp16"]),
+            min(times["pytorch-autotune"], times["its own step"]),
+            times["amptune"],
+        ]
         assert shown == [float(f"{ms:.3g}") for ms in measured]
         for over, found in ratios.items():
             ratio = foreign_table.speed_over(evidence, 120.0, over)
