@@ -116,7 +116,7 @@ class Store:
 
         If others thought that this worker was gone, they have given the trial up: its outcome is left out.
         """
-        with storage_errors(), suppress(optuna.exceptions.UpdateFinishedTrialError):
+        with storage_errors(), suppress(RuntimeError):  # Optuna's, for a trial that has ended
             handle.set_user_attr("outcome", outcome_to_dict(trial.outcome))
             handle.set_user_attr("seconds", trial.seconds)
             handle.set_user_attr("run", trial.run)
