@@ -1,4 +1,4 @@
-"""What an entry of a profile wants of one label: a value, or comparisons that all hold. Pure."""
+"""Conditions of a profile's entry on one label: a value, or comparisons that all hold. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHARED = "-SHARED"
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What is wanted of the label `name`: `wanted` is each sign with its limit; "=" wants the value itself."""
+    """A condition on the label `name`: `wanted` has each sign with its limit; "=" wants the value itself."""
 
     name: str
     wanted: tuple[tuple[str, str], ...]

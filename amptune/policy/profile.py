@@ -42,7 +42,7 @@ class Entry:
 
     @property
     def conditions(self) -> dict[str, Condition]:
-        """What is wanted of each label."""
+        """The condition on each label."""
         return {name: condition_of(name, text) for name, text in self.match.items()}
 
 

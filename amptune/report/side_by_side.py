@@ -34,7 +34,7 @@ class PolicyPair:
 
     @property
     def ratio(self) -> float:
-        """How many times as fast it is in the second study."""
+        """The speed in the second study over that in the first."""
         return self.second / self.first
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What stands in a study's folder beside its trials: the times of its modules, and its long loss curves."""
+"""Files in a study's folder beside its trials: the times of its modules, and its long loss curves."""
 
 from __future__ import annotations
 

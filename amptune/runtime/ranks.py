@@ -10,6 +10,7 @@ import platform
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,8 +84,9 @@ class Ranks:
             raise PolicyApplyError(_differ(told))
         return True
 
+    @cached_property
     def weight(self) -> float:
-        """Returns what this rank's mean loss is to be multiplied by: DDP averages over ranks, not over samples.
+        """The factor of this rank's mean loss, read once: DDP averages over ranks, not over samples.
 
         It is 1 if all have one batch size. Raises `PolicyApplyError` if a rank has applied no policy, or only some of
         the policies have a batch size.

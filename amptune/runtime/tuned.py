@@ -200,12 +200,12 @@ class Tuned:
 
     @property
     def rank_weight(self) -> float:
-        """What a rank multiplies its mean loss by where a profile gives ranks other batch sizes; 1 if they have one.
+        """The factor of this rank's mean loss where a profile gives ranks other batch sizes; 1 if they have one.
 
         DDP averages gradients over ranks; so each sample counts alike. Raises `PolicyApplyError` if another rank has
         applied no policy.
         """
-        return 1.0 if self._ranks is None else self._ranks.weight()
+        return 1.0 if self._ranks is None else self._ranks.weight
 
     def undo(self) -> None:
         """Restores the model, its layout and the process's flags; a second call does nothing.

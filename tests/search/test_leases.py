@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,14 @@ from killed_workers import POSTGRESQL, killed, postgresql
 from test_policy_sampler import opened
 
 from amptune.measure.results.outcome import Failure
-from amptune.policy.settings import Policy, amp_recipe
+from amptune.measure.workers.source import Source
+from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.search.plan.budget import Budget
+from amptune.search.request import TuningRequest
 from amptune.search.sampler.leases import GONE_S, Leases
 from amptune.search.sampler.study import Study
 from amptune.search.sampler.suggestion import Suggestion
+from amptune.search.space.candidates import Wanted
 from amptune.search.table.trial import Trial
 
 RECIPE = amp_recipe("bf16")
@@ -76,6 +81,29 @@ def test_a_worker_counts_on_until_it_leaves(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_folder_is_one_workers_and_needs_no_lease(tmp_path: Path) -> None:
     assert opened(tmp_path)._store._leases is None
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "lock"),
+    [
+        ("cuda:0", "", ".lock-cuda-0"),
+        ("cuda:1", "", ".lock-cuda-1"),
+        (None, "3", ".lock-cuda-3"),
+        ("cuda:1", "2,5", ".lock-cuda-5"),
+        ("cpu", "3", ".lock-cpu-0"),
+    ],
+)
+def test_tuners_of_a_shared_study_lock_their_device_alone(
+    device: str | None, visible: str, lock: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    wanted = Wanted(baseline=STOCK, pins={})
+    one = TuningRequest(
+        source=Source(target="a.py:b"), wanted=wanted, budget=Budget(seconds=1.0), folder=tmp_path, study="sqlite://",
+        device=device,
+    )  # fmt: skip
+    assert one.lock == lock
+    assert replace(one, study=tmp_path).lock == ".lock"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What a tuning run noticed, kept with its study once the run has ended."""
+"""Findings of a tuning run, kept with its study once the run has ended."""
 
 from __future__ import annotations
 
