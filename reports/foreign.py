@@ -76,6 +76,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--launches", type=int, default=1, help="of each comparison, those of before included (default 1)"
     )
+    parser.add_argument("--tunings", type=int, help="of each model and budget; default: as the plan says")
     parser.add_argument("--device", default=None)
     parser.add_argument("--caches", type=Path, help="where torch.compile keeps what it made, for the launches")
     parser.add_argument("--no-autotune", action="store_true", help="leave pytorch-autotune out")
@@ -88,7 +89,9 @@ def parsed() -> argparse.Namespace:
 
 def works_of(arguments: argparse.Namespace) -> list[Work]:
     plan = PLANS[arguments.plan]
-    plan = replace(plan, autotune=plan.autotune and not arguments.no_autotune)
+    plan = replace(
+        plan, autotune=plan.autotune and not arguments.no_autotune, tunings=arguments.tunings or plan.tunings
+    )
     return [
         Work(
             evidence=Evidence(arguments.out / f"{model.rpartition(':')[2]}.jsonl"),
@@ -148,6 +151,7 @@ def job_of(work: Work, part: str, arguments: argparse.Namespace) -> Job:
     told = ["--out", arguments.out, "--plan", arguments.plan, "--budget", work.budget_s, "--caches", work.caches]
     told += ["--device", arguments.device] if arguments.device else []
     told += ["--course"] if arguments.course else []
+    told += ["--tunings", arguments.tunings] if arguments.tunings else []
     # pytorch-autotune's result may serve other budgets: of one model, it runs once at a time
     what = part if part == "pytorch-autotune" else f"{work.budget_s:g} s, {part}"
     return Job(

@@ -3,13 +3,15 @@
     python reports/parity.py --out reports/numerics/parity
     amptune tune reports/parity.py:sources -o sources.yaml
     python reports/parity.py --policy sources=sources.yaml --policy digits=digits.yaml --out reports/numerics/parity
+    python reports/parity.py --models lcnet_050 --precisions FP32 bf16 --out reports/numerics/parity/refused
 
 `digits`: the bundled network on the handwritten digits that scikit-learn ships; share of the held-out fifth that is
 recognized. `sources`: a small language model of bytes, on the sources of Python's standard library; nats per byte of
-modules it has not seen. Each seed has its own initial weights, data order and dropout, and they are the same in each
-precision. A run is not stopped early. OUT.json has a row for each run as it ends, with the loss curve (the means of 60
-stretches); the table has means and standard deviations over the seeds. `--summary OUT.json …` prints it again. Several
-processes may each train some of the seeds, from `--first-seed` on, into a file each.
+modules it has not seen. Any other name is one of `package_models.py`, of whose 2,000 steps the mean loss of the last
+tenth stands in the table: its batches are all new. Each seed has its own initial weights, data order and dropout, and
+they are the same in each precision. A run is not stopped early. OUT.json has a row for each run as it ends, with the
+loss curve (the means of 60 stretches); the table has means and standard deviations over the seeds. `--summary OUT.json
+…` prints it again. Several processes may each train some of the seeds, from `--first-seed` on, into a file each.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from amptune.workload.zoo.handwriting import digits
 from amptune.workload.zoo.recipes import adamw
 
 STEPS = {"digits": 660, "sources": 3000}  # 30 epochs of the digits; the loss of held-out bytes falls no more
+STEPS_OF_PACKAGES = 2000
 PRECISIONS = {"FP32": STOCK, "fp16": amp_recipe("fp16"), "bf16": amp_recipe("bf16")}
 WIDTH, LAYERS, CONTEXT, BATCH = 256, 4, 128, 32
 # The share of the modules that is held out, and the bytes of them that are rated.
@@ -115,7 +118,7 @@ def _held_out_loss(model: nn.Module) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS])
+    parser.add_argument("--models", nargs="+", default=[*WORKLOADS], metavar="NAME")
     parser.add_argument("--precisions", nargs="+", choices=[*PRECISIONS], default=[*PRECISIONS])
     parser.add_argument("--policy", action="append", default=[], metavar="MODEL=FILE", help="the policy of a model")
     parser.add_argument("--seeds", type=int, default=10)
@@ -143,11 +146,19 @@ def _runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         policies = {name: PRECISIONS[name] for name in options.precisions}
         policies |= {"policy": load(own[model]).policy} if model in own else {}
         for seed in range(options.first_seed, options.first_seed + options.seeds):
-            bench = Bench(WORKLOADS[model](), device, seed=seed)
+            bench = Bench(_workload_of(model), device, seed=seed)
             for name, policy in policies.items():
-                row = _run(bench, policy, options.steps or STEPS[model], seed)
+                row = _run(bench, policy, options.steps or STEPS.get(model, STEPS_OF_PACKAGES), seed)
                 print(f"{model}, seed {seed}, {name}: {row.get('evaluated', row.get('failure'))}", flush=True)
                 yield {"model": model, "precision": name, "settings": str(policy), "seed": seed, **row}
+
+
+def _workload_of(model: str) -> Workload:
+    if model in WORKLOADS:
+        return WORKLOADS[model]()
+    from package_models import OTHER_MODELS, PACKAGE_MODELS  # beside this program; it needs the packages
+
+    return {**PACKAGE_MODELS, **OTHER_MODELS}[model]
 
 
 def _run(bench: Bench, policy: Policy, steps: int, seed: int) -> dict[str, Any]:
@@ -158,7 +169,10 @@ def _run(bench: Bench, policy: Policy, steps: int, seed: int) -> dict[str, Any]:
         return {"failure": str(failure_of(error)), "seconds": time.perf_counter() - began_s}
     seconds = time.perf_counter() - began_s
     losses = _in_stretches(curve.losses)
-    return {"evaluated": curve.evaluated, "losses": losses, "skipped": curve.skipped, "seconds": seconds}
+    evaluated = curve.evaluated
+    if evaluated is None:
+        evaluated = statistics.mean(curve.losses[-max(1, len(curve.losses) // 10) :])
+    return {"evaluated": evaluated, "losses": losses, "skipped": curve.skipped, "seconds": seconds}
 
 
 def _in_stretches(losses: Sequence[float]) -> list[float]:

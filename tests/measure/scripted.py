@@ -16,10 +16,15 @@ HW_THERMAL, SW_THERMAL, POWER_BRAKE, POWER_CAP, IDLE = 0x40, 0x20, 0x80, 0x4, 0x
 
 
 class ScriptedClock:
-    """Its time passes by steps alone: the n-th step ever, counted from 0, takes `step_ms(n)`."""
+    """Its time passes by steps alone: the n-th step ever, counted from 0, takes `step_ms(n)`.
 
-    def __init__(self, step_ms: Callable[[int], float] = lambda _: 10.0) -> None:
+    The first `lead` steps of a call take `idle_ms` longer.
+    """
+
+    def __init__(self, step_ms: Callable[[int], float] = lambda _: 10.0, lead: int = 0, idle_ms: float = 0.0) -> None:
         self.step_ms = step_ms
+        self.lead = lead
+        self.idle_ms = idle_ms
         self.steps = 0
         self.stretches: list[int] = []
         self.busy = False
@@ -29,9 +34,9 @@ class ScriptedClock:
         self, step: Callable[[], object], count: int, while_busy: Callable[[], object] = lambda: None
     ) -> list[float]:
         times = []
-        for _ in range(count):
+        for i in range(count):
             step()
-            times.append(self.step_ms(self.steps))
+            times.append(self.step_ms(self.steps) + (self.idle_ms if i < self.lead else 0.0))
             self.steps += 1
             self._now_s += times[-1] / 1000
         self.stretches.append(count)

@@ -96,7 +96,7 @@ class PolicyTimer:
             gradient_norm=norm,
             skipped_share=skipped,
             alloc_retries=self.memory.alloc_retries(),
-            energy_j_per_sample=None if kept.energy_j is None else kept.energy_j / (samples * len(kept.step_ms)),
+            energy_j_per_sample=None if kept.step_j is None else kept.step_j / samples,
             clock_event_reasons=kept.after.clock_event_reasons,
             abandoned=slow,
             steady=warm_up.steady,

@@ -69,8 +69,9 @@ class WarmUp:
 class TimedBlock:
     """Steps timed in a row, the readings before and after them, and the codes of what these show.
 
-    The clocks and the temperature of `after` were read while the device was busy. `untimed` steps ran before the block.
-    It is not `settled` if graphs were still compiled or recorded in its second half.
+    The clocks and the temperature of `after` were read while the device was busy. `untimed` steps ran before the
+    readings, and `leads` between them: those that follow a wait. It is not `settled` if graphs were still compiled or
+    recorded in its second half.
     """
 
     step_ms: tuple[float, ...]
@@ -78,7 +79,13 @@ class TimedBlock:
     after: Readings
     contaminated_by: tuple[str, ...]
     untimed: int = 0
+    leads: int = 0
     settled: bool = True
+
+    @property
+    def steps(self) -> int:
+        """The steps between the readings."""
+        return self.leads + len(self.step_ms)
 
     @property
     def host_delay(self) -> float | None:
@@ -86,12 +93,12 @@ class TimedBlock:
         return host_delay(self.before.run_delays, self.after.run_delays)
 
     @property
-    def energy_j(self) -> float | None:
-        """Energy of these steps, to within the counter's interval of 0.1 s; None if they took less than `ENERGY_S`."""
+    def step_j(self) -> float | None:
+        """Energy of a step, to within the counter's interval of 0.1 s; None if the block took less than `ENERGY_S`."""
         before_j, after_j = self.before.energy_j, self.after.energy_j
         if before_j is None or after_j is None or sum(self.step_ms) < 1000 * ENERGY_S:
             return None
-        return after_j - before_j
+        return (after_j - before_j) / self.steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +160,7 @@ class StepTimer:
                 self._lasting |= frozenset.intersection(*(frozenset(block.contaminated_by) for block in blocks))
                 break
             reasons.append("+".join(new))
-        steps = sum(block.untimed + len(block.step_ms) for block in blocks)
+        steps = sum(block.untimed + block.steps for block in blocks)
         return Sample(kept=blocks[-1], discarded=tuple(reasons), steps=steps)
 
     def _new_causes(self, block: TimedBlock) -> tuple[str, ...]:
@@ -171,13 +178,15 @@ class StepTimer:
         least_s = 0.0 if before.energy_j is None else min(effort.energy_s, effort.measure_s)
         busy: list[Readings] = []
         times: list[float] = []
-        settling = Settling(around.prepared())
+        leads, settling = 0, Settling(around.prepared())
         until_ms = 1000 * (effort.measure_s + effort.settle_s)
         while not _enough(times, effort, least_s) or not (settling.is_over or sum(times) >= until_ms):
-            count = max(1, min(_stretch(step_ms), effort.max_steps - len(times)))
+            wanted = max(_stretch(step_ms), effort.min_steps - len(times))
+            count = self._clock.lead + max(1, min(wanted, effort.max_steps - len(times)))
             stretch = self._clock.time_steps(step, count, lambda: busy.append(self._instruments.clocks()))
             settling.goes_on(stretch, around.prepared())
-            times += stretch
+            leads += self._clock.lead
+            times += stretch[self._clock.lead :]
             step_ms = statistics.median(times)
         after = with_busy_clocks(self._instruments.read(), busy)
         codes = contamination(before, after, self._instruments.sm_clock_max_mhz())
@@ -188,6 +197,7 @@ class StepTimer:
             after=after,
             contaminated_by=codes,
             untimed=untimed,
+            leads=leads,
             settled=settling.is_over,
         )
 

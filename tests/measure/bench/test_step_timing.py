@@ -234,7 +234,17 @@ def test_what_compiles_stands_still_for_each_block_and_the_gpu_finishes_its_work
     assert stillness.at == [0, 60, 60, 120]  # twice, as the first block is disturbed: a stretch, then the block
     assert (sample.discarded, sample.kept.contaminated_by) == (("hw-thermal",), ())
     assert (len(sample.kept.step_ms), sample.kept.untimed, sample.steps) == (50, 10, 120)
-    assert sample.kept.energy_j == pytest.approx(10.0 * 50)
+    assert sample.kept.step_j == pytest.approx(10.0)
+
+
+def test_the_first_step_after_each_wait_finds_an_idle_gpu_and_is_not_timed() -> None:
+    clock = ScriptedClock(lambda n: 45.0 + 0.2 * (n % 2), lead=1, idle_ms=7.0)
+    nvml = ScriptedNvml(energy_mj=lambda: 10_000 * clock.steps)
+    sample = sampler(clock, nvml).sample(lambda: None, 45.0, replace(EFFORT, precision=-1.0), 0.0)
+    assert max(sample.kept.step_ms) < 46.0
+    assert clock.stretches[0] == 1 + EFFORT.min_steps  # all that a block has at least is timed without a wait
+    assert sample.steps == clock.steps == len(sample.kept.step_ms) + len(clock.stretches)
+    assert sample.kept.step_j == pytest.approx(10.0)
 
 
 def test_a_block_during_which_graphs_compiled_says_so_and_is_not_repeated() -> None:
@@ -386,21 +396,21 @@ def test_energy_is_that_of_the_kept_block_alone() -> None:
     )
     sample = sampled(clock, replace(EFFORT, precision=-1.0), nvml)
     assert sample.discarded == ("hw-thermal",)
-    assert sample.kept.energy_j == pytest.approx(10.0 * 50)
+    assert sample.kept.step_j == pytest.approx(10.0)
 
 
 def test_energy_of_a_block_too_short_for_its_counter_is_unknown() -> None:
     clock = ScriptedClock()
     nvml = ScriptedNvml(energy_mj=lambda: 10_000 * clock.steps)
-    assert sampled(clock, nvml=nvml).kept.energy_j is None
-    assert sampled(clock, replace(EFFORT, precision=-1.0), nvml).kept.energy_j is not None
+    assert sampled(clock, nvml=nvml).kept.step_j is None
+    assert sampled(clock, replace(EFFORT, precision=-1.0), nvml).kept.step_j is not None
 
 
 def test_on_a_device_that_counts_its_energy_a_block_lasts_as_long_as_the_counter_needs() -> None:
     clock = ScriptedClock()
     nvml = ScriptedNvml(energy_mj=lambda: 10_000 * clock.steps)
     kept = sampled(clock, replace(EFFORT, energy_s=0.3), nvml).kept
-    assert kept.energy_j == pytest.approx(10.0 * len(kept.step_ms))
+    assert kept.step_j == pytest.approx(10.0)
     assert 300 <= sum(kept.step_ms) < 420
     assert sum(sampled(ScriptedClock(), replace(EFFORT, energy_s=0.3)).kept.step_ms) < 300
     glance = replace(EFFORT, energy_s=0.3, measure_s=0.0)
