@@ -3,7 +3,7 @@
 # make test-all      the same with all that takes long, and `make frozen`: under an hour
 # make test-newest   `make test` in an environment of its own, with the newest version of every package but torch
 # make constraints   the same, and if it is green its versions are those that `make` installs from then on
-# make frozen        holds what amptune does against what it did at the starting commit (tests/frozen)
+# make frozen        holds what amptune does against what was recorded (tests/frozen)
 #
 # Override on the command line:
 #   make tune WORKLOAD=bert_base BUDGET=300s      (names: amptune/workload/zoo)

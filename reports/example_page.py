@@ -90,7 +90,7 @@ def _outcome(one: dict[str, Any]) -> dict[str, Any]:
 def page() -> str:
     file: Any = read(str(SOURCE.with_suffix(".policy.yaml"))).data
     record = record_of(json.loads(SOURCE.read_text()), file["valid_for"], file["evidence"]["tuned_on"])
-    study_report = study_report_of(record, (), THROUGHPUT)
+    study_report = study_report_of(record, THROUGHPUT)
     return page_of(study_report, findings_of(study_report))
 
 

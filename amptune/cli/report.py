@@ -54,12 +54,13 @@ def report_command(
         require_writable(output)
     where, record = _recalled(study, *name[:1])
     if other is not None:
-        first = _study_report(where, record, objective, least_speed)
-        second = _study_report(*_recalled(other, *name[1:2]), objective, least_speed)
+        first = _study_report(record, objective, least_speed)
+        _, later = _recalled(other, *name[1:2])
+        second = _study_report(later, objective, least_speed)
         _tell_both(first, second, output, as_json=as_json)
         return
     try:
-        study_report = _study_report(where, record, objective, least_speed)
+        study_report = _study_report(record, objective, least_speed)
     except StudyError as error:
         if output is None:
             raise
@@ -121,17 +122,13 @@ def _folder(where: Path | str, record: StudyRecord) -> Path:
     return where if isinstance(where, Path) else Path(record.last.folder)
 
 
-def _study_report(
-    where: Path | str, record: StudyRecord, objective: str | None, least_speed: float | None
-) -> StudyReport:
-    from amptune.search.decide.samples import former_rows
+def _study_report(record: StudyRecord, objective: str | None, least_speed: float | None) -> StudyReport:
     from amptune.search.decide.study_report import study_report_of
     from amptune.search.table.objective import objective_of
 
     last = record.last.objective
     asked = objective_of(objective or last.name, least_speed) if objective or least_speed is not None else last
-    former = former_rows(_folder(where, record), [tuning.run for tuning in record.tunings])
-    return study_report_of(record, former, asked)
+    return study_report_of(record, asked)
 
 
 def _place(study: str) -> Path | str:

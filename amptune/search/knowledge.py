@@ -14,7 +14,6 @@ from amptune.measure.results.subject import Prepared
 from amptune.policy.settings import Fp32Rule, Policy
 from amptune.search.batch_size.batch_sizes import NO_SIZES, BatchSizes
 from amptune.search.decide.evidence import labels_of
-from amptune.search.decide.samples import former_rows
 from amptune.search.gate.judge import Judge, PolicyJudged
 from amptune.search.request import TuningRequest
 from amptune.search.run_state import RunState
@@ -22,7 +21,6 @@ from amptune.search.sampler.records import TuningRecord
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, candidates_for
 from amptune.search.space.exclusions import Ladder
-from amptune.search.table.row import Row
 from amptune.search.table.verdict import Verdict
 
 __all__ = ["Knowledge"]
@@ -86,11 +84,6 @@ class Knowledge:
             valid_for=tuple(labels_of(self.prepared).items()),
         )
 
-    @cached_property
-    def _former(self) -> list[Row]:
-        """Rows that an earlier amptune kept beside the study."""
-        return former_rows(self.request.folder, self.study.runs())
-
     @property
     def state(self) -> RunState:
         """All that is known now."""
@@ -100,7 +93,6 @@ class Knowledge:
             candidates=self.candidates,
             judgements=self.judge.judgements,
             history=self.study.history,
-            former=self._former,
             rows=self.study.rows,
         )
 

@@ -33,18 +33,17 @@ class RunState:
     candidates: Candidates
     judgements: Judgements[Judgement]
     history: History
-    former: Sequence[Row]
     rows: Sequence[Row]
 
     @cached_property
     def table(self) -> list[Row]:
-        """Every timing of the study, of this run and of former ones."""
-        return [*self.former, *(trial.row for trial in self.history.trials), *self.rows]
+        """Every timing of the study, of this run and of those before."""
+        return [*(trial.row for trial in self.history.trials), *self.rows]
 
     @property
     def basis(self) -> tuple[Any, ...]:
         """A key of the verdict: it is the same as long as this is equal."""
-        count = len(self.former) + len(self.history.trials) + len(self.rows)
+        count = len(self.history.trials) + len(self.rows)
         return count, self.judgements, self.candidates
 
     def verdict(self) -> Verdict | None:

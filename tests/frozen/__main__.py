@@ -1,9 +1,8 @@
-"""Holds the tree against what amptune did at the starting commit (tests/frozen/START).
+"""Holds the tree against what amptune did when it was last recorded (tests/frozen/recorded).
 
-    python -m frozen check                       what differs, as a diff; exit code 1 if anything does
-    python -m frozen accept NAME --why "..."     keeps what differs as changes/NAME.diff: a change made on purpose
+    python -m frozen check [PAGE ...]            what differs, as a diff; exit code 1 if anything does
+    python -m frozen record [PAGE ...]           records it anew: a change made on purpose, whose reason the commit says
     python -m frozen replay --out F [--start]    other tunings: --trouble oom=0.3 --budget 120 --tunings 40
-    python -m frozen record                      records everything; once, at the starting commit
 
 Run with `tests/` on the path: PYTHONPATH=tests python -m frozen check.
 """
@@ -21,9 +20,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
-RECORDED, CHANGES, START = HERE / "recorded", HERE / "changes", HERE / "START"
-# (first line from 0, the lines that go, the lines that come)
-Hunk = tuple[int, list[str], list[str]]
+# What is recorded, and the commit that `replay --start` compares with.
+RECORDED, START = HERE / "recorded", HERE / "START"
 # Where the starting commit is checked out, beside the tree.
 BESIDE = REPOSITORY / ".frozen"
 
@@ -32,11 +30,9 @@ def main() -> int:
     words = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m frozen", description=__doc__, formatter_class=words)
     commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser("check", help="hold the tree against what was recorded")
-    check.add_argument("pages", nargs="*", metavar="PAGE", help="such as help.txt or decisions; all by default")
-    accept = commands.add_parser("accept", help="keep what differs as a change made on purpose")
-    accept.add_argument("name", help="of the file in tests/frozen/changes, such as 0024-sampler")
-    accept.add_argument("--why", required=True, help="the reason, which stands above the diff")
+    for name, told in (("check", "hold the tree against what was recorded"), ("record", "record it anew")):
+        command = commands.add_parser(name, help=told)
+        command.add_argument("pages", nargs="*", metavar="PAGE", help="such as help.txt or decisions; all by default")
     replays = commands.add_parser("replay", help="other simulated tunings, on this tree or on the starting commit")
     replays.add_argument("--out", type=Path, required=True)
     replays.add_argument("--start", action="store_true", help="on the starting commit")
@@ -47,14 +43,11 @@ def main() -> int:
     replays.add_argument(
         "--trouble", nargs="*", default=[], metavar="NAME=VALUE", help="of simulated.landscape.Trouble"
     )
-    commands.add_parser("record", help="record everything, once")
     arguments = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if arguments.command == "record":
-        return record()
     if arguments.command == "replay":
         return replay(arguments)
-    return held(arguments.pages) if arguments.command == "check" else accepted(arguments.name, arguments.why)
+    return held(arguments.pages) if arguments.command == "check" else record(arguments.pages)
 
 
 def found(wanted: Sequence[str] = ()) -> dict[str, str]:
@@ -79,7 +72,7 @@ def found(wanted: Sequence[str] = ()) -> dict[str, str]:
 
 
 def held(wanted: Sequence[str]) -> int:
-    """Prints what differs from the recording and from the changes made on purpose."""
+    """Prints what differs from the recording."""
     from frozen.decisions import versions
 
     expected, now = _expected(), found(wanted)
@@ -97,36 +90,15 @@ def held(wanted: Sequence[str]) -> int:
     return 1
 
 
-def accepted(name: str, why: str) -> int:
-    """Writes what differs as a change made on purpose; it is a part of what is expected from now on."""
-    expected, now = _expected(), found()
-    names = sorted({*expected, *now})
-    diff = "".join(line for name in names for line in _diff(name, expected.get(name, ""), now.get(name, "")))
-    if not diff:
-        print("nothing differs", file=sys.stderr)
-        return 1
-    CHANGES.mkdir(exist_ok=True)
-    path = CHANGES / f"{name}.diff"
-    if path.exists():
-        print(f"{path} exists already", file=sys.stderr)
-        return 2
-    path.write_text(f"{why}\n\n{diff}")
-    print(f"wrote {path.relative_to(REPOSITORY)}: {diff.count(chr(10) + '@@') + diff.startswith('@@')} places")
-    return 0
-
-
-def record() -> int:
-    """Records everything. Refuses where something is recorded already: that is kept, and changes stand beside it."""
-    from frozen.commands import written_study
+def record(wanted: Sequence[str]) -> int:
+    """Records the pages anew; those that no longer are go."""
     from frozen.decisions import versions
 
-    if RECORDED.exists():
-        print(f"{RECORDED} is recorded; `accept` keeps what has changed on purpose", file=sys.stderr)
-        return 2
-    study = HERE / "files" / "study"
-    if not (study / "journal.log").exists():
-        written_study(study)
-    for name, text in {**found(), "versions.txt": f"{versions()}\n"}.items():
+    now = found(wanted)
+    for name in _expected().keys() - now.keys():
+        if _is_wanted(name, wanted):
+            (RECORDED / name).unlink()
+    for name, text in {**now, "versions.txt": f"{versions()}\n"}.items():
         path = RECORDED / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -187,54 +159,14 @@ def has_start() -> bool:
 
 
 def _expected() -> dict[str, str]:
-    """What was recorded, with the changes made on purpose since, in the order of their names."""
-    pages = {
-        str(path.relative_to(RECORDED)): _portable(path.read_text())
-        for path in sorted(RECORDED.rglob("*"))
-        if path.is_file()
-    }
-    del pages["versions.txt"]
-    for change in sorted(CHANGES.glob("*.diff")):
-        _apply(_portable(change.read_text()), pages)
-    return pages
+    """The recorded pages by name."""
+    pages = {str(path.relative_to(RECORDED)): _portable(path.read_text()) for path in RECORDED.rglob("*.*")}
+    return {name: page for name, page in sorted(pages.items()) if name != "versions.txt"}
 
 
 def _portable(page: str) -> str:
     """The page with long numbers rounded: another processor may give other last digits."""
     return re.sub(r"\d+\.\d{10,}", lambda number: f"{float(number[0]):.9g}", page)
-
-
-def _apply(change: str, pages: dict[str, str]) -> None:
-    """Changes the pages as a diff of ours says: its hunks have no context to look for, so they go by line numbers."""
-    for name, hunks in _hunks(change):
-        lines = pages.get(name, "").splitlines(keepends=True)
-        for start, old, new in reversed(hunks):
-            if lines[start : start + len(old)] != old:
-                raise SystemExit(
-                    f"tests/frozen/changes: a change does not fit {name}:{start + 1}; were changes renamed?"
-                )
-            lines[start : start + len(old)] = new
-        pages[name] = "".join(lines)
-
-
-def _hunks(change: str) -> Iterator[tuple[str, list[Hunk]]]:
-    """The hunks of each page of a diff."""
-    pages: dict[str, list[Hunk]] = {}
-    lines, name = iter(change.splitlines(keepends=True)), ""
-    for line in lines:
-        if line.startswith("+++ "):
-            name = line[4:].strip()
-        elif line.startswith("@@ "):
-            (first, old), (_, new) = (_place(word) for word in line.split()[1:3])
-            hunk = (first - (old > 0), [next(lines)[1:] for _ in range(old)], [next(lines)[1:] for _ in range(new)])
-            pages.setdefault(name, []).append(hunk)
-    yield from pages.items()
-
-
-def _place(word: str) -> tuple[int, int]:
-    """(line, how many) of `-3,2` or `+3`."""
-    first, comma, count = word[1:].partition(",")
-    return int(first), int(count) if comma else 1
 
 
 def _diff(name: str, before: str, after: str) -> Iterator[str]:

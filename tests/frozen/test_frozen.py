@@ -6,11 +6,10 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from frozen import __main__ as program
 from frozen.decisions import CASES, VARIANTS, decided, told
@@ -18,10 +17,8 @@ from frozen.decisions import CASES, VARIANTS, decided, told
 # These take seconds; the decisions take a minute or two, in `make frozen`.
 QUICK = ["help.txt", "errors.txt", "answers.txt", "json.txt", "names.txt", "texts.txt", "tensors.txt", "schemas"]
 
-LINES = st.lists(st.sampled_from(["a", "b", "", "-- c", "@@ d", "+e"]), max_size=12)
 
-
-def test_the_tree_does_what_it_did_at_the_start() -> None:
+def test_the_tree_does_what_is_recorded() -> None:
     assert program.held(QUICK) == 0
 
 
@@ -41,18 +38,19 @@ def test_there_are_two_hundred_decisions_of_all_kinds() -> None:
 
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Recordings of a small page, and no changes."""
-    for name in ("RECORDED", "CHANGES"):
-        (tmp_path / name).mkdir()
-        monkeypatch.setattr(program, name, tmp_path / name)
-    monkeypatch.setattr(program, "REPOSITORY", tmp_path)
+    """The recording of a small page."""
+    (tmp_path / "RECORDED").mkdir()
+    monkeypatch.setattr(program, "RECORDED", tmp_path / "RECORDED")
     (tmp_path / "RECORDED" / "versions.txt").write_text("numpy 1\n")
     (tmp_path / "RECORDED" / "page.txt").write_text("one\ntwo\nthree\n")
     return tmp_path
 
 
 def says(monkeypatch: pytest.MonkeyPatch, **pages: str) -> None:
-    monkeypatch.setattr(program, "found", lambda _=(): {f"{name}.txt": text for name, text in pages.items()})
+    def found(wanted: Sequence[str] = ()) -> dict[str, str]:
+        return {f"{name}.txt": text for name, text in pages.items() if program._is_wanted(name, wanted)}
+
+    monkeypatch.setattr(program, "found", found)
 
 
 def test_a_difference_is_printed_and_fails(
@@ -73,29 +71,16 @@ def test_a_page_that_is_gone_fails(recorded: Path, monkeypatch: pytest.MonkeyPat
     assert program.held([]) == 1
 
 
-def test_a_change_made_on_purpose_is_kept_with_its_reason(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_made_on_purpose_is_recorded(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     says(monkeypatch, page="one\n2\nthree\nfour\n", new="a page\n")
-    assert program.accepted("0001-numbers", "two is written as a number") == 0
-    change = (recorded / "CHANGES" / "0001-numbers.diff").read_text()
-    assert change.startswith("two is written as a number\n\n")
-    assert program.held([]) == 0
-    says(monkeypatch, page="1\n2\nthree\nfour\n", new="a page\n")
     assert program.held([]) == 1
-    assert program.accepted("0002-more", "so is one") == 0
+    assert program.record(["new"]) == 0
+    assert [program.held(["new"]), program.held([])] == [0, 1]
+    assert program.record([]) == 0
     assert program.held([]) == 0
-
-
-def test_what_is_recorded_is_not_recorded_again(capsys: pytest.CaptureFixture[str]) -> None:
-    assert program.record() == 2
-    assert "is recorded" in capsys.readouterr().err
-
-
-@given(before=LINES, after=LINES)
-def test_a_diff_takes_a_page_to_what_it_was_made_from(before: list[str], after: list[str]) -> None:
-    old, new = ("".join(f"{line}\n" for line in lines) for lines in (before, after))
-    pages = {"page.txt": old}
-    program._apply("why\n\n" + "".join(program._diff("page.txt", old, new)), pages)
-    assert pages["page.txt"] == new
+    says(monkeypatch, page="one\n")
+    assert program.record([]) == 0
+    assert {path.name for path in (recorded / "RECORDED").iterdir()} == {"page.txt", "versions.txt"}
 
 
 def test_a_policy_is_told_by_what_departs_from_stock() -> None:

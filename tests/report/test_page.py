@@ -35,7 +35,7 @@ SECTIONS = ["verdict", "policy", "settings", "trials", "numerics", "course", "ba
 
 
 def study_report(objective: Objective = THROUGHPUT, rows: tuple[Row, ...] | None = None) -> StudyReport:
-    return study_report_of(record(), compared() if rows is None else rows, objective)
+    return study_report_of(record(rows=compared() if rows is None else rows), objective)
 
 
 class Page(HTMLParser):
@@ -88,10 +88,10 @@ def shown(found: StudyReport, files: StudyFiles = StudyFiles()) -> Page:  # noqa
         study_report(),
         study_report(Objective("memory")),
         study_report(Objective("energy")),
-        study_report_of(rich(), (), THROUGHPUT),
-        study_report_of(record(trials=record().trials[:3], judged=()), (), THROUGHPUT),
-        study_report_of(record(trials=record().trials[:1], judged=()), (), THROUGHPUT),
-        study_report_of(replace(rich(), timeline=()), (), Objective("memory")),
+        study_report_of(rich(), THROUGHPUT),
+        study_report_of(record(trials=record().trials[:3], judged=()), THROUGHPUT),
+        study_report_of(record(trials=record().trials[:1], judged=()), THROUGHPUT),
+        study_report_of(replace(rich(), timeline=()), Objective("memory")),
     ],
 )
 def test_every_study_has_all_sections_in_one_whole_page(found: StudyReport) -> None:
@@ -115,11 +115,11 @@ def test_nothing_of_the_user_is_taken_for_html() -> None:
     assert page.texts("h1") == ['small <script>alert("x")</script> on NVIDIA H200']
     assert "CUDA <out> of memory & more" in page.texts("td")
     tuning = replace(TUNING, hardware="<u>", target="<u>", software=(("<u>", "<u>"),), valid_for=(("<u>", "<u>"),))
-    assert "<u>" not in page_of(study_report_of(record(tunings=(tuning,)), compared(), THROUGHPUT), ())
+    assert "<u>" not in page_of(study_report_of(record(tunings=(tuning,), rows=compared()), THROUGHPUT), ())
 
 
 def test_the_verdict_is_a_sentence_with_its_intervals_memory_and_certainty() -> None:
-    page = shown(study_report_of(rich(), (), THROUGHPUT))
+    page = shown(study_report_of(rich(), THROUGHPUT))
     sentence = page.texts("p")[2]
     assert sentence.startswith("ResNet-50 on NVIDIA H200 trains 2.50× [2.4")
     assert "as fast as stock PyTorch and 2.00× [" in sentence
@@ -130,14 +130,14 @@ def test_the_verdict_is_a_sentence_with_its_intervals_memory_and_certainty() -> 
 
 def test_a_recipe_that_trains_worse_than_fp32_is_no_yardstick() -> None:
     trials = tuple(trial for trial in record().trials if trial.policy != BF16)
-    page = shown(study_report_of(record(trials=trials), compared((trials[0].policy, LAST)), THROUGHPUT))
+    page = shown(study_report_of(record(trials=trials, rows=compared((trials[0].policy, LAST))), THROUGHPUT))
     assert "AMP recipe" not in page.texts("p")[2]
     assert any("trains worse than FP32" in text for text in page.texts("span"))
 
 
 def test_an_answer_that_is_not_confirmed_comes_with_the_command_that_measures_more() -> None:
     trials = (*record().trials[:1], replace(record().trials[1], outcome=took(9.8, 700.0)))
-    page = shown(study_report_of(record(trials=trials), (), THROUGHPUT))
+    page = shown(study_report_of(record(trials=trials), THROUGHPUT))
     assert "provisional" in page.texts("span")
     command = "amptune tune train.py:small --objective throughput --study runs"
     assert page.texts("pre")[0] == command
@@ -145,7 +145,7 @@ def test_an_answer_that_is_not_confirmed_comes_with_the_command_that_measures_mo
 
 def test_an_interrupted_tuning_is_provisional() -> None:
     interrupted = Finding(code="interrupted", message="the tuning was interrupted: this is the best so far")
-    page = shown(study_report_of(replace(rich(), findings=(interrupted,)), (), THROUGHPUT))
+    page = shown(study_report_of(replace(rich(), findings=(interrupted,)), THROUGHPUT))
     assert "provisional" in page.texts("span")
     assert "confirmed" not in page.texts("span")
     assert interrupted.message in page.texts("li")
@@ -153,7 +153,7 @@ def test_an_interrupted_tuning_is_provisional() -> None:
 
 def test_rows_that_are_faster_than_a_kept_baseline_say_why_they_did_not_win() -> None:
     trials = (*record().trials[:1], replace(record().trials[1], outcome=took(9.97, 700.0)))
-    page = shown(study_report_of(record(trials=trials), (), THROUGHPUT))
+    page = shown(study_report_of(record(trials=trials), THROUGHPUT))
     assert "undecided" in page.texts("span")
     assert any("keep what you have" in text for text in page.texts("p"))
     assert "1 other policy was measured; 1 with better figures, and the trials below say why not" in page.whole
@@ -162,7 +162,7 @@ def test_rows_that_are_faster_than_a_kept_baseline_say_why_they_did_not_win() ->
 
 
 def test_the_policy_is_a_file_to_save() -> None:
-    text = Page(page_of(study_report_of(rich(), (), THROUGHPUT), ())).texts("pre")[0]
+    text = Page(page_of(study_report_of(rich(), THROUGHPUT), ())).texts("pre")[0]
     file = parse_policy(parse(text, "policy.yaml"))
     assert isinstance(file, PolicyFile)
     assert file.policy == replace(LAST, batch_size=32)
@@ -170,7 +170,7 @@ def test_the_policy_is_a_file_to_save() -> None:
 
 
 def test_the_waterfall_says_what_was_not_measured_by_itself() -> None:
-    page = shown(study_report_of(rich(), (), THROUGHPUT))
+    page = shown(study_report_of(rich(), THROUGHPUT))
     spans = page.texts("span")
     assert "memory format channels_last" in spans
     assert "not measured alone: autocast" in spans or "overlap of the settings" in spans
@@ -193,7 +193,7 @@ def test_a_study_in_which_the_baseline_failed_has_a_page_too() -> None:
 
 
 def test_numerics_say_the_share_of_the_limits_and_the_worst_modules() -> None:
-    page = shown(study_report_of(rich(), (), THROUGHPUT))
+    page = shown(study_report_of(rich(), THROUGHPUT))
     assert "body.7.attention.qkv" in page.texts("td")
     assert {"12%", "the gradient of weight is off by 4%"} <= {*page.texts("td"), *page.texts("span")}
     assert "Losses of the first steps" in page.texts("h3")
@@ -205,30 +205,30 @@ def test_long_curves_of_this_policy_take_the_place_of_the_first_steps() -> None:
         for seed in range(3)
         for run, policy in (("fp32", Policy()), ("policy", LAST))
     )
-    found = study_report_of(rich(), (), THROUGHPUT)
+    found = study_report_of(rich(), THROUGHPUT)
     assert "Losses" in shown(found, StudyFiles(curves=curves)).texts("h3")
     other = tuple(replace(curve, policy="another") for curve in curves)
     assert "Losses of the first steps" in shown(found, StudyFiles(curves=other)).texts("h3")
 
 
 def test_the_course_is_told_in_words_of_a_user() -> None:
-    page = shown(study_report_of(rich(), (), THROUGHPUT))
+    page = shown(study_report_of(rich(), THROUGHPUT))
     lanes = page.texts("span")
     assert {"build the model", "compile in the background", "check numerics against FP32"} <= set(lanes)
     assert "disturbed from outside" in lanes
     assert any("thermally throttled" in item for item in page.texts("li"))
-    none = shown(study_report_of(replace(rich(), timeline=()), (), THROUGHPUT))
+    none = shown(study_report_of(replace(rich(), timeline=()), THROUGHPUT))
     assert "The last tuning left no course" in none.whole
 
 
 def test_the_memory_that_is_saved_is_a_batch_size() -> None:
-    page = shown(study_report_of(rich(), (), THROUGHPUT))
+    page = shown(study_report_of(rich(), THROUGHPUT))
     assert "in that memory it has room for at least 44." in page.whole
     assert "batches of 64 would train 1.3 times as many" in page.texts("p")
 
 
 def test_findings_come_by_worth_with_what_to_do() -> None:
-    page = shown(study_report_of(rich(), (), THROUGHPUT))
+    page = shown(study_report_of(rich(), THROUGHPUT))
     assert page.texts("span").index("up to 30% faster:") < page.texts("span").index(
         "Nothing: training runs in this state too. A higher power limit makes both faster."
     )
@@ -248,7 +248,7 @@ def test_every_row_is_as_wide_as_its_headings() -> None:
 
 
 def test_a_page_of_many_trials_stays_small_and_has_all_of_them() -> None:
-    found = study_report_of(thousands(300), (), THROUGHPUT)
+    found = study_report_of(thousands(300), THROUGHPUT)
     text = page_of(found, findings_of(found))
     assert len(text) < 2_000_000 / 10 + 60_000  # so that 3,000 take less than 2 MB
     assert sum(row.count("<td") > 3 or "colspan" in row for row in re.findall(r"<tr[^>]*><td.*?</tr>", text)) >= 300
@@ -260,7 +260,7 @@ def test_without_energy_there_is_no_chart_and_no_column_of_it() -> None:
         for trial in record().trials
         if isinstance(trial.outcome, Measurement)
     )
-    page = shown(study_report_of(record(trials=trials), (), THROUGHPUT))
+    page = shown(study_report_of(record(trials=trials), THROUGHPUT))
     assert "energy, J per sample" not in page.texts("span")
     assert "J/sample" not in page.texts("th")
     assert "J/sample" in shown(study_report()).texts("th")
@@ -345,7 +345,7 @@ def test_two_studies_say_which_policies_became_slower() -> None:
     slow = tuple(
         replace(trial, outcome=took(33.0, 700.0)) if trial.policy == BF16 else trial for trial in record().trials
     )
-    first, second = study_report(), study_report_of(record(trials=slow), (), THROUGHPUT)
+    first, second = study_report(), study_report_of(record(trials=slow), THROUGHPUT)
     assert pairs_of(first, second)[0].policy == BF16
     assert str(told_of_two(first, second)[0]) == "bf16 is 4.12 times slower in the second study"
     page = Page(page_of_two(first, second))
@@ -357,8 +357,8 @@ def test_two_studies_say_which_policies_became_slower() -> None:
 def test_studies_that_have_nothing_in_common_say_so() -> None:
     other = replace(TUNING, workload="other", batch_size=64, baseline=BF16)
     trials = tuple(replace(trial, policy=BF16) for trial in record().trials[1:2])
-    second = study_report_of(record(tunings=(other,), trials=trials, judged=()), (), THROUGHPUT)
-    first = study_report_of(record(trials=record().trials[:1], judged=()), (), THROUGHPUT)
+    second = study_report_of(record(tunings=(other,), trials=trials, judged=()), THROUGHPUT)
+    first = study_report_of(record(trials=record().trials[:1], judged=()), THROUGHPUT)
     codes = [finding.code for finding in told_of_two(first, second)]
     assert codes == ["other-workload", "other-batch-size", "nothing-common"]
     assert "No policy ran in both." in page_of_two(first, second)

@@ -55,7 +55,7 @@ def seen(page: str, folder: Path, width: int, *, dark: bool, scripts: bool = Tru
 
 
 def of(study: StudyRecord, files: StudyFiles = StudyFiles()) -> str:  # noqa: B008  # a frozen value
-    found: StudyReport = study_report_of(study, compared(), THROUGHPUT)
+    found: StudyReport = study_report_of(replace(study, rows=(*study.rows, *compared())), THROUGHPUT)
     return page_of(found, findings_of(found), files)
 
 
@@ -66,7 +66,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "the baseline alone": lambda: of(record(trials=record().trials[:1], judged=())),
     "everything failed": lambda: page_without_answer(record(trials=record().trials[-1:]), "the baseline failed"),
     "500 trials": lambda: of(thousands(500)),
-    "two studies": lambda: page_of_two(*(study_report_of(one, (), THROUGHPUT) for one in (record(), rich()))),
+    "two studies": lambda: page_of_two(*(study_report_of(one, THROUGHPUT) for one in (record(), rich()))),
     "the example in the docs": lambda: EXAMPLE.read_text(encoding="utf-8"),
 }
 SECTIONS = ["verdict", "policy", "settings", "trials", "numerics", "course", "batch", "findings"]

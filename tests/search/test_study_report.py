@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
-from measurements import took
 from simulated.recorded import RecordedEvaluator
 from test_objective import BF16, ENERGY, FP16, MEMORY, peak_mib, recording, speed_costs_memory
 from test_pipeline import request_in
 
 from amptune.errors import NothingFeasibleError, ObjectiveError, StudyError
-from amptune.measure.results.outcome import Failure, outcome_to_dict
+from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import Parity
-from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.decide.decision import Decision
-from amptune.search.decide.samples import FILE_NAME, former_rows
 from amptune.search.decide.study_report import StudyReport, command_of, findings_of, study_report_of
 from amptune.search.events import ContenderMeasured, Event, TrialEnded
 from amptune.search.pipeline import TuningInterrupted, tune_with
@@ -31,7 +26,6 @@ from amptune.search.sampler.records import StudyRecord, without_password
 from amptune.search.sampler.storage import recall
 from amptune.search.space.candidates import GlobalBatch
 from amptune.search.table.objective import THROUGHPUT, Objective
-from amptune.search.table.row import Row
 from amptune.search.table.verdict import Verdict
 
 SMALLEST = amp_recipe("bf16", memory_format="channels_last")
@@ -55,13 +49,12 @@ def tuned(
 
 
 def asked(folder: Path, objective: Objective = THROUGHPUT) -> StudyReport:
-    record = recall(folder)
-    return study_report_of(record, former_rows(folder, [tuning.run for tuning in record.tunings]), objective)
+    return study_report_of(recall(folder), objective)
 
 
 def by_trials(folder: Path, objective: Objective = THROUGHPUT) -> StudyReport:
     """The answer of the trials alone, as if nothing had been compared."""
-    return study_report_of(replace(recall(folder), rows=()), (), objective)
+    return study_report_of(replace(recall(folder), rows=()), objective)
 
 
 def told(verdict: Verdict) -> dict[str, Any]:
@@ -298,79 +291,10 @@ def test_two_workers_of_one_database_know_each_others_rows(tmp_path: Path) -> No
     own, other = rows.values()
     assert len(own) > 10
     assert len(other) > 10
-    assert told(study_report_of(record, (), THROUGHPUT).verdict) == told(first.verdict)
+    assert told(study_report_of(record, THROUGHPUT).verdict) == told(first.verdict)
     known = {contender.policy for contender in second.verdict.contenders}
     assert {row.policy for row in own if row.launch.startswith("search")} <= known
     assert first.baseline.rows == sum(row.policy == STOCK for row in record.table)
-
-
-# --- what an earlier amptune kept -------------------------------------------------------------------------------------
-
-FORMER = Path(__file__).parent.parent / "frozen" / "files" / "study"
-
-
-def test_a_study_folder_of_an_earlier_amptune_is_still_read() -> None:
-    record = recall(FORMER)
-    runs = [tuning.run for tuning in record.tunings]
-    rows = former_rows(FORMER, runs)
-    assert len(rows) == len((FORMER / FILE_NAME).read_text().splitlines()) == 5
-    assert {row.run for row in rows} <= set(runs)
-    assert record.rows == ()
-    study_report = study_report_of(record, rows, record.last.objective)
-    assert study_report.policy.autocast == "fp16"
-    for contender in study_report.verdict.contenders:
-        compared = [row for row in rows if row.policy == contender.policy]
-        tried = [trial for trial in record.trials if trial.policy == contender.policy]
-        assert contender.rows == len(compared) + len(tried) or contender.failure is not None
-
-
-def in_a_file(folder: Path, rows: Iterable[Row]) -> None:
-    """Writes rows as an earlier amptune did, beside the study."""
-    lines = [
-        {"run": row.run, "comparison": 1, "stage": "finals", "launch": n // 4} | as_lines(row)
-        for n, row in enumerate(rows)
-    ]
-    (folder / FILE_NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def as_lines(row: Row) -> dict[str, Any]:
-    return {"policy": policy_to_dict(row.policy), "outcome": outcome_to_dict(row.outcome)}
-
-
-def test_the_comparisons_of_an_earlier_amptune_count_in_a_tuning_that_goes_on(tmp_path: Path) -> None:
-    tuned(tmp_path, trials=10)
-    record = recall(tmp_path)
-    slow = [replace(row, outcome=took(400.0)) if row.policy == BF16 else row for row in record.rows]
-    in_a_file(tmp_path, slow)
-    old = asked(tmp_path)
-    contender = old.verdict.contender_of(BF16)
-    assert contender is not None
-    compared = sum(row.policy == BF16 for row in record.rows)
-    assert contender.rows == sum(row.policy == BF16 for row in record.table) + compared
-    again = tuned(tmp_path, trials=1)
-    assert told(asked(tmp_path).verdict) == told(again.verdict)
-    assert again.verdict.winner.rows > contender.rows or again.winner != BF16
-
-
-def test_a_line_cut_by_a_crash_or_of_another_amptune_costs_that_line(tmp_path: Path) -> None:
-    tuned(tmp_path, trials=6)
-    runs = [tuning.run for tuning in recall(tmp_path).tunings]
-    in_a_file(tmp_path, recall(tmp_path).rows)
-    whole = former_rows(tmp_path, runs)
-    assert len(whole) == len(recall(tmp_path).rows)
-    first = (tmp_path / FILE_NAME).read_text().splitlines()[0]
-    with (tmp_path / FILE_NAME).open("a") as file:
-        for was, now in (
-            ('"outcome"', '"result"'),
-            ('"comparison"', '"compared"'),
-            ('"autocast": "', '"autocast": "very '),
-        ):
-            assert was in first
-            file.write(first.replace(was, now) + "\n")
-        file.write("[]\nnull\n7\n" + '{"run": "' + runs[0])
-    assert former_rows(tmp_path, runs) == whole
-    assert former_rows(tmp_path, ["another"]) == []
-    assert former_rows(tmp_path / "nowhere", runs) == []
 
 
 def test_a_tuning_whose_baseline_failed_does_not_hide_the_one_before(tmp_path: Path) -> None:
@@ -472,7 +396,7 @@ def test_a_study_without_what_is_asked_says_so(tmp_path: Path) -> None:
     record = record_of(tmp_path)
     without = replace(record, trials=tuple(trial for trial in record.trials if trial.policy != STOCK), rows=())
     with pytest.raises(StudyError, match=r"the baseline of the study resnet50-\w+ \(stock PyTorch\) was not measured"):
-        study_report_of(without, (), THROUGHPUT)
+        study_report_of(without, THROUGHPUT)
     tuned(tmp_path / "cold", recording(energy=False), trials=4)
     with pytest.raises(ObjectiveError, match=r"knows of no energy: NVIDIA H200 reported none"):
         asked(tmp_path / "cold", ENERGY)

@@ -185,6 +185,14 @@ def test_a_likely_gain_says_what_would_confirm_it() -> None:
     assert f"{100 * CONFIRMED:.1f} % counts as confirmed; more --budget tells" in str(finding)
 
 
+def test_a_gain_that_is_sure_in_one_process_alone_says_that_it_takes_two() -> None:
+    verdict = of_times((STOCK, [10.0]), (BF16, [5.0]))
+    assert (verdict.confidence, verdict.winner.chance > CONFIRMED) == ("likely", True)
+    assert "sure that it is better, but in one process alone, where it takes 2 to confirm it; more" in message(
+        verdict, "provisional"
+    )
+
+
 @BOTH
 def test_a_baseline_that_all_others_are_much_slower_than_is_confirmed(machine: Machine) -> None:
     verdict = of_times((STOCK, [10.0] * 3), (BF16, [20.0] * 3), (FP16, [25.0] * 3), machine=machine)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from frozen.adapter import (
+    GPU,
     STOCK,
     Budget,
     Candidates,
@@ -34,11 +35,13 @@ from frozen.adapter import (
     LoopTiming,
     Measurement,
     ModuleTrace,
+    Narrowing,
     Outcome,
     Parity,
     Policy,
     Prepared,
     Ratio,
+    Row,
     Sensitivity,
     Source,
     StepProfile,
@@ -49,6 +52,7 @@ from frozen.adapter import (
     groups_by_intensity,
     points,
     tune_with,
+    verdict_of,
 )
 from optuna.storages import InMemoryStorage
 
@@ -495,12 +499,7 @@ class SyntheticEvaluator:
         slow = self._rng.random(steps) < SLOW_SHARE if self.is_unruly(policy) else np.zeros(steps, dtype=bool)
         step_ms[slow] *= SLOW_TIMES
         measured = self._measurement(policy, step_ms, warmup_s, abandoned=abandoned)
-        told: dict[str, Any] = {
-            "in_loop": getattr(effort, "in_loop", False),
-            "settled": not slow[steps // 2 :].any(),
-        }
-        known = {field.name for field in fields(measured)}  # the starting commit has none of them
-        return replace(measured, **{name: value for name, value in told.items() if name in known})
+        return replace(measured, in_loop=effort.in_loop, settled=not slow[steps // 2 :].any())
 
     def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity:  # noqa: ARG002
         """All are sound here. The reference takes its time, a judgement a third of that."""
@@ -772,7 +771,7 @@ def _judged(
         true_speedup=chosen / baseline,
         next_speedup=evaluator.next_speedup(decision.winner, decision.baseline.policy),
         claim=None if decision.verdict.keeps_the_baseline else (speedup.value, speedup.low, speedup.high),
-        confidence=getattr(decision.verdict, "confidence", ""),  # the starting commit has none
+        confidence=decision.verdict.confidence,
         trials=len(decision.trials),
         launches=evaluator.launches,
         simulated_s=evaluator.clock(),
@@ -782,8 +781,6 @@ def _judged(
 
 def same_twice(workload: str, seed: int, trouble: Trouble | None = None, *, budget_s: float = 120.0) -> Ratio:
     """A/A: one policy compared with itself under another name, by the final comparison alone. The truth is 1."""
-    from frozen.adapter import GPU, Narrowing, Row, verdict_of  # the starting commit has none of them
-
     clock = SimulatedClock()
     landscape = landscape_of(workload)
     evaluator = SyntheticEvaluator(landscape, clock, trouble or Trouble(), seed)

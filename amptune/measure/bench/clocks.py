@@ -43,7 +43,7 @@ class Clock(Protocol):
 class CudaClock:
     """A clock of CUDA events between steps. It synchronises only at the end: the queue stays full, as in training.
 
-    The first step waits for the host: with recorded graphs it took up to 16 % longer (reports/h100/foreign).
+    The first step waits for the host: with recorded graphs it took up to 18 % longer (reports/h100/first_steps.jsonl).
     """
 
     lead = 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +17,6 @@ from amptune.search.table.contenders import Contender
 from amptune.search.table.gains import gain_in_words, goal_of
 from amptune.search.table.objective import Objective
 from amptune.search.table.ratio import chance_in_words
-from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 from amptune.search.table.verdict import Verdict, verdict_of
 
@@ -169,8 +167,8 @@ def _command(record: StudyRecord, objective: Objective, where: str | None) -> st
     )
 
 
-def study_report_of(record: StudyRecord, former: Sequence[Row], objective: Objective) -> StudyReport:
-    """Returns the verdict on a study's whole table; `former` are rows that an earlier amptune kept beside it.
+def study_report_of(record: StudyRecord, objective: Objective) -> StudyReport:
+    """Returns the verdict on a study's whole table.
 
     Raises `StudyError` if the baseline was not measured, `ObjectiveError` if the study lacks the objective's figure.
     """
@@ -179,7 +177,7 @@ def study_report_of(record: StudyRecord, former: Sequence[Row], objective: Objec
     def bar(policy: Policy) -> str | None:
         return judgements.bar(policy, is_outside=policy in record.outside)
 
-    verdict = verdict_of((*former, *record.table), record.last.baseline, record.machine, objective, bar)
+    verdict = verdict_of(record.table, record.last.baseline, record.machine, objective, bar)
     if verdict is None:
         raise _nothing_to_compare(record, objective)
     return StudyReport(record=record, verdict=verdict, points=points_of(record.trials, verdict, judgements))

@@ -132,11 +132,6 @@ class Store:
         with storage_errors():
             self._study.tell(handle, state=TrialState.FAIL, skip_if_finished=True)
 
-    def runs(self) -> list[str]:
-        """Returns the names of the recorded tuning runs."""
-        with storage_errors():
-            return [key.removeprefix(f"{TUNING} ") for key in self._study.user_attrs if key.startswith(f"{TUNING} ")]
-
     def note_tuning(self, tuning: TuningRecord) -> None:
         """Records that a tuning run uses the study."""
         with storage_errors():

@@ -141,12 +141,6 @@ class Study:
         with suppress(StudyError):
             self._store.note_timeline(self._run, timeline)
 
-    def runs(self) -> list[str]:
-        """Returns the tuning runs that have used the study; [] if the storage fails."""
-        with suppress(StudyError):
-            return self._store.runs()
-        return []
-
     def add(self, row: Row) -> None:
         """Adds a timing that is no trial; a storage that fails loses it for later runs alone."""
         self._rows.append(row)

@@ -145,10 +145,18 @@ def _confidence_in(winner: Contender, baseline: Contender, able: Sequence[Conten
         better = [min(one.gain.chance_above(1 + NEGLIGIBLE), one.fast_enough) for one in able if one.gain is not None]
         return confidence_of(1 - max(better)) if better else "undecided"
     confidence = confidence_of(winner.chance)
-    doubtful = winner.fast_enough < LIKELY or winner.disturbed or baseline.disturbed
-    if winner.gain is not None:
-        doubtful |= winner.gain.launches < PROCESSES or winner.gain.low < 1
-    return "likely" if confidence == "confirmed" and doubtful else confidence
+    return "likely" if confidence == "confirmed" and _doubt(winner, baseline) else confidence
+
+
+def _doubt(winner: Contender, baseline: Contender) -> str | None:
+    """Returns why not even certainty confirms that the winner is better, in words; None if nothing speaks so."""
+    if winner.gain is not None and winner.gain.launches < PROCESSES:
+        return f"but in one process alone, where it takes {PROCESSES} to confirm it"
+    if winner.disturbed or baseline.disturbed:
+        return "but never measured undisturbed beside the baseline"
+    if winner.fast_enough < LIKELY:
+        return "but maybe slower than it has to be"
+    return "but its interval reaches below 1" if winner.gain is not None and winner.gain.low < 1 else None
 
 
 def _level_with_the_best(contenders: Sequence[Contender], scores: Estimates, speeds: Estimates) -> list[Contender]:
@@ -222,10 +230,12 @@ def _findings(verdict: Verdict, equals: int) -> Iterator[Finding]:
         message = f"{winner.policy}: {gain_in_words(objective, winner.gain, winner.vs_baseline)}"
         yield Finding(code=_BETTER[objective.name], message=message)
         if verdict.confidence == "likely":
+            doubt = _doubt(winner, verdict.baseline) if confidence_of(winner.chance) == "confirmed" else None
+            because = doubt or f"where {chance_in_words(CONFIRMED)} counts as confirmed"
             yield Finding(
                 code="provisional",
-                message=f"likely, not confirmed: {chance_in_words(winner.chance)} sure that it is better, where "
-                f"{chance_in_words(CONFIRMED)} counts as confirmed; more --budget tells",
+                message=f"likely, not confirmed: {chance_in_words(winner.chance)} sure that it is better, {because}; "
+                "more --budget tells",
                 figures={"probability": winner.chance, "confirms": CONFIRMED},
             )
     if equals > 1:

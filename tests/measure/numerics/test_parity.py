@@ -378,7 +378,7 @@ def test_the_yardstick_rounds_what_autocast_rounds(device: torch.device) -> None
     assert not rounded & {"words.weight", "norm.weight", "batch_norm.weight", "scale"}
 
 
-class Recurrent(nn.Module):
+class RecurrentWithHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.rnn = nn.RNN(16, 8, batch_first=True)
@@ -391,7 +391,7 @@ class Recurrent(nn.Module):
 
 def test_recurrent_weights_are_rounded_where_nobody_sees_their_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("amptune.measure.numerics.casts._CASTS", ())  # as on a GPU, where cuDNN casts them
-    names, unseen = parameters_in_half(Bench(workload_of(Recurrent, (16,)), CPU), STOCK)
+    names, unseen = parameters_in_half(Bench(workload_of(RecurrentWithHead, (16,)), CPU), STOCK)
     assert unseen is None
     assert set(names) == {f"rnn.{kind}_{part}_l0" for kind in ("weight", "bias") for part in ("ih", "hh")}
 
