@@ -65,7 +65,7 @@ def _used(judged: Sequence[GateRecord], own: GateRecord | None) -> str:
 
 
 def _losses(study_report: StudyReport, curves: Sequence[LongCurve]) -> Iterator[str]:
-    """Yields loss curves: those of a long training, if there was one of this policy, else those of the first steps."""
+    """Yields loss curves: of a long training of this policy, else of its judgement, else of the first steps."""
     if study_report.keeps_the_baseline:
         return
     policy = study_report.policy
@@ -73,14 +73,23 @@ def _losses(study_report: StudyReport, curves: Sequence[LongCurve]) -> Iterator[
     fp32 = [curve.losses for curve in curves if curve.run == "fp32"]
     own = [curve.losses for curve in curves if curve.run == "policy" and curve.policy in names]
     if fp32 and own:
-        yield from _drawn("Losses", fp32, own, "FP32, one run a seed: their range is the band", _LONG)
+        yield from _drawn("Losses", fp32, fp32, own, "FP32, one run a seed: their range is the band", _LONG)
+        return
+    judged = study_report.record.judgements.known(policy)
+    if judged is not None and judged.losses_fp32:
+        runs = judged.losses_fp32
+        yield from _drawn("Losses of the judgement", runs, runs[:1], [judged.losses], "FP32 and its replicas", _GATE)
         return
     fp32, own = _first_steps(study_report, study_report.baseline.policy), _first_steps(study_report, policy)
     if fp32 and own and len(fp32[0]) > 1:
-        yield from _drawn("Losses of the first steps", fp32, own, "the baseline, its range is the band", _SHORT)
+        yield from _drawn("Losses of the first steps", fp32, fp32, own, "the baseline, its range is the band", _SHORT)
 
 
 _LONG = "From `amptune verify --numerics`: a seed has its own weights and data, the same in FP32 and under the policy."
+_GATE = (
+    "From the same weights, by the numerics gate; replicas of FP32 take the batches in another order. `amptune verify "
+    "policy.yaml TARGET --numerics` trains for longer, with several seeds."
+)
 _SHORT = (
     "From the same weights and on the same batches. The study has no longer curves: `amptune verify policy.yaml TARGET "
     "--numerics` trains and draws them, with several seeds."
@@ -88,10 +97,15 @@ _SHORT = (
 
 
 def _drawn(
-    heading: str, fp32: Sequence[Sequence[float]], own: Sequence[Sequence[float]], name: str, words: str
+    heading: str,
+    band: Sequence[Sequence[float]],
+    fp32: Sequence[Sequence[float]],
+    own: Sequence[Sequence[float]],
+    name: str,
+    words: str,
 ) -> Iterator[str]:
-    """Yields a chart: the range of the FP32 runs as a band, their mean and the policy's as lines."""
-    count = min(map(len, (*fp32, *own)))
+    """Yields a chart: a `band` of runs in FP32; as lines the means of those held against the policy, and of its own."""
+    count = min(map(len, (*band, *own)))
 
     def over(pick: Callable[[list[float]], float], curves: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
         return smoothed([pick(list(losses)) for losses in zip(*(curve[:count] for curve in curves), strict=True)])
@@ -99,7 +113,7 @@ def _drawn(
     yield f"<h3>{heading}</h3>"
     means = over(fmean, fp32), over(fmean, own)
     drawn = [
-        ChartLine(points=over(max, fp32), down_to=over(min, fp32), kind="band", title=name),
+        ChartLine(points=over(max, band), down_to=over(min, band), kind="band", title=name),
         ChartLine(points=means[0], kind="fp32 mean", title=f"mean of {len(fp32)} runs"),
         ChartLine(points=means[1], kind="policy mean", title=f"the policy, mean of {len(own)} runs"),
     ]

@@ -211,6 +211,15 @@ def test_long_curves_of_this_policy_take_the_place_of_the_first_steps() -> None:
     assert "Losses of the first steps" in shown(found, StudyFiles(curves=other)).texts("h3")
 
 
+def test_curves_of_the_judgement_have_fp32s_runs_as_a_band() -> None:
+    judged = tuple(
+        replace(one, losses=(2.3, 2.05, 1.9), losses_fp32=((2.3, 2.0, 1.9), (2.5, 2.2, 1.8))) for one in rich().judged
+    )
+    page = shown(study_report_of(replace(rich(), judged=judged), THROUGHPUT))
+    assert "Losses of the judgement" in page.texts("h3")
+    assert any("differ by 2.5 % of the loss at most" in text for text in page.texts("p"))  # from the first run
+
+
 def test_the_course_is_told_in_words_of_a_user() -> None:
     page = shown(study_report_of(rich(), THROUGHPUT))
     lanes = page.texts("span")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import OrderedDict
 from contextlib import redirect_stdout
@@ -18,6 +19,7 @@ from amptune.measure.results.training_runs import ILL_CONDITIONED, ROUNDING, Buf
 from amptune.policy.settings import amp_recipe
 from amptune.search.gate.limits import judged
 from amptune.search.gate.numeric_findings import line_to_look
+from amptune.search.sampler.records import GateRecord
 
 BF16 = amp_recipe("bf16")
 # As the gradient of a healthy parameter looks in bf16 (reports/numerics).
@@ -218,3 +220,11 @@ def test_a_refusal_for_a_loss_that_is_no_number_shows_that_loss() -> None:
 
 def test_a_refusal_for_a_loss_curve_comes_with_the_command_that_draws_it() -> None:
     assert line_to_look(judged(BF16, Parity(drift=6.0))) == "`amptune verify amp-bf16 TARGET --numerics`"
+
+
+def test_a_study_keeps_the_loss_curves_of_a_judgement_to_six_digits() -> None:
+    parity = Parity(losses=(2.34567891, 1.0), losses_fp32=((2.34567891, 1.0), (2.4, 1.1)))
+    kept = GateRecord.of(judged(BF16, parity))
+    again = GateRecord.from_dict(json.loads(json.dumps(kept.as_dict())))
+    assert again == replace(kept, losses=(2.34568, 1.0), losses_fp32=((2.34568, 1.0), (2.4, 1.1)))
+    assert GateRecord.from_dict({"policy": {}, "passes": True, "used": 0.1, "words": ""}).losses == ()

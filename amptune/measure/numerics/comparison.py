@@ -41,6 +41,8 @@ def compare(reference: Reference, run: Run, rounding: Rounding) -> Parity:
         evaluated=run.curve.evaluated,
         evaluated_fp32=reference.run.curve.evaluated,
         evaluated_at_start=reference.evaluated_at_start,
+        losses=run.curve.losses,
+        losses_fp32=tuple(one.losses for one in (reference.run.curve, *reference.replicas)),
         all_rounded_because=reference.all_rounded_because,
     )
 

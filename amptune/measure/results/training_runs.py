@@ -203,10 +203,12 @@ class Parity:
     below FP32's, in the unit of `drift`. If the curve was suspicious, several are trained; where their mean, relative
     to its standard error, is nearer to FP32's, `drift` and `below` are of that. `precision` is the relative rounding
     error of the policy's products. `buffers` are those that training changes. `skipped_share` is the share of steps
-    that the loss scaler skipped after it had settled at `scale`. `evaluated`, `evaluated_fp32` and `evaluated_at_start`
-    are results of the workload's `evaluate`: of the policy, of FP32, and before training. `all_rounded_because` is the
-    reference's: the effect of rounding, and with it the limits, may then be too large. If training broke, `failure`
-    gives the reason and `broken` the modules whose gradients broke; the other fields are then empty.
+    that the loss scaler skipped after it had settled at `scale`. `evaluated`, `evaluated_fp32` and
+    `evaluated_at_start` are results of the workload's `evaluate`: of the policy, of FP32, and before training.
+    `losses` is the policy's loss curve, `losses_fp32` that of FP32 and of its replicas, if they were needed.
+    `all_rounded_because` is the reference's: the effect of rounding, and with it the limits, may then be too large. If
+    training broke, `failure` gives the reason and `broken` the modules whose gradients broke; the other fields are
+    then empty.
     """
 
     gradients: tuple[GradientParity, ...] = ()
@@ -221,6 +223,8 @@ class Parity:
     evaluated: float | None = None
     evaluated_fp32: float | None = None
     evaluated_at_start: float | None = None
+    losses: tuple[float, ...] = ()
+    losses_fp32: tuple[tuple[float, ...], ...] = ()
     all_rounded_because: str | None = None
     failure: Failure | None = None
     broken: tuple[str, ...] = ()

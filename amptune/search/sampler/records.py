@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,8 @@ class TuningRecord:
 class GateRecord:
     """The numerics gate's result for a policy: whether it is as good as FP32, and the share it uses of the limits.
 
-    `worst` are the figures nearest to their limits, one a module; a study of an earlier amptune has none.
+    `worst` are the figures nearest to their limits, one a module; `losses` is the policy's loss curve there,
+    `losses_fp32` that of FP32 and of its replicas. A study of an earlier amptune has none of these.
     """
 
     policy: Policy
@@ -100,6 +101,8 @@ class GateRecord:
     used: float
     words: str
     worst: tuple[Finding, ...] = ()
+    losses: tuple[float, ...] = ()
+    losses_fp32: tuple[tuple[float, ...], ...] = ()
 
     @staticmethod
     def of(judgement: Judgement) -> GateRecord:
@@ -109,6 +112,8 @@ class GateRecord:
             used=judgement.used,
             words=str(judgement),
             worst=judgement.worst[:MOST_WORST],
+            losses=judgement.parity.losses,
+            losses_fp32=judgement.parity.losses_fp32,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -119,12 +124,26 @@ class GateRecord:
             "used": self.used,
             "words": self.words,
             "worst": [finding.as_dict() for finding in self.worst],
+            "losses": _short(self.losses),
+            "losses_fp32": [_short(losses) for losses in self.losses_fp32],
         }
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> GateRecord:
-        worst = tuple(map(Finding.from_dict, data.get("worst", ())))
-        return GateRecord(**{**data, "policy": policy_from_dict(data["policy"]), "worst": worst})
+        return GateRecord(
+            policy=policy_from_dict(data["policy"]),
+            passes=data["passes"],
+            used=data["used"],
+            words=data["words"],
+            worst=tuple(map(Finding.from_dict, data.get("worst", ()))),
+            losses=tuple(data.get("losses", ())),
+            losses_fp32=tuple(map(tuple, data.get("losses_fp32", ()))),
+        )
+
+
+def _short(losses: Sequence[float]) -> list[float]:
+    """Returns the losses to six digits, which is what a chart shows of them."""
+    return [float(f"{loss:.6g}") for loss in losses]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

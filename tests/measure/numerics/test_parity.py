@@ -914,10 +914,12 @@ def test_replicas_are_trained_when_a_curve_is_doubtful_and_once_in_a_process(mon
     monkeypatch.setattr(Training, "curve", noted)
     bench = Bench(workload_of(perceptron), CPU)
     reference = make_reference(bench, STOCK, ENOUGH_S)
-    judge(bench, BF16, reference)
+    one = judge(bench, BF16, reference)
     assert trained == [0, 0], "FP32's and the policy's"
+    assert one.losses_fp32 == (reference.run.curve.losses,)
+    assert len(one.losses) == len(one.losses_fp32[0])
     monkeypatch.setattr(parity_module, "SUSPICIOUS", -1.0)
-    judge(bench, BF16, reference)
+    assert len(judge(bench, BF16, reference).losses_fp32) == 3
     assert trained[2:] == [0, 1, 2, 0, 1, 2], "the policy's; the replicas; the policy's in all their orders"
     judge(bench, BF16, reference)
     assert trained[8:] == [0, 1, 2]
