@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 from killed_workers import POSTGRESQL, killed, postgresql
@@ -15,6 +17,7 @@ from amptune.measure.workers.source import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.plan.budget import Budget
 from amptune.search.request import TuningRequest
+from amptune.search.sampler.backend import database_at
 from amptune.search.sampler.leases import GONE_S, Leases
 from amptune.search.sampler.study import Study
 from amptune.search.sampler.suggestion import Suggestion
@@ -118,3 +121,15 @@ def test_killed_workers_lose_nothing_that_was_told(tmp_path: Path, storage: str)
             left = killed(url, 5, workers=2)
     assert left.told > 0
     assert (left.lost, left.twice, left.running) == (0, 0, 0)
+
+
+def test_jobs_that_open_a_new_database_at_once_all_get_it(tmp_path: Path) -> None:
+    for number in range(3):
+        at_once = Barrier(6)
+
+        def open_it(_: int, url: str = f"sqlite:///{tmp_path / str(number)}.db", at_once: Barrier = at_once) -> None:
+            at_once.wait(timeout=60)
+            database_at(url)
+
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(open_it, range(6)))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import optuna
 from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from amptune.errors import StudyError, first_line
 from amptune.search.sampler.records import without_password
@@ -18,6 +20,8 @@ JOURNAL = "journal.log"
 # A writer holds the journal's lock for milliseconds.
 LOCK_S = 10
 SQLITE = "sqlite:///"
+# A database is opened so often, after so many seconds, while others make its tables.
+ATTEMPTS, AGAIN_S = 20, 0.1
 
 
 def journal_in(folder: Path) -> JournalFileBackend:
@@ -43,11 +47,22 @@ def opened(where: Path | str) -> BaseStorage:
 
 
 def database_at(url: str) -> BaseStorage:
-    """Opens a database; raises `StudyError` for one that Optuna cannot open."""
-    try:
-        return optuna.storages.get_storage(url)
-    except ValueError as error:  # one that Optuna does not know, or a port that is no number
-        raise StudyError(f"{without_password(url)} is no database that Optuna can open: {first_line(error)}") from error
+    """Opens a database; raises `StudyError` for one that Optuna cannot open.
+
+    Jobs that start together each make the tables of a new one: those that come second try again.
+    """
+    attempts = 0
+    while True:
+        try:
+            return optuna.storages.get_storage(url)
+        except ValueError as error:  # one that Optuna does not know, or a port that is no number
+            about = f"{without_password(url)} is no database that Optuna can open"
+            raise StudyError(f"{about}: {first_line(error)}") from error
+        except DBAPIError as error:
+            attempts += 1
+            if attempts == ATTEMPTS or not (isinstance(error, IntegrityError) or "already exists" in str(error)):
+                raise
+            time.sleep(AGAIN_S)
 
 
 def _drop_half_a_line(journal: Path) -> None:
