@@ -65,11 +65,12 @@ class Effort:
 class Measurement:
     """One policy, timed in one process.
 
-    `step_ms` holds every timed step in order: one block without a break, with what it compiled or recorded. A step is
-    one optimizer step over `samples_per_step` samples. Disturbed blocks were timed again: `discarded` has one entry for
-    each, its codes of disturbances joined by "+". `contaminated_by` holds the codes of the kept block: disturbances
-    that came back in every repeat or were not repeated for lack of time, and states of the GPU under this very load,
-    such as its power cap. `steady` is False if `warmup_s` ran out before the step time was steady.
+    `step_ms` holds every timed step in order: one block, with what it compiled or recorded; on a GPU the step after a
+    wait is not timed. A step is one optimizer step over `samples_per_step` samples. Disturbed blocks were timed again:
+    `discarded` has one entry for each, its codes of disturbances joined by "+". `contaminated_by` holds the codes of
+    the kept block: disturbances that came back in every repeat or were not repeated for lack of time, and states of
+    the GPU under this very load, such as its power cap. `steady` is False if `warmup_s` ran out before the step time
+    was steady.
 
     Peaks cover the whole trial with warm-up and weights: on a GPU those of PyTorch's allocator, on a CPU the process's
     peak resident set for both. `losses` are those of the first steps from the initial weights, on the same batches for
