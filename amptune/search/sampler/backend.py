@@ -17,11 +17,9 @@ from amptune.search.sampler.records import without_password
 __all__ = ["JOURNAL", "SQLITE", "database_at", "journal_in", "opened", "storage_errors"]
 
 JOURNAL = "journal.log"
-# A writer holds the journal's lock for milliseconds.
+# A writer holds the journal's lock for milliseconds, and makes the tables of a database in less than a second.
 LOCK_S = 10
 SQLITE = "sqlite:///"
-# A database is opened so often, after so many seconds, while others make its tables.
-ATTEMPTS, AGAIN_S = 20, 0.1
 
 
 def journal_in(folder: Path) -> JournalFileBackend:
@@ -51,7 +49,7 @@ def database_at(url: str) -> BaseStorage:
 
     Jobs that start together each make the tables of a new one: those that come second try again.
     """
-    attempts = 0
+    until_s = time.monotonic() + LOCK_S
     while True:
         try:
             return optuna.storages.get_storage(url)
@@ -59,10 +57,9 @@ def database_at(url: str) -> BaseStorage:
             about = f"{without_password(url)} is no database that Optuna can open"
             raise StudyError(f"{about}: {first_line(error)}") from error
         except DBAPIError as error:
-            attempts += 1
-            if attempts == ATTEMPTS or not (isinstance(error, IntegrityError) or "already exists" in str(error)):
+            is_made_meanwhile = isinstance(error, IntegrityError) or "already exists" in str(error)
+            if not is_made_meanwhile or time.monotonic() > until_s:
                 raise
-            time.sleep(AGAIN_S)
 
 
 def _drop_half_a_line(journal: Path) -> None:
