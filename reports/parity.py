@@ -166,7 +166,10 @@ def _run(bench: Bench, policy: Policy, steps: int, seed: int) -> dict[str, Any]:
     try:
         curve = train_long(bench, policy, steps, seed, math.inf)
     except Exception as error:  # noqa: BLE001  # a run that breaks is a result
-        return {"failure": str(failure_of(error)), "seconds": time.perf_counter() - began_s}
+        return {
+            "failure": str(failure_of(error)).replace(f"{Path.cwd()}/", ""),
+            "seconds": time.perf_counter() - began_s,
+        }
     seconds = time.perf_counter() - began_s
     losses = _in_stretches(curve.losses)
     evaluated = curve.evaluated

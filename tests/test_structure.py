@@ -330,6 +330,11 @@ def test_what_proposes_policies_is_imported_while_the_workload_is_built() -> Non
     assert "optuna" not in loaded_by("import amptune.search.pipeline")
 
 
+def test_a_search_that_opens_no_database_loads_none() -> None:
+    """SQLAlchemy takes a second to import."""
+    assert "sqlalchemy" not in loaded_by("import amptune.search.run")
+
+
 def test_the_check_of_lightness_can_fail() -> None:
     assert "optuna" in loaded_by("import amptune.search.run")
 

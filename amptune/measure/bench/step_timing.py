@@ -178,14 +178,13 @@ class StepTimer:
         least_s = 0.0 if before.energy_j is None else min(effort.energy_s, effort.measure_s)
         busy: list[Readings] = []
         times: list[float] = []
-        leads, settling = 0, Settling(around.prepared())
+        settling = Settling(around.prepared())
         until_ms = 1000 * (effort.measure_s + effort.settle_s)
         while not _enough(times, effort, least_s) or not (settling.is_over or sum(times) >= until_ms):
             wanted = max(_stretch(step_ms), effort.min_steps - len(times))
             count = self._clock.lead + max(1, min(wanted, effort.max_steps - len(times)))
             stretch = self._clock.time_steps(step, count, lambda: busy.append(self._instruments.clocks()))
             settling.goes_on(stretch, around.prepared())
-            leads += self._clock.lead
             times += stretch[self._clock.lead :]
             step_ms = statistics.median(times)
         after = with_busy_clocks(self._instruments.read(), busy)
@@ -197,7 +196,7 @@ class StepTimer:
             after=after,
             contaminated_by=codes,
             untimed=untimed,
-            leads=leads,
+            leads=self._clock.lead * len(busy),
             settled=settling.is_over,
         )
 

@@ -63,7 +63,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def _watched_rnns(model: nn.Module, rounded: _Rounded) -> Iterator[None]:
-    """Notes the weights of recurrent layers too: cuDNN casts them within one kernel, which no mode sees."""
+    """Notes the weights of recurrent layers too: on a GPU autocast casts an LSTM's where no mode sees it."""
 
     def note(rnn: nn.RNNBase, _inputs: Any, output: Any) -> None:
         if any(one.dtype == torch.bfloat16 for one in tensors_in(output)):

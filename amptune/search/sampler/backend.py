@@ -9,7 +9,6 @@ from pathlib import Path
 import optuna
 from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
-from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from amptune.errors import StudyError, first_line
 from amptune.search.sampler.records import without_password
@@ -56,8 +55,8 @@ def database_at(url: str) -> BaseStorage:
         except ValueError as error:  # one that Optuna does not know, or a port that is no number
             about = f"{without_password(url)} is no database that Optuna can open"
             raise StudyError(f"{about}: {first_line(error)}") from error
-        except DBAPIError as error:
-            is_made_meanwhile = isinstance(error, IntegrityError) or "already exists" in str(error)
+        except Exception as error:  # sqlalchemy's, which takes a second to import where no database is opened
+            is_made_meanwhile = type(error).__name__ == "IntegrityError" or "already exists" in str(error)
             if not is_made_meanwhile or time.monotonic() > until_s:
                 raise
 

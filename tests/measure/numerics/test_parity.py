@@ -390,7 +390,7 @@ class RecurrentWithHead(nn.Module):
 
 
 def test_recurrent_weights_are_rounded_where_nobody_sees_their_cast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("amptune.measure.numerics.casts._CASTS", ())  # as on a GPU, where cuDNN casts them
+    monkeypatch.setattr("amptune.measure.numerics.casts._CASTS", ())  # as of an LSTM on a GPU
     names, unseen = parameters_in_half(Bench(workload_of(RecurrentWithHead, (16,)), CPU), STOCK)
     assert unseen is None
     assert set(names) == {f"rnn.{kind}_{part}_l0" for kind in ("weight", "bias") for part in ("ih", "hh")}
