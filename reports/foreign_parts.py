@@ -25,7 +25,7 @@ from amptune.errors import AmptuneError
 from amptune.measure.results.outcome import Measurement, Outcome
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.events import ContenderMeasured, Event, TrialEnded
+from amptune.search.events import ContenderMeasured, Event, StepStarted, TrialEnded
 from amptune.search.plan.budget import Budget
 
 GRID_BUDGET_S = 300.0
@@ -119,7 +119,9 @@ class Course:
 
     def __call__(self, event: Event) -> None:
         entry: Line = {"at_s": self.now_s(), "what": type(event).__name__}
-        if isinstance(event, TrialEnded):
+        if isinstance(event, StepStarted):
+            entry |= {"stage": event.stage, "step": event.what}
+        elif isinstance(event, TrialEnded):
             entry |= _measured(event.trial.policy, event.trial.outcome)
         elif isinstance(event, ContenderMeasured):
             entry |= _measured(event.policy, event.outcome)

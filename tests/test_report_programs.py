@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).parent.parent / "reports"))  # programs, no p
 import autotune
 import batch_sizes
 import beside_compiling
+import busy_claims
 import comparison
 import costs
 import oracle
@@ -773,3 +774,30 @@ def test_the_sources_of_parity_are_bytes_of_the_standard_library_and_held_out_mo
     batch = parity.sources().batch(3)
     assert batch.shape == (3, parity.CONTEXT + 1)
     assert batch.max() < 256
+
+
+# --- claims beside a busy core ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("workload", "half"), [("nothing", 24), ("fifth", 19)])
+def test_a_gain_is_planted_in_the_steps_under_autocast(
+    workload: str, half: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products: list[torch.dtype] = []
+    monkeypatch.setattr(torch, "mm", lambda left, _right, **_: products.append(left.dtype))
+    planted = getattr(busy_claims, workload)()
+    model, batch = planted.model(), planted.batch(8)
+    for enabled, count in ((False, 24), (True, half)):
+        products.clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            planted.loss(model, batch)
+        assert products == [torch.float64] * count
+
+
+def test_every_policy_that_a_tuning_claims_is_a_claim() -> None:
+    lines = [
+        {"question": "tune, nothing gained", "answer": answer} for answer in ("keep", "bf16", "fp16", "keep", "keep")
+    ] + [{"question": "verify, raised", "answer": answer} for answer in ("open", "missed", "open")]
+    rows = busy_claims.table(lines).splitlines()
+    assert rows[2] == "| tune, nothing gained | 5 | 2 claimed, 3 keep |"
+    assert rows[6] == "| verify, raised | 3 | 1 missed, 2 open |"

@@ -10,7 +10,7 @@ from amptune.search.sampler.catalog import History
 from amptune.search.table.next_rows import MOST_POLICIES, launch_s
 from amptune.search.table.verdict import PROCESSES
 
-__all__ = ["block_s", "compared_s", "judged_graph_s", "ranked"]
+__all__ = ["block_s", "compared_s", "judged_graph_s", "load_s", "ranked"]
 
 # The gate compiles a graph anew for its batches, with dropout twice, in this many times the seconds of compiling for
 # training (BERT-base on an H200: 31 s instead of 27).
@@ -24,11 +24,16 @@ COMPARISON_SHARE = 1 / 6
 
 
 def block_s(history: History, policy: Policy) -> float:
-    """Returns the seconds of one block in a fresh process, as far as the trials tell."""
+    """Returns the seconds of one block, as far as the trials tell."""
     known = history.latest.get(policy)
-    if known is None:
-        return median(trial.again_s for trial in history.trials) + cold_s(policy, history.outcomes)
-    return known.again_s + CACHED_GRAPH * compiled_s(policy, history.outcomes)
+    return median(trial.again_s for trial in history.trials) if known is None else known.again_s
+
+
+def load_s(history: History, policy: Policy) -> float:
+    """Returns the seconds until a fresh process has the policy's graph."""
+    if policy not in history.latest:
+        return cold_s(policy, history.outcomes)
+    return CACHED_GRAPH * compiled_s(policy, history.outcomes)
 
 
 def judged_graph_s(history: History, policy: Policy) -> float:
@@ -49,12 +54,13 @@ def compared_s(
 
     A process starts in `start_s`; so many `rounds` in fresh processes are done. A graph that comes is worth more.
     """
-    costs = [block_s(history, policy) for policy in [baseline, *ranked(history)][:MOST_POLICIES]]
+    policies = [baseline, *ranked(history)][:MOST_POLICIES]
+    costs, loads = ([take_s(history, policy) for policy in policies] for take_s in (block_s, load_s))
 
     def round_s(count: int) -> float:
-        return launch_s(start_s, count) + sum(costs[:count])
+        return launch_s(start_s + max(loads[:count]), count) + sum(costs[:count])
 
-    most, share_s = max(0, PROCESSES - rounds) * round_s(len(costs)), COMPARISON_SHARE * search_s
+    most, share_s = max(0, PROCESSES - rounds) * round_s(len(policies)), COMPARISON_SHARE * search_s
     has_time = not awaits_graph and share_s >= round_s(2)
     running_s = sum(costs[:2])  # a turn of the baseline and the best policy, in the processes that run
     return min(most, share_s) if has_time or rounds else min(running_s, share_s)

@@ -19,7 +19,7 @@ from amptune.policy.settings import Policy
 from amptune.search.events import ComparisonStarted, ContenderMeasured, Observer, Stage
 from amptune.search.plan.budget import SHORT_S, Budget
 from amptune.search.plan.plan import WORTHWHILE, Step
-from amptune.search.table.next_rows import NextRound, launch_s, next_round, rivals, round_again
+from amptune.search.table.next_rows import NextRound, launch_s, next_round, round_again
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.row import Row
 from amptune.search.table.verdict import Bar, Verdict
@@ -41,8 +41,9 @@ class Narrowing:
 
     `verdict` returns it, `keep` adds a row to the table. `bar` says who cannot win. `unseen` returns policies without a
     row that may be better than a leader, `beside` those that are shown beside the winner. `rejects` judges the numerics
-    of a leader; the bar then knows the result. A block takes about `cost_s`, starting a process `start_s`. Judging a
-    leader that the last round brings takes `judging_s`; that is kept, and `reserve_s` besides. `running` names the
+    of a leader; the bar then knows the result. A block takes about `cost_s`, starting a process `start_s`, and
+    loading a policy's graph there `load_s`. Judging a leader that a round brings takes `judging_s`; no round is begun
+    that leaves less than that, and `reserve_s` besides. `running` names the
     launch of each policy that a process can measure without being started. Without `in_loop`, steps are timed alone.
     """
 
@@ -60,6 +61,7 @@ class Narrowing:
     rejects: Callable[[Policy], bool] = lambda _: False
     cost_s: Callable[[Policy], float] = lambda _: BLOCK.warmup_s
     start_s: float = 0.0
+    load_s: Callable[[Policy], float] = lambda _: 0.0
     judging_s: Callable[[Policy], float] = lambda _: 0.0
     reserve_s: Callable[[], float] = lambda: 0.0
     running: Mapping[Policy, str] = field(default_factory=dict)
@@ -92,7 +94,7 @@ class Narrowing:
         verdict = self._judged()
         if verdict is None:
             chosen = None
-        elif verdict is not wanted_by or (chosen is not None and chosen.seconds > self._left_s(verdict)):
+        elif verdict is not wanted_by or (chosen is not None and chosen.seconds > self._left_s):
             chosen = self._next(verdict)
         self._is_over = chosen is None or not self._measured(chosen, self._order, verdict)
 
@@ -119,9 +121,9 @@ class Narrowing:
             policies,
             fresh=fresh,
             running=self.running,
-            start_s=self.start_s,
+            fresh_s=self._fresh_s,
             cost_s=self._cost_s,
-            left_s=self._left_s(verdict),
+            left_s=self._left_s,
         )
         return chosen is not None and self._measured(chosen, self._order, verdict)
 
@@ -158,15 +160,19 @@ class Narrowing:
             beside=self.beside(verdict),
             unseen=[policy for policy in self.unseen(leader) if policy not in seen and self.bar(policy) is None],
             running=self.running,
-            start_s=self.start_s,
+            fresh_s=self._fresh_s,
             cost_s=self._cost_s,
-            left_s=self._left_s(verdict),
+            judging_s=self.judging_s,
+            left_s=self._left_s,
         )
 
-    def _left_s(self, verdict: Verdict) -> float:
-        """Returns the seconds that a round may take."""
-        able = [*rivals(verdict, self.bar), *([verdict.leader.policy] if verdict.leader is not None else [])]
-        return self.budget.left_s - self.reserve_s() - max(map(self.judging_s, able), default=0.0)
+    @property
+    def _left_s(self) -> float:
+        """Returns the seconds that a round may take, and judging a leader that it brings."""
+        return self.budget.left_s - self.reserve_s()
+
+    def _fresh_s(self, policies: Sequence[Policy]) -> float:
+        return launch_s(self.start_s + max(map(self.load_s, policies)), len(policies))
 
     def _cost_s(self, policy: Policy) -> float:
         return self._costs_s.get(policy) or self.cost_s(policy)
@@ -177,7 +183,7 @@ class Narrowing:
         if chosen.fresh:
             self._launch(chosen.policies)
         for policy in order.sample(chosen.policies, len(chosen.policies)):
-            if verdict is not None and self._left_s(verdict) < self._cost_s(policy):
+            if verdict is not None and self.budget.left_s < self._cost_s(policy):
                 return False
             began_s = self.budget.spent_s
             outcome = self._outcome(policy, verdict)
@@ -196,7 +202,8 @@ class Narrowing:
         self.evaluator.launch(list(policies))
         self.running = dict.fromkeys(policies, f"{self.stage} {self._launches}")
         self._launches += 1
-        self.start_s = (self.budget.spent_s - before_s) / launch_s(1.0, len(policies))
+        one_s = (self.budget.spent_s - before_s) / launch_s(1.0, len(policies))
+        self.start_s = max(0.0, one_s - max(map(self.load_s, policies)))
 
     def _announce(self, policies: Sequence[Policy], verdict: Verdict | None) -> None:
         """Tells of a round that has a policy no round before had."""

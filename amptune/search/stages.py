@@ -12,7 +12,7 @@ from amptune.errors import StudyError
 from amptune.measure.evaluator import Evaluator
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
-from amptune.search.answer_costs import block_s, compared_s, judged_graph_s, ranked
+from amptune.search.answer_costs import block_s, compared_s, judged_graph_s, load_s, ranked
 from amptune.search.batch_size.batch_sizes import batch_sizes_for
 from amptune.search.compiled_graphs import BEHIND, CompiledGraphs, typical_s
 from amptune.search.events import Observer, SearchEnded
@@ -150,6 +150,7 @@ class Stages:
             rejects=known.judge.judged_unsound,
             cost_s=lambda policy: block_s(known.study.history, policy),
             start_s=known.prepared.start_s,
+            load_s=lambda policy: load_s(known.study.history, policy),
             judging_s=known.judging_s,
             reserve_s=lambda: typical_s(known.study) if self._graphs.may_come else 0.0,
             seed=known.request.seed,

@@ -334,6 +334,16 @@ def test_an_outlier_does_not_move_the_ratio_or_hide_the_gain(per_launch: int, ro
     assert ratio.chance_above(1) >= LIKELY
 
 
+def test_a_gain_over_a_baseline_whose_threads_waited_for_a_cpu_is_not_believed() -> None:
+    """Beside one busy program a process may take several times as long as another, step for step."""
+
+    def chance(delay: float) -> float:
+        beside = block(70.0, contaminated_by=("host-load",), host_delay=delay)
+        return to_baseline(in_turn({STOCK: [beside] * 3, BF16: [20.0] * 3}), CPU).chance_above(1.0)
+
+    assert chance(0.5) < LIKELY < CONFIRMED < chance(0.12)
+
+
 def test_a_disturbed_block_counts_less() -> None:
     def moved(*codes: str) -> float:
         odd = block(10.5, 0.03, contaminated_by=codes)

@@ -244,6 +244,24 @@ def test_launches_that_take_longer_than_was_thought_are_reckoned_with() -> None:
     assert bench.spent_s <= 100
 
 
+def test_processes_that_were_started_are_measured_in_though_they_took_longer() -> None:
+    bench = Bench(times_ms=ALIKE_MS, seconds=100.0, start_s=0.0, kind=SlowToStart)
+    bench.narrowing.judging_s = lambda _: 59.0
+    bench.tried(STOCK, BF16)
+    bench.narrowing.until_known()
+    assert bench.machine.launched == [(STOCK, BF16)]
+    assert {STOCK, BF16} <= set(bench.machine.measured)
+
+
+def test_loading_a_graph_belongs_to_the_launch() -> None:
+    bench = Bench(times_ms=ALIKE_MS, seconds=60.0, start_s=0.0, kind=SlowToStart)
+    bench.narrowing.load_s = lambda policy: 25.0 if policy == BF16 else 0.0
+    bench.tried(STOCK, BF16)
+    bench.narrowing.until_known()
+    assert bench.machine.launched == [(STOCK, BF16)]
+    assert bench.machine.measured.count(BF16) > 1
+
+
 def test_a_budget_without_time_for_a_launch_uses_the_processes_that_run() -> None:
     bench = Bench(times_ms=ALIKE_MS, seconds=24.0)
     bench.known(STOCK, BF16)

@@ -11,7 +11,7 @@ from tables import BF16, BF16_LAST, FP16, block, decided, equals, in_turn, row
 from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.table.effects import CPU, GPU, Machine
-from amptune.search.table.next_rows import MOST_POLICIES, NextRound, next_round, round_again
+from amptune.search.table.next_rows import MOST_POLICIES, NextRound, launch_s, next_round, round_again
 from amptune.search.table.objective import THROUGHPUT, Objective, objective_of
 from amptune.search.table.row import Row
 
@@ -36,6 +36,7 @@ def chosen(
     unseen: Sequence[Policy] = (),
     running: Collection[Policy] = (),
     start_s: float = 10.0,
+    judging_s: Callable[[Policy], float] = lambda _: 0.0,
     left_s: float = 1000.0,
 ) -> NextRound | None:
     """The next round where a block of any policy takes 2 s."""
@@ -45,8 +46,9 @@ def chosen(
         beside=beside,
         unseen=unseen,
         running=running,
-        start_s=start_s,
+        fresh_s=lambda policies: launch_s(start_s, len(policies)),
         cost_s=lambda _: 2.0,
+        judging_s=judging_s,
         left_s=left_s,
     )
 
@@ -73,6 +75,14 @@ def test_a_simpler_winner_takes_part_beside_the_leader_that_it_is_level_with() -
 
 def test_a_rival_that_may_be_the_best_takes_part_and_one_far_behind_does_not() -> None:
     assert policies(chosen(TRIALS)) == (STOCK, BF16, FP16)
+
+
+def test_a_rival_takes_part_only_if_time_is_left_to_judge_it_as_the_leader() -> None:
+    def judging_s(policy: Policy) -> float:
+        return 50.0 if policy == FP16 else 0.0
+
+    assert policies(chosen(TRIALS, judging_s=judging_s, left_s=100.0)) == (STOCK, BF16, FP16)
+    assert policies(chosen(TRIALS, judging_s=judging_s, left_s=60.0)) == (STOCK, BF16)
 
 
 def test_the_rivals_that_promise_most_come_first() -> None:
@@ -247,7 +257,7 @@ def again(
         (STOCK, BF16),
         fresh=fresh,
         running=running,
-        start_s=start_s,
+        fresh_s=lambda policies: launch_s(start_s, len(policies)),
         cost_s=lambda _: 2.0,
         left_s=left_s,
     )

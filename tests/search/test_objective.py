@@ -162,7 +162,7 @@ def test_for_memory_more_is_measured_until_the_speed_is_known_too(count: int, *,
     }
     verdict = decided(in_turn(columns), GPU, Objective("memory", 0.97))
     assert (verdict.winner.policy, verdict.confidence) == (BF16, "likely"), "its speed may differ in another sitting"
-    chosen = next_round(verdict, lambda _: None, start_s=2.0, cost_s=lambda _: 1.0, left_s=100.0)
+    chosen = next_round(verdict, lambda _: None, fresh_s=lambda _: 2.0, cost_s=lambda _: 1.0, left_s=100.0)
     assert (chosen is None) is enough
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from amptune.changes.tensor_tree import tensors_in
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import failure_of
 from amptune.measure.numerics.short_training import Training
@@ -20,11 +17,14 @@ from amptune.policy.settings import Policy
 
 __all__ = ["parameters_in_half"]
 
+_HALF = (torch.bfloat16, torch.float16)
 _CASTS = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
 
 class _Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which parameters are cast to bf16, themselves or what is computed from parameters alone.
+    """Notes which parameters are cast to half, themselves or what is computed from parameters alone.
+
+    An LSTM's are cast to fp16 for cuDNN, whatever dtype autocast has.
 
     `rounded` and `sources` are storages; a weight under weight_norm has the two parametrized tensors as its sources.
     """
@@ -41,8 +41,8 @@ class _Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return found
         given = [one for one in tree_leaves(args) if isinstance(one, torch.Tensor)]
         made = [one for one in tree_leaves(found) if isinstance(one, torch.Tensor)]
-        if func in _CASTS and made[0].dtype == torch.bfloat16:
-            self.note(given)
+        if func in _CASTS and made[0].dtype in _HALF:
+            self.rounded.update(*(self._sources.get(_storage(one), ()) for one in given))
         elif given and all(_storage(one) in self._sources for one in given):
             sources = set().union(*(self._sources[_storage(one)] for one in given))
             for one in made:
@@ -51,31 +51,10 @@ class _Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._alive.append(one)
         return found
 
-    def note(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Notes the parameters that these are, or are computed from."""
-        self.rounded.update(*(self._sources.get(_storage(one), ()) for one in tensors))
-
 
 def _storage(tensor: torch.Tensor) -> int:
     """Returns an address; -1 for an empty or sparse tensor."""
     return (tensor.untyped_storage().data_ptr() or -1) if tensor.layout == torch.strided else -1
-
-
-@contextmanager
-def _watched_rnns(model: nn.Module, rounded: _Rounded) -> Iterator[None]:
-    """Notes the weights of recurrent layers too: on a GPU autocast casts an LSTM's where no mode sees it."""
-
-    def note(rnn: nn.RNNBase, _inputs: Any, output: Any) -> None:
-        if any(one.dtype == torch.bfloat16 for one in tensors_in(output)):
-            rounded.note(weight for weight in rnn._flat_weights if weight is not None)
-
-    rnns = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-    handles = [rnn.register_forward_hook(note) for rnn in rnns]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def parameters_in_half(bench: Bench, fp32: Policy) -> tuple[Collection[str], str | None]:
@@ -90,7 +69,7 @@ def parameters_in_half(bench: Bench, fp32: Policy) -> tuple[Collection[str], str
         with Training.on(bench, replace(fp32, autocast="bf16")) as training:
             parameters = dict(bench.model.named_parameters())
             rounded = _Rounded(parameters.values())
-            with _watched_rnns(bench.model, rounded), rounded:
+            with rounded:
                 training.step()
             found = {name for name, parameter in parameters.items() if _storage(parameter) in rounded.rounded}
     except (Exception, SystemExit) as error:  # noqa: BLE001  # what the user's code raises there is judged elsewhere

@@ -126,6 +126,8 @@ def prepare() -> Prepared:
 
     Raises `TargetError`, `UserCodeError` or `DeviceError`.
     """
+    import psutil
+
     from amptune.hardware.detect import probe
     from amptune.measure.bench.peak_memory import available_mib
     from amptune.measure.loop.input_checks import require_sound_input
@@ -133,10 +135,9 @@ def prepare() -> Prepared:
     from amptune.measure.modules.inspection import inspect_model
 
     limit = _State.setting.memory_mib
-    began_s = time.monotonic()
     try:
         bench = _bench()
-        start_s = time.monotonic() - began_s
+        start_s = time.time() - psutil.Process().create_time()
         batches = _count_of_batches(bench)
         if batches:
             require_sound_input(bench)

@@ -14,7 +14,7 @@ from amptune.search.table.objective import NEGLIGIBLE
 from amptune.search.table.ratio import CONFIRMED, LIKELY
 from amptune.search.table.verdict import PROCESSES, Bar, Verdict, departure_count
 
-__all__ = ["UNSEEN", "NextRound", "launch_s", "next_round", "rivals", "round_again"]
+__all__ = ["UNSEEN", "NextRound", "launch_s", "next_round", "round_again"]
 
 # At most this many policies are measured in turn: each takes a process, and the round a time in which things drift.
 MOST_POLICIES = 8
@@ -51,17 +51,19 @@ def next_round(
     beside: Sequence[Policy] = (),
     unseen: Sequence[Policy] = (),
     running: Collection[Policy] = (),
-    start_s: float,
+    fresh_s: Callable[[Sequence[Policy]], float],
     cost_s: Callable[[Policy], float],
+    judging_s: Callable[[Policy], float] = lambda _: 0.0,
     left_s: float,
 ) -> NextRound | None:
     """Returns the round that tells most in the time that is left; None if no round is worth it or fits.
 
-    `running` policies have a process of their own, to start one takes `start_s`; `unseen` ones have no row yet and may
+    `running` policies have a process of their own, to start some takes `fresh_s`; `unseen` ones have no row yet and may
     be better. Those `beside` are in every round that has room for them, so that they can be shown beside the winner.
+    If the round makes a policy the leader, judging it takes `judging_s`; that must fit too.
     """
     core = _named(verdict)
-    worth = rivals(verdict, bar)
+    worth = _rivals(verdict, bar)
     new = [policy for policy in unseen if policy not in core][:MOST_UNSEEN]
     if max(worth.values(), default=0.0) >= UNSEEN:
         new = []
@@ -70,17 +72,16 @@ def next_round(
     shown = [policy for policy in beside if policy not in core]
     rest = [policy for policy in worth if policy not in shown]
     others = [*shown, *rest[: MOST_POLICIES - len(core) - len(shown) - len(new)], *new]
-    together_s = launch_s(start_s, len(core + others))
-    fresh = _fresh_tells_more(verdict, core, running, together_s, sum(map(cost_s, core + others)))
+    fresh = _fresh_tells_more(verdict, core, running, fresh_s(core + others), sum(map(cost_s, core + others)))
     for count in range(len(others), -1, -1):
         policies = (*core, *others[:count])
         starts = fresh or not set(policies) <= set(running)
-        seconds = sum(map(cost_s, policies)) + (launch_s(start_s, len(policies)) if starts else 0.0)
-        if seconds <= left_s:
+        seconds = sum(map(cost_s, policies)) + (fresh_s(policies) if starts else 0.0)
+        if seconds + max(map(judging_s, policies)) <= left_s:
             gained = sum(worth.get(policy, 0.0) for policy in policies)
             return NextRound(policies=policies, fresh=starts, seconds=seconds, worth=gained)
     seconds = sum(map(cost_s, core))
-    fits = set(core) <= set(running) and seconds <= left_s
+    fits = set(core) <= set(running) and seconds + max(map(judging_s, core)) <= left_s
     return NextRound(policies=tuple(core), fresh=False, seconds=seconds) if fits else None
 
 
@@ -90,7 +91,7 @@ def round_again(
     *,
     fresh: bool,
     running: Collection[Policy],
-    start_s: float,
+    fresh_s: Callable[[Sequence[Policy]], float],
     cost_s: Callable[[Policy], float],
     left_s: float,
 ) -> NextRound | None:
@@ -98,7 +99,7 @@ def round_again(
 
     It is in fresh processes if that is wanted (`fresh`) or tells more, and fits; else in those that run.
     """
-    together_s, round_s = launch_s(start_s, len(policies)), sum(map(cost_s, policies))
+    together_s, round_s = fresh_s(policies), sum(map(cost_s, policies))
     fresh = fresh or _fresh_tells_more(verdict, policies, running, together_s, round_s)
     if fresh and together_s + round_s <= left_s:
         return NextRound(policies=tuple(policies), fresh=True, seconds=together_s + round_s)
@@ -117,7 +118,7 @@ def _named(verdict: Verdict) -> list[Policy]:
     return list(dict.fromkeys(one.policy for one in named if one is not None))
 
 
-def rivals(verdict: Verdict, bar: Bar) -> dict[Policy, float]:
+def _rivals(verdict: Verdict, bar: Bar) -> dict[Policy, float]:
     """Returns what each policy that may still win is worth, the most first."""
     if verdict.leader is None:
         return {}

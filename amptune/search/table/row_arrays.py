@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ LEVEL = 10.0
 _DRIFT_S = 300.0
 # A policy's only block counts as one with so many times the noise: if that is an outlier, only another one shows it.
 # What disturbs blocks of a process makes all of them slower: by an unknown share, of which this is the standard
-# deviation.
+# deviation, and more if threads waited for a CPU for longer.
 _DOUBTFUL, _DISTURBED = 3.0, 0.15
 
 
@@ -67,7 +68,7 @@ def arrays_of(
         own.setdefault(row.policy, []).append(row)
     place = {policy: i for i, policy in enumerate(own)}
     single = [len(own[row.policy]) == 1 for row in rows]
-    disturbed = np.array([_DISTURBED * row.is_disturbed for row in rows])
+    disturbed = np.array([_disturbance(row) for row in rows])
     apart = np.array([elsewhere * (not row.in_loop) for row in rows])
     means = np.array([_doubt(row) if of_time else 0.0 for row in rows])
     spread = np.array([spreads[row.policy] for row in rows])
@@ -91,6 +92,17 @@ def arrays_of(
         launches=tuple(map(_launches, own.values())),
         spread=np.array([spreads[policy] for policy in own]),
     )
+
+
+def _disturbance(row: Row) -> float:
+    """Returns by how much the row may be too slow for what disturbed it, as a standard deviation on the logarithm.
+
+    If a thread waited for a CPU for a fourth of the time, another may have waited for it for a fourth of its own: on a
+    quiet machine the steps may take half of the time, or all of it.
+    """
+    if not row.is_disturbed or not isinstance(row.outcome, Measurement):
+        return 0.0
+    return max(_DISTURBED, -math.log(max(_DISTURBED, 1 - 2 * (row.outcome.host_delay or 0.0))))
 
 
 def _doubt(row: Row) -> float:
