@@ -41,10 +41,10 @@ class Narrowing:
 
     `verdict` returns it, `keep` adds a row to the table. `bar` says who cannot win. `unseen` returns policies without a
     row that may be better than a leader, `beside` those that are shown beside the winner. `rejects` judges the numerics
-    of a leader; the bar then knows the result. A block takes about `cost_s`, starting a process `start_s`, and
-    loading a policy's graph there `load_s`. Judging a leader that a round brings takes `judging_s`; no round is begun
-    that leaves less than that, and `reserve_s` besides. `running` names the
-    launch of each policy that a process can measure without being started. Without `in_loop`, steps are timed alone.
+    of a leader; the bar then knows the result. A block takes about `cost_s`, starting a process `start_s`, and loading
+    a policy's graph there `load_s`. Judging a leader that a round brings takes `judging_s`; no round is begun that
+    leaves less than that, and `reserve_s` besides. `running` names the launch of each policy that a process can measure
+    without being started. Without `in_loop`, steps are timed alone.
     """
 
     evaluator: Evaluator

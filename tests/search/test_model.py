@@ -341,6 +341,14 @@ def test_a_gain_over_a_baseline_whose_threads_waited_for_a_cpu_is_not_believed()
         beside = block(70.0, contaminated_by=("host-load",), host_delay=delay)
         return to_baseline(in_turn({STOCK: [beside] * 3, BF16: [20.0] * 3}), CPU).chance_above(1.0)
 
+    def chance_of_less_memory() -> float:
+        beside = block(10.0, mib=2000.0, contaminated_by=("host-load",), host_delay=0.5)
+        found = fit(in_turn({STOCK: [beside] * 3, BF16: [10.0] * 3}), STOCK, objective_of("memory").score, CPU, 0.01)
+        ratio = None if found is None else found.to_baseline(BF16)
+        assert ratio is not None
+        return ratio.chance_above(1.0)
+
+    assert chance_of_less_memory() > CONFIRMED, "waiting changes no peak"
     assert chance(0.5) < LIKELY < CONFIRMED < chance(0.12)
 
 

@@ -77,9 +77,10 @@ class Prepared:
     """A worker's first answer: the hardware it runs on and the workload it will measure.
 
     `memory_mib` is the device memory that a training process can use: the free memory once its context is open (on a
-    CPU, the available memory), or the user's limit. It is None if unknown. `start_s` is the time in seconds until the
-    workload was built; another worker needs the same time. `batches` is the number of different batches to time steps
-    on, if it is known. `mistakes` are those that the guard found in a step of the user's own.
+    CPU, the available memory), or the user's limit. It is None if unknown. `start_s` is the time in seconds from the
+    start of its process until the workload was built; another worker needs the same time. `batches` is the number of
+    different batches to time steps on, if it is known. `mistakes` are those that the guard found in a step of the
+    user's own.
     """
 
     hardware: Hardware

@@ -68,7 +68,7 @@ def arrays_of(
         own.setdefault(row.policy, []).append(row)
     place = {policy: i for i, policy in enumerate(own)}
     single = [len(own[row.policy]) == 1 for row in rows]
-    disturbed = np.array([_disturbance(row) for row in rows])
+    disturbed = np.array([_disturbance(row, of_time=of_time) for row in rows])
     apart = np.array([elsewhere * (not row.in_loop) for row in rows])
     means = np.array([_doubt(row) if of_time else 0.0 for row in rows])
     spread = np.array([spreads[row.policy] for row in rows])
@@ -94,15 +94,16 @@ def arrays_of(
     )
 
 
-def _disturbance(row: Row) -> float:
-    """Returns by how much the row may be too slow for what disturbed it, as a standard deviation on the logarithm.
+def _disturbance(row: Row, *, of_time: bool) -> float:
+    """Returns by how much the row may be off for what disturbed it, as a standard deviation on the logarithm.
 
-    If a thread waited for a CPU for a fourth of the time, another may have waited for it for a fourth of its own: on a
-    quiet machine the steps may take half of the time, or all of it.
+    A time may be too long: if a thread waited for a CPU for a fourth of it, another may have waited for that thread for
+    as long. On a quiet machine the steps may take half of the time, or all of it.
     """
     if not row.is_disturbed or not isinstance(row.outcome, Measurement):
         return 0.0
-    return max(_DISTURBED, -math.log(max(_DISTURBED, 1 - 2 * (row.outcome.host_delay or 0.0))))
+    delay = (row.outcome.host_delay or 0.0) if of_time else 0.0
+    return max(_DISTURBED, -math.log(max(_DISTURBED, 1 - 2 * delay)))
 
 
 def _doubt(row: Row) -> float:
