@@ -183,7 +183,7 @@ class Narrowing:
         if chosen.fresh:
             self._launch(chosen.policies)
         for policy in order.sample(chosen.policies, len(chosen.policies)):
-            if verdict is not None and self.budget.left_s < self._cost_s(policy):
+            if verdict is not None and self._left_s < self._cost_s(policy):
                 return False
             began_s = self.budget.spent_s
             outcome = self._outcome(policy, verdict)
