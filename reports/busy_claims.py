@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from lanes import EARLIER_S, Job, ProcessLane, end_with_parent, run  # beside this program
+from oracle import append
 from torch import nn
 
 import amptune
@@ -106,9 +107,7 @@ def main() -> int:
     evidence = arguments.out / "claims.jsonl"
     if arguments.part:
         question = next(one for one in QUESTIONS if one.name == arguments.part[0])
-        line = asked(question, int(arguments.part[1]))
-        with evidence.open("a") as file:  # one write, so that lanes do not mix theirs
-            file.write(json.dumps(line) + "\n")
+        append(evidence, asked(question, int(arguments.part[1])))
         return 0
     arguments.out.mkdir(parents=True, exist_ok=True)
     if not arguments.table:
