@@ -14,6 +14,7 @@ __all__ = [
     "graph_of",
     "memory_of",
     "numerics_of",
+    "ordered_as",
     "process_of",
     "rounding_of",
     "takes_workspaces",
@@ -44,6 +45,11 @@ def memory_of(policy: Policy) -> Policy:
 def tensors_of(policy: Policy) -> Policy:
     """Returns the policy with only the settings that decide which tensors a sample keeps for the backward pass."""
     return _with(memory_of(policy), lambda knob: knob.memory == "sample")
+
+
+def ordered_as(recipe: Policy, policy: Policy) -> Policy:
+    """Returns a precision's plain recipe with the policy's settings that change only the order of sums."""
+    return replace(recipe, **{knob.name: knob.of(policy) for knob in KNOBS if knob.numerics == "order"})
 
 
 def takes_workspaces(policy: Policy) -> bool:

@@ -22,6 +22,7 @@ from amptune.measure.results.subject import Prepared, Subject
 from amptune.measure.results.training_runs import THOROUGHNESS
 from amptune.policy.findings import Finding
 from amptune.policy.serialization import adapter_for
+from amptune.policy.setting_effects import ordered_as
 from amptune.policy.settings import Fp32Math, Fp32Rule, Policy
 from amptune.search.gate.judge import Judge, OutOfTimeError, raised_by
 from amptune.search.gate.limits import Judgement
@@ -75,9 +76,12 @@ class Numerics:
         policy, lead = leading
         recipe = self._recipe_of(policy) or policy
         judgement_s = self.judge.last_s or self._guessed_s
-        if self.judge.judgements.is_open(recipe):
-            act: Callable[[float], None] = lambda _: self._judge(recipe)  # noqa: E731
-            return Step(stage="numerics", what=str(recipe), seconds=min(judgement_s, free_s), worth=lead, act=act)
+        unjudged = next(
+            (one for one in (ordered_as(recipe, policy), recipe) if self.judge.judgements.is_open(one)), None
+        )
+        if unjudged is not None:
+            act: Callable[[float], None] = lambda _: self._judge(unjudged)  # noqa: E731
+            return Step(stage="numerics", what=str(unjudged), seconds=min(judgement_s, free_s), worth=lead, act=act)
         judgement = self.judge.judgements.rejection_of(recipe)
         if judgement is not None and policy.precision in self._uncured:
             seconds = min(CURE_JUDGEMENTS * judgement_s, max(0.0, free_s / 2))
@@ -115,7 +119,7 @@ class Numerics:
         best: Trial | None = None
         for trial in reversed(ranked):
             recipe = self._recipe_of(trial.policy)
-            if trial.policy.precision == "off" or (recipe is not None and self.judge.judgements.passes(recipe)):
+            if trial.policy.precision == "off" or (recipe is not None and self.judge.judgements.rounds_well(recipe)):
                 return None if best is None else (best.policy, math.log(self._score(best) / self._score(trial)))
             if (
                 best is None
@@ -143,9 +147,12 @@ class Numerics:
         return (yardstick.score(trial.outcome) or 0.0) if yardstick.allows(trial.outcome) else 0.0
 
     def _judge(self, policy: Policy) -> None:
-        """Judges a precision; one that is not as good as FP32 is left out of the search until it is cured."""
+        """Judges a precision; one that is not as good as FP32 is left out of the search until it is cured.
+
+        It is judged as the leader takes its sums, since the answer may; if that fails, in stock PyTorch's order.
+        """
         judgement = self.judge.judgement_of(policy)
-        if judgement is not None and not judgement.passes:
+        if judgement is not None and not judgement.passes and policy in self.recipes:
             self._uncured.add(policy.precision)
             self.safeguards[policy.precision] = None
             self.changed()

@@ -285,6 +285,22 @@ def test_the_winner_is_judged_and_the_evidence_says_how_much_room_is_left(tmp_pa
     assert "not-judged" not in {finding.code for finding in decision.findings}
 
 
+def test_a_precision_is_judged_once_in_the_memory_format_that_leads(tmp_path: Path) -> None:
+    """Judged in stock PyTorch's format first, one model in eight spent 11 s of 120 on judging the other later."""
+    evaluator = RecordedEvaluator("deeplabv3p")
+    decision, _ = tuned_on(evaluator, tmp_path)
+    assert decision.policy.memory_format == "channels_last"
+    assert evaluator.judged == [numerics_of(decision.policy)]
+
+
+def test_a_format_that_fails_does_not_fail_its_precision(tmp_path: Path) -> None:
+    evaluator = Faulty("deeplabv3p", unsound=lambda policy: policy.memory_format != "contiguous")
+    decision, _ = tuned_on(evaluator, tmp_path)
+    assert decision.policy.autocast == "fp16"
+    assert decision.policy.memory_format == "contiguous"
+    assert evaluator.traced == [], "nothing is to be cured"
+
+
 def test_without_a_reference_tuning_goes_on_and_says_that_nothing_was_judged(tmp_path: Path) -> None:
     decision, _ = tuned_on(Faulty("resnet50", reference_fails=True), tmp_path)
     assert decision.speedup.value > 1

@@ -135,6 +135,11 @@ class Judgements(Generic[J]):
         known = self.known(policy)
         return self.is_exempt(without_graph(policy)) if known is None else known.passes
 
+    def rounds_well(self, recipe: Policy) -> bool:
+        """Returns whether a policy that rounds like this one is exempt or passed, in whatever order it takes sums."""
+        alike = (one for one in self.by_numerics.values() if rounding_of(one.policy) == rounding_of(recipe))
+        return self.is_exempt(recipe) or any(one.passes for one in alike)
+
     def bar(self, policy: Policy, *, is_outside: bool) -> str | None:
         """Returns why a policy cannot win, which may be outside the space; None if it can."""
         if self.bars(policy):
