@@ -82,18 +82,21 @@ _DRAWS = {*_NEW, *_IN_PLACE, torch.bernoulli}
 
 
 @contextmanager
-def drawing_in_fp32() -> Iterator[None]:
+def drawing_in_fp32() -> Iterator[Draws]:
     """Draws random numbers of half precision in FP32, so that they are those of FP32 from the same seed."""
-    with _InFp32():
-        yield
+    with Draws() as draws:
+        yield draws
 
 
-class _InFp32(TorchFunctionMode):
-    """A mode that draws in FP32 and converts."""
+class Draws(TorchFunctionMode):
+    """A mode that draws in FP32 and converts; `seen` says whether anything was drawn."""
+
+    seen = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _DRAWS:
             return func(*args, **(kwargs or {}))
+        self.seen = True
         kwargs = dict(kwargs or {})
         given = args[0] if args and isinstance(args[0], torch.Tensor) else None
         dtype = kwargs.get("dtype") or (torch.get_default_dtype() if given is None else given.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -93,7 +93,8 @@ class Training:
         """Restores the initial weights (or `weights`) and buffers, and seeds the generators with seed + `offset`."""
         generators = self._generators
         self._put_buffers_back()
-        self.bench.restart(offset, weights)
+        with torch._C.DisableTorchFunction():  # modes are for the user's code, and take microseconds for each call
+            self.bench.restart(offset, weights)
         generators.seed(offset)
 
     def step(self) -> None:
@@ -147,8 +148,11 @@ class Training:
         stepper = self._stepper()
         losses: list[torch.Tensor] = []
         skipped, settling = 0, MOST_HALVINGS
-        with drawing_in_fp32():
+        with ExitStack() as drawing:
+            draws = drawing.enter_context(drawing_in_fp32())
             for place, self.feed.at in enumerate(order):
+                if place == len(self.feed) and not draws.seen:
+                    drawing.close()  # it draws nothing, and looking takes a third of a small model's step
                 loss, went = self._step(stepper)
                 while not went and place < len(self.feed) and settling:
                     settling -= 1
@@ -212,7 +216,8 @@ class Training:
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is None or not float(found_inf):
             scale = getattr(optimizer, "grad_scale", None)
-            self._captured.append(self.sketcher(1.0 if scale is None else scale))
+            with torch._C.DisableTorchFunction():
+                self._captured.append(self.sketcher(1.0 if scale is None else scale))
 
     def _require_finite(self, sketch: torch.Tensor) -> None:
         if not torch.isfinite(sketch).all():

@@ -9,6 +9,7 @@ AMS sketch of Alon, Matias, Szegedy 1996).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -20,6 +21,8 @@ __all__ = ["Sketcher"]
 # Minimum and maximum number of sums for each parameter, and the approximate number for all parameters together.
 LEAST_COLUMNS, MOST_COLUMNS, ALL_COLUMNS = 64, 8192, 2**20
 _SEED = 0
+# Gradients of one size are sketched together, up to so many elements.
+MOST_TOGETHER = 2**22
 # An element of a gradient smaller than this part of the nonzero ones' root mean square is a rounding error.
 TINY = 2.0**-12
 
@@ -34,60 +37,77 @@ class Sketcher:
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._parameters = [parameter for _, parameter in named]
         self.names = tuple(name for name, _ in named)
-        most = _prime_up_to(min(MOST_COLUMNS, max(LEAST_COLUMNS, ALL_COLUMNS // max(1, len(named)))))
-        widths = [min(_numbers(parameter).numel(), most) for parameter in self._parameters]
-        ends = torch.tensor([0, *widths]).cumsum(0).tolist()
+        self._most = _prime_up_to(min(MOST_COLUMNS, max(LEAST_COLUMNS, ALL_COLUMNS // max(1, len(named)))))
+        counts = [_numbers(parameter).numel() for parameter in self._parameters]
+        ends = torch.tensor([0, *(min(count, self._most) for count in counts)]).cumsum(0).tolist()
         self.columns = tuple(slice(start, end) for start, end in pairwise(ends))
-        self._signs = [
-            self._signs_of(parameter, width) for parameter, width in zip(self._parameters, widths, strict=True)
-        ]
+        self._alike = _of_one_size(counts, [parameter.device for parameter in self._parameters])
+        self._signs = [self._signs_of(counts[group[0]], self._parameters[group[0]].device) for group in self._alike]
 
     @torch.no_grad()
     def __call__(self, scale: float | torch.Tensor = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (sketch, number of noticeable elements of each parameter) of the gradients, divided by `scale`."""
-        sketches, counts = [], []
-        for parameter, columns, signs in zip(self._parameters, self.columns, self._signs, strict=True):
-            gradient = parameter.grad
-            if gradient is None:
-                sketches.append(torch.zeros(columns.stop - columns.start, device=parameter.device))
-                counts.append(torch.zeros((), dtype=torch.int64, device=parameter.device))
-                continue
-            sketches.append(_sums(_numbers(_dense(gradient)) / scale, signs, columns.stop - columns.start))
-            counts.append(_noticeable(_numbers(_dense(gradient))))
-        return torch.cat(sketches).cpu(), torch.stack(counts).cpu()
+        sketches: dict[int, torch.Tensor] = {}
+        counts: dict[int, torch.Tensor] = {}
+        for group, signs in zip(self._alike, self._signs, strict=True):
+            rows = torch.stack([_flat_gradient(self._parameters[i]) for i in group])
+            sketches |= zip(group, _sums(rows, signs, self._most), strict=True)
+            counts |= zip(group, _noticeable(rows), strict=True)
+        places = range(len(self._parameters))
+        sketch = torch.cat([sketches[i] for i in places]) / scale
+        return sketch.cpu(), torch.stack([counts[i] for i in places]).cpu()
 
     def parameters_of(self, columns: Sequence[int]) -> list[int]:
         """Returns the indices of the parameters that these columns belong to."""
         return [i for i, own in enumerate(self.columns) if any(own.start <= c < own.stop for c in columns)]
 
-    def _signs_of(self, parameter: nn.Parameter, width: int) -> torch.Tensor | None:
-        """Returns +1 or -1 for each element, int8; None if every element is kept."""
-        count = _numbers(parameter).numel()
-        if count == width:
+    def _signs_of(self, count: int, device: torch.device) -> torch.Tensor | None:
+        """Returns +1 or -1 for each of so many elements, int8; None if every element is kept."""
+        if count <= self._most:
             return None
-        generator = torch.Generator(parameter.device).manual_seed(_SEED)
-        signs = torch.randint(0, 2, (count,), generator=generator, device=parameter.device, dtype=torch.int8)
+        generator = torch.Generator(device).manual_seed(_SEED)
+        signs = torch.randint(0, 2, (count,), generator=generator, device=device, dtype=torch.int8)
         return signs.mul_(2).sub_(1)
 
 
-def _sums(gradient: torch.Tensor, signs: torch.Tensor | None, width: int) -> torch.Tensor:
-    flat = gradient.reshape(-1).float()
+def _of_one_size(counts: Sequence[int], devices: Sequence[torch.device]) -> list[list[int]]:
+    """Returns groups of indices of equal count and device, which are sketched together: a step has hundreds.
+
+    A group has at most `MOST_TOGETHER` elements, or one member, since the gradients are copied.
+    """
+    groups: dict[tuple[int, torch.device, int], list[int]] = {}
+    seen: Counter[tuple[int, torch.device]] = Counter()
+    for i, (count, device) in enumerate(zip(counts, devices, strict=True)):
+        fit = max(1, MOST_TOGETHER // max(1, count))
+        groups.setdefault((count, device, seen[count, device] // fit), []).append(i)
+        seen[count, device] += 1
+    return list(groups.values())
+
+
+def _flat_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    if parameter.grad is None:
+        return torch.zeros(_numbers(parameter).numel(), device=parameter.device)
+    return _numbers(_dense(parameter.grad)).reshape(-1).float()
+
+
+def _sums(rows: torch.Tensor, signs: torch.Tensor | None, width: int) -> torch.Tensor:
+    """Returns the sums of each row, which is one gradient; all of its elements without `signs`."""
     if signs is None:
-        return flat
-    padding = -flat.numel() % width
-    return nn.functional.pad(flat * signs, (0, padding)).view(-1, width).sum(0)
+        return rows
+    padding = -rows.shape[1] % width
+    return nn.functional.pad(rows * signs, (0, padding)).view(len(rows), -1, width).sum(1)
 
 
-def _noticeable(gradient: torch.Tensor) -> torch.Tensor:
-    """Counts the elements that are not tiny beside the nonzero ones' root mean square.
+def _noticeable(rows: torch.Tensor) -> torch.Tensor:
+    """Counts the elements of each row that are not tiny beside the nonzero ones' root mean square.
 
     Tiny ones are 0 but for FP32's rounding: those of queries and keys in a sequence of one token, for example.
     """
-    sizes = gradient.abs().float()
-    largest = sizes.amax() if sizes.numel() else sizes.sum()
+    sizes = rows.abs()
+    largest = sizes.amax(1, keepdim=True) if sizes.numel() else sizes.sum(1, keepdim=True)
     relative = sizes / largest  # a square of what is in half may be 0
-    mean_square = relative.square().sum() / relative.count_nonzero()
-    return (relative > TINY * mean_square.sqrt()).sum()
+    mean_square = relative.square().sum(1, keepdim=True) / relative.count_nonzero(1)[:, None]
+    return (relative > TINY * mean_square.sqrt()).sum(1)
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from amptune.measure.numerics.comparison import compare
-from amptune.measure.numerics.sketches import MOST_COLUMNS, Sketcher
+from amptune.measure.numerics.sketches import MOST_COLUMNS, MOST_TOGETHER, Sketcher
 from amptune.measure.results.training_runs import Gradients, LossCurve, Parity, Reference, Run, Thoroughness
 from amptune.policy.settings import STOCK
 
@@ -102,6 +102,20 @@ def test_parameters_have_columns_of_their_own() -> None:
 def test_nothing_of_many_parameters_together_grows_without_bound() -> None:
     model = Weights(*(torch.zeros(200, 50) for _ in range(400)))
     assert len(model.sketch_of(Sketcher(model), *(None for _ in range(400)))) <= 2**20
+
+
+def test_gradients_of_one_size_are_sketched_as_each_would_be_alone() -> None:
+    """Together, in one go, as a step of a small model has hundreds of them; large ones are not copied together."""
+    gradients = [random(90, 100, seed=seed) * (seed + 1) for seed in range(5)]
+    together = Weights(*(torch.zeros(90, 100) for _ in gradients))
+    sketcher = Sketcher(together)
+    sketch, counts = together.sketch_of(sketcher, *gradients), sketcher()[1]
+    for gradient, columns, count in zip(gradients, sketcher.columns, counts.tolist(), strict=True):
+        (alone,) = sketched(gradient)
+        assert torch.equal(sketch[columns], alone)
+        assert count == 9000 - int((gradient.abs() <= 2**-12 * gradient.square().mean().sqrt()).sum())
+    large = Weights(*(torch.zeros(MOST_TOGETHER // 2 + 1) for _ in range(2)))
+    assert [len(group) for group in Sketcher(large)._alike] == [1, 1]
 
 
 def test_elements_that_are_not_0_are_counted_parameter_by_parameter() -> None:

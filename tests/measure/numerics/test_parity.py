@@ -24,7 +24,7 @@ from amptune.measure.bench.failures import NonFiniteError, TooSlowError
 from amptune.measure.numerics import parity as parity_module
 from amptune.measure.numerics.casts import parameters_in_half
 from amptune.measure.numerics.parity import judge
-from amptune.measure.numerics.reference import completed, make_reference
+from amptune.measure.numerics.reference import completed, make_reference, order_of
 from amptune.measure.numerics.short_training import Training
 from amptune.measure.results.training_runs import LossCurve, Parity, Reference
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, amp_recipe
@@ -270,6 +270,24 @@ def test_what_the_model_draws_is_the_same_in_all_runs_that_are_compared(
     parity = sound(workload_of(model, (4,)), BF16, seconds=ENOUGH_S)
     assert all(gradient.error < 0.05 for gradient in parity.gradients)
     assert all(gradient.rounding < 0.05 for gradient in parity.gradients)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_model_that_draws_nothing_is_watched_for_an_epoch_only(*, draws: bool) -> None:
+    """Watching takes microseconds for each call, a third of a small model's step."""
+    watched = []
+
+    def forward(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        watched.append(torch.overrides._is_torch_function_mode_enabled())
+        return x * torch.rand_like(x) if draws else x
+
+    bench = Bench(workload_of(lambda: nn.Sequential(Called(forward), nn.Linear(16, 4))), CPU)
+    with Training.on(bench, BF16) as training:
+        training.step()
+        count = len(training.feed)
+        watched.clear()
+        training.curve(order_of(count, 3))
+    assert watched == [True] * count + [draws] * 2 * count
 
 
 def test_a_generator_that_the_first_pass_makes_is_seeded_too() -> None:
