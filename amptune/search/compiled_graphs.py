@@ -83,8 +83,10 @@ class CompiledGraphs:
 
     @property
     def is_awaited(self) -> bool:
-        """True if one may come that is not later than on a slow host."""
-        return self.may_come and any(self._longest_s(policy) > 0 for policy in self._running)
+        """True if the first one may come, and is not later than on a slow host: others are worth less."""
+        compiled = (trial for trial in self.study.trials if trial.policy.compile != "off")
+        has_one = any(isinstance(trial.outcome, Measurement) for trial in compiled)
+        return self.may_come and not has_one and any(self._longest_s(policy) > 0 for policy in self._running)
 
     def is_urgent(self, free_s: float) -> bool:
         """Returns True if a graph that compiles may come too late to be measured within `free_s`."""

@@ -156,6 +156,16 @@ def test_launches_tell_more_than_as_many_blocks_of_one_launch_and_those_more_tha
     assert (launches.launches, blocks.launches, one.launches) == (5, 1, 1)
 
 
+def test_a_trial_and_a_turn_of_the_loop_are_in_two_processes_unless_one_was_disturbed() -> None:
+    """At 120 s there is time for one launch beside the search; what was timed beside compilers is no second opinion."""
+    disturbed = replace(block(9.0), contaminated_by=("host-load",))
+    turns = in_turn({policy: [replace(block(ms), in_loop=True)] for policy, ms in {STOCK: 10.0, BF16: 9.0}.items()})
+    for trial, processes in ((block(9.0), 2), (disturbed, 1)):
+        trials = [row(STOCK, 10.0, launch="search"), row(BF16, trial, launch="search")]
+        assert measured([*trials, *turns]).launches == processes
+        assert measured(trials).launches == 1
+
+
 def test_launches_that_differ_make_the_interval_wider_than_blocks_that_differ() -> None:
     """Nine blocks of three launches: the third launch does not show the gain."""
     baseline, slow = [10.0, 10.02, 9.98] * 3, [9.0, 9.01, 9.02, 9.1, 9.11, 9.09, 10.1, 10.12, 10.1]

@@ -112,9 +112,9 @@ def _doubt(row: Row) -> float:
 
 
 def _launches(rows: Sequence[Row]) -> int:
-    """Returns the number of processes that the user's loop was timed in, or steps by themselves if it was in none."""
-    in_loop = {(row.run, row.launch) for row in rows if row.in_loop}
-    return len(in_loop or {(row.run, row.launch) for row in rows})
+    """Returns the number of processes that a policy was timed in undisturbed, or at all if it was not."""
+    quiet = {(row.run, row.launch) for row in rows if not row.is_disturbed}
+    return len(quiet or {(row.run, row.launch) for row in rows})
 
 
 def _alike(keys: Sequence[object]) -> Array:
