@@ -105,19 +105,26 @@ def _by_policy(rows: Iterable[Row]) -> dict[Policy, list[Row]]:
     return found
 
 
-def _newest_figures(rows: Sequence[Row]) -> tuple[str, float]:
-    """Returns the newest run with measurements among the rows, and the samples per second in it."""
+@dataclass(frozen=True, slots=True)
+class _Newest:
+    """The newest run with measurements of a policy, its samples per second in it, and whether the loop was timed."""
+
+    run: str
+    samples_per_s: float
+    in_loop: bool
+
+
+def _newest_figures(rows: Sequence[Row]) -> _Newest:
     run = next(row.run for row in reversed(rows) if isinstance(row.outcome, Measurement))
-    return run, math.exp(statistics.median(_log_speeds(row for row in rows if row.run == run)))
+    own = [row for row in rows if row.run == run]
+    in_loop = any(row.in_loop for row in own)
+    return _Newest(run, math.exp(statistics.median(_log_speeds(own, in_loop=in_loop))), in_loop)
 
 
-def _log_speeds(rows: Iterable[Row]) -> list[float]:
-    """Returns the logarithms of the samples per second: of the user's loop, if it was timed."""
-    speeds = [
-        (row.in_loop, math.log(row.outcome.samples_per_s)) for row in rows if isinstance(row.outcome, Measurement)
-    ]
-    last_word = any(in_loop for in_loop, _ in speeds)
-    return [log for in_loop, log in speeds if in_loop == last_word]
+def _log_speeds(rows: Iterable[Row], *, in_loop: bool) -> list[float]:
+    """Returns the logarithms of the samples per second: of the user's loop, or of steps by themselves."""
+    measured = (row.outcome for row in rows if row.in_loop == in_loop)
+    return [math.log(outcome.samples_per_s) for outcome in measured if isinstance(outcome, Measurement)]
 
 
 def _measured(
@@ -126,16 +133,17 @@ def _measured(
     scores: Estimates,
     speeds: Estimates,
     objective: Objective,
-    baseline: tuple[str, float],
+    baseline: _Newest,
 ) -> Contender:
-    """Returns a policy's figures; times are those of the `baseline`'s newest run, for runs differ."""
+    """Returns a policy's figures; times are those of the `baseline`'s newest run, and of the loop if that was timed."""
     blocks = [row.outcome for row in rows if isinstance(row.outcome, Measurement)]
     energies = [block.energy_j_per_sample for block in blocks if block.energy_j_per_sample is not None]
     speed, gain = speeds.to_baseline(policy), scores.to_baseline(policy)
-    (run, of_baseline), share = baseline, speeds.time_share(policy)
-    logs = _log_speeds(row for row in rows if row.run == run)
-    if not logs:
-        logs = _log_speeds(rows) if speed is None else [math.log(of_baseline * speed.value)]
+    share = speeds.time_share(policy)
+    logs = _log_speeds((row for row in rows if row.run == baseline.run), in_loop=baseline.in_loop)
+    if not logs and speed is not None:
+        logs = [math.log(baseline.samples_per_s * speed.value)]
+    logs = logs or [math.log(block.samples_per_s) for block in blocks]
     samples_per_s = math.exp(statistics.median(logs))
     step_ms = 1000 * blocks[0].samples_per_step / samples_per_s
     return Contender(

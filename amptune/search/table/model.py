@@ -34,9 +34,6 @@ Score = Callable[[Measurement], float | None]
 _AS_BLOCKS = ("process", "sitting")
 # Degrees of freedom of the noise.
 _TAILS = 2.0
-# The user's loop differs from steps on batches that lie on the device by an unknown share, another one for each policy,
-# of which this is the standard deviation: plain loops were 1 to 4 % off such steps (six models on an H200).
-_NOT_IN_LOOP = 0.02
 # A row of which the others say next to nothing is no outlier.
 _UNKNOWN = 1e-6
 # The spread of a policy's steps says as much of its noise as so many blocks.
@@ -145,9 +142,8 @@ def fit(
     if baseline not in policies:
         return None
     spreads = _spreads([row for row, _ in scored], machine.least_spread, spread)
-    elsewhere = _NOT_IN_LOOP if spread is None and any(row.in_loop for row, _ in scored) else 0.0
-    sizes = _sized(arrays_of(core[-_MOST_ROWS:], spreads, elsewhere, of_time=spread is None), machine.effects)
-    data = arrays_of(core + singles, spreads, elsewhere, of_time=spread is None)
+    sizes = _sized(arrays_of(core[-_MOST_ROWS:], spreads, of_time=spread is None), machine.effects)
+    data = arrays_of(core + singles, spreads, of_time=spread is None)
     return _estimated(data, policies, policies.index(baseline), sizes)
 
 

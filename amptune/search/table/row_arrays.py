@@ -25,6 +25,10 @@ _DRIFT_S = 300.0
 # What disturbs blocks of a process makes all of them slower: by an unknown share, of which this is the standard
 # deviation, and more if threads waited for a CPU for longer.
 _DOUBTFUL, _DISTURBED = 3.0, 0.15
+# The user's loop takes longer for each sample than steps on batches that lie on the device, by a time that all policies
+# share (it copies the batch, for one), of which the first is the standard deviation, as a share of the fastest
+# policy's; and each policy differs from that by an unknown share, the second (reports/h200/foreign: 0 to 8 %).
+_LONGER_IN_LOOP, _OWN_IN_LOOP = 0.05, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +59,10 @@ class RowArrays:
         return np.asarray(np.linalg.inv(covariance), dtype=np.float64)
 
 
-def arrays_of(
-    scored: Sequence[tuple[Row, float]], spreads: Mapping[Policy, float], elsewhere: float, *, of_time: bool
-) -> RowArrays:
-    """Returns the arrays; rows that are not of the user's loop are off by `elsewhere`.
+def arrays_of(scored: Sequence[tuple[Row, float]], spreads: Mapping[Policy, float], *, of_time: bool) -> RowArrays:
+    """Returns the arrays of rows and their scores, which are `of_time` if they are samples per second.
 
-    A mean that a few slow steps decide is doubtful, which matters for scores `of_time`.
+    Only these are in doubt if a few slow steps decide the mean, or if others are of the user's loop.
     """
     rows = [row for row, _ in scored]
     own: dict[Policy, list[Row]] = {}
@@ -69,14 +71,16 @@ def arrays_of(
     place = {policy: i for i, policy in enumerate(own)}
     single = [len(own[row.policy]) == 1 for row in rows]
     disturbed = np.array([_disturbance(row, of_time=of_time) for row in rows])
-    apart = np.array([elsewhere * (not row.in_loop) for row in rows])
+    values = np.array([value for _, value in scored])
+    off_loop = np.array([of_time and not row.in_loop for row in rows]) * any(row.in_loop for row in rows)
+    longer, apart = _LONGER_IN_LOOP * off_loop * values / values.max(), _OWN_IN_LOOP * off_loop
     means = np.array([_doubt(row) if of_time else 0.0 for row in rows])
     spread = np.array([spreads[row.policy] for row in rows])
     time_s = np.array([row.moment_s for row in rows])
     together, run, sittings = np.outer(spread, spread), _alike([row.run for row in rows]), sittings_of(rows)
     process = _alike([(row.run, row.launch, row.policy) for row in rows])
     return RowArrays(
-        score=np.log([value for _, value in scored]),
+        score=np.log(values),
         design=np.eye(len(own))[[place[row.policy] for row in rows]],
         noise=spread**2 * np.where(single, _DOUBTFUL**2, 1.0),
         kernels={
@@ -87,6 +91,7 @@ def arrays_of(
         },
         fixed=LEVEL**2 * run
         + np.outer(disturbed, disturbed) * process
+        + np.outer(longer, longer) * run
         + np.outer(apart, apart) * _alike([row.policy for row in rows])
         + np.diag(np.maximum(0.0, means**2 - spread**2)),
         launches=tuple(map(_launches, own.values())),
