@@ -25,10 +25,10 @@ _DRIFT_S = 300.0
 # What disturbs blocks of a process makes all of them slower: by an unknown share, of which this is the standard
 # deviation, and more if threads waited for a CPU for longer.
 _DOUBTFUL, _DISTURBED = 3.0, 0.15
-# The user's loop takes longer for each sample than steps on batches that lie on the device, by a time that all policies
-# share (it copies the batch, for one), of which the first is the standard deviation, as a share of the fastest
-# policy's; and each policy differs from that by an unknown share, the second (reports/h200/foreign: 0 to 8 %).
-_LONGER_IN_LOOP, _OWN_IN_LOOP = 0.05, 0.02
+# The user's loop takes longer for each sample than steps on batches that lie on the device (it copies the batch, for one),
+# by a time that all policies share: this is its standard deviation, as a share of the fastest policy's. Each differs
+# from that by half of this share of its own (reports/h200/foreign: 0 to 8 %).
+_LONGER_IN_LOOP = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def arrays_of(scored: Sequence[tuple[Row, float]], spreads: Mapping[Policy, floa
     disturbed = np.array([_disturbance(row, of_time=of_time) for row in rows])
     values = np.array([value for _, value in scored])
     off_loop = np.array([of_time and not row.in_loop for row in rows]) * any(row.in_loop for row in rows)
-    longer, apart = _LONGER_IN_LOOP * off_loop * values / values.max(), _OWN_IN_LOOP * off_loop
+    longer, apart = _LONGER_IN_LOOP * off_loop * values / values.max(), _LONGER_IN_LOOP / 2 * off_loop
     means = np.array([_doubt(row) if of_time else 0.0 for row in rows])
     spread = np.array([spreads[row.policy] for row in rows])
     time_s = np.array([row.moment_s for row in rows])
