@@ -54,8 +54,8 @@ class Numerics:
     """The judgements that a run's answer rests on: of the precision that leads, and of the graph of the leader.
 
     `safeguards` are the rules that each precision needs, None if none were found to help; `changed` is called when they
-    change. `recipes` are the plain policies that the precisions are judged by. `graph_s` returns the seconds to judge a
-    policy together with its graph.
+    change. `recipes` are the plain policies of the precisions, which are judged in the leader's memory format.
+    `graph_s` returns the seconds to judge a policy together with its graph.
     """
 
     judge: Judge

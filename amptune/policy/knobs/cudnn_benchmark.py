@@ -20,7 +20,7 @@ CUDNN_BENCHMARK = Knob(
     stock=False,
     values=TRUTH,
     is_always_written=True,
-    # cuDNN may choose others in each run, so that judging what it chose in one says nothing of the next.
+    # cuDNN may choose other algorithms in each run, so that judging those of one says nothing of the next.
     numerics="none",
     # DeepLabV3+ took 72.6 GB with it in TF32 (an H200).
     memory="workspaces",

@@ -25,9 +25,9 @@ _DRIFT_S = 300.0
 # What disturbs blocks of a process makes all of them slower: by an unknown share, of which this is the standard
 # deviation, and more if threads waited for a CPU for longer.
 _DOUBTFUL, _DISTURBED = 3.0, 0.15
-# The user's loop takes longer for each sample than steps on batches that lie on the device (it copies the batch, for one),
-# by a time that all policies share: this is its standard deviation, as a share of the fastest policy's. Each differs
-# from that by half of this share of its own (reports/h200/foreign: 0 to 8 %).
+# The user's loop takes longer for each sample than steps on batches that lie on the device, since it copies them, by a
+# time that all policies share: this is its standard deviation, as a share of the fastest policy's. Each differs from
+# that by half of this share of its own (reports/h200/foreign: 0 to 8 %).
 _LONGER_IN_LOOP = 0.05
 
 
