@@ -125,6 +125,13 @@ def test_unseen_policies_are_measured_once_no_measured_one_promises_more() -> No
     assert policies(chosen(rivals, unseen=[BF16_LAST])) == (STOCK, BF16, FP16)
 
 
+def test_unseen_policies_wait_until_enough_processes_stand_behind_the_answer() -> None:
+    """With 300 s one round of eight took all the time: two of them were not reached, and nothing was confirmed."""
+    for launches, expected in ((1, (STOCK, BF16)), (2, (STOCK, BF16, FP16))):
+        rows = in_turn({STOCK: [10.0] * 6, BF16: [5.0] * 6}, per_launch=6 // launches)
+        assert policies(chosen(rows, unseen=[FP16])) == expected
+
+
 def test_the_baseline_is_no_unseen_policy_and_is_measured_once_a_round() -> None:
     assert policies(chosen([row(STOCK, 10.0)], unseen=[STOCK, BF16])) == (STOCK, BF16)
 

@@ -24,7 +24,8 @@ BESIDE = 0.2
 # A policy is worth a row if, known exactly, it could be expected to gain this share.
 WORTH_A_ROW = 0.0005
 # What an unmeasured policy one step from the leader promises, and FP32 for modules before they were timed: most are
-# worse, a few gain some percent. Such policies are measured once no measured one promises more.
+# worse, a few gain some percent. Such policies are measured once no measured one promises more, and enough processes
+# stand behind the answer.
 UNSEEN = 0.01
 MOST_UNSEEN = 4
 # A decided interval this narrow (half its width, relative) needs no further rows.
@@ -65,7 +66,7 @@ def next_round(
     core = _named(verdict)
     worth = _rivals(verdict, bar)
     new = [policy for policy in unseen if policy not in core][:MOST_UNSEEN]
-    if max(worth.values(), default=0.0) >= UNSEEN:
+    if max(worth.values(), default=0.0) >= UNSEEN or (len(core) > 1 and _are_few(verdict, core)):
         new = []
     if not new and (len(core) == 1 or (not worth and _is_settled(verdict))):
         return None
@@ -165,13 +166,18 @@ def _is_narrow(policy: Policy, fit: Estimates) -> bool:
     )
 
 
+def _are_few(verdict: Verdict, policies: Sequence[Policy]) -> bool:
+    """Returns True if one of these policies was not timed in as many processes as confirm an answer."""
+    fit = verdict.scores
+    return any(fit.launches[fit.policies.index(policy)] < PROCESSES for policy in policies)
+
+
 def _fresh_tells_more(
     verdict: Verdict, core: Sequence[Policy], running: Collection[Policy], start_s: float, round_s: float
 ) -> bool:
     """Returns True if a second is better spent on fresh processes than on more blocks in those that run."""
     fit = verdict.scores
-    few = any(fit.launches[fit.policies.index(policy)] < PROCESSES for policy in core)
-    if few or not set(core) <= set(running):
+    if _are_few(verdict, core) or not set(core) <= set(running):
         return True
     fresh = again = 0.0
     for policy in core:
