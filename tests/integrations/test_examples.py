@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -93,6 +96,39 @@ def test_every_example_stands_in_the_docs_and_is_run_here() -> None:
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
     assert {Path(link).name for link in re.findall(r"\(\.\./examples/([a-z0-9_]+\.py)\)", PAGE)} == scripts
     assert all(f'"{script}"' in Path(__file__).read_text() for script in scripts)
+
+
+SLURM = EXAMPLES / "slurm"
+
+
+@pytest.mark.parametrize("script", sorted(SLURM.glob("*.s*")), ids=lambda path: path.name)
+def test_a_script_for_slurm_is_one_that_bash_reads(script: Path) -> None:
+    bash = shutil.which("bash") or "bash"
+    done = subprocess.run([bash, "-n", str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("sinfo") is None, reason="needs Slurm")
+def test_on_slurm_training_waits_for_the_profile_and_that_for_the_tunings(tmp_path: Path) -> None:
+    """On whatever cluster this runs; its first node's first feature is the kind of GPU. Needs a node with a GPU."""
+    sinfo = [shutil.which("sinfo") or "sinfo", "-h", "-o", "%f"]
+    listed = subprocess.run(sinfo, capture_output=True, text=True, timeout=60, check=False)
+    if listed.returncode != 0:
+        pytest.skip(f"Slurm does not answer: {listed.stderr}")
+    feature = listed.stdout.split(",")[0].split()[0]
+    shutil.copy(EXAMPLES / "tune_a_loop.py", tmp_path)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    submit = [str(SLURM / "submit.sh"), "tune_a_loop.py:workload", "tune_a_loop.py", feature]
+    given = os.environ | {"PATH": path, "BUDGET": budget_here(15)}
+    subprocess.run(submit, cwd=tmp_path, env=given, check=True, timeout=60)
+    until_s = time.monotonic() + 240
+    while not (logs := [log for log in tmp_path.glob("train-*.log") if " -> " in log.read_text()]):
+        assert time.monotonic() < until_s, [log.read_text() for log in tmp_path.glob("*.log")]
+        time.sleep(1)
+    assert_learned(logs[0].read_text())
+    assert "schema: amptune.profile/1" in (tmp_path / "policy.yaml").read_text()
 
 
 def assert_learned(output: str) -> None:
