@@ -9,7 +9,7 @@ from pathlib import Path
 
 import submitit
 
-BUDGET_S, MORE_MIN = 300, 10  # a job may take longer than the budget: it waits for the GPU to be free of others
+BUDGET_S, MORE_MIN = 300, 10  # submitit ends a job 90 s before its time is up
 
 
 def tune(target: str, policy: Path) -> Path:
