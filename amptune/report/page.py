@@ -157,7 +157,7 @@ def _with_interval(ratio: Ratio) -> str:
 
 def _grounds(study_report: StudyReport) -> str:
     launches = study_report.verdict.gain.launches
-    processes = f"; measured in {launches} fresh process{'' if launches == 1 else 'es'}" if launches else ""
+    processes = f"; measured in {launches} process{'' if launches == 1 else 'es'}" if launches else ""
     if study_report.keeps_the_baseline:
         others = len(study_report.verdict.contenders) - 1
         measured = f"{others} other polic{'y was' if others == 1 else 'ies were'} measured{processes}"

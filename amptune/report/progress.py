@@ -67,7 +67,7 @@ def describe(event: Event) -> str | None:
         case SearchEnded():
             text = f"search ended after {event.trials} new trials: {event.because}"
         case ComparisonStarted():
-            text = f"{STAGES[event.stage]}: {len(event.policies)} policies in turn, in fresh processes"
+            text = f"{STAGES[event.stage]}: {len(event.policies)} policies in turn"
         case CurveTrained():
             seed = f"seed {event.seed + 1} of {event.seeds}"
             text = f"{seed}: {event.steps:,} steps under {event.policy}, the last loss is {event.last_loss:.4g}"

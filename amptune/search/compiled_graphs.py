@@ -84,9 +84,8 @@ class CompiledGraphs:
     @property
     def is_awaited(self) -> bool:
         """True if the first one may come, and is not later than on a slow host: others are worth less."""
-        compiled = (trial for trial in self.study.trials if trial.policy.compile != "off")
-        has_one = any(isinstance(trial.outcome, Measurement) for trial in compiled)
-        return self.may_come and not has_one and any(self._longest_s(policy) > 0 for policy in self._running)
+        is_first = self.may_come and not self._measured_modes
+        return is_first and any(self._longest_s(policy) > 0 for policy in self._running)
 
     def is_urgent(self, free_s: float) -> bool:
         """Returns True if a graph that compiles may come too late to be measured within `free_s`."""
@@ -165,8 +164,14 @@ class CompiledGraphs:
 
     def _has_compiled(self, policy: Policy) -> bool:
         """Returns True if it is known how long compiling takes here, of blocks or of the whole model."""
-        compiled = {one.policy.compile for one in self.study.trials if isinstance(one.outcome, Measurement)} - {"off"}
+        compiled = self._measured_modes
         return bool(compiled & {"blocks"} if policy.compile == "blocks" else compiled - {"blocks"})
+
+    @property
+    def _measured_modes(self) -> set[str]:
+        """The modes of torch.compile that were measured."""
+        measured = (one.policy.compile for one in self.study.trials if isinstance(one.outcome, Measurement))
+        return {str(mode) for mode in measured if mode != "off"}
 
     def _begin(self, suggestion: Suggestion) -> None:
         self.release(suggestion)

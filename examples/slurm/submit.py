@@ -23,7 +23,7 @@ def tune(target: str, policy: Path) -> Path:
 def main(target: str, *features: str) -> None:
     folder = Path("policies")
     folder.mkdir(exist_ok=True)
-    executor = submitit.AutoExecutor(folder="submitit")  # without Slurm: on this machine
+    executor = submitit.AutoExecutor(folder="submitit")
     jobs = []
     for feature in features:
         executor.update_parameters(

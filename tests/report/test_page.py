@@ -125,7 +125,7 @@ def test_the_verdict_is_a_sentence_with_its_intervals_memory_and_certainty() -> 
     assert "as fast as stock PyTorch and 2.00× [" in sentence
     assert sentence.endswith("as fast as the AMP recipe, in 720 MiB instead of 1,000 MiB.")
     assert "confirmed" in page.texts("span")
-    assert "better with a probability of over 99.9 %; measured in 5 fresh processes" in page.whole
+    assert "better with a probability of over 99.9 %; measured in 5 processes" in page.whole
 
 
 def test_a_recipe_that_trains_worse_than_fp32_is_no_yardstick() -> None:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from amptune.workload.user_errors import is_the_users
 
-__all__ = ["OwnGenerators", "drawing_in_fp32", "without_dropout"]
+__all__ = ["DrawingInFp32", "OwnGenerators", "without_dropout"]
 
 # Attributes that hold a probability: of nn.Dropout and its variants, and of recurrent layers and nn.MultiheadAttention,
 # which pass theirs to functions that a TorchFunctionMode cannot see into.
@@ -81,22 +81,18 @@ _IN_PLACE = {
 _DRAWS = {*_NEW, *_IN_PLACE, torch.bernoulli}
 
 
-@contextmanager
-def drawing_in_fp32() -> Iterator[Draws]:
-    """Draws random numbers of half precision in FP32, so that they are those of FP32 from the same seed."""
-    with Draws() as draws:
-        yield draws
+class DrawingInFp32(TorchFunctionMode):
+    """A mode that draws random numbers of half precision in FP32: they are those of FP32 from the same seed.
 
+    `has_drawn` says whether anything was drawn.
+    """
 
-class Draws(TorchFunctionMode):
-    """A mode that draws in FP32 and converts; `seen` says whether anything was drawn."""
-
-    seen = False
+    has_drawn = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _DRAWS:
             return func(*args, **(kwargs or {}))
-        self.seen = True
+        self.has_drawn = True
         kwargs = dict(kwargs or {})
         given = args[0] if args and isinstance(args[0], torch.Tensor) else None
         dtype = kwargs.get("dtype") or (torch.get_default_dtype() if given is None else given.dtype)

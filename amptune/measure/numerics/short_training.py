@@ -17,7 +17,7 @@ from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import NonFiniteError
 from amptune.measure.bench.step import Stepper
 from amptune.measure.numerics.batches import Feed, batches_of
-from amptune.measure.numerics.randomness import OwnGenerators, drawing_in_fp32, without_dropout
+from amptune.measure.numerics.randomness import DrawingInFp32, OwnGenerators, without_dropout
 from amptune.measure.numerics.sketches import Sketcher
 from amptune.measure.results.training_runs import Floats, Gradients, LossCurve
 from amptune.policy.settings import Policy
@@ -126,7 +126,7 @@ class Training:
         Each starts from the initial weights (or `weights`), which `prepare` may change.
         """
         sketches, noticeable, losses = [], [], []
-        with without_dropout(self.tuned.model), drawing_in_fp32():
+        with without_dropout(self.tuned.model), DrawingInFp32():
             stepper = self._stepper(capture=True)
             for self.feed.at in range(count):
                 start = partial(self.restart, SEED_STRIDE * seed + self.feed.at, weights)
@@ -149,9 +149,9 @@ class Training:
         losses: list[torch.Tensor] = []
         skipped, settling = 0, MOST_HALVINGS
         with ExitStack() as drawing:
-            draws = drawing.enter_context(drawing_in_fp32())
+            mode = drawing.enter_context(DrawingInFp32())
             for place, self.feed.at in enumerate(order):
-                if place == len(self.feed) and not draws.seen:
+                if place == len(self.feed) and not mode.has_drawn:
                     drawing.close()  # it draws nothing, and looking takes a third of a small model's step
                 loss, went = self._step(stepper)
                 while not went and place < len(self.feed) and settling:
