@@ -21,13 +21,11 @@ from amptune.measure.results.subject import Prepared
 from amptune.policy.findings import Finding
 from amptune.search.after_checks import larger_batch
 from amptune.search.decide.decision import Decision
-from amptune.search.events import ContenderMeasured, Event, Observer, StepStarted, WorkloadBuilt
+from amptune.search.events import Observer, StepStarted, WorkloadBuilt
 from amptune.search.gate.judge import Judge
-from amptune.search.plan.budget import larger_batch_s
 from amptune.search.plan.plan import Plan, Step
 from amptune.search.request import TuningRequest, require_known
 from amptune.search.space.candidates import Candidates, GlobalBatch, candidates_for
-from amptune.search.table.objective import THROUGHPUT
 from amptune.search.table.trial import error_of_baseline
 
 if TYPE_CHECKING:
@@ -58,7 +56,7 @@ def run_tuning(request: TuningRequest, observer: Observer, evaluator: Evaluator 
     with locked(request.folder, request.lock):
         evaluator = evaluator or _workers(request)
         try:
-            decision = tune_with(evaluator, _with_time_for_the_rest(request), _counting_all(request, observer))
+            decision = tune_with(evaluator, request, observer)
             try:
                 decision = _told_of_a_larger_batch(evaluator, decision, request)
             except KeyboardInterrupt:
@@ -135,32 +133,8 @@ def _accumulating(request: TuningRequest, prepared: Prepared) -> TuningRequest:
     return replace(request, wanted=replace(wanted, global_batch=whole))
 
 
-def _with_time_for_the_rest(request: TuningRequest) -> TuningRequest:
-    rest_s = larger_batch_s(request.budget) if _leaves_the_batch(request) else 0.0
-    return replace(request, budget=request.budget.less(rest_s))
-
-
-def _counting_all(request: TuningRequest, observer: Observer) -> Observer:
-    """Returns an observer that is told the time left of the whole budget, with what is kept for the rest."""
-    kept_s = request.budget.seconds - _with_time_for_the_rest(request).budget.seconds
-
-    def tell(event: Event) -> None:
-        if isinstance(event, StepStarted | ContenderMeasured):
-            observer(event)
-        else:
-            observer(replace(event, left_s=event.left_s + kept_s))
-
-    return tell
-
-
-def _leaves_the_batch(request: TuningRequest) -> bool:
-    """Returns True if the batch size is the user's own, and another might be worth knowing of."""
-    wanted = request.wanted
-    return request.objective == THROUGHPUT and wanted.batch_size != "auto" and wanted.global_batch is None
-
-
 def _told_of_a_larger_batch(evaluator: Evaluator, decision: Decision, request: TuningRequest) -> Decision:
-    finding = larger_batch(evaluator, decision, request.budget) if _leaves_the_batch(request) else None
+    finding = larger_batch(evaluator, decision, request.budget) if request.leaves_the_batch else None
     return decision if finding is None else decision.with_findings([finding])
 
 

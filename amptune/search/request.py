@@ -58,6 +58,12 @@ class TuningRequest:
             )
 
     @property
+    def leaves_the_batch(self) -> bool:
+        """True if the batch size is the user's own, and another might be worth knowing of."""
+        wanted = self.wanted
+        return self.objective == THROUGHPUT and wanted.batch_size != "auto" and wanted.global_batch is None
+
+    @property
     def lock(self) -> str:
         """The name of the lock in the folder: of the folder, or of the device if the study is a database for many."""
         if isinstance(self.study, Path):
