@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["cores", "rarely_collecting_garbage", "share_compilers", "sharing_threads"]
+__all__ = ["cores", "cores_of_this_process", "rarely_collecting_garbage", "share_compilers", "sharing_threads"]
 
 
 @contextmanager
@@ -48,4 +48,9 @@ def share_compilers(among: int) -> None:
 
 def cores() -> int:
     """Returns the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return len(cores_of_this_process())
+
+
+def cores_of_this_process() -> list[int]:
+    """Returns the numbers of the CPU cores that this process may use, in order."""
+    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
