@@ -23,7 +23,7 @@ from amptune.measure.workers.cpu_share import cores_of_this_process
 from amptune.policy.findings import Finding
 from amptune.search.after_checks import larger_batch
 from amptune.search.decide.decision import Decision
-from amptune.search.events import ContenderMeasured, Event, Observer, StepStarted, WorkloadBuilt
+from amptune.search.events import ContenderMeasured, Event, Observer, StepStarted, WorkerSaid, WorkloadBuilt
 from amptune.search.gate.judge import Judge
 from amptune.search.plan.budget import larger_batch_s
 from amptune.search.plan.plan import Plan, Step
@@ -147,7 +147,7 @@ def _counting_all(request: TuningRequest, observer: Observer) -> Observer:
     kept_s = request.budget.seconds - _with_time_for_the_rest(request).budget.seconds
 
     def tell(event: Event) -> None:
-        if isinstance(event, StepStarted | ContenderMeasured):
+        if isinstance(event, StepStarted | ContenderMeasured | WorkerSaid):
             observer(event)
         else:
             observer(replace(event, left_s=event.left_s + kept_s))

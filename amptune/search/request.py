@@ -34,8 +34,9 @@ __all__ = ["TuningRequest", "place_of", "require_known", "source_of"]
 class TuningRequest:
     """A request for one tuning run. `study` is a folder or a database URL; `folder` has the log and the locks.
 
-    `sampler` proposes policies; by default amptune's own. `run` names it among all runs of the study; `began` is UTC,
-    ISO 8601. Raises `ObjectiveError` if a sampler is given that cannot serve the objective.
+    `sampler` proposes policies; by default amptune's own. So many `workers` of one command share the machine. `run`
+    names it among all runs of the study; `began` is UTC, ISO 8601. Raises `ObjectiveError` if a sampler is given that
+    cannot serve the objective.
     """
 
     source: Source
@@ -44,6 +45,7 @@ class TuningRequest:
     folder: Path
     study: Path | str
     device: str | None = None
+    workers: int = 1
     seed: int = 0
     sampler: Sampler | None = None
     objective: Objective = THROUGHPUT

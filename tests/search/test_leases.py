@@ -11,15 +11,18 @@ from pathlib import Path
 from threading import Barrier
 
 import pytest
+from commands import WORKLOADS, budget_here, process
 from killed_workers import POSTGRESQL, TESTS, killed, postgresql
 from test_policy_sampler import opened
 
 from amptune.errors import DeviceError, StudyError
 from amptune.measure.results.outcome import Failure
+from amptune.measure.workers.cpu_share import cores
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.pipeline import locked
 from amptune.search.sampler.backend import database_at
 from amptune.search.sampler.leases import GONE_S, Leases
+from amptune.search.sampler.storage import recall
 from amptune.search.sampler.study import Study
 from amptune.search.sampler.suggestion import Suggestion
 from amptune.search.table.trial import Trial
@@ -179,6 +182,30 @@ def test_killed_workers_lose_nothing_that_was_told(tmp_path: Path, storage: str)
             left = killed(url, 5, workers=2)
     assert left.told > 0
     assert (left.lost, left.twice, left.running) == (0, 0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux" or cores() < 2, reason="needs Linux and two CPU cores")
+def test_two_workers_of_one_command_share_a_database(tmp_path: Path) -> None:
+    if POSTGRESQL is None or importlib.util.find_spec("psycopg2") is None:
+        pytest.skip("needs PostgreSQL and psycopg2")
+    (tmp_path / "train.py").write_text(WORKLOADS)
+    (tmp_path / "server").mkdir()
+    command = [
+        "tune",
+        "train.py:small",
+        "--device",
+        "cpu",
+        "--workers",
+        "2",
+        "--no-compile",
+        "--budget",
+        budget_here(8),
+    ]
+    with postgresql(tmp_path / "server") as url:
+        done = process(*command, "--study", url, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert len({trial.run for trial in recall(url).trials}) == 2
 
 
 def test_jobs_that_open_a_new_database_at_once_all_get_it(tmp_path: Path) -> None:
