@@ -27,9 +27,12 @@ __all__ = ["Part", "beside", "end_with_parent", "parts_of", "use_cores"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The part of one worker: its device, its CPU cores (none: all that this process has), its number of trials."""
+    """The part of one worker: its GPU as `CUDA_VISIBLE_DEVICES` has it, its CPU cores, its number of trials.
 
-    device: str | None
+    Without a GPU or cores of its own it has what this process has.
+    """
+
+    gpu: str | None = None
     cores: tuple[int, ...] = ()
     trials: int | None = None
 
@@ -40,16 +43,18 @@ def parts_of(workers: int, device: str | None, trials: int | None) -> list[Part]
     Raises `DeviceError` if there are fewer devices than workers, `click.BadParameter` if there are fewer trials.
     """
     if workers == 1:
-        return [Part(device=device, trials=trials)]
+        return [Part(trials=trials)]
     if trials is not None and trials < workers:
         raise click.BadParameter(f"{workers} workers need at least as many --trials", param_hint="--workers")
     require_devices(workers, device)
     from amptune.measure.workers.cpu_share import cores_for
 
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = dict(enumerate(visible.split(","))) if visible else {}
     each, more = (None, 0) if trials is None else divmod(trials, workers)
     return [
         Part(
-            device=device if number == 0 or device == "cpu" else f"cuda:{number}",
+            gpu=None if device == "cpu" else gpus.get(number, str(number)),
             cores=cores,
             trials=None if each is None else each + (number < more),
         )
@@ -91,7 +96,7 @@ def _interrupt_at_end_of_input() -> None:
 
 
 def _started(part: Part, request: TuningRequest) -> subprocess.Popen[str]:
-    """Starts this command once more, with the part's device, cores and trials, for the time that is left.
+    """Starts this command once more, with the part's GPU, cores and trials, for the time that is left.
 
     Its run counts as begun before this one, so that the study's last run is the one that decides.
     """
@@ -100,7 +105,6 @@ def _started(part: Part, request: TuningRequest) -> subprocess.Popen[str]:
     end = own.index("--") if "--" in own else len(own)
     more = ["--workers", "1", "--worker", before.isoformat(timespec="milliseconds")]
     more += ["--budget", f"{max(1.0, request.budget.left_s):.1f}s"]
-    more += [] if part.device is None else ["--device", part.device]
     more += [] if part.trials is None else ["--trials", str(part.trials)]
     mine = os.sched_getaffinity(0) if part.cores else set()
     if part.cores:
@@ -113,6 +117,7 @@ def _started(part: Part, request: TuningRequest) -> subprocess.Popen[str]:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
+            env=None if part.gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": part.gpu},
         )
     finally:
         if part.cores:

@@ -137,10 +137,12 @@ def test_workers_without_a_device_or_a_trial_are_refused_before_anything_starts(
 def test_each_worker_has_a_gpu_a_share_of_the_cores_and_of_the_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("amptune.cli.device._gpus", lambda: 2)
     monkeypatch.setattr("amptune.measure.workers.cpu_share.cores_for", lambda _: [(0, 1), (2, 3)])
-    first, second = parts_of(2, None, 5)
-    assert first == Part(device=None, cores=(0, 1), trials=3)
-    assert second == Part(device="cuda:1", cores=(2, 3), trials=2)
-    assert parts_of(1, "cuda:1", None) == [Part(device="cuda:1")]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    one, other = Part(gpu="0", cores=(0, 1), trials=3), Part(gpu="1", cores=(2, 3), trials=2)
+    assert parts_of(2, None, 5) == [one, other]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert [part.gpu for part in parts_of(2, "cuda", None)] == ["3", "5"]
+    assert parts_of(1, "cuda:1", None) == [Part()]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cores are shared out on Linux")
