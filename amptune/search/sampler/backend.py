@@ -18,7 +18,7 @@ from amptune.search.sampler.records import without_password
 __all__ = ["JOURNAL", "SQLITE", "database_at", "journal_in", "opened", "storage_errors"]
 
 JOURNAL = "journal.log"
-# Making the tables of a database takes less than a second; two workers on two cores with a load of 7 needed over 10 s.
+# Making the tables of a database takes less than a second; beside much else, others still made them after ten.
 LOCK_S = 60
 SQLITE = "sqlite:///"
 
