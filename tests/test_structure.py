@@ -167,6 +167,7 @@ def test_every_room_says_what_it_holds() -> None:
                     "options",
                     "tune",
                     "verify",
+                    "workers",
                     "diagnose",
                     "init",
                     "probe",

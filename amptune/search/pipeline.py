@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from amptune.errors import DeviceError, NothingFeasibleError, ObjectiveError, Sp
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Prepared
+from amptune.measure.workers.cpu_share import cores_of_this_process
 from amptune.policy.findings import Finding
 from amptune.search.after_checks import larger_batch
 from amptune.search.decide.decision import Decision
@@ -31,7 +33,7 @@ from amptune.search.table.trial import error_of_baseline
 if TYPE_CHECKING:
     from amptune.search.sampler.study import Study
 
-__all__ = ["TuningInterrupted", "locked", "run_tuning", "tune_with"]
+__all__ = ["TuningInterrupted", "lock_of", "locked", "run_tuning", "tune_with"]
 
 # So many processes build the workload beside the first, to compile the first graph: more make all of them slower.
 GRAPHS_AHEAD = 1
@@ -53,7 +55,7 @@ def run_tuning(request: TuningRequest, observer: Observer, evaluator: Evaluator 
 
     Raises an `AmptuneError`, or `TuningInterrupted` with the decision so far.
     """
-    with locked(request.folder, request.lock):
+    with locked(request.folder, request.device):
         evaluator = evaluator or _workers(request)
         try:
             decision = tune_with(evaluator, request, observer)
@@ -156,29 +158,43 @@ def _nothing_feasible(study: Study, candidates: Candidates) -> Exception:
     return error_of_baseline(candidates.baseline, trial.outcome)
 
 
+def lock_of(device: str | None) -> str:
+    """Returns the name of a device's lock: the GPU's among all of the machine, or the first CPU core of this process.
+
+    So several tuners share one CPU only if they were given cores of their own.
+    """
+    kind, _, index = (device or "cuda").partition(":")
+    if kind == "cpu":
+        return f".lock-cpu-{min(cores_of_this_process())}"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    place = int(index) if index.isdecimal() else 0
+    own = visible[place] if place < len(visible) and visible[place] else place
+    return f".lock-{kind}-{own}"
+
+
 @contextmanager
-def locked(folder: Path, name: str = ".lock") -> Iterator[None]:
-    """Keeps others that take the same lock out of the study's folder while this one measures.
+def locked(folder: Path, device: str | None) -> Iterator[None]:
+    """Keeps others that use this device out of the study's folder while this one measures.
 
     Raises `StudyError` if there is one, or if the folder cannot be made. A folder made here is removed again if the
-    device, space or target that was asked for does not exist.
+    device, space or target that was asked for does not exist, unless another device is used there.
     """
     is_new, is_for_nothing = not folder.exists(), False
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / name)
+        lock = FileLock(folder / lock_of(device))
         lock.acquire(timeout=0)
     except Timeout:
         raise StudyError(
-            f"another amptune is tuning in {folder}; wait for it (two on one device disturb each other), or tune for "
-            "another device with another --study folder"
+            f"another amptune is tuning in {folder} on this device; wait for it (two on one device disturb each "
+            "other), or choose another with --device"
         ) from None
     except OSError as error:
         raise StudyError(f"the study's folder {folder} cannot be used: {error}") from error
     try:
         yield
     except (DeviceError, SpaceError, TargetError):
-        is_for_nothing = is_new
+        is_for_nothing = is_new and len(list(folder.glob(".lock*"))) == 1
         raise
     finally:
         lock.release()
