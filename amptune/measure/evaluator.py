@@ -159,9 +159,8 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
         self._built.clear()
         self._workers |= {policy: self._new() for policy in policies}
         first = list(dict.fromkeys(policies))[: self._room]
-        begun = (START_LIMIT_S, worker.get_ready)
-        ready = [self._workers[policy].begin(*begun, policy, len(first), self._batches) for policy in first]
-        for pending in ready:
+        each = (len(first), self._batches)
+        for pending in [self._workers[one].begin(START_LIMIT_S, worker.get_ready, one, *each) for one in first]:
             pending.answer()  # a failure is reported again by the first measurement
 
     def build_ahead(self, count: int) -> None:

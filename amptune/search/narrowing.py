@@ -152,6 +152,11 @@ class Narrowing:
         return self._launches
 
     @property
+    def is_over(self) -> bool:
+        """True if no round is left to measure, or the budget ended one."""
+        return self._is_over
+
+    @property
     def has_turns(self) -> bool:
         """True if a policy has had its turn."""
         return bool(self._costs_s)

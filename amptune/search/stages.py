@@ -181,6 +181,9 @@ class Stages:
             return math.inf
         if len(history.trials) < 2:
             return 0.0
+        judging_s = self.known.judging_s(ranked(history)[0])
+        if self._narrowing.is_over:
+            return judging_s
         compared = compared_s(
             history,
             self.known.baseline,
@@ -190,8 +193,7 @@ class Stages:
             search_s=self._budget.seconds - self._built_s,
             awaits_graph=self._graphs.is_awaited,
         )
-        more_s = self._larger_batch_s + typical_s(self.known.study)
-        return self.known.judging_s(ranked(history)[0]) + compared + more_s
+        return judging_s + compared + self._larger_batch_s + typical_s(self.known.study)
 
     def _not_for_comparing_s(self) -> float:
         """Returns the seconds that the comparison leaves: for a graph that may come, and after a turn for a look."""

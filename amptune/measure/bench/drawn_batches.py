@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from amptune.changes.tensor_tree import tensors_in
-from amptune.errors import TargetError
+from amptune.errors import TargetError, UserCodeError
+from amptune.measure.bench.failures import failure_of
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 
@@ -50,6 +51,19 @@ class DrawnBatches:
         """
         found = self._known(("sequence", samples, count), lambda: self._some(samples, count))
         return self._kept.setdefault(("sequence", samples, len(found)), found)
+
+    def sequence_in_time(self) -> tuple[int, float]:
+        """Returns how many batches of the workload's own size all policies are timed on, and the seconds to draw them.
+
+        There are none if memory is short for one, which the first trial says.
+        """
+        began_s = time.monotonic()
+        try:
+            return len(self.sequence(self._workload.batch_size)), time.monotonic() - began_s
+        except UserCodeError as error:
+            if failure_of(error).kind == "oom":
+                return 0, 0.0
+            raise
 
     def fresh_sequence(self, samples: int, count: int | None = None) -> list[Any]:
         """Returns batches like those of `sequence` that are others."""

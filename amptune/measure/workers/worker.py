@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from amptune.errors import UserCodeError
 from amptune.measure.bench.stillness import Pause, ProcessIdentity, Stillness
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.subject import Prepared
@@ -138,7 +137,7 @@ def prepare() -> Prepared:
     try:
         bench = _bench()
         start_s = time.time() - psutil.Process().create_time()
-        batches, draw_s = _drawn(bench)
+        batches, draw_s = bench.drawn.sequence_in_time()
         if batches:
             require_sound_input(bench)
         subject = inspect_model(bench, digest_of(_State.setting.source))
@@ -153,22 +152,6 @@ def prepare() -> Prepared:
         )
     except Exception:
         traceback.print_exc()  # into the log; the caller gets only the message
-        raise
-
-
-def _drawn(bench: Bench) -> tuple[int, float]:
-    """Returns how many batches all policies are timed on, and the seconds to draw them.
-
-    There are none if memory is short for one, which the first trial says.
-    """
-    from amptune.measure.bench.failures import failure_of
-
-    began_s = time.monotonic()
-    try:
-        return len(bench.drawn.sequence(bench.workload.batch_size)), time.monotonic() - began_s
-    except UserCodeError as error:
-        if failure_of(error).kind == "oom":
-            return 0, 0.0
         raise
 
 

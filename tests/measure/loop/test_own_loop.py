@@ -24,6 +24,7 @@ from amptune.measure.loop.feed import Epochs
 from amptune.measure.loop.own_loop import measure_in_loop, run_loop
 from amptune.measure.results.loop_timing import LoopTiming, limits_of
 from amptune.measure.results.outcome import LOADER_FAILED, Effort, Failure, Measurement
+from amptune.measure.workers import worker
 from amptune.policy.settings import STOCK, amp_recipe
 
 CPU = torch.device("cpu")
@@ -492,6 +493,23 @@ def test_the_batches_of_a_turn_are_others_than_those_of_the_search() -> None:
     fresh, again = drawn.fresh_sequence(BATCH, 4), drawn.fresh_sequence(BATCH, 4)
     assert all(torch.equal(one, other) for one, other in zip(fresh, again, strict=True))
     assert not any(torch.equal(one, other) for one, other in product(fresh, drawn.sequence(BATCH, 4)))
+
+
+def test_the_batches_of_turns_are_drawn_once_in_a_process_while_it_gets_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = 0
+
+    def batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal drawn
+        drawn += 1
+        return torch.randn(n, 8), torch.randint(4, (n,))
+
+    bench = Bench(workload_of(batch=batch), CPU)
+    monkeypatch.setattr(worker._State, "bench", bench)
+    assert worker.get_ready(STOCK, 1, 6) is None
+    assert drawn == 6
+    for _ in range(2):
+        assert isinstance(measure_in_loop(bench, STOCK, replace(TURN, batches=6)), Measurement)
+    assert drawn == 6
 
 
 def test_a_loader_that_fails_is_told_from_a_policy_that_fails() -> None:
