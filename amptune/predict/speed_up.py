@@ -1,0 +1,109 @@
+"""Speed-ups on a GPU, as ranges, and the verdict that a range gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import NormalDist
+from typing import Literal
+
+from amptune.policy.yaml_text import read
+from amptune.predict.gpu_table import GpuModel
+from amptune.predict.operation import Step
+from amptune.predict.roofline import Efficiency, Fp32Math, step_seconds
+
+__all__ = ["PAYS_FROM", "Calibration", "Known", "Range", "Setting", "Verdict", "calibration", "half_speed_up", "verdict_of"]
+
+Verdict = Literal["pays", "unclear", "does not"]
+
+PAYS_FROM = 1.05  # a gain below 5 % is not worth a change of precision
+_SURE = 0.8  # how likely a verdict must be
+_COVERED = 0.9  # the share of true values that a range is to hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """A predicted ratio: its middle, and the ends between which nine of ten published ratios lay."""
+
+    low: float
+    middle: float
+    high: float
+
+    @classmethod
+    def around(cls, middle: float, spread: float) -> Range:
+        """Returns the range for a standard deviation of the ratio's logarithm."""
+        reach = math.exp(NormalDist().inv_cdf((1 + _COVERED) / 2) * spread)
+        return cls(low=middle / reach, middle=middle, high=middle * reach)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How training runs: its FP32 operations, its memory format, and the batch size under half precision."""
+
+    fp32_math: Fp32Math = "stock"
+    channels_last: bool = False
+    half_batch_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """The speed-up of half precision that was measured on another GPU, in the same setting."""
+
+    gpu: GpuModel
+    speed_up: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What was fitted to published and own measurements.
+
+    `transfer` is the share of the error on a known GPU that is expected on another, `spread` the standard deviation of
+    the logarithm of true over predicted: from shapes alone, and from a GPU of the same or of another kind.
+    """
+
+    efficiency: Efficiency
+    transfer: Mapping[str, float]
+    spread: Mapping[str, float]
+
+
+@cache
+def calibration() -> Calibration:
+    """Returns what `reports/published.py --fit` wrote."""
+    return Calibration(**_parts(read(Path(__file__).with_name("fitted.yaml")).data))
+
+
+def _parts(data: Mapping[str, Mapping[str, float]]) -> dict[str, object]:
+    return {**data, "efficiency": Efficiency(**data["efficiency"])}
+
+
+def half_speed_up(
+    step: Step, gpu: GpuModel, setting: Setting, known: Known | None = None, fitted: Calibration | None = None
+) -> Range:
+    """Returns samples a second in half precision over FP32."""
+    fitted = fitted or calibration()
+    middle = modelled(step, gpu, setting, fitted.efficiency)
+    if known is None:
+        return Range.around(middle, fitted.spread["shapes"])
+    how = "same_kind" if known.gpu.kind == gpu.kind else "other_kind"
+    error = known.speed_up / modelled(step, known.gpu, setting, fitted.efficiency)
+    return Range.around(middle * error ** fitted.transfer[how], fitted.spread[how])
+
+
+def modelled(step: Step, gpu: GpuModel, setting: Setting, efficiency: Efficiency) -> float:
+    """Returns the speed-up of half precision as the roofline has it."""
+    wider = step.at(setting.half_batch_size) if setting.half_batch_size else step
+    seconds = [
+        step_seconds(work, gpu, efficiency, fp32_math=setting.fp32_math, channels_last=setting.channels_last)
+        for work in (step.fp32, wider.half)
+    ]
+    return seconds[0] / seconds[1] * wider.batch_size / step.batch_size
+
+
+def verdict_of(ratio: Range) -> Verdict:
+    """Returns `pays` or `does not` if that is at least 80 % likely in a log-normal distribution of that range."""
+    spread = math.log(ratio.high / ratio.low) / (2 * NormalDist().inv_cdf((1 + _COVERED) / 2))
+    likely = 1 - NormalDist(math.log(ratio.middle), spread).cdf(math.log(PAYS_FROM))
+    return "pays" if likely >= _SURE else "does not" if likely <= 1 - _SURE else "unclear"
