@@ -35,7 +35,10 @@ _NVIDIA = (
     ("QuartzNet", "", "quartznet"), ("GNMT", "", "gnmt"), ("Translation/Transformer", "", "translation_transformer"),
 )  # fmt: skip
 # What its convolution networks train in: their configurations set memory_format nhwc, and SSD's layout is channels_last.
-_CHANNELS_LAST = frozenset({"resnet50", "resnext101", "se_resnext101", "ssd"})
+_CHANNELS_LAST = frozenset("resnet50 resnext101 se_resnext101 ssd efficientnet_b0 efficientnet_b4".split())
+_SAMPLES = frozenset({"ssd", "resnet50", "ncf", "bert_base_squad", "bert_large_squad"})
+# Each has about the same speed under AMP from V100 to B200 in the summary, and on V100 2.1 times (waveglow) in the raw logs.
+_AMP_OFF = frozenset({"tacotron2", "waveglow"})
 _OWN = {
     "vgg16_cifar": "vgg16", "densenet161_cifar": "densenet161", "seresnext50_cifar": "seresnext50",
     "deeplabv3p": "deeplabv3plus", "bert512": "bert_base",
@@ -55,6 +58,9 @@ class Row:
     batch_size: int | None
     setting: Setting
     ratio: float
+    fp32_per_s: float | None = None  # samples a second in FP32 (own rows: steps), where the table counts samples
+    learned: bool = True  # False if AMP was probably off
+    place: int = 0  # 0 for bf16, 1 for fp16
 
     @property
     def case(self) -> tuple[str, str, bool]:
@@ -71,10 +77,8 @@ def published_rows() -> tuple[list[Row], list[str]]:
             name = f"{table}: {found['gpu']} {found['workload']}"
             if found["workload"] not in _BUILT:
                 left.append(f"{name}: the model is not built here")
-            elif table == "lambda_train_fp32_vs_amp" and found["workload"] in ("tacotron2", "waveglow"):
-                left.append(f"{name}: AMP seems to have been off, see below")
             else:
-                rows.append(_lambda_row(table.removesuffix("_train"), found))
+                rows.append(_lambda_row(table, found))
     for found in _read("dle_v100_a100_train_1gpu"):
         workload = _nvidia_workload(found["model"], found["config"])
         if not found["amp_over_base"] or workload is None:
@@ -101,10 +105,12 @@ def own_rows() -> list[Row]:
         base = {"fp32": "ieee", "tf32": "tf32"}.get(precision)
         if base:
             halves = [measured.get((workload, layout, half)) for half in ("bf16", "fp16")]
-            for half_ms in filter(None, halves):
+            for place, half_ms in enumerate(halves):
+                if half_ms is None:
+                    continue
                 setting = Setting(fp32_math=base, channels_last=layout == "channels_last")  # type: ignore[arg-type]
                 rows.append(Row(table=f"own_{base}", gpu="H200", workload=f"zoo:{workload}", batch_size=None,
-                                setting=setting, ratio=step_ms / half_ms))  # fmt: skip
+                                setting=setting, ratio=step_ms / half_ms, fp32_per_s=1000 / step_ms, place=place))  # fmt: skip
     for found in _read("cases"):
         setting = Setting(fp32_math="stock", channels_last=found["memory_format"] == "channels_last")
         rows.append(Row(table="case", gpu=found["gpu"], workload=f"zoo:{found['workload']}",
@@ -126,6 +132,8 @@ def _lambda_row(table: str, found: dict[str, str]) -> Row:
         batch_size=int(float(found["batch_fp32"])),
         setting=Setting(fp32_math="tf32", half_batch_size=half),
         ratio=float(found["amp_over_fp32"]),
+        fp32_per_s=float(found["fp32_or_tf32"]) if found["workload"] in _SAMPLES else None,
+        learned=not (table == "lambda_train_fp32_vs_amp" and found["workload"] in _AMP_OFF),
     )
 
 

@@ -16,6 +16,7 @@ _IN_FP32 = frozenset(
     group_norm norm cosine_similarity cosine_embedding_loss nll_loss cross_entropy l1_loss smooth_l1_loss mse_loss
     huber_loss kl_div cumprod cumsum dist prod sum softmax log_softmax softmin""".split()
 )
+_CAST_WITHIN = frozenset("softmax log_softmax softmin sum prod cumsum cumprod cross_entropy".split())
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -23,11 +24,12 @@ _LOW = (torch.bfloat16, torch.float16)
 class CudaAutocast(TorchFunctionMode):
     """Casts the inputs of CUDA's FP32 operations; `half` turns it on.
 
-    It drops attention's dropout in both precisions: with it the CPU has no fused attention, which CUDA has.
+    `casting` is True during a cast that CUDA's kernel does by itself. It drops attention's dropout in both precisions: with it the CPU has no fused attention, which CUDA has.
     """
 
     def __init__(self, *, half: bool) -> None:
         super().__init__()
+        self.casting = False
         self._half = half
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -38,7 +40,9 @@ class CudaAutocast(TorchFunctionMode):
         if not self._half or not torch.is_autocast_enabled("cpu"):
             return func(*args, **kwargs)
         if name in _IN_FP32:
+            self.casting = name in _CAST_WITHIN
             args, kwargs = tree_map_only(torch.Tensor, _in_fp32, (args, kwargs))
+            self.casting = False
         if name in _RECURRENT:  # whether a CPU has kernels for them in half depends on the CPU
             args, kwargs = tree_map_only(torch.Tensor, _in_fp32, (args, kwargs))
             with torch.autocast("cpu", enabled=False):

@@ -74,7 +74,7 @@ def gpus_named(text: str) -> tuple[GpuModel, ...]:
 def _found(name: str) -> GpuModel | None:
     """Returns the GPU of that name, or of that name without its memory."""
     known = {_key(gpu.name): gpu for gpu in gpu_models()}
-    return known.get(_key(name)) or known.get(re.sub(r"\d+gi?b$", "", _key(name)))
+    return known.get(_key(name)) or known.get(_key(re.sub(r"\b\d+ ?gi?b\b", "", name.lower())))
 
 
 def _not_known(name: str) -> str:

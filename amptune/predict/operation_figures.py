@@ -81,7 +81,7 @@ def _convolution(func: Any, args: tuple[Any, ...], found: Any, moved: float, hal
     pixels = image.shape[0] * math.prod((image if transposed else output).shape[2:])
     flops = 2.0 * launches * pixels * weight.numel()
     kind = "convolution" if groups == 1 else "depthwise" if within == 1 else "grouped"
-    fill = _fill(channels, within * math.prod(weight.shape[2:]))
+    fill = _fill(channels, within)
     return _operation(kind, flops, moved, half, fill=fill, layout_bytes=launches * images, launches=launches)
 
 

@@ -26,19 +26,25 @@ _HIDDEN = 4  # the power by which the longer of host and GPU time hides the shor
 class Efficiency:
     """What GPUs reach of their data sheets, fitted by reports/published.py; each is a share unless it names a unit.
 
-    `fp32`, `tf32` and `half` are of the peak rates in matrix products, `convolution` of these in convolutions, `grouped`
-    of the FP32 rate in grouped and depthwise ones, `bandwidth` of the memory's. `plain_half` is the rate of fp16 without
+    `fp32`, `tf32` and `half` are of the peak rates in matrix products, which `reuse` bounds too: the FLOPs that kernels get
+    out of a byte of memory bandwidth. `convolution` of these in convolutions on tensor
+    cores, `plain_convolution` in others, `grouped` of the FP32 rate in grouped and depthwise ones, `bandwidth` of the
+    memory's, `half_bandwidth` of that for 16-bit values. `plain_half` is the rate of fp16 without
     tensor cores over FP32's. A kernel needs `kernel_us` beside its work and one on tensor cores `ramp_us`; the host
     needs `host_us` to launch it. A recurrent layer's time step takes `recurrent_us` at least. `layout` is the number of
-    times that tensor cores copy a convolution's images if they are not channels_last.
+    times that a convolution on tensor cores copies its images if they are not channels_last: by elements, as a copy of
+    16-bit values takes as long as one of 32-bit values.
     """
 
     fp32: float
     tf32: float
     half: float
+    reuse: float
     convolution: float
+    plain_convolution: float
     grouped: float
     bandwidth: float
+    half_bandwidth: float
     plain_half: float
     kernel_us: float
     ramp_us: float
@@ -72,10 +78,14 @@ def gpu_and_host_seconds(
     plain = np.where(thin, plain * efficiency.grouped, plain)
     cores = np.where(half, (gpu.half or 0) * efficiency.half, (gpu.tf32 or 0) * efficiency.tf32) * table["fill"]
     rate = np.where(tensor, np.maximum(cores, plain), plain) * 1e12
-    rate = np.where(convolutions, rate * efficiency.convolution, rate)
-    copies = 0.0 if channels_last else efficiency.layout
-    moved = table["bytes"] + np.where(tensor & convolutions, copies * table["layout"], 0.0)
-    work_s = np.maximum(table["flops"] / rate, moved / (gpu.bandwidth * 1e9 * efficiency.bandwidth))
+    rate = 1 / (1 / rate + 1 / (efficiency.reuse * gpu.bandwidth * 1e9))
+    rate *= np.where(convolutions, np.where(tensor, efficiency.convolution, efficiency.plain_convolution), 1.0)
+    bandwidth = gpu.bandwidth * 1e9 * efficiency.bandwidth
+    moved = table["bytes"] / np.where(half, efficiency.half_bandwidth, 1.0)
+    work_s = np.maximum(table["flops"] / rate, moved / bandwidth)
+    if not channels_last:
+        copied = efficiency.layout * table["layout"] * np.where(half, 2.0, 1.0)
+        work_s += np.where(tensor & convolutions, copied / bandwidth, 0.0)
     work_s = np.maximum(work_s, np.where(recurrent, table["steps"] * efficiency.recurrent_us * 1e-6, 0.0))
     fixed_us = table["launches"] * (efficiency.kernel_us + np.where(tensor, efficiency.ramp_us, 0.0))
     busy = float((table["count"] * (work_s + fixed_us * 1e-6)).sum())

@@ -19,6 +19,7 @@ from amptune.errors import TargetError
 from amptune.predict.cuda_autocast import CudaAutocast
 from amptune.predict.operation import Operation, Step, Work
 from amptune.predict.operation_figures import figures_of
+from amptune.workload.copied_model import CopiedModel
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 
@@ -56,9 +57,11 @@ def follow_step(workload: Workload, batch_size: int | None = None) -> Step:
 def _followed(workload: Workload, batch_size: int, *, half: bool, fake: bool) -> _Recorder:
     mode: Any = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
     recorder = _Recorder(half=half, fake=fake)
+    real = nullcontext() if isinstance(workload.model, CopiedModel) else mode
+    with real, user_code("building the model"):
+        model = workload.model()
+    batch = _drawn(workload, batch_size, mode)
     with mode:
-        with user_code("building the workload"):
-            model, batch = workload.model(), workload.batch(batch_size)
         if fake:
             _make_fake(model, mode)
             batch = map_tensors(mode.from_tensor, batch)
@@ -68,13 +71,23 @@ def _followed(workload: Workload, batch_size: int, *, half: bool, fake: bool) ->
             _settle(optimizer, parameters)
         recorder.begin(model, parameters, _state_of(optimizers))
         recorder.know(one for one in tree_leaves(batch) if isinstance(one, torch.Tensor))
-        with _modules_named(model, recorder), CudaAutocast(half=half), recorder:
+        with _modules_named(model, recorder), recorder.autocast, recorder:
             with torch.autocast("cpu", torch.bfloat16, enabled=half):
                 loss = _loss_of(workload, model, batch)
             with user_code("the backward pass"):
                 loss.backward()  # type: ignore[no-untyped-call]
     recorder.operations.append(_update_of(parameters, optimizers, half=half))
     return recorder
+
+
+def _drawn(workload: Workload, batch_size: int, mode: Any) -> Any:
+    """Returns a batch, of real tensors if its code asks for values, as a loader that shuffles does."""
+    try:
+        with mode:
+            return workload.batch(batch_size)
+    except Exception:  # noqa: BLE001  # what is wrong with it shows in the second attempt
+        with user_code("drawing a batch"):
+            return workload.batch(batch_size)
 
 
 def _loss_of(workload: Workload, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -136,6 +149,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, *, half: bool, fake: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
+        self.autocast = CudaAutocast(half=half)
         self.convolution_dims: frozenset[int] = frozenset()
         self.fixed_bytes = 0.0
         self.fake = fake
@@ -143,6 +157,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = 0.0
         self.waits = 0
         self._half = half
+        self._after_softmax = False  # CUDA's kernel gives the gradient in its input's dtype
         self._shapes: set[torch.Size] = set()
         self._alive = 0.0
         self._known: dict[int, float] = {}
@@ -181,8 +196,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = [one for one in tree_leaves(found) if isinstance(one, torch.Tensor)]
         self.know(outputs)
         operation = figures_of(func, args, found, inputs, outputs)
-        if operation is not None:
+        if operation is not None and not (operation.kind == "cast" and (self.autocast.casting or self._after_softmax)):
             self.operations.append(self._placed(operation, outputs[0]))
+        if operation is not None:
+            self._after_softmax = "softmax_backward" in func.overloadpacket.__name__
         return found
 
     def _placed(self, operation: Operation, output: torch.Tensor) -> Operation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import NormalDist
@@ -50,10 +50,14 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """The speed-up of half precision that was measured on another GPU, in the same setting."""
+    """The speed-up of half precision that was measured on another GPU, in the same setting.
+
+    The batch sizes are those of that measurement, in FP32 and in half, if they were others.
+    """
 
     gpu: GpuModel
     speed_up: float
+    batch_sizes: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +92,8 @@ def half_speed_up(
     if known is None:
         return Range.around(middle, fitted.spread["shapes"])
     how = "same_kind" if known.gpu.kind == gpu.kind else "other_kind"
+    if known.batch_sizes:
+        step, setting = step.at(known.batch_sizes[0]), replace(setting, half_batch_size=known.batch_sizes[1])
     error = known.speed_up / modelled(step, known.gpu, setting, fitted.efficiency)
     return Range.around(middle * error ** fitted.transfer[how], fitted.spread[how])
 
