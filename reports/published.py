@@ -27,13 +27,14 @@ from published_scores import Judged, in_markdown, scores_of
 
 import amptune.predict
 from amptune.policy.yaml_text import dump
-from amptune.predict.operation import Step
+from amptune.predict.operation import StepFigures
 from amptune.predict.roofline import Efficiency
 from amptune.predict.shape_pass import follow_step
 from amptune.predict.speed_up import Calibration, Known, half_speed_up
 from amptune.workload.zoo import workload
 
 FITTED = Path(amptune.predict.__file__).with_name("fitted.yaml")
+_LOG_ERRORS: dict[tuple[int, int], float] = {}  # by the identities of a case and of efficiencies, which stay
 _NORMAL_90 = 1.645  # standard deviations on either side that hold nine of ten values
 
 
@@ -62,9 +63,9 @@ def main() -> None:
     print((FOLDER / "scores.md").read_text())
 
 
-def followed(names: set[str], file: Path | None) -> dict[str, Step]:
+def followed(names: set[str], file: Path | None) -> dict[str, StepFigures]:
     """Returns the step of each workload, from the file if it is there."""
-    steps: dict[str, Step] = pickle.loads(file.read_bytes()) if file and file.exists() else {}  # noqa: S301  # our own
+    steps: dict[str, StepFigures] = pickle.loads(file.read_bytes()) if file and file.exists() else {}  # noqa: S301  # our own
     for name in sorted(names - steps.keys()):
         print(f"following {name}", flush=True)
         bundled = name.removeprefix("zoo:")
@@ -97,11 +98,11 @@ def calibrated(
     leaving: str | None,
 ) -> Calibration:
     """Returns transfer and spreads from all targets but one, each predicted by efficiencies fitted without it."""
-    alone: dict[Case, float] = {}
+    alone: list[tuple[float, str]] = []
     for case in cases:
         if case.row.learned and case.row.gpu != leaving:
-            alone[case] = math.log(case.row.ratio / case.modelled(without[case.row.gpu]))
-    spread = {"shapes": _spread(list(alone.values()), [case.row.gpu for case in alone])}
+            alone.append((_log_error(case, without[case.row.gpu]), case.row.gpu))
+    spread = {"shapes": _spread([error for error, _ in alone], [gpu for _, gpu in alone])}
     transfer: dict[str, float] = {}
     for how in ("same_kind", "other_kind"):
         chosen = [(s, t) for s, t in pairs if kinship(s, t) == how and leaving not in (s.row.gpu, t.row.gpu)]
@@ -118,7 +119,10 @@ def calibrated(
 
 
 def _log_error(case: Case, efficiency: Efficiency) -> float:
-    return math.log(case.row.ratio / case.modelled(efficiency))
+    key = id(case), id(efficiency)
+    if key not in _LOG_ERRORS:
+        _LOG_ERRORS[key] = math.log(case.row.ratio / case.modelled(efficiency))
+    return _LOG_ERRORS[key]
 
 
 def _spread(errors: list[float], gpus: list[str]) -> float:

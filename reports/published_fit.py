@@ -12,7 +12,7 @@ from published_rows import Row
 from scipy.optimize import least_squares
 
 from amptune.predict.gpu_table import GpuModel, gpu_models
-from amptune.predict.operation import Step
+from amptune.predict.operation import StepFigures
 from amptune.predict.roofline import Efficiency, step_seconds
 from amptune.predict.speed_up import modelled
 
@@ -33,7 +33,7 @@ class Case:
     """A row with its step at its batch size."""
 
     row: Row
-    step: Step
+    step: StepFigures
 
     @property
     def gpu(self) -> GpuModel:
@@ -47,8 +47,8 @@ class Case:
         return modelled(self.step, gpu or self.gpu, self.row.setting, efficiency)
 
 
-def cases_of(rows: Sequence[Row], steps: Mapping[str, Step]) -> list[Case]:
-    known: dict[tuple[str, int], Step] = {}
+def cases_of(rows: Sequence[Row], steps: Mapping[str, StepFigures]) -> list[Case]:
+    known: dict[tuple[str, int], StepFigures] = {}
     cases = []
     for row in rows:
         step = steps[row.workload]

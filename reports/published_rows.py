@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from amptune.predict.speed_up import Setting
+from amptune.predict.speed_up import StepSetting
 
 FOLDER = Path(__file__).parent / "published"
 
@@ -56,7 +56,7 @@ class Row:
     gpu: str
     workload: str
     batch_size: int | None
-    setting: Setting
+    setting: StepSetting
     ratio: float
     fp32_per_s: float | None = None  # samples a second in FP32 (own rows: steps), where the table counts samples
     learned: bool = True  # False if AMP was probably off
@@ -85,12 +85,20 @@ def published_rows() -> tuple[list[Row], list[str]]:
             left.append(f"dle: {found['gpu']} {found['model']} {found['config']}: "
                         + ("the model is not built here" if workload is None else "no ratio"))  # fmt: skip
         else:
-            setting = Setting(fp32_math="tf32", channels_last=workload in _CHANNELS_LAST)
+            setting = StepSetting(fp32_math="tf32", channels_last=workload in _CHANNELS_LAST)
             rows.append(
                 Row(table="dle", gpu=_gpu(found["gpu"]), workload=workload, batch_size=None, setting=setting,
                     ratio=float(found["amp_over_base"]))
             )  # fmt: skip
-    return rows, left
+    return _one_each(rows), left
+
+
+def _one_each(rows: list[Row]) -> list[Row]:
+    """Returns one row for each GPU, model and batch, with the median ratio of the machines that have that GPU."""
+    alike: dict[Row, list[Row]] = {}
+    for row in rows:
+        alike.setdefault(replace(row, ratio=0.0, fp32_per_s=None), []).append(row)
+    return [sorted(group, key=lambda row: row.ratio)[len(group) // 2] for group in alike.values()]
 
 
 def own_rows() -> list[Row]:
@@ -108,11 +116,11 @@ def own_rows() -> list[Row]:
             for place, half_ms in enumerate(halves):
                 if half_ms is None:
                     continue
-                setting = Setting(fp32_math=base, channels_last=layout == "channels_last")  # type: ignore[arg-type]
+                setting = StepSetting(fp32_math=base, channels_last=layout == "channels_last")  # type: ignore[arg-type]
                 rows.append(Row(table=f"own_{base}", gpu="H200", workload=f"zoo:{workload}", batch_size=None,
                                 setting=setting, ratio=step_ms / half_ms, fp32_per_s=1000 / step_ms, place=place))  # fmt: skip
     for found in _read("cases"):
-        setting = Setting(fp32_math="stock", channels_last=found["memory_format"] == "channels_last")
+        setting = StepSetting(fp32_math="stock", channels_last=found["memory_format"] == "channels_last")
         rows.append(Row(table="case", gpu=found["gpu"], workload=f"zoo:{found['workload']}",
                         batch_size=int(found["batch"]), setting=setting, ratio=float(found["half_over_fp32"])))  # fmt: skip
     return rows
@@ -130,7 +138,7 @@ def _lambda_row(table: str, found: dict[str, str]) -> Row:
         gpu=_gpu(found["gpu"]),
         workload=found["workload"],
         batch_size=int(float(found["batch_fp32"])),
-        setting=Setting(fp32_math="tf32", half_batch_size=half),
+        setting=StepSetting(fp32_math="tf32", half_batch_size=half),
         ratio=float(found["amp_over_fp32"]),
         fp32_per_s=float(found["fp32_or_tf32"]) if found["workload"] in _SAMPLES else None,
         learned=not (table == "lambda_train_fp32_vs_amp" and found["workload"] in _AMP_OFF),

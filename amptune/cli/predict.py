@@ -12,9 +12,9 @@ import click
 from amptune.cli.options import json_option, print_json, target_argument
 
 if TYPE_CHECKING:
-    from amptune.predict.operation import Step
+    from amptune.predict.operation import StepFigures
     from amptune.predict.prediction import Gain, Prediction
-    from amptune.predict.speed_up import Known, Setting
+    from amptune.predict.speed_up import Known, StepSetting
 
 __all__ = ["predict_command"]
 
@@ -57,9 +57,9 @@ def predict_command(
     with redirect_stdout(sys.stderr):
         step = _step_of(target, arguments, batch_size)
     from amptune.predict.prediction import predicted
-    from amptune.predict.speed_up import Setting
+    from amptune.predict.speed_up import StepSetting
 
-    setting = Setting(
+    setting = StepSetting(
         fp32_math=fp32_math, channels_last=memory_format == "channels_last", half_batch_size=half_batch_size
     )
     found = [predicted(step, gpu, setting, known) for gpu in chosen]
@@ -78,7 +78,7 @@ def _known(text: str | None) -> Known | None:
     return known_from(text) if text else None
 
 
-def _step_of(target: str, arguments: tuple[str, ...], batch_size: int | None) -> Step:
+def _step_of(target: str, arguments: tuple[str, ...], batch_size: int | None) -> StepFigures:
     from amptune.predict.shape_pass import follow_step
     from amptune.workload.targets import load_workload, parse_target
 
@@ -88,7 +88,7 @@ def _step_of(target: str, arguments: tuple[str, ...], batch_size: int | None) ->
 
 
 def _as_data(
-    target: str, step: Step, setting: Setting, known: Known | None, found: list[Prediction]
+    target: str, step: StepFigures, setting: StepSetting, known: Known | None, found: list[Prediction]
 ) -> dict[str, Any]:
     return {
         "note": _NOTE,
@@ -122,7 +122,7 @@ def _gain(gain: Gain) -> dict[str, Any]:
     return {"verdict": gain.verdict, **{end: round(value, 3) for end, value in asdict(gain.ratio).items()}}
 
 
-def _operations(step: Step) -> list[dict[str, Any]]:
+def _operations(step: StepFigures) -> list[dict[str, Any]]:
     """Returns the step's work in FP32 by module and kind of operation; a backward pass has no module."""
     sums: dict[tuple[str, str], dict[str, Any]] = {}
     for one in step.fp32.operations:

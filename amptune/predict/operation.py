@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-__all__ = ["KINDS", "Operation", "Step", "Work"]
+__all__ = ["KINDS", "Operation", "StepFigures", "Work"]
 
 # matmul: matrix products, attention's too; convolution, grouped (more than one group, fewer than channels) and depthwise;
 # recurrent: an LSTM's or GRU's whole sequence; memory: all that only moves data; cast: between dtypes;
@@ -63,7 +63,7 @@ def _grown(one: Operation, factor: float) -> Operation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepFigures:
     """A workload's step at a batch size, in FP32 and under autocast.
 
     `fixed_bytes` and `sample_bytes` give the peak of its tensors in FP32 and in half: fixed + batch × sample.
@@ -81,7 +81,7 @@ class Step:
     waits: int = 0
     on_fakes: bool = True
 
-    def at(self, batch_size: int) -> Step:
+    def at(self, batch_size: int) -> StepFigures:
         """Returns the step at another batch size."""
         factor = batch_size / self.batch_size
         return replace(self, batch_size=batch_size, fp32=self.fp32.scaled(factor), half=self.half.scaled(factor))

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from amptune.policy.findings import Finding
 from amptune.predict.gpu_table import GpuModel
 from amptune.predict.missing import missing_on
-from amptune.predict.operation import Step
+from amptune.predict.operation import StepFigures
 from amptune.predict.roofline import gpu_and_host_seconds, step_seconds
-from amptune.predict.speed_up import Calibration, Known, Range, Setting, Verdict, calibration, half_speed_up, verdict_of
+from amptune.predict.speed_up import Calibration, Known, Range, StepSetting, Verdict, calibration, half_speed_up, verdict_of
 
 __all__ = ["Gain", "Prediction", "predicted"]
 
@@ -47,7 +47,7 @@ class Prediction:
     missing: tuple[Finding, ...]
 
 
-def predicted(step: Step, gpu: GpuModel, setting: Setting, known: Known | None = None) -> Prediction:
+def predicted(step: StepFigures, gpu: GpuModel, setting: StepSetting, known: Known | None = None) -> Prediction:
     """Returns the prediction for a GPU."""
     fitted = calibration()
     half = half_speed_up(step, gpu, setting, known, fitted)
@@ -67,7 +67,7 @@ def predicted(step: Step, gpu: GpuModel, setting: Setting, known: Known | None =
     )
 
 
-def _channels_last(step: Step, gpu: GpuModel, setting: Setting, fitted: Calibration) -> Gain:
+def _channels_last(step: StepFigures, gpu: GpuModel, setting: StepSetting, fitted: Calibration) -> Gain:
     seconds = [
         step_seconds(step.half, gpu, fitted.efficiency, fp32_math=setting.fp32_math, channels_last=last)
         for last in (False, True)
@@ -76,7 +76,7 @@ def _channels_last(step: Step, gpu: GpuModel, setting: Setting, fitted: Calibrat
     return Gain(verdict=verdict_of(ratio), ratio=ratio)
 
 
-def _cuda_graphs(step: Step, gpu: GpuModel, setting: Setting, fitted: Calibration) -> Gain:
+def _cuda_graphs(step: StepFigures, gpu: GpuModel, setting: StepSetting, fitted: Calibration) -> Gain:
     seconds = [
         step_seconds(
             step.half, gpu, fitted.efficiency, fp32_math=setting.fp32_math, channels_last=setting.channels_last,
@@ -88,18 +88,18 @@ def _cuda_graphs(step: Step, gpu: GpuModel, setting: Setting, fitted: Calibratio
     return Gain(verdict=verdict_of(ratio) if not step.waits else "does not", ratio=ratio)
 
 
-def _memory(step: Step, which: int) -> Range:
+def _memory(step: StepFigures, which: int) -> Range:
     """Returns the peak of a step's tensors at its batch size in GiB."""
     return Range.around((step.fixed_bytes[which] + step.batch_size * step.sample_bytes[which]) / 2**30, _MEMORY_SPREAD)
 
 
-def _largest(step: Step, gpu: GpuModel, which: int) -> int:
+def _largest(step: StepFigures, gpu: GpuModel, which: int) -> int:
     """Returns the largest batch that should fit at the range's upper end; 0 if none does."""
     free = gpu.memory * 2**30 * _TENSOR_SHARE - _CONTEXT_BYTES - step.fixed_bytes[which]
     return max(int(free / max(step.sample_bytes[which], 1.0)), 0)
 
 
-def _memory_bound(step: Step, gpu: GpuModel, setting: Setting, fitted: Calibration) -> float:
+def _memory_bound(step: StepFigures, gpu: GpuModel, setting: StepSetting, fitted: Calibration) -> float:
     moved = sum(one.bytes for one in step.fp32.operations if not one.flops)
     busy, _ = gpu_and_host_seconds(
         step.fp32, gpu, fitted.efficiency, fp32_math=setting.fp32_math, channels_last=setting.channels_last

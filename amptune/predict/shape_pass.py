@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from amptune.changes.tensor_tree import map_tensors
 from amptune.errors import TargetError
 from amptune.predict.cuda_autocast import CudaAutocast
-from amptune.predict.operation import Operation, Step, Work
+from amptune.predict.operation import Operation, StepFigures, Work
 from amptune.predict.operation_figures import figures_of
 from amptune.workload.copied_model import CopiedModel
 from amptune.workload.user_errors import user_code
@@ -28,7 +28,7 @@ __all__ = ["follow_step"]
 _VALUE_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 
-def follow_step(workload: Workload, batch_size: int | None = None) -> Step:
+def follow_step(workload: Workload, batch_size: int | None = None) -> StepFigures:
     """Returns what a step does, from one pass in each precision.
 
     A model whose shapes depend on values is run on real tensors of the CPU. Raises `TargetError` for a workload with a
@@ -41,7 +41,7 @@ def follow_step(workload: Workload, batch_size: int | None = None) -> Step:
         fp32, half = (_followed(workload, size, half=half, fake=True) for half in (False, True))
     except _VALUE_DEPENDENT:
         fp32, half = (_followed(workload, size, half=half, fake=False) for half in (False, True))
-    return Step(
+    return StepFigures(
         name=workload.name or "workload",
         batch_size=size,
         fp32=Work(operations=tuple(fp32.operations)),

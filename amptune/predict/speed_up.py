@@ -12,10 +12,10 @@ from typing import Literal
 
 from amptune.policy.yaml_text import read
 from amptune.predict.gpu_table import GpuModel
-from amptune.predict.operation import Step
+from amptune.predict.operation import StepFigures
 from amptune.predict.roofline import Efficiency, Fp32Math, step_seconds
 
-__all__ = ["PAYS_FROM", "Calibration", "Known", "Range", "Setting", "Verdict", "calibration", "half_speed_up", "verdict_of"]
+__all__ = ["PAYS_FROM", "Calibration", "Known", "Range", "StepSetting", "Verdict", "calibration", "half_speed_up", "verdict_of"]
 
 Verdict = Literal["pays", "unclear", "does not"]
 
@@ -40,7 +40,7 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class StepSetting:
     """How training runs: its FP32 operations, its memory format, and the batch size under half precision."""
 
     fp32_math: Fp32Math = "stock"
@@ -84,7 +84,7 @@ def _parts(data: Mapping[str, Mapping[str, float]]) -> dict[str, object]:
 
 
 def half_speed_up(
-    step: Step, gpu: GpuModel, setting: Setting, known: Known | None = None, fitted: Calibration | None = None
+    step: StepFigures, gpu: GpuModel, setting: StepSetting, known: Known | None = None, fitted: Calibration | None = None
 ) -> Range:
     """Returns samples a second in half precision over FP32."""
     fitted = fitted or calibration()
@@ -98,7 +98,7 @@ def half_speed_up(
     return Range.around(middle * error ** fitted.transfer[how], fitted.spread[how])
 
 
-def modelled(step: Step, gpu: GpuModel, setting: Setting, efficiency: Efficiency) -> float:
+def modelled(step: StepFigures, gpu: GpuModel, setting: StepSetting, efficiency: Efficiency) -> float:
     """Returns the speed-up of half precision as the roofline has it."""
     wider = step.at(setting.half_batch_size) if setting.half_batch_size else step
     seconds = [

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from amptune.report.text_table import TextRow, TextTable
 
 if TYPE_CHECKING:
-    from amptune.predict.operation import Step
+    from amptune.predict.operation import StepFigures
     from amptune.predict.prediction import Gain, Prediction
-    from amptune.predict.speed_up import Known, Range, Setting
+    from amptune.predict.speed_up import Known, Range, StepSetting
 
 __all__ = ["prediction_lines"]
 
@@ -18,7 +18,7 @@ _HEADINGS = ("half precision", "channels_last", "CUDA graphs", "memory, FP32", "
 
 
 def prediction_lines(
-    step: Step, setting: Setting, known: Known | None, found: Sequence[Prediction]
+    step: StepFigures, setting: StepSetting, known: Known | None, found: Sequence[Prediction]
 ) -> Iterator[str]:
     """Yields a table with a row for each GPU, and below it what each GPU lacks."""
     layout = "channels_last" if setting.channels_last else "contiguous"

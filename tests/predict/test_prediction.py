@@ -12,13 +12,13 @@ from amptune.errors import DeviceError, FileFormatError
 from amptune.predict.gpu_table import gpu_models, gpus_named
 from amptune.predict.known_speed_up import known_from
 from amptune.predict.missing import _kernels_missing, missing_on
-from amptune.predict.operation import Operation, Step, Work
+from amptune.predict.operation import Operation, StepFigures, Work
 from amptune.predict.prediction import predicted
 from amptune.predict.roofline import step_seconds
-from amptune.predict.speed_up import Known, Range, Setting, calibration, half_speed_up, verdict_of
+from amptune.predict.speed_up import Known, Range, StepSetting, calibration, half_speed_up, verdict_of
 
 V100, GTX, A100, H100 = gpus_named("V100,GTX-1080-Ti,A100,H100")
-SETTING = Setting()
+SETTING = StepSetting()
 
 
 def work(*, half: bool = False, **figures: float) -> Work:
@@ -26,8 +26,8 @@ def work(*, half: bool = False, **figures: float) -> Work:
     return Work(operations=(Operation(in_half=half, **given),) * 10)  # type: ignore[arg-type]
 
 
-def step(fp32: Work, half: Work) -> Step:
-    return Step(name="s", batch_size=32, fp32=fp32, half=half, fixed_bytes=(1e9, 1e9), sample_bytes=(1e8, 5e7))
+def step(fp32: Work, half: Work) -> StepFigures:
+    return StepFigures(name="s", batch_size=32, fp32=fp32, half=half, fixed_bytes=(1e9, 1e9), sample_bytes=(1e8, 5e7))
 
 
 PRODUCTS = step(work(), work(half=True, bytes=0.5e9))
@@ -70,7 +70,7 @@ def test_casts_alone_make_half_precision_slower() -> None:
 
 
 def test_tf32_takes_from_the_gain_where_the_gpu_has_it_alone() -> None:
-    tf32 = Setting(fp32_math="tf32")
+    tf32 = StepSetting(fp32_math="tf32")
     assert half_speed_up(PRODUCTS, A100, tf32).middle < 0.5 * half_speed_up(PRODUCTS, A100, SETTING).middle
     assert half_speed_up(PRODUCTS, V100, tf32) == half_speed_up(PRODUCTS, V100, SETTING)
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from amptune.errors import TargetError, UserCodeError
-from amptune.predict.operation import Step, Work
+from amptune.predict.operation import StepFigures, Work
 from amptune.predict.shape_pass import follow_step
 from amptune.workload.workload import Workload
 
 
-def followed(model: Callable[[], nn.Module], *shape: int, **parts: Any) -> Step:
+def followed(model: Callable[[], nn.Module], *shape: int, **parts: Any) -> StepFigures:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         output: Tensor = model(x)
         return output.float().square().mean()
