@@ -30,7 +30,7 @@ from amptune.policy.yaml_text import dump
 from amptune.predict.operation import StepFigures
 from amptune.predict.roofline import Efficiency
 from amptune.predict.shape_pass import follow_step
-from amptune.predict.speed_up import Calibration, Known, half_speed_up
+from amptune.predict.speed_up import Calibration, Known, half_speed_up, relation
 from amptune.workload.zoo import workload
 
 FITTED = Path(amptune.predict.__file__).with_name("fitted.yaml")
@@ -88,7 +88,7 @@ def pairs_of(cases: Sequence[Case]) -> list[tuple[Case, Case]]:
 
 
 def kinship(source: Case, target: Case) -> str:
-    return "same_kind" if source.gpu.kind == target.gpu.kind else "other_kind"
+    return relation(source.gpu, target.gpu)
 
 
 def calibrated(
@@ -104,13 +104,16 @@ def calibrated(
             alone.append((_log_error(case, without[case.row.gpu]), case.row.gpu))
     spread = {"shapes": _spread([error for error, _ in alone], [gpu for _, gpu in alone])}
     transfer: dict[str, float] = {}
-    for how in ("same_kind", "other_kind"):
+    for how in ("same_kind", "same_features", "other_features"):
         chosen = [(s, t) for s, t in pairs if kinship(s, t) == how and leaving not in (s.row.gpu, t.row.gpu)]
         known = np.array([_log_error(s, without[t.row.gpu]) for s, t in chosen])
         own = np.array([_log_error(t, without[t.row.gpu]) for _, t in chosen])
         shares = np.linspace(0, 1, 11)
-        transfer[how] = float(min(shares, key=lambda share, a=own, b=known: np.abs(a - share * b).mean()))
-        spread[how] = _spread(list(own - transfer[how] * known), [t.row.gpu for _, t in chosen])
+        carried = np.zeros_like(known)
+        for name, ours in ((how, known >= 0), (f"{how}_slower", known < 0)):
+            transfer[name] = float(min(shares, key=lambda share, a=own[ours], b=known[ours]: np.abs(a - share * b).mean()))
+            carried += np.where(ours, transfer[name] * known, 0.0)
+        spread[how] = _spread(list(own - carried), [t.row.gpu for _, t in chosen])
     return Calibration(
         efficiency=without[leaving] if leaving else next(iter(without.values())),
         transfer={how: round(share, 2) for how, share in transfer.items()},

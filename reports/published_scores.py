@@ -11,7 +11,11 @@ from published_rows import Row
 
 from amptune.predict.speed_up import PAYS_FROM, Range, verdict_of
 
-HOW = {"shapes": "from shapes alone", "same_kind": "from a GPU of the same kind", "other_kind": "from another kind"}
+HOW = {
+    "shapes": "from shapes alone", "same_kind": "from a GPU of the same kind", "same_features": "from another kind with "
+    "the same of tensor cores and TF32", "other_features": "from a kind with others", "other_kind": "from any other kind",
+}  # fmt: skip
+_OTHER = ("same_features", "other_features")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +46,9 @@ class Judged:
 
 def scores_of(judged: Sequence[Judged]) -> dict[str, dict[str, Any]]:
     """Returns scores by how it was predicted; `+ AMP off` with the rows in which AMP was probably off."""
-    groups = {how: [one for one in judged if one.how == how and one.row.learned] for how in HOW}
-    groups |= {f"{how} + AMP off": [one for one in judged if one.how == how] for how in ("same_kind", "other_kind")}
+    every = {how: [one for one in judged if one.how == how or (how == "other_kind" and one.how in _OTHER)] for how in HOW}
+    groups = {how: [one for one in group if one.row.learned] for how, group in every.items()}
+    groups |= {f"{HOW[how]}, rows with AMP probably off too": every[how] for how in ("same_kind", "other_kind")}
     return {name: _scores(group) for name, group in groups.items() if group}
 
 

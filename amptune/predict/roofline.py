@@ -19,6 +19,7 @@ __all__ = ["Efficiency", "Fp32Math", "step_seconds"]
 
 Fp32Math = Literal["stock", "ieee", "tf32"]
 
+_CAST_HOST = 0.4  # of an operation's host time: autocast casts in C++, without Python or a module's call
 _HIDDEN = 4  # the power by which the longer of host and GPU time hides the shorter
 
 
@@ -29,8 +30,8 @@ class Efficiency:
     `fp32`, `tf32` and `half` are of the peak rates in matrix products, which `reuse` bounds too: the FLOPs that kernels get
     out of a byte of memory bandwidth. `convolution` of these in convolutions on tensor
     cores, `plain_convolution` in others, `grouped` of the FP32 rate in grouped and depthwise ones, `bandwidth` of the
-    memory's, `half_bandwidth` of that for 16-bit values. `plain_half` is the rate of fp16 without
-    tensor cores over FP32's. A kernel needs `kernel_us` beside its work and one on tensor cores `ramp_us`; the host
+    memory's, `half_bandwidth` of that for 16-bit values. `plain_half` is the rate of fp16
+    without tensor cores over FP32's, `plain_half_convolution` that in convolutions. A kernel needs `kernel_us` beside its work and one on tensor cores `ramp_us`; the host
     needs `host_us` to launch it. A recurrent layer's time step takes `recurrent_us` at least. `layout` is the number of
     times that a convolution on tensor cores copies its images if they are not channels_last: by elements, as a copy of
     16-bit values takes as long as one of 32-bit values.
@@ -46,6 +47,7 @@ class Efficiency:
     bandwidth: float
     half_bandwidth: float
     plain_half: float
+    plain_half_convolution: float
     kernel_us: float
     ramp_us: float
     host_us: float
@@ -74,7 +76,8 @@ def gpu_and_host_seconds(
     tf32 = (convolutions | recurrent) if fp32_math == "stock" else np.full(kind.shape, fp32_math == "tf32")
     dense = products | recurrent | convolutions
     tensor = dense & np.where(half, gpu.half is not None, tf32 & (gpu.tf32 is not None)) & ~(kind == KINDS.index("depthwise"))
-    plain = gpu.fp32 * efficiency.fp32 * np.where(half, efficiency.plain_half, 1.0)
+    slower = np.where(products | recurrent, efficiency.plain_half, efficiency.plain_half_convolution)
+    plain = gpu.fp32 * efficiency.fp32 * np.where(half, slower, 1.0)
     plain = np.where(thin, plain * efficiency.grouped, plain)
     cores = np.where(half, (gpu.half or 0) * efficiency.half, (gpu.tf32 or 0) * efficiency.tf32) * table["fill"]
     rate = np.where(tensor, np.maximum(cores, plain), plain) * 1e12
@@ -85,11 +88,13 @@ def gpu_and_host_seconds(
     work_s = np.maximum(table["flops"] / rate, moved / bandwidth)
     if not channels_last:
         copied = efficiency.layout * table["layout"] * np.where(half, 2.0, 1.0)
-        work_s += np.where(tensor & convolutions, copied / bandwidth, 0.0)
+        copies = tensor & convolutions & (half | (cores > plain))  # in FP32 cuDNN need not take tensor cores
+        work_s += np.where(copies, copied / bandwidth, 0.0)
     work_s = np.maximum(work_s, np.where(recurrent, table["steps"] * efficiency.recurrent_us * 1e-6, 0.0))
     fixed_us = table["launches"] * (efficiency.kernel_us + np.where(tensor, efficiency.ramp_us, 0.0))
     busy = float((table["count"] * (work_s + fixed_us * 1e-6)).sum())
-    return busy, float((table["count"] * table["launches"]).sum()) * efficiency.host_us * 1e-6
+    calls = table["launches"] * np.where(kind == KINDS.index("cast"), _CAST_HOST, 1.0)
+    return busy, float((table["count"] * calls).sum()) * efficiency.host_us * 1e-6
 
 
 @lru_cache(maxsize=1024)

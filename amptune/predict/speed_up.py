@@ -15,7 +15,7 @@ from amptune.predict.gpu_table import GpuModel
 from amptune.predict.operation import StepFigures
 from amptune.predict.roofline import Efficiency, Fp32Math, step_seconds
 
-__all__ = ["PAYS_FROM", "Calibration", "Known", "Range", "StepSetting", "Verdict", "calibration", "half_speed_up", "verdict_of"]
+__all__ = ["PAYS_FROM", "Calibration", "Known", "Range", "StepSetting", "Verdict", "calibration", "half_speed_up", "modelled", "relation", "transfer_name", "verdict_of"]
 
 Verdict = Literal["pays", "unclear", "does not"]
 
@@ -65,7 +65,7 @@ class Calibration:
     """What was fitted to published and own measurements.
 
     `transfer` is the share of the error on a known GPU that is expected on another, `spread` the standard deviation of
-    the logarithm of true over predicted: from shapes alone, and from a GPU of the same or of another kind.
+    the logarithm of true over predicted: from shapes alone, and for each relation to the GPU that is known.
     """
 
     efficiency: Efficiency
@@ -91,11 +91,24 @@ def half_speed_up(
     middle = modelled(step, gpu, setting, fitted.efficiency)
     if known is None:
         return Range.around(middle, fitted.spread["shapes"])
-    how = "same_kind" if known.gpu.kind == gpu.kind else "other_kind"
+    how = relation(known.gpu, gpu)
     if known.batch_sizes:
         step, setting = step.at(known.batch_sizes[0]), replace(setting, half_batch_size=known.batch_sizes[1])
     error = known.speed_up / modelled(step, known.gpu, setting, fitted.efficiency)
-    return Range.around(middle * error ** fitted.transfer[how], fitted.spread[how])
+    return Range.around(middle * error ** fitted.transfer[transfer_name(how, error)], fitted.spread[how])
+
+
+def relation(known: GpuModel, gpu: GpuModel) -> str:
+    """Returns `same_kind`, `same_features` (both have tensor cores, or TF32, or neither has) or `other_features`."""
+    if known.kind == gpu.kind:
+        return "same_kind"
+    features = [(one.half is None, one.tf32 is None) for one in (known, gpu)]
+    return "same_features" if features[0] == features[1] else "other_features"
+
+
+def transfer_name(how: str, error: float) -> str:
+    """Returns the name of the transfer of an error: what slows a step unseen by shapes carries over by itself."""
+    return f"{how}_slower" if error < 1 else how
 
 
 def modelled(step: StepFigures, gpu: GpuModel, setting: StepSetting, efficiency: Efficiency) -> float:
