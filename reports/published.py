@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 import published_models
-from published_fit import GPUS, Case, cases_of, fitted
-from published_rows import FOLDER, Row, own_rows, published_rows
+import published_sequences
+from published_fit import Case, cases_of, fitted
+from published_rows import FOLDER, own_rows, published_rows
 from published_scores import Judged, in_markdown, scores_of
 
 import amptune.predict
@@ -30,7 +31,8 @@ from amptune.policy.yaml_text import dump
 from amptune.predict.operation import StepFigures
 from amptune.predict.roofline import Efficiency
 from amptune.predict.shape_pass import follow_step
-from amptune.predict.speed_up import Calibration, Known, half_speed_up, relation
+from amptune.predict.speed_up import Calibration, Known, half_speed_up, relation, transfer_name
+from amptune.workload.workload import Workload
 from amptune.workload.zoo import workload
 
 FITTED = Path(amptune.predict.__file__).with_name("fitted.yaml")
@@ -69,10 +71,16 @@ def followed(names: set[str], file: Path | None) -> dict[str, StepFigures]:
     for name in sorted(names - steps.keys()):
         print(f"following {name}", flush=True)
         bundled = name.removeprefix("zoo:")
-        steps[name] = follow_step(workload(bundled) if bundled != name else getattr(published_models, name)())
+        steps[name] = follow_step(workload(bundled) if bundled != name else _published(name))
         if file:
             file.write_bytes(pickle.dumps(steps))
     return steps
+
+
+def _published(name: str) -> Workload:
+    room = published_models if hasattr(published_models, name) else published_sequences
+    found: Workload = getattr(room, name)()
+    return found
 
 
 def pairs_of(cases: Sequence[Case]) -> list[tuple[Case, Case]]:
@@ -98,10 +106,8 @@ def calibrated(
     leaving: str | None,
 ) -> Calibration:
     """Returns transfer and spreads from all targets but one, each predicted by efficiencies fitted without it."""
-    alone: list[tuple[float, str]] = []
-    for case in cases:
-        if case.row.learned and case.row.gpu != leaving:
-            alone.append((_log_error(case, without[case.row.gpu]), case.row.gpu))
+    learned = [case for case in cases if case.row.learned and case.row.gpu != leaving]
+    alone = [(_log_error(case, without[case.row.gpu]), case.row.gpu) for case in learned]
     spread = {"shapes": _spread([error for error, _ in alone], [gpu for _, gpu in alone])}
     transfer: dict[str, float] = {}
     for how in ("same_kind", "same_features", "other_features"):
@@ -110,8 +116,9 @@ def calibrated(
         own = np.array([_log_error(t, without[t.row.gpu]) for _, t in chosen])
         shares = np.linspace(0, 1, 11)
         carried = np.zeros_like(known)
-        for name, ours in ((how, known >= 0), (f"{how}_slower", known < 0)):
-            transfer[name] = float(min(shares, key=lambda share, a=own[ours], b=known[ours]: np.abs(a - share * b).mean()))
+        for name, ours in ((how, ~_far_less(known)), (f"{how}_slower", _far_less(known))):
+            off = [np.abs(own[ours] - share * known[ours]).sum() for share in shares]
+            transfer[name] = float(shares[int(np.argmin(off))])
             carried += np.where(ours, transfer[name] * known, 0.0)
         spread[how] = _spread(list(own - carried), [t.row.gpu for _, t in chosen])
     return Calibration(
@@ -126,6 +133,10 @@ def _log_error(case: Case, efficiency: Efficiency) -> float:
     if key not in _LOG_ERRORS:
         _LOG_ERRORS[key] = math.log(case.row.ratio / case.modelled(efficiency))
     return _LOG_ERRORS[key]
+
+
+def _far_less(errors: Any) -> Any:
+    return np.array([transfer_name("", math.exp(error)) != "" for error in errors], dtype=bool)
 
 
 def _spread(errors: list[float], gpus: list[str]) -> float:
@@ -154,7 +165,8 @@ def layout_gain(case: Case, efficiency: Efficiency) -> float:
     from amptune.predict.roofline import step_seconds
 
     seconds = [
-        step_seconds(case.step.half, case.gpu, efficiency, fp32_math="tf32", channels_last=last) for last in (False, True)
+        step_seconds(case.step.half, case.gpu, efficiency, fp32_math="tf32", channels_last=last)
+        for last in (False, True)
     ]
     return seconds[0] / seconds[1]
 

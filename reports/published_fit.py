@@ -18,10 +18,11 @@ from amptune.predict.speed_up import modelled
 
 GPUS: Mapping[str, GpuModel] = {gpu.name: gpu for gpu in gpu_models()}
 
-# Where a fit starts, and the factor by which a value goes up or down at little cost: what data sheets are known to give.
+# Where a fit starts, and the factor by which a value may go up or down at little cost.
 START = Efficiency(
     fp32=0.8, tf32=0.75, half=0.75, reuse=150.0, convolution=0.8, plain_convolution=0.7, grouped=0.3, bandwidth=0.75,
-    half_bandwidth=0.9, plain_half=0.9, plain_half_convolution=0.75, kernel_us=2.0, ramp_us=3.0, host_us=14.0, recurrent_us=20.0, layout=2.3,
+    half_bandwidth=0.9, plain_half=0.9, plain_half_convolution=0.75, kernel_us=2.0, ramp_us=3.0,
+    host_us=14.0, recurrent_us=20.0, layout=2.3,
 )  # fmt: skip
 LOOSE = 1.5
 ROBUST = 0.2  # an error beyond it counts by its size, no longer by its square

@@ -34,17 +34,28 @@ _NVIDIA = (
     ("nnUNet", "Dimension=\t2", "nnunet_2d"), ("nnUNet", "Dimension=\t3", "nnunet_3d"), ("Jasper", "", "jasper"),
     ("QuartzNet", "", "quartznet"), ("GNMT", "", "gnmt"), ("Translation/Transformer", "", "translation_transformer"),
 )  # fmt: skip
-# What its convolution networks train in: their configurations set memory_format nhwc, and SSD's layout is channels_last.
-_CHANNELS_LAST = frozenset("resnet50 resnext101 se_resnext101 ssd efficientnet_b0 efficientnet_b4".split())
+# Assumed to train in channels_last: the convolution networks offer nhwc, and SSD channels_last.
+_CHANNELS_LAST = frozenset(["resnet50", "resnext101", "se_resnext101", "ssd", "efficientnet_b0", "efficientnet_b4"])
 _SAMPLES = frozenset({"ssd", "resnet50", "ncf", "bert_base_squad", "bert_large_squad"})
-# Each has about the same speed under AMP from V100 to B200 in the summary, and on V100 2.1 times (waveglow) in the raw logs.
+# In the summary each is about as fast under AMP, from V100 to B200; in the raw logs waveglow on V100 is 2.1 times as fast.
 _AMP_OFF = frozenset({"tacotron2", "waveglow"})
 _OWN = {
     "vgg16_cifar": "vgg16", "densenet161_cifar": "densenet161", "seresnext50_cifar": "seresnext50",
     "deeplabv3p": "deeplabv3plus", "bert512": "bert_base",
 }  # fmt: skip
 _BUILT = frozenset(
-    "ssd resnet50 gnmt ncf transformerxlbase transformerxllarge tacotron2 waveglow bert_base_squad bert_large_squad".split()
+    [
+        "ssd",
+        "resnet50",
+        "gnmt",
+        "ncf",
+        "transformerxlbase",
+        "transformerxllarge",
+        "tacotron2",
+        "waveglow",
+        "bert_base_squad",
+        "bert_large_squad",
+    ]
 )
 
 
@@ -118,11 +129,13 @@ def own_rows() -> list[Row]:
                     continue
                 setting = StepSetting(fp32_math=base, channels_last=layout == "channels_last")  # type: ignore[arg-type]
                 rows.append(Row(table=f"own_{base}", gpu="H200", workload=f"zoo:{workload}", batch_size=None,
-                                setting=setting, ratio=step_ms / half_ms, fp32_per_s=1000 / step_ms, place=place))  # fmt: skip
+                                setting=setting, ratio=step_ms / half_ms, fp32_per_s=1000 / step_ms,
+                                place=place))  # fmt: skip
     for found in _read("cases"):
         setting = StepSetting(fp32_math="stock", channels_last=found["memory_format"] == "channels_last")
         rows.append(Row(table="case", gpu=found["gpu"], workload=f"zoo:{found['workload']}",
-                        batch_size=int(found["batch"]), setting=setting, ratio=float(found["half_over_fp32"])))  # fmt: skip
+                        batch_size=int(found["batch"]), setting=setting,
+                        ratio=float(found["half_over_fp32"])))  # fmt: skip
     return rows
 
 

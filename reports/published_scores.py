@@ -12,9 +12,12 @@ from published_rows import Row
 from amptune.predict.speed_up import PAYS_FROM, Range, verdict_of
 
 HOW = {
-    "shapes": "from shapes alone", "same_kind": "from a GPU of the same kind", "same_features": "from another kind with "
-    "the same of tensor cores and TF32", "other_features": "from a kind with others", "other_kind": "from any other kind",
-}  # fmt: skip
+    "shapes": "from shapes alone",
+    "same_kind": "from a GPU of the same kind",
+    "same_features": "from another kind, tensor cores and TF32 alike",
+    "other_features": "from another kind, these unlike",
+    "other_kind": "from any other kind",
+}
 _OTHER = ("same_features", "other_features")
 
 
@@ -46,7 +49,9 @@ class Judged:
 
 def scores_of(judged: Sequence[Judged]) -> dict[str, dict[str, Any]]:
     """Returns scores by how it was predicted; `+ AMP off` with the rows in which AMP was probably off."""
-    every = {how: [one for one in judged if one.how == how or (how == "other_kind" and one.how in _OTHER)] for how in HOW}
+    every = {
+        how: [one for one in judged if one.how == how or (how == "other_kind" and one.how in _OTHER)] for how in HOW
+    }
     groups = {how: [one for one in group if one.row.learned] for how, group in every.items()}
     groups |= {f"{HOW[how]}, rows with AMP probably off too": every[how] for how in ("same_kind", "other_kind")}
     return {name: _scores(group) for name, group in groups.items() if group}
@@ -90,15 +95,15 @@ def in_markdown(scores: dict[str, dict[str, Any]], judged: Sequence[Judged], lef
     lines = [
         "# Predictions scored on published ratios",
         "",
-        "Written by `python reports/published.py`. Each row's GPU was left out when efficiencies, transfer and spreads were",
-        "fitted. Shares marked b are the mean over rows that pay and rows that do not.",
+        "Written by `python reports/published.py`. Efficiencies, transfer and spreads are fitted without each row's GPU.",
+        "Shares marked b are the mean over rows that pay and rows that do not.",
         "",
-        "| predicted | rows | of them does not | right of decided, b | right of all, b | unclear | unclear, b | always pays, b "
-        "| that GPU's ratio, b | held | median width |",
+        "| predicted | rows | of them does not | right of decided, b | right of all, b | unclear | unclear, b "
+        "| always pays, b | that GPU's ratio, b | held | median width |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, one in scores.items():
-        figures = " | ".join("–" if value is None else f"{value:g}" for value in one.values())
+        figures = " | ".join("-" if value is None else f"{value:g}" for value in one.values())
         lines.append(f"| {HOW.get(name, name)} | {figures} |")
     lines += ["", "## Rows from shapes alone that do not pay, and cases from forums", ""]
     lines += ["| GPU | model | table | true | predicted | verdict |", "|---|---|---|---|---|---|"]

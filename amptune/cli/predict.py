@@ -23,8 +23,8 @@ _NOTE = "predicted, not measured"
 
 @click.command("predict", short_help="What should pay on a GPU that is not here? Predicted, not measured.")
 @target_argument
-@click.option("--gpu", "gpus", required=True, metavar="NAME,…|all", help="V100, A100, T4, GTX-1080-Ti, RTX-4090, B200, …")
-@click.option("--measured", metavar="GPU=SPEEDUP|FILE", help="Half precision over FP32 on another GPU, or a policy from it.")
+@click.option("--gpu", "gpus", required=True, metavar="NAME,…|all", help="V100, T4, GTX-1080-Ti, RTX-4090, …")
+@click.option("--measured", metavar="GPU=SPEEDUP|FILE", help="Half over FP32 on another GPU, or a policy tuned there.")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Default: the workload's.")
 @click.option("--half-batch-size", type=click.IntRange(min=1), help="In half precision. Default: --batch-size.")
 @click.option("--fp32-math", type=click.Choice(["stock", "ieee", "tf32"]), default="stock", show_default=True,

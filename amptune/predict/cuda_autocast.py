@@ -12,11 +12,46 @@ __all__ = ["CudaAutocast"]
 
 # The operations that autocast computes in FP32 on CUDA and not on the CPU: torch/include/ATen/autocast_mode.h.
 _IN_FP32 = frozenset(
-    """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm
-    group_norm norm cosine_similarity cosine_embedding_loss nll_loss cross_entropy l1_loss smooth_l1_loss mse_loss
-    huber_loss kl_div cumprod cumsum dist prod sum softmax log_softmax softmin""".split()
+    [
+        "acos",
+        "asin",
+        "cosh",
+        "erfinv",
+        "exp",
+        "expm1",
+        "log",
+        "log10",
+        "log2",
+        "log1p",
+        "reciprocal",
+        "rsqrt",
+        "sinh",
+        "tan",
+        "pow",
+        "softplus",
+        "layer_norm",
+        "group_norm",
+        "norm",
+        "cosine_similarity",
+        "cosine_embedding_loss",
+        "nll_loss",
+        "cross_entropy",
+        "l1_loss",
+        "smooth_l1_loss",
+        "mse_loss",
+        "huber_loss",
+        "kl_div",
+        "cumprod",
+        "cumsum",
+        "dist",
+        "prod",
+        "sum",
+        "softmax",
+        "log_softmax",
+        "softmin",
+    ]
 )
-_CAST_WITHIN = frozenset("softmax log_softmax softmin sum prod cumsum cumprod cross_entropy".split())
+_CAST_WITHIN = frozenset(["softmax", "log_softmax", "softmin", "sum", "prod", "cumsum", "cumprod", "cross_entropy"])
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -24,7 +59,8 @@ _LOW = (torch.bfloat16, torch.float16)
 class CudaAutocast(TorchFunctionMode):
     """Casts the inputs of CUDA's FP32 operations; `half` turns it on.
 
-    `casting` is True during a cast that CUDA's kernel does by itself. It drops attention's dropout in both precisions: with it the CPU has no fused attention, which CUDA has.
+    `casting` is True during a cast that CUDA's kernel does by itself. Attention's dropout is left out in both: with
+    it the CPU has no fused attention, which CUDA has.
     """
 
     def __init__(self, *, half: bool) -> None:

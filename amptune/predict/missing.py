@@ -11,7 +11,8 @@ from amptune.predict.gpu_table import GpuModel
 
 __all__ = ["missing_on"]
 
-_TRITON_FROM = (7, 0)  # torch._inductor refuses older GPUs: "The Triton compiler only supports devices of CUDA Capability >= 7.0"
+# torch._inductor refuses older GPUs: "… only supports devices of CUDA Capability >= 7.0".
+_TRITON_FROM = (7, 0)
 
 
 def missing_on(gpu: GpuModel) -> tuple[Finding, ...]:
@@ -28,10 +29,12 @@ def missing_on(gpu: GpuModel) -> tuple[Finding, ...]:
 
 
 def _kernels_missing(gpu: GpuModel, architectures: list[str], version: str) -> tuple[Finding, ...]:
-    """Compares with torch's list such as ["sm_75", "sm_80", "compute_90"]: sm_XY runs on X.Y and later X.*, PTX on later."""
+    """Compares with torch's list, such as ["sm_75", "compute_90"]: sm_75 runs on 7.5 and later 7.x, PTX on later."""
     name = ".".join(map(str, gpu.compute))
     if not architectures:
-        message = f"torch {version} here has no CUDA kernels at all, so it does not tell whether a build supports {name}"
+        message = (
+            f"torch {version} here has no CUDA kernels: whether a build supports compute capability {name} is unknown"
+        )
         return (Finding(code="kernels-unknown", message=message),)
     binaries = [_capability(one) for one in architectures if one.startswith("sm_")]
     intermediates = [_capability(one) for one in architectures if one.startswith("compute_")]

@@ -8,8 +8,8 @@ from functools import lru_cache
 
 __all__ = ["KINDS", "Operation", "StepFigures", "Work"]
 
-# matmul: matrix products, attention's too; convolution, grouped (more than one group, fewer than channels) and depthwise;
-# recurrent: an LSTM's or GRU's whole sequence; memory: all that only moves data; cast: between dtypes;
+# matmul: matrix products, attention's too; convolution, grouped (several channels a group) and depthwise;
+# recurrent: an LSTM's whole sequence; memory: all that only moves data; cast: between dtypes;
 # optimizer: the update, moving weights, gradients and state.
 KINDS = ("matmul", "convolution", "grouped", "depthwise", "recurrent", "memory", "cast", "optimizer")
 

@@ -9,7 +9,16 @@ from amptune.predict.gpu_table import GpuModel
 from amptune.predict.missing import missing_on
 from amptune.predict.operation import StepFigures
 from amptune.predict.roofline import gpu_and_host_seconds, step_seconds
-from amptune.predict.speed_up import Calibration, Known, Range, StepSetting, Verdict, calibration, half_speed_up, verdict_of
+from amptune.predict.speed_up import (
+    Calibration,
+    Known,
+    Range,
+    StepSetting,
+    Verdict,
+    calibration,
+    half_speed_up,
+    verdict_of,
+)
 
 __all__ = ["Gain", "Prediction", "predicted"]
 

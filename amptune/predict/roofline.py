@@ -27,14 +27,16 @@ _HIDDEN = 4  # the power by which the longer of host and GPU time hides the shor
 class Efficiency:
     """What GPUs reach of their data sheets, fitted by reports/published.py; each is a share unless it names a unit.
 
-    `fp32`, `tf32` and `half` are of the peak rates in matrix products, which `reuse` bounds too: the FLOPs that kernels get
-    out of a byte of memory bandwidth. `convolution` of these in convolutions on tensor
-    cores, `plain_convolution` in others, `grouped` of the FP32 rate in grouped and depthwise ones, `bandwidth` of the
-    memory's, `half_bandwidth` of that for 16-bit values. `plain_half` is the rate of fp16
-    without tensor cores over FP32's, `plain_half_convolution` that in convolutions. A kernel needs `kernel_us` beside its work and one on tensor cores `ramp_us`; the host
-    needs `host_us` to launch it. A recurrent layer's time step takes `recurrent_us` at least. `layout` is the number of
-    times that a convolution on tensor cores copies its images if they are not channels_last: by elements, as a copy of
-    16-bit values takes as long as one of 32-bit values.
+    `fp32`, `tf32` and `half` are of the peak rates in matrix products; `reuse`, the FLOPs that kernels get out of a
+    byte of memory bandwidth, bounds these too. `convolution` is of that rate in convolutions on tensor cores,
+    `plain_convolution` in others, `grouped` of the FP32 rate in grouped and depthwise ones. `plain_half` is the rate of
+    fp16 without tensor cores over FP32's, `plain_half_convolution` that in convolutions. `bandwidth` is of the
+    memory's, `half_bandwidth` of that for 16-bit values.
+
+    A kernel needs `kernel_us` beside its work and one on tensor cores `ramp_us`; the host needs `host_us` to launch it.
+    A recurrent layer's time step takes `recurrent_us` at least. `layout` is the number of times that a convolution on
+    tensor cores copies its images if they are not channels_last: by elements, as copying 16-bit values takes as long as
+    copying 32-bit values.
     """
 
     fp32: float
@@ -56,7 +58,13 @@ class Efficiency:
 
 
 def step_seconds(
-    work: Work, gpu: GpuModel, efficiency: Efficiency, *, fp32_math: Fp32Math, channels_last: bool, graphs: bool = False
+    work: Work,
+    gpu: GpuModel,
+    efficiency: Efficiency,
+    *,
+    fp32_math: Fp32Math,
+    channels_last: bool,
+    graphs: bool = False,
 ) -> float:
     """Returns the seconds of a step; with `graphs` without launching by the host."""
     busy, host = gpu_and_host_seconds(work, gpu, efficiency, fp32_math=fp32_math, channels_last=channels_last)
@@ -75,7 +83,7 @@ def gpu_and_host_seconds(
     thin = (kind == KINDS.index("grouped")) | (kind == KINDS.index("depthwise"))
     tf32 = (convolutions | recurrent) if fp32_math == "stock" else np.full(kind.shape, fp32_math == "tf32")
     dense = products | recurrent | convolutions
-    tensor = dense & np.where(half, gpu.half is not None, tf32 & (gpu.tf32 is not None)) & ~(kind == KINDS.index("depthwise"))
+    tensor = dense & np.where(half, gpu.half is not None, tf32 & (gpu.tf32 is not None))
     slower = np.where(products | recurrent, efficiency.plain_half, efficiency.plain_half_convolution)
     plain = gpu.fp32 * efficiency.fp32 * np.where(half, slower, 1.0)
     plain = np.where(thin, plain * efficiency.grouped, plain)
@@ -103,7 +111,8 @@ def _arrays(work: Work) -> dict[str, Any]:
     counted: dict[tuple[Any, ...], int] = {}
     for one in work.operations:
         row = (
-            KINDS.index(one.kind), one.in_half, one.flops, one.bytes, one.layout_bytes, one.fill, one.launches, one.steps
+            KINDS.index(one.kind), one.in_half, one.flops, one.bytes, one.layout_bytes, one.fill, one.launches,
+            one.steps,
         )  # fmt: skip
         counted[row] = counted.get(row, 0) + 1
     names = ("kind", "half", "flops", "bytes", "layout", "fill", "launches", "steps")

@@ -138,7 +138,12 @@ def _update_of(parameters: list[nn.Parameter], optimizers: list[torch.optim.Opti
     passes = 3 * weights + 2 * state + (2 * weights if half else 0)
     kernels = (2 + 3 * round(state / weights) if weights else 0) * (1 + len(parameters) // 100)
     return Operation(
-        kind="optimizer", module="", flops=0.0, bytes=passes, in_half=False, fixed=True,
+        kind="optimizer",
+        module="",
+        flops=0.0,
+        bytes=passes,
+        in_half=False,
+        fixed=True,
         launches=kernels + (2 if half else 0),
     )
 
@@ -223,5 +228,3 @@ def _modules_named(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-

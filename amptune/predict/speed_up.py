@@ -15,12 +15,26 @@ from amptune.predict.gpu_table import GpuModel
 from amptune.predict.operation import StepFigures
 from amptune.predict.roofline import Efficiency, Fp32Math, step_seconds
 
-__all__ = ["PAYS_FROM", "Calibration", "Known", "Range", "StepSetting", "Verdict", "calibration", "half_speed_up", "modelled", "relation", "transfer_name", "verdict_of"]
+__all__ = [
+    "PAYS_FROM",
+    "Calibration",
+    "Known",
+    "Range",
+    "StepSetting",
+    "Verdict",
+    "calibration",
+    "half_speed_up",
+    "modelled",
+    "relation",
+    "transfer_name",
+    "verdict_of",
+]
 
 Verdict = Literal["pays", "unclear", "does not"]
 
 PAYS_FROM = 1.05  # a gain below 5 % is not worth a change of precision
-_SURE = 0.8  # how likely a verdict must be
+_SURE = 0.9  # how likely a verdict must be
+_FAR_LESS = 0.7  # of the modelled speed-up: outside the range that shapes alone give
 _COVERED = 0.9  # the share of true values that a range is to hold
 
 
@@ -84,7 +98,11 @@ def _parts(data: Mapping[str, Mapping[str, float]]) -> dict[str, object]:
 
 
 def half_speed_up(
-    step: StepFigures, gpu: GpuModel, setting: StepSetting, known: Known | None = None, fitted: Calibration | None = None
+    step: StepFigures,
+    gpu: GpuModel,
+    setting: StepSetting,
+    known: Known | None = None,
+    fitted: Calibration | None = None,
 ) -> Range:
     """Returns samples a second in half precision over FP32."""
     fitted = fitted or calibration()
@@ -107,8 +125,8 @@ def relation(known: GpuModel, gpu: GpuModel) -> str:
 
 
 def transfer_name(how: str, error: float) -> str:
-    """Returns the name of the transfer of an error: what slows a step unseen by shapes carries over by itself."""
-    return f"{how}_slower" if error < 1 else how
+    """Returns the name of the transfer of an error: far less than modelled is a cause that shapes do not show."""
+    return f"{how}_slower" if error < _FAR_LESS else how
 
 
 def modelled(step: StepFigures, gpu: GpuModel, setting: StepSetting, efficiency: Efficiency) -> float:
@@ -122,7 +140,7 @@ def modelled(step: StepFigures, gpu: GpuModel, setting: StepSetting, efficiency:
 
 
 def verdict_of(ratio: Range) -> Verdict:
-    """Returns `pays` or `does not` if that is at least 80 % likely in a log-normal distribution of that range."""
+    """Returns `pays` or `does not` if that is at least 90 % likely in a log-normal distribution of that range."""
     spread = math.log(ratio.high / ratio.low) / (2 * NormalDist().inv_cdf((1 + _COVERED) / 2))
     likely = 1 - NormalDist(math.log(ratio.middle), spread).cdf(math.log(PAYS_FROM))
     return "pays" if likely >= _SURE else "does not" if likely <= 1 - _SURE else "unclear"

@@ -50,8 +50,6 @@ def test_all_gpus_come_as_one_object(folder: Path) -> None:
         (("train.py:small",), 2, "Missing option '--gpu'"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_exit_code(
-    folder: Path, line: tuple[str, ...], code: int, message: str
-) -> None:
+def test_what_is_wrong_is_said_with_its_exit_code(folder: Path, line: tuple[str, ...], code: int, message: str) -> None:
     done = run("predict", *line, folder=folder, evaluator=Machine())
     assert (done.returncode, message in done.stderr) == (code, True), done.stderr

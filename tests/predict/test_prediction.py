@@ -101,13 +101,13 @@ def test_a_measured_speed_up_moves_the_prediction_towards_it_and_narrows_it() ->
 
 
 @given(st.floats(0.2, 5), st.floats(0.01, 1))
-def test_a_verdict_is_given_if_four_of_five_such_ratios_agree(middle: float, spread: float) -> None:
+def test_a_verdict_is_given_if_nine_of_ten_such_ratios_agree(middle: float, spread: float) -> None:
     found = Range.around(middle, spread)
     assert found.low < middle < found.high
     distance = math.log(middle / 1.05) / spread
-    expected = "pays" if distance > 0.85 else "does not" if distance < -0.85 else None
+    expected = "pays" if distance > 1.29 else "does not" if distance < -1.29 else None
     assert expected in (None, verdict_of(found))
-    assert abs(distance) > 0.83 or verdict_of(found) == "unclear"
+    assert abs(distance) > 1.28 or verdict_of(found) == "unclear"
 
 
 def test_the_largest_batch_fits_and_is_larger_in_half() -> None:
@@ -140,7 +140,7 @@ def test_kernels_run_on_their_architecture_and_later_minor_versions(
 
 def test_a_speed_up_is_read_from_text_or_from_a_policy_file(tmp_path_factory: pytest.TempPathFactory) -> None:
     assert known_from("V100=2.1") == Known(gpu=V100, speed_up=2.1)
-    with pytest.raises(DeviceError, match="'fast' is no speed-up; write --measured V100=2.1"):
+    with pytest.raises(DeviceError, match=r"'fast' is no speed-up; write --measured V100=2\.1"):
         known_from("V100=fast")
     folder = tmp_path_factory.mktemp("policies")
     evidence = "evidence: {baseline: {samples_per_s: 100.0}, amp_recipe: {samples_per_s: 150.0}}\n"
