@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import published_models
 import published_sequences
+import published_speech
 from published_fit import Case, cases_of, fitted
 from published_rows import FOLDER, own_rows, published_rows
 from published_scores import Judged, in_markdown, scores_of
@@ -78,8 +79,8 @@ def followed(names: set[str], file: Path | None) -> dict[str, StepFigures]:
 
 
 def _published(name: str) -> Workload:
-    room = published_models if hasattr(published_models, name) else published_sequences
-    found: Workload = getattr(room, name)()
+    rooms = (published_models, published_sequences, published_speech)
+    found: Workload = next(getattr(room, name) for room in rooms if hasattr(room, name))()
     return found
 
 
@@ -156,7 +157,7 @@ def _layout_spreads(cases: Sequence[Case], without: Mapping[str, Efficiency]) ->
     for (name, math_, place, last), case in halves.items():
         other = halves.get((name, math_, place, True))
         if not last and other and case.row.fp32_per_s and other.row.fp32_per_s:
-            half = [one.row.fp32_per_s * one.row.ratio for one in (case, other)]
+            half = [(one.row.fp32_per_s or 0.0) * one.row.ratio for one in (case, other)]
             errors.append(math.log(half[1] / half[0] / layout_gain(case, without["H200"])))
     return {"channels_last": _spread(errors, ["H200"] * len(errors)) if errors else 0.3, "cuda_graphs": 0.2}
 

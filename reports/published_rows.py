@@ -37,7 +37,7 @@ _NVIDIA = (
 # Assumed to train in channels_last: the convolution networks offer nhwc, and SSD channels_last.
 _CHANNELS_LAST = frozenset(["resnet50", "resnext101", "se_resnext101", "ssd", "efficientnet_b0", "efficientnet_b4"])
 _SAMPLES = frozenset({"ssd", "resnet50", "ncf", "bert_base_squad", "bert_large_squad"})
-# In the summary each is about as fast under AMP, from V100 to B200; in the raw logs waveglow on V100 is 2.1 times as fast.
+# In the summary each is about as fast under AMP, V100 to B200; in the raw logs waveglow on V100 is 2.1 times as fast.
 _AMP_OFF = frozenset({"tacotron2", "waveglow"})
 _OWN = {
     "vgg16_cifar": "vgg16", "densenet161_cifar": "densenet161", "seresnext50_cifar": "seresnext50",

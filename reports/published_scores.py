@@ -95,7 +95,7 @@ def in_markdown(scores: dict[str, dict[str, Any]], judged: Sequence[Judged], lef
     lines = [
         "# Predictions scored on published ratios",
         "",
-        "Written by `python reports/published.py`. Efficiencies, transfer and spreads are fitted without each row's GPU.",
+        "Written by `python reports/published.py`. What is fitted is fitted without each row's GPU.",
         "Shares marked b are the mean over rows that pay and rows that do not.",
         "",
         "| predicted | rows | of them does not | right of decided, b | right of all, b | unclear | unclear, b "

@@ -35,7 +35,8 @@ def _from_policy(path: str) -> Known:
     found = load_any(path)
     if not isinstance(found, PolicyFile):
         raise FileFormatError([Problem(message="is a profile; give the policy file of one GPU", source=path)])
-    rates = [found.evidence.get(part, {}).get("samples_per_s") for part in ("baseline", "amp_recipe")]
+    parts = (found.evidence.get("baseline", {}), found.evidence.get("amp_recipe", {}))
+    rates = [float(part.get("samples_per_s") or 0.0) for part in parts]
     product = found.valid_for.get("nvidia.com/gpu.product", "")
     if not all(rates) or not product:
         message = "has no figures of a baseline and an AMP recipe on a GPU; give GPU=SPEEDUP instead"

@@ -45,7 +45,7 @@ class Work:
     def total(self, figure: str, kinds: Iterable[str] = KINDS) -> float:
         """Returns the sum of a figure (`flops`, `bytes`, `launches`) over operations of some kinds."""
         wanted = frozenset(kinds)
-        return sum(getattr(operation, figure) for operation in self.operations if operation.kind in wanted)
+        return float(sum(getattr(one, figure) for one in self.operations if one.kind in wanted))
 
     def scaled(self, factor: float) -> Work:
         """Returns the work at `factor` times the batch size."""

@@ -25,7 +25,12 @@ from amptune.workload.workload import Workload
 
 __all__ = ["follow_step"]
 
-_VALUE_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+
+class _ValuesNeededError(Exception):
+    """The user's code asks for values, and says so in an error of its own."""
+
+
+_VALUE_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, _ValuesNeededError)
 
 
 def follow_step(workload: Workload, batch_size: int | None = None) -> StepFigures:
@@ -98,7 +103,7 @@ def _loss_of(workload: Workload, model: nn.Module, batch: Any) -> torch.Tensor:
         raise
     except Exception as error:
         if any(isinstance(cause, _VALUE_DEPENDENT) for cause in (error.__cause__, error.__context__)):
-            raise DataDependentOutputException(None) from error
+            raise _ValuesNeededError from error
         with user_code("a step, followed by shapes"):
             raise
 

@@ -40,7 +40,7 @@ _COVERED = 0.9  # the share of true values that a range is to hold
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """A predicted ratio: its middle, and the ends between which nine of ten published ratios lay."""
+    """A predicted ratio: its middle, and the ends between which nine of ten true ones should lie."""
 
     low: float
     middle: float
@@ -90,11 +90,8 @@ class Calibration:
 @cache
 def calibration() -> Calibration:
     """Returns what `reports/published.py --fit` wrote."""
-    return Calibration(**_parts(read(Path(__file__).with_name("fitted.yaml")).data))
-
-
-def _parts(data: Mapping[str, Mapping[str, float]]) -> dict[str, object]:
-    return {**data, "efficiency": Efficiency(**data["efficiency"])}
+    data = read(Path(__file__).with_name("fitted.yaml")).data
+    return Calibration(efficiency=Efficiency(**data["efficiency"]), transfer=data["transfer"], spread=data["spread"])
 
 
 def half_speed_up(

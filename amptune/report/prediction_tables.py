@@ -35,12 +35,12 @@ def _note(known: Known | None) -> str:
     basis = f"{known.speed_up:g}× measured on {known.gpu.name}, and shapes" if known else "shapes alone"
     return (
         f"Predicted from {basis}. Half precision is over FP32; the others over half precision without them. "
-        "Nine of ten published ratios lay in such ranges (docs/predict.md)."
+        "Of ten published ratios eight to nine lay in such ranges; docs/predict.md says how far verdicts can be trusted."
     )
 
 
 def _figures(one: Prediction) -> tuple[str, ...]:
-    memory = [f"{gib.low:.1f}-{gib.high:.1f} GiB" for gib in one.memory_gib]
+    memory = [f"{gib.low:.2g}-{gib.high:.2g} GiB" for gib in one.memory_gib]
     batches = [str(n) if n else "none fits" for n in one.largest_batch]
     last = _gain(one.channels_last) if one.channels_last else "-"
     return _gain(one.half), last, _gain(one.cuda_graphs), *memory, *batches
