@@ -35,7 +35,7 @@ def _note(known: Known | None) -> str:
     basis = f"{known.speed_up:g}× measured on {known.gpu.name}, and shapes" if known else "shapes alone"
     return (
         f"Predicted from {basis}. Half precision is over FP32; the others over half precision without them. "
-        "Of ten published ratios eight to nine lay in such ranges; docs/predict.md says how far verdicts can be trusted."
+        "Of ten published ratios eight to nine lay in such ranges. docs/predict.md says what verdicts are worth."
     )
 
 
