@@ -10,6 +10,7 @@ from pathlib import Path
 from amptune.predict.speed_up import StepSetting
 
 FOLDER = Path(__file__).parent / "published"
+_OWN_STEPS = Path(__file__).parent.parent / "tests" / "simulated" / "h200_grid.json"
 
 # The tables' names of GPUs, as `amptune predict --gpu` has them. The longest that a name contains counts.
 _GPUS = {
@@ -116,7 +117,7 @@ def own_rows() -> list[Row]:
     """Returns the H200's rows of every bundled workload, and the cases of forum threads."""
     rows = []
     measured: dict[tuple[str, str, str], float] = {}
-    for one in json.loads((FOLDER / "h200_grid.json").read_text())["rows"]:
+    for one in json.loads(_OWN_STEPS.read_text())["rows"]:
         if one["compile"] == "off" and not one["cudnn_benchmark"]:
             workload = _OWN.get(one["workload"], one["workload"])
             measured[workload, one["memory_format"], one["precision"]] = one["step_ms"]

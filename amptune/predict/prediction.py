@@ -25,7 +25,7 @@ __all__ = ["Gain", "Prediction", "predicted"]
 # Fragments, cuDNN's workspaces and the CUDA context take memory beside tensors; round numbers.
 _CONTEXT_BYTES = 0.6 * 2**30
 _TENSOR_SHARE = 0.9
-# Of measured peaks over predicted ones; 16 of 18 in reports/published/h200_grid.json lie in that range.
+# Of measured peaks over predicted ones; 16 of 18 in tests/simulated/h200_grid.json lie in that range.
 _MEMORY_SPREAD = 0.08
 
 
