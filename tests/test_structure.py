@@ -168,6 +168,7 @@ def test_every_room_says_what_it_holds() -> None:
                     "options",
                     "tune",
                     "verify",
+                    "workers",
                     "diagnose",
                     "init",
                     "predict",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import re
+import sys
 from pathlib import Path
 
 from amptune.errors import DeviceError
 
-__all__ = ["require_device"]
+__all__ = ["require_device", "require_devices"]
 
 # CUDA_ERROR_NO_DEVICE of the driver API (cuda.h).
 _NO_DEVICE = 100
@@ -28,6 +29,30 @@ def require_device(device: str | None) -> None:
     if count is not None and int(asked[1] or 0) >= count:
         has = f"has {count}" if count else "has none, or cannot be loaded"
         raise DeviceError(f"device {device!r} does not exist here: CUDA's driver {has}; choose cpu, or leave it out")
+
+
+def require_devices(workers: int, device: str | None) -> None:
+    """Raises `DeviceError` unless each of several workers can have a GPU of its own, or with `cpu` a core."""
+    require_device(device)
+    if device == "cpu":
+        from amptune.measure.workers.cpu_share import cores
+
+        if sys.platform != "linux" or cores() < workers:
+            has = f"this process may use {cores()}" if sys.platform == "linux" else "only Linux shares them out"
+            raise DeviceError(f"--workers {workers} needs a CPU core for each: {has}; choose fewer")
+        return
+    if device not in (None, "cuda"):
+        raise DeviceError(
+            f"--workers {workers} takes the first {workers} GPUs, and --device {device} names one: leave it out, and "
+            "choose GPUs with CUDA_VISIBLE_DEVICES"
+        )
+    count = _gpus()
+    if count is not None and count < workers:
+        has = f"has {count}" if count else "has none, or cannot be loaded"
+        raise DeviceError(
+            f"--workers {workers} needs a GPU for each: CUDA's driver {has}; choose fewer, or share the CPU's "
+            "cores with --device cpu"
+        )
 
 
 def _gpus() -> int | None:

@@ -1,16 +1,23 @@
-"""Writes the policy of `amptune tune`, and protects files that `tune` did not write."""
+"""The output of `amptune tune`: writes the policy and the page, prints the result, protects files of others."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from amptune.cli.options import print_json
 from amptune.errors import OutputError
 from amptune.policy.file_io import require_writable, write
 from amptune.policy.file_mark import mark_of, marked
 
-__all__ = ["require_outputs", "require_replaceable", "write_policy"]
+if TYPE_CHECKING:
+    from amptune.search.decide.decision import Decision
+    from amptune.search.request import TuningRequest
+
+__all__ = ["deliver", "require_outputs", "require_replaceable", "write_policy", "write_report"]
 
 
 def require_outputs(output: str, report: str | None) -> None:
@@ -51,3 +58,58 @@ def _reason_to_keep(path: Path, target: str) -> str | None:
     if place_of(None, mark.target) != place_of(None, target):
         return f"holds the policy of {mark.target}, not of {target}"
     return None
+
+
+def deliver(decision: Decision, target: str, output: str, *, as_json: bool, verbose: bool) -> None:
+    """Writes the policy and prints the result; if the file cannot be written, the policy goes to stdout."""
+    from amptune.policy.file_io import dumps
+    from amptune.report.terminal import print_decision
+    from amptune.workload.script import line_for_training
+
+    try:
+        write_policy(dumps(decision.policy_file), output, target)
+    except OutputError:
+        click.echo(dumps(decision.policy_file))
+        raise
+    if as_json:
+        print_json("amptune.tune/1", _as_data(decision, output))
+    else:
+        training = line_for_training(target, output)
+        print_decision(decision, output, sys.stdout, training=training, verbose=verbose)
+
+
+def write_report(decision: Decision, request: TuningRequest, output: str | None) -> None:
+    """Writes the HTML page, if one was requested."""
+    if output is None:
+        return
+    from amptune.cli.report import write_page
+    from amptune.report.page import page_of
+    from amptune.report.study_files import files_of
+    from amptune.search.decide.study_report import StudyReport
+    from amptune.search.sampler.storage import recall
+
+    record = recall(request.study, run=request.run)
+    study_report = StudyReport(record=record, verdict=decision.verdict, points=decision.points)
+    write_page(page_of(study_report, decision.findings, files_of(request.folder)), output)
+    click.echo(f"report written to {output}", err=True)
+
+
+def _as_data(decision: Decision, output: str) -> dict[str, Any]:
+    from amptune.policy.serialization import policy_to_dict
+
+    speedup, gain = decision.speedup, decision.gain
+    return {
+        "output": output,
+        "objective": decision.objective.name,
+        "policy": policy_to_dict(decision.policy),
+        "speedup": speedup.value,
+        "speedup_ci95": [speedup.low, speedup.high],
+        "gain": gain.value,
+        "gain_ci95": [gain.low, gain.high],
+        "confidence": decision.verdict.confidence,
+        "provisional": decision.provisional,
+        "evidence": decision.policy_file.evidence,
+        "valid_for": decision.policy_file.valid_for,
+        "findings": [finding.as_dict() for finding in decision.findings],
+        "timeline": list(decision.timeline),
+    }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +19,6 @@ from amptune.cli.options import (
     json_option,
     objective_options,
     print_error,
-    print_json,
     progress_unless,
     quiet_option,
     target_argument,
@@ -28,7 +28,6 @@ from amptune.errors import StudyError
 
 if TYPE_CHECKING:
     from amptune.policy.settings import Policy
-    from amptune.search.decide.decision import Decision
     from amptune.search.request import TuningRequest
     from amptune.search.sampler.policy_sampler import Sampler
     from amptune.search.space.candidates import GlobalBatch
@@ -41,7 +40,7 @@ _GROUPS = {
     "Effort": ["budget", "trials"],
     "What is best": ["objective", "least_speed", "baseline", "max_memory"],
     "What may change": ["batch_size", "global_batch", "devices", "compile_", "pins", "space"],
-    "Where it runs": ["device", "study", "seed", "sampler"],
+    "Where it runs": ["device", "workers", "study", "seed", "sampler"],
 }
 
 
@@ -68,6 +67,9 @@ _GROUPS = {
               metavar="stock|amp-fp16|amp-bf16|transformers|FILE")  # fmt: skip
 @click.option("--set", "pins", multiple=True, metavar="KNOB=VALUE", help="Pin a knob instead of searching it.")
 @click.option("--device", metavar="cuda:N|cpu", help="Default: the first GPU, else the CPU.")
+@click.option("--workers", type=click.IntRange(1), default=1, show_default=True,
+              help="So many GPUs tune at once, on one study; with --device cpu, shares of its cores.")  # fmt: skip
+@click.option("--worker", "of_run", hidden=True, metavar="BEGAN", help="Help the run of another process.")
 @click.option(
     "--report", type=FILE, metavar="F.html", help="Write a page of what was found too, as `amptune report` does."
 )
@@ -88,6 +90,8 @@ def tune_command(
     verbose: bool,
     quiet: bool,
     report: str | None,
+    workers: int,
+    of_run: str | None,
     **options: Any,
 ) -> int:
     """Find the best policy for TARGET on this machine.
@@ -98,19 +102,29 @@ def tune_command(
     The same command again resumes its study: what was measured is not measured twice. It also replaces the policy that
     it wrote; no other file, without --force.
     """
-    from amptune.cli.policy_output import require_outputs, require_replaceable
+    from amptune.cli.policy_output import deliver, require_outputs, require_replaceable, write_report
+    from amptune.cli.workers import beside, end_with_parent, parts_of, use_cores
 
+    if of_run is not None:
+        end_with_parent()
     require_outputs(output, report)
     pins = _pins(options.pop("pins"))
+    mine, *others = parts_of(workers, options["device"], options["trials"])
+    use_cores(mine.cores)
     session.start_importing(options["target"], options["device"])
     from amptune.search.pipeline import TuningInterrupted, run_tuning
 
     require_replaceable(output, options["target"], force=force)
-    request = _request(session, pins=pins, **options)
+    request = replace(_request(session, pins=pins, **options | {"trials": mine.trials}), workers=workers)
     _require_folder(request.folder)
-    deliver = partial(_deliver, target=options["target"], output=output, as_json=as_json, verbose=verbose)
+    tell = partial(deliver, target=options["target"], output=output, as_json=as_json, verbose=verbose)
+    progress = progress_unless(quiet, request.budget, verbose=verbose)
+    if of_run is not None:  # the process that started this one decides
+        with suppress(TuningInterrupted), progress as observer:
+            run_tuning(replace(request, began=of_run), observer, session.evaluator)
+        return 0
     try:
-        with progress_unless(quiet, request.budget, verbose=verbose) as observer:
+        with progress as observer, beside(others, request, observer):
             decision = run_tuning(request, observer, session.evaluator)
     except TuningInterrupted as interrupted:
         if interrupted.decision is None:
@@ -119,12 +133,12 @@ def tune_command(
             if as_json:
                 print_error(130, "interrupted", nothing)
         else:
-            deliver(interrupted.decision)
-            _report(interrupted.decision, request, report)
+            tell(interrupted.decision)
+            write_report(interrupted.decision, request, report)
             click.echo("interrupted: this is the best so far; the same command continues", err=True)
         return 130
-    deliver(decision)
-    _report(decision, request, report)
+    tell(decision)
+    write_report(decision, request, report)
     return 0
 
 
@@ -237,60 +251,3 @@ def _batch_size(text: str | None) -> int | Literal["auto"] | None:
             f"{text!r} is neither auto nor a whole number of at least 1", param_hint="--batch-size"
         )
     return int(text)
-
-
-def _deliver(decision: Decision, target: str, output: str, *, as_json: bool, verbose: bool) -> None:
-    """Writes the policy and prints the result; if the file cannot be written, the policy goes to stdout."""
-    from amptune.cli.policy_output import write_policy
-    from amptune.errors import OutputError
-    from amptune.policy.file_io import dumps
-    from amptune.report.terminal import print_decision
-    from amptune.workload.script import line_for_training
-
-    try:
-        write_policy(dumps(decision.policy_file), output, target)
-    except OutputError:
-        click.echo(dumps(decision.policy_file))
-        raise
-    if as_json:
-        print_json("amptune.tune/1", _as_data(decision, output))
-    else:
-        training = line_for_training(target, output)
-        print_decision(decision, output, sys.stdout, training=training, verbose=verbose)
-
-
-def _report(decision: Decision, request: TuningRequest, output: str | None) -> None:
-    """Writes the HTML page, if one was requested."""
-    if output is None:
-        return
-    from amptune.cli.report import write_page
-    from amptune.report.page import page_of
-    from amptune.report.study_files import files_of
-    from amptune.search.decide.study_report import StudyReport
-    from amptune.search.sampler.storage import recall
-
-    record = recall(request.study, run=request.run)
-    study_report = StudyReport(record=record, verdict=decision.verdict, points=decision.points)
-    write_page(page_of(study_report, decision.findings, files_of(request.folder)), output)
-    click.echo(f"report written to {output}", err=True)
-
-
-def _as_data(decision: Decision, output: str) -> dict[str, Any]:
-    from amptune.policy.serialization import policy_to_dict
-
-    speedup, gain = decision.speedup, decision.gain
-    return {
-        "output": output,
-        "objective": decision.objective.name,
-        "policy": policy_to_dict(decision.policy),
-        "speedup": speedup.value,
-        "speedup_ci95": [speedup.low, speedup.high],
-        "gain": gain.value,
-        "gain_ci95": [gain.low, gain.high],
-        "confidence": decision.verdict.confidence,
-        "provisional": decision.provisional,
-        "evidence": decision.policy_file.evidence,
-        "valid_for": decision.policy_file.valid_for,
-        "findings": [finding.as_dict() for finding in decision.findings],
-        "timeline": list(decision.timeline),
-    }

@@ -159,7 +159,8 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
         self._built.clear()
         self._workers |= {policy: self._new() for policy in policies}
         first = list(dict.fromkeys(policies))[: self._room]
-        ready = [self._workers[policy].begin(START_LIMIT_S, worker.get_ready, policy, len(first)) for policy in first]
+        begun = (START_LIMIT_S, worker.get_ready)
+        ready = [self._workers[policy].begin(*begun, policy, len(first), self._batches) for policy in first]
         for pending in ready:
             pending.answer()  # a failure is reported again by the first measurement
 

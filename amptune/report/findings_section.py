@@ -28,6 +28,7 @@ _ADVICE = {
     "graph-not-judged": "Run the same command again, or `amptune verify policy.yaml TARGET --numerics`.",
     "not-proven": "Run that command.",
     "larger-batch": "Try --batch-size auto, if training may use another batch size.",
+    "shared-cpu": "Measure the policy again with all cores: `amptune verify policy.yaml TARGET`.",
     "compile-not-tried": "Run the same command again: it continues.",
     "compile-pays": "Nothing, if you train for longer than that.",
     "compile-costs": "Nothing, if you train for longer than that.",

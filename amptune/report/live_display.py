@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from math import ceil
+from threading import Lock
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -13,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from amptune.measure.results.outcome import Failure, Outcome
-from amptune.search.events import ContenderMeasured, Event, StepStarted, TrialEnded
+from amptune.search.events import ContenderMeasured, Event, StepStarted, TrialEnded, WorkerSaid
 from amptune.search.plan.budget import Budget
 from amptune.search.plan.plan import Stage as PlanStage
 from amptune.search.table.gains import FIGURES
@@ -48,6 +50,8 @@ class Standing:
     best: Trial | None = None
     baseline: Trial | None = None
     objective: Objective | None = None
+    others: Mapping[int, str] = field(default_factory=dict)
+    """The last line of each other worker, by its number."""
 
     @property
     def trials(self) -> str:
@@ -97,19 +101,30 @@ def standing_after(standing: Standing, event: Event) -> Standing:
                 baseline=event.baseline,
                 objective=event.objective,
             )
+        case WorkerSaid():
+            return replace(standing, others={**standing.others, event.worker: event.text})
         case _:
             return standing
 
 
 class LiveDisplay:
-    """Two or three lines at the bottom of a terminal that show the standing; they are gone at the end."""
+    """Two or three lines at the bottom of a terminal that show the standing, and one for each other worker.
+
+    They are gone at the end.
+    """
 
     def __init__(self, console: Console, budget: Budget) -> None:
         self._budget = budget
         self._spinner = Spinner("dots")
         self.standing = Standing()
+        self._lock = Lock()
         # The user's own prints stay in the workers; what this process prints on stdout comes when the display is gone.
         self.live = Live(self, console=console, transient=True, redirect_stdout=False, refresh_per_second=8)
+
+    def take(self, event: Event) -> None:
+        """Shows what is known after an event, which may come from any thread."""
+        with self._lock:
+            self.standing = standing_after(self.standing, event)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self._clock()
@@ -120,6 +135,8 @@ class LiveDisplay:
         doing.add_column(no_wrap=True, overflow="ellipsis")
         doing.add_row(self._spinner, Text(self.standing.doing))
         yield doing
+        for worker, text in sorted(self.standing.others.items()):
+            yield Text(f"worker {worker}: {text}", no_wrap=True, overflow="ellipsis", style="dim")
 
     def _clock(self) -> Table:
         total_s, spent_s = self._budget.seconds, max(0.0, self._budget.spent_s)

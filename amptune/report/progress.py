@@ -11,7 +11,7 @@ from typing import TextIO
 from rich.console import Console
 
 from amptune.measure.results.outcome import Failure, Measurement
-from amptune.report.live_display import STAGES, LiveDisplay, standing_after
+from amptune.report.live_display import STAGES, LiveDisplay
 from amptune.search.events import (
     ComparisonStarted,
     Compiling,
@@ -22,6 +22,7 @@ from amptune.search.events import (
     SearchEnded,
     SearchStarted,
     TrialEnded,
+    WorkerSaid,
     WorkloadBuilt,
 )
 from amptune.search.plan.budget import Budget
@@ -71,6 +72,8 @@ def describe(event: Event) -> str | None:
         case CurveTrained():
             seed = f"seed {event.seed + 1} of {event.seeds}"
             text = f"{seed}: {event.steps:,} steps under {event.policy}, the last loss is {event.last_loss:.4g}"
+        case WorkerSaid():
+            return f"worker {event.worker}: {event.text}"
         case _:
             return None
     return f"[{max(0.0, event.left_s):4.0f} s left] {text}"
@@ -79,14 +82,14 @@ def describe(event: Event) -> str | None:
 def _print_line(stream: TextIO, line: str | None) -> None:
     """Prints without rich, which writes HTML in a notebook."""
     if line is not None:
-        print(line, file=stream, flush=True)
+        print(f"{line}\n", end="", file=stream, flush=True)  # in one piece: workers are told of in threads
 
 
 def _show(console: Console, display: LiveDisplay, event: Event, *, verbose: bool) -> None:
     line = describe(event)
     if verbose and line is not None:
         console.print(line, markup=False, soft_wrap=True)
-    display.standing = standing_after(display.standing, event)
+    display.take(event)
 
 
 def _built(event: WorkloadBuilt) -> str:

@@ -11,6 +11,7 @@ from amptune.policy.settings import Policy
 from amptune.search.batch_size.batch_sizes import Runner, sizer_for
 from amptune.search.decide.decision import Decision
 from amptune.search.plan.budget import Budget
+from amptune.search.plan.compile_costs import compiled_s
 
 __all__ = ["larger_batch"]
 
@@ -22,12 +23,14 @@ LOOK = Effort(warmup_s=0.5, measure_s=0.2, min_steps=3)
 def larger_batch(runner: Runner, decision: Decision, budget: Budget) -> Finding | None:
     """Returns a finding on the speed of a larger batch under the winner; None if it gains little or is unknown.
 
-    The batch is doubled while there is time, it fits into memory, and the last doubling gained speed.
+    The batch is doubled while there is time, it fits into memory, and the last doubling gained speed. A policy whose
+    graph takes longer to compile than there is time is not looked at.
     """
     prepared = Prepared(hardware=decision.hardware, subject=decision.subject, memory_mib=decision.memory_mib)
     sizer = sizer_for(runner, prepared, None, left_s=lambda: budget.left_s)
     policy, own = decision.policy, decision.policy.batch_size or decision.subject.batch_size
-    if sizer is None:
+    tried = {trial.policy: trial.outcome for trial in decision.trials}
+    if sizer is None or compiled_s(policy, tried) > budget.left_s:
         return None
     sizer.learn(decision.trials)
     first = best = _look(runner, replace(policy, batch_size=own), budget)

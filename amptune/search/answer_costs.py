@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from statistics import median
 
+from amptune.measure.results.outcome import Measurement
 from amptune.policy.settings import Policy
+from amptune.search.narrowing import turn_of
 from amptune.search.plan.compile_costs import cold_s, compiled_s
 from amptune.search.sampler.catalog import History
 from amptune.search.table.next_rows import MOST_POLICIES, launch_s
 from amptune.search.table.verdict import PROCESSES
 
-__all__ = ["block_s", "compared_s", "judged_graph_s", "load_s", "ranked"]
+__all__ = ["compared_s", "judged_graph_s", "load_s", "ranked", "turn_s"]
 
 # The gate compiles a graph anew for its batches, with dropout twice, in this many times the seconds of compiling for
 # training (BERT-base on an H200: 31 s instead of 27).
@@ -23,10 +25,19 @@ CACHED_GRAPH = 0.1
 COMPARISON_SHARE = 1 / 6
 
 
-def block_s(history: History, policy: Policy) -> float:
-    """Returns the seconds of one block, as far as the trials tell."""
+def turn_s(history: History, policy: Policy, draw_s: float) -> float:
+    """Returns the seconds of a turn of the user's loop, as far as the trials tell; drawing its batches takes `draw_s`.
+
+    It has more steps than a trial.
+    """
     known = history.latest.get(policy)
-    return median(trial.again_s for trial in history.trials) if known is None else known.again_s
+    if known is None:
+        return draw_s + median(trial.again_s for trial in history.trials)
+    more_s = 0.0
+    if isinstance(known.outcome, Measurement):
+        more = turn_of(known.outcome.mean_ms).min_steps - len(known.outcome.step_ms)
+        more_s = max(0, more) * known.outcome.mean_ms / 1000
+    return draw_s + known.again_s + more_s
 
 
 def load_s(history: History, policy: Policy) -> float:
@@ -48,14 +59,23 @@ def ranked(history: History) -> list[Policy]:
 
 
 def compared_s(
-    history: History, baseline: Policy, *, start_s: float, rounds: int, search_s: float, awaits_graph: bool
+    history: History,
+    baseline: Policy,
+    *,
+    start_s: float,
+    draw_s: float,
+    rounds: int,
+    search_s: float,
+    awaits_graph: bool,
 ) -> float:
     """Returns the seconds to keep for the comparison, of the `search_s` after the workload was built.
 
-    A process starts in `start_s`; so many `rounds` in fresh processes are done. A graph that comes is worth more.
+    A process starts in `start_s`, batches are drawn in `draw_s`; so many `rounds` in fresh processes are done. A graph
+    that comes is worth more.
     """
     policies = [baseline, *ranked(history)][:MOST_POLICIES]
-    costs, loads = ([take_s(history, policy) for policy in policies] for take_s in (block_s, load_s))
+    costs = [turn_s(history, policy, draw_s) for policy in policies]
+    loads = [load_s(history, policy) for policy in policies]
 
     def round_s(count: int) -> float:
         return launch_s(start_s + max(loads[:count]), count) + sum(costs[:count])

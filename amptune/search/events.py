@@ -122,6 +122,14 @@ class CurveTrained:
     left_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSaid:
+    """A line of progress of another worker of the same command; workers count from 1, which is this process."""
+
+    worker: int
+    text: str
+
+
 Event = (
     StepStarted
     | WorkloadBuilt
@@ -133,5 +141,6 @@ Event = (
     | ComparisonStarted
     | ContenderMeasured
     | CurveTrained
+    | WorkerSaid
 )
 Observer = Callable[[Event], None]

@@ -19,12 +19,12 @@ from amptune.policy.settings import Policy
 from amptune.search.events import ComparisonStarted, ContenderMeasured, Observer, Stage
 from amptune.search.plan.budget import SHORT_S, Budget
 from amptune.search.plan.plan import WORTHWHILE, Step
-from amptune.search.table.next_rows import NextRound, launch_s, next_round, round_again
+from amptune.search.table.next_rows import NextRound, launch_s, named_by, next_round, round_again
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.row import Row
 from amptune.search.table.verdict import Bar, Verdict
 
-__all__ = ["BLOCK", "TURN", "Narrowing"]
+__all__ = ["BLOCK", "TURN", "Narrowing", "turn_of"]
 
 # A block of steps by themselves, and a turn of the user's loop: 30 steps at least, or as many slow ones as fit into the
 # time of a warm-up.
@@ -41,7 +41,7 @@ class Narrowing:
 
     `verdict` returns it, `keep` adds a row to the table. `bar` says who cannot win. `unseen` returns policies without a
     row that may be better than a leader, `beside` those that are shown beside the winner. `rejects` judges the numerics
-    of a leader; the bar then knows the result. A block takes about `cost_s`, starting a process `start_s`, and loading
+    of a leader; the bar then knows the result. A turn takes about `cost_s`, starting a process `start_s`, and loading
     a policy's graph there `load_s`. Judging a leader that a round brings takes `judging_s`; no round is begun that
     leaves less than that, and `reserve_s` besides. `running` names the launch of each policy that a process can measure
     without being started. Without `in_loop`, steps are timed alone.
@@ -151,6 +151,11 @@ class Narrowing:
         """The number of rounds in fresh processes so far."""
         return self._launches
 
+    @property
+    def has_turns(self) -> bool:
+        """True if a policy has had its turn."""
+        return bool(self._costs_s)
+
     def _next(self, verdict: Verdict) -> NextRound | None:
         leader = verdict.leader.policy if verdict.leader is not None else verdict.baseline.policy
         seen = {one.policy for one in verdict.contenders if one.failure is not None or one.gain is not None}
@@ -182,7 +187,9 @@ class Narrowing:
         self._announce(chosen.policies, verdict)
         if chosen.fresh:
             self._launch(chosen.policies)
-        for policy in order.sample(chosen.policies, len(chosen.policies)):
+        named = () if verdict is None else named_by(verdict)
+        in_turn = order.sample(chosen.policies, len(chosen.policies))
+        for policy in sorted(in_turn, key=lambda policy: policy not in named):  # what decides, before time is short
             if verdict is not None and self._left_s < self._cost_s(policy):
                 return False
             began_s = self.budget.spent_s
@@ -231,14 +238,17 @@ class Narrowing:
         if not self.in_loop or self.loader_failure is not None or waits:
             return BLOCK
         known = None if verdict is None else verdict.contender_of(policy)
-        if known is None or known.step_ms is None:
-            return TURN
-        in_time = int(1000 * TURN.warmup_s / known.step_ms)
-        return replace(TURN, min_steps=max(BLOCK.min_steps, min(TURN.min_steps, in_time)))
+        return TURN if known is None or known.step_ms is None else turn_of(known.step_ms)
 
     @staticmethod
     def _was_cut(outcome: Outcome, limit_s: float) -> bool:
         return isinstance(outcome, Failure) and outcome.kind == "timeout" and limit_s < LONGEST_LIMIT_S
+
+
+def turn_of(step_ms: float) -> Effort:
+    """Returns a turn of the user's loop whose steps take so long."""
+    in_time = int(1000 * TURN.warmup_s / step_ms)
+    return replace(TURN, min_steps=max(BLOCK.min_steps, min(TURN.min_steps, in_time)))
 
 
 def _is_accident(outcome: Outcome) -> bool:

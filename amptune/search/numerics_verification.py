@@ -55,7 +55,7 @@ def verify_numerics(
         require_valid(policy_file, dict(probe(device).labels))
     source = source_of(workload, arguments)
     log = curves.with_name("workers.log")
-    with locked(curves.parent), closing(evaluator or WorkerEvaluator(source, device, log)) as machine:
+    with locked(curves.parent, device), closing(evaluator or WorkerEvaluator(source, device, log)) as machine:
         training = _LongTraining(machine, policy_file, steps, seeds, budget, observer or (lambda _: None), curves)
         return training.look()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -18,22 +19,21 @@ from amptune.errors import DeviceError, NothingFeasibleError, ObjectiveError, Sp
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Prepared
+from amptune.measure.workers.cpu_share import cores_of_this_process
 from amptune.policy.findings import Finding
 from amptune.search.after_checks import larger_batch
 from amptune.search.decide.decision import Decision
-from amptune.search.events import ContenderMeasured, Event, Observer, StepStarted, WorkloadBuilt
+from amptune.search.events import Observer, StepStarted, WorkloadBuilt
 from amptune.search.gate.judge import Judge
-from amptune.search.plan.budget import larger_batch_s
 from amptune.search.plan.plan import Plan, Step
 from amptune.search.request import TuningRequest, require_known
 from amptune.search.space.candidates import Candidates, GlobalBatch, candidates_for
-from amptune.search.table.objective import THROUGHPUT
 from amptune.search.table.trial import error_of_baseline
 
 if TYPE_CHECKING:
     from amptune.search.sampler.study import Study
 
-__all__ = ["TuningInterrupted", "locked", "run_tuning", "tune_with"]
+__all__ = ["TuningInterrupted", "lock_of", "locked", "run_tuning", "tune_with"]
 
 # So many processes build the workload beside the first, to compile the first graph: more make all of them slower.
 GRAPHS_AHEAD = 1
@@ -55,10 +55,10 @@ def run_tuning(request: TuningRequest, observer: Observer, evaluator: Evaluator 
 
     Raises an `AmptuneError`, or `TuningInterrupted` with the decision so far.
     """
-    with locked(request.folder, request.lock):
+    with locked(request.folder, request.device):
         evaluator = evaluator or _workers(request)
         try:
-            decision = tune_with(evaluator, _with_time_for_the_rest(request), _counting_all(request, observer))
+            decision = tune_with(evaluator, request, observer)
             try:
                 decision = _told_of_a_larger_batch(evaluator, decision, request)
             except KeyboardInterrupt:
@@ -135,32 +135,8 @@ def _accumulating(request: TuningRequest, prepared: Prepared) -> TuningRequest:
     return replace(request, wanted=replace(wanted, global_batch=whole))
 
 
-def _with_time_for_the_rest(request: TuningRequest) -> TuningRequest:
-    rest_s = larger_batch_s(request.budget) if _leaves_the_batch(request) else 0.0
-    return replace(request, budget=request.budget.less(rest_s))
-
-
-def _counting_all(request: TuningRequest, observer: Observer) -> Observer:
-    """Returns an observer that is told the time left of the whole budget, with what is kept for the rest."""
-    kept_s = request.budget.seconds - _with_time_for_the_rest(request).budget.seconds
-
-    def tell(event: Event) -> None:
-        if isinstance(event, StepStarted | ContenderMeasured):
-            observer(event)
-        else:
-            observer(replace(event, left_s=event.left_s + kept_s))
-
-    return tell
-
-
-def _leaves_the_batch(request: TuningRequest) -> bool:
-    """Returns True if the batch size is the user's own, and another might be worth knowing of."""
-    wanted = request.wanted
-    return request.objective == THROUGHPUT and wanted.batch_size != "auto" and wanted.global_batch is None
-
-
 def _told_of_a_larger_batch(evaluator: Evaluator, decision: Decision, request: TuningRequest) -> Decision:
-    finding = larger_batch(evaluator, decision, request.budget) if _leaves_the_batch(request) else None
+    finding = larger_batch(evaluator, decision, request.budget) if request.leaves_the_batch else None
     return decision if finding is None else decision.with_findings([finding])
 
 
@@ -182,29 +158,43 @@ def _nothing_feasible(study: Study, candidates: Candidates) -> Exception:
     return error_of_baseline(candidates.baseline, trial.outcome)
 
 
+def lock_of(device: str | None) -> str:
+    """Returns the name of a device's lock: the GPU's among all of the machine, or the first CPU core of this process.
+
+    So several tuners share one CPU only if they were given cores of their own.
+    """
+    kind, _, index = (device or "cuda").partition(":")
+    if kind == "cpu":
+        return f".lock-cpu-{min(cores_of_this_process())}"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    place = int(index) if index.isdecimal() else 0
+    own = visible[place] if place < len(visible) and visible[place] else place
+    return f".lock-{kind}-{own}"
+
+
 @contextmanager
-def locked(folder: Path, name: str = ".lock") -> Iterator[None]:
-    """Keeps others that take the same lock out of the study's folder while this one measures.
+def locked(folder: Path, device: str | None) -> Iterator[None]:
+    """Keeps others that use this device out of the study's folder while this one measures.
 
     Raises `StudyError` if there is one, or if the folder cannot be made. A folder made here is removed again if the
-    device, space or target that was asked for does not exist.
+    device, space or target that was asked for does not exist, unless another device is used there.
     """
     is_new, is_for_nothing = not folder.exists(), False
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / name)
+        lock = FileLock(folder / lock_of(device))
         lock.acquire(timeout=0)
     except Timeout:
         raise StudyError(
-            f"another amptune is tuning in {folder}; wait for it (two on one device disturb each other), or tune for "
-            "another device with another --study folder"
+            f"another amptune is tuning in {folder} on this device; wait for it (two on one device disturb each "
+            "other), or choose another with --device"
         ) from None
     except OSError as error:
         raise StudyError(f"the study's folder {folder} cannot be used: {error}") from error
     try:
         yield
     except (DeviceError, SpaceError, TargetError):
-        is_for_nothing = is_new
+        is_for_nothing = is_new and len(list(folder.glob(".lock*"))) == 1
         raise
     finally:
         lock.release()

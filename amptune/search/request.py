@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,10 +32,11 @@ __all__ = ["TuningRequest", "place_of", "require_known", "source_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class TuningRequest:
-    """A request for one tuning run. `study` is a folder or a database URL; `folder` has the log and the lock.
+    """A request for one tuning run. `study` is a folder or a database URL; `folder` has the log and the locks.
 
-    `sampler` proposes policies; by default amptune's own. `run` names it among all runs of the study; `began` is UTC,
-    ISO 8601. Raises `ObjectiveError` if a sampler is given that cannot serve the objective.
+    `sampler` proposes policies; by default amptune's own. So many `workers` of one command share the machine. `run`
+    names it among all runs of the study; `began` is UTC, ISO 8601. Raises `ObjectiveError` if a sampler is given that
+    cannot serve the objective.
     """
 
     source: Source
@@ -45,6 +45,7 @@ class TuningRequest:
     folder: Path
     study: Path | str
     device: str | None = None
+    workers: int = 1
     seed: int = 0
     sampler: Sampler | None = None
     objective: Objective = THROUGHPUT
@@ -58,15 +59,10 @@ class TuningRequest:
             )
 
     @property
-    def lock(self) -> str:
-        """The name of the lock in the folder: of the folder, or of the device if the study is a database for many."""
-        if isinstance(self.study, Path):
-            return ".lock"
-        kind, _, index = (self.device or "cuda").partition(":")
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        place = int(index) if index.isdecimal() else 0
-        own = visible[place] if kind == "cuda" and place < len(visible) and visible[place] else place
-        return f".lock-{kind}-{own}"
+    def leaves_the_batch(self) -> bool:
+        """True if the batch size is the user's own, and another might be worth knowing of."""
+        wanted = self.wanted
+        return self.objective == THROUGHPUT and wanted.batch_size != "auto" and wanted.global_batch is None
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -93,12 +89,13 @@ def _name_of(baseline: Policy) -> str | None:
 
 
 def require_known(request: TuningRequest) -> None:
-    """Raises `SpaceError` for a space, knob or value that there is on no machine, `StudyError` for a missing driver.
+    """Raises `SpaceError` for a space, knob or value that there is on no machine, `StudyError` for a database
+    without a driver, or that cannot be reached.
 
     So these are told before the workload is built; what depends on the machine is told after.
     """
     if isinstance(request.study, str):
-        _require_driver(request.study)
+        _require_database(request.study)
     wanted = request.wanted
     space = load_space(wanted.space or "cpu")
     if wanted.space is None:  # that of this machine is not known yet: any knob may be in it
@@ -109,13 +106,15 @@ def require_known(request: TuningRequest) -> None:
             pin(space, name, text)
 
 
-def _require_driver(url: str) -> None:
-    """Raises `StudyError` if there is no such kind of database, or its driver is missing. Connects to nothing."""
+def _require_database(url: str) -> None:
+    """Raises `StudyError` if there is no such kind of database, its driver is missing, or it cannot be reached."""
     import sqlalchemy  # Optuna's, which takes long to import
 
     try:
         dialect: Any = sqlalchemy.make_url(url).get_dialect()
         (dialect.import_dbapi if hasattr(dialect, "import_dbapi") else dialect.dbapi)()
+        if dialect.name != "sqlite":  # a file, which opening would make
+            sqlalchemy.create_engine(url, poolclass=sqlalchemy.NullPool).connect().close()
     except (ImportError, sqlalchemy.exc.SQLAlchemyError) as error:
         kind = url.partition(":")[0]
         raise StudyError(f"the study cannot be read or written: {first_line(error)} (--study {kind}://…)") from error
@@ -143,7 +142,7 @@ def source_of(workload: Workload | Callable[[], Workload] | str, arguments: Sequ
 
 
 def place_of(study: str | Path | None, name: str) -> tuple[Path, Path | str]:
-    """Returns (folder for log and lock, where the trials are kept: that folder or a database URL)."""
+    """Returns (folder for log and locks, where the trials are kept: that folder or a database URL)."""
     default = Path(".amptune") / re.sub(r"[^\w.-]+", "-", name).strip("-.")
     if study is None:
         return default, default

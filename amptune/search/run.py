@@ -14,7 +14,7 @@ from amptune.search.stages import Stages
 __all__ = ["TuningRun"]
 
 # Seconds beyond the budget for judging the winner.
-GRACE_S = 8.0
+GRACE_S = 5.0
 
 
 @dataclass

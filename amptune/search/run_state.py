@@ -92,6 +92,10 @@ class RunState:
         if winner.fused_optimizer and not self.prepared.subject.fusable:
             message = "the optimizer has no fused kernel here or is fused as it is: fused_optimizer changes nothing"
             yield Finding(code="fused-optimizer-without-effect", message=message)
+        workers = self.request.workers
+        if workers > 1 and self.prepared.hardware.gpu is None:
+            message = f"{workers} workers shared this CPU, each with its part of the cores: with all, steps are faster"
+            yield Finding(code="shared-cpu", message=message, figures={"workers": workers})
         modes = self.candidates.space.choices("compile")
         if set(modes) - {"off"} and all(trial.policy.compile == "off" for trial in self.history.trials):
             spent = "there was no time for it; give more with --budget"

@@ -12,13 +12,14 @@ from amptune.errors import StudyError
 from amptune.measure.evaluator import Evaluator
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
-from amptune.search.answer_costs import block_s, compared_s, judged_graph_s, load_s, ranked
+from amptune.search.answer_costs import compared_s, judged_graph_s, load_s, ranked, turn_s
 from amptune.search.batch_size.batch_sizes import batch_sizes_for
 from amptune.search.compiled_graphs import BEHIND, CompiledGraphs, typical_s
 from amptune.search.events import Observer, SearchEnded
 from amptune.search.groundwork import Modules, Numerics
 from amptune.search.knowledge import Knowledge
 from amptune.search.narrowing import Narrowing
+from amptune.search.plan.budget import larger_batch_s
 from amptune.search.plan.compile_costs import cold_s
 from amptune.search.plan.plan import Step, Wants
 from amptune.search.trials import Trials
@@ -148,11 +149,11 @@ class Stages:
             unseen=self._unseen,
             beside=lambda verdict: known.state.better_recipe(verdict),
             rejects=known.judge.judged_unsound,
-            cost_s=lambda policy: block_s(known.study.history, policy),
+            cost_s=lambda policy: turn_s(known.study.history, policy, known.prepared.draw_s),
             start_s=known.prepared.start_s,
             load_s=lambda policy: load_s(known.study.history, policy),
             judging_s=known.judging_s,
-            reserve_s=lambda: typical_s(known.study) if self._graphs.may_come else 0.0,
+            reserve_s=self._not_for_comparing_s,
             seed=known.request.seed,
         )
 
@@ -172,21 +173,37 @@ class Stages:
     def needed_s(self) -> float:
         """Returns the seconds to keep for the answer: for judging it, and comparing it in fresh processes.
 
-        They are infinite if there can be no answer.
+        A trial's time is kept besides, since the last step may take longer than expected, and a graph may come. They
+        are infinite if there can be no answer.
         """
         history = self.known.study.history
         if self.trials.has_failed:
             return math.inf
         if len(history.trials) < 2:
             return 0.0
-        return self.known.judging_s(ranked(history)[0]) + compared_s(
+        compared = compared_s(
             history,
             self.known.baseline,
             start_s=self._narrowing.start_s,
+            draw_s=self.known.prepared.draw_s,
             rounds=self._narrowing.rounds,
             search_s=self._budget.seconds - self._built_s,
             awaits_graph=self._graphs.is_awaited,
         )
+        more_s = self._larger_batch_s + typical_s(self.known.study)
+        return self.known.judging_s(ranked(history)[0]) + compared + more_s
+
+    def _not_for_comparing_s(self) -> float:
+        """Returns the seconds that the comparison leaves: for a graph that may come, and after a turn for a look."""
+        look_s = self._larger_batch_s if self._narrowing.has_turns else 0.0
+        return look_s + (typical_s(self.known.study) if self._graphs.may_come else 0.0)
+
+    @property
+    def _larger_batch_s(self) -> float:
+        """The seconds to keep for a larger batch under the best policy; none if it would be compiled anew."""
+        best = next(iter(ranked(self.known.study.history)), None)
+        has_look = self.known.request.leaves_the_batch and best is not None and best.compile == "off"
+        return larger_batch_s(self._budget) if has_look else 0.0
 
     def _unseen(self, leader: Policy) -> Iterator[Policy]:
         """Yields the known-good policies that were not tried, then those one step from the leader; none to compile."""

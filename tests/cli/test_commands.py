@@ -12,7 +12,6 @@ from pathlib import Path
 import click
 import pytest
 from commands import WORKLOADS, Done, Machine, interrupting, run
-from filelock import FileLock
 from in_this_process import measuring_here
 
 from amptune.cli.entry import cli
@@ -23,6 +22,7 @@ from amptune.measure.results.subject import Prepared
 from amptune.measure.results.training_runs import LossCurve
 from amptune.policy.file_io import load
 from amptune.policy.settings import Policy
+from amptune.search.pipeline import locked
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -558,8 +558,7 @@ def test_every_command_has_help_and_stands_in_the_docs() -> None:
 
 
 def test_a_second_tuner_on_the_same_study_is_refused(folder: Path) -> None:
-    (folder / "study").mkdir()
-    with FileLock(folder / "study" / ".lock"):
+    with locked(folder / "study", None):
         second = run(*TUNE, *FEW, "--study", "study", folder=folder, evaluator=Machine())
     assert second.returncode == 2
     assert "another amptune is tuning in study" in second.stderr

@@ -203,7 +203,8 @@ def _write_study(folder: Path) -> None:
     if ran.exit_code:
         raise RuntimeError(f"the synthetic machine was not tuned:\n{ran.stderr}")
     shutil.move("policy.yaml", folder / "policy.yaml")
-    (folder / ".lock").unlink()
+    for lock in folder.glob(".lock*"):
+        lock.unlink()
 
 
 def _on_a_machine(arguments: Sequence[str]) -> Ran:

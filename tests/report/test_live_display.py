@@ -15,7 +15,7 @@ from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import STOCK, amp_recipe
 from amptune.report.live_display import LiveDisplay, Standing, standing_after
 from amptune.report.progress import progress_for
-from amptune.search.events import ContenderMeasured, Event, SearchEnded, StepStarted, TrialEnded
+from amptune.search.events import ContenderMeasured, Event, SearchEnded, StepStarted, TrialEnded, WorkerSaid
 from amptune.search.plan.budget import Budget
 from amptune.search.table.objective import Objective
 from amptune.search.table.trial import Trial
@@ -51,6 +51,17 @@ def test_what_is_being_tried_is_shown() -> None:
     outcome = FAST.outcome
     compared = ContenderMeasured(stage="comparison", launch=1, policy=FAST.policy, outcome=outcome)
     assert after(trying, compared).doing == "comparison, launch 2: bf16"
+
+
+def test_the_last_line_of_each_other_worker_is_shown_and_each_line_where_there_is_no_terminal() -> None:
+    told = [(2, "building"), (3, "fp16"), (2, "bf16")]
+    lines = [WorkerSaid(worker=worker, text=text) for worker, text in told]
+    assert after(*lines).others == {2: "bf16", 3: "fp16"}
+    stream = io.StringIO()
+    with progress_for(stream) as observer:
+        for line in lines:
+            observer(line)
+    assert stream.getvalue() == "worker 2: building\nworker 3: fp16\nworker 2: bf16\n"
 
 
 def test_the_clock_ticks_without_an_event_and_counts_from_the_whole_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Workers on one study that are killed at random moments, and what is left of it.
 
-`python tests/search/killed_workers.py postgresql --kills 50` prints the outcome; `sqlite` needs no server.
+`python tests/search/killed_workers.py postgresql --kills 50` prints the outcome; `journal` and `sqlite` need no server.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ WORKER = """
 import sys
 sys.path[:0] = sys.argv[2:]
 import random, time
+from pathlib import Path
 from amptune.search.sampler import leases
 leases.BEAT_S, leases.GONE_S = 0.2, 4.0
 from simulated.recorded import RecordedEvaluator
 from test_policy_sampler import opened
 from amptune.measure.results.outcome import Effort
 from amptune.search.table.trial import Trial
-study = opened(sys.argv[1])
+study = opened(sys.argv[1] if "://" in sys.argv[1] else Path(sys.argv[1]))
 study._store.join()
 evaluator = RecordedEvaluator("resnet50")
 print("ready", flush=True)
@@ -58,16 +59,19 @@ class Left:
     seconds: float
 
 
-def killed(url: str, kills: int, *, workers: int = 4, seed: int = 0) -> Left:
-    """Kills workers at random moments, each in its loop, and starts others; then one that asks once more ends it."""
+def killed(where: Path | str, kills: int, *, workers: int = 4, seed: int = 0) -> Left:
+    """Kills workers at random moments, each in its loop, and starts others; then one that asks once more ends it.
+
+    `where` is a folder or a database URL.
+    """
     import optuna
     from optuna.trial import TrialState
 
-    from amptune.search.sampler import leases
+    from amptune.search.sampler import backend, leases
 
     chance, began_s, told = random.Random(seed), time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder:
-        running = [_worker(url, Path(folder) / str(number)) for number in range(workers)]
+        running = [_worker(where, Path(folder) / str(number)) for number in range(workers)]
         for number in range(kills):
             index = chance.randrange(workers)
             process, output = running[index]
@@ -78,7 +82,7 @@ def killed(url: str, kills: int, *, workers: int = 4, seed: int = 0) -> Left:
             process.send_signal(signal.SIGKILL)
             process.wait()
             told += output.read_text().splitlines()[1:]
-            running[index] = _worker(url, Path(folder) / str(workers + number))
+            running[index] = _worker(where, Path(folder) / str(workers + number))
         for process, output in running:
             process.send_signal(signal.SIGKILL)
             process.wait()
@@ -87,7 +91,7 @@ def killed(url: str, kills: int, *, workers: int = 4, seed: int = 0) -> Left:
     from test_policy_sampler import opened
 
     leases.GONE_S = 1.0
-    last = opened(url)
+    last = opened(where)
     for _ in range(2):  # it sees who stands still, and then gives up what they had
         suggestion = last.suggest()
         if suggestion is not None:
@@ -96,8 +100,8 @@ def killed(url: str, kills: int, *, workers: int = 4, seed: int = 0) -> Left:
     suggestion = last.suggest()
     if suggestion is not None:
         last.forget(suggestion)
-    study = optuna.load_study(study_name="study", storage=url)
-    kept = Counter(str(trial.policy) for trial in opened(url).trials)
+    study = optuna.load_study(study_name="study", storage=backend.opened(where))
+    kept = Counter(str(trial.policy) for trial in opened(where).trials)
     return Left(
         kills=kills,
         told=len(told),
@@ -108,9 +112,9 @@ def killed(url: str, kills: int, *, workers: int = 4, seed: int = 0) -> Left:
     )
 
 
-def _worker(url: str, output: Path) -> tuple[subprocess.Popen[bytes], Path]:
+def _worker(where: Path | str, output: Path) -> tuple[subprocess.Popen[bytes], Path]:
     output.touch()
-    command = [sys.executable, "-c", WORKER, url, str(TESTS), str(TESTS / "search"), *sys.path]
+    command = [sys.executable, "-c", WORKER, str(where), str(TESTS), str(TESTS / "search"), *sys.path]
     with output.open("wb") as stream:
         return subprocess.Popen(command, stdout=stream), output
 
@@ -155,7 +159,7 @@ def _free_port() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("storage", choices=["postgresql", "sqlite"])
+    parser.add_argument("storage", choices=["journal", "postgresql", "sqlite"])
     parser.add_argument("--kills", type=int, default=50)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -163,8 +167,10 @@ def main() -> None:
         if arguments.storage == "postgresql":
             with postgresql(folder) as url:
                 left = killed(url, arguments.kills)
-        else:
+        elif arguments.storage == "sqlite":
             left = killed(f"sqlite:///{folder / 'study.db'}", arguments.kills)
+        else:
+            left = killed(folder / "study", arguments.kills)
     print(json.dumps({"storage": arguments.storage, **asdict(left)}))
 
 

@@ -222,6 +222,13 @@ def test_a_larger_batch_that_gives_nothing_is_not_told(decision: Decision) -> No
     assert runner.sizes == [OWN, 2 * OWN]
 
 
+def test_a_larger_batch_is_not_looked_for_if_its_graph_would_come_too_late(decision: Decision) -> None:
+    runner = Sized(lambda _: 1000.0, LARGEST)
+    slow = replace(decision.policy_file, policy=decision.policy.compiled("max-autotune"))
+    assert larger_batch(runner, replace(decision, policy_file=slow), Budget(seconds=60)) is None
+    assert runner.sizes == []
+
+
 def test_a_larger_batch_is_not_looked_for_without_time(decision: Decision) -> None:
     runner = Sized(lambda _: 1000.0, LARGEST)
     assert larger_batch(runner, decision, Budget(seconds=0.5)) is None

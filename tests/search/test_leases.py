@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 
 import pytest
-from killed_workers import POSTGRESQL, killed, postgresql
+from commands import WORKLOADS, budget_here, process
+from killed_workers import POSTGRESQL, TESTS, killed, postgresql
 from test_policy_sampler import opened
 
+from amptune.errors import DeviceError, StudyError
 from amptune.measure.results.outcome import Failure
-from amptune.measure.workers.source import Source
+from amptune.measure.workers.cpu_share import cores
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.plan.budget import Budget
-from amptune.search.request import TuningRequest
+from amptune.search.pipeline import locked
 from amptune.search.sampler.backend import database_at
 from amptune.search.sampler.leases import GONE_S, Leases
+from amptune.search.sampler.storage import recall
 from amptune.search.sampler.study import Study
 from amptune.search.sampler.suggestion import Suggestion
-from amptune.search.space.candidates import Wanted
 from amptune.search.table.trial import Trial
 
 RECIPE = amp_recipe("bf16")
@@ -82,8 +85,59 @@ def test_a_worker_counts_on_until_it_leaves(tmp_path: Path, monkeypatch: pytest.
     assert leases.study.user_attrs[f"alive {leases.worker}"] >= 2
 
 
-def test_a_folder_is_one_workers_and_needs_no_lease(tmp_path: Path) -> None:
-    assert opened(tmp_path)._store._leases is None
+# A worker that begins a trial and never ends it.
+BEGINS = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import time
+from pathlib import Path
+from amptune.policy.settings import amp_recipe
+from test_policy_sampler import opened
+study = opened(Path("study"))
+study._store.join()
+study.suggest(wanted=amp_recipe("bf16"))
+print("begun", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_workers_trial_is_tried_again_at_once_on_its_machine(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BEGINS, *map(str, (TESTS, TESTS / "search")), *sys.path]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"begun\n"
+        study = opened(tmp_path / "study")
+        other = asked(study)
+        assert other.policy != RECIPE
+        worker.kill()
+    assert asked(study).policy == RECIPE
+
+
+def test_half_a_record_of_a_killed_writer_is_dropped_before_the_next(tmp_path: Path) -> None:
+    first, second = opened(tmp_path), opened(tmp_path)
+    for study, policy in ((first, RECIPE), (second, STOCK)):
+        with (tmp_path / "journal.log").open("a") as journal:
+            journal.write('{"op_code": 5, "wor')
+        suggestion = study.suggest(wanted=policy)
+        assert suggestion is not None
+        study.tell(suggestion, trial(policy, "run"))
+    assert [one.policy for one in opened(tmp_path).trials] == [RECIPE, STOCK]
+
+
+# A writer that is killed while it holds the journal's lock.
+WRITES = """
+import os, signal, sys
+from pathlib import Path
+from amptune.search.sampler.backend import journal_in
+journal_in(Path(sys.argv[1]))._lock.acquire()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_writer_that_was_killed_holds_up_nobody(tmp_path: Path) -> None:
+    study = opened(tmp_path)
+    assert subprocess.run([sys.executable, "-c", WRITES, str(tmp_path)], check=False).returncode == -signal.SIGKILL
+    assert asked(study).policy == RECIPE
 
 
 @pytest.mark.parametrize(
@@ -93,26 +147,33 @@ def test_a_folder_is_one_workers_and_needs_no_lease(tmp_path: Path) -> None:
         ("cuda:1", "", ".lock-cuda-1"),
         (None, "3", ".lock-cuda-3"),
         ("cuda:1", "2,5", ".lock-cuda-5"),
-        ("cpu", "3", ".lock-cpu-0"),
+        ("cpu", "3", ".lock-cpu-4"),
     ],
 )
-def test_tuners_of_a_shared_study_lock_their_device_alone(
+def test_tuners_in_one_folder_lock_their_device_alone(
     device: str | None, visible: str, lock: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    wanted = Wanted(baseline=STOCK, pins={})
-    one = TuningRequest(
-        source=Source(target="a.py:b"), wanted=wanted, budget=Budget(seconds=1.0), folder=tmp_path, study="sqlite://",
-        device=device,
-    )  # fmt: skip
-    assert one.lock == lock
-    assert replace(one, study=tmp_path).lock == ".lock"
+    monkeypatch.setattr("amptune.search.pipeline.cores_of_this_process", lambda: [4, 5])
+    with locked(tmp_path, device), locked(tmp_path, "cuda:7"):
+        assert sorted(one.name for one in tmp_path.iterdir()) == sorted([lock, ".lock-cuda-7"])
+        with pytest.raises(StudyError, match="on this device; wait for it"), locked(tmp_path, device):
+            pass
+
+
+def test_a_folder_that_another_device_uses_is_not_removed_with_a_failed_start(tmp_path: Path) -> None:
+    where = tmp_path / "study"
+    with pytest.raises(DeviceError), locked(where, "cuda:0"), locked(where, "cuda:1"):
+        raise DeviceError("gone")
+    assert where.is_dir()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("storage", ["sqlite", "postgresql"])
+@pytest.mark.parametrize("storage", ["journal", "sqlite", "postgresql"])
 def test_killed_workers_lose_nothing_that_was_told(tmp_path: Path, storage: str) -> None:
-    if storage == "sqlite":
+    if storage == "journal":
+        left = killed(tmp_path / "study", 5, workers=2)
+    elif storage == "sqlite":
         left = killed(f"sqlite:///{tmp_path / 'study.db'}", 5, workers=2)
     elif POSTGRESQL is None or importlib.util.find_spec("psycopg2") is None:
         pytest.skip("needs PostgreSQL and psycopg2")
@@ -121,6 +182,30 @@ def test_killed_workers_lose_nothing_that_was_told(tmp_path: Path, storage: str)
             left = killed(url, 5, workers=2)
     assert left.told > 0
     assert (left.lost, left.twice, left.running) == (0, 0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux" or cores() < 2, reason="needs Linux and two CPU cores")
+def test_two_workers_of_one_command_share_a_database(tmp_path: Path) -> None:
+    if POSTGRESQL is None or importlib.util.find_spec("psycopg2") is None:
+        pytest.skip("needs PostgreSQL and psycopg2")
+    (tmp_path / "train.py").write_text(WORKLOADS)
+    (tmp_path / "server").mkdir()
+    command = [
+        "tune",
+        "train.py:small",
+        "--device",
+        "cpu",
+        "--workers",
+        "2",
+        "--no-compile",
+        "--budget",
+        budget_here(8),
+    ]
+    with postgresql(tmp_path / "server") as url:
+        done = process(*command, "--study", url, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert len({trial.run for trial in recall(url).trials}) == 2
 
 
 def test_jobs_that_open_a_new_database_at_once_all_get_it(tmp_path: Path) -> None:

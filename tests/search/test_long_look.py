@@ -190,7 +190,7 @@ def test_each_seed_trains_in_fp32_and_under_the_policy_and_each_curve_is_kept(tm
 
 def test_nobody_trains_beside_a_tuning_in_the_same_folder_and_earlier_curves_stay(tmp_path: Path) -> None:
     verified(tmp_path)
-    with locked(tmp_path / "study"), pytest.raises(StudyError, match="another amptune is tuning"):
+    with locked(tmp_path / "study", None), pytest.raises(StudyError, match="another amptune is tuning"):
         verified(tmp_path)
     assert len(lines(tmp_path)) == 2 * SEEDS
 

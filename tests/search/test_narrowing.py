@@ -278,6 +278,15 @@ def test_a_block_in_a_process_of_the_search_belongs_to_its_launch() -> None:
     assert [one.launch for one in bench.rows[2:]] == ["search"] * 2
 
 
+def test_in_a_round_the_leader_and_the_baseline_come_before_the_recipe_that_is_shown_beside_them() -> None:
+    bench = Bench(times_ms={STOCK: 10.0, BF16: 9.9, FP16: 10.5})
+    bench.narrowing.beside = lambda _: [FP16]
+    bench.known(STOCK, BF16)
+    rounds = [bench.machine.measured[i : i + 3] for i in range(2, len(bench.machine.measured) - 2, 3)]
+    assert rounds
+    assert all(one[2] == FP16 for one in rounds)
+
+
 def test_a_block_is_given_the_time_that_is_left_within_limits() -> None:
     long, short = Bench(seconds=1000.0), Bench(seconds=0.0)
     for bench in (long, short):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import pytest
 from measurements import took
@@ -243,7 +244,14 @@ def test_a_round_that_does_not_fit_leaves_out_the_rivals(left_s: float, expected
 
 def test_no_round_is_begun_that_does_not_fit() -> None:
     assert chosen(TRIALS, left_s=15.9) is None
-    assert chosen(TRIALS, left_s=3.9, running={STOCK, BF16, FP16}) is None
+    assert chosen(TRIALS, left_s=1.9, running={STOCK, BF16, FP16}) is None
+
+
+def test_with_time_for_one_turn_the_loop_sees_the_leader_once() -> None:
+    assert policies(chosen(TRIALS, running=(STOCK, BF16), left_s=3.0)) == (BF16,)
+    assert chosen(TRIALS, running=(STOCK,), left_s=3.0) is None
+    seen = replace(TRIALS[1], outcome=replace(took(5.0), in_loop=True))
+    assert chosen([*TRIALS, seen], running=(STOCK, BF16), left_s=3.0) is None
 
 
 def test_a_budget_without_time_for_a_launch_uses_the_processes_that_run() -> None:

@@ -17,7 +17,7 @@ from amptune.report.explanation import explain_for
 from amptune.search.api import tune
 from amptune.search.decide.decision import Decision
 from amptune.search.events import Event, SearchEnded, SearchStarted, TrialEnded
-from amptune.search.pipeline import TuningInterrupted, tune_with
+from amptune.search.pipeline import TuningInterrupted, locked, tune_with
 from amptune.search.plan.budget import Budget, Clock
 from amptune.search.request import TuningRequest
 from amptune.search.sampler.storage import recall
@@ -241,9 +241,7 @@ def test_the_policy_file_says_where_it_holds_and_what_was_measured(tmp_path: Pat
 
 
 def test_a_second_tuner_in_the_same_folder_is_refused(tmp_path: Path) -> None:
-    from filelock import FileLock
-
-    with FileLock(tmp_path / ".lock"), pytest.raises(StudyError, match="wait for it"):
+    with locked(tmp_path, None), pytest.raises(StudyError, match="wait for it"):
         tune("amptune.workload.zoo:digits", study=tmp_path, budget_s=5)
 
 
@@ -303,6 +301,15 @@ def test_a_database_without_its_driver_is_told_before_the_workload_is_built(
     machine = NeverBuilt("resnet50")
     with pytest.raises(StudyError, match=f"the study cannot be read or written: .*{said}") as caught:
         tune_with(machine, replace(request_in(tmp_path, machine.clock), study=url), lambda _: None)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_database_that_cannot_be_reached_is_told_before_the_workload_is_built(tmp_path: Path) -> None:
+    pytest.importorskip("psycopg2", reason="needs the driver of PostgreSQL")
+    machine = NeverBuilt("resnet50")
+    request = replace(request_in(tmp_path, machine.clock), study="postgresql+psycopg2://u:secret@127.0.0.1:1/x")
+    with pytest.raises(StudyError, match=r"the study cannot be read or written: .*refused") as caught:
+        tune_with(machine, request, lambda _: None)
     assert "secret" not in str(caught.value)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import subprocess
 import sys
@@ -11,13 +10,11 @@ from pathlib import Path
 import optuna
 import pytest
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
-from optuna.storages.journal import JournalFileSymlinkLock
 from optuna.trial import TrialState
 from simulated.recorded import RecordedEvaluator, recorded_ms
 
 from amptune.measure.results.outcome import Effort, Failure
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.sampler import backend
 from amptune.search.sampler.policy_sampler import sampler_named, with_fixed
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
@@ -128,26 +125,3 @@ def test_plain_optuna_reads_values_and_the_parameters_that_ran(tmp_path: Path) -
     assert ran == found
     assert plain.best_value == pytest.approx(max(trial.samples_per_s for trial in study.trials))
     assert set(optuna.importance.get_param_importances(plain)) == set(complete[0].params)
-
-
-def test_a_trial_left_by_a_killed_worker_blocks_nothing(tmp_path: Path) -> None:
-    study = opened(tmp_path)
-    study.measure_first([STOCK])
-    assert study.suggest() is not None
-    again = opened(tmp_path)
-    again.measure_first([STOCK])
-    assert searched(again, 1) == [STOCK]
-
-
-@pytest.mark.skipif(
-    "grace_period" not in inspect.signature(JournalFileSymlinkLock).parameters, reason="this Optuna breaks no lock"
-)
-def test_a_lock_that_a_killed_writer_left_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interruption between taking and releasing it left one, and the tuner waited for itself, for ever."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(backend, "LOCK_S", 3)
-    where = Path("study")
-    searched(opened(where), 1)
-    (where / "journal.log.lock").symlink_to((where / "journal.log").absolute())
-    assert len(searched(opened(where), 1)) == 1
-    assert not (where / "journal.log.lock").is_symlink()

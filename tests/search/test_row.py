@@ -17,6 +17,7 @@ from amptune.search.table.row import (
     are_alike,
     decisive,
     mean_error,
+    settled_in,
     sittings_of,
     step_spread,
     waits_for_data,
@@ -139,6 +140,22 @@ def test_unsettled_blocks_count_only_for_a_policy_that_has_no_others() -> None:
     unsettled = [row(one, replace(block(5.0), settled=False)) for one in (BF16, BF16_LAST)]
     settled = row(BF16, 6.0)
     assert decisive([*unsettled, settled]) == [unsettled[1], settled]
+
+
+def test_graphs_that_keep_coming_in_the_loop_leave_no_policy_with_graphs_settled_that_the_loop_has_not_seen() -> None:
+    compiled, other, recorded = (
+        BF16.compiled("default"),
+        BF16.compiled("reduce-overhead"),
+        replace(BF16, cuda_graphs=True),
+    )
+    trials = [row(policy, 5.0) for policy in (STOCK, BF16, compiled, other, recorded)]
+    assert settled_in(trials) == {STOCK, BF16, compiled, other, recorded}
+    turn = in_loop(compiled, 9.0)
+    restless = replace(turn, outcome=replace(block(90.0), in_loop=True, settled=False))
+    assert settled_in([*trials, restless]) == {STOCK, BF16}
+    assert restless in decisive([*trials, restless])
+    assert settled_in([*trials, restless, in_loop(other, 5.0)]) == {STOCK, BF16, other}
+    assert settled_in([*trials, restless, turn]) == {STOCK, BF16, compiled, other, recorded}
 
 
 def test_steps_are_alike_if_they_take_about_the_same_multiple_of_the_baselines() -> None:

@@ -469,6 +469,18 @@ def test_a_policy_that_settles_in_a_later_block_can_win() -> None:
     assert decided(rows, GPU).winner.policy == BF16
 
 
+def test_a_policy_whose_graphs_keep_coming_in_the_loop_cannot_win_however_fast_its_trial_was() -> None:
+    """As a model that stops at an exit chosen by data: 37 ms on batches that come again, 263 on new ones."""
+    compiled = BF16.compiled("reduce-overhead")
+    trials = [row(STOCK, 58.0), row(compiled, 37.0), row(BF16, 39.0)]
+    assert decided(trials, GPU).winner.policy == compiled
+    verdict = decided([*trials, timed(compiled, [263.0] * 9, settled=False, in_loop=True)], GPU)
+    assert verdict.winner.policy == BF16
+    lost = verdict.contender_of(compiled)
+    assert lost is not None
+    assert "compiled or recorded anew" in lost.lost
+
+
 def test_a_policy_that_is_slow_now_and_then_and_may_be_slower_does_not_replace_the_baseline() -> None:
     """As a model whose dropped layers make it record anew: 18.6 ms as a rule, hundreds in the mean."""
     steps = [18.6] * 19 + [400.0]

@@ -52,16 +52,14 @@ class DrawnBatches:
         return self._kept.setdefault(("sequence", samples, len(found)), found)
 
     def fresh_sequence(self, samples: int, count: int | None = None) -> list[Any]:
-        """Returns batches like those of `sequence` that are others, drawn at each call."""
-        seed_everything(self._seed + 1)
-        with user_code(f"batch({samples})"):
-            return self._some(samples, count)
+        """Returns batches like those of `sequence` that are others."""
+        return self._known(("fresh", samples, count), lambda: self._some(samples, count), self._seed + 1)
 
-    def _known(self, key: _Key, draw: Callable[[], list[Any]]) -> list[Any]:
+    def _known(self, key: _Key, draw: Callable[[], list[Any]], seed: int | None = None) -> list[Any]:
         samples = key[1]
         if key not in self._kept:
             self._make_room()
-            seed_everything(self._seed)
+            seed_everything(self._seed if seed is None else seed)
             with user_code(f"batch({samples})"):
                 drawn = draw()
             self._require_another_size(samples, drawn[0])

@@ -79,13 +79,14 @@ class Prepared:
     `memory_mib` is the device memory that a training process can use: the free memory once its context is open (on a
     CPU, the available memory), or the user's limit. It is None if unknown. `start_s` is the time in seconds from the
     start of its process until the workload was built; another worker needs the same time. `batches` is the number of
-    different batches to time steps on, if it is known. `mistakes` are those that the guard found in a step of the
-    user's own.
+    different batches to time steps on, if it is known, and `draw_s` the seconds to draw them. `mistakes` are those that
+    the guard found in a step of the user's own.
     """
 
     hardware: Hardware
     subject: Subject
     memory_mib: float | None = None
     start_s: float = 0.0
+    draw_s: float = 0.0
     batches: int | None = None
     mistakes: tuple[Finding, ...] = ()

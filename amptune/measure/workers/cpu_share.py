@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-__all__ = ["cores", "rarely_collecting_garbage", "share_compilers", "sharing_threads"]
+__all__ = [
+    "cores",
+    "cores_for",
+    "cores_of_this_process",
+    "rarely_collecting_garbage",
+    "share_compilers",
+    "sharing_threads",
+]
 
 
 @contextmanager
@@ -48,4 +57,27 @@ def share_compilers(among: int) -> None:
 
 def cores() -> int:
     """Returns the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return len(cores_of_this_process())
+
+
+def cores_for(workers: int) -> list[tuple[int, ...]]:
+    """Returns each worker's share of the CPU cores; nothing for each if they cannot be shared.
+
+    What Linux counts as CPUs are threads of a core, as a rule two: those of one core stay together.
+    """
+    own = sorted(cores_of_this_process(), key=_first_of_core)
+    each = len(own) // workers if sys.platform == "linux" else 0
+    return [tuple(own[number * each : (number + 1) * each]) for number in range(workers)]
+
+
+def _first_of_core(cpu: int) -> tuple[int, int]:
+    try:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return cpu, cpu
+    return int(re.split(r"\D", siblings)[0]), cpu
+
+
+def cores_of_this_process() -> list[int]:
+    """Returns the numbers of the CPU cores that this process may use, in order."""
+    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))

@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -138,7 +138,7 @@ def prepare() -> Prepared:
     try:
         bench = _bench()
         start_s = time.time() - psutil.Process().create_time()
-        batches = _count_of_batches(bench)
+        batches, draw_s = _drawn(bench)
         if batches:
             require_sound_input(bench)
         subject = inspect_model(bench, digest_of(_State.setting.source))
@@ -148,6 +148,7 @@ def prepare() -> Prepared:
             mistakes=mistakes_in_step(bench) if batches else (),
             memory_mib=min(available_mib(bench.device), math.inf if limit is None else limit),
             start_s=start_s,
+            draw_s=draw_s,
             batches=max(1, batches),
         )
     except Exception:
@@ -155,35 +156,45 @@ def prepare() -> Prepared:
         raise
 
 
-def _count_of_batches(bench: Bench) -> int:
-    """Returns how many batches all policies are timed on; 0 if memory is short for one, which the first trial says."""
+def _drawn(bench: Bench) -> tuple[int, float]:
+    """Returns how many batches all policies are timed on, and the seconds to draw them.
+
+    There are none if memory is short for one, which the first trial says.
+    """
     from amptune.measure.bench.failures import failure_of
 
+    began_s = time.monotonic()
     try:
-        return len(bench.drawn.sequence(bench.workload.batch_size))
+        return len(bench.drawn.sequence(bench.workload.batch_size)), time.monotonic() - began_s
     except UserCodeError as error:
         if failure_of(error).kind == "oom":
-            return 0
+            return 0, 0.0
         raise
 
 
-def get_ready(policy: Policy, at_once: int) -> Outcome | None:
+def get_ready(policy: Policy, at_once: int, for_turns_of: int | None = None) -> Outcome | None:
     """Builds the workload before its first trial and warms the process up; `at_once` workers do so at the same time.
 
-    If the policy uses torch.compile, compiles it (CPU work) and returns the outcome of its first steps. A failure is
-    reported by the trial.
+    For turns of the loop of so many batches, draws these, unless a loader gives them. If the policy uses torch.compile,
+    compiles it (CPU work) and returns the outcome of its first steps. A failure is reported by the trial.
     """
     from amptune.measure.bench.failures import failure_of
+    from amptune.measure.loop.own_loop import measure_in_loop
     from amptune.measure.workers.warm_start import warm_up
 
     try:
         with sharing_threads(at_once):
-            warm_up(_bench().device)
+            bench = _bench()
+            warm_up(bench.device)
+            draws = for_turns_of is not None and bench.workload.loader is None
+            if draws:
+                bench.drawn.fresh_sequence(policy.batch_size or bench.workload.batch_size, for_turns_of)
         if policy.compile == "off":
             return None
         share_compilers(at_once)
         with rarely_collecting_garbage():
-            return _bench().measure(policy, A_FEW_STEPS)
+            effort = replace(A_FEW_STEPS, batches=for_turns_of)
+            return measure_in_loop(bench, policy, effort) if draws else bench.measure(policy, effort)
     except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
         traceback.print_exc()  # into the log
         return failure_of(error)

@@ -21,7 +21,7 @@ from amptune.search.plan.budget import Budget
 __all__ = ["Judge", "OutOfTimeError", "PolicyJudged", "raised_by"]
 
 # The share of the time left that the reference may take: the more time, the more steps it compares.
-REFERENCE_SHARE = 0.1
+REFERENCE_SHARE = 0.08
 # The share of the budget that judging may take with a graph, which is compiled anew: one once took 104 of 300 s.
 JUDGING_SHARE = 0.15
 # The least time for the reference, even if the budget is short: one made in less time says too little.

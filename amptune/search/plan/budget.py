@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 __all__ = ["SHORT_S", "Budget", "Clock", "larger_batch_s"]
 
@@ -36,10 +36,6 @@ class Budget:
     @property
     def left_s(self) -> float:
         return self.seconds - self.spent_s
-
-    def less(self, seconds: float) -> Budget:
-        """Returns this budget with `seconds` of it kept back for something else."""
-        return replace(self, seconds=self.seconds - seconds)
 
     @property
     def left_to_prepare_s(self) -> float:

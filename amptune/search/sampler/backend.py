@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
 import optuna
+from filelock import FileLock
 from optuna.storages import BaseStorage, JournalStorage
-from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.storages.journal import JournalFileBackend
 
 from amptune.errors import StudyError, first_line
 from amptune.search.sampler.records import without_password
@@ -16,29 +18,44 @@ from amptune.search.sampler.records import without_password
 __all__ = ["JOURNAL", "SQLITE", "database_at", "journal_in", "opened", "storage_errors"]
 
 JOURNAL = "journal.log"
-# A writer holds the journal's lock for milliseconds, and makes the tables of a database in less than a second.
-LOCK_S = 10
+# Making the tables of a database takes less than a second; beside much else, others still made them after ten.
+LOCK_S = 60
 SQLITE = "sqlite:///"
 
 
 def journal_in(folder: Path) -> JournalFileBackend:
-    """Returns the journal in the folder. The lock of a writer that was killed or interrupted is broken after a while.
+    """Returns the journal in the folder, for any number of writers on this host."""
+    journal = (folder / JOURNAL).absolute()
+    return JournalFileBackend(str(journal), _JournalLock(journal))  # type: ignore[arg-type]  # its base class is private
 
-    Its path is absolute: Optuna looks at a relative one from elsewhere, and then waits for such a lock for ever.
+
+class _JournalLock:
+    """The lock that a writer of the journal holds while it appends. The system releases it when its process ends.
+
+    Optuna's own lock is a link that a killed writer leaves behind, and others break it after a while.
     """
-    path = str((folder / JOURNAL).absolute())
-    try:
-        lock = JournalFileSymlinkLock(path, grace_period=LOCK_S)
-    except TypeError:  # an older Optuna breaks no lock
-        lock = JournalFileSymlinkLock(path)
-    return JournalFileBackend(path, lock)
+
+    def __init__(self, journal: Path) -> None:
+        self._journal = journal
+        self._lock = FileLock(journal.with_name(".lock-journal"))
+
+    def acquire(self) -> bool:
+        self._lock.acquire()
+        try:
+            _drop_half_a_line(self._journal)
+        except BaseException:
+            self._lock.release()
+            raise
+        return True
+
+    def release(self) -> None:
+        self._lock.release()
 
 
 def opened(where: Path | str) -> BaseStorage:
     """Opens the journal in a folder, which is made if it is missing, or a database."""
     if isinstance(where, Path):
         where.mkdir(parents=True, exist_ok=True)
-        _drop_half_a_line(where / JOURNAL)
         return JournalStorage(journal_in(where))
     return database_at(where)
 
@@ -62,12 +79,13 @@ def database_at(url: str) -> BaseStorage:
 
 
 def _drop_half_a_line(journal: Path) -> None:
-    """Drops half a record at the end, left by a full disk or a power cut, which Optuna could never read past."""
-    if not journal.exists():
-        return
-    content = journal.read_bytes()
-    if content and not content.endswith(b"\n"):
-        journal.write_bytes(content[: content.rfind(b"\n") + 1])
+    """Drops half a record at the end, left by a killed writer or a full disk, which Optuna could never read past."""
+    with journal.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        if file.read() not in (b"", b"\n"):
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _reason(error: BaseException) -> str:

@@ -1,19 +1,24 @@
-"""Leases: which worker has each trial of a shared study, and whether that worker is still alive.
+"""Leases: which worker has each trial of a study, and whether that worker is still alive.
 
 A worker counts on while it lives, in an attribute of the study. One whose counter stands still for a while, by the
-reader's own clock, is gone: clocks of several hosts need not agree. Its trials are given up, and tried again.
+reader's own clock, is gone: clocks of several hosts need not agree. One whose process has ended is gone at once, where
+the reader can see that. Its trials are given up, and tried again.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 
 import optuna
+import psutil
 from optuna.trial import FrozenTrial, TrialState
 
 from amptune.policy.serialization import policy_from_dict
@@ -33,7 +38,7 @@ class Leases:
 
     study: optuna.Study
     clock: Callable[[], float] = time.monotonic
-    worker: str = field(default_factory=lambda: uuid.uuid4().hex)
+    worker: str = field(default_factory=lambda: _own_name())
     _beats: int = 0
     _ended: threading.Event = field(default_factory=threading.Event)
     # The last counter seen of each other worker, and when it was first seen.
@@ -69,6 +74,8 @@ class Leases:
                 self.study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
 
     def _is_gone(self, owner: str, count: int) -> bool:
+        if _has_ended_here(owner):
+            return True
         before, since_s = self._seen.get(owner, (-1, 0.0))
         if count != before:
             self._seen[owner] = count, self.clock()
@@ -79,6 +86,30 @@ class Leases:
         while not self._ended.wait(BEAT_S):
             with suppress(Exception):  # the storage may come back, and the worker's own calls tell what is wrong
                 self.beat()
+
+
+def _own_name() -> str:
+    """Returns a name for one worker of this process, which tells where the process runs."""
+    return f"{uuid.uuid4().hex} {_place()} {os.getpid()}"
+
+
+@cache
+def _place() -> str:
+    """Returns where process ids mean the same as here: this boot of this kernel, and this container; "-" if unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return "-"
+
+
+def _has_ended_here(owner: str) -> bool:
+    """Returns True if a worker's process ran where this one does, and no process has its id any more."""
+    match owner.split():
+        case [_, place, pid] if place == _place() != "-":
+            return not psutil.pid_exists(int(pid))
+        case _:
+            return False
 
 
 def running_in(study: optuna.Study) -> dict[int, Policy | None]:

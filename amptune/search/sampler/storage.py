@@ -44,9 +44,9 @@ Handle = optuna.Trial
 class Store:
     """One study in its storage. Every method raises `StudyError` if the storage fails."""
 
-    def __init__(self, study: optuna.Study, space: Space, *, is_shared: bool) -> None:
+    def __init__(self, study: optuna.Study, space: Space) -> None:
         self._study = study
-        self._leases = Leases(study) if is_shared else None
+        self._leases = Leases(study)
         self.distributions = distributions_of(space)
         # Since Optuna 5 a trial stores its own constraint; before, only a sampler can.
         self._teller = None if hasattr(optuna.Trial, "set_constraint") else TPESampler(constraints_func=_violation)
@@ -63,28 +63,24 @@ class Store:
 
     def join(self) -> None:
         """Says to other workers that this one lives, until `leave`."""
-        if self._leases is not None:
-            with storage_errors():
-                self._leases.begin()
+        with storage_errors():
+            self._leases.begin()
 
     def leave(self) -> None:
         """Says nothing more of this worker."""
-        if self._leases is not None:
-            self._leases.end()
+        self._leases.end()
 
     def give_up_what_nobody_has(self) -> None:
         """Ends the trials of workers that are gone."""
-        if self._leases is not None:
-            with storage_errors():
-                self._leases.give_up_what_nobody_has()
+        with storage_errors():
+            self._leases.give_up_what_nobody_has()
 
     def ask(self, sampler: BaseSampler) -> Handle:
         """Begins a trial; it has no parameters yet."""
         with storage_errors():
             self._study.sampler = sampler
             handle = self._study.ask()
-            if self._leases is not None:
-                self._leases.take(handle)
+            self._leases.take(handle)
             return handle
 
     def settle(self, handle: Handle) -> None:
@@ -168,11 +164,7 @@ def open_store(where: Path | str, name: str, space: Space) -> Store:
     with warnings.catch_warnings(), storage_errors():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         study = optuna.create_study(storage=opened(where), study_name=name, direction="maximize", load_if_exists=True)
-        is_shared = not isinstance(where, Path)
-        if not is_shared:  # one process at a time has a folder, so nothing runs there now
-            for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-                study.tell(trial.number, state=TrialState.FAIL)
-        return Store(study, space, is_shared=is_shared)
+        return Store(study, space)
 
 
 def _violation(trial: FrozenTrial) -> tuple[float]:

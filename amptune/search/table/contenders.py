@@ -12,7 +12,7 @@ from amptune.policy.settings import Policy
 from amptune.search.table.model import Estimates
 from amptune.search.table.objective import NEGLIGIBLE, SPEED_SLACK, Objective
 from amptune.search.table.ratio import LIKELY, Ratio
-from amptune.search.table.row import Row, are_alike, decisive
+from amptune.search.table.row import Row, are_alike, decisive, settled_in
 
 __all__ = ["Contender", "contenders_of"]
 
@@ -26,9 +26,9 @@ class Contender:
 
     `vs_baseline` compares samples per second, `gain` the figure of the objective, both in a later sitting; `chance` is
     the probability that it is better than the baseline by the objective, `fast_enough` that it has the speed that the
-    objective needs. A policy that is `too_slow` cannot win, nor one of which no row is `settled`. `alike` tells if its
-    steps take about the same multiple of the baseline's. All rows of a `disturbed` one were disturbed. `lost` says why
-    it did not win; empty for the winner.
+    objective needs. A policy that is `too_slow` cannot win, nor one that is not `settled`. `in_loop` tells if it was
+    timed in the user's loop, `alike` if its steps take about the same multiple of the baseline's. All rows of a
+    `disturbed` one were disturbed. `lost` says why it did not win; empty for the winner.
     """
 
     policy: Policy
@@ -43,6 +43,7 @@ class Contender:
     fast_enough: float = 1.0
     disturbed: bool = False
     settled: bool = True
+    in_loop: bool = False
     alike: bool = True
     rows: int = 0
     failure: Failure | None = None
@@ -84,7 +85,7 @@ def contenders_of(
     rows: Sequence[Row], scores: Estimates, speeds: Estimates, objective: Objective
 ) -> Iterator[Contender]:
     """Yields each policy of the table with its figures: estimates by the objective, and of samples per second."""
-    of, timed = _by_policy(rows), _by_policy(decisive(rows))
+    of, timed, settled = _by_policy(rows), _by_policy(decisive(rows)), settled_in(rows)
     baseline = scores.policies[scores.baseline]
     figures = _newest_figures(timed[baseline])
     for policy, own in of.items():
@@ -93,9 +94,13 @@ def contenders_of(
             yield Contender(policy=policy, failure=failure, rows=len(own))  # a policy that sometimes fails is useless
         elif policy in timed:
             found = _measured(policy, timed[policy], scores, speeds, objective, figures)
-            settled = policy == baseline or any(row.is_settled for row in timed[policy])
-            rows_measured = sum(isinstance(row.outcome, Measurement) for row in own)
-            yield replace(found, settled=settled, alike=are_alike(own, of[baseline]), rows=rows_measured)
+            yield replace(
+                found,
+                settled=policy == baseline or policy in settled,
+                in_loop=any(row.in_loop for row in own),
+                alike=are_alike(own, of[baseline]),
+                rows=sum(isinstance(row.outcome, Measurement) for row in own),
+            )
 
 
 def _by_policy(rows: Iterable[Row]) -> dict[Policy, list[Row]]:

@@ -14,7 +14,7 @@ from amptune.search.table.objective import NEGLIGIBLE
 from amptune.search.table.ratio import CONFIRMED, LIKELY
 from amptune.search.table.verdict import PROCESSES, Bar, Verdict, departure_count
 
-__all__ = ["UNSEEN", "NextRound", "launch_s", "next_round", "round_again"]
+__all__ = ["UNSEEN", "NextRound", "launch_s", "named_by", "next_round", "round_again"]
 
 # At most this many policies are measured in turn: each takes a process, and the round a time in which things drift.
 MOST_POLICIES = 8
@@ -63,7 +63,7 @@ def next_round(
     be better. Those `beside` are in every round that has room for them, so that they can be shown beside the winner.
     If the round makes a policy the leader, judging it takes `judging_s`; that must fit too.
     """
-    core = _named(verdict)
+    core = named_by(verdict)
     worth = _rivals(verdict, bar)
     new = [policy for policy in unseen if policy not in core][:MOST_UNSEEN]
     if max(worth.values(), default=0.0) >= UNSEEN or (len(core) > 1 and _are_few(verdict, core)):
@@ -81,9 +81,17 @@ def next_round(
         if seconds + max(map(judging_s, policies)) <= left_s:
             gained = sum(worth.get(policy, 0.0) for policy in policies)
             return NextRound(policies=policies, fresh=starts, seconds=seconds, worth=gained)
-    seconds = sum(map(cost_s, core))
-    fits = set(core) <= set(running) and seconds + max(map(judging_s, core)) <= left_s
-    return NextRound(policies=tuple(core), fresh=False, seconds=seconds) if fits else None
+    for policies in (tuple(core), _unseen_in_loop(verdict)):
+        seconds = sum(map(cost_s, policies))
+        if policies and set(policies) <= set(running) and seconds + max(map(judging_s, policies)) <= left_s:
+            return NextRound(policies=policies, fresh=False, seconds=seconds)
+    return None
+
+
+def _unseen_in_loop(verdict: Verdict) -> tuple[Policy, ...]:
+    """Returns the leader if the user's loop has not seen it, and can tell its speed."""
+    leader = verdict.leader
+    return () if leader is None or leader.in_loop or verdict.waits_for_data else (leader.policy,)
 
 
 def round_again(
@@ -113,7 +121,7 @@ def launch_s(start_s: float, count: int) -> float:
     return start_s * (1 + BESIDE * (count - 1))
 
 
-def _named(verdict: Verdict) -> list[Policy]:
+def named_by(verdict: Verdict) -> list[Policy]:
     """Returns the policies of every round: the baseline, the leader, and the winner if that is a simpler one."""
     named = (verdict.baseline, verdict.leader, verdict.winner)
     return list(dict.fromkeys(one.policy for one in named if one is not None))
@@ -123,7 +131,7 @@ def _rivals(verdict: Verdict, bar: Bar) -> dict[Policy, float]:
     """Returns what each policy that may still win is worth, the most first."""
     if verdict.leader is None:
         return {}
-    named = _named(verdict)
+    named = named_by(verdict)
     able = [one for one in verdict.contenders if one.may_win and one.policy not in named and bar(one.policy) is None]
     worth = {one.policy: one.fast_enough * _worth(one, verdict) for one in able}
     ranked = sorted(worth, key=lambda policy: -worth[policy])

@@ -20,6 +20,7 @@ __all__ = [
     "are_alike",
     "decisive",
     "mean_error",
+    "settled_in",
     "sittings_of",
     "step_spread",
     "wait_share",
@@ -99,12 +100,23 @@ def sittings_of(rows: Sequence[Row]) -> list[tuple[str, int]]:
 def decisive(rows: Sequence[Row]) -> list[Row]:
     """Returns the rows that tell how fast policies are: without loops that wait for data, and without unsettled blocks.
 
-    A policy that has no other rows keeps the unsettled ones.
+    A policy that is not settled keeps all its rows.
     """
-    waits = waits_for_data(rows)
-    timed = [row for row in rows if not (waits and row.in_loop)]
-    settled = {row.policy for row in timed if row.is_settled}
-    return [row for row in timed if row.is_settled or row.policy not in settled]
+    waits, settled = waits_for_data(rows), settled_in(rows)
+    return [row for row in rows if not (waits and row.in_loop) and (row.is_settled or row.policy not in settled)]
+
+
+def settled_in(rows: Sequence[Row]) -> set[Policy]:
+    """Returns the policies with a block in whose second half no graph was compiled or recorded.
+
+    The loop has the last word: its batches are new, those of a trial come again and again. If graphs kept coming there
+    under one policy, no policy with graphs is settled without a block in the loop that is.
+    """
+    looped = {row.policy for row in rows if row.in_loop}
+    calm = {row.policy for row in rows if row.is_settled and (row.in_loop or row.policy not in looped)}
+    if looped <= calm:
+        return calm
+    return {policy for policy in calm if policy in looped or not (policy.cuda_graphs or policy.compile != "off")}
 
 
 def waits_for_data(rows: Sequence[Row]) -> bool:
