@@ -34,7 +34,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         def split(y: Tensor) -> Tensor:
-            return y.unflatten(2, (self.heads, -1)).transpose(1, 2)
+            return y.reshape(*y.shape[:2], self.heads, -1).transpose(1, 2)
 
         source = x if other is None else other
         query, key, value = split(self.query(x)), split(self.key(source)), split(self.value(source))
