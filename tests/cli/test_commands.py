@@ -127,7 +127,7 @@ def test_the_same_command_again_resumes(folder: Path) -> None:
 def test_the_budget_counts_from_the_start_of_the_command(folder: Path) -> None:
     class Slow(Machine):
         def prepare(self, limit_s: float) -> Prepared:
-            assert limit_s == 57.6
+            assert limit_s == 60.0
             self.clock.advance(25.0)
             return super().prepare(limit_s)
 
