@@ -1,1 +1,1 @@
-"""What a training step should cost on a GPU that is not here: predicted from shapes, never measured."""
+"""Predictions of a training step on GPUs that are not here, from the shapes of its tensors; nothing is measured."""

@@ -1,4 +1,4 @@
-"""What a GPU lacks: dtypes, tensor cores, the compiler's kernels, and kernels in the installed PyTorch."""
+"""Features that a GPU lacks: dtypes, tensor cores, the compiler's kernels, and kernels in the installed PyTorch."""
 
 from __future__ import annotations
 

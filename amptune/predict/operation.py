@@ -1,4 +1,4 @@
-"""What one training step does, operation by operation, whatever runs it."""
+"""Operations of one training step, with their work and the bytes they move, whatever GPU runs them."""
 
 from __future__ import annotations
 

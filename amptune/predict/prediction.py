@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from amptune.policy.findings import Finding
 from amptune.predict.gpu_table import GpuModel
@@ -10,7 +10,6 @@ from amptune.predict.missing import missing_on
 from amptune.predict.operation import StepFigures
 from amptune.predict.roofline import gpu_and_host_seconds, step_seconds
 from amptune.predict.speed_up import (
-    Calibration,
     Known,
     Range,
     StepSetting,
@@ -39,7 +38,7 @@ class Gain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a step should do on one GPU: predicted, not measured.
+    """A step on one GPU, predicted and not measured.
 
     `half` is over FP32; `channels_last` (None without convolutions of images or volumes) and `cuda_graphs` are over the
     same step in half precision without it. `memory_gib` and `largest_batch` are in FP32 and in half. `memory_bound` is
@@ -60,42 +59,34 @@ class Prediction:
 def predicted(step: StepFigures, gpu: GpuModel, setting: StepSetting, known: Known | None = None) -> Prediction:
     """Returns the prediction for a GPU."""
     fitted = calibration()
+    maths, last = setting.fp32_math, setting.channels_last
+
+    def half_s(*, channels_last: bool = last, graphs: bool = False) -> float:
+        return step_seconds(
+            step.half, gpu, fitted.efficiency, fp32_math=maths, channels_last=channels_last, graphs=graphs
+        )
+
     half = half_speed_up(step, gpu, setting, known, fitted)
-    busy, host = gpu_and_host_seconds(
-        step.fp32, gpu, fitted.efficiency, fp32_math=setting.fp32_math, channels_last=setting.channels_last
-    )
+    layouts = _gain(half_s(channels_last=False) / half_s(channels_last=True), fitted.spread["channels_last"])
+    graphs = _gain(half_s() / half_s(graphs=True), fitted.spread["cuda_graphs"])
+    busy_s, host_s = gpu_and_host_seconds(step.fp32, gpu, fitted.efficiency, fp32_math=maths, channels_last=last)
+    moved = sum(one.bytes for one in step.fp32.operations if not one.flops)
     return Prediction(
         gpu=gpu,
         half=Gain(verdict=verdict_of(half), ratio=half),
-        channels_last=_channels_last(step, gpu, setting, fitted) if step.convolution_dims & {2, 3} else None,
-        cuda_graphs=_cuda_graphs(step, gpu, setting, fitted),
+        channels_last=layouts if step.convolution_dims & {2, 3} else None,
+        cuda_graphs=replace(graphs, verdict="does not") if step.waits else graphs,
         memory_gib=(_memory(step, 0), _memory(step, 1)),
         largest_batch=(_largest(step, gpu, 0), _largest(step, gpu, 1)),
-        memory_bound=_memory_bound(step, gpu, setting, fitted),
-        host_share=host / busy,
+        memory_bound=min(moved / (gpu.bandwidth * 1e9 * fitted.efficiency.bandwidth) / busy_s, 1.0),
+        host_share=host_s / busy_s,
         missing=missing_on(gpu),
     )
 
 
-def _channels_last(step: StepFigures, gpu: GpuModel, setting: StepSetting, fitted: Calibration) -> Gain:
-    seconds = [
-        step_seconds(step.half, gpu, fitted.efficiency, fp32_math=setting.fp32_math, channels_last=last)
-        for last in (False, True)
-    ]
-    ratio = Range.around(seconds[0] / seconds[1], fitted.spread["channels_last"])
+def _gain(times: float, spread: float) -> Gain:
+    ratio = Range.around(times, spread)
     return Gain(verdict=verdict_of(ratio), ratio=ratio)
-
-
-def _cuda_graphs(step: StepFigures, gpu: GpuModel, setting: StepSetting, fitted: Calibration) -> Gain:
-    seconds = [
-        step_seconds(
-            step.half, gpu, fitted.efficiency, fp32_math=setting.fp32_math, channels_last=setting.channels_last,
-            graphs=graphs,
-        )
-        for graphs in (False, True)
-    ]  # fmt: skip
-    ratio = Range.around(seconds[0] / seconds[1], fitted.spread["cuda_graphs"])
-    return Gain(verdict=verdict_of(ratio) if not step.waits else "does not", ratio=ratio)
 
 
 def _memory(step: StepFigures, which: int) -> Range:
@@ -107,11 +98,3 @@ def _largest(step: StepFigures, gpu: GpuModel, which: int) -> int:
     """Returns the largest batch that should fit at the range's upper end; 0 if none does."""
     free = gpu.memory * 2**30 * _TENSOR_SHARE - _CONTEXT_BYTES - step.fixed_bytes[which]
     return max(int(free / max(step.sample_bytes[which], 1.0)), 0)
-
-
-def _memory_bound(step: StepFigures, gpu: GpuModel, setting: StepSetting, fitted: Calibration) -> float:
-    moved = sum(one.bytes for one in step.fp32.operations if not one.flops)
-    busy, _ = gpu_and_host_seconds(
-        step.fp32, gpu, fitted.efficiency, fp32_math=setting.fp32_math, channels_last=setting.channels_last
-    )
-    return min(moved / (gpu.bandwidth * 1e9 * fitted.efficiency.bandwidth) / busy, 1.0)

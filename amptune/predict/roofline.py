@@ -15,7 +15,7 @@ import numpy as np
 from amptune.predict.gpu_table import GpuModel
 from amptune.predict.operation import KINDS, Work
 
-__all__ = ["Efficiency", "Fp32Math", "step_seconds"]
+__all__ = ["Efficiency", "Fp32Math", "gpu_and_host_seconds", "step_seconds"]
 
 Fp32Math = Literal["stock", "ieee", "tf32"]
 
@@ -25,7 +25,7 @@ _HIDDEN = 4  # the power by which the longer of host and GPU time hides the shor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """What GPUs reach of their data sheets, fitted by reports/published.py; each is a share unless it names a unit.
+    """Shares of the data sheets that GPUs reach, fitted by reports/published.py; a name may have a unit instead.
 
     `fp32`, `tf32` and `half` are of the peak rates in matrix products; `reuse`, the FLOPs that kernels get out of a
     byte of memory bandwidth, bounds these too. `convolution` is of that rate in convolutions on tensor cores,

@@ -76,7 +76,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What was fitted to published and own measurements.
+    """Numbers that were fitted to published and own measurements.
 
     `transfer` is the share of the error on a known GPU that is expected on another, `spread` the standard deviation of
     the logarithm of true over predicted: from shapes alone, and for each relation to the GPU that is known.

@@ -68,15 +68,16 @@ class Narrowing:
     seed: int = 0
     in_loop: bool = True
     loader_failure: Failure | None = field(default=None, init=False)
+    is_over: bool = field(default=False, init=False)
+    """True if no round is left to measure, or the budget ended one."""
 
     _costs_s: dict[Policy, float] = field(default_factory=dict, init=False)
     _launches: int = field(default=0, init=False)
-    _is_over: bool = field(default=False, init=False)
     _announced: set[Policy] = field(default_factory=set, init=False)
 
     def wants(self) -> Step | None:
         """Returns the step that measures the round that tells most; None if more tell little, or none fits."""
-        verdict = None if self._is_over else self.verdict()
+        verdict = None if self.is_over else self.verdict()
         chosen = None if verdict is None else self._next(verdict)
         if chosen is None:
             return None
@@ -96,7 +97,7 @@ class Narrowing:
             chosen = None
         elif verdict is not wanted_by or (chosen is not None and chosen.seconds > self._left_s):
             chosen = self._next(verdict)
-        self._is_over = chosen is None or not self._measured(chosen, self._order, verdict)
+        self.is_over = chosen is None or not self._measured(chosen, self._order, verdict)
 
     def until_known(self) -> None:
         """Measures rounds until one tells little, or the budget is spent."""
@@ -150,11 +151,6 @@ class Narrowing:
     def rounds(self) -> int:
         """The number of rounds in fresh processes so far."""
         return self._launches
-
-    @property
-    def is_over(self) -> bool:
-        """True if no round is left to measure, or the budget ended one."""
-        return self._is_over
 
     @property
     def has_turns(self) -> bool:
