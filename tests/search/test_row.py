@@ -15,6 +15,7 @@ from amptune.search.table.row import (
     SITTING_S,
     Row,
     are_alike,
+    contradicts_trials,
     decisive,
     mean_error,
     settled_in,
@@ -142,20 +143,33 @@ def test_unsettled_blocks_count_only_for_a_policy_that_has_no_others() -> None:
     assert decisive([*unsettled, settled]) == [unsettled[1], settled]
 
 
-def test_graphs_that_keep_coming_in_the_loop_leave_no_policy_with_graphs_settled_that_the_loop_has_not_seen() -> None:
-    compiled, other, recorded = (
-        BF16.compiled("default"),
-        BF16.compiled("reduce-overhead"),
-        replace(BF16, cuda_graphs=True),
-    )
-    trials = [row(policy, 5.0) for policy in (STOCK, BF16, compiled, other, recorded)]
-    assert settled_in(trials) == {STOCK, BF16, compiled, other, recorded}
+def test_a_policy_under_which_graphs_keep_coming_in_the_loop_is_not_settled_whatever_its_trial_says() -> None:
+    compiled, other = BF16.compiled("default"), BF16.compiled("reduce-overhead")
+    trials = [row(policy, 5.0) for policy in (STOCK, BF16, compiled, other)]
     turn = in_loop(compiled, 9.0)
     restless = replace(turn, outcome=replace(block(90.0), in_loop=True, settled=False))
-    assert settled_in([*trials, restless]) == {STOCK, BF16}
+    assert settled_in([*trials, restless]) == {STOCK, BF16, other}
     assert restless in decisive([*trials, restless])
-    assert settled_in([*trials, restless, in_loop(other, 5.0)]) == {STOCK, BF16, other}
-    assert settled_in([*trials, restless, turn]) == {STOCK, BF16, compiled, other, recorded}
+    assert settled_in([*trials, restless, turn]) == {STOCK, BF16, compiled, other}
+
+
+def test_graphs_that_keep_coming_in_the_loop_contradict_trials_unless_the_trial_showed_them() -> None:
+    trials = [row(policy, 5.0) for policy in (STOCK, BF16)]
+    restless = row(BF16_LAST, replace(block(90.0), in_loop=True, settled=False))
+    assert not contradicts_trials([*trials, restless], STOCK)
+    assert contradicts_trials([*trials, row(BF16_LAST, 4.0), restless], STOCK)
+    assert not contradicts_trials([*trials, row(BF16_LAST, 4.0), restless, in_loop(BF16_LAST, 4.1)], STOCK)
+
+
+def test_the_loop_contradicts_a_trial_if_what_was_ahead_is_clearly_behind_there() -> None:
+    trials = [row(STOCK, 10.0), row(BF16, 7.0)]
+    assert not contradicts_trials([*trials, in_loop(STOCK, 12.0), in_loop(BF16, 11.0)], STOCK), "a smaller gain"
+    assert not contradicts_trials([*trials, in_loop(STOCK, 12.0), in_loop(BF16, 12.5)], STOCK), "about level"
+    assert contradicts_trials([*trials, in_loop(STOCK, 12.0), in_loop(BF16, 17.0)], STOCK)
+    assert not contradicts_trials([*trials, in_loop(BF16, 17.0)], STOCK), "the baseline had no turn"
+    assert not contradicts_trials([*trials, in_loop(STOCK, 12.0), in_loop(BF16, 17.0, wait_share=0.5)], STOCK)
+    behind = [row(STOCK, 10.0), row(BF16, 11.0), in_loop(STOCK, 12.0), in_loop(BF16, 17.0)]
+    assert not contradicts_trials(behind, STOCK), "the trial had said so"
 
 
 def test_steps_are_alike_if_they_take_about_the_same_multiple_of_the_baselines() -> None:

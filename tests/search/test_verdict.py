@@ -469,16 +469,22 @@ def test_a_policy_that_settles_in_a_later_block_can_win() -> None:
     assert decided(rows, GPU).winner.policy == BF16
 
 
-def test_a_policy_whose_graphs_keep_coming_in_the_loop_cannot_win_however_fast_its_trial_was() -> None:
+def test_once_the_loop_contradicts_a_trial_only_what_the_loop_has_timed_can_win() -> None:
     """As a model that stops at an exit chosen by data: 37 ms on batches that come again, 263 on new ones."""
     compiled = BF16.compiled("reduce-overhead")
     trials = [row(STOCK, 58.0), row(compiled, 37.0), row(BF16, 39.0)]
     assert decided(trials, GPU).winner.policy == compiled
-    verdict = decided([*trials, timed(compiled, [263.0] * 9, settled=False, in_loop=True)], GPU)
-    assert verdict.winner.policy == BF16
-    lost = verdict.contender_of(compiled)
-    assert lost is not None
-    assert "compiled or recorded anew" in lost.lost
+    rows = [*trials, timed(compiled, [263.0] * 9, settled=False, in_loop=True)]
+    verdict = decided(rows, GPU)
+    assert verdict.keeps_the_baseline
+    assert "compiled or recorded anew" in lost(verdict, compiled)
+    assert "has not timed this one" in lost(verdict, BF16)
+    assert "by its trial alone" in message(verdict, "keep")
+    leader = verdict.leader
+    assert leader is not None
+    assert leader.policy == BF16, "it is the next to get a turn in the loop"
+    assert decided([*rows, *loops({STOCK: [40.0, 40.0], BF16: [30.0, 30.0]})], GPU).winner.policy == BF16
+    assert decided([*rows, *loops({STOCK: [26.0, 26.0], BF16: [38.0, 38.0]})], GPU).keeps_the_baseline
 
 
 def test_a_policy_that_is_slow_now_and_then_and_may_be_slower_does_not_replace_the_baseline() -> None:

@@ -12,7 +12,7 @@ from amptune.policy.settings import Policy
 from amptune.search.table.model import Estimates
 from amptune.search.table.objective import NEGLIGIBLE, SPEED_SLACK, Objective
 from amptune.search.table.ratio import LIKELY, Ratio
-from amptune.search.table.row import Row, are_alike, decisive, settled_in
+from amptune.search.table.row import Row, are_alike, contradicts_trials, decisive, settled_in
 
 __all__ = ["Contender", "contenders_of"]
 
@@ -27,8 +27,9 @@ class Contender:
     `vs_baseline` compares samples per second, `gain` the figure of the objective, both in a later sitting; `chance` is
     the probability that it is better than the baseline by the objective, `fast_enough` that it has the speed that the
     objective needs. A policy that is `too_slow` cannot win, nor one that is not `settled`. `in_loop` tells if it was
-    timed in the user's loop, `alike` if its steps take about the same multiple of the baseline's. All rows of a
-    `disturbed` one were disturbed. `lost` says why it did not win; empty for the winner.
+    timed in the user's loop, `alike` if its steps take about the same multiple of the baseline's. One that is not
+    `believed` has trials alone, and the loop said otherwise of another's. All rows of a `disturbed` one were disturbed.
+    `lost` says why it did not win; empty for the winner.
     """
 
     policy: Policy
@@ -45,6 +46,7 @@ class Contender:
     settled: bool = True
     in_loop: bool = False
     alike: bool = True
+    believed: bool = True
     rows: int = 0
     failure: Failure | None = None
     lost: str = ""
@@ -73,7 +75,7 @@ class Contender:
     def is_shown(self) -> bool:
         """True if it is likely better than the baseline. If it may also be worse, its steps have to be alike."""
         certain = self.gain is not None and self.gain.low >= 1
-        return self.chance >= LIKELY and not self.too_slow and (certain or self.alike)
+        return self.chance >= LIKELY and not self.too_slow and self.believed and (certain or self.alike)
 
     @property
     def place(self) -> tuple[bool, bool, float, float]:
@@ -87,18 +89,20 @@ def contenders_of(
     """Yields each policy of the table with its figures: estimates by the objective, and of samples per second."""
     of, timed, settled = _by_policy(rows), _by_policy(decisive(rows)), settled_in(rows)
     baseline = scores.policies[scores.baseline]
-    figures = _newest_figures(timed[baseline])
+    figures, contradicted = _newest_figures(timed[baseline]), contradicts_trials(rows, baseline)
     for policy, own in of.items():
         failure = next((row.outcome for row in reversed(own) if isinstance(row.outcome, Failure)), None)
         if failure is not None and policy != baseline:
             yield Contender(policy=policy, failure=failure, rows=len(own))  # a policy that sometimes fails is useless
         elif policy in timed:
             found = _measured(policy, timed[policy], scores, speeds, objective, figures)
+            in_loop = any(row.in_loop for row in own)
             yield replace(
                 found,
                 settled=policy == baseline or policy in settled,
-                in_loop=any(row.in_loop for row in own),
+                in_loop=in_loop,
                 alike=are_alike(own, of[baseline]),
+                believed=in_loop or policy == baseline or not contradicted,
                 rows=sum(isinstance(row.outcome, Measurement) for row in own),
             )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ __all__ = [
     "SITTING_S",
     "Row",
     "are_alike",
+    "contradicts_trials",
     "decisive",
     "mean_error",
     "settled_in",
@@ -109,14 +110,38 @@ def decisive(rows: Sequence[Row]) -> list[Row]:
 def settled_in(rows: Sequence[Row]) -> set[Policy]:
     """Returns the policies with a block in whose second half no graph was compiled or recorded.
 
-    The loop has the last word: its batches are new, those of a trial come again and again. If graphs kept coming there
-    under one policy, no policy with graphs is settled without a block in the loop that is.
+    The loop has the last word: its batches are new, those of a trial come again and again.
     """
     looped = {row.policy for row in rows if row.in_loop}
-    calm = {row.policy for row in rows if row.is_settled and (row.in_loop or row.policy not in looped)}
-    if looped <= calm:
-        return calm
-    return {policy for policy in calm if policy in looped or not (policy.cuda_graphs or policy.compile != "off")}
+    return {row.policy for row in rows if row.is_settled and (row.in_loop or row.policy not in looped)}
+
+
+def contradicts_trials(rows: Sequence[Row], baseline: Policy) -> bool:
+    """Returns True if the user's loop says otherwise of a policy than its trial.
+
+    There graphs kept coming under it, which the trial did not show, or it is behind the baseline, where the trial had
+    it ahead. A trial's batches come again and again; if that is why, the trials of other policies are no better.
+    """
+    loops = _middle_speeds(row for row in rows if row.in_loop)
+    trials = _middle_speeds(row for row in rows if not row.in_loop and row.is_settled)
+    calm = settled_in(rows)
+    if any(policy in trials and policy not in calm for policy in loops):
+        return True
+    if waits_for_data(rows) or baseline not in loops or baseline not in trials:
+        return False
+    twice = [policy for policy in loops if policy in trials]
+    return any(
+        trials[policy] > trials[baseline] and loops[policy] * (1 + ALIKE) < loops[baseline] for policy in twice
+    )
+
+
+def _middle_speeds(rows: Iterable[Row]) -> dict[Policy, float]:
+    """Returns the median of the samples per second of each policy's blocks."""
+    speeds: dict[Policy, list[float]] = {}
+    for row in rows:
+        if isinstance(row.outcome, Measurement):
+            speeds.setdefault(row.policy, []).append(row.outcome.samples_per_s)
+    return {policy: statistics.median(of) for policy, of in speeds.items()}
 
 
 def waits_for_data(rows: Sequence[Row]) -> bool:

@@ -208,6 +208,8 @@ def _why(one: Contender, verdict: Verdict, bar: Bar) -> str:
 
 
 def _beside(one: Contender, verdict: Verdict) -> str:
+    if not one.believed:
+        return "the training loop said otherwise of another policy than its trial, and has not timed this one"
     if one.chance >= LIKELY and not one.is_shown:
         return f"may be slower than the baseline ({one.gain}), and its steps differ from each other too much to tell"
     if one.chance < LIKELY:
@@ -260,6 +262,8 @@ def _kept(verdict: Verdict) -> Iterator[Finding]:
         rival = (
             f"; the best rival: {leader.policy}, {words}, better with a probability of {chance_in_words(leader.chance)}"
         )
+        if not leader.believed:
+            rival += ", by its trial alone, where the training loop said otherwise of another policy than its trial"
     yield Finding(code="keep", message=f"keep what you have: no policy was shown {goal_of(objective)}{rival}")
     if verdict.confidence == "undecided":
         yield Finding(code="undecided", message="a rival may be better; more --budget, or a quieter machine, tells")
