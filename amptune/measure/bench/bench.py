@@ -54,20 +54,25 @@ class Batches(Protocol):
 
 
 class _Sequence:
-    """An endless cycle of batches. Each block begins with the first of them, after `begin`."""
+    """An endless cycle of batches. Each block begins with the second half of them, after `begin`.
+
+    The steps before the first block get the first half alone. What a policy pays for a batch that it has not seen, as
+    graphs recorded for its shapes, is thus in its block, as training pays for it.
+    """
 
     def __init__(self, batches: Sequence[Any], begin: Callable[[], None]) -> None:
-        self._batches, self._begin, self._at = batches, begin, 0
+        self._batches, self._begin = batches, begin
+        self._at, self._count = 0, max(1, len(batches) // 2)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         self._at += 1
-        return self._batches[(self._at - 1) % len(self._batches)]
+        return self._batches[(self._at - 1) % self._count]
 
     def begin_block(self) -> None:
-        self._at = 0
+        self._at, self._count = len(self._batches) // 2, len(self._batches)
         self._begin()
 
 
@@ -130,7 +135,8 @@ class Bench:
     ) -> Outcome:
         """Trains for a short time under the policy, from the initial weights.
 
-        Without `batches`, on a sequence that is the same for every policy; blocks begin with the same random numbers.
+        Without `batches`, on a sequence that is the same for every policy. Blocks begin with the same random numbers,
+        which are not those of the steps before them.
         `stillness` stops the processes that compile beside it while steps are timed.
         """
         try:
@@ -145,7 +151,7 @@ class Bench:
         """Runs one trial in its own frame: batches and optimizer state are freed before memory is given back."""
         if batches is None:
             size = policy.batch_size or self.workload.batch_size
-            batches = _Sequence(self._on_device(size, effort.batches), lambda: seed_everything(self._seed))
+            batches = _Sequence(self._on_device(size, effort.batches), lambda: seed_everything(self._seed + 1))
         with self.on_device(policy, batches) as (tuned, stepper):
             return self._timer.measured(
                 tuned,

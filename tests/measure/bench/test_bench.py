@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -238,6 +239,28 @@ def test_batches_changed_in_place_do_not_leak_into_the_next_trial() -> None:
     assert isinstance(first, Measurement)
     assert isinstance(second, Measurement)
     assert trained_alike(first, second)
+
+
+def test_a_block_begins_with_batches_and_random_numbers_that_its_warm_up_did_not_see() -> None:
+    """What a policy pays for each new batch, as a graph of its own, it pays in the block too."""
+    seen: set[tuple[float, float]] = set()
+    costs: list[float] = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        key = float(batch.sum()), float(torch.rand(()))
+        costs.append(0.0 if key in seen else 0.005)
+        seen.add(key)
+        time.sleep(costs[-1])
+        found: torch.Tensor = model(batch).square().mean()
+        return found
+
+    bench = Bench(workload_of(nn.Linear(8, 2), loss=loss), CPU)
+    outcome = bench.measure(STOCK, Effort(warmup_s=0.1, measure_s=0.0, min_steps=8))
+    assert isinstance(outcome, Measurement)
+    assert min(outcome.step_ms[:8]) >= 5.0
+    again = bench.measure(STOCK, Effort(warmup_s=0.1, measure_s=0.0, min_steps=8))
+    assert isinstance(again, Measurement)
+    assert costs[-8:] == [0.0] * 8, "all policies are timed on the same batches, with the same random numbers"
 
 
 def test_a_module_the_user_put_in_eval_mode_stays_there() -> None:
