@@ -487,6 +487,12 @@ def test_once_the_loop_contradicts_a_trial_only_what_the_loop_has_timed_can_win(
     assert decided([*rows, *loops({STOCK: [26.0, 26.0], BF16: [38.0, 38.0]})], GPU).keeps_the_baseline
 
 
+def test_of_level_and_equally_simple_policies_the_one_that_the_loop_has_timed_wins() -> None:
+    rows = [*in_turn({STOCK: [10.0] * 4, BF16: [5.0] * 4, FP16: [4.998] * 4}), *loops({STOCK: [10.0] * 2})]
+    assert decided(rows, GPU).winner.policy == FP16
+    assert decided([*rows, *loops({BF16: [5.0] * 2})], GPU).winner.policy == BF16
+
+
 def test_a_policy_that_is_slow_now_and_then_and_may_be_slower_does_not_replace_the_baseline() -> None:
     """As a model whose dropped layers make it record anew: 18.6 ms as a rule, hundreds in the mean."""
     steps = [18.6] * 19 + [400.0]

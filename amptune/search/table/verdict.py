@@ -173,8 +173,9 @@ def _level_with_the_best(contenders: Sequence[Contender], scores: Estimates, spe
     return confirmed or level
 
 
-def _simplest(one: Contender) -> tuple[int, float]:
-    return departure_count(one.policy), -one.merit
+def _simplest(one: Contender) -> tuple[int, bool, float]:
+    """The sort key of policies that are level; of equally simple ones, what the user's loop has timed comes first."""
+    return departure_count(one.policy), not one.in_loop, -one.merit
 
 
 def _compiled_over_recorded(level: list[Contender], shown: Sequence[Contender], scores: Estimates) -> list[Contender]:
