@@ -255,10 +255,10 @@ def test_a_block_begins_with_batches_and_random_numbers_that_its_warm_up_did_not
         return found
 
     bench = Bench(workload_of(nn.Linear(8, 2), loss=loss), CPU)
-    outcome = bench.measure(STOCK, Effort(warmup_s=0.1, measure_s=0.0, min_steps=8))
+    outcome = bench.measure(STOCK, Effort(warmup_s=0.1, measure_s=0.0, min_steps=8, max_steps=8))
     assert isinstance(outcome, Measurement)
     assert min(outcome.step_ms[:8]) >= 5.0
-    again = bench.measure(STOCK, Effort(warmup_s=0.1, measure_s=0.0, min_steps=8))
+    again = bench.measure(STOCK, Effort(warmup_s=0.1, measure_s=0.0, min_steps=8, max_steps=8))
     assert isinstance(again, Measurement)
     assert costs[-8:] == [0.0] * 8, "all policies are timed on the same batches, with the same random numbers"
 
