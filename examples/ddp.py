@@ -22,15 +22,10 @@ def train(device):
     torch.manual_seed(1 + dist.get_rank())  # data of its own in each process
     x = torch.randn(32, 16, device=device)
     y = x[:, :4].argmax(dim=1)
-    losses = []
-    for _ in range(20):
-        with tuned.autocast():
-            loss = nn.functional.cross_entropy(parallel(tuned.batch(x)), y)
-        tuned.scaler.scale(loss).backward()
-        tuned.scaler.step(optimizer)
-        tuned.scaler.update()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    train_on = tuned.training_step(
+        lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]), optimizer, model=parallel
+    )
+    losses = [train_on((x, y)).item() for _ in range(20)]
     if dist.get_rank() == 0:
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
 

@@ -16,13 +16,13 @@ optimizer = tuned.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 x = torch.randn(tuned.batch_size, 16)
 y = x[:, :4].argmax(dim=1)
-losses = []
-for i in range(40):
-    with tuned.autocast():
-        loss = nn.functional.cross_entropy(tuned.model(tuned.batch(x)), y)
-    tuned.scaler.scale(loss / tuned.accumulate).backward()
-    if (i + 1) % tuned.accumulate == 0:
-        tuned.step(optimizer, clip=1.0)
-        optimizer.zero_grad()
-    losses.append(loss.item())
+
+
+def loss(model, batch):
+    inputs, targets = batch
+    return nn.functional.cross_entropy(model(inputs), targets)
+
+
+train = tuned.training_step(loss, optimizer, clip=1.0)
+losses = [train((x, y)).item() for _ in range(40)]
 print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")

@@ -10,12 +10,14 @@ import torch
 from amptune.changes.layout import convert_batch
 from amptune.errors import PolicyApplyError
 from amptune.policy.html_table import notebook_html, settings_in_rows
+from amptune.runtime.model_device import ModelDevice
 from amptune.runtime.optimizer import fuse
 from amptune.runtime.scaler import PolicyScaler, scaler_for
+from amptune.runtime.training_step import RecipeStep
 from amptune.runtime.weight_hook import PLAIN_WEIGHTS, WeightHook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from amptune.runtime.guard.guard import Guard
     from amptune.runtime.ranks import Ranks
 
-__all__ = ["AUTOCAST_DTYPES", "ModelDevice", "Tuned"]
+__all__ = ["AUTOCAST_DTYPES", "Tuned"]
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -163,6 +165,34 @@ class Tuned:
         scaler.step(optimizer)
         scaler.update()
 
+    def training_step(
+        self,
+        loss: Callable[[Any, Any], torch.Tensor],
+        optimizer: torch.optim.Optimizer,
+        clip: float | None = None,
+        *,
+        model: nn.Module | None = None,
+    ) -> RecipeStep:
+        """Returns a function that trains on a batch: PyTorch's AMP recipe, from autocast to `zero_grad`, in one call.
+
+        `loss(model, batch)` returns a scalar, as in a `Workload`; `batch` comes in the policy's memory format, and
+        `model` is `tuned.model`, or the given one, such as DistributedDataParallel around that. `clip` is the largest
+        norm of all gradients. Raises `PolicyApplyError` for what is no optimizer, and in a distributed job without a
+        given model.
+        """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise PolicyApplyError(
+                f"tuned.training_step() takes one built torch.optim.Optimizer, not {type(optimizer).__name__}: a step "
+                "with several optimizers is written out, with tuned.autocast() and tuned.scaler"
+            )
+        if model is None and self._ranks is not None:
+            raise PolicyApplyError(
+                "tuned.training_step() in a distributed job needs the model whose gradients the ranks exchange: "
+                "tuned.training_step(loss, optimizer, model=DistributedDataParallel(tuned.model)); model=tuned.model "
+                "if they exchange none, or if fully_shard shards it"
+            )
+        return RecipeStep(self, loss, optimizer, clip, model)
+
     def _fuse(self, optimizer: torch.optim.Optimizer) -> None:
         with self._weights.lent_to(optimizer):
             finding = fuse(optimizer)
@@ -250,47 +280,3 @@ class Tuned:
         if self._active:
             scaler.statistics, scaler.weights = self._statistics, self._weights
         return scaler
-
-
-class ModelDevice:
-    """The present device type of a model, by its first parameter, or else its first buffer.
-
-    The tensor's place in the model is remembered, as searching the model takes longer than all else that a policy does
-    in a step. If a module on the path to the tensor was replaced, or the tensor removed, the search runs again.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._way: tuple[tuple[Mapping[str, Any], str, nn.Module], ...] = ()
-        self._holder: Mapping[str, Any] = {}
-        self._name = ""
-
-    @property
-    def device_type(self) -> str:
-        """The device type; `cpu` for a model without parameters and buffers."""
-        tensor = self._holder.get(self._name)
-        for children, name, child in self._way:
-            if children.get(name) is not child:
-                tensor = None
-        if tensor is None:
-            tensor = next(self._tensors(), None)
-        return "cpu" if tensor is None else str(tensor.device.type)
-
-    def _tensors(self) -> Iterator[Any]:
-        """Yields parameters, then buffers, and notes the path to each."""
-        for kind in ("_parameters", "_buffers"):
-            for path, module in self._model.named_modules():
-                self._holder = getattr(module, kind)
-                self._way = tuple(self._steps(path))
-                for name, tensor in self._holder.items():
-                    if tensor is not None:
-                        self._name = name
-                        yield tensor
-
-    def _steps(self, path: str) -> Iterator[tuple[Mapping[str, Any], str, nn.Module]]:
-        module = self._model
-        for name in path.split(".") if path else ():
-            child = module._modules[name]
-            assert child is not None  # noqa: S101  # named_modules() has just been there
-            yield module._modules, name, child
-            module = child

@@ -10,7 +10,7 @@ from torch import nn
 
 from amptune.policy.settings import Policy
 from amptune.runtime.apply_policy import apply
-from amptune.runtime.tuned import ModelDevice
+from amptune.runtime.model_device import ModelDevice
 
 
 def net() -> nn.Sequential:

@@ -34,13 +34,13 @@ class Stepper:
         self._workload = workload
         self._tuned = tuned
         self._batches = batches
-        self._after_backward: Callable[[], None] | None = None
         self._loss = torch.tensor(math.nan)
         with user_code("building the optimizer"):
             built = workload.optimizer(tuned.model)
         self.optimizers = tuple(map(tuned.optimizer, _required_optimizers(workload, built)))
         # `step` gets several as `optimizer(model)` returned them; its recipe has one
         self._optimizer: Any = built if isinstance(built, list | tuple) else self.optimizers[0]
+        self._train = tuned.training_step(self._checked_loss, self.optimizers[0], workload.clip, model=tuned.model)
 
     def __call__(self) -> torch.Tensor:
         """Runs one optimizer step; returns the detached loss (of the last micro-batch)."""
@@ -48,7 +48,8 @@ class Stepper:
             loss = self._workload.step(self._tuned, self._tuned.model, self._optimizer, next(self._batches))
             self._loss = _require_scalar("step", loss).detach()
         else:
-            self._loss = self._recipe().detach()
+            for _ in range(self._tuned.accumulate):
+                self._loss = self._train(next(self._batches))
         return self._loss
 
     def before_optimizer(self, look: Callable[[torch.optim.Optimizer], None]) -> None:
@@ -61,24 +62,9 @@ class Stepper:
         """Loss of the last step; reading it waits for the device."""
         return float(self._loss)
 
-    def _recipe(self) -> torch.Tensor:
+    def _checked_loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         assert self._workload.loss is not None  # noqa: S101  # Workload checks: either loss or step
-        tuned = self._tuned
-        for _ in range(tuned.accumulate):
-            with tuned.autocast():
-                loss = _require_scalar("loss", self._workload.loss(tuned.model, tuned.batch(next(self._batches))))
-                scaled = loss / tuned.accumulate
-            scaled = tuned.scaler.scale(scaled)
-            scaled.backward()  # type: ignore[no-untyped-call]  # torch has not typed it
-        if self._after_backward:
-            self._after_backward()
-        if self._workload.clip is not None:
-            tuned.scaler.unscale_(self._optimizer)
-            torch.nn.utils.clip_grad_norm_(tuned.model.parameters(), self._workload.clip)
-        tuned.scaler.step(self._optimizer)
-        tuned.scaler.update()
-        self._optimizer.zero_grad()
-        return loss
+        return _require_scalar("loss", self._workload.loss(model, batch))
 
     def first_step(self) -> tuple[float, float | None]:
         """Runs the first step; returns (loss, gradient norm).
@@ -86,9 +72,9 @@ class Stepper:
         The norm is None for a workload with its own step, or if the first loss scale was too large.
         """
         norms: list[float] = []
-        self._after_backward = lambda: norms.append(self._gradient_norm())
+        self._train.before_update = lambda: norms.append(self._gradient_norm())
         loss = float(self())
-        self._after_backward = None
+        self._train.before_update = None
         return loss, norms[0] if norms and math.isfinite(norms[0]) else None
 
     def _gradient_norm(self) -> float:

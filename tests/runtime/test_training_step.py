@@ -1,0 +1,178 @@
+"""`tuned.training_step`: the README's loop in one call, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import Batch, Net, batches, net, same_weights
+
+from amptune.errors import PolicyApplyError
+from amptune.policy.settings import LossScale, Policy
+from amptune.runtime.apply_policy import apply
+from amptune.runtime.tuned import Tuned
+
+POLICIES = [
+    Policy(),
+    Policy(autocast="bf16", accumulate=3),
+    Policy(autocast="bf16", fused_optimizer=True),
+    Policy(autocast="fp16", loss_scale=LossScale(growth_interval=3)),
+    Policy(autocast="fp16", loss_scale=LossScale(init=2.0**40), accumulate=2, fused_optimizer=True),
+    Policy(weights="half", master_weights=True),
+]
+
+
+def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def built(tuned: Tuned, model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    optimizer = tuned.optimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
+
+
+def written_out(policy: Policy, data: Sequence[Batch], clip: float | None) -> tuple[list[torch.Tensor], Net, Any]:
+    model = net()
+    losses = []
+    with apply(policy, model) as tuned:
+        optimizer, schedule = built(tuned, model)
+        for i, batch in enumerate(data):
+            with tuned.autocast():
+                loss = loss_of(tuned.model, tuned.batch(batch))
+                part = loss / tuned.accumulate
+            tuned.scaler.scale(part).backward()  # type: ignore[no-untyped-call]
+            if (i + 1) % tuned.accumulate == 0:
+                if clip is not None:
+                    tuned.scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_(model.parameters(), clip)
+                tuned.scaler.step(optimizer)
+                tuned.scaler.update()
+                optimizer.zero_grad()
+                schedule.step()
+            losses.append(loss.detach())
+        return losses, model, (optimizer.state_dict(), tuned.scaler.state_dict())
+
+
+def in_one_call(policy: Policy, data: Sequence[Batch], clip: float | None) -> tuple[list[torch.Tensor], Net, Any]:
+    model = net()
+    losses = []
+    with apply(policy, model) as tuned:
+        optimizer, schedule = built(tuned, model)
+        train = tuned.training_step(loss_of, optimizer, clip)
+        for batch in data:
+            losses.append(train(batch))
+            if train.has_updated:
+                schedule.step()
+        return losses, model, (optimizer.state_dict(), tuned.scaler.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")  # the first steps overflow
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_one_call_is_the_readmes_loop_to_the_last_bit(policy: Policy, clip: float | None) -> None:
+    data = batches(12)
+    expected, plain, states = written_out(policy, data, clip)
+    losses, model, own_states = in_one_call(policy, data, clip)
+    assert all(map(torch.equal, losses, expected))
+    assert same_weights(model, plain)
+    torch.testing.assert_close(own_states, states, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_loss_comes_back_as_the_function_gave_it() -> None:
+    model = net()
+    with apply(Policy(autocast="fp16", accumulate=2), model) as tuned:
+        train = tuned.training_step(loss_of, tuned.optimizer(torch.optim.SGD(model.parameters(), lr=0.1)))
+        first, second = batches(2)
+        with torch.no_grad(), tuned.autocast():
+            expected = loss_of(model, first)
+        assert not train.has_updated
+        loss = train(first)
+        assert torch.equal(loss, expected)
+        assert not loss.requires_grad
+        assert not train.has_updated
+        assert all(weight.grad is not None for weight in model.parameters())
+        train(second)
+        assert train.has_updated
+        assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_a_batch_whose_loss_raises_is_no_micro_batch() -> None:
+    model = net()
+    first, second = batches(2)
+    with apply(Policy(accumulate=2), model) as tuned:
+        train = tuned.training_step(loss_of, torch.optim.SGD(model.parameters(), lr=0.1))
+        train(first)
+        with pytest.raises(RuntimeError):
+            train((first[0][:, :3], first[1]))
+        train(second)
+        assert train.has_updated
+
+
+def test_the_batch_comes_in_the_policys_memory_format() -> None:
+    model = nn.Conv2d(3, 2, 3)
+    seen = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        seen.append(batch.is_contiguous(memory_format=torch.channels_last))
+        out: torch.Tensor = model(batch).square().mean()
+        return out
+
+    with apply(Policy(memory_format="channels_last"), model) as tuned:
+        tuned.training_step(loss, torch.optim.SGD(model.parameters(), lr=0.1))(torch.randn(2, 3, 8, 8))
+    assert seen == [True]
+
+
+def test_after_undo_it_trains_as_plain_pytorch_does() -> None:
+    model = net()
+    tuned = apply(Policy(autocast="bf16"), model)
+    train = tuned.training_step(loss_of, torch.optim.SGD(model.parameters(), lr=0.1))
+    tuned.undo()
+    model.head_dtypes.clear()
+    train(batches(1)[0])
+    assert model.head_dtypes == {torch.float32}
+
+
+def test_several_optimizers_are_refused() -> None:
+    model = net()
+    two: Any = [torch.optim.SGD(model.parameters(), lr=0.1)] * 2
+    with (
+        apply(Policy(), model) as tuned,
+        pytest.raises(PolicyApplyError, match=r"one built torch\.optim\.Optimizer, not list: a step with several"),
+    ):
+        tuned.training_step(loss_of, two)
+
+
+def _trained_by_rank(rank: int, folder: Path) -> None:
+    torch.distributed.init_process_group("gloo", f"file://{folder / 'store'}", rank=rank, world_size=2)
+    model, plain = net(), net()
+    tuned = apply(Policy(accumulate=2), model)
+    with pytest.raises(PolicyApplyError, match=r"model=DistributedDataParallel\(tuned\.model\)"):
+        tuned.training_step(loss_of, torch.optim.SGD(model.parameters(), lr=0.1))
+    parallel, data = DistributedDataParallel(tuned.model), batches(8)[rank::2]
+    train = tuned.training_step(loss_of, torch.optim.SGD(model.parameters(), lr=0.1), model=parallel)
+    with mock.patch.object(parallel, "no_sync", wraps=parallel.no_sync) as without_exchange:
+        for batch in data:
+            train(batch)
+    assert without_exchange.call_count == 2  # of four
+    usual = DistributedDataParallel(plain)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for first, second in zip(data[::2], data[1::2], strict=True):
+        with usual.no_sync():
+            (loss_of(usual, first) / 2).backward()  # type: ignore[no-untyped-call]
+        (loss_of(usual, second) / 2).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same_weights(model, plain)
+    del parallel, usual, train
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_exchange_gradients_once_a_step(tmp_path: Path) -> None:
+    mp.spawn(_trained_by_rank, (tmp_path,), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
