@@ -17,6 +17,7 @@ from amptune.runtime.graphs.capture import Recording
 from amptune.runtime.graphs.dispatch import NOT_RECORDED, Recordings
 from amptune.runtime.graphs.host_effects import NotRecordableError
 from amptune.runtime.graphs.recorded_update import RecordedUpdate, has_state, obstacle_to_update
+from amptune.runtime.graphs.signature import arguments_of
 from amptune.runtime.training_step import RecipeStep
 
 if TYPE_CHECKING:
@@ -66,6 +67,12 @@ class StepRecordings(Recordings):
         super().__init__(ModelWithLoss(model, loss), say, recorder, device_type)
         self.name, self.otherwise = f"the training step of {type(model).__name__}", "with cuda_graphs: true"
 
+    def require_tensors(self, batch: Any) -> None:
+        """Gives up if such a batch is never recorded. Where there is no GPU, the policy's own finding says so."""
+        is_there = self.device_type != "cuda" or torch.cuda.is_available()
+        if is_there and arguments_of((batch,), {}, self.device_type) is None:
+            self.give_up(NotRecordableError("gets more in its batch than tensors on the GPU, numbers and strings"))
+
     def replay(self, recording: Recording, tensors: Sequence[torch.Tensor]) -> Any:
         if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in recording.weights):
             return super().replay(recording, tensors)  # through autograd, which calls them
@@ -97,6 +104,8 @@ class RecordedStep(RecipeStep):
         self.updates = self._at_change = self._wasted = 0
 
     def _pass(self, batch: Any, *, is_last: bool) -> torch.Tensor:
+        if self._passes == 0:
+            self.recordings.require_tensors(batch)
         if self.recordings.is_over:
             return super()._pass(batch, is_last=is_last)
         with self._recipe.autocast():

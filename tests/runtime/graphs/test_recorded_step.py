@@ -257,6 +257,21 @@ class Deep(recorded_training.Net):
         return super().forward(x) * self.config["head"]["factor"]
 
 
+def test_a_batch_that_is_never_recorded_is_told_of_and_passes_are_recorded() -> None:
+    def loss(model: nn.Module, given: set[torch.Tensor]) -> torch.Tensor:
+        (x,) = given
+        return loss_of(model, x)
+
+    model = built()
+    tuned = applied(STEP, model)
+    train: Any = tuned.training_step(loss, SGD(model.parameters()))
+    for seed in range(6):
+        train({batch(seed)})
+    assert "the training step of Net gets more in its batch than tensors on the GPU" in str(tuned.findings[-1])
+    called: Any = tuned.model
+    assert called.recordings.calls == 5
+
+
 def test_a_difference_ends_the_recording_and_passes_are_recorded_on() -> None:
     model = built(Deep)
     tuned = applied(STEP, model)
