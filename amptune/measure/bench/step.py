@@ -10,6 +10,7 @@ import torch
 
 from amptune.errors import TargetError
 from amptune.measure.bench.failures import NonFiniteError
+from amptune.runtime.training_step import RecipeStep
 from amptune.runtime.tuned import Tuned
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
@@ -40,16 +41,19 @@ class Stepper:
         self.optimizers = tuple(map(tuned.optimizer, _required_optimizers(workload, built)))
         # `step` gets several as `optimizer(model)` returned them; its recipe has one
         self._optimizer: Any = built if isinstance(built, list | tuple) else self.optimizers[0]
-        self._train = tuned.training_step(self._checked_loss, self.optimizers[0], workload.clip, model=tuned.model)
+        self._train: RecipeStep | None = None
+        if workload.step is None:
+            self._train = tuned.training_step(self._checked_loss, self.optimizers[0], workload.clip, model=tuned.model)
 
     def __call__(self) -> torch.Tensor:
         """Runs one optimizer step; returns the detached loss (of the last micro-batch)."""
-        if self._workload.step is not None:
-            loss = self._workload.step(self._tuned, self._tuned.model, self._optimizer, next(self._batches))
-            self._loss = _require_scalar("step", loss).detach()
-        else:
+        if self._train is not None:
             for _ in range(self._tuned.accumulate):
                 self._loss = self._train(next(self._batches))
+        else:
+            assert self._workload.step is not None  # noqa: S101  # Workload checks: either loss or step
+            loss = self._workload.step(self._tuned, self._tuned.model, self._optimizer, next(self._batches))
+            self._loss = _require_scalar("step", loss).detach()
         return self._loss
 
     def before_optimizer(self, look: Callable[[torch.optim.Optimizer], None]) -> None:
@@ -71,6 +75,8 @@ class Stepper:
 
         The norm is None for a workload with its own step, or if the first loss scale was too large.
         """
+        if self._train is None:
+            return float(self()), None
         norms: list[float] = []
         self._train.before_update = lambda: norms.append(self._gradient_norm())
         loss = float(self())
