@@ -177,7 +177,7 @@ class Block(nn.Module):
         return out
 
 
-@pytest.mark.filterwarnings("ignore::amptune.runtime.apply_policy.PolicyDriftWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::amptune.runtime.apply_policy.PolicyDriftWarning")
 def test_compiled_blocks_are_a_part_of_the_step() -> None:
     losses = []
     for policy in (Policy(autocast="bf16"), Policy(autocast="bf16", compile="blocks", cuda_graphs="step")):
