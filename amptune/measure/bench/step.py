@@ -42,8 +42,9 @@ class Stepper:
         # `step` gets several as `optimizer(model)` returned them; its recipe has one
         self._optimizer: Any = built if isinstance(built, list | tuple) else self.optimizers[0]
         self._train: RecipeStep | None = None
-        if workload.step is None:
-            self._train = tuned.training_step(self._checked_loss, self.optimizers[0], workload.clip, model=tuned.model)
+        if workload.loss is not None:
+            loss = _checked(workload.loss)
+            self._train = tuned.training_step(loss, self.optimizers[0], workload.clip, model=tuned.model)
 
     def __call__(self) -> torch.Tensor:
         """Runs one optimizer step; returns the detached loss (of the last micro-batch)."""
@@ -65,10 +66,6 @@ class Stepper:
     def last_loss(self) -> float:
         """Loss of the last step; reading it waits for the device."""
         return float(self._loss)
-
-    def _checked_loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        assert self._workload.loss is not None  # noqa: S101  # Workload checks: either loss or step
-        return _require_scalar("loss", self._workload.loss(model, batch))
 
     def first_step(self) -> tuple[float, float | None]:
         """Runs the first step; returns (loss, gradient norm).
@@ -128,6 +125,11 @@ def _required_optimizers(workload: Workload, built: Any) -> Sequence[torch.optim
             "step(tuned, model, optimizers, batch), in place of loss"
         )
     return found
+
+
+def _checked(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], torch.Tensor]:
+    """Returns `loss` with its result checked. It holds nothing else: a loss that holds batches cannot be recorded."""
+    return lambda model, batch: _require_scalar("loss", loss(model, batch))
 
 
 def _require_scalar(part: str, loss: Any) -> torch.Tensor:

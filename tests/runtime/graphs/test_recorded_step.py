@@ -15,11 +15,13 @@ from recorded_training import batch, built
 from taped import TapeRecorder
 from torch import nn
 
+from amptune.measure.bench.step import Stepper
 from amptune.policy.settings import LossScale, Policy
 from amptune.runtime.apply_policy import PolicyDriftWarning, apply
 from amptune.runtime.graphs.recorded_step import MOST_WASTED, RecordedStep
 from amptune.runtime.training_step import RecipeStep
 from amptune.runtime.tuned import Tuned
+from amptune.workload.workload import Workload
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -58,9 +60,15 @@ class Training:
     """A model in training under a policy."""
 
     def __init__(
-        self, policy: Policy, make: Make = ADAM, clip: float | None = None, loss: Any = loss_of, **how: Any
+        self,
+        policy: Policy,
+        make: Make = ADAM,
+        clip: float | None = None,
+        loss: Any = loss_of,
+        model: Callable[[], nn.Module] = recorded_training.Net,
+        **how: Any,
     ) -> None:
-        self.model = built()
+        self.model = built(model)
         self.tuned = applied(policy, self.model, **how)
         self.optimizer = self.tuned.optimizer(make(self.model.parameters()))
         self.train: Any = self.tuned.training_step(loss, self.optimizer, clip)
@@ -244,6 +252,93 @@ def test_a_loss_that_waits_for_the_device_is_not_recorded_but_passes_are() -> No
     )
     called: Any = recorded.tuned.model
     assert called.recordings.calls > 0
+
+
+class Trainer:
+    """Whose loss is a method, beside what a trainer holds."""
+
+    def __init__(self, **held: Any) -> None:
+        self.loss_fn, self.held = nn.MSELoss(), held
+        self.training = Training(STEP, SGD, loss=self.compute_loss)
+        self.plain = Training(Policy(), SGD, loss=self.compute_loss)
+
+    def compute_loss(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        out = model(x).float()
+        loss: torch.Tensor = self.loss_fn(out, torch.zeros_like(out))
+        return loss
+
+    def fit(self) -> None:
+        for training in (self.training, self.plain):
+            training.go([4] * 8)
+        self.training.require_same(self.plain)
+
+
+def test_a_loss_that_is_a_method_of_a_trainer_is_recorded() -> None:
+    trainer = Trainer(loader=[batch(0)], losses=[])
+    trainer.fit()
+    assert trainer.training.updates > 0
+
+
+def test_a_loss_whose_trainer_holds_an_iterator_is_not_recorded_but_passes_are() -> None:
+    trainer = Trainer(batches=iter([batch(0)]))
+    trainer.fit()
+    assert trainer.training.updates == 0
+    assert "the training step of Net holds loss.self.held.batches, an iterator" in str(
+        trainer.training.tuned.findings[-1]
+    )
+    called: Any = trainer.training.tuned.model
+    assert called.recordings.calls > 0
+
+
+def test_steps_of_a_workload_are_recorded() -> None:
+    model = built()
+    workload = Workload(
+        model=lambda: model,
+        batch=lambda n: batch(0, n),
+        loss=loss_of,
+        optimizer=lambda given: SGD(given.parameters()),
+        batch_size=4,
+        clip=1.0,
+    )
+    tuned = applied(STEP, model)
+    step: Any = Stepper(workload, tuned, (batch(seed) for seed in range(10)))
+    for _ in range(10):
+        step()
+    assert not tuned.findings[1:]
+    assert step._train.updates > 0
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.linear(x))
+
+
+class Blocks(recorded_training.Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block(), Block())
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.blocks(super().forward(x))
+
+
+def test_compiled_blocks_are_a_part_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And PyTorch's warning of what its compiler does, here an error, is none of the user's."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # without CUDA it raises
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    recorded, plain = (
+        Training(policy, model=Blocks) for policy in (Policy(compile="blocks", cuda_graphs="step"), Policy())
+    )
+    for training in (recorded, plain):
+        training.go([4] * 10)
+    torch.compiler.reset()
+    recorded.require_same(plain)
+    assert recorded.updates > 3
 
 
 class Deep(recorded_training.Net):
