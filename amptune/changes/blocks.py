@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -55,14 +56,34 @@ def compile_blocks(model: nn.Module) -> Callable[[], None]:
     limit, most = config.recompile_limit, config.accumulated_recompile_limit
     config.recompile_limit = limit * max(1, len(kinds))
     config.accumulated_recompile_limit = most * max(1, len(kinds))
+    warn_again = _without_warning_of_gradients()
     for block in blocks:
         block.compile(dynamic=False)
 
     def undo() -> None:
         config.recompile_limit, config.accumulated_recompile_limit = limit, most
+        warn_again()
         for block, made in before.items():
             vars(block).pop(_COMPILED, None)
             vars(block).update(made)
+
+    return undo
+
+
+def _without_warning_of_gradients() -> Callable[[], None]:
+    """Ignores a warning that PyTorch's compiler makes PyTorch give; returns a function that undoes it.
+
+    The compiler reads `grad` of each input, and a block's is no leaf. PyTorch keeps the warning from being shown; but
+    where warnings are errors, compiling fails.
+    """
+    before = [*warnings.filters]
+    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning, r"torch\.")
+    added = {*warnings.filters}.difference(before)
+
+    def undo() -> None:
+        filters = cast("list[Any]", warnings.filters)
+        for one in added.intersection(filters):
+            filters.remove(one)
 
     return undo
 

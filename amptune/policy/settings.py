@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from amptune.policy.knobs.autocast import AUTOCAST, Autocast
 from amptune.policy.knobs.batch import ACCUMULATE, BATCH_SIZE
 from amptune.policy.knobs.compile_mode import AUTOTUNED_MODES, COMPILE, CUDA_GRAPH_MODES, WHOLE_MODES, CompileMode
-from amptune.policy.knobs.cuda_graphs import CUDA_GRAPHS
+from amptune.policy.knobs.cuda_graphs import CUDA_GRAPHS, CudaGraphs
 from amptune.policy.knobs.cudnn_benchmark import CUDNN_BENCHMARK
 from amptune.policy.knobs.fp32_math import FP32_MATH, Fp32Math
 from amptune.policy.knobs.fused_optimizer import FUSED_OPTIMIZER
@@ -72,7 +72,8 @@ class Policy:
     update them in FP32, and `keep_batchnorm_fp32` leaves BatchNorm's out. `loss_scale` belongs to fp16 alone; None
     means `torch.amp.GradScaler`'s defaults there, and no scaling for half weights without master weights.
 
-    `cuda_graphs` records the model's training passes and replays them, kernel for kernel; modes of `compile` for the
+    `cuda_graphs` records the model's training passes, or as "step" the whole training step of `tuned.training_step`,
+    and replays them, kernel for kernel; modes of `compile` for the
     whole model have CUDA graphs of their own. `compile: blocks` compiles repeated blocks one by one, equal ones once.
     """
 
@@ -90,7 +91,7 @@ class Policy:
     batch_size: int | None = None
     accumulate: int = 1
     compile: CompileMode = "off"
-    cuda_graphs: bool = False
+    cuda_graphs: CudaGraphs = False
     fused_optimizer: bool = False
     loss_scale: LossScale | None = None
 
@@ -130,7 +131,7 @@ class Policy:
 
     def compiled(self, mode: CompileMode) -> Policy:
         """Returns this policy with a torch.compile mode; blocks are recorded, and other modes decide on CUDA graphs."""
-        return replace(self, compile=mode, cuda_graphs=mode == "blocks")
+        return replace(self, compile=mode, cuda_graphs=mode == "blocks" and (self.cuda_graphs or True))
 
     def departures(self) -> Iterator[tuple[str, Any]]:
         """Yields each setting that differs from stock PyTorch, as (name, value), in the order of the file."""

@@ -57,6 +57,8 @@ class _Reader:
         origin, arguments = get_origin(declared), get_args(declared)
         if declared is Any:
             return value
+        if origin in (Union, UnionType) and NoneType not in arguments:  # true, false, or one of some words
+            return self._truth_or_word(get_args(arguments[-1]), value, path)
         if origin in (Union, UnionType):  # of a type and None; no class here declares another union
             (only,) = (one for one in arguments if one is not NoneType)
             return None if value is None else self.read(only, value, path)
@@ -71,8 +73,18 @@ class _Reader:
     def _word(self, allowed: tuple[str, ...], value: Any, path: Path) -> Any:
         if isinstance(value, str) and value in allowed:
             return value
+        return self._reject_word(allowed, value, path)
+
+    def _truth_or_word(self, words: tuple[str, ...], value: Any, path: Path) -> Any:
+        if type(value) is bool or (isinstance(value, str) and value in words):
+            return value
+        if isinstance(value, str) and value in _TRUTH and self.document.is_plain(path):
+            return _TRUTH[value]
+        return self._reject_word(("false", "true", *words), value, path)
+
+    def _reject_word(self, allowed: tuple[str, ...], value: Any, path: Path) -> Any:
         close = _nearest(str(value), allowed)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = f"; did you mean {close[0]}?" if close and close[0] != value else ""
         return self._reject(path, f"{value!r} is not one of {', '.join(allowed)}{hint}")
 
     def _scalar(self, kind: type, value: Any, path: Path) -> Any:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from amptune.policy.settings import CompileMode
     from amptune.runtime.class_swap import Precision
     from amptune.runtime.graphs.graphed_model import GraphedModel
+    from amptune.runtime.graphs.recorded_step import WholeStep
     from amptune.runtime.guard.guard import Guard
     from amptune.runtime.module_precision import Selected
     from amptune.runtime.step_claim import StepClaim
@@ -208,6 +209,7 @@ def _apply(
         steps.callback(weights.undo)
         compiled = _compiled(settings.compile, model, steps)
         graphed = _graphed(model, steps) if settings.cuda_graphs else None
+        whole_step = _whole_step(graphed, steps) if graphed is not None and settings.cuda_graphs == "step" else None
         called = graphed or compiled
         guard = None if guard_for == "no steps" else _guard(settings, model, called, brief=guard_for == "first steps")
         way_back = steps.pop_all()
@@ -228,6 +230,7 @@ def _apply(
         statistics=statistics,
         weights=weights,
         graphed=graphed,
+        whole_step=whole_step,
         ranks=Ranks.of_this_job(settings, model, origin),
     )
 
@@ -258,6 +261,13 @@ def _graphed(model: nn.Module, steps: ExitStack) -> GraphedModel:
     graphed = GraphedModel(model, lambda finding: warnings.warn(str(finding), PolicyDriftWarning, stacklevel=2))
     steps.callback(graphed.recordings.end)
     return graphed
+
+
+def _whole_step(graphed: GraphedModel, steps: ExitStack) -> WholeStep:
+    from amptune.runtime.graphs.recorded_step import WholeStep  # as above
+
+    steps.callback((whole_step := WholeStep(graphed.recordings)).end)
+    return whole_step
 
 
 def _compiled(mode: CompileMode, model: nn.Module, steps: ExitStack) -> nn.Module:

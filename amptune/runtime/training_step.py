@@ -25,6 +25,9 @@ class Recipe(Protocol):
     model: nn.Module
 
     @property
+    def guard(self) -> object | None: ...
+
+    @property
     def accumulate(self) -> int: ...
 
     @property
@@ -63,19 +66,27 @@ class RecipeStep:
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Returns the batch's loss as `loss` gave it, neither scaled nor divided, without its autograd graph."""
-        recipe = self._recipe
-        model = recipe.model if self._model is None else self._model
-        is_last = (self._passes + 1) % recipe.accumulate == 0
-        with nullcontext() if is_last else _without_exchange(model):
-            with recipe.autocast():
-                loss = self._loss(model, recipe.batch(batch))
-                part = loss / recipe.accumulate
-            recipe.scaler.scale(part).backward()  # type: ignore[no-untyped-call]  # torch has not typed it
+        is_last = (self._passes + 1) % self._recipe.accumulate == 0
+        loss = self._pass(batch, is_last=is_last)
         self._passes += 1
         if is_last:
             self._update()
         self.has_updated = is_last
         return loss.detach()
+
+    def _pass(self, batch: Any, *, is_last: bool) -> torch.Tensor:
+        """Returns the loss, with its gradients added to those of the weights."""
+        recipe = self._recipe
+        model = recipe.model if self._model is None else self._model
+        with nullcontext() if is_last else _without_exchange(model):
+            with recipe.autocast():
+                loss = self._loss(model, recipe.batch(batch))
+            self._backward(loss)
+        return loss
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        part = loss / self._recipe.accumulate
+        self._recipe.scaler.scale(part).backward()  # type: ignore[no-untyped-call]  # torch has not typed it
 
     def _update(self) -> None:
         if self.before_update is not None:

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from amptune.policy.settings import Policy
     from amptune.runtime.batch_norm import FiniteStatistics
     from amptune.runtime.claim_watch import ClaimWatch
+    from amptune.runtime.graphs.dispatch import Recordings
     from amptune.runtime.graphs.graphed_model import GraphedModel
+    from amptune.runtime.graphs.recorded_step import WholeStep
     from amptune.runtime.guard.guard import Guard
     from amptune.runtime.ranks import Ranks
 
@@ -57,6 +59,7 @@ class Tuned:
         statistics: FiniteStatistics | None = None,
         weights: WeightHook | None = None,
         graphed: GraphedModel | None = None,
+        whole_step: WholeStep | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.policy = policy
@@ -74,6 +77,7 @@ class Tuned:
         self._statistics = statistics
         self._weights = weights or PLAIN_WEIGHTS
         self._graphed = graphed
+        self._whole_step = whole_step
         self._ranks = ranks
         self._have_ranks_agreed = ranks is None
         self._scalers: dict[str, PolicyScaler] = {}
@@ -98,6 +102,7 @@ class Tuned:
         return (
             *self._findings,
             *(() if not_recorded is None else (not_recorded,)),
+            *(() if self._whole_step is None else self._whole_step.findings),
             *(() if self.guard is None else self.guard.findings),
             *(() if missed is None else (missed,)),
         )
@@ -116,6 +121,8 @@ class Tuned:
                 self.guard.autocast_used()
             if self.claim_watch is not None:
                 self.claim_watch.pass_begins(device_type)
+            if self._whole_step is not None:
+                self._whole_step.look()
         dtype = AUTOCAST_DTYPES.get(self.policy.autocast) if self._active else None
         enabled = dtype is not None
         return torch.amp.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
@@ -191,7 +198,15 @@ class Tuned:
                 "tuned.training_step(loss, optimizer, model=DistributedDataParallel(tuned.model)); model=tuned.model "
                 "if they exchange none, or if fully_shard shards it"
             )
-        return RecipeStep(self, loss, optimizer, clip, model)
+        if self._whole_step is None or not self._active:
+            return RecipeStep(self, loss, optimizer, clip, model)
+        return self._whole_step.of(self, loss, optimizer, clip, model)
+
+    @property
+    def recordings(self) -> Recordings | None:
+        """The recorded CUDA graphs: of whole training steps if `training_step` has them recorded, else of passes."""
+        passes = None if self._graphed is None else self._graphed.recordings
+        return passes if self._whole_step is None else self._whole_step.recordings
 
     def _fuse(self, optimizer: torch.optim.Optimizer) -> None:
         with self._weights.lent_to(optimizer):

@@ -41,7 +41,9 @@ def test_a_policy_has_a_field_for_each_knob_in_the_registrys_order() -> None:
 @pytest.mark.parametrize("knob", KNOBS, ids=lambda knob: knob.name)
 def test_the_values_of_a_knob_are_those_of_its_field_and_stock_comes_first(knob: Knob) -> None:
     hint = get_type_hints(Policy)[knob.name]
-    assert knob.values == ((False, True) if hint is bool else get_args(hint) if isinstance(knob.stock, str) else ())
+    words = get_args(get_args(hint)[-1]) if bool in get_args(hint) else ()  # true, false, or one of some words
+    truth = (False, True, *words) if hint is bool or words else ()
+    assert knob.values == (truth or (get_args(hint) if isinstance(knob.stock, str) else ()))
     assert knob.values[:1] in ((), (knob.stock,))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from itertools import pairwise
@@ -20,7 +21,8 @@ from amptune.runtime.graphs.graphed_model import GraphedModel
 from amptune.runtime.graphs.host_effects import NotRecordableError
 from amptune.runtime.graphs.recorder import as_if_recording
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+compiled_by_hand = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 
 COMPILED = Policy(compile="blocks")
 
@@ -137,6 +139,13 @@ def test_undo_leaves_the_model_as_it_was(compiled: list[torch.fx.GraphModule]) -
     assert not tuned.findings
 
 
+def test_only_the_compiler_s_own_warning_of_gradients_is_ignored_and_only_until_undo() -> None:
+    before, x = [*warnings.filters], torch.ones(2, requires_grad=True) * 2
+    with apply(COMPILED, Tower(8, 8)), pytest.warns(UserWarning, match="The .grad attribute"):
+        assert x.grad is None
+    assert warnings.filters == before
+
+
 def test_a_model_without_repeated_blocks_gets_a_finding() -> None:
     with apply(COMPILED, Tower(8, 4)) as tuned:
         assert [finding.code for finding in tuned.findings] == ["compile-without-effect"]
@@ -150,6 +159,7 @@ class Refusing(TapeRecorder):
         raise NotRecordableError("is not recorded here")
 
 
+@compiled_by_hand
 def test_blocks_run_compiled_after_a_rehearsal_of_their_recording() -> None:
     """A compiler gives up for good what it meets under a dispatch mode, as that of the rehearsal."""
     model, x, runs = Tower(8, 8, 8), torch.randn(5, 8), [0]
@@ -191,6 +201,7 @@ class Asking(nn.Module):
         return x
 
 
+@compiled_by_hand
 def test_a_model_that_asks_if_it_is_recorded_does_the_same_while_it_is_rehearsed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

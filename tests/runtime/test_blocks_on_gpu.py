@@ -18,7 +18,7 @@ from amptune.runtime.tuned import Tuned
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
 WIDTH, DEPTH, STEPS = 64, 4, 12

@@ -279,7 +279,7 @@ class NeverBuilt(RecordedEvaluator):
     ("wrong", "said"),
     [
         ({"pins": {"autcast": "bf16"}}, "'autcast' is no knob of this search; did you mean autocast"),
-        ({"pins": {"cuda_graphs": "maybe"}}, "cuda_graphs=maybe: 'maybe' is not one of false, true"),
+        ({"pins": {"cuda_graphs": "maybe"}}, "cuda_graphs=maybe: 'maybe' is not one of false, true, step"),
         ({"pins": {"batch_size": "8"}}, "use --batch-size"),
         ({"space": "hoper"}, "did you mean hopper"),
     ],

@@ -19,7 +19,7 @@ from amptune.measure.bench.compilation import Compilations
 from amptune.measure.bench.drawn_batches import DrawnBatches, seed_everything
 from amptune.measure.bench.failures import failure_of
 from amptune.measure.bench.peak_memory import memory_for
-from amptune.measure.bench.policy_timer import PolicyTimer, recordings_of
+from amptune.measure.bench.policy_timer import PolicyTimer
 from amptune.measure.bench.readings import Instruments
 from amptune.measure.bench.step import Stepper, nonfinite_in
 from amptune.measure.bench.step_timing import StepTimer
@@ -182,10 +182,11 @@ class Bench:
         # no guard for what is timed, whatever the environment says: its time would be in the figures
         with apply(policy, self.model, any_hardware=True, guard=guarded) as tuned:
             self._tuned = tuned
-            if (recordings := recordings_of(tuned)) is not None:
-                recordings.checks = False  # their price is added, see below
             try:
-                yield tuned, Stepper(self.workload, tuned, batches)
+                stepper = Stepper(self.workload, tuned, batches)
+                if tuned.recordings is not None:
+                    tuned.recordings.checks = False  # their price is added, see `price_of_checks`
+                yield tuned, stepper
             finally:
                 self._tuned = None
 

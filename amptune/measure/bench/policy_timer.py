@@ -17,11 +17,10 @@ from amptune.measure.bench.stillness import Stillness
 from amptune.measure.results.outcome import Effort, Measurement
 from amptune.runtime.graphs.check import CHECK_EVERY
 from amptune.runtime.graphs.dispatch import Recordings
-from amptune.runtime.graphs.graphed_model import GraphedModel
 from amptune.runtime.tuned import Tuned
 from amptune.workload.workload import Workload
 
-__all__ = ["LEAST_FIRST_STEPS", "PolicyTimer", "price_of_checks", "recordings_of"]
+__all__ = ["LEAST_FIRST_STEPS", "PolicyTimer", "price_of_checks"]
 
 # The losses of the first steps are kept to compare policies; fewer if a step is slow. CUDA graphs are recorded in the
 # second step, so only a later step shows their step time.
@@ -66,7 +65,7 @@ class PolicyTimer:
         eager = tuned.policy.compile == "off" and not tuned.policy.cuda_graphs
         least = LEAST_FIRST_STEPS if eager else LEAST_FIRST_STEPS_COMPILED
         losses, norm, last_ms = self._first_steps(stepper, least)
-        recordings = recordings_of(tuned)
+        recordings = tuned.recordings
         price_ms = 0.0 if recordings is None else price_of_checks(self.clock, recordings, stepper, last_ms)
         warm_s = self.clock.now_s()
         compiled = self.compilations.graphs
@@ -113,7 +112,7 @@ class PolicyTimer:
 
     def _prepared(self, tuned: Tuned) -> int:
         """Returns how many graphs were compiled or recorded so far."""
-        recordings = recordings_of(tuned)
+        recordings = tuned.recordings
         return self.compilations.begun + (0 if recordings is None else recordings.made)
 
     def _require_within_limit(self, peak_mib: float) -> None:
@@ -156,8 +155,3 @@ def price_of_checks(clock: Clock, recordings: Recordings, step: Callable[[], obj
 def _glance(effort: Effort) -> Effort:
     """Returns the effort for a policy too slow to be of interest: `SLOW_STEPS` steps, not timed again."""
     return replace(effort, measure_s=0.0, settle_s=0.0, min_steps=SLOW_STEPS, time_limit_s=0.0)
-
-
-def recordings_of(tuned: Tuned) -> Recordings | None:
-    """Returns the recorded CUDA graphs of a tuned model; None if it records none."""
-    return tuned.model.recordings if isinstance(tuned.model, GraphedModel) else None

@@ -10,6 +10,7 @@ import torch
 
 from amptune.errors import TargetError
 from amptune.measure.bench.failures import NonFiniteError
+from amptune.runtime.training_step import RecipeStep
 from amptune.runtime.tuned import Tuned
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
@@ -40,16 +41,20 @@ class Stepper:
         self.optimizers = tuple(map(tuned.optimizer, _required_optimizers(workload, built)))
         # `step` gets several as `optimizer(model)` returned them; its recipe has one
         self._optimizer: Any = built if isinstance(built, list | tuple) else self.optimizers[0]
-        self._train = tuned.training_step(self._checked_loss, self.optimizers[0], workload.clip, model=tuned.model)
+        self._train: RecipeStep | None = None
+        if workload.loss is not None:
+            loss = _checked(workload.loss)
+            self._train = tuned.training_step(loss, self.optimizers[0], workload.clip, model=tuned.model)
 
     def __call__(self) -> torch.Tensor:
         """Runs one optimizer step; returns the detached loss (of the last micro-batch)."""
-        if self._workload.step is not None:
-            loss = self._workload.step(self._tuned, self._tuned.model, self._optimizer, next(self._batches))
-            self._loss = _require_scalar("step", loss).detach()
-        else:
+        if self._train is not None:
             for _ in range(self._tuned.accumulate):
                 self._loss = self._train(next(self._batches))
+        else:
+            assert self._workload.step is not None  # noqa: S101  # Workload checks: either loss or step
+            loss = self._workload.step(self._tuned, self._tuned.model, self._optimizer, next(self._batches))
+            self._loss = _require_scalar("step", loss).detach()
         return self._loss
 
     def before_optimizer(self, look: Callable[[torch.optim.Optimizer], None]) -> None:
@@ -62,15 +67,13 @@ class Stepper:
         """Loss of the last step; reading it waits for the device."""
         return float(self._loss)
 
-    def _checked_loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        assert self._workload.loss is not None  # noqa: S101  # Workload checks: either loss or step
-        return _require_scalar("loss", self._workload.loss(model, batch))
-
     def first_step(self) -> tuple[float, float | None]:
         """Runs the first step; returns (loss, gradient norm).
 
         The norm is None for a workload with its own step, or if the first loss scale was too large.
         """
+        if self._train is None:
+            return float(self()), None
         norms: list[float] = []
         self._train.before_update = lambda: norms.append(self._gradient_norm())
         loss = float(self())
@@ -122,6 +125,11 @@ def _required_optimizers(workload: Workload, built: Any) -> Sequence[torch.optim
             "step(tuned, model, optimizers, batch), in place of loss"
         )
     return found
+
+
+def _checked(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], torch.Tensor]:
+    """Returns `loss` with its result checked. It holds nothing else: a loss that holds batches cannot be recorded."""
+    return lambda model, batch: _require_scalar("loss", loss(model, batch))
 
 
 def _require_scalar(part: str, loss: Any) -> torch.Tensor:

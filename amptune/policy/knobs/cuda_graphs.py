@@ -1,14 +1,17 @@
-"""CUDA graphs of the model's own training passes, kernel for kernel, with blocks compiled or nothing."""
+"""CUDA graphs of the model's training passes or of whole steps, kernel for kernel, with blocks compiled or nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from amptune.policy.findings import Finding
 from amptune.policy.knobs.compile_mode import WHOLE_MODES
 from amptune.policy.knobs.knob import TRUTH, Knob, Model, Settings
 
-__all__ = ["CUDA_GRAPHS"]
+__all__ = ["CUDA_GRAPHS", "CudaGraphs"]
+
+CudaGraphs = bool | Literal["step"]
 
 
 def _idle(policy: Settings, _: Model) -> Iterator[Finding]:
@@ -21,24 +24,36 @@ def _idle(policy: Settings, _: Model) -> Iterator[Finding]:
         )
 
 
+def _conflict(policy: Settings) -> str | Literal[False]:
+    if policy.compile in WHOLE_MODES:
+        return (
+            "cuda_graphs: what torch.compile makes has CUDA graphs by its mode (reduce-overhead), and compile is "
+            f"{policy.compile}"
+        )
+    if policy.cuda_graphs == "step" and policy.weights == "half":
+        return "cuda_graphs: half weights are updated in a way that is not recorded; true records the passes"
+    return False
+
+
 # `apply_policy` records the model last of all, since what training calls is then another one.
 CUDA_GRAPHS = Knob(
     name="cuda_graphs",
     stock=False,
-    values=TRUTH,
-    conflict=lambda policy: (
-        policy.compile in WHOLE_MODES
-        and f"cuda_graphs: what torch.compile makes has CUDA graphs by its mode (reduce-overhead), and compile is "
-        f"{policy.compile}"
-    ),
+    values=(*TRUTH, "step"),
+    conflict=_conflict,
     numerics="none",
     idle=_idle,
-    words="CUDA graphs",
+    words={True: "CUDA graphs", "step": "CUDA graphs of whole steps"},
     risks={
         True: "A replay runs no Python: what forward() does besides computing happens at recordings alone. "
-        "amptune compares replays with the model now and then, and ends a recording that differs."
+        "amptune compares replays with the model now and then, and ends a recording that differs.",
+        "step": "A replay runs no Python: what forward(), the loss and the optimizer do besides computing happens at "
+        "recordings alone. amptune compares losses and gradients with the model's now and then, and ends a recording "
+        "that differs.",
     },
     sentences={
-        True: "cuda_graphs true: training passes are recorded once for each shape and replayed; keep shapes constant."
+        True: "cuda_graphs true: training passes are recorded once for each shape and replayed; keep shapes constant.",
+        "step": "cuda_graphs step: forward, loss, backward and update are recorded once for each shape and replayed if "
+        "the loop trains by tuned.training_step; keep shapes constant, and fuse the optimizer.",
     },
 )

@@ -8,13 +8,18 @@ from typing import Any, Literal
 
 from amptune.policy.findings import Finding
 
-__all__ = ["TRUTH", "Knob", "Model", "Settings", "Undo"]
+__all__ = ["TRUTH", "Knob", "Model", "Settings", "Undo", "in_file"]
 
 # A policy, whose class stands below the knobs that it is made of; and an nn.Module: files are read without torch.
 Settings = Any
 Model = Any
 Undo = Callable[[], None]
 TRUTH = (False, True)
+
+
+def in_file(values: Iterable[str | bool]) -> str:
+    """Returns the values as a file has them, in one line."""
+    return ", ".join(str(value).lower() if isinstance(value, bool) else value for value in values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,7 +49,7 @@ class Knob:
 
     name: str
     stock: Any
-    values: tuple[str, ...] | tuple[bool, ...] = ()
+    values: tuple[str | bool, ...] = ()
     is_count: bool = False
     conflict: Callable[[Settings], str | Literal[False]] = lambda _: False
     is_always_written: bool = False
@@ -63,7 +68,7 @@ class Knob:
     apply: Callable[[Any, Model], Undo] = lambda _, __: lambda: None
     idle: Callable[[Settings, Model], Iterable[Finding]] = lambda _, __: ()
 
-    words: str | None = None
+    words: str | Mapping[Any, str] | None = None
     sentences: Mapping[Any, str] = field(default_factory=dict)
     told: Callable[[Settings], Iterable[str]] | None = None
     risks: Mapping[Any, str] = field(default_factory=dict)
@@ -78,15 +83,17 @@ class Knob:
 
     def problem(self, value: Any) -> str | Literal[False]:
         """Returns why no policy can have this value; False if one can. Types are the reader's affair, but for words."""
-        if isinstance(self.stock, str) and (type(value) is not str or value not in self.values):
-            return f"{self.name}: {value!r} is not one of {', '.join(map(str, self.values))}"
+        has_words = any(isinstance(one, str) for one in self.values)
+        if has_words and not any(type(value) is type(one) and value == one for one in self.values):
+            return f"{self.name}: {value!r} is not one of {in_file(self.values)}"
         return False
 
     def in_words(self, value: Any) -> str:
         """Returns a value as a policy's line of text has it; rules are named one by one."""
         shown = " + ".join(map(str, value)) if isinstance(value, tuple) else value
         plain = self.name.replace("_", " ")
-        return (self.words or (plain if value is True else f"{plain} {{}}")).format(shown)
+        words = self.words.get(value) if isinstance(self.words, Mapping) else self.words
+        return (words or (plain if value is True else f"{plain} {{}}")).format(shown)
 
     def explained(self, policy: Settings) -> Iterable[str]:
         """Returns the sentences on what a policy's value does; none for a setting without meaning beside the others."""

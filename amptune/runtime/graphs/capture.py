@@ -71,7 +71,7 @@ class Recording:
         self.of_outputs = of_outputs
         self.last: Callable[[], Any] = lambda: None  # the last replay, as long as the loop may come back to it
         self.doubt: Difference | None = None  # that the next comparison is to settle
-        self._by = by
+        self.by = by
         self._compiles = holds_compiled(model)
         with without_effects(model) as put_back, with_proxies(model) as by_own:
             fixed, buffers = [*self.inputs, *model.parameters()], [*model.buffers()]
@@ -86,7 +86,7 @@ class Recording:
         """Returns the numbers for which the pass waits, and measures the limits of differences."""
         known = [*self.inputs, *self.model.parameters(), *self.of_outputs.values()]
         numbers: list[Any] = []
-        for around in (self._by.warming_up(), self._by.rehearsing()):
+        for around in (self.by.warming_up(), self.by.rehearsing()):
             put_back()
             with around, self._uncompiled(), TensorWatch(known, [*self.model.buffers()]) as watch:
                 rehearsed = self._pass(edges)
@@ -96,7 +96,7 @@ class Recording:
 
         def another() -> dict[str, torch.Tensor]:
             put_back()
-            with self._by.warming_up(), WaitMode(numbers):
+            with self.by.warming_up(), WaitMode(numbers):
                 return self._pass(edges)
 
         self.limits = self._limits(another() if self._compiles else rehearsed, another)
@@ -116,7 +116,7 @@ class Recording:
             self._same = torch.stack(waiting.same).all() if waiting.same else None
             return returned
 
-        returned, self._forward = self._by.record(forward)
+        returned, self._forward = self.by.record(forward)
         if any(map(vars, self.inputs)):
             raise NotRecordableError("sets attributes of its inputs")
         self.returns, outputs = outputs_of(returned)
@@ -132,7 +132,7 @@ class Recording:
         ends = self._ends(outputs)
         self.of_outputs = {place: torch.zeros_like(one) for place, one in ends.items()}
         starts, points = list(self.of_outputs.values()), edges([*ends.values()])
-        found, self._backward = self._by.record(
+        found, self._backward = self.by.record(
             lambda: torch.autograd.grad([*ends.values()], points, starts, allow_unused=True)
         )
         pairs = [(own, gradient) for own, gradient in zip(weights, found, strict=True) if gradient is not None]
@@ -205,7 +205,7 @@ class Recording:
             raise UnusualError(WAITS + ", and the result is not always the same")
 
     def _copy_in(self, inputs: Sequence[torch.Tensor]) -> None:
-        self._by.take_turn()
+        self.by.take_turn()
         for own, given in zip(self.inputs, inputs, strict=True):
             without_repeats(own).copy_(without_repeats(given), non_blocking=True)
 
@@ -220,12 +220,12 @@ class Recording:
                 self.of_outputs[place].copy_(given, non_blocking=True)
         self._backward()
 
-    def gradients(self) -> list[torch.Tensor | None]:
+    def gradients(self) -> list[torch.Tensor]:
         """Returns copies of the gradients of `weights`, as the next replay overwrites them; half ones are cast."""
         copies = [torch.empty_like(one, dtype=dtype) for one, dtype in zip(self._gradients, self._dtypes, strict=True)]
         for places in self._alike:
             torch._foreach_copy_([copies[place] for place in places], [self._gradients[place] for place in places])
-        return [*copies]
+        return copies
 
     def recorded_gradients(self) -> dict[str, torch.Tensor]:
         """Returns the gradients of the last replay by a name for messages; the next one overwrites them."""

@@ -39,7 +39,6 @@ MOST_SEEN = 8
 # row that came before WORTH_IT replays.
 MOST_WASTED, WORTH_IT = 5, 20
 _NOTHING = object()
-
 _all: weakref.WeakSet[Recordings] = weakref.WeakSet()
 
 
@@ -49,8 +48,7 @@ class Recordings:
     A kind of pass is recorded when it comes for the second time. The first time the model runs itself: this may set up
     lasting state, and shows which outputs the loss uses. Each recording is compared with the model now and then, by the
     count of its calls alone, so that the ranks of a distributed training compare together; a difference ends all
-    recording. `say` gets a finding when recording ends, or cannot begin. `made` counts recordings, dropped ones
-    included. `checks` is False while a trial times steps.
+    recording. `say` gets a finding when recording ends, or cannot begin. `made` counts all recordings ever made.
     """
 
     def __init__(
@@ -61,6 +59,7 @@ class Recordings:
         device_type: str,
     ) -> None:
         self.model = model
+        self.name, self.otherwise = f"the forward pass of {type(model).__name__}", "without cuda_graphs"
         self.say = say
         self.recorder = recorder
         self.device_type = device_type
@@ -69,7 +68,7 @@ class Recordings:
         self._recorded: list[Recording] = []
         self._seen: list[SeenPass] = []
         self._state: ModelState | None = None
-        self.checks = True
+        self.checks = True  # but while a trial times steps
         self._last: Check | None = None  # until it is read
         self._is_asked_for_check = False
         self._replays = self._wasted = 0
@@ -78,7 +77,8 @@ class Recordings:
         self._compiles = holds_compiled(model)
         self._thread: int | None = None
         self._lock = threading.RLock()  # another thread must not meet a model whose weights are exchanged
-        self._end = partial(_stop, weakref.ref(self))  # for replays, which the loop may hold longer
+        me: Any = weakref.ref(self)  # for replays, which the loop may hold longer
+        self._end = lambda reason: None if (found := me()) is None else found._stop(reason)
         _all.add(self)
 
     def forget(self) -> None:
@@ -95,6 +95,11 @@ class Recordings:
 
     def __len__(self) -> int:
         return len(self._recorded)
+
+    @property
+    def is_over(self) -> bool:
+        """True once the model runs itself, whatever it is given."""
+        return self._has_ended or (self.why_not is not None and not self._recorded)
 
     @property
     def calls(self) -> int:
@@ -124,9 +129,7 @@ class Recordings:
             return self.model(*args, **kwargs)
 
     def _may_replay(self) -> bool:
-        """Returns False if the model runs itself, whatever it is given."""
-        given_up = self._has_ended or (self.why_not is not None and not self._recorded)
-        if given_up or not (self.model.training and torch.is_grad_enabled()):
+        if self.is_over or not (self.model.training and torch.is_grad_enabled()):
             return False
         self._thread = self._thread or threading.get_ident()
         return threading.get_ident() == self._thread and not is_observed()
@@ -142,7 +145,7 @@ class Recordings:
         is_compared = (self.checks and is_due(recording.calls)) or is_asked or recording.doubt is not None
         try:
             if not is_compared:
-                return ReplayedPass(recording, tensors, self._end).outputs()
+                return self.replay(recording, tensors)
             return self._compared(recording, tensors, own)
         except UnusualError as surprise:
             if recording.surprises_often():
@@ -152,6 +155,10 @@ class Recordings:
                 raise
             self._stop(NO_MEMORY)
         return _NOTHING
+
+    def replay(self, recording: Recording, tensors: Sequence[torch.Tensor]) -> Any:
+        """Returns what the model would return. Raises `UnusualError`."""
+        return ReplayedPass(recording, tensors, self._end).outputs()
 
     def _found_for(self, arguments: Signature, tensors: Sequence[torch.Tensor]) -> Recording | SeenPass | None:
         """Returns a recording, known or made now, or notes on a pass that may come again, or None."""
@@ -173,7 +180,7 @@ class Recordings:
             with self._lock:
                 recording = Recording(kind, self.model, tensors, seen.gradients, self.recorder(tensors[0].device))
         except Exception as error:  # noqa: BLE001  # the user's code may raise anything: it will in its own forward too
-            self._give_up(error)
+            self.give_up(error)
             return None
         self._seen.remove(seen)
         self._recorded.append(recording)
@@ -185,7 +192,7 @@ class Recordings:
         try:
             return seen.watched(outputs)
         except NotRecordableError as error:
-            self._give_up(error)
+            self.give_up(error)
             return outputs
 
     def _kind_of(self, arguments: Signature) -> PassKind:
@@ -240,12 +247,13 @@ class Recordings:
         self.forget()
         self._say_why_not(
             DIFFER,
-            f"replays of the forward pass of {type(self.model).__name__} differ from the model: {found.told()} "
+            f"replays of {self.name} differ from the model: {found.told()} "
             f"(call {found.call} of the recording; steps after its call {found.since} may have trained wrongly); "
-            "nothing is recorded any more, and the model runs as without cuda_graphs",
+            f"nothing is recorded any more, and the model runs as {self.otherwise}",
         )
 
-    def _give_up(self, error: Exception) -> None:
+    def give_up(self, error: Exception) -> None:
+        """Records no more after an error that came while recording."""
         if isinstance(error, torch.OutOfMemoryError):
             self._out_of_memory = torch.OutOfMemoryError(str(error))  # without the traceback, which keeps memory alive
         if isinstance(error, torch.AcceleratorError):  # the graphs draw from a generator that was replaced after it
@@ -262,11 +270,8 @@ class Recordings:
 
     def _refuse(self, reason: str) -> None:
         what = "with batches like these it" if self._recorded else "it"
-        self._say_why_not(
-            NOT_RECORDED,
-            f"the forward pass of {type(self.model).__name__} {reason}; {what} is not recorded as a CUDA graph, and "
-            "runs as without cuda_graphs",
-        )
+        message = f"{self.name} {reason}; {what} is not recorded as a CUDA graph, and runs as {self.otherwise}"
+        self._say_why_not(NOT_RECORDED, message)
 
     def _say_why_not(self, code: str, message: str) -> None:
         self.why_not = Finding(code=code, message=message)
@@ -293,8 +298,3 @@ class Recordings:
             return
         never = "its training never calls the model with tensors on the GPU, and so nothing is recorded as a CUDA graph"
         raise PolicyApplyError(never if self.why_not is None else self.why_not.message) from self._out_of_memory
-
-
-def _stop(recordings: weakref.ref[Recordings], reason: str) -> None:
-    if (found := recordings()) is not None:
-        found._stop(reason)

@@ -204,7 +204,8 @@ _KINDS = (
         lambda value: {"value": value.get(None)},
         lambda value, content: value.set(content["value"]),
     ),
-    _Kind((functools._lru_cache_wrapper, MethodType, *_CODE, functools.partial), _referents),
+    _Kind(MethodType, lambda value: {"self": value.__self__, "": value.__func__}),
+    _Kind((functools._lru_cache_wrapper, *_CODE, functools.partial), _referents),
     _Kind(
         lambda value: (type(value).__module__, type(value).__name__) == ("numpy", "ndarray"),
         lambda value: value.tobytes() if value.nbytes <= _SMALL_BYTES else None,

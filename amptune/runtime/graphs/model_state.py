@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("FOREIGN", "HOOKS", "OF_EVERY_MODULE"),
-    *("ModelState", "changed_keys", "first_change", "is_foreign", "is_observed", "named"),
+    *("ModelState", "are_same", "changed_keys", "first_change", "is_foreign", "is_observed", "named"),
 ]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -26,6 +26,7 @@ __all__ = [
     "place_of",
     "require_apart",
     "sources_among",
+    "written",
 ]
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -100,7 +101,7 @@ class TensorWatch(WaitMode):  # type: ignore[no-untyped-call]  # as above
             raise NotRecordableError("uses a tensor that is none of its inputs, weights and buffers")
         if not self._of_host.isdisjoint(places):
             raise NotRecordableError("uses a weight, buffer or input that is on the CPU")
-        if any(place_of(tensor) in self._fixed for tensor in _written(func, args, kwargs)):
+        if any(place_of(tensor) in self._fixed for tensor in written(func, args, kwargs)):
             raise NotRecordableError("writes to its weights or inputs")
         result = super().__torch_dispatch__(func, types, args, kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -135,7 +136,8 @@ def require_apart(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor
         taken.add(place)
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yields the tensors that an operation writes to in place."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from amptune.errors import SpaceError
-from amptune.policy.knobs.knob import TRUTH
+from amptune.policy.knobs.knob import TRUTH, in_file
 from amptune.policy.knobs.precision_rules import FP32_MODULES, HALF_MODULES
 from amptune.policy.settings import KNOBS
 
@@ -176,10 +176,10 @@ def _value_of(name: str, text: str) -> Value:
             raise SpaceError(f"{name}={text}: {text!r} is no whole number")
         return int(text)
     words = {str(value).lower(): value for value in legal}
-    if legal == (False, True):
+    if True in legal:
         words |= {"on": True, "off": False}
     if text.lower() not in words:
-        raise SpaceError(f"{name}={text}: {text!r} is not one of {', '.join(str(value).lower() for value in legal)}")
+        raise SpaceError(f"{name}={text}: {text!r} is not one of {in_file(legal)}")
     return words[text.lower()]
 
 

@@ -130,9 +130,7 @@ def contradicts_trials(rows: Sequence[Row], baseline: Policy) -> bool:
     if waits_for_data(rows) or baseline not in loops or baseline not in trials:
         return False
     twice = [policy for policy in loops if policy in trials]
-    return any(
-        trials[policy] > trials[baseline] and loops[policy] * (1 + ALIKE) < loops[baseline] for policy in twice
-    )
+    return any(trials[policy] > trials[baseline] and loops[policy] * (1 + ALIKE) < loops[baseline] for policy in twice)
 
 
 def _middle_speeds(rows: Iterable[Row]) -> dict[Policy, float]:
