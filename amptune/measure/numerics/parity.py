@@ -52,7 +52,7 @@ def _judged(bench: Bench, policy: Policy, reference: Reference) -> Parity:
 
     A graph would be compiled again for a second look.
     """
-    parity = Parity()
+    parity, run = Parity(), None
     for replicas in (policy.compile != "off", True):
         try:
             reference, weights = completed(reference, bench, _rounding_of(policy), replicas=replicas)
@@ -62,7 +62,7 @@ def _judged(bench: Bench, policy: Policy, reference: Reference) -> Parity:
             kind = failure.kind if failure.kind == "oom" else "crash"  # FP32's failure is not the policy's
             return Parity(failure=Failure(kind=kind, message=f"FP32, in the policy's process: {failure}"))
         try:
-            parity = _parity(bench, policy, reference, weights)
+            parity, run = _parity(bench, policy, reference, weights, run)
         except BaseException as error:  # noqa: BLE001
             if not isinstance(error, NonFiniteError):
                 traceback.print_exc()
@@ -74,7 +74,11 @@ def _judged(bench: Bench, policy: Policy, reference: Reference) -> Parity:
 
 
 def _is_doubtful(parity: Parity) -> bool:
-    return max(parity.drift, parity.below) > SUSPICIOUS or any(one.off > MOST_BUFFER_OFF for one in parity.buffers)
+    return _is_far_off(parity) or any(one.off > MOST_BUFFER_OFF for one in parity.buffers)
+
+
+def _is_far_off(parity: Parity) -> bool:
+    return max(parity.drift, parity.below) > SUSPICIOUS
 
 
 def _failure_of(error: BaseException) -> Failure:
@@ -112,18 +116,26 @@ def _raised_in(error: BaseException | None, model: torch.nn.Module) -> tuple[str
     return tuple(found[-1:])
 
 
-def _parity(bench: Bench, policy: Policy, reference: Reference, weights: Weights) -> Parity:
+def _parity(
+    bench: Bench, policy: Policy, reference: Reference, weights: Weights, run: Run | None
+) -> tuple[Parity, Run]:
+    """Returns the comparison, and the policy's run, which is trained unless it is known."""
+    if run is not None:
+        parity = compare(reference, run, _rounding_of(policy))
+        if not _is_far_off(parity):
+            return parity, run
     epochs = reference.thoroughness.epochs
     with training_as(reference, bench, policy) as training:
         count = len(training.feed)
-        gradients = training.gradients(count, weights=weights)
-        run = Run(gradients=gradients, curve=training.curve(order_of(count, epochs)))
-        parity = compare(reference, run, _rounding_of(policy))
-        if max(parity.drift, parity.below) > SUSPICIOUS:
+        if run is None:
+            gradients = training.gradients(count, weights=weights)
+            run = Run(gradients=gradients, curve=training.curve(order_of(count, epochs)))
+            parity = compare(reference, run, _rounding_of(policy))
+        if _is_far_off(parity) and reference.replicas:
             seeds = range(1, 1 + len(reference.replicas))
-            more = tuple(training.curve(order_of(count, epochs, seed), seed) for seed in seeds)
-            parity = compare(reference, replace(run, more=more), _rounding_of(policy))
-        return parity
+            run = replace(run, more=tuple(training.curve(order_of(count, epochs, seed), seed) for seed in seeds))
+            parity = compare(reference, run, _rounding_of(policy))
+        return parity, run
 
 
 def _rounding_of(policy: Policy) -> Rounding:

@@ -73,7 +73,10 @@ class ParetoPoint:
 
 
 def points_of(trials: Iterable[Trial], verdict: Verdict, judgements: Judgements[J]) -> tuple[ParetoPoint, ...]:
-    """Returns the trials of policies that never failed and that the numerics gate has not rejected."""
+    """Returns the newest trial of each policy that never failed and that the numerics gate has not rejected.
+
+    Each run and each worker measures the baseline.
+    """
     failed = {contender.policy for contender in verdict.contenders if contender.failure is not None}
     return tuple(
         ParetoPoint(
@@ -83,7 +86,7 @@ def points_of(trials: Iterable[Trial], verdict: Verdict, judgements: Judgements[
             energy_j_per_sample=trial.outcome.energy_j_per_sample,
             judged=judgements.passes(trial.policy),
         )
-        for trial in trials
+        for trial in {trial.policy: trial for trial in trials}.values()
         if isinstance(trial.outcome, Measurement) and trial.policy not in failed and not judgements.bars(trial.policy)
     )
 

@@ -1,0 +1,102 @@
+"""What recording whole steps gives (`cuda_graphs: step`) beside recorded passes and `reduce-overhead`: ms a step.
+
+    python reports/whole_steps.py --out reports/NAME/steps.jsonl llama_150m t5_base zoo:resnet18:8
+
+A model is one of `foreign_models.py`, or `zoo:NAME:BATCH_SIZE`. Each policy trains by `tuned.training_step` on a few
+batches that lie on the GPU; a line has the median of three blocks, and the host's own time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import foreign_models  # beside this program
+import torch
+
+import amptune
+from amptune.changes.tensor_tree import map_tensors
+from amptune.policy.serialization import policy_to_dict
+from amptune.policy.settings import Policy
+from amptune.workload import zoo
+from amptune.workload.workload import Workload
+
+BATCHES, FIRST_STEPS, BLOCKS, BLOCK_STEPS = 4, 12, 3, 30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", metavar="MODEL")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    for model in arguments.models:
+        for policy in policies_for(workload_of(model)):
+            line = {"model": model, "gpu": torch.cuda.get_device_name(), **timed(workload_of(model), policy)}
+            with arguments.out.open("a", encoding="utf-8") as file:
+                print(json.dumps(line), file=file)
+
+
+def workload_of(model: str) -> Workload:
+    if not model.startswith("zoo:"):
+        found: Workload = getattr(foreign_models, model)()
+        return found
+    _, name, size = model.split(":")
+    return replace(zoo.workload(name), batch_size=int(size))
+
+
+def policies_for(workload: Workload) -> Iterator[Policy]:
+    convolves = any(isinstance(module, torch.nn.Conv2d) for module in workload.model().modules())
+    plain = Policy(autocast="bf16", memory_format="channels_last" if convolves else "contiguous", fused_optimizer=True)
+    for own in (plain, replace(plain, compile="blocks")):
+        yield replace(own, cuda_graphs=True)
+        yield replace(own, cuda_graphs="step")
+    yield replace(plain, compile="reduce-overhead")
+
+
+def timed(workload: Workload, policy: Policy) -> dict[str, Any]:
+    """Returns the figures of training under a policy."""
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.manual_seed(0)
+    began_s = time.perf_counter()
+    model = workload.model().cuda()
+    with amptune.apply(policy, model, guard=False) as tuned:
+        assert workload.loss is not None  # noqa: S101  # these models have no step of their own
+        train = tuned.training_step(workload.loss, tuned.optimizer(workload.optimizer(model)), workload.clip)
+        drawn = [workload.batch(workload.batch_size) for _ in range(BATCHES)]
+        batches = [map_tensors(lambda tensor: tensor.cuda(), batch) for batch in drawn]
+        losses = [float(train(batches[step % BATCHES])) for step in range(FIRST_STEPS)]
+        ready_s = time.perf_counter() - began_s
+        blocks = sorted(block_ms(train, batches) for _ in range(BLOCKS))
+        ms, host_ms = blocks[BLOCKS // 2]
+        return {
+            "policy": policy_to_dict(policy),
+            "ms": round(ms, 3),
+            "host_ms": round(host_ms, 3),
+            "ready_s": round(ready_s, 1),
+            "peak_reserved_mib": torch.cuda.max_memory_reserved() >> 20,
+            "losses": [round(statistics.fmean(losses[:2]), 4), round(losses[-1], 4)],
+            "findings": list(map(str, tuned.findings)),
+        }
+
+
+def block_ms(train: Any, batches: list[Any]) -> tuple[float, float]:
+    """Returns the ms of a step in a block, and those that the host takes to launch it."""
+    torch.cuda.synchronize()
+    began_s = time.perf_counter()
+    for step in range(BLOCK_STEPS):
+        train(batches[step % BATCHES])
+    launched_s = time.perf_counter()
+    torch.cuda.synchronize()
+    return 1000 * (time.perf_counter() - began_s) / BLOCK_STEPS, 1000 * (launched_s - began_s) / BLOCK_STEPS
+
+
+if __name__ == "__main__":
+    main()
