@@ -239,6 +239,8 @@ def test_a_space_that_extends_another_says_only_what_is_its_own(tmp_path: Path) 
     assert set(points(less)) < set(points(hopper))
     more = extending("hopper", "knobs: {weights: [fp32, half]}\ntry_first: [{weights: half}]", tmp_path)
     assert [point["weights"] for point in more.try_first] == ["half"]
+    whole = extending("hopper", "knobs: {cuda_graphs: [false, true, step]}", tmp_path)
+    assert whole.choices("cuda_graphs") == (False, True, "step")
 
 
 def test_a_rule_replaces_that_of_the_extended_space_with_the_same_condition_or_is_added(tmp_path: Path) -> None:

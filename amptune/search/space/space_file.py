@@ -220,7 +220,7 @@ def _is_legal(name: str, value: Any) -> bool:
     if not legal:
         least = 0 if name == EXCLUSIONS else 1
         return isinstance(value, int) and not isinstance(value, bool) and value >= least
-    return isinstance(value, type(legal[0])) and value in legal
+    return is_in(value, legal)
 
 
 def _legal_in_words(name: str) -> str:
