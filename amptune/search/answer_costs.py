@@ -9,8 +9,8 @@ from amptune.policy.settings import Policy
 from amptune.search.narrowing import turn_of
 from amptune.search.plan.compile_costs import cold_s, compiled_s
 from amptune.search.sampler.catalog import History
+from amptune.search.table.contenders import PROCESSES
 from amptune.search.table.next_rows import MOST_POLICIES, launch_s
-from amptune.search.table.verdict import PROCESSES
 
 __all__ = ["compared_s", "judged_graph_s", "load_s", "ranked", "turn_s"]
 

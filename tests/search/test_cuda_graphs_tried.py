@@ -71,6 +71,9 @@ def test_a_surrogate_sees_them_in_the_modes_of_the_compiler_that_have_them() -> 
         Dimension(name="cuda_graphs", choices=(False, True)),
     ]
     assert sorted(knob.name for knob in with_features(knobs)) == ["autotuned", "compile", "cuda_graphs"]
+    more = [*knobs[:-1], replace(knobs[-1], choices=(False, True, "step"))]
+    assert [knob.choices for knob in with_features(more) if knob.name == "cuda_graphs"] == [(False, True, "step")]
+    assert features_of(Point({"compile": "off", "cuda_graphs": "step"}))["cuda_graphs"] == "step"
     recorded = features_of(Point({"compile": "off", "cuda_graphs": True}))
     compiled = features_of(Point({"compile": "reduce-overhead", "cuda_graphs": False}))
     plain = features_of(Point({"compile": "default", "cuda_graphs": False}))

@@ -39,8 +39,9 @@ def chosen(
     start_s: float = 10.0,
     judging_s: Callable[[Policy], float] = lambda _: 0.0,
     left_s: float = 1000.0,
+    cost_s: Callable[[Policy], float] = lambda _: 2.0,
 ) -> NextRound | None:
-    """The next round where a block of any policy takes 2 s."""
+    """The next round where a block of any policy takes 2 s, unless told."""
     return next_round(
         decided(rows, machine, objective, bar),
         bar,
@@ -48,7 +49,7 @@ def chosen(
         unseen=unseen,
         running=running,
         fresh_s=lambda policies: launch_s(start_s, len(policies)),
-        cost_s=lambda _: 2.0,
+        cost_s=cost_s,
         judging_s=judging_s,
         left_s=left_s,
     )
@@ -297,3 +298,15 @@ def test_another_round_is_in_the_running_processes_if_fresh_ones_do_not_fit() ->
     assert again(fresh=True, left_s=10.0) == NextRound(policies=(STOCK, BF16), fresh=False)
     assert again(fresh=True, left_s=3.0) is None
     assert again(running=(), left_s=10.0) is None
+
+
+def test_if_the_loop_contradicts_trials_and_the_leaders_turn_takes_too_long_another_gets_one() -> None:
+    refuted, dear = BF16.compiled("default"), BF16.compiled("reduce-overhead")
+    restless = row(refuted, block(90.0, in_loop=True, settled=False))
+    rows = [row(STOCK, 10.0), row(refuted, 4.0), row(dear, 5.0), row(FP16, 6.0), restless]
+    running = [STOCK, dear, FP16]
+    found = chosen(
+        rows, running=running, start_s=60.0, left_s=40.0, cost_s=lambda policy: 60.0 if policy == dear else 2.0
+    )
+    assert found is not None
+    assert (found.policies, found.fresh) == ((FP16,), False)

@@ -170,6 +170,20 @@ def test_the_loop_contradicts_a_trial_if_what_was_ahead_is_clearly_behind_there(
     assert not contradicts_trials([*trials, in_loop(STOCK, 12.0), in_loop(BF16, 17.0, wait_share=0.5)], STOCK)
     behind = [row(STOCK, 10.0), row(BF16, 11.0), in_loop(STOCK, 12.0), in_loop(BF16, 17.0)]
     assert not contradicts_trials(behind, STOCK), "the trial had said so"
+    disturbed = row(BF16, block(17.0, contaminated_by=("foreign-process",), in_loop=True))
+    assert not contradicts_trials([*trials, in_loop(STOCK, 12.0), disturbed], STOCK)
+
+
+def test_speeds_of_a_contradiction_are_compared_within_a_run() -> None:
+    """Another program halves the speed in the second run, of the baseline too."""
+    runs = [(run, factor, looped) for run, factor in (("1", 1.0), ("2", 2.0)) for looped in (False, True)]
+    rows = [
+        row(policy, block(ms * factor, in_loop=looped), run=run)
+        for run, factor, looped in runs
+        for policy, ms in ((STOCK, 10.0), (BF16, 7.0))
+        if (run, policy) != ("1", BF16) or not looped
+    ]
+    assert not contradicts_trials(rows, STOCK)
 
 
 def test_steps_are_alike_if_they_take_about_the_same_multiple_of_the_baselines() -> None:

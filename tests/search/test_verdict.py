@@ -487,6 +487,28 @@ def test_once_the_loop_contradicts_a_trial_only_what_the_loop_has_timed_can_win(
     assert decided([*rows, *loops({STOCK: [26.0, 26.0], BF16: [38.0, 38.0]})], GPU).keeps_the_baseline
 
 
+def test_where_the_loop_cannot_tell_a_second_process_speaks_of_a_policy_without_graphs() -> None:
+    compiled = BF16.compiled("default")
+    rows = [
+        *in_turn({STOCK: [10.0], compiled: [5.0], FP16: [6.0]}),
+        *loops({STOCK: [10.0], compiled: [90.0]}, wait_share=0.5, settled=False),
+    ]
+    assert decided(rows, GPU).keeps_the_baseline
+    assert decided([*rows, *in_turn({STOCK: [10.0] * 3, FP16: [6.0] * 3}, start_s=200.0)], GPU).winner.policy == FP16
+    again = in_turn({STOCK: [10.0] * 3, BF16.compiled("reduce-overhead"): [5.0] * 3}, start_s=200.0)
+    assert decided([*rows, *again], GPU).keeps_the_baseline, "graphs may keep coming on new batches"
+
+
+def test_a_trials_memory_is_not_contradicted_by_the_loops_speed() -> None:
+    def used(ms: float, mib: float, **more: Any) -> Measurement:
+        return replace(took(ms, mib), **more)
+
+    trials = [row(STOCK, used(10.0, 1000.0)), row(BF16, used(7.0, 900.0)), row(FP16, used(6.0, 400.0))]
+    looped = [row(STOCK, used(10.0, 1000.0, in_loop=True)), row(BF16, used(17.0, 900.0, in_loop=True))]
+    assert decided([*trials, *looped], GPU).keeps_the_baseline
+    assert decided([*trials, *looped], GPU, MEMORY).winner.policy == FP16
+
+
 def test_of_level_and_equally_simple_policies_the_one_that_the_loop_has_timed_wins() -> None:
     rows = [*in_turn({STOCK: [10.0] * 4, BF16: [5.0] * 4, FP16: [4.998] * 4}), *loops({STOCK: [10.0] * 2})]
     assert decided(rows, GPU).winner.policy == FP16

@@ -35,6 +35,8 @@ __all__ = ["Batches", "Bench"]
 SEED = 0
 # What is not timed needs no more different batches.
 FEW_BATCHES = 3
+# The steps before a timed block see at least so many batches: a graph is compiled anew for the first other shape.
+FEWEST_WARM = 2
 # Initial weights of at most this share of the device's memory are kept on it while training restarts from them often.
 NEAR_SHARE = 1 / 32
 # CUDA graphs keep their memory between trials of one policy, up to this share of the device's memory.
@@ -62,7 +64,7 @@ class _Sequence:
 
     def __init__(self, batches: Sequence[Any], begin: Callable[[], None]) -> None:
         self._batches, self._begin = batches, begin
-        self._at, self._count = 0, max(1, len(batches) // 2)
+        self._at, self._count = 0, max(min(len(batches), FEWEST_WARM), len(batches) // 2)
 
     def __iter__(self) -> Iterator[Any]:
         return self

@@ -54,6 +54,7 @@ def _judged(bench: Bench, policy: Policy, reference: Reference) -> Parity:
     """
     parity, run = Parity(), None
     for replicas in (policy.compile != "off", True):
+        before = reference.fingerprint
         try:
             reference, weights = completed(reference, bench, _rounding_of(policy), replicas=replicas)
         except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
@@ -62,7 +63,7 @@ def _judged(bench: Bench, policy: Policy, reference: Reference) -> Parity:
             kind = failure.kind if failure.kind == "oom" else "crash"  # FP32's failure is not the policy's
             return Parity(failure=Failure(kind=kind, message=f"FP32, in the policy's process: {failure}"))
         try:
-            parity, run = _parity(bench, policy, reference, weights, run)
+            parity, run = _parity(bench, policy, reference, weights, run if reference.fingerprint == before else None)
         except BaseException as error:  # noqa: BLE001
             if not isinstance(error, NonFiniteError):
                 traceback.print_exc()

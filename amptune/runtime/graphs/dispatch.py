@@ -269,9 +269,9 @@ class Recordings:
         self._refuse(reason)
 
     def _refuse(self, reason: str) -> None:
-        what = "with batches like these it" if self._recorded else "it"
-        message = f"{self.name} {reason}; {what} is not recorded as a CUDA graph, and runs as {self.otherwise}"
-        self._say_why_not(NOT_RECORDED, message)
+        what, otherwise = ("such a batch", "without cuda_graphs") if self._recorded else ("it", self.otherwise)
+        words = f"{self.name} {reason}; {what} is not recorded as a CUDA graph, and runs as {otherwise}"
+        self._say_why_not(NOT_RECORDED, words)
 
     def _say_why_not(self, code: str, message: str) -> None:
         self.why_not = Finding(code=code, message=message)

@@ -16,7 +16,7 @@ from amptune.policy.findings import Finding
 from amptune.runtime.graphs.capture import Recording
 from amptune.runtime.graphs.dispatch import NOT_RECORDED, Recordings
 from amptune.runtime.graphs.host_effects import NotRecordableError
-from amptune.runtime.graphs.recorded_update import RecordedUpdate, has_state, obstacle_to_update
+from amptune.runtime.graphs.recorded_update import RecordedUpdate, are_own, has_state, obstacle_to_update
 from amptune.runtime.graphs.signature import arguments_of
 from amptune.runtime.training_step import RecipeStep
 
@@ -73,6 +73,12 @@ class StepRecordings(Recordings):
         if is_there and arguments_of((batch,), {}, self.device_type) is None:
             self.give_up(NotRecordableError("gets more in its batch than tensors on the GPU, numbers and strings"))
 
+    def require_no_hooks_on(self, called: nn.Module) -> None:
+        """Ends recording if the module that the loop calls has hooks of the user's: the model below it is recorded."""
+        hooks = [*called._forward_hooks.values(), *called._forward_pre_hooks.values()]
+        if hooks and not self.is_over and not are_own(hooks):
+            self._stop("has forward hooks on tuned.model, which replays would not call")
+
     def replay(self, recording: Recording, tensors: Sequence[torch.Tensor]) -> Any:
         if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in recording.weights):
             return super().replay(recording, tensors)  # through autograd, which calls them
@@ -104,8 +110,10 @@ class RecordedStep(RecipeStep):
         self.updates = self._at_change = self._wasted = 0
 
     def _pass(self, batch: Any, *, is_last: bool) -> torch.Tensor:
+        self._replayed = None
         if self._passes == 0:
             self.recordings.require_tensors(batch)
+        self.recordings.require_no_hooks_on(self._recipe.model)
         if self.recordings.is_over:
             return super()._pass(batch, is_last=is_last)
         with self._recipe.autocast():
@@ -202,7 +210,7 @@ def _add_gradients(recording: Recording) -> None:
 class WholeStep:
     """The training step of a policy that records all of it, beside the recorded `passes` of the model alone.
 
-    `recordings` are those of the step once it is known, else the passes. `findings` say why a step, or a part of it, is
+    `recordings` are those of the newest step, else the passes. `findings` say why a step, or a part of it, is
     not recorded; each is told as a finding of the passes is.
     """
 
@@ -211,6 +219,7 @@ class WholeStep:
         self.findings: list[Finding] = []
         self._passes = passes
         self._is_known = False
+        self._all: list[StepRecordings] = []
 
     def of(
         self,
@@ -228,6 +237,7 @@ class WholeStep:
         passes = self._passes
         recordings = StepRecordings(passes.model, loss, self._say, passes.recorder, passes.device_type)
         self.recordings = recordings
+        self._all.append(recordings)
         return RecordedStep(recipe, loss, optimizer, clip, recordings)
 
     def look(self) -> None:
@@ -237,8 +247,9 @@ class WholeStep:
             self._tell_missed("it does not train by tuned.training_step(loss, optimizer)")
 
     def end(self) -> None:
-        """Drops the recordings for good."""
-        self.recordings.end()
+        """Drops the recordings of all steps for good."""
+        for recordings in self._all:
+            recordings.end()
 
     def _tell_missed(self, why: str) -> None:
         message = (

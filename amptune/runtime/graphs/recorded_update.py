@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from amptune.runtime.graphs.capture import Recording
     from amptune.runtime.scaler import PolicyScaler
 
-__all__ = ["RecordedUpdate", "has_state", "obstacle_to_update"]
+__all__ = ["RecordedUpdate", "are_own", "has_state", "obstacle_to_update"]
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
@@ -49,20 +49,30 @@ def obstacle_to_update(optimizer: torch.optim.Optimizer, scaler: PolicyScaler) -
         return "does not take the loss scale, so that the scaler waits for the device before each step"
     if scaler.is_enabled() and scaler.statistics is not None:
         return "has protect_batch_norm beside it, which keeps statistics from update to update"
-    if any(not origin.startswith("amptune.runtime.") for origin in _origins_of_hooks(optimizer)):
+    if not are_own(chain.from_iterable(table.values() for table in _tables_of_hooks(optimizer))):
         return "has a hook on its step"
+    if not _is_as_its_class_says(optimizer):
+        return "has a step that is not its class's"
     return None
 
 
-def _origins_of_hooks(optimizer: torch.optim.Optimizer) -> Iterator[str]:
-    """Yields the module that each hook on the optimizer's step is from, hooks on all optimizers included."""
-    tables = [
-        *(getattr(optimizer, name) for name in _HOOKS),
-        *(getattr(torch_optimizer, name) for name in _GLOBAL_HOOKS),
-    ]
-    for hook in chain.from_iterable(table.values() for table in tables):
-        owner = getattr(hook, "__self__", hook)
-        yield (owner if isinstance(owner, FunctionType) else type(owner)).__module__
+def are_own(hooks: Iterable[Any]) -> bool:
+    """Returns True if all hooks are amptune's own."""
+    owners = (getattr(hook, "__self__", hook) for hook in hooks)
+    kinds = (owner if isinstance(owner, FunctionType) else type(owner) for owner in owners)
+    return all(kind.__module__.startswith("amptune.runtime.") for kind in kinds)
+
+
+def _tables_of_hooks(optimizer: torch.optim.Optimizer) -> list[dict[int, Any]]:
+    """Returns the hooks on the optimizer's step by number, those on all optimizers included."""
+    own = [getattr(optimizer, name) for name in _HOOKS]
+    return own + [getattr(torch_optimizer, name) for name in _GLOBAL_HOOKS]
+
+
+def _is_as_its_class_says(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns True unless `step` was replaced; a scheduler's wrapper, which counts calls, goes on."""
+    step = vars(optimizer).get("step")
+    return step is None or hasattr(step, "_wrapped_by_lr_sched")
 
 
 def has_state(optimizer: torch.optim.Optimizer, weights: Iterable[torch.Tensor]) -> bool:
@@ -123,6 +133,7 @@ class RecordedUpdate:
             found += [*group["params"], type(group["lr"]) if rate is not None else group["lr"]]
             found += [value for name, value in group.items() if name not in ("params", "lr")]
         found += chain.from_iterable(state.values() for state in optimizer.state.values())
+        found += [vars(optimizer).get("step"), *chain.from_iterable(_tables_of_hooks(optimizer))]
         return [*found, *(getattr(scaler, name, None) for name in _BAKED_OF_SCALER)]
 
     @property

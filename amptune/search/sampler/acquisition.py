@@ -147,7 +147,7 @@ def features_of(point: Point) -> Point:
     mode = str(point[COMPILED])
     made_of: dict[str, Value] = {
         COMPILED: "on" if mode in WHOLE_MODES else mode,
-        CUDA_GRAPHS: mode in CUDA_GRAPH_MODES or bool(point.get(CUDA_GRAPHS)),
+        CUDA_GRAPHS: mode in CUDA_GRAPH_MODES or point.get(CUDA_GRAPHS, False),
         AUTOTUNED: mode in AUTOTUNED_MODES,
     }
     return Point({**point, **made_of})
@@ -155,10 +155,10 @@ def features_of(point: Point) -> Point:
 
 def with_features(knobs: Sequence[Dimension]) -> list[Dimension]:
     """Returns the knobs of points that `features_of` made."""
-    modes = next((knob.choices for knob in knobs if knob.name == COMPILED), ())
+    modes, graphs = (next((one.choices for one in knobs if one.name == name), ()) for name in (COMPILED, CUDA_GRAPHS))
     made_of = [
         Dimension(name=COMPILED, choices=("off", *(["blocks"] if "blocks" in modes else []), "on")),
-        Dimension(name=CUDA_GRAPHS, choices=(False, True)),
+        Dimension(name=CUDA_GRAPHS, choices=tuple(dict.fromkeys((False, True, *graphs)))),
         Dimension(name=AUTOTUNED, choices=(False, True)),
     ]
     if all(knob.name != COMPILED for knob in knobs):

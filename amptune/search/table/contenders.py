@@ -14,8 +14,10 @@ from amptune.search.table.objective import NEGLIGIBLE, SPEED_SLACK, Objective
 from amptune.search.table.ratio import LIKELY, Ratio
 from amptune.search.table.row import Row, are_alike, contradicts_trials, decisive, settled_in
 
-__all__ = ["Contender", "contenders_of"]
+__all__ = ["PROCESSES", "Contender", "contenders_of"]
 
+# Launches differ more than blocks within one: nothing is confirmed by fewer processes.
+PROCESSES = 2
 # Something less probable is not worth a measurement.
 UNLIKELY = 0.1
 
@@ -28,8 +30,8 @@ class Contender:
     the probability that it is better than the baseline by the objective, `fast_enough` that it has the speed that the
     objective needs. A policy that is `too_slow` cannot win, nor one that is not `settled`. `in_loop` tells if it was
     timed in the user's loop, `alike` if its steps take about the same multiple of the baseline's. One that is not
-    `believed` has trials alone, and the loop said otherwise of another's. All rows of a `disturbed` one were disturbed.
-    `lost` says why it did not win; empty for the winner.
+    `believed` has its trial alone, and the loop said otherwise of another's. All rows of a `disturbed` one were
+    disturbed. `lost` says why it did not win; empty for the winner.
     """
 
     policy: Policy
@@ -89,22 +91,32 @@ def contenders_of(
     """Yields each policy of the table with its figures: estimates by the objective, and of samples per second."""
     of, timed, settled = _by_policy(rows), _by_policy(decisive(rows)), settled_in(rows)
     baseline = scores.policies[scores.baseline]
-    figures, contradicted = _newest_figures(timed[baseline]), contradicts_trials(rows, baseline)
+    figures = _newest_figures(timed[baseline])
+    contradicted = objective.name != "memory" and contradicts_trials(rows, baseline)
     for policy, own in of.items():
         failure = next((row.outcome for row in reversed(own) if isinstance(row.outcome, Failure)), None)
         if failure is not None and policy != baseline:
             yield Contender(policy=policy, failure=failure, rows=len(own))  # a policy that sometimes fails is useless
         elif policy in timed:
             found = _measured(policy, timed[policy], scores, speeds, objective, figures)
-            in_loop = any(row.in_loop for row in own)
             yield replace(
                 found,
                 settled=policy == baseline or policy in settled,
-                in_loop=in_loop,
+                in_loop=any(row.in_loop for row in own),
                 alike=are_alike(own, of[baseline]),
-                believed=in_loop or policy == baseline or not contradicted,
+                believed=not contradicted or policy == baseline or _is_beyond_its_trial(policy, own),
                 rows=sum(isinstance(row.outcome, Measurement) for row in own),
             )
+
+
+def _is_beyond_its_trial(policy: Policy, own: Sequence[Row]) -> bool:
+    """Returns True if more than a trial speaks of a policy: the loop, or without graphs a second process.
+
+    The loop may not tell, since it waits for data or the loader failed: then the comparison has steps by themselves.
+    """
+    has_graphs = policy.cuda_graphs or policy.compile != "off"
+    launches = {(row.run, row.launch) for row in own}
+    return any(row.in_loop for row in own) or (not has_graphs and len(launches) >= PROCESSES)
 
 
 def _by_policy(rows: Iterable[Row]) -> dict[Policy, list[Row]]:

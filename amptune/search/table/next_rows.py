@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
 from amptune.policy.settings import Policy
-from amptune.search.table.contenders import Contender
+from amptune.search.table.contenders import PROCESSES, Contender
 from amptune.search.table.model import Estimates
 from amptune.search.table.objective import NEGLIGIBLE
 from amptune.search.table.ratio import CONFIRMED, LIKELY
-from amptune.search.table.verdict import PROCESSES, Bar, Verdict, departure_count
+from amptune.search.table.verdict import Bar, Verdict, departure_count
 
 __all__ = ["UNSEEN", "NextRound", "launch_s", "named_by", "next_round", "round_again"]
 
@@ -81,17 +81,25 @@ def next_round(
         if seconds + max(map(judging_s, policies)) <= left_s:
             gained = sum(worth.get(policy, 0.0) for policy in policies)
             return NextRound(policies=policies, fresh=starts, seconds=seconds, worth=gained)
-    for policies in (tuple(core), _unseen_in_loop(verdict)):
+    for policies in (tuple(core), *_unseen_in_loop(verdict, bar)):
         seconds = sum(map(cost_s, policies))
         if policies and set(policies) <= set(running) and seconds + max(map(judging_s, policies)) <= left_s:
             return NextRound(policies=policies, fresh=False, seconds=seconds)
     return None
 
 
-def _unseen_in_loop(verdict: Verdict) -> tuple[Policy, ...]:
-    """Returns the leader if the user's loop has not seen it, and can tell its speed."""
+def _unseen_in_loop(verdict: Verdict, bar: Bar) -> Iterator[tuple[Policy]]:
+    """Yields the leader alone if the user's loop has not seen it and can tell its speed.
+
+    Where the loop contradicted a trial, it yields all that cannot win without a turn: the leader's may take too long.
+    """
     leader = verdict.leader
-    return () if leader is None or leader.in_loop or verdict.waits_for_data else (leader.policy,)
+    if leader is None or leader.in_loop or verdict.waits_for_data:
+        return
+    yield (leader.policy,)
+    for one in verdict.contenders:
+        if not one.believed and one.may_win and one.policy != leader.policy and bar(one.policy) is None:
+            yield (one.policy,)
 
 
 def round_again(

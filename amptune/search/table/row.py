@@ -37,6 +37,8 @@ _FEWEST_STEPS = 5
 # Steps of two policies are alike if the mean of their ratios is no farther than this from the median: a policy that is
 # as a rule fast, and now and then very slow, has no figure that a few blocks can tell.
 ALIKE = 0.1
+# The loop contradicts a trial if a policy that was ahead of the baseline is slower than it by more than this.
+CONTRADICTED = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,24 +124,29 @@ def contradicts_trials(rows: Sequence[Row], baseline: Policy) -> bool:
     There graphs kept coming under it, which the trial did not show, or it is behind the baseline, where the trial had
     it ahead. A trial's batches come again and again; if that is why, the trials of other policies are no better.
     """
-    loops = _middle_speeds(row for row in rows if row.in_loop)
-    trials = _middle_speeds(row for row in rows if not row.in_loop and row.is_settled)
-    calm = settled_in(rows)
-    if any(policy in trials and policy not in calm for policy in loops):
+    loops = [row for row in rows if row.in_loop and not row.is_disturbed]
+    trials = [row for row in rows if not row.in_loop and not row.is_disturbed and row.is_settled]
+    twice, calm = {row.policy for row in loops} & {row.policy for row in trials}, settled_in(rows)
+    if twice - calm:
         return True
-    if waits_for_data(rows) or baseline not in loops or baseline not in trials:
+    if waits_for_data(rows):
         return False
-    twice = [policy for policy in loops if policy in trials]
-    return any(trials[policy] > trials[baseline] and loops[policy] * (1 + ALIKE) < loops[baseline] for policy in twice)
+    in_loop, in_trials = _relative_speeds(loops, baseline), _relative_speeds(trials, baseline)
+    both = in_loop.keys() & in_trials.keys()
+    return any(in_trials[policy] > 1 and in_loop[policy] * (1 + CONTRADICTED) < 1 for policy in both)
 
 
-def _middle_speeds(rows: Iterable[Row]) -> dict[Policy, float]:
-    """Returns the median of the samples per second of each policy's blocks."""
-    speeds: dict[Policy, list[float]] = {}
+def _relative_speeds(rows: Iterable[Row], baseline: Policy) -> dict[Policy, float]:
+    """Returns each policy's samples per second over the baseline's, by runs that have both: the median of runs."""
+    speeds: dict[str, dict[Policy, list[float]]] = {}
     for row in rows:
         if isinstance(row.outcome, Measurement):
-            speeds.setdefault(row.policy, []).append(row.outcome.samples_per_s)
-    return {policy: statistics.median(of) for policy, of in speeds.items()}
+            speeds.setdefault(row.run, {}).setdefault(row.policy, []).append(row.outcome.samples_per_s)
+    ratios: dict[Policy, list[float]] = {}
+    for of in speeds.values():
+        for policy in of if baseline in of else ():
+            ratios.setdefault(policy, []).append(statistics.median(of[policy]) / statistics.median(of[baseline]))
+    return {policy: statistics.median(values) for policy, values in ratios.items()}
 
 
 def waits_for_data(rows: Sequence[Row]) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from amptune.policy.findings import Finding
 from amptune.policy.settings import KNOBS, Policy
-from amptune.search.table.contenders import Contender, contenders_of
+from amptune.search.table.contenders import PROCESSES, Contender, contenders_of
 from amptune.search.table.effects import Machine
 from amptune.search.table.gains import gain_in_words, goal_of
 from amptune.search.table.model import Estimates, fit
@@ -23,8 +23,6 @@ __all__ = [
     "verdict_of",
 ]
 
-# Launches differ more than blocks within one: nothing is confirmed by fewer processes.
-PROCESSES = 2
 # A recorded policy has to be faster than a compiled one by this share.
 GUARDED = 0.03
 # Blocks of a typical policy that differ by more than this are reported.
@@ -209,12 +207,12 @@ def _why(one: Contender, verdict: Verdict, bar: Bar) -> str:
 
 
 def _beside(one: Contender, verdict: Verdict) -> str:
-    if not one.believed:
-        return "the training loop said otherwise of another policy than its trial, and has not timed this one"
-    if one.chance >= LIKELY and not one.is_shown:
-        return f"may be slower than the baseline ({one.gain}), and its steps differ from each other too much to tell"
     if one.chance < LIKELY:
         return f"not shown to be better than the baseline: {one.gain}, {chance_in_words(one.chance)} sure"
+    if not one.believed:
+        return "the training loop said otherwise of another policy than its trial, and has not timed this one"
+    if not one.is_shown:
+        return f"may be slower than the baseline ({one.gain}), and its steps differ from each other too much to tell"
     fit = verdict.scores
     behind = float(fit.mean[fit.place[verdict.winner.policy]] - fit.mean[fit.place[one.policy]])
     won_by = verdict.winner.policy

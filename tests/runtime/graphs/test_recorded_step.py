@@ -233,6 +233,49 @@ def test_a_hook_on_the_optimizers_step_is_called_each_time() -> None:
     assert any("SGD has a hook on its step" in finding.message for finding in training.tuned.findings)
 
 
+def test_a_hook_or_step_that_comes_after_the_recording_is_called_too() -> None:
+    hooked, counted = Training(STEP), Training(STEP)
+    called: list[int] = []
+
+    def step() -> None:
+        called.append(len(counted.losses))
+        type(counted.optimizer).step(counted.optimizer)
+
+    def add(number: int) -> None:
+        if number == 5:
+            hooked.optimizer.register_step_pre_hook(lambda *_: called.append(len(hooked.losses)))
+
+    def replace_step(number: int) -> None:
+        if number == 5:
+            counted.optimizer.step = step  # type: ignore[method-assign, assignment]
+
+    for training, change, reason in (
+        (hooked, add, "a hook on its step"),
+        (counted, replace_step, "a step that is not its class's"),
+    ):
+        called.clear()
+        training.go([6] * 5)
+        assert training.updates > 0
+        training.losses, replayed = [], training.updates
+        training.go([6] * 5, change)
+        training.go([6] * 5)
+        assert called == [5, 6, 7, 8, 9]
+        assert training.updates - replayed <= 5
+        assert any(reason in str(finding) for finding in training.tuned.findings)
+
+
+def test_a_forward_hook_on_what_the_loop_calls_is_called_and_ends_the_recording() -> None:
+    training, plain = both(STEP)
+    called: list[int] = []
+    training.go([6] * 6)
+    plain.go([6] * 12)
+    training.tuned.model.register_forward_hook(lambda *_: called.append(1))
+    training.go([6] * 6)
+    assert len(called) == 6
+    training.require_same(plain)
+    assert any("hooks on tuned.model" in str(finding) for finding in training.tuned.findings)
+
+
 def test_a_loss_that_waits_for_the_device_is_not_recorded_but_passes_are() -> None:
     seen: list[int] = []
 
@@ -416,6 +459,17 @@ def test_under_the_guard_updates_are_recorded_once_its_watch_is_over() -> None:
         training.go([4] * 30)
     recorded.require_same(plain)
     assert 0 < recorded.updates < 12
+
+
+def test_undo_ends_all_steps_that_were_made() -> None:
+    training = Training(STEP)
+    training.go([6] * 6)
+    training.tuned.training_step(loss_of, training.optimizer)
+    updates = training.updates
+    assert updates > 0
+    training.tuned.undo()
+    training.go([6] * 3)
+    assert (training.updates, training.train.recordings.calls) == (updates, 0)
 
 
 def test_undo_ends_it() -> None:
