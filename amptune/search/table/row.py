@@ -37,8 +37,8 @@ _FEWEST_STEPS = 5
 # Steps of two policies are alike if the mean of their ratios is no farther than this from the median: a policy that is
 # as a rule fast, and now and then very slow, has no figure that a few blocks can tell.
 ALIKE = 0.1
-# The loop contradicts a trial if a policy that was ahead of the baseline is slower than it by more than this.
-CONTRADICTED = 0.2
+# The loop contradicts a trial if a policy that was ahead of the baseline is slower than it by more than twice that.
+CONTRADICTED = 2 * ALIKE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
