@@ -159,6 +159,9 @@ def test_graphs_that_keep_coming_in_the_loop_contradict_trials_unless_the_trial_
     assert not contradicts_trials([*trials, restless], STOCK)
     assert contradicts_trials([*trials, row(BF16_LAST, 4.0), restless], STOCK)
     assert not contradicts_trials([*trials, row(BF16_LAST, 4.0), restless, in_loop(BF16_LAST, 4.1)], STOCK)
+    beside = replace(restless, outcome=block(90.0, in_loop=True, settled=False, contaminated_by=("compiling",)))
+    assert beside.is_disturbed
+    assert contradicts_trials([*trials, row(BF16_LAST, 4.0), beside], STOCK), "what runs beside makes no graphs come"
 
 
 def test_the_loop_contradicts_a_trial_if_what_was_ahead_is_clearly_behind_there() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from amptune.policy.findings import Finding
 from amptune.runtime.graphs.capture import Recording
-from amptune.runtime.graphs.dispatch import NOT_RECORDED, Recordings
+from amptune.runtime.graphs.dispatch import MOST_WASTED, NOT_RECORDED, WORTH_IT, Recordings
 from amptune.runtime.graphs.host_effects import NotRecordableError
 from amptune.runtime.graphs.recorded_update import RecordedUpdate, are_own, has_state, obstacle_to_update
 from amptune.runtime.graphs.signature import arguments_of
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from amptune.runtime.training_step import Recipe
 
 __all__ = ["RecordedStep", "StepRecordings", "WholeStep"]
-
-# An update is recorded anew when a setting of the optimizer changes. Its step runs by itself once so many changes came
-# that were each followed by fewer than so many replays, as in a schedule of betas.
-MOST_WASTED, WORTH_IT = 5, 20
 
 
 class ModelWithLoss(nn.Module):
@@ -89,6 +85,8 @@ class StepRecordings(Recordings):
 class RecordedStep(RecipeStep):
     """A training step that replays what can be recorded of it.
 
+    An update is recorded anew when a setting of the optimizer changes, and no more once that was not worth it so often
+    as passes are.
     At calls that are compared the recipe itself trains. An optimizer that cannot be recorded steps by itself; if the
     loss cannot, the recipe runs with the model's own passes recorded, as under `cuda_graphs: true`. Of both the
     recordings' `say` gets a finding. `updates` counts those that were replayed.

@@ -83,7 +83,7 @@ def next_round(
             return NextRound(policies=policies, fresh=starts, seconds=seconds, worth=gained)
     for policies in (tuple(core), *_unseen_in_loop(verdict, bar)):
         seconds = sum(map(cost_s, policies))
-        if policies and set(policies) <= set(running) and seconds + max(map(judging_s, policies)) <= left_s:
+        if set(policies) <= set(running) and seconds + max(map(judging_s, policies)) <= left_s:
             return NextRound(policies=policies, fresh=False, seconds=seconds)
     return None
 

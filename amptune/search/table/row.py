@@ -124,10 +124,10 @@ def contradicts_trials(rows: Sequence[Row], baseline: Policy) -> bool:
     There graphs kept coming under it, which the trial did not show, or it is behind the baseline, where the trial had
     it ahead. A trial's batches come again and again; if that is why, the trials of other policies are no better.
     """
-    loops = [row for row in rows if row.in_loop and not row.is_disturbed]
-    trials = [row for row in rows if not row.in_loop and not row.is_disturbed and row.is_settled]
-    twice, calm = {row.policy for row in loops} & {row.policy for row in trials}, settled_in(rows)
-    if twice - calm:
+    loops = [row for row in rows if row.in_loop]
+    trials = [row for row in rows if not row.in_loop and row.is_settled]
+    twice = {row.policy for row in loops} & {row.policy for row in trials}
+    if twice - settled_in(rows):
         return True
     if waits_for_data(rows):
         return False
@@ -137,10 +137,13 @@ def contradicts_trials(rows: Sequence[Row], baseline: Policy) -> bool:
 
 
 def _relative_speeds(rows: Iterable[Row], baseline: Policy) -> dict[Policy, float]:
-    """Returns each policy's samples per second over the baseline's, by runs that have both: the median of runs."""
+    """Returns each policy's samples per second over the baseline's, by runs that have both: the median of runs.
+
+    Disturbed blocks, which tell no speed, do not count.
+    """
     speeds: dict[str, dict[Policy, list[float]]] = {}
     for row in rows:
-        if isinstance(row.outcome, Measurement):
+        if isinstance(row.outcome, Measurement) and not row.is_disturbed:
             speeds.setdefault(row.run, {}).setdefault(row.policy, []).append(row.outcome.samples_per_s)
     ratios: dict[Policy, list[float]] = {}
     for of in speeds.values():

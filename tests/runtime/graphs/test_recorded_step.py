@@ -18,7 +18,8 @@ from torch import nn
 from amptune.measure.bench.step import Stepper
 from amptune.policy.settings import LossScale, Policy
 from amptune.runtime.apply_policy import PolicyDriftWarning, apply
-from amptune.runtime.graphs.recorded_step import MOST_WASTED, RecordedStep
+from amptune.runtime.graphs.dispatch import MOST_WASTED
+from amptune.runtime.graphs.recorded_step import RecordedStep
 from amptune.runtime.training_step import RecipeStep
 from amptune.runtime.tuned import Tuned
 from amptune.workload.workload import Workload
