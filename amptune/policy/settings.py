@@ -19,6 +19,7 @@ from amptune.policy.knobs.knob import Knob
 from amptune.policy.knobs.loss_scale import LOSS_SCALE, LossScale
 from amptune.policy.knobs.memory_format import MEMORY_FORMAT, MemoryFormat
 from amptune.policy.knobs.precision_rules import FP32_MODULES, HALF_MODULES, Fp32Rule, HalfRule, ModuleRule, Reason
+from amptune.policy.knobs.threads import THREADS
 
 __all__ = [
     "AUTOTUNED_MODES",
@@ -54,6 +55,7 @@ KNOBS: tuple[Knob, ...] = (
     CUDNN_BENCHMARK,
     BATCH_SIZE,
     ACCUMULATE,
+    THREADS,
     COMPILE,
     CUDA_GRAPHS,
     FUSED_OPTIMIZER,
@@ -90,6 +92,7 @@ class Policy:
     cudnn_benchmark: bool = False
     batch_size: int | None = None
     accumulate: int = 1
+    threads: int = 0
     compile: CompileMode = "off"
     cuda_graphs: CudaGraphs = False
     fused_optimizer: bool = False
@@ -97,8 +100,9 @@ class Policy:
 
     def __post_init__(self) -> None:
         """Raises `ValueError` with every problem, one per line, each starting with the setting's name."""
-        wrong = [problem for knob in KNOBS if (problem := knob.problem(knob.of(self)))]
-        wrong += [problem for knob in KNOBS if knob.departs(self) and (problem := knob.conflict(self))]
+        own = [knob for knob in KNOBS if knob.of(self) is not knob.stock]  # a search makes many, with few settings each
+        wrong = [problem for knob in own if (problem := knob.problem(knob.of(self)))]
+        wrong += [problem for knob in own if knob.departs(self) and (problem := knob.conflict(self))]
         if wrong:
             raise ValueError("\n".join(wrong))
 

@@ -128,8 +128,8 @@ def test_half_a_record_of_a_killed_writer_is_dropped_before_the_next(tmp_path: P
 WRITES = """
 import os, signal, sys
 from pathlib import Path
-from amptune.search.sampler.backend import journal_in
-journal_in(Path(sys.argv[1]))._lock.acquire()
+from amptune.search.sampler.backend import Journal
+Journal(Path(sys.argv[1]))._writing.acquire()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

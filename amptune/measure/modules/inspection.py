@@ -69,6 +69,7 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
         own_step=bench.workload.step is not None,
         accumulate=bench.workload.accumulate,
         repeated_leaves=repeated_leaves(bench.model),
+        threads=torch.get_num_threads() if bench.device.type == "cpu" else 0,
     )
 
 

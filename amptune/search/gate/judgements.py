@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Generic, Protocol, TypeVar
 
 from amptune.measure.results.outcome import Failure
@@ -28,16 +29,19 @@ class Judged(Protocol):
 J = TypeVar("J", bound=Judged)
 
 
+@cache
 def without_graph(policy: Policy) -> Policy:
     """Returns the policy without torch.compile: the same computation by PyTorch's own kernels."""
     return replace(policy, compile="off")
 
 
+@cache
 def fp32_of(baseline: Policy) -> Policy:
     """Returns the user's own FP32, the reference for all policies; stock PyTorch's if the baseline trains in half."""
     return Policy(fp32_math=baseline.fp32_math if baseline.precision == "off" else "stock")
 
 
+@cache
 def is_exempt(policy: Policy, baseline: Policy) -> bool:
     """Returns whether a policy needs no judgement: as precise as the user's FP32, or computes like the baseline."""
     precision, own = _BY_PRECISION.index, rounding_of(policy)

@@ -83,7 +83,7 @@ def _pays(trials: Sequence[Trial], winner: Policy) -> Iterator[Finding]:
 
 
 def _is_same_graph(one: Policy, other: Policy) -> bool:
-    return graph_of(one) == graph_of(other)
+    return one.compile == other.compile and graph_of(one) == graph_of(other)
 
 
 def _not_faster(trials: Sequence[Trial], compiled: Sequence[Trial]) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from amptune.errors import StudyError
 from amptune.measure.results.outcome import Failure, outcome_to_dict
 from amptune.policy.serialization import in_one_line, policy_to_dict
 from amptune.policy.settings import Policy
-from amptune.search.sampler.backend import JOURNAL, SQLITE, database_at, journal_in, opened, storage_errors
+from amptune.search.sampler.backend import JOURNAL, SQLITE, Journal, database_at, opened, storage_errors
 from amptune.search.sampler.distributions import distributions_of, suggest
 from amptune.search.sampler.kept_findings import findings_in
 from amptune.search.sampler.leases import Leases, running_in
@@ -184,7 +184,7 @@ def recall(where: Path | str, name: str | None = None, *, run: str | None = None
     shown = without_password(str(where))
     with warnings.catch_warnings(), storage_errors(), _broken_records(shown):
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        storage = JournalStorage(journal_in(where)) if isinstance(where, Path) else database_at(where)
+        storage = JournalStorage(Journal(where)) if isinstance(where, Path) else database_at(where)
         return _record_of(_chosen(storage, shown, name, run), shown)
 
 

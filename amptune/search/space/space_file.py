@@ -14,7 +14,6 @@ from amptune.policy.serialization import adapter_for
 from amptune.policy.validation import validate
 from amptune.policy.yaml_text import Document, read
 from amptune.search.space.knobs import (
-    EXCLUSIONS,
     SEARCHED,
     Dimension,
     Forbidden,
@@ -218,7 +217,7 @@ def _values_outside(
 def _is_legal(name: str, value: Any) -> bool:
     legal = SEARCHED[name].values
     if not legal:
-        least = 0 if name == EXCLUSIONS else 1
+        least = 0 if SEARCHED[name].stock == 0 else 1
         return isinstance(value, int) and not isinstance(value, bool) and value >= least
     return is_in(value, legal)
 

@@ -196,5 +196,8 @@ def step_spread(measurement: Measurement) -> float | None:
 
 def mean_error(measurement: Measurement) -> float:
     """Returns the standard error of the block's mean step, as a share of it: a few very slow steps make it large."""
-    steps = measurement.step_ms
-    return statistics.stdev(steps) / math.sqrt(len(steps)) / measurement.mean_ms if len(steps) > 1 else 0.0
+    steps, mean = measurement.step_ms, measurement.mean_ms
+    if len(steps) < 2:
+        return 0.0
+    squares = math.fsum((ms - mean) ** 2 for ms in steps)  # statistics.stdev takes a hundred times as long
+    return math.sqrt(squares / (len(steps) - 1) / len(steps)) / mean
