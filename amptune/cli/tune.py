@@ -98,9 +98,8 @@ def tune_command(
 
     TARGET is FILE.py, if it has one workload, FILE.py:NAME or PACKAGE.MODULE:NAME: an amptune.Workload or a function
     that returns one. `amptune init` writes a starter. What stands behind -- are the script's own arguments.
-    Stock PyTorch and the AMP recipe are always measured and compared.
-    The same command again resumes its study: what was measured is not measured twice. It also replaces the policy that
-    it wrote; no other file, without --force.
+    Stock PyTorch and the AMP recipe are measured first. The same command again resumes its study: a policy that had its
+    trial gets no second one. It also replaces the policy that it wrote; no other file, without --force.
     """
     from amptune.cli.policy_output import deliver, require_outputs, require_replaceable, write_report
     from amptune.cli.workers import beside, end_with_parent, parts_of, use_cores
