@@ -85,6 +85,7 @@ def test_every_unruly_model_trains(model: str) -> None:
 # --- the plain loop ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_arms_train_in_processes_of_their_own_and_one_may_fail(target: str, tmp_path: Path) -> None:
     unknown = Policy(fp32_modules=(Fp32Rule(path="nowhere"),))
     arms = [
@@ -98,6 +99,7 @@ def test_arms_train_in_processes_of_their_own_and_one_may_fail(target: str, tmp_
     assert "nowhere" in rows["unknown"]["failure"]
 
 
+@pytest.mark.slow
 def test_blocks_of_given_steps_count_them_all_and_a_slow_one_ends_before(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

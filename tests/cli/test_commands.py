@@ -223,6 +223,7 @@ def test_a_wrong_argument_is_told_before_anything_is_imported_or_built(
     assert "building" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no fork server")
 def test_an_interruption_while_the_workers_server_starts_shows_no_traceback_of_it(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
@@ -367,6 +368,7 @@ def test_a_step_that_applies_its_gradients_twice_is_refused_by_every_command(fol
     assert "leave one of the two steps out" in " ".join(done.stderr.split())
 
 
+@pytest.mark.slow
 def test_a_mistake_of_a_step_under_autocast_is_a_finding_of_the_tuning_and_the_diagnosis(folder: Path) -> None:
     (folder / "steps.py").write_text(WORKLOADS + STEPS)
     for command in (["tune", "--trials", "2"], ["diagnose"]):

@@ -96,6 +96,7 @@ def test_a_module_that_overflows_is_named_first_and_its_exclusion_is_the_cure(fo
     assert next(one for one in answer["numerics"] if one["autocast"] == "bf16")["sound"] is True
 
 
+@pytest.mark.slow
 def test_a_fault_outside_of_the_model_is_said_to_be_there(folder: Path) -> None:
     answer = answer_to("outside", folder)
     unsound = [finding for finding in answer["findings"] if finding["code"] == "unsound"]
@@ -103,6 +104,7 @@ def test_a_fault_outside_of_the_model_is_said_to_be_there(folder: Path) -> None:
     assert "in the loss function" in unsound[0]["message"]
 
 
+@pytest.mark.slow
 def test_a_loss_that_a_modules_fp32_output_cures_is_not_blamed_on_the_module(folder: Path) -> None:
     finding = answer_to("behind", folder)["findings"][0]
     assert (finding["code"], finding["module"]) == ("breaks-behind", "5")

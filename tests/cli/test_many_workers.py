@@ -71,6 +71,7 @@ def test_two_workers_measure_for_one_study_and_one_answer(folder: Path) -> None:
     assert baselines == {own.run, other.run}
 
 
+@pytest.mark.slow
 @needs_cores
 def test_the_others_go_on_if_a_worker_is_killed(folder: Path) -> None:
     with start(*BOTH, "--budget", budget_here(8), folder=folder) as running:
@@ -84,6 +85,7 @@ def test_the_others_go_on_if_a_worker_is_killed(folder: Path) -> None:
     assert not [line for line in lines if line.startswith("worker 2: [")]
 
 
+@pytest.mark.slow
 @needs_cores
 def test_an_interruption_ends_all_workers_and_writes_the_best_so_far(folder: Path) -> None:
     with start(*BOTH, folder=folder) as running:
@@ -100,6 +102,7 @@ def test_an_interruption_ends_all_workers_and_writes_the_best_so_far(folder: Pat
     assert alive == []
 
 
+@pytest.mark.slow
 @needs_cores
 def test_killing_the_first_worker_ends_the_others(folder: Path) -> None:
     with start(*BOTH, folder=folder) as running:

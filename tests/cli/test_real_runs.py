@@ -124,6 +124,7 @@ def test_a_second_interruption_does_not_lose_the_answer(folder: Path) -> None:
     assert "provisional: true" in (folder / "policy.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_killing_the_tuner_leaves_no_worker_behind(folder: Path) -> None:
     with start("tune", "train.py:small", folder=folder) as running:
         wait_for_trials(running, 1)

@@ -36,6 +36,7 @@ def saturating(policy: Policy) -> float:
     return recorded_ms("resnet50", policy) * (0.5 + 0.5 * (policy.batch_size or 128) / 128)
 
 
+@pytest.mark.slow
 def test_the_batch_size_is_searched_within_memory_when_it_is_asked_for(folder: Path) -> None:
     done = run(*BASE, "--batch-size", "auto", "--json", folder=folder, evaluator=Limited())
     assert done.returncode == 0, done.stderr

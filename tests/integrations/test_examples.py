@@ -47,7 +47,7 @@ def output_of_command(*arguments: str, folder: Path | None = None) -> str:
         pytest.param("compiled.py", marks=slow),
         pytest.param("activation_checkpointing.py", marks=slow),
         pytest.param("cuda_graphs.py", marks=[pytest.mark.gpu, on_gpu]),
-        "tune_a_loop.py",
+        pytest.param("tune_a_loop.py", marks=slow),
         pytest.param("tune_a_trainer.py", marks=[slow, needs("transformers"), needs("accelerate")]),
         pytest.param("tune_a_lightning_module.py", marks=[slow, needs("lightning")]),
         pytest.param("lightning_trainer.py", marks=[slow, needs("lightning")]),

@@ -23,6 +23,11 @@ from amptune.search.gate.judgements import is_exempt
 FUSED = Policy(fused_optimizer=True)
 
 
+def _forget() -> None:
+    for of in (numerics_of, rounding_of, memory_of, tensors_of, graph_of, is_exempt):
+        of.cache_clear()
+
+
 @pytest.fixture
 def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused optimizer as a knob that says nothing of its effects."""
@@ -30,8 +35,7 @@ def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         setting_effects, "KNOBS", [silent if knob.name == "fused_optimizer" else knob for knob in KNOBS]
     )
-    for of in (numerics_of, rounding_of, memory_of, tensors_of, graph_of):
-        of.cache_clear()
+    _forget()
 
 
 def test_a_policy_has_a_field_for_each_knob_in_the_registrys_order() -> None:
@@ -58,8 +62,7 @@ def test_a_setting_without_effects_is_judged_and_has_its_own_memory_and_graph() 
         assert not is_exempt(FUSED, STOCK)
         assert STOCK not in (numerics_of(FUSED), memory_of(FUSED), tensors_of(FUSED), graph_of(FUSED))
     finally:
-        for of in (numerics_of, rounding_of, memory_of, tensors_of, graph_of):
-            of.cache_clear()
+        _forget()
 
 
 def test_a_layout_is_judged_with_a_precision_and_needs_no_judgement_by_itself() -> None:

@@ -239,6 +239,7 @@ def test_of_two_threads_the_last_to_end_puts_pytorch_s_own_answer_back() -> None
     assert torch.cuda.is_current_stream_capturing is own
 
 
+@pytest.mark.slow
 def test_blocks_are_compiled_by_pytorch_s_compiler() -> None:
     model, x = Tower(8, 8), torch.randn(4, 8)
     expected = model(x)

@@ -174,5 +174,6 @@ def _trained_by_rank(rank: int, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_ranks_exchange_gradients_once_a_step(tmp_path: Path) -> None:
     mp.spawn(_trained_by_rank, (tmp_path,), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]

@@ -51,6 +51,7 @@ def tuned(
     return tune_with(evaluator, request, lambda _: None), evaluator
 
 
+@pytest.mark.slow
 def test_the_largest_batch_that_fits_is_found_and_the_fastest_batch_chosen(tmp_path: Path) -> None:
     decision, evaluator = tuned(tmp_path, batch_size="auto")
     told = [finding for finding in decision.findings if finding.code == "largest-batch"]
@@ -64,6 +65,7 @@ def test_the_largest_batch_that_fits_is_found_and_the_fastest_batch_chosen(tmp_p
     assert decision.policy.autocast == "fp16"
 
 
+@pytest.mark.slow
 def test_what_clearly_does_not_fit_is_not_tried(tmp_path: Path) -> None:
     _, evaluator = tuned(tmp_path, batch_size="auto")
     too_large = [policy for policy in evaluator.measured if (policy.batch_size or OWN) > LARGEST]
@@ -94,6 +96,7 @@ def test_another_run_resumes_the_study_though_memory_gave_other_sizes(tmp_path: 
     assert {trial.policy for trial in first.trials} <= {trial.policy for trial in again.trials}
 
 
+@pytest.mark.slow
 def test_a_global_batch_is_kept_exactly(tmp_path: Path) -> None:
     whole = GlobalBatch(samples=3072, devices=2)
     decision, evaluator = tuned(tmp_path, batch_size="auto", global_batch=whole)
@@ -112,6 +115,7 @@ def test_a_global_batch_leaves_the_own_batch_unless_that_is_to_be_searched(tmp_p
     assert {(trial.policy.batch_size, trial.policy.accumulate) for trial in decision.trials} == {(128, 4)}
 
 
+@pytest.mark.slow
 def test_a_workload_that_accumulates_keeps_its_global_batch(tmp_path: Path) -> None:
     class Accumulating(Ticking):
         def prepare(self, limit_s: float) -> Prepared:

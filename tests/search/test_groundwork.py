@@ -233,6 +233,7 @@ def test_a_search_for_culprits_that_takes_too_long_is_given_up_and_says_so(until
 # --- tuning ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_modules_that_a_dtype_needs_in_fp32_are_in_every_policy_of_it(tmp_path: Path) -> None:
     evaluator = Faulty("resnet50", culprits=("layer.3.norm",))
     decision, _ = tuned_on(evaluator, tmp_path)
@@ -285,6 +286,7 @@ def test_the_winner_is_judged_and_the_evidence_says_how_much_room_is_left(tmp_pa
     assert "not-judged" not in {finding.code for finding in decision.findings}
 
 
+@pytest.mark.slow
 def test_a_precision_is_judged_once_in_the_memory_format_that_leads(tmp_path: Path) -> None:
     """Judged in stock PyTorch's format first, one model in eight spent 11 s of 120 on judging the other later."""
     evaluator = RecordedEvaluator("deeplabv3p")
@@ -293,6 +295,7 @@ def test_a_precision_is_judged_once_in_the_memory_format_that_leads(tmp_path: Pa
     assert evaluator.judged == [numerics_of(decision.policy)]
 
 
+@pytest.mark.slow
 def test_a_format_that_fails_does_not_fail_its_precision(tmp_path: Path) -> None:
     evaluator = Faulty("deeplabv3p", unsound=lambda policy: policy.memory_format != "contiguous")
     decision, _ = tuned_on(evaluator, tmp_path)
@@ -301,6 +304,7 @@ def test_a_format_that_fails_does_not_fail_its_precision(tmp_path: Path) -> None
     assert evaluator.traced == [], "nothing is to be cured"
 
 
+@pytest.mark.slow
 def test_without_a_reference_tuning_goes_on_and_says_that_nothing_was_judged(tmp_path: Path) -> None:
     decision, _ = tuned_on(Faulty("resnet50", reference_fails=True), tmp_path)
     assert decision.speedup.value > 1
@@ -455,6 +459,7 @@ def test_a_graph_of_plain_fp32_has_passed_until_it_is_judged() -> None:
     assert not judge.judgements.passes(graph)
 
 
+@pytest.mark.slow
 def test_a_precision_that_raises_is_cured_like_any_other(tmp_path: Path) -> None:
     @dataclass
     class Raising(Faulty):

@@ -50,6 +50,7 @@ def spread(values: list[float]) -> float:
     return float(np.std(np.log(values), ddof=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_every_workload_has_ten_thousand_policies_and_twelve_groups_to_exclude(workload: str) -> None:
     landscape = landscape_of(workload)
@@ -194,6 +195,7 @@ def test_throttling_is_an_episode_that_the_clock_event_reasons_tell() -> None:
     assert seen == {True, False}
 
 
+@pytest.mark.slow
 def test_a_share_of_the_policies_can_be_made_to_fail_but_not_the_known_good() -> None:
     evaluator = machine(oom=0.2)
     policies = landscape_of("resnet50").policies
@@ -250,6 +252,7 @@ def test_a_seed_gives_the_same_tuning_and_another_gives_another() -> None:
     assert (first.simulated_s, first.chosen) != (other.simulated_s, other.chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slower_by", [0.0, 0.05])
 def test_on_a_flat_landscape_nothing_is_faster_than_stock(slower_by: float) -> None:
     landscape = FlatLandscape("resnet50", slower_by)

@@ -251,6 +251,7 @@ def found_on(device: Device, *, known: bool = False) -> LargestBatch:
     return find_largest(device, device.own, device.limit_mib, model=model, policy=policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [True, False], ids=["own batch known", "nothing known"])
 @pytest.mark.parametrize("character", CHARACTERS, ids=lambda character: character.__name__)
 def test_few_runs_find_the_largest_batch_with_one_out_of_memory_at_most(

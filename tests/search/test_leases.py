@@ -53,6 +53,7 @@ def trial(policy: Policy, run: str) -> Trial:
     return Trial(number=0, policy=policy, outcome=Failure(kind="oom", message=""), seconds=1.0, run=run)
 
 
+@pytest.mark.slow
 def test_a_trial_is_tried_again_once_its_workers_counter_stands_still(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'study.db'}"
     first, second = opened(url), opened(url)

@@ -45,6 +45,7 @@ def to_baseline(rows: Sequence[Row], machine: Machine = GPU, policy: Policy = BF
 # --- an interval is about a later sitting -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize(
     ("runs", "launches", "rounds", "rivals"),
@@ -76,6 +77,7 @@ def test_the_interval_holds_what_a_later_sitting_shows_about_as_often_as_it_says
     assert 0.92 <= shrunk_held / 300 <= most
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("waiting", [STOCK, BF16], ids=["baseline", "policy"])
 def test_the_interval_holds_the_truth_too_if_only_one_of_the_two_waits_for_the_host(

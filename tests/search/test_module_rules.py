@@ -252,6 +252,7 @@ def test_the_rules_cover_the_chosen_modules_and_no_others(case: tuple[nn.Module,
     assert len(set(rules)) == len(rules)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(models_with_chosen())
 def test_every_rule_is_needed(case: tuple[nn.Module, list[str]]) -> None:

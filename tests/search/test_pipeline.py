@@ -51,7 +51,15 @@ def failing(*policies: Policy) -> Interference:
 
 
 @pytest.mark.parametrize(
-    "workload", ["resnet50", "resnet18", "vgg16_cifar", "densenet161_cifar", "seresnext50_cifar", "deeplabv3p", "conv1"]
+    "workload",
+    [
+        "resnet50",
+        "conv1",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("resnet18", "vgg16_cifar", "densenet161_cifar", "seresnext50_cifar", "deeplabv3p")
+        ),
+    ],
 )
 def test_the_policy_found_is_within_five_percent_of_the_best_recorded(workload: str, tmp_path: Path) -> None:
     decision, _ = tuned_on(RecordedEvaluator(workload), tmp_path)
@@ -154,6 +162,7 @@ def test_a_study_resumes_where_it_stopped(tmp_path: Path) -> None:
     assert len(decision.trials) == 18
 
 
+@pytest.mark.slow
 def test_a_study_killed_between_asking_and_telling_resumes(tmp_path: Path) -> None:
     def die(policy: Policy) -> None:
         if policy == amp_recipe("fp16"):
@@ -208,6 +217,7 @@ def test_another_baseline_is_what_the_claim_is_held_against(tmp_path: Path) -> N
     assert decision.speedup.value == pytest.approx(expected, rel=0.03)
 
 
+@pytest.mark.slow
 def test_the_batch_size_is_the_users_unless_asked_for(tmp_path: Path) -> None:
     decision, _ = tuned_on(RecordedEvaluator("resnet50"), tmp_path / "own")
     assert decision.policy.batch_size == 128
@@ -216,6 +226,7 @@ def test_the_batch_size_is_the_users_unless_asked_for(tmp_path: Path) -> None:
     assert len({policy.batch_size for policy in evaluator.measured}) > 3
 
 
+@pytest.mark.slow
 def test_cudnn_benchmark_is_tried_on_the_fastest_only_after_the_cheap_trials(tmp_path: Path) -> None:
     evaluator = RecordedEvaluator("resnet50")
     tuned_on(evaluator, tmp_path, trials=None)

@@ -115,6 +115,7 @@ def test_a_sampler_that_always_proposes_the_same_hands_over(tmp_path: Path) -> N
     assert len(set(searched(opened(tmp_path, stubborn), 5))) == 5
 
 
+@pytest.mark.slow
 def test_plain_optuna_reads_values_and_the_parameters_that_ran(tmp_path: Path) -> None:
     study = opened(f"sqlite:///{tmp_path / 'study.db'}")
     study.measure_first([STOCK])

@@ -62,6 +62,7 @@ def test_policies_that_record_graphs_anew_for_ever_are_not_chosen() -> None:
     assert not any(one.claims_falsely for one in found)
 
 
+@pytest.mark.slow
 def test_a_few_tunings_are_fast_claim_nothing_false_and_keep_their_budget() -> None:
     found = [tuned(Job(seed, budget_s=SHORT_S)) for seed in range(len(WORKLOADS))]
     regrets = sorted(one.regret for one in found)
@@ -72,6 +73,7 @@ def test_a_few_tunings_are_fast_claim_nothing_false_and_keep_their_budget() -> N
     assert max(one.simulated_s for one in found) <= 1.2 * SHORT_S
 
 
+@pytest.mark.slow
 def test_of_a_few_tunings_where_nothing_is_faster_hardly_one_claims_anything() -> None:
     found = [tuned(Job(seed, flat=(0.0, 0.05)[seed % 2], budget_s=SHORT_S)) for seed in range(4)]
     assert sum(one.claim is not None for one in found) <= 1

@@ -274,6 +274,7 @@ def test_a_tuning_that_goes_on_at_once_measures_the_baseline_no_third_time(tmp_p
     assert evaluator.measured[:2].count(STOCK) == 1
 
 
+@pytest.mark.slow
 def test_two_workers_of_one_database_know_each_others_rows(tmp_path: Path) -> None:
     """On a machine of each one's own, and in a folder of its own; the second works while the first compares."""
     url = f"sqlite:///{tmp_path / 'study.db'}"

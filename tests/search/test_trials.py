@@ -300,6 +300,7 @@ def test_graphs_that_are_not_ready_in_time_leave_the_time_to_search_and_compare(
     assert decision.baseline.rows >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget_s", "goes_on"), [(40, True), (600, False)])
 def test_graphs_that_would_come_too_late_compile_on_while_eager_steps_are_timed(
     tmp_path: Path, budget_s: float, goes_on: bool
@@ -324,6 +325,7 @@ def test_graphs_that_would_come_too_late_compile_on_while_eager_steps_are_timed(
     assert bool(beside) == goes_on
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget_s", "beside"), [(40, 0), (600, 1)])
 def test_a_graph_that_may_come_too_late_compiles_alone(tmp_path: Path, budget_s: float, beside: int) -> None:
     """Beside another, Swin-T's graph came after the 120 s in which it comes alone (reports/h100/foreign)."""

@@ -145,16 +145,20 @@ class StepTimer:
     def sample(
         self, step: Step, step_ms: float, effort: Effort, started_s: float, around: Surroundings = ALONE
     ) -> Sample:
-        """Times one block of steps, again while a new disturbance is seen; the trial began at `started_s`."""
+        """Times one block of steps, again while a new disturbance is seen; the trial began at `started_s`.
+
+        A block in which graphs were compiled or recorded is not timed again: those would be missing from the next.
+        """
         blocks: list[TimedBlock] = []
         reasons: list[str] = []
         while True:
-            block_start_s = self._clock.now_s()
+            block_start_s, prepared = self._clock.now_s(), around.prepared()
             with around.stillness.pause() as beside:
                 blocks.append(self._block(step, step_ms, effort, around, beside))
             new = self._new_causes(blocks[-1])
             again_until_s = 2 * self._clock.now_s() - block_start_s
-            if not new or effort.beside_compiling or again_until_s >= started_s + REPEAT_UNTIL * effort.time_limit_s:
+            has_time = again_until_s < started_s + REPEAT_UNTIL * effort.time_limit_s
+            if not new or effort.beside_compiling or around.prepared() > prepared or not has_time:
                 break
             if len(reasons) == MAX_REPEATS:
                 self._lasting |= frozenset.intersection(*(frozenset(block.contaminated_by) for block in blocks))

@@ -255,7 +255,8 @@ def test_a_block_begins_with_batches_and_random_numbers_that_its_warm_up_did_not
         return found
 
     bench = Bench(workload_of(nn.Linear(8, 2), loss=loss), CPU)
-    outcome = bench.measure(STOCK, Effort(warmup_s=0.1, measure_s=0.0, min_steps=8, max_steps=8))
+    once = Effort(warmup_s=0.1, measure_s=0.0, min_steps=8, max_steps=8, beside_compiling=True)  # busy machine or not
+    outcome = bench.measure(STOCK, once)
     assert isinstance(outcome, Measurement)
     assert min(outcome.step_ms[:8]) >= 5.0
     again = bench.measure(STOCK, Effort(warmup_s=0.1, measure_s=0.0, min_steps=8, max_steps=8))

@@ -195,6 +195,14 @@ def test_a_disturbed_block_is_discarded_and_repeated() -> None:
     assert (len(sample.kept.step_ms), sample.steps, clock.steps) == (10, 20, 20)
 
 
+def test_a_block_that_paid_for_new_graphs_is_kept_though_it_was_disturbed() -> None:
+    """The next one would find them recorded, and training pays for them."""
+    clock = ScriptedClock()
+    one = sampler(clock, ScriptedNvml(reasons=until(10, clock, HW_THERMAL)))
+    sample = one.sample(lambda: None, 10.0, EFFORT, 0.0, Surroundings(prepared=lambda: clock.steps))
+    assert (sample.discarded, sample.kept.contaminated_by) == ((), ("hw-thermal",))
+
+
 def test_a_clean_block_is_not_repeated() -> None:
     sample = sampled(ScriptedClock(), nvml=ScriptedNvml())
     assert (sample.discarded, sample.kept.contaminated_by, sample.steps) == ((), (), 10)

@@ -49,6 +49,7 @@ def losses(bench: Bench, policy: Policy = STOCK, *, seed: int = 0, steps: int = 
     return train_long(bench, policy, steps, seed, ENOUGH_S).losses
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_training_and_another_one_other_data() -> None:
     bench = Bench(workload(), CPU)
     assert losses(bench) == losses(bench)
@@ -192,6 +193,7 @@ def _on_one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "steps", "named"),
     [
@@ -209,6 +211,7 @@ def test_the_long_look_finds_what_the_gate_passes(work: Workload, steps: int, na
     assert str(look.findings[0]).startswith(f"does not train like FP32: {named}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [BF16, FP16], ids=str)
 def test_a_healthy_model_trains_like_fp32(policy: Policy) -> None:
     look = looked_at(workload(), policy, 200)

@@ -123,6 +123,7 @@ def test_a_healthy_model_is_nearly_the_same_in_half(policy: Policy, device: torc
     assert abs(parity.drift) < 1
 
 
+@pytest.mark.slow
 def test_bf16_rounds_more_coarsely_than_fp16() -> None:
     reference = looked_at(workload_of(perceptron), STOCK).reference
     coarse = judge(Bench(workload_of(perceptron), CPU), BF16, reference)
@@ -349,6 +350,7 @@ def test_gradients_are_compared_at_the_start_if_all_can_be() -> None:
     assert not looked_at(workload_of(perceptron), BF16).reference.after_training
 
 
+@pytest.mark.slow
 def test_another_process_compares_gradients_at_the_weights_that_its_own_training_ends_at() -> None:
     """On a GPU they differ from those of the process that made the reference."""
     lr = [0.05]
@@ -889,6 +891,7 @@ def test_a_curve_that_breaks_says_at_which_step() -> None:
 # --- another process, evaluation, failures --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_process_with_other_weights_makes_a_reference_of_its_own() -> None:
     reference = replace(looked_at(workload_of(perceptron), STOCK).reference, seconds=LITTLE_S)
     elsewhere = Bench(workload_of(perceptron), CPU, seed=1)
@@ -1063,6 +1066,7 @@ def test_half_weights_that_overflow_are_not_finite() -> None:
     assert found.parity.failure.kind == "nonfinite"
 
 
+@pytest.mark.slow
 def test_an_update_that_half_weights_lose_shows_in_the_loss() -> None:
     """Steps of a 2500th of a weight: in FP32 and with master weights it learns, in half it stands still."""
     workload = workload_of(

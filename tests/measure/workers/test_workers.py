@@ -122,6 +122,7 @@ def test_a_worker_that_hangs_is_ended_at_its_time_limit(evaluator: WorkerEvaluat
     measured(evaluator, STOCK)
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_says_what_the_users_code_was_doing(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(f"import time\ntime.sleep({LIMIT_S})\n")
     with WorkerEvaluator(Source(target=f"{tmp_path / 'slow.py'}:workload"), "cpu", tmp_path / "workers.log") as hanging:

@@ -313,6 +313,7 @@ def a_loss(tuned: Tuned, _: torch.optim.Optimizer, x: torch.Tensor) -> Any:
         return tuned.model(x).float().square().mean()
 
 
+@pytest.mark.slow
 @torch_s_own_deprecations
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.parametrize("guard", [None, True])
