@@ -52,6 +52,8 @@ _IN_FP32 = frozenset(
     ]
 )
 _CAST_WITHIN = frozenset(["softmax", "log_softmax", "softmin", "sum", "prod", "cumsum", "cumprod", "cross_entropy"])
+# It refuses this one on CUDA, with an error, and not on the CPU.
+_REFUSED = "binary_cross_entropy"
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -59,13 +61,14 @@ _LOW = (torch.bfloat16, torch.float16)
 class CudaAutocast(TorchFunctionMode):
     """Casts the inputs of CUDA's FP32 operations; `half` turns it on.
 
-    `casting` is True during a cast that CUDA's kernel does by itself. Attention's dropout is left out in both: with
-    it the CPU has no fused attention, which CUDA has.
+    `casting` is True during a cast that CUDA's kernel does by itself, `refuses` from the moment on at which CUDA would
+    have raised an error. Attention's dropout is left out in both: with it the CPU has no fused attention, which CUDA
+    has.
     """
 
     def __init__(self, *, half: bool) -> None:
         super().__init__()
-        self.casting = False
+        self.casting = self.refuses = False
         self._half = half
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,6 +78,7 @@ class CudaAutocast(TorchFunctionMode):
             args, kwargs = args[:4], {**kwargs, "dropout_p": 0.0}
         if not self._half or not torch.is_autocast_enabled("cpu"):
             return func(*args, **kwargs)
+        self.refuses |= name == _REFUSED
         if name in _IN_FP32:
             self.casting = name in _CAST_WITHIN
             args, kwargs = tree_map_only(torch.Tensor, _in_fp32, (args, kwargs))

@@ -68,7 +68,8 @@ class StepFigures:
 
     `fixed_bytes` and `sample_bytes` give the peak of its tensors in FP32 and in half: fixed + batch × sample.
     `convolution_dims` are the numbers of spatial dimensions of its convolutions. `waits` counts the places where the
-    model asks the device for a value. `on_fakes` is False if it was followed on real tensors.
+    model asks the device for a value. `raises` is True if autocast on CUDA refuses one of its operations. `on_fakes` is
+    False if it was followed on real tensors.
     """
 
     name: str
@@ -79,6 +80,7 @@ class StepFigures:
     sample_bytes: tuple[float, float]
     convolution_dims: frozenset[int] = frozenset()
     waits: int = 0
+    raises: bool = False
     on_fakes: bool = True
 
     def at(self, batch_size: int) -> StepFigures:

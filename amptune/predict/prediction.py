@@ -26,6 +26,11 @@ _CONTEXT_BYTES = 0.6 * 2**30
 _TENSOR_SHARE = 0.9
 # Of measured peaks over predicted ones; 16 of 18 in tests/simulated/h200_grid.json lie in that range.
 _MEMORY_SPREAD = 0.08
+_REFUSED = Finding(
+    code="refused-by-autocast",
+    message="autocast on a GPU refuses binary_cross_entropy (BCELoss) with an error: give what is before the sigmoid to "
+    "binary_cross_entropy_with_logits, or compute the loss with autocast off and .float() inputs",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +85,7 @@ def predicted(step: StepFigures, gpu: GpuModel, setting: StepSetting, known: Kno
         largest_batch=(_largest(step, gpu, 0), _largest(step, gpu, 1)),
         memory_bound=min(moved / (gpu.bandwidth * 1e9 * fitted.efficiency.bandwidth) / busy_s, 1.0),
         host_share=host_s / busy_s,
-        missing=missing_on(gpu),
+        missing=(*([_REFUSED] if step.raises else []), *missing_on(gpu)),
     )
 
 

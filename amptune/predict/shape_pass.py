@@ -55,6 +55,7 @@ def follow_step(workload: Workload, batch_size: int | None = None) -> StepFigure
         sample_bytes=((fp32.peak - fp32.fixed_bytes) / size, (half.peak - half.fixed_bytes) / size),
         convolution_dims=fp32.convolution_dims,
         waits=fp32.waits,
+        raises=half.autocast.refuses,
         on_fakes=fp32.fake,
     )
 

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from amptune.errors import TargetError, UserCodeError
+from amptune.predict.gpu_table import gpus_named
 from amptune.predict.operation import StepFigures, Work
+from amptune.predict.prediction import predicted
 from amptune.predict.shape_pass import follow_step
+from amptune.predict.speed_up import StepSetting
 from amptune.workload.workload import Workload
 
 
@@ -38,6 +41,20 @@ def test_a_linear_layer_takes_two_flops_a_weight_and_sample_in_each_of_its_produ
     step = followed(lambda: nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 16)), 32)
     first, second = 2 * 8 * 32 * 64, 2 * 8 * 64 * 16
     assert step.fp32.total("flops") == 2 * first + 3 * second  # the batch needs no gradient
+
+
+@pytest.mark.parametrize(
+    ("loss", "raises"),
+    [
+        (lambda out, y: nn.BCELoss()(out.sigmoid(), y.to(out.dtype)), True),
+        (nn.functional.binary_cross_entropy_with_logits, False),
+    ],
+)
+def test_a_loss_that_autocast_refuses_on_a_gpu_is_told_on_a_cpu(loss: Callable[..., Tensor], raises: bool) -> None:
+    step = followed(lambda: nn.Linear(4, 1), 4, loss=lambda model, x: loss(model(x), torch.rand(8, 1)))
+    assert step.raises is raises
+    found = [finding.code for finding in predicted(step, *gpus_named("V100"), StepSetting()).missing]
+    assert ("refused-by-autocast" in found) is raises
 
 
 def test_a_grouped_convolution_has_its_share_of_the_flops_forward_and_backward() -> None:
