@@ -28,7 +28,7 @@ _TENSOR_SHARE = 0.9
 _MEMORY_SPREAD = 0.08
 _REFUSED = Finding(
     code="refused-by-autocast",
-    message="autocast on a GPU refuses binary_cross_entropy (BCELoss) with an error: give what is before the sigmoid to "
+    message="autocast on a GPU refuses binary_cross_entropy (BCELoss): give what is before the sigmoid to "
     "binary_cross_entropy_with_logits, or compute the loss with autocast off and .float() inputs",
 )
 
