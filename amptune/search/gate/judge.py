@@ -89,14 +89,9 @@ class Judge:
         with self._counted():
             return self.evaluator.trace(policy, fp32_of(self.baseline), self._limit_s)
 
-    @property
-    def has_time(self) -> bool:
-        """True if a cure may be looked for a while longer."""
-        return self.budget.spent_s <= self.cures_until_s and self.budget.left_s > 0
-
     def require_time(self) -> None:
         """Raises `OutOfTimeError` if the time to look for a cure is used up."""
-        if not self.has_time:
+        if self.budget.spent_s > self.cures_until_s or self.budget.left_s <= 0:
             raise OutOfTimeError
 
     @property
