@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.setting_effects import memory_of
-from amptune.policy.settings import STOCK, Policy
+from amptune.policy.settings import Policy
 from amptune.search.batch_size.memory_model import MemoryModel
 from amptune.search.batch_size.next_size import MOST_PROBES, Allowed, Outlook, Sizes
 from amptune.search.plan.budget import Clock
 from amptune.search.table.trial import Trial
 
-__all__ = ["LargestBatch", "Probe", "Sizer", "find_largest"]
+__all__ = ["LargestBatch", "Probe", "Sizer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,26 +194,3 @@ class Sizer:
             alloc_retries=outlook.best.alloc_retries,
             at_most=outlook.top(outlook.fit),
         )
-
-
-def find_largest(
-    run: Callable[[int], Outcome],
-    own_batch_size: int,
-    limit_mib: float,
-    *,
-    model: MemoryModel | None = None,
-    policy: Policy = STOCK,
-    allowed: Allowed | None = None,
-    left_s: Callable[[], float] = lambda: math.inf,
-    clock: Clock = time.monotonic,
-) -> LargestBatch:
-    """Returns the largest batch of one policy; `run` measures it at a size, `model` is earlier knowledge of memory."""
-    sizer = Sizer(
-        run=lambda sized: run(sized.batch_size or own_batch_size),
-        model=replace(model or MemoryModel(limit_mib=limit_mib), limit_mib=limit_mib),
-        own_batch_size=own_batch_size,
-        allowed=allowed,
-        left_s=left_s,
-        clock=clock,
-    )
-    return sizer.largest(policy)
