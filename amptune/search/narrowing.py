@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import count
 
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.results.outcome import ENERGY_S, LOADER_FAILED, Effort, Failure, Outcome
@@ -71,8 +70,10 @@ class Narrowing:
     is_over: bool = field(default=False, init=False)
     """True if no round is left to measure, or the budget ended one."""
 
+    rounds: int = field(default=0, init=False)
+    """The number of rounds in fresh processes so far."""
+
     _costs_s: dict[Policy, float] = field(default_factory=dict, init=False)
-    _launches: int = field(default=0, init=False)
     _announced: set[Policy] = field(default_factory=set, init=False)
 
     def wants(self) -> Step | None:
@@ -97,20 +98,11 @@ class Narrowing:
             chosen = None
         elif verdict is not wanted_by or (chosen is not None and chosen.seconds > self._left_s):
             chosen = self._next(verdict)
-        self.is_over = chosen is None or not self._measured(chosen, self._order, verdict)
-
-    def until_known(self) -> None:
-        """Measures rounds until one tells little, or the budget is spent."""
-        for _ in count():
-            verdict = self._judged()
-            if verdict is None or (chosen := self._next(verdict)) is None:
-                return
-            if not self._measured(chosen, self._order, verdict):
-                return
+        self.is_over = chosen is None or not self._measured(chosen, verdict)
 
     def round_of(self, policies: Sequence[Policy]) -> None:
         """Measures these policies once each, in fresh processes, whatever the verdict is."""
-        self._measured(NextRound(policies=tuple(policies), fresh=True), self._order, None)
+        self._measured(NextRound(policies=tuple(policies), fresh=True), None)
 
     def again(self, policies: Sequence[Policy], *, fresh: bool) -> bool:
         """Measures these policies once more, in `fresh` processes or where it tells most; False if the budget ends."""
@@ -126,7 +118,7 @@ class Narrowing:
             cost_s=self._cost_s,
             left_s=self._left_s,
         )
-        return chosen is not None and self._measured(chosen, self._order, verdict)
+        return chosen is not None and self._measured(chosen, verdict)
 
     def _judged(self) -> Verdict | None:
         """Returns the verdict whose leader has passed the numerics gate."""
@@ -146,11 +138,6 @@ class Narrowing:
             return ()
         message = f"the training loop could not be timed, only steps by themselves: {self.loader_failure}"
         return (Finding(code="loader-failed", message=message),)
-
-    @property
-    def rounds(self) -> int:
-        """The number of rounds in fresh processes so far."""
-        return self._launches
 
     @property
     def has_turns(self) -> bool:
@@ -183,13 +170,13 @@ class Narrowing:
     def _cost_s(self, policy: Policy) -> float:
         return self._costs_s.get(policy) or self.cost_s(policy)
 
-    def _measured(self, chosen: NextRound, order: random.Random, verdict: Verdict | None) -> bool:
+    def _measured(self, chosen: NextRound, verdict: Verdict | None) -> bool:
         """Measures one round; returns False if the budget ended it."""
         self._announce(chosen.policies, verdict)
         if chosen.fresh:
             self._launch(chosen.policies)
         named = () if verdict is None else named_by(verdict)
-        in_turn = order.sample(chosen.policies, len(chosen.policies))
+        in_turn = self._order.sample(chosen.policies, len(chosen.policies))
         for policy in sorted(in_turn, key=lambda policy: policy not in named):  # what decides, before time is short
             if verdict is not None and self._left_s < self._cost_s(policy):
                 return False
@@ -200,16 +187,14 @@ class Narrowing:
             self._costs_s[policy] = self.budget.spent_s - began_s
             launch, moment_s = self.running[policy], self.budget.clock()
             self.keep(Row(policy=policy, outcome=outcome, run=self.run, launch=launch, moment_s=moment_s))
-            self.observer(
-                ContenderMeasured(stage=self.stage, launch=self._launches - 1, policy=policy, outcome=outcome)
-            )
+            self.observer(ContenderMeasured(stage=self.stage, launch=self.rounds - 1, policy=policy, outcome=outcome))
         return True
 
     def _launch(self, policies: Collection[Policy]) -> None:
         before_s = self.budget.spent_s
         self.evaluator.launch(list(policies))
-        self.running = dict.fromkeys(policies, f"{self.stage} {self._launches}")
-        self._launches += 1
+        self.running = dict.fromkeys(policies, f"{self.stage} {self.rounds}")
+        self.rounds += 1
         one_s = (self.budget.spent_s - before_s) / launch_s(1.0, len(policies))
         self.start_s = max(0.0, one_s - max(map(self.load_s, policies)))
 
