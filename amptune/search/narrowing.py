@@ -23,13 +23,14 @@ from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.row import Row
 from amptune.search.table.verdict import Bar, Verdict
 
-__all__ = ["BLOCK", "TURN", "Narrowing", "turn_of"]
+__all__ = ["BLOCK", "MEASURING_LIMIT_S", "TURN", "Narrowing", "turn_of"]
 
 # A block of steps by themselves, and a turn of the user's loop: 30 steps at least, or as many slow ones as fit into the
 # time of a warm-up.
 BLOCK = Effort(warmup_s=2.0, measure_s=0.4, min_steps=6, precision=0.003, energy_s=ENERGY_S)
 TURN = replace(BLOCK, min_steps=30, in_loop=True)
-LONGEST_LIMIT_S = 120.0
+# The longest time limit of a measurement, unless its trial compiles a graph.
+MEASURING_LIMIT_S = 120.0
 # A worker that dies or hangs once may be an accident; running out of memory is not.
 ACCIDENTS = ("crash", "timeout")
 
@@ -208,7 +209,7 @@ class Narrowing:
 
     def _outcome(self, policy: Policy, verdict: Verdict | None) -> Outcome | None:
         """Returns None if the budget, not the policy, cut the measurement short: that says nothing about the policy."""
-        limit_s = min(LONGEST_LIMIT_S, max(SHORT_S, self.budget.left_s))
+        limit_s = min(MEASURING_LIMIT_S, max(SHORT_S, self.budget.left_s))
         effort = self.objective.effort(replace(self._effort(policy, verdict), time_limit_s=limit_s))
         outcome = self.evaluator.measure(policy, effort)
         if isinstance(outcome, Failure) and outcome.exception == LOADER_FAILED:
@@ -228,7 +229,7 @@ class Narrowing:
 
     @staticmethod
     def _was_cut(outcome: Outcome, limit_s: float) -> bool:
-        return isinstance(outcome, Failure) and outcome.kind == "timeout" and limit_s < LONGEST_LIMIT_S
+        return isinstance(outcome, Failure) and outcome.kind == "timeout" and limit_s < MEASURING_LIMIT_S
 
 
 def turn_of(step_ms: float) -> Effort:

@@ -21,7 +21,7 @@ from amptune.search.compiled_graphs import (
     typical_s,
 )
 from amptune.search.events import Observer, TrialEnded
-from amptune.search.narrowing import BLOCK
+from amptune.search.narrowing import BLOCK, MEASURING_LIMIT_S
 from amptune.search.plan.budget import SHORT_S, Budget
 from amptune.search.plan.plan import WORTHWHILE, Step
 from amptune.search.sampler.study import Study
@@ -37,7 +37,7 @@ ENOUGH_TRIALS = 20
 OF_EACH_KIND = 3
 # A policy whose step is this many times slower than the best, per sample, is measured only briefly.
 HOPELESS = 2.0
-TRIAL_LIMIT_S, COMPILED_LIMIT_S = 120.0, 600.0
+COMPILED_LIMIT_S = 600.0
 BRIEF = Effort(warmup_s=2.0, energy_s=ENERGY_S)
 
 
@@ -236,7 +236,7 @@ class Trials:
     def _try(self, suggestion: Suggestion, left_s: float, compile_s: float) -> Trial | None:
         """Returns the trial, or None if the budget cut it short."""
         policy = suggestion.policy
-        longest_s = TRIAL_LIMIT_S if policy.compile == "off" or compile_s > 0 else COMPILED_LIMIT_S
+        longest_s = MEASURING_LIMIT_S if policy.compile == "off" or compile_s > 0 else COMPILED_LIMIT_S
         limit_s = min(longest_s, max(SHORT_S if policy == self.baseline else GUESSED_TRIAL_S, left_s))
         before_s = self.budget.spent_s
         effort = replace(_effort(self.study, policy, limit_s), beside_compiling=self._may_be_disturbed(policy, left_s))

@@ -14,7 +14,7 @@ from tables import BF16, BF16_LAST, FP16, block, row
 from amptune.measure.results.outcome import LOADER_FAILED, Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.events import ComparisonStarted, ContenderMeasured, Event
-from amptune.search.narrowing import LONGEST_LIMIT_S, Narrowing
+from amptune.search.narrowing import MEASURING_LIMIT_S, Narrowing
 from amptune.search.plan.budget import SHORT_S, Budget
 from amptune.search.table.effects import GPU
 from amptune.search.table.objective import THROUGHPUT, Objective, objective_of
@@ -296,7 +296,7 @@ def test_a_block_is_given_the_time_that_is_left_within_limits() -> None:
     long, short = Bench(seconds=1000.0), Bench(seconds=0.0)
     for bench in (long, short):
         bench.narrowing.round_of((STOCK, BF16))
-    assert {effort.time_limit_s for effort in long.machine.efforts} == {LONGEST_LIMIT_S}
+    assert {effort.time_limit_s for effort in long.machine.efforts} == {MEASURING_LIMIT_S}
     assert {effort.time_limit_s for effort in short.machine.efforts} == {SHORT_S}
 
 
