@@ -6,7 +6,7 @@ import hashlib
 import time
 import uuid
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ from optuna.trial import FrozenTrial, TrialState
 
 from amptune.errors import StudyError
 from amptune.measure.results.outcome import Failure, outcome_to_dict
+from amptune.policy.findings import Finding
 from amptune.policy.serialization import in_one_line, policy_to_dict
 from amptune.policy.settings import Policy
 from amptune.search.sampler.backend import JOURNAL, SQLITE, database_at, journal_in, opened, storage_errors
 from amptune.search.sampler.distributions import distributions_of, suggest
-from amptune.search.sampler.kept_findings import findings_in
 from amptune.search.sampler.leases import Leases, running_in
 from amptune.search.sampler.records import GateRecord, StudyRecord, TuningRecord, without_password
 from amptune.search.sampler.stored_trials import trials_in
@@ -30,10 +30,10 @@ from amptune.search.space.knobs import Point, Space
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
-__all__ = ["Handle", "Store", "open_store", "recall"]
+__all__ = ["Handle", "Store", "keep_findings", "open_store", "recall"]
 
 # Prefixes of the names of a study's attributes.
-TUNING, JUDGED, ROW, TIMELINE = "tuning", "judged", "row", "timeline"
+TUNING, JUDGED, ROW, TIMELINE, FINDINGS = "tuning", "judged", "row", "timeline", "findings"
 # Until a worker that asked has named its policy, its trial is looked at again after so many seconds.
 AGAIN_S = 0.02
 
@@ -167,6 +167,17 @@ def open_store(where: Path | str, name: str, space: Space) -> Store:
         return Store(study, space)
 
 
+def keep_findings(where: Path | str, run: str, findings: Iterable[Finding]) -> None:
+    """Records what a tuning run noticed, in the study that knows the run. Raises `StudyError` if the storage fails."""
+    told = [finding.as_dict() for finding in findings]
+    with warnings.catch_warnings(), storage_errors():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        storage = opened(where)
+        for study in storage.get_all_studies():
+            if f"{TUNING} {run}" in study.user_attrs:
+                storage.set_study_user_attr(study._study_id, f"{FINDINGS} {run}", told)
+
+
 def _violation(trial: FrozenTrial) -> tuple[float]:
     return (float(trial.user_attrs["outcome"]["failed"]),)
 
@@ -215,7 +226,7 @@ def _last_tuned(study: optuna.Study) -> tuple[str, str]:
 
 def _record_of(study: optuna.Study, where: str) -> StudyRecord:
     attributes = study.user_attrs
-    kept: dict[str, dict[str, Any]] = {TUNING: {}, JUDGED: {}, TIMELINE: {}}
+    kept: dict[str, dict[str, Any]] = {TUNING: {}, JUDGED: {}, TIMELINE: {}, FINDINGS: {}}
     for key, value in attributes.items():
         kind, _, name = key.partition(" ")
         kept.get(kind, {})[name] = value
@@ -237,7 +248,7 @@ def _record_of(study: optuna.Study, where: str) -> StudyRecord:
         outside=_outside(study, trials),
         rows=tuple(_rows_in(attributes)),
         timeline=tuple(kept[TIMELINE].get(tunings[-1].run, ())),
-        findings=findings_in(attributes, tunings[-1].run),
+        findings=tuple(map(Finding.from_dict, kept[FINDINGS].get(tunings[-1].run, ()))),
     )
 
 
