@@ -29,6 +29,7 @@ from amptune.search.gate.limits import Judgement
 from amptune.search.gate.numeric_findings import findings_of
 from amptune.search.gate.repair import Cure, cure_of, traces_of
 from amptune.search.plan.budget import SHORT_S
+from amptune.search.plan.compile_costs import judged_graph_s
 from amptune.search.plan.plan import Step
 from amptune.search.sampler.study import Study
 from amptune.search.sampler.suggestion import UNTRIED_GAIN
@@ -55,7 +56,6 @@ class Numerics:
 
     `safeguards` are the rules that each precision needs, None if none were found to help; `changed` is called when they
     change. `recipes` are the plain policies of the precisions, which are judged in the leader's memory format.
-    `graph_s` returns the seconds to judge a policy together with its graph.
     """
 
     judge: Judge
@@ -63,7 +63,6 @@ class Numerics:
     study: Callable[[], Study]
     recipes: Sequence[Policy]
     changed: Callable[[], None]
-    graph_s: Callable[[Policy], float]
     findings: tuple[Finding, ...] = ()
     safeguards: dict[str, tuple[Fp32Rule, ...] | None] = field(default_factory=dict)
     _uncured: set[str] = field(default_factory=set)
@@ -104,7 +103,7 @@ class Numerics:
             return None
         eager = [self._score(trial) for trial in self.study().trials if trial.policy.compile == "off"]
         lead = math.log(self._score(best) / max(eager)) if max(eager, default=0.0) > 0.0 else 0.0
-        seconds = self.graph_s(best.policy)
+        seconds = judged_graph_s(best.policy, self.study().outcomes)
         if seconds > self.judge.longest_graph_s:
             return None
         act = partial(self.judge.judge_graph, best.policy)

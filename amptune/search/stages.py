@@ -12,7 +12,7 @@ from amptune.errors import StudyError
 from amptune.measure.evaluator import Evaluator
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
-from amptune.search.answer_costs import compared_s, judged_graph_s, load_s, ranked, turn_s
+from amptune.search.answer_costs import compared_s, load_s, ranked, turn_s
 from amptune.search.batch_size.batch_sizes import batch_sizes_for
 from amptune.search.compiled_graphs import BEHIND, CompiledGraphs, typical_s
 from amptune.search.events import Observer, SearchEnded
@@ -124,7 +124,6 @@ class Stages:
             study=lambda: self.known.study,
             recipes=self.known.candidates.halves_alone,
             changed=self._changed,
-            graph_s=self.graph_s,
         )
 
     @cached_property
@@ -213,10 +212,6 @@ class Stages:
         for policy in (*self.known.candidates.known_good, *study.neighbours(leader)):
             if not cold_s(policy, study.outcomes):
                 yield policy
-
-    def graph_s(self, policy: Policy) -> float:
-        """Returns the seconds to judge a policy together with its compiled graph."""
-        return judged_graph_s(self.known.study.history, policy)
 
     def end_search(self, because: str) -> None:
         """Tells once why no more policies are measured."""
