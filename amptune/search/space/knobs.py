@@ -74,6 +74,12 @@ class Dimension:
     name: str
     choices: tuple[Value, ...]
 
+    @property
+    def plain(self) -> Value:
+        """Stock PyTorch's value if it is among the choices, else the first."""
+        stock = SEARCHED[self.name].stock
+        return stock if is_in(stock, self.choices) else self.choices[0]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forbidden:
