@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.results.half_effects import Sensitivity
@@ -199,11 +198,10 @@ class Modules:
     timed: Callable[[], None]
 
     def __post_init__(self) -> None:
-        self._dtypes: Any = tuple(dtype for dtype in self.space.choices("autocast") if dtype != "off")
         self._key = _key(self.prepared)
         self._known = _known(self.folder / FILE, self._key)
         excludes = any(map(bool, self.space.choices("fp32_exclusions")))
-        entries = self._entries() if self._dtypes and excludes else {}
+        entries = self._entries() if self.space.half_dtypes and excludes else {}
         self._left = [entry for entry in entries if entry not in self._known]
 
     @property
@@ -229,13 +227,13 @@ class Modules:
         math_mode, found = _math(self.prepared, self.space), {}
         for layout in map(str, self.space.choices("memory_format") or ("contiguous",)):
             policy = Policy(fp32_math=math_mode, memory_format=layout)  # type: ignore[arg-type]
-            found[f"{policy}, {' '.join(self._dtypes)}"] = layout, policy
+            found[f"{policy}, {' '.join(self.space.half_dtypes)}"] = layout, policy
         return found
 
     def _time(self, limit_s: float) -> None:
         entries, left, self._left = self._entries(), self._left, []
         for entry in left:
-            found = self.evaluator.sense(entries[entry][1], self._dtypes, limit_s / len(left))
+            found = self.evaluator.sense(entries[entry][1], self.space.half_dtypes, limit_s / len(left))
             self._known |= {} if isinstance(found, Failure) else {entry: found}
         if self._known:
             _write(self.folder / FILE, self._key, self._known)

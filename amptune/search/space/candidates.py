@@ -169,8 +169,7 @@ class Candidates:
     @property
     def halves_alone(self) -> tuple[Policy, ...]:
         """One plain policy for each precision below FP32 in the space: autocast in each dtype, then half weights."""
-        dtypes: list[Any] = [dtype for dtype in self.space.choices("autocast") if dtype != "off"]
-        recipes = [amp_recipe(dtype) for dtype in dtypes]
+        recipes = [amp_recipe(dtype) for dtype in self.space.half_dtypes]
         if "half" in self.space.choices(WEIGHTS):
             safest: Any = {name: is_in(True, self.space.choices(name)) for name in (MASTERS, BATCHNORM)}
             recipes.append(Policy(weights="half", **safest))

@@ -106,6 +106,11 @@ class Space:
         """Returns a knob's values; () if the space has no such knob."""
         return next((knob.choices for knob in self.knobs if knob.name == name), ())
 
+    @property
+    def half_dtypes(self) -> tuple[Any, ...]:
+        """The dtypes that autocast is tried in."""
+        return tuple(dtype for dtype in self.choices("autocast") if dtype != "off")
+
 
 def points(space: Space) -> Iterator[Point]:
     """Yields every allowed point, in a stable order."""
