@@ -102,7 +102,7 @@ class Numerics:
             return None
         eager = [self._score(trial) for trial in self.study().trials if trial.policy.compile == "off"]
         lead = math.log(self._score(best) / max(eager)) if max(eager, default=0.0) > 0.0 else 0.0
-        seconds = judged_graph_s(best.policy, self.study().outcomes)
+        seconds = judged_graph_s(best.policy, self.study().history.outcomes)
         if seconds > self.judge.longest_graph_s:
             return None
         act = partial(self.judge.judge_graph, best.policy)

@@ -106,15 +106,12 @@ class Stages:
             leaves=len(prepared.subject.leaves),
             repeated_leaves=prepared.subject.repeated_leaves,
             memory_mib=prepared.memory_mib or math.inf,
-            trials_left=lambda: self.trials.left,
         )
 
     @cached_property
     def trials(self) -> Trials:
         known = self.known
-        return Trials(
-            known.study, self.evaluator, self._budget, known.baseline, self.observer, self._graphs, known.request.run
-        )
+        return Trials(known.study, self.evaluator, self._budget, known.baseline, self.observer, self._graphs)
 
     @cached_property
     def _numerics(self) -> Numerics:
@@ -210,14 +207,14 @@ class Stages:
         """Yields the known-good policies that were not tried, then those one step from the leader; none to compile."""
         study = self.known.study
         for policy in (*self.known.candidates.known_good, *study.neighbours(leader)):
-            if not cold_s(policy, study.outcomes):
+            if not cold_s(policy, study.history.outcomes):
                 yield policy
 
     def end_search(self, because: str) -> None:
         """Tells once why no more policies are measured."""
         if not self._has_ended:
             self._has_ended = True
-            measured, left_s = self.trials.measured, self._budget.left_s
+            measured, left_s = self.known.study.measured, self._budget.left_s
             self.observer(SearchEnded(because=because, trials=measured, left_s=left_s))
 
     def give_back(self) -> None:
