@@ -511,9 +511,8 @@ def test_the_answer_says_what_is_left_free() -> None:
     found = found_on(device, known=True)
     assert found.margin == pytest.approx(1 - found.peak_mib / LIMIT_MIB)
     assert 0 <= found.margin < 0.03
-    assert found.at_most is not None
     assert found.batch_size is not None
-    assert found.batch_size <= device.largest <= 1.005 * found.at_most
+    assert found.batch_size <= device.largest
     assert str(found).startswith(f"largest batch {found.batch_size}: {found.peak_mib:.0f} of 140000 MiB, ")
 
 
