@@ -26,7 +26,7 @@ from amptune.policy.settings import Fp32Math, Fp32Rule, Policy
 from amptune.search.gate.judge import Judge, OutOfTimeError, raised_by
 from amptune.search.gate.limits import Judgement
 from amptune.search.gate.numeric_findings import findings_of
-from amptune.search.gate.repair import Cure, cure_of, traces_of
+from amptune.search.gate.repair import Cure, cure_of
 from amptune.search.plan.budget import SHORT_S
 from amptune.search.plan.compile_costs import judged_graph_s
 from amptune.search.plan.plan import Step
@@ -171,7 +171,7 @@ class Numerics:
 
 def examined(judge: Judge, judgement: Judgement, subject: Subject) -> tuple[Cure | None, tuple[Finding, ...]]:
     """Returns the cure of a policy that did not pass, None if there is none, and the findings about the policy."""
-    traces = traces_of(judge, judgement.policy)
+    traces = judge.traces_of(judgement.policy)
     cure, out_of_time = None, False
     try:
         cure = cure_of(judge, judgement.policy, subject, traces)

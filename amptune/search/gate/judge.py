@@ -84,10 +84,11 @@ class Judge:
         judgement = self.judgement_of(policy)
         return judgement is not None and not judgement.passes
 
-    def trace(self, policy: Policy) -> tuple[ModuleTrace, ...] | Failure:
-        """Returns where the numbers of a step go wrong, module by module."""
+    def traces_of(self, policy: Policy) -> tuple[ModuleTrace, ...]:
+        """Returns where the numbers of a step go wrong, module by module; () if that cannot be seen."""
         with self._counted():
-            return self.evaluator.trace(policy, fp32_of(self.baseline), self._limit_s)
+            traces = self.evaluator.trace(policy, fp32_of(self.baseline), self._limit_s)
+        return () if isinstance(traces, Failure) else traces
 
     def require_time(self) -> None:
         """Raises `OutOfTimeError` if the time to look for a cure is used up."""
