@@ -13,7 +13,7 @@ from typing import Any
 
 import optuna
 from optuna.samplers import BaseSampler, TPESampler
-from optuna.storages import BaseStorage, JournalStorage
+from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from amptune.errors import StudyError
@@ -21,7 +21,7 @@ from amptune.measure.results.outcome import Failure, outcome_to_dict
 from amptune.policy.findings import Finding
 from amptune.policy.serialization import in_one_line, policy_to_dict
 from amptune.policy.settings import Policy
-from amptune.search.sampler.backend import JOURNAL, SQLITE, database_at, journal_in, opened, storage_errors
+from amptune.search.sampler.backend import JOURNAL, SQLITE, opened, storage_errors
 from amptune.search.sampler.distributions import distributions_of, suggest
 from amptune.search.sampler.leases import Leases, running_in
 from amptune.search.sampler.records import GateRecord, StudyRecord, TuningRecord, without_password
@@ -195,8 +195,7 @@ def recall(where: Path | str, name: str | None = None, *, run: str | None = None
     shown = without_password(str(where))
     with warnings.catch_warnings(), storage_errors(), _broken_records(shown):
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        storage = JournalStorage(journal_in(where)) if isinstance(where, Path) else database_at(where)
-        return _record_of(_chosen(storage, shown, name, run), shown)
+        return _record_of(_chosen(opened(where), shown, name, run), shown)
 
 
 def _chosen(storage: BaseStorage, where: str, name: str | None, run: str | None) -> optuna.Study:
