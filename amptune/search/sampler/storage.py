@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,7 +20,7 @@ from amptune.measure.results.outcome import Failure, outcome_to_dict
 from amptune.policy.findings import Finding
 from amptune.policy.serialization import in_one_line, policy_to_dict
 from amptune.policy.settings import Policy
-from amptune.search.sampler.backend import JOURNAL, SQLITE, opened, storage_errors
+from amptune.search.sampler.backend import JOURNAL, SQLITE, experimental, opened, storage_errors
 from amptune.search.sampler.distributions import distributions_of, suggest
 from amptune.search.sampler.leases import Leases, running_in
 from amptune.search.sampler.records import GateRecord, StudyRecord, TuningRecord, without_password
@@ -161,8 +160,7 @@ def open_store(where: Path | str, name: str, space: Space) -> Store:
     Raises `StudyError` if the storage cannot be used.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with warnings.catch_warnings(), storage_errors():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    with experimental(), storage_errors():
         study = optuna.create_study(storage=opened(where), study_name=name, direction="maximize", load_if_exists=True)
         return Store(study, space)
 
@@ -170,8 +168,7 @@ def open_store(where: Path | str, name: str, space: Space) -> Store:
 def keep_findings(where: Path | str, run: str, findings: Iterable[Finding]) -> None:
     """Records what a tuning run noticed, in the study that knows the run. Raises `StudyError` if the storage fails."""
     told = [finding.as_dict() for finding in findings]
-    with warnings.catch_warnings(), storage_errors():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    with experimental(), storage_errors():
         storage = opened(where)
         for study in storage.get_all_studies():
             if f"{TUNING} {run}" in study.user_attrs:
@@ -193,8 +190,7 @@ def recall(where: Path | str, name: str | None = None, *, run: str | None = None
     if isinstance(where, str) and where.startswith(SQLITE) and not Path(where.removeprefix(SQLITE)).is_file():
         raise StudyError(f"there is no study in {where}: to read it would make an empty database")
     shown = without_password(str(where))
-    with warnings.catch_warnings(), storage_errors(), _broken_records(shown):
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    with experimental(), storage_errors(), _broken_records(shown):
         return _record_of(_chosen(opened(where), shown, name, run), shown)
 
 
