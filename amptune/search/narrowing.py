@@ -215,7 +215,8 @@ class Narrowing:
         if isinstance(outcome, Failure) and outcome.exception == LOADER_FAILED:
             self.loader_failure = outcome
             return self._outcome(policy, verdict)
-        if _is_accident(outcome) and not self._was_cut(outcome, limit_s) and self.budget.left_s >= SHORT_S:
+        is_accident = isinstance(outcome, Failure) and outcome.kind in ACCIDENTS
+        if is_accident and not self._was_cut(outcome, limit_s) and self.budget.left_s >= SHORT_S:
             outcome = self.evaluator.measure(policy, effort)
         return None if self._was_cut(outcome, limit_s) else outcome
 
@@ -236,7 +237,3 @@ def turn_of(step_ms: float) -> Effort:
     """Returns a turn of the user's loop whose steps take so long."""
     in_time = int(1000 * TURN.warmup_s / step_ms)
     return replace(TURN, min_steps=max(BLOCK.min_steps, min(TURN.min_steps, in_time)))
-
-
-def _is_accident(outcome: Outcome) -> bool:
-    return isinstance(outcome, Failure) and outcome.kind in ACCIDENTS
