@@ -44,7 +44,7 @@ class Narrowing:
     of a leader; the bar then knows the result. A turn takes about `cost_s`, starting a process `start_s`, and loading
     a policy's graph there `load_s`. Judging a leader that a round brings takes `judging_s`; no round is begun that
     leaves less than that, and `reserve_s` besides. `running` names the launch of each policy that a process can measure
-    without being started. Without `in_loop`, steps are timed alone.
+    without being started. Without `in_loop`, steps are timed alone. `rounds` counts those in fresh processes so far.
     """
 
     evaluator: Evaluator
@@ -72,7 +72,6 @@ class Narrowing:
     """True if no round is left to measure, or the budget ended one."""
 
     rounds: int = field(default=0, init=False)
-    """The number of rounds in fresh processes so far."""
 
     _costs_s: dict[Policy, float] = field(default_factory=dict, init=False)
     _announced: set[Policy] = field(default_factory=set, init=False)
