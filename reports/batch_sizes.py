@@ -50,7 +50,7 @@ from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.workers.source import Source
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.batch_size.largest import find_largest
+from amptune.search.batch_size.largest import Sizer
 from amptune.search.batch_size.memory_model import MemoryModel
 from amptune.search.batch_size.memory_runs import FixedPart
 from amptune.workload.workload import Workload
@@ -148,15 +148,14 @@ def with_amptune(task: Task, journal: Journal) -> None:
         subject = evaluator.prepare(task.limit_s).subject
         model = MemoryModel(limit_mib=limit_mib, fixed=FixedPart.of_weights(subject.parameters))
 
-        def run(batch_size: int) -> Outcome:
+        def run(policy: Policy) -> Outcome:
+            batch_size = policy.batch_size or subject.batch_size
             try:
                 journal.begins(batch_size)
             except torch.OutOfMemoryError as error:
                 return Failure(kind="oom", message=str(error))
             left_s = max(1.0, until_s - time.monotonic())
-            outcome = evaluator.measure(
-                replace(task.policy, batch_size=batch_size), replace(GLANCE, time_limit_s=left_s)
-            )
+            outcome = evaluator.measure(policy, replace(GLANCE, time_limit_s=left_s))
             if isinstance(outcome, Measurement):
                 journal.ran(
                     batch_size,
@@ -168,14 +167,8 @@ def with_amptune(task: Task, journal: Journal) -> None:
                 journal.failed(outcome)
             return as_pretended(outcome, batch_size, limit_mib, task.pretend_largest)
 
-        found = find_largest(
-            run,
-            subject.batch_size,
-            limit_mib,
-            policy=task.policy,
-            model=model,
-            left_s=lambda: until_s - time.monotonic(),
-        )
+        sizer = Sizer(run, model, subject.batch_size, left_s=lambda: until_s - time.monotonic())
+        found = sizer.largest(task.policy)
     journal.ends(
         found.batch_size, found.because, peak_mib=found.peak_mib, limit_mib=limit_mib, alloc_retries=found.alloc_retries
     )

@@ -50,7 +50,8 @@ def measured_in_turn(
     )
     out = {row.policy for row in rows}
     narrowing.round_of([policy for policy in policies if policy not in out])
-    narrowing.until_known()
+    while (step := narrowing.wants()) is not None:
+        step.act(step.seconds)
     return rows
 
 

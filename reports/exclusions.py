@@ -77,7 +77,7 @@ def _measured(name: str, memory_format: Any, device: torch.device, rounds: int) 
     sensitivity = sense(bench, Policy(fp32_math=math, memory_format=memory_format), ("bf16",))
     ladder = ladder_by_time(inspect_model(bench, ""), {memory_format: sensitivity})
     plain = Policy(autocast="bf16", fp32_math=math, memory_format=memory_format)
-    depths = range(1, 1 + min(RUNGS, ladder.height))
+    depths = range(1, 1 + min(RUNGS, len(ladder.timed["bf16", memory_format])))
     policies = [plain, *(replace(plain, fp32_modules=ladder.rules(depth, "bf16", memory_format)) for depth in depths)]
     if ladder.half:
         policies.append(replace(plain, half_modules=ladder.half))

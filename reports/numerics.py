@@ -47,7 +47,7 @@ from amptune.policy.settings import STOCK, Autocast, Policy, amp_recipe
 from amptune.search.gate.judge import Judge
 from amptune.search.gate.limits import judged
 from amptune.search.gate.numeric_findings import findings_of
-from amptune.search.gate.repair import cure_of, traces_of
+from amptune.search.gate.repair import cure_of
 from amptune.search.plan.budget import Budget
 from amptune.workload.targets import load_workload, parse_target
 from amptune.workload.workload import Workload
@@ -190,7 +190,7 @@ def _fault(fault: Fault, bench: Bench, recipe: Policy) -> dict[str, Any]:
         "why": str(judgement),
     }
     if not judgement.passes:
-        subject, traces = inspect_model(bench, ""), traces_of(gatekeeper, recipe)
+        subject, traces = inspect_model(bench, ""), gatekeeper.traces_of(recipe)
         cure = cure_of(gatekeeper, recipe, subject, traces)
         findings = list(findings_of(judgement, cure, traces))
         row |= {

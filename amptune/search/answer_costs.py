@@ -12,11 +12,8 @@ from amptune.search.sampler.catalog import History
 from amptune.search.table.contenders import PROCESSES
 from amptune.search.table.next_rows import MOST_POLICIES, launch_s
 
-__all__ = ["compared_s", "judged_graph_s", "load_s", "ranked", "turn_s"]
+__all__ = ["compared_s", "load_s", "ranked", "turn_s"]
 
-# The gate compiles a graph anew for its batches, with dropout twice, in this many times the seconds of compiling for
-# training (BERT-base on an H200: 31 s instead of 27).
-GRAPH_TIMES = 1.3
 # Loading a graph from the compiler's cache takes this share of compiling it: 2.5 of 25 to 40 s for ResNet-50
 # (reports/h200/oracle).
 CACHED_GRAPH = 0.1
@@ -45,11 +42,6 @@ def load_s(history: History, policy: Policy) -> float:
     if policy not in history.latest:
         return cold_s(policy, history.outcomes)
     return CACHED_GRAPH * compiled_s(policy, history.outcomes)
-
-
-def judged_graph_s(history: History, policy: Policy) -> float:
-    """Returns the seconds to judge a policy together with its compiled graph."""
-    return GRAPH_TIMES * compiled_s(policy, history.outcomes)
 
 
 def ranked(history: History) -> list[Policy]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from statistics import median_low
@@ -54,7 +54,7 @@ class CompiledGraphs:
     """The graphs that compile in the background, and those that are ready to be measured.
 
     The model has this many `leaves`, of which `repeated_leaves` are compiled with others if blocks are. `memory_mib` is
-    the device's memory, `trials_left` returns how many more policies may be measured.
+    the device's memory.
     """
 
     study: Study
@@ -65,7 +65,6 @@ class CompiledGraphs:
     leaves: int = 0
     repeated_leaves: int = 0
     memory_mib: float = math.inf
-    trials_left: Callable[[], float] = lambda: math.inf
     _held: Suggestion | None = None
     _ask_at: int = 0
     _running: dict[Policy, tuple[Suggestion, float]] = field(default_factory=dict)
@@ -103,7 +102,7 @@ class CompiledGraphs:
     def wants(self, free_s: float) -> Step | None:
         """Returns the step that begins the likeliest graph, if there is a place and enough time for it."""
         self._collect()
-        if not self.behind or len(self._running) + len(self._ready) >= min(self._places, self.trials_left()):
+        if not self.behind or len(self._running) + len(self._ready) >= min(self._places, self._trials_left):
             return None
         if self.is_urgent(free_s):  # another beside it would make it later still
             return None
@@ -137,7 +136,7 @@ class CompiledGraphs:
 
     def wait(self, free_s: float) -> Step | None:
         """Returns the step that waits for a graph, when there is nothing better to do."""
-        if not self._running or free_s <= 0 or self.trials_left() <= 0:
+        if not self._running or free_s <= 0 or self._trials_left <= 0:
             return None
         seconds = min(free_s, max(1.0, min(map(self._remaining_s, self._running))))
         return Step(
@@ -160,7 +159,7 @@ class CompiledGraphs:
         """Returns the seconds that compiling a policy is expected to take."""
         if not self._has_compiled(policy) and policy.compile not in AUTOTUNED_MODES:
             return expected_compile_s(self.leaves - self.repeated_leaves * (policy.compile == "blocks"))
-        return cold_s(policy, self.study.outcomes)
+        return cold_s(policy, self.study.history.outcomes)
 
     def _has_compiled(self, policy: Policy) -> bool:
         """Returns True if it is known how long compiling takes here, of blocks or of the whole model."""
@@ -200,6 +199,10 @@ class CompiledGraphs:
     def _longest_s(self, policy: Policy) -> float:
         """Returns the seconds that a graph may still take, on a slow host if it is not known how long they take."""
         return self._remaining_s(policy, 1.0 if self._has_compiled(policy) else SLOW_HOST)
+
+    @property
+    def _trials_left(self) -> float:
+        return self.budget.trials_left(self.study.measured)
 
     @property
     def _places(self) -> int:

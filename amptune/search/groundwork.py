@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.results.half_effects import Sensitivity
@@ -27,8 +26,9 @@ from amptune.policy.settings import Fp32Math, Fp32Rule, Policy
 from amptune.search.gate.judge import Judge, OutOfTimeError, raised_by
 from amptune.search.gate.limits import Judgement
 from amptune.search.gate.numeric_findings import findings_of
-from amptune.search.gate.repair import Cure, cure_of, traces_of
+from amptune.search.gate.repair import Cure, cure_of
 from amptune.search.plan.budget import SHORT_S
+from amptune.search.plan.compile_costs import judged_graph_s
 from amptune.search.plan.plan import Step
 from amptune.search.sampler.study import Study
 from amptune.search.sampler.suggestion import UNTRIED_GAIN
@@ -55,7 +55,6 @@ class Numerics:
 
     `safeguards` are the rules that each precision needs, None if none were found to help; `changed` is called when they
     change. `recipes` are the plain policies of the precisions, which are judged in the leader's memory format.
-    `graph_s` returns the seconds to judge a policy together with its graph.
     """
 
     judge: Judge
@@ -63,7 +62,6 @@ class Numerics:
     study: Callable[[], Study]
     recipes: Sequence[Policy]
     changed: Callable[[], None]
-    graph_s: Callable[[Policy], float]
     findings: tuple[Finding, ...] = ()
     safeguards: dict[str, tuple[Fp32Rule, ...] | None] = field(default_factory=dict)
     _uncured: set[str] = field(default_factory=set)
@@ -104,7 +102,7 @@ class Numerics:
             return None
         eager = [self._score(trial) for trial in self.study().trials if trial.policy.compile == "off"]
         lead = math.log(self._score(best) / max(eager)) if max(eager, default=0.0) > 0.0 else 0.0
-        seconds = self.graph_s(best.policy)
+        seconds = judged_graph_s(best.policy, self.study().history.outcomes)
         if seconds > self.judge.longest_graph_s:
             return None
         act = partial(self.judge.judge_graph, best.policy)
@@ -173,7 +171,7 @@ class Numerics:
 
 def examined(judge: Judge, judgement: Judgement, subject: Subject) -> tuple[Cure | None, tuple[Finding, ...]]:
     """Returns the cure of a policy that did not pass, None if there is none, and the findings about the policy."""
-    traces = traces_of(judge, judgement.policy)
+    traces = judge.traces_of(judgement.policy)
     cure, out_of_time = None, False
     try:
         cure = cure_of(judge, judgement.policy, subject, traces)
@@ -200,11 +198,10 @@ class Modules:
     timed: Callable[[], None]
 
     def __post_init__(self) -> None:
-        self._dtypes: Any = tuple(dtype for dtype in self.space.choices("autocast") if dtype != "off")
         self._key = _key(self.prepared)
         self._known = _known(self.folder / FILE, self._key)
         excludes = any(map(bool, self.space.choices("fp32_exclusions")))
-        entries = self._entries() if self._dtypes and excludes else {}
+        entries = self._entries() if self.space.half_dtypes and excludes else {}
         self._left = [entry for entry in entries if entry not in self._known]
 
     @property
@@ -230,13 +227,13 @@ class Modules:
         math_mode, found = _math(self.prepared, self.space), {}
         for layout in map(str, self.space.choices("memory_format") or ("contiguous",)):
             policy = Policy(fp32_math=math_mode, memory_format=layout)  # type: ignore[arg-type]
-            found[f"{policy}, {' '.join(self._dtypes)}"] = layout, policy
+            found[f"{policy}, {' '.join(self.space.half_dtypes)}"] = layout, policy
         return found
 
     def _time(self, limit_s: float) -> None:
         entries, left, self._left = self._entries(), self._left, []
         for entry in left:
-            found = self.evaluator.sense(entries[entry][1], self._dtypes, limit_s / len(left))
+            found = self.evaluator.sense(entries[entry][1], self.space.half_dtypes, limit_s / len(left))
             self._known |= {} if isinstance(found, Failure) else {entry: found}
         if self._known:
             _write(self.folder / FILE, self._key, self._known)

@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import count
 
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.results.outcome import ENERGY_S, LOADER_FAILED, Effort, Failure, Outcome
@@ -24,13 +23,14 @@ from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.row import Row
 from amptune.search.table.verdict import Bar, Verdict
 
-__all__ = ["BLOCK", "TURN", "Narrowing", "turn_of"]
+__all__ = ["BLOCK", "MEASURING_LIMIT_S", "TURN", "Narrowing", "turn_of"]
 
 # A block of steps by themselves, and a turn of the user's loop: 30 steps at least, or as many slow ones as fit into the
 # time of a warm-up.
 BLOCK = Effort(warmup_s=2.0, measure_s=0.4, min_steps=6, precision=0.003, energy_s=ENERGY_S)
 TURN = replace(BLOCK, min_steps=30, in_loop=True)
-LONGEST_LIMIT_S = 120.0
+# The longest time limit of a measurement, unless its trial compiles a graph.
+MEASURING_LIMIT_S = 120.0
 # A worker that dies or hangs once may be an accident; running out of memory is not.
 ACCIDENTS = ("crash", "timeout")
 
@@ -44,7 +44,7 @@ class Narrowing:
     of a leader; the bar then knows the result. A turn takes about `cost_s`, starting a process `start_s`, and loading
     a policy's graph there `load_s`. Judging a leader that a round brings takes `judging_s`; no round is begun that
     leaves less than that, and `reserve_s` besides. `running` names the launch of each policy that a process can measure
-    without being started. Without `in_loop`, steps are timed alone.
+    without being started. Without `in_loop`, steps are timed alone. `rounds` counts those in fresh processes so far.
     """
 
     evaluator: Evaluator
@@ -71,8 +71,9 @@ class Narrowing:
     is_over: bool = field(default=False, init=False)
     """True if no round is left to measure, or the budget ended one."""
 
+    rounds: int = field(default=0, init=False)
+
     _costs_s: dict[Policy, float] = field(default_factory=dict, init=False)
-    _launches: int = field(default=0, init=False)
     _announced: set[Policy] = field(default_factory=set, init=False)
 
     def wants(self) -> Step | None:
@@ -97,20 +98,11 @@ class Narrowing:
             chosen = None
         elif verdict is not wanted_by or (chosen is not None and chosen.seconds > self._left_s):
             chosen = self._next(verdict)
-        self.is_over = chosen is None or not self._measured(chosen, self._order, verdict)
-
-    def until_known(self) -> None:
-        """Measures rounds until one tells little, or the budget is spent."""
-        for _ in count():
-            verdict = self._judged()
-            if verdict is None or (chosen := self._next(verdict)) is None:
-                return
-            if not self._measured(chosen, self._order, verdict):
-                return
+        self.is_over = chosen is None or not self._measured(chosen, verdict)
 
     def round_of(self, policies: Sequence[Policy]) -> None:
         """Measures these policies once each, in fresh processes, whatever the verdict is."""
-        self._measured(NextRound(policies=tuple(policies), fresh=True), self._order, None)
+        self._measured(NextRound(policies=tuple(policies), fresh=True), None)
 
     def again(self, policies: Sequence[Policy], *, fresh: bool) -> bool:
         """Measures these policies once more, in `fresh` processes or where it tells most; False if the budget ends."""
@@ -126,7 +118,7 @@ class Narrowing:
             cost_s=self._cost_s,
             left_s=self._left_s,
         )
-        return chosen is not None and self._measured(chosen, self._order, verdict)
+        return chosen is not None and self._measured(chosen, verdict)
 
     def _judged(self) -> Verdict | None:
         """Returns the verdict whose leader has passed the numerics gate."""
@@ -146,11 +138,6 @@ class Narrowing:
             return ()
         message = f"the training loop could not be timed, only steps by themselves: {self.loader_failure}"
         return (Finding(code="loader-failed", message=message),)
-
-    @property
-    def rounds(self) -> int:
-        """The number of rounds in fresh processes so far."""
-        return self._launches
 
     @property
     def has_turns(self) -> bool:
@@ -183,13 +170,13 @@ class Narrowing:
     def _cost_s(self, policy: Policy) -> float:
         return self._costs_s.get(policy) or self.cost_s(policy)
 
-    def _measured(self, chosen: NextRound, order: random.Random, verdict: Verdict | None) -> bool:
+    def _measured(self, chosen: NextRound, verdict: Verdict | None) -> bool:
         """Measures one round; returns False if the budget ended it."""
         self._announce(chosen.policies, verdict)
         if chosen.fresh:
             self._launch(chosen.policies)
         named = () if verdict is None else named_by(verdict)
-        in_turn = order.sample(chosen.policies, len(chosen.policies))
+        in_turn = self._order.sample(chosen.policies, len(chosen.policies))
         for policy in sorted(in_turn, key=lambda policy: policy not in named):  # what decides, before time is short
             if verdict is not None and self._left_s < self._cost_s(policy):
                 return False
@@ -200,16 +187,14 @@ class Narrowing:
             self._costs_s[policy] = self.budget.spent_s - began_s
             launch, moment_s = self.running[policy], self.budget.clock()
             self.keep(Row(policy=policy, outcome=outcome, run=self.run, launch=launch, moment_s=moment_s))
-            self.observer(
-                ContenderMeasured(stage=self.stage, launch=self._launches - 1, policy=policy, outcome=outcome)
-            )
+            self.observer(ContenderMeasured(stage=self.stage, launch=self.rounds - 1, policy=policy, outcome=outcome))
         return True
 
     def _launch(self, policies: Collection[Policy]) -> None:
         before_s = self.budget.spent_s
         self.evaluator.launch(list(policies))
-        self.running = dict.fromkeys(policies, f"{self.stage} {self._launches}")
-        self._launches += 1
+        self.running = dict.fromkeys(policies, f"{self.stage} {self.rounds}")
+        self.rounds += 1
         one_s = (self.budget.spent_s - before_s) / launch_s(1.0, len(policies))
         self.start_s = max(0.0, one_s - max(map(self.load_s, policies)))
 
@@ -223,13 +208,14 @@ class Narrowing:
 
     def _outcome(self, policy: Policy, verdict: Verdict | None) -> Outcome | None:
         """Returns None if the budget, not the policy, cut the measurement short: that says nothing about the policy."""
-        limit_s = min(LONGEST_LIMIT_S, max(SHORT_S, self.budget.left_s))
+        limit_s = min(MEASURING_LIMIT_S, max(SHORT_S, self.budget.left_s))
         effort = self.objective.effort(replace(self._effort(policy, verdict), time_limit_s=limit_s))
         outcome = self.evaluator.measure(policy, effort)
         if isinstance(outcome, Failure) and outcome.exception == LOADER_FAILED:
             self.loader_failure = outcome
             return self._outcome(policy, verdict)
-        if _is_accident(outcome) and not self._was_cut(outcome, limit_s) and self.budget.left_s >= SHORT_S:
+        is_accident = isinstance(outcome, Failure) and outcome.kind in ACCIDENTS
+        if is_accident and not self._was_cut(outcome, limit_s) and self.budget.left_s >= SHORT_S:
             outcome = self.evaluator.measure(policy, effort)
         return None if self._was_cut(outcome, limit_s) else outcome
 
@@ -243,14 +229,10 @@ class Narrowing:
 
     @staticmethod
     def _was_cut(outcome: Outcome, limit_s: float) -> bool:
-        return isinstance(outcome, Failure) and outcome.kind == "timeout" and limit_s < LONGEST_LIMIT_S
+        return isinstance(outcome, Failure) and outcome.kind == "timeout" and limit_s < MEASURING_LIMIT_S
 
 
 def turn_of(step_ms: float) -> Effort:
     """Returns a turn of the user's loop whose steps take so long."""
     in_time = int(1000 * TURN.warmup_s / step_ms)
     return replace(TURN, min_steps=max(BLOCK.min_steps, min(TURN.min_steps, in_time)))
-
-
-def _is_accident(outcome: Outcome) -> bool:
-    return isinstance(outcome, Failure) and outcome.kind in ACCIDENTS

@@ -142,7 +142,7 @@ def _told_of_a_larger_batch(evaluator: Evaluator, decision: Decision, request: T
 
 def _keep_findings(request: TuningRequest, decision: Decision, *more: Finding) -> None:
     """Keeps the findings for `amptune report`; a storage that fails loses them."""
-    from amptune.search.sampler.kept_findings import keep_findings
+    from amptune.search.sampler.storage import keep_findings
 
     with suppress(StudyError):
         keep_findings(request.study, request.run, (*more, *decision.findings))

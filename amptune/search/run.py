@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from amptune.errors import StudyError
 from amptune.search.decide.decision import Decision
 from amptune.search.events import SearchStarted
+from amptune.search.plan.compile_costs import judged_graph_s
 from amptune.search.plan.plan import Plan
 from amptune.search.sampler.records import without_password
 from amptune.search.stages import Stages
@@ -71,8 +72,8 @@ class TuningRun:
 
     def _can_judge_graph(self, decision: Decision, left_s: float) -> bool:
         winner, judge = decision.winner, self._known.judge
-        most_s = min(left_s, judge.longest_graph_s)
-        return judge.judgements.is_graph_open(winner) and self.stages.graph_s(winner) < most_s
+        seconds = judged_graph_s(winner, self._known.study.history.outcomes)
+        return judge.judgements.is_graph_open(winner) and seconds < min(left_s, judge.longest_graph_s)
 
     def decision(self, *, interrupted: bool) -> Decision | None:
         """Returns the decision as things stand; None if the baseline was not measured, or failed."""

@@ -12,7 +12,7 @@ from amptune.errors import StudyError
 from amptune.measure.evaluator import Evaluator
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
-from amptune.search.answer_costs import compared_s, judged_graph_s, load_s, ranked, turn_s
+from amptune.search.answer_costs import compared_s, load_s, ranked, turn_s
 from amptune.search.batch_size.batch_sizes import batch_sizes_for
 from amptune.search.compiled_graphs import BEHIND, CompiledGraphs, typical_s
 from amptune.search.events import Observer, SearchEnded
@@ -106,15 +106,12 @@ class Stages:
             leaves=len(prepared.subject.leaves),
             repeated_leaves=prepared.subject.repeated_leaves,
             memory_mib=prepared.memory_mib or math.inf,
-            trials_left=lambda: self.trials.left,
         )
 
     @cached_property
     def trials(self) -> Trials:
         known = self.known
-        return Trials(
-            known.study, self.evaluator, self._budget, known.baseline, self.observer, self._graphs, known.request.run
-        )
+        return Trials(known.study, self.evaluator, self._budget, known.baseline, self.observer, self._graphs)
 
     @cached_property
     def _numerics(self) -> Numerics:
@@ -124,7 +121,6 @@ class Stages:
             study=lambda: self.known.study,
             recipes=self.known.candidates.halves_alone,
             changed=self._changed,
-            graph_s=self.graph_s,
         )
 
     @cached_property
@@ -211,18 +207,14 @@ class Stages:
         """Yields the known-good policies that were not tried, then those one step from the leader; none to compile."""
         study = self.known.study
         for policy in (*self.known.candidates.known_good, *study.neighbours(leader)):
-            if not cold_s(policy, study.outcomes):
+            if not cold_s(policy, study.history.outcomes):
                 yield policy
-
-    def graph_s(self, policy: Policy) -> float:
-        """Returns the seconds to judge a policy together with its compiled graph."""
-        return judged_graph_s(self.known.study.history, policy)
 
     def end_search(self, because: str) -> None:
         """Tells once why no more policies are measured."""
         if not self._has_ended:
             self._has_ended = True
-            measured, left_s = self.trials.measured, self._budget.left_s
+            measured, left_s = self.known.study.measured, self._budget.left_s
             self.observer(SearchEnded(because=because, trials=measured, left_s=left_s))
 
     def give_back(self) -> None:

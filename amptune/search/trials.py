@@ -21,12 +21,11 @@ from amptune.search.compiled_graphs import (
     typical_s,
 )
 from amptune.search.events import Observer, TrialEnded
-from amptune.search.narrowing import BLOCK
+from amptune.search.narrowing import BLOCK, MEASURING_LIMIT_S
 from amptune.search.plan.budget import SHORT_S, Budget
 from amptune.search.plan.plan import WORTHWHILE, Step
 from amptune.search.sampler.study import Study
 from amptune.search.sampler.suggestion import Suggestion
-from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
 __all__ = ["Trials", "best_of"]
@@ -37,7 +36,7 @@ ENOUGH_TRIALS = 20
 OF_EACH_KIND = 3
 # A policy whose step is this many times slower than the best, per sample, is measured only briefly.
 HOPELESS = 2.0
-TRIAL_LIMIT_S, COMPILED_LIMIT_S = 120.0, 600.0
+COMPILED_LIMIT_S = 600.0
 BRIEF = Effort(warmup_s=2.0, energy_s=ENERGY_S)
 
 
@@ -58,29 +57,21 @@ class Trials:
     baseline: Policy
     observer: Observer
     graphs: CompiledGraphs
-    run: str = ""
 
     def __post_init__(self) -> None:
-        self._known = self._of_this_run
         self._held: tuple[int, Suggestion] | None = None
         self.has_failed = False
-
-    @property
-    def measured(self) -> int:
-        """The number of trials that this run made."""
-        return self._of_this_run - self._known
 
     def anchor(self) -> None:
         """Measures the baseline in this run if only former runs did: no two runs are compared with each other."""
         known = self.study.trial_of(self.baseline)
-        if known is None or any(row.policy == self.baseline and row.run == self.run for row in self.study.table):
+        if known is None or any(row.policy == self.baseline and row.run == self.study.run for row in self.study.table):
             return
         limit_s = max(SHORT_S, self.budget.left_s)
         effort = self.study.yardstick.objective.effort(replace(BLOCK, time_limit_s=limit_s))
         outcome = self.evaluator.measure(self.baseline, effort)
         if isinstance(outcome, Measurement):
-            kind, moment_s = known.row.launch, self.budget.clock()
-            self.study.add(Row(policy=self.baseline, outcome=outcome, run=self.run, launch=kind, moment_s=moment_s))
+            self.study.add(replace(known.row, outcome=outcome, run=self.study.run, moment_s=self.budget.clock()))
 
     def wants(self, free_s: float) -> Step | None:
         """Returns the step that measures the next policy."""
@@ -137,18 +128,8 @@ class Trials:
         return "the budget for searching is spent"
 
     @property
-    def _of_this_run(self) -> int:
-        """The number of trials of this run; other workers on the study have runs of their own."""
-        return sum(trial.run == self.run for trial in self.study.trials)
-
-    @property
-    def left(self) -> float:
-        """The number of trials that may still be made."""
-        return math.inf if self.budget.trials is None else self.budget.trials - self.measured
-
-    @property
     def _may_go_on(self) -> bool:
-        return self.left > 0
+        return self.budget.trials_left(self.study.measured) > 0
 
     def _suggestion(self) -> Suggestion | None:
         """Returns the suggestion to measure next, the same one until another trial has ended."""
@@ -236,7 +217,7 @@ class Trials:
     def _try(self, suggestion: Suggestion, left_s: float, compile_s: float) -> Trial | None:
         """Returns the trial, or None if the budget cut it short."""
         policy = suggestion.policy
-        longest_s = TRIAL_LIMIT_S if policy.compile == "off" or compile_s > 0 else COMPILED_LIMIT_S
+        longest_s = MEASURING_LIMIT_S if policy.compile == "off" or compile_s > 0 else COMPILED_LIMIT_S
         limit_s = min(longest_s, max(SHORT_S if policy == self.baseline else GUESSED_TRIAL_S, left_s))
         before_s = self.budget.spent_s
         effort = replace(_effort(self.study, policy, limit_s), beside_compiling=self._may_be_disturbed(policy, left_s))
@@ -261,8 +242,8 @@ class Trials:
         return policy.compile == "off" and policy != self.baseline and self.graphs.is_urgent(free_s)
 
     def _trial(self, policy: Policy, outcome: Outcome, seconds: float) -> Trial:
-        number, moment_s = len(self.study.trials), self.budget.clock()
-        return Trial(number=number, policy=policy, outcome=outcome, seconds=seconds, run=self.run, moment_s=moment_s)
+        number, run, moment_s = len(self.study.trials), self.study.run, self.budget.clock()
+        return Trial(number=number, policy=policy, outcome=outcome, seconds=seconds, run=run, moment_s=moment_s)
 
 
 def _is_as_dear(policy: Policy, other: Policy) -> bool:

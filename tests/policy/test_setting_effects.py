@@ -18,13 +18,15 @@ from amptune.policy.setting_effects import (
     tensors_of,
 )
 from amptune.policy.settings import KNOBS, STOCK, Fp32Rule, LossScale, Policy
-from amptune.search.gate.judgements import is_exempt
+from amptune.search.gate.judgements import Judgements
+from amptune.search.gate.limits import Judgement
 
 FUSED = Policy(fused_optimizer=True)
+AGAINST_STOCK: Judgements[Judgement] = Judgements(STOCK)
 
 
 def _forget() -> None:
-    for of in (numerics_of, rounding_of, memory_of, tensors_of, graph_of, is_exempt):
+    for of in (numerics_of, rounding_of, memory_of, tensors_of, graph_of):
         of.cache_clear()
 
 
@@ -52,14 +54,14 @@ def test_the_values_of_a_knob_are_those_of_its_field_and_stock_comes_first(knob:
 
 
 def test_a_fused_optimizer_changes_neither_numerics_nor_memory_nor_the_graph() -> None:
-    assert is_exempt(FUSED, STOCK)
+    assert AGAINST_STOCK.is_exempt(FUSED)
     assert numerics_of(FUSED) == memory_of(FUSED) == graph_of(FUSED) == STOCK
 
 
 @pytest.mark.usefixtures("_forgotten")
 def test_a_setting_without_effects_is_judged_and_has_its_own_memory_and_graph() -> None:
     try:
-        assert not is_exempt(FUSED, STOCK)
+        assert not AGAINST_STOCK.is_exempt(FUSED)
         assert STOCK not in (numerics_of(FUSED), memory_of(FUSED), tensors_of(FUSED), graph_of(FUSED))
     finally:
         _forget()
@@ -67,7 +69,7 @@ def test_a_setting_without_effects_is_judged_and_has_its_own_memory_and_graph() 
 
 def test_a_layout_is_judged_with_a_precision_and_needs_no_judgement_by_itself() -> None:
     nhwc = Policy(memory_format="channels_last")
-    assert is_exempt(nhwc, STOCK)
+    assert AGAINST_STOCK.is_exempt(nhwc)
     assert numerics_of(nhwc) != STOCK
 
 
@@ -82,7 +84,7 @@ def test_a_layout_is_judged_with_a_precision_and_needs_no_judgement_by_itself() 
     ],
 )
 def test_what_is_as_precise_as_stock_needs_no_judgement(policy: Policy, *, exempt: bool) -> None:
-    assert is_exempt(policy, STOCK) is exempt
+    assert AGAINST_STOCK.is_exempt(policy) is exempt
 
 
 def test_policies_with_one_graph_share_the_compilers_cache() -> None:

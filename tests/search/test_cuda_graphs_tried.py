@@ -9,7 +9,8 @@ from simulated.recorded import RecordedEvaluator
 
 from amptune.policy.setting_effects import memory_of, numerics_of, tensors_of
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.gate.judgements import is_exempt
+from amptune.search.gate.judgements import Judgements
+from amptune.search.gate.limits import Judgement
 from amptune.search.sampler.acquisition import features_of, with_features
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.space.knobs import Dimension, Point, Value, points
@@ -53,7 +54,8 @@ def test_they_can_be_pinned() -> None:
 
 def test_their_numerics_are_those_of_the_kernels_they_launch() -> None:
     assert numerics_of(GRAPHS) == replace(GRAPHS, cuda_graphs=False, fused_optimizer=False)
-    assert is_exempt(Policy(cuda_graphs=True), STOCK) == is_exempt(STOCK, STOCK)
+    against_stock: Judgements[Judgement] = Judgements(STOCK)
+    assert against_stock.is_exempt(Policy(cuda_graphs=True)) == against_stock.is_exempt(STOCK)
 
 
 def test_their_memory_is_an_arm_of_its_own() -> None:

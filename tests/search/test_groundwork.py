@@ -21,7 +21,7 @@ from amptune.search.decide.decision import Decision
 from amptune.search.events import Event, PolicyJudged, TrialEnded
 from amptune.search.gate.judge import Judge
 from amptune.search.gate.judgements import fp32_of
-from amptune.search.gate.repair import cure_of, traces_of
+from amptune.search.gate.repair import cure_of
 from amptune.search.groundwork import examined
 from amptune.search.pipeline import TuningInterrupted, tune_with
 from amptune.search.plan.budget import Budget
@@ -175,7 +175,7 @@ def test_the_cure_is_what_was_at_fault_and_nothing_more(culprits: tuple[str, ...
     evaluator = Faulty("resnet50", culprits=culprits, shows=shows)
     judge, recipe = judge_on(evaluator), amp_recipe("bf16")
     subject = evaluator.prepare(1.0).subject
-    cure = cure_of(judge, recipe, subject, traces_of(judge, recipe))
+    cure = cure_of(judge, recipe, subject, judge.traces_of(recipe))
     assert cure is not None
     assert set(cure.modules) == set(culprits)
     assert cure.judgements == len(set(evaluator.judged))
@@ -185,7 +185,7 @@ def test_the_cure_is_what_was_at_fault_and_nothing_more(culprits: tuple[str, ...
 def test_what_a_trace_shows_is_found_in_a_judgement_for_each_culprit() -> None:
     evaluator = Faulty("resnet50", culprits=("layer.1.conv", "layer.6.norm"))
     judge, recipe = judge_on(evaluator), amp_recipe("fp16")
-    cure = cure_of(judge, recipe, evaluator.prepare(1.0).subject, traces_of(judge, recipe))
+    cure = cure_of(judge, recipe, evaluator.prepare(1.0).subject, judge.traces_of(recipe))
     assert cure is not None
     assert cure.judgements <= 4
 
@@ -193,7 +193,7 @@ def test_what_a_trace_shows_is_found_in_a_judgement_for_each_culprit() -> None:
 def test_a_cure_of_a_whole_kind_of_modules_is_one_rule() -> None:
     evaluator = Faulty("resnet50", culprits=[path for path in PATHS if path.endswith("norm")], shows=False)
     judge, recipe = judge_on(evaluator), amp_recipe("bf16")
-    cure = cure_of(judge, recipe, evaluator.prepare(1.0).subject, traces_of(judge, recipe))
+    cure = cure_of(judge, recipe, evaluator.prepare(1.0).subject, judge.traces_of(recipe))
     assert cure is not None
     assert [str(rule) for rule in cure.rules] == ["type Norm"]
 

@@ -21,8 +21,8 @@ from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, Reason, amp_recipe
 from amptune.search.api import tune
 from amptune.search.events import Event, PolicyJudged, TrialEnded
-from amptune.search.gate.judgements import fp32_of, is_exempt, is_graph_like
-from amptune.search.gate.limits import judged
+from amptune.search.gate.judgements import Judgements, fp32_of, is_graph_like
+from amptune.search.gate.limits import Judgement, judged
 from amptune.search.gate.numeric_findings import findings_of
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.space.knobs import points
@@ -103,8 +103,9 @@ def test_a_policy_is_allowed_whose_settings_mean_nothing_for_its_weights() -> No
 
 
 def test_half_weights_are_judged_and_are_no_users_fp32() -> None:
-    assert not is_exempt(O2, STOCK)
-    assert is_exempt(O2, O2)
+    against_stock: Judgements[Judgement] = Judgements(STOCK)
+    assert not against_stock.is_exempt(O2)
+    assert replace(against_stock, baseline=O2).is_exempt(O2)
     assert fp32_of(Policy(weights="half", fp32_math="tf32")) == STOCK
     assert not is_graph_like(Policy(weights="half", compile="default"), Policy(compile="default"))
 

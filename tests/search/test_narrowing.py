@@ -14,7 +14,7 @@ from tables import BF16, BF16_LAST, FP16, block, row
 from amptune.measure.results.outcome import LOADER_FAILED, Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.events import ComparisonStarted, ContenderMeasured, Event
-from amptune.search.narrowing import LONGEST_LIMIT_S, Narrowing
+from amptune.search.narrowing import MEASURING_LIMIT_S, Narrowing
 from amptune.search.plan.budget import SHORT_S, Budget
 from amptune.search.table.effects import GPU
 from amptune.search.table.objective import THROUGHPUT, Objective, objective_of
@@ -85,10 +85,15 @@ class Bench:
     def verdict(self) -> Verdict | None:
         return verdict_of(self.rows, STOCK, GPU, self.objective, self.bar)
 
+    def until_known(self) -> None:
+        """Rounds until more tell little, or the budget is spent."""
+        while (step := self.narrowing.wants()) is not None:
+            step.act(step.seconds)
+
     def known(self, *policies: Policy) -> Verdict:
         """The verdict after a round of these policies, and rounds until it is known."""
         self.narrowing.round_of(policies)
-        self.narrowing.until_known()
+        self.until_known()
         verdict = self.verdict()
         assert verdict is not None
         return verdict
@@ -212,7 +217,7 @@ def test_policies_are_measured_again_only_within_the_budget() -> None:
 def test_without_a_row_of_the_baseline_nothing_is_measured() -> None:
     bench = Bench()
     bench.tried(BF16)
-    bench.narrowing.until_known()
+    bench.until_known()
     assert bench.machine.measured == []
 
 
@@ -223,7 +228,7 @@ def test_without_a_row_of_the_baseline_nothing_is_measured() -> None:
 def test_the_budget_is_kept(seconds: float) -> None:
     bench = Bench(times_ms=ALIKE_MS, seconds=seconds)
     bench.tried(STOCK, BF16)
-    bench.narrowing.until_known()
+    bench.until_known()
     assert bench.machine.measured
     assert seconds - LAUNCH_S - 2 * BLOCK_S < bench.spent_s <= seconds
 
@@ -232,14 +237,14 @@ def test_time_is_kept_for_judging_a_leader() -> None:
     bench = Bench(times_ms=ALIKE_MS, seconds=100.0)
     bench.narrowing.reserve_s = lambda: 40.0
     bench.tried(STOCK, BF16)
-    bench.narrowing.until_known()
+    bench.until_known()
     assert 60.0 - LAUNCH_S - 2 * BLOCK_S < bench.spent_s <= 60.0
 
 
 def test_launches_that_take_longer_than_was_thought_are_reckoned_with() -> None:
     bench = Bench(times_ms=ALIKE_MS, seconds=100.0, start_s=0.0, kind=SlowToStart)
     bench.tried(STOCK, BF16)
-    bench.narrowing.until_known()
+    bench.until_known()
     assert bench.machine.launched
     assert bench.spent_s <= 100
 
@@ -248,7 +253,7 @@ def test_processes_that_were_started_are_measured_in_though_they_took_longer() -
     bench = Bench(times_ms=ALIKE_MS, seconds=100.0, start_s=0.0, kind=SlowToStart)
     bench.narrowing.judging_s = lambda _: 59.0
     bench.tried(STOCK, BF16)
-    bench.narrowing.until_known()
+    bench.until_known()
     assert bench.machine.launched == [(STOCK, BF16)]
     assert {STOCK, BF16} <= set(bench.machine.measured)
 
@@ -257,7 +262,7 @@ def test_loading_a_graph_belongs_to_the_launch() -> None:
     bench = Bench(times_ms=ALIKE_MS, seconds=60.0, start_s=0.0, kind=SlowToStart)
     bench.narrowing.load_s = lambda policy: 25.0 if policy == BF16 else 0.0
     bench.tried(STOCK, BF16)
-    bench.narrowing.until_known()
+    bench.until_known()
     assert bench.machine.launched == [(STOCK, BF16)]
     assert bench.machine.measured.count(BF16) > 1
 
@@ -273,7 +278,7 @@ def test_a_block_in_a_process_of_the_search_belongs_to_its_launch() -> None:
     bench = Bench(times_ms=ALIKE_MS, seconds=5.0)
     bench.tried(STOCK, BF16)
     bench.narrowing.running = dict.fromkeys((STOCK, BF16), "search")
-    bench.narrowing.until_known()
+    bench.until_known()
     assert bench.machine.launched == []
     assert [one.launch for one in bench.rows[2:]] == ["search"] * 2
 
@@ -291,7 +296,7 @@ def test_a_block_is_given_the_time_that_is_left_within_limits() -> None:
     long, short = Bench(seconds=1000.0), Bench(seconds=0.0)
     for bench in (long, short):
         bench.narrowing.round_of((STOCK, BF16))
-    assert {effort.time_limit_s for effort in long.machine.efforts} == {LONGEST_LIMIT_S}
+    assert {effort.time_limit_s for effort in long.machine.efforts} == {MEASURING_LIMIT_S}
     assert {effort.time_limit_s for effort in short.machine.efforts} == {SHORT_S}
 
 
@@ -392,7 +397,7 @@ def test_a_rejected_leader_is_replaced_before_time_is_spent_on_it() -> None:
 
     bench = Bench(rejects=rejects, bar=lambda policy: "not as good as FP32" if policy == BF16 and judged else None)
     bench.tried(STOCK, BF16, FP16)
-    bench.narrowing.until_known()
+    bench.until_known()
     verdict = bench.verdict()
     assert judged[:2] == [BF16, FP16]
     assert BF16 not in bench.machine.measured
@@ -409,7 +414,7 @@ def test_if_all_are_rejected_the_baseline_stays_and_nothing_more_is_measured() -
 
     bench = Bench(rejects=rejects, bar=lambda policy: "not as good as FP32" if policy in rejected else None)
     bench.tried(STOCK, BF16, FP16)
-    bench.narrowing.until_known()
+    bench.until_known()
     verdict = bench.verdict()
     assert rejected == {BF16, FP16}
     assert bench.machine.measured == []
@@ -455,7 +460,7 @@ def test_a_neighbour_that_was_lucky_once_is_measured_again_before_it_wins() -> N
 def test_turns_are_of_the_users_loop_with_thirty_steps_or_as_many_as_take_two_seconds() -> None:
     bench = Bench(times_ms={**TRUE_MS, STOCK: 190.0})
     bench.tried(*TRUE_MS)
-    bench.narrowing.until_known()
+    bench.until_known()
     assert all(effort.in_loop for effort in bench.machine.efforts)
     assert {effort.min_steps for effort in bench.machine.efforts} == {10, 30}
 
@@ -470,7 +475,7 @@ def test_a_loader_that_fails_leaves_the_steps_to_decide_and_is_told() -> None:
 
     bench = Bench(kind=Loaderless)
     bench.tried(*TRUE_MS)
-    bench.narrowing.until_known()
+    bench.until_known()
     assert [effort.in_loop for effort in bench.machine.efforts].count(True) == 1
     assert all(isinstance(one.outcome, Measurement) for one in bench.rows)
     (finding,) = bench.narrowing.findings
@@ -487,7 +492,7 @@ def test_a_loop_that_waits_for_its_data_is_given_up_for_steps() -> None:
 
     bench = Bench(kind=Waiting)
     bench.tried(*TRUE_MS)
-    bench.narrowing.until_known()
+    bench.until_known()
     in_loop = [effort.in_loop for effort in bench.machine.efforts]
     assert in_loop[0]
     assert not in_loop[-1]

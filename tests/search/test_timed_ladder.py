@@ -68,7 +68,7 @@ def test_every_layout_is_timed_with_tf32_for_what_stays_in_fp32(tmp_path: Path) 
     evaluator = Timed("vgg16_cifar")
     ladder = ladder_in(tmp_path, evaluator)
     assert ladder is not None
-    assert ladder.height > 0
+    assert any(ladder.timed.values())
     assert evaluator.sensed == [
         Policy(fp32_math="tf32"),
         Policy(fp32_math="tf32", memory_format="channels_last"),

@@ -247,13 +247,13 @@ def test_repeated_blocks_compile_first_if_half_of_the_model_is_repeated(
 def test_how_long_the_whole_model_compiles_is_not_told_by_its_blocks() -> None:
     policy = Policy(autocast="bf16", compile="blocks")
     compiled = Trial(number=0, policy=policy, outcome=took(startup_s=5.0), seconds=6.0, run="", moment_s=0.0)
-    study: Any = SimpleNamespace(trials=[], outcomes={})
+    study: Any = SimpleNamespace(trials=[], history=SimpleNamespace(outcomes={}))
     none: Any = None
     graphs = CompiledGraphs(none, none, none, STOCK, none, leaves=400, repeated_leaves=390)
     graphs.study = study
     assert graphs.seconds(policy) == expected_compile_s(10)
     study.trials.append(compiled)
-    study.outcomes[policy] = compiled.outcome
+    study.history.outcomes[policy] = compiled.outcome
     assert graphs.seconds(policy) == 0.0  # it lies in the compiler's cache
     assert graphs.seconds(replace(policy, autocast="fp16")) == 5.0
     assert graphs.seconds(policy.compiled("reduce-overhead")) == expected_compile_s(400) > 60

@@ -797,7 +797,8 @@ def same_twice(workload: str, seed: int, trouble: Trouble | None = None, *, budg
         start_s=(trouble or Trouble()).launch_s,
     )
     narrowing.round_of((unnamed, named))
-    narrowing.until_known()
+    while (step := narrowing.wants()) is not None:
+        step.act(step.seconds)
     verdict = verdict_of(rows, unnamed, GPU)
     assert verdict is not None
     ratio = verdict.scores.to_baseline(named)

@@ -16,12 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from amptune.measure.numerics.comparison import LEAST_DEVIATION, LEAST_LEVEL, buffer_parities
-from amptune.measure.results.training_runs import BufferParity, LossCurve
+from amptune.measure.results.training_runs import TIMES_BELOW, TIMES_SPREAD, BufferParity, LossCurve
 
 __all__ = [
     "LEAST_SEEDS",
     "LEAST_STEPS",
-    "TIMES_SPREAD",
     "Agreement",
     "CurvePair",
     "Gap",
@@ -37,8 +36,6 @@ PARTS = 10
 LEAST_STEPS = 2 * PARTS
 # With fewer seeds nobody knows what FP32's own runs differ by.
 LEAST_SEEDS = 3
-# The policy's mean may lie above FP32's by so many standard deviations of FP32's seeds, and below by so many.
-TIMES_SPREAD, BELOW = 3.0, 10.0
 # The number of points of a curve that is drawn.
 POINTS = 200
 
@@ -124,9 +121,11 @@ def gaps_of(pairs: Sequence[CurvePair], tolerance: float | None = None) -> tuple
     level = np.maximum(np.abs(_parts(fp32).mean(axis=0)), LEAST_LEVEL * abs(float(fp32[:, 0].mean())))
     ends = [steps * part // PARTS for part in range(PARTS + 1)]
     names = [f"loss in steps {start + 1:,} to {end:,}" for start, end in pairwise(ends)]
-    gaps = _gaps(names, _parts(fp32), _parts(policy), np.maximum(level, 1e-30), below=BELOW)
+    gaps = _gaps(names, _parts(fp32), _parts(policy), np.maximum(level, 1e-30), below=TIMES_BELOW)
     means = fp32.mean(axis=1, keepdims=True), policy.mean(axis=1, keepdims=True)
-    gaps += _gaps([f"loss in all {steps:,} steps"], *means, np.maximum(level, 1e-30).mean(keepdims=True), below=BELOW)
+    gaps += _gaps(
+        [f"loss in all {steps:,} steps"], *means, np.maximum(level, 1e-30).mean(keepdims=True), below=TIMES_BELOW
+    )
     ended = [(one.fp32.evaluated, one.policy.evaluated) for one in pairs if one.ends_alike]
     rated = np.array([both for both in ended if None not in both], dtype=np.float64)
     if len(rated) >= LEAST_SEEDS:

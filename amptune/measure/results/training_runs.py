@@ -19,6 +19,8 @@ __all__ = [
     "MOST_BUFFER_OFF",
     "ROUNDING",
     "THOROUGHNESS",
+    "TIMES_BELOW",
+    "TIMES_SPREAD",
     "BufferParity",
     "Floats",
     "GradientParity",
@@ -49,6 +51,9 @@ ILL_CONDITIONED = 0.1
 # An error that is this small beside the whole model's gradient does no harm, as a multiple of the rounding error of one
 # number. Parameters whose true gradient is 0, such as a bias before BatchNorm, have errors of up to a fifth of that.
 HARMLESS = 0.5
+# A loss may lie above FP32's by this many times what FP32's own runs differ by. One below does no harm, unless it is so
+# far below that it must be another loss.
+TIMES_SPREAD, TIMES_BELOW = 3.0, 10.0
 # A buffer may be this far off, relative to FP32's, whatever FP32's replicas differ by.
 MOST_BUFFER_OFF = 0.3
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.setting_effects import memory_of
-from amptune.policy.settings import STOCK, Policy
+from amptune.policy.settings import Policy
 from amptune.search.batch_size.memory_model import MemoryModel
 from amptune.search.batch_size.next_size import MOST_PROBES, Allowed, Outlook, Sizes
 from amptune.search.plan.budget import Clock
 from amptune.search.table.trial import Trial
 
-__all__ = ["LargestBatch", "Probe", "Sizer", "find_largest"]
+__all__ = ["LargestBatch", "Probe", "Sizer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +41,15 @@ class LargestBatch:
     """The largest batch that ran within the limit, None if none did, and why no larger one was tried.
 
     It ran under the policy or another one of its arm, which needs about as much memory. `peak_mib` is what the
-    allocator reserved in that run, `allocated_mib` the part of it in use. `alloc_retries` above 0 means that it had to
-    flush its cache to find room, which slows training down. No batch above `at_most` is expected to run. `probes` are
-    the runs of this search in order; earlier knowledge is not among them.
+    allocator reserved in that run; `alloc_retries` above 0 means that it had to flush its cache to find room, which
+    slows training down. `probes` are the runs of this search in order; earlier knowledge is not among them.
     """
 
     batch_size: int | None
     limit_mib: float
     because: str
     peak_mib: float = 0.0
-    allocated_mib: float = 0.0
     alloc_retries: int = 0
-    at_most: int | None = None
     probes: tuple[Probe, ...] = ()
 
     @property
@@ -182,38 +179,9 @@ class Sizer:
         return probe
 
     def _answer(self, policy: Policy, probes: tuple[Probe, ...], because: str) -> LargestBatch:
-        outlook = self._outlook(policy, probes)
-        answer = LargestBatch(batch_size=None, limit_mib=outlook.limit_mib, because=because, probes=probes)
-        if outlook.best is None or outlook.fit is None:
+        best = self._outlook(policy, probes).best
+        answer = LargestBatch(batch_size=None, limit_mib=self.model.limit_mib, because=because, probes=probes)
+        if best is None:
             return answer
-        return replace(
-            answer,
-            batch_size=outlook.best.batch_size,
-            peak_mib=outlook.best.reserved_mib,
-            allocated_mib=outlook.best.allocated_mib,
-            alloc_retries=outlook.best.alloc_retries,
-            at_most=outlook.top(outlook.fit),
-        )
-
-
-def find_largest(
-    run: Callable[[int], Outcome],
-    own_batch_size: int,
-    limit_mib: float,
-    *,
-    model: MemoryModel | None = None,
-    policy: Policy = STOCK,
-    allowed: Allowed | None = None,
-    left_s: Callable[[], float] = lambda: math.inf,
-    clock: Clock = time.monotonic,
-) -> LargestBatch:
-    """Returns the largest batch of one policy; `run` measures it at a size, `model` is earlier knowledge of memory."""
-    sizer = Sizer(
-        run=lambda sized: run(sized.batch_size or own_batch_size),
-        model=replace(model or MemoryModel(limit_mib=limit_mib), limit_mib=limit_mib),
-        own_batch_size=own_batch_size,
-        allowed=allowed,
-        left_s=left_s,
-        clock=clock,
-    )
-    return sizer.largest(policy)
+        retries = best.alloc_retries
+        return replace(answer, batch_size=best.batch_size, peak_mib=best.reserved_mib, alloc_retries=retries)

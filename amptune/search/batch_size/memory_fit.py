@@ -57,11 +57,6 @@ class Fit:
         line = self.anchor.reserved_mib + slope * (n - self.anchor.batch_size)
         return line + self._doubt(n) * max(0.0, line - self.fixed_least_mib)
 
-    def peak_mib(self, n: int) -> float:
-        """Returns the best estimate of the peak of `n` samples."""
-        slope = (self.least_slope + self.most_slope) / 2
-        return self.anchor.allocated_mib + slope * (n - self.anchor.batch_size)
-
     def least_mib(self, n: int) -> float:
         """Returns the least memory that `n` samples need."""
         slope = self.least_slope if n >= self.anchor.batch_size else self.most_slope

@@ -84,19 +84,15 @@ class Judge:
         judgement = self.judgement_of(policy)
         return judgement is not None and not judgement.passes
 
-    def trace(self, policy: Policy) -> tuple[ModuleTrace, ...] | Failure:
-        """Returns where the numbers of a step go wrong, module by module."""
+    def traces_of(self, policy: Policy) -> tuple[ModuleTrace, ...]:
+        """Returns where the numbers of a step go wrong, module by module; () if that cannot be seen."""
         with self._counted():
-            return self.evaluator.trace(policy, fp32_of(self.baseline), self._limit_s)
-
-    @property
-    def has_time(self) -> bool:
-        """True if a cure may be looked for a while longer."""
-        return self.budget.spent_s <= self.cures_until_s and self.budget.left_s > 0
+            traces = self.evaluator.trace(policy, fp32_of(self.baseline), self._limit_s)
+        return () if isinstance(traces, Failure) else traces
 
     def require_time(self) -> None:
         """Raises `OutOfTimeError` if the time to look for a cure is used up."""
-        if not self.has_time:
+        if self.budget.spent_s > self.cures_until_s or self.budget.left_s <= 0:
             raise OutOfTimeError
 
     @property

@@ -10,7 +10,7 @@ from amptune.measure.results.outcome import Failure
 from amptune.policy.setting_effects import numerics_of, rounding_of
 from amptune.policy.settings import Fp32Math, Policy
 
-__all__ = ["Judged", "Judgements", "fp32_of", "is_exempt", "is_graph_like", "without_graph"]
+__all__ = ["Judged", "Judgements", "fp32_of", "is_graph_like", "without_graph"]
 
 # The math modes of FP32 operations, the most precise first.
 _BY_PRECISION: tuple[Fp32Math, ...] = ("ieee", "stock", "tf32")
@@ -39,14 +39,6 @@ def without_graph(policy: Policy) -> Policy:
 def fp32_of(baseline: Policy) -> Policy:
     """Returns the user's own FP32, the reference for all policies; stock PyTorch's if the baseline trains in half."""
     return Policy(fp32_math=baseline.fp32_math if baseline.precision == "off" else "stock")
-
-
-@cache
-def is_exempt(policy: Policy, baseline: Policy) -> bool:
-    """Returns whether a policy needs no judgement: as precise as the user's FP32, or computes like the baseline."""
-    precision, own = _BY_PRECISION.index, rounding_of(policy)
-    as_precise = precision(own.fp32_math) <= precision(fp32_of(baseline).fp32_math)
-    return (as_precise and own == Policy(fp32_math=own.fp32_math)) or numerics_of(policy) == numerics_of(baseline)
 
 
 def is_graph_like(one: Policy, other: Policy) -> bool:
@@ -79,8 +71,11 @@ class Judgements(Generic[J]):
         return replace(self, unjudged={**self.unjudged, numerics_of(policy): why})
 
     def is_exempt(self, policy: Policy) -> bool:
-        """Returns whether a policy needs no judgement."""
-        return is_exempt(policy, self.baseline)
+        """Returns whether a policy needs no judgement: as precise as the user's FP32, or computes like the baseline."""
+        precision, own = _BY_PRECISION.index, rounding_of(policy)
+        as_precise = precision(own.fp32_math) <= precision(fp32_of(self.baseline).fp32_math)
+        is_plain = own == Policy(fp32_math=own.fp32_math)
+        return (as_precise and is_plain) or numerics_of(policy) == numerics_of(self.baseline)
 
     def is_open(self, policy: Policy) -> bool:
         """Returns whether a policy, without its graph, was not judged yet and can be."""

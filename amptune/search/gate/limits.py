@@ -15,6 +15,8 @@ from amptune.measure.results.training_runs import (
     HARMLESS,
     ILL_CONDITIONED,
     MOST_BUFFER_OFF,
+    TIMES_BELOW,
+    TIMES_SPREAD,
     BufferParity,
     GradientParity,
     Parity,
@@ -35,10 +37,6 @@ MOST_SLOPE_OFF = 0.2
 NULL_SHARE = 2**-24
 # A measure that FP32 has not moved by a tolerance counts if the policy moves it by this many: it was no chance level.
 TIMES_MOVED = 3.0
-MOST_DRIFT = 3.0
-# A loss below FP32's does no harm, unless it is so far below that it must be another loss.
-MOST_BELOW = 10.0
-TIMES_APART = 3.0
 # The share of steps skipped after the loss scale has settled; in practice one step in 2,000 is skipped.
 MOST_SKIPPED = 0.2
 
@@ -121,14 +119,14 @@ def _figures(parity: Parity, tolerance: float | None) -> Iterator[_Figure]:
     )
     yield _Figure(
         "loss-drifts",
-        parity.drift / MOST_DRIFT,
+        parity.drift / TIMES_SPREAD,
         f"the loss is {parity.drift_share:.1%} above that in FP32, {parity.drift:.1f} times what chance makes FP32 "
         "runs differ by",
-        f"{MOST_DRIFT:g} times",
+        f"{TIMES_SPREAD:g} times",
     )
     spread = f"{parity.below:.1f} times the spread of FP32 runs"
     below = f"the loss is far below FP32's ({spread}): probably not the same loss"
-    yield _Figure("loss-differs", parity.below / MOST_BELOW, below, f"{MOST_BELOW:g} times")
+    yield _Figure("loss-differs", parity.below / TIMES_BELOW, below, f"{TIMES_BELOW:g} times")
     for buffer in parity.buffers:
         yield _Figure(
             "statistics-differ",
@@ -144,7 +142,7 @@ def _figures(parity: Parity, tolerance: float | None) -> Iterator[_Figure]:
 
 def buffer_limit(buffer: BufferParity) -> float:
     """Returns how far a buffer may be from FP32's."""
-    return max(MOST_BUFFER_OFF, TIMES_APART * buffer.apart)
+    return max(MOST_BUFFER_OFF, TIMES_SPREAD * buffer.apart)
 
 
 def _of_evaluation(parity: Parity, tolerance: float) -> Iterator[_Figure]:

@@ -10,7 +10,6 @@ from amptune.measure.numerics.comparison import LEAST_DEVIATION
 from amptune.measure.numerics.long_comparison import (
     LEAST_SEEDS,
     LEAST_STEPS,
-    TIMES_SPREAD,
     Agreement,
     CurvePair,
     Gap,
@@ -18,7 +17,7 @@ from amptune.measure.numerics.long_comparison import (
     gaps_of,
 )
 from amptune.measure.results.outcome import Failure
-from amptune.measure.results.training_runs import BufferParity
+from amptune.measure.results.training_runs import TIMES_SPREAD, BufferParity
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.gate.judge import raised_by

@@ -7,13 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from amptune.measure.results.half_effects import ModuleTrace, suspects
-from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Subject
 from amptune.policy.settings import Fp32Rule, Policy, Reason
 from amptune.search.gate.judge import Judge, OutOfTimeError
 from amptune.search.space.module_rules import general_rules
 
-__all__ = ["Cure", "cure_of", "smallest_cure", "traces_of"]
+__all__ = ["Cure", "cure_of", "smallest_cure"]
 
 # A trace shows only the first module that breaks; the next one shows once that is in FP32. This many are followed.
 MOST_SUSPECTS = 4
@@ -31,12 +30,6 @@ class Cure:
     rules: tuple[Fp32Rule, ...]
     judgements: int
     minimal: bool = True
-
-
-def traces_of(judge: Judge, policy: Policy) -> tuple[ModuleTrace, ...]:
-    """Returns the traces that show where a step's numbers go wrong; () if that cannot be seen."""
-    traces = judge.trace(policy)
-    return () if isinstance(traces, Failure) else traces
 
 
 def cure_of(judge: Judge, policy: Policy, subject: Subject, traces: Sequence[ModuleTrace]) -> Cure | None:
@@ -97,7 +90,7 @@ def _followed(
         if passes(guess):
             return tuple(guess)
         candidate = with_rules(guess)
-        suspected = _suspects(judge, candidate, traces_of(judge, candidate))
+        suspected = _suspects(judge, candidate, judge.traces_of(candidate))
     return ()
 
 

@@ -5,6 +5,7 @@ The shares stand in the order in which the stages run. A stage that needs less l
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,6 +37,10 @@ class Budget:
     @property
     def left_s(self) -> float:
         return self.seconds - self.spent_s
+
+    def trials_left(self, measured: int) -> float:
+        """Returns the number of trials that may still be made."""
+        return math.inf if self.trials is None else self.trials - measured
 
     @property
     def left_to_prepare_s(self) -> float:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from optuna.storages.journal import JournalFileBackend
 from amptune.errors import StudyError, first_line
 from amptune.search.sampler.records import without_password
 
-__all__ = ["JOURNAL", "SQLITE", "Journal", "database_at", "opened", "storage_errors"]
+__all__ = ["JOURNAL", "SQLITE", "Journal", "database_at", "experimental", "opened", "storage_errors"]
 
 JOURNAL = "journal.log"
 # Making the tables of a database takes less than a second; beside much else, others still made them after ten.
@@ -69,6 +72,14 @@ def database_at(url: str) -> BaseStorage:
             is_made_meanwhile = type(error).__name__ == "IntegrityError" or "already exists" in str(error)
             if not is_made_meanwhile or time.monotonic() > until_s:
                 raise
+
+
+@contextmanager
+def experimental() -> Iterator[None]:
+    """Silences Optuna, which warns of its journal and of some samplers as experimental."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        yield
 
 
 def _drop_half_a_line(journal: Path) -> None:

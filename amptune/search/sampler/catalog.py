@@ -62,7 +62,7 @@ class Catalog:
     @property
     def has_modes(self) -> bool:
         """True if there is a choice of modes of torch.compile."""
-        return len({point["compile"] for point in self.points.values() if "compile" in point}) > 1
+        return len(self._of_mode) > 1
 
     def next_smaller(self, policy: Policy) -> Policy | None:
         """Returns the policy with the next smaller batch size, if there is one."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import optuna
@@ -13,6 +11,7 @@ from optuna.samplers import BaseSampler, GPSampler, PartialFixedSampler, RandomS
 from optuna.trial import FrozenTrial
 
 from amptune.search.sampler.acquisition import Proposal
+from amptune.search.sampler.backend import experimental
 from amptune.search.sampler.catalog import Catalog, History
 from amptune.search.sampler.leases import running_in
 from amptune.search.sampler.stored_trials import trials_in
@@ -28,7 +27,7 @@ Sampler = BaseSampler
 
 def sampler_named(name: str, seed: int) -> BaseSampler | None:
     """Returns one of Optuna's samplers by its name; None for "amptune", which needs the study's space."""
-    with _experimental():
+    with experimental():
         match name:
             case "tpe":
                 return TPESampler(seed=seed)
@@ -43,15 +42,8 @@ def with_fixed(sampler: BaseSampler, fixed: Mapping[str, Value]) -> BaseSampler:
     """Returns a sampler that proposes as this one, with some knobs fixed."""
     if not fixed:
         return sampler
-    with _experimental():
+    with experimental():
         return PartialFixedSampler(dict(fixed), sampler)
-
-
-@contextmanager
-def _experimental() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        yield
 
 
 class PolicySampler(BaseSampler):

@@ -5,24 +5,23 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
-import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import optuna
 from optuna.samplers import BaseSampler, TPESampler
-from optuna.storages import BaseStorage, JournalStorage
+from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from amptune.errors import StudyError
 from amptune.measure.results.outcome import Failure, outcome_to_dict
+from amptune.policy.findings import Finding
 from amptune.policy.serialization import in_one_line, policy_to_dict
 from amptune.policy.settings import Policy
-from amptune.search.sampler.backend import JOURNAL, SQLITE, Journal, database_at, opened, storage_errors
+from amptune.search.sampler.backend import JOURNAL, SQLITE, experimental, opened, storage_errors
 from amptune.search.sampler.distributions import distributions_of, suggest
-from amptune.search.sampler.kept_findings import findings_in
 from amptune.search.sampler.leases import Leases, running_in
 from amptune.search.sampler.records import GateRecord, StudyRecord, TuningRecord, without_password
 from amptune.search.sampler.stored_trials import trials_in
@@ -30,10 +29,10 @@ from amptune.search.space.knobs import Point, Space
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
-__all__ = ["Handle", "Store", "open_store", "recall"]
+__all__ = ["Handle", "Store", "keep_findings", "open_store", "recall"]
 
 # Prefixes of the names of a study's attributes.
-TUNING, JUDGED, ROW, TIMELINE = "tuning", "judged", "row", "timeline"
+TUNING, JUDGED, ROW, TIMELINE, FINDINGS = "tuning", "judged", "row", "timeline", "findings"
 # Until a worker that asked has named its policy, its trial is looked at again after so many seconds.
 AGAIN_S = 0.02
 
@@ -161,10 +160,19 @@ def open_store(where: Path | str, name: str, space: Space) -> Store:
     Raises `StudyError` if the storage cannot be used.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with warnings.catch_warnings(), storage_errors():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    with experimental(), storage_errors():
         study = optuna.create_study(storage=opened(where), study_name=name, direction="maximize", load_if_exists=True)
         return Store(study, space)
+
+
+def keep_findings(where: Path | str, run: str, findings: Iterable[Finding]) -> None:
+    """Records what a tuning run noticed, in the study that knows the run. Raises `StudyError` if the storage fails."""
+    told = [finding.as_dict() for finding in findings]
+    with experimental(), storage_errors():
+        storage = opened(where)
+        for study in storage.get_all_studies():
+            if f"{TUNING} {run}" in study.user_attrs:
+                storage.set_study_user_attr(study._study_id, f"{FINDINGS} {run}", told)
 
 
 def _violation(trial: FrozenTrial) -> tuple[float]:
@@ -182,10 +190,8 @@ def recall(where: Path | str, name: str | None = None, *, run: str | None = None
     if isinstance(where, str) and where.startswith(SQLITE) and not Path(where.removeprefix(SQLITE)).is_file():
         raise StudyError(f"there is no study in {where}: to read it would make an empty database")
     shown = without_password(str(where))
-    with warnings.catch_warnings(), storage_errors(), _broken_records(shown):
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        storage = JournalStorage(Journal(where)) if isinstance(where, Path) else database_at(where)
-        return _record_of(_chosen(storage, shown, name, run), shown)
+    with experimental(), storage_errors(), _broken_records(shown):
+        return _record_of(_chosen(opened(where), shown, name, run), shown)
 
 
 def _chosen(storage: BaseStorage, where: str, name: str | None, run: str | None) -> optuna.Study:
@@ -215,7 +221,7 @@ def _last_tuned(study: optuna.Study) -> tuple[str, str]:
 
 def _record_of(study: optuna.Study, where: str) -> StudyRecord:
     attributes = study.user_attrs
-    kept: dict[str, dict[str, Any]] = {TUNING: {}, JUDGED: {}, TIMELINE: {}}
+    kept: dict[str, dict[str, Any]] = {TUNING: {}, JUDGED: {}, TIMELINE: {}, FINDINGS: {}}
     for key, value in attributes.items():
         kind, _, name = key.partition(" ")
         kept.get(kind, {})[name] = value
@@ -237,7 +243,7 @@ def _record_of(study: optuna.Study, where: str) -> StudyRecord:
         outside=_outside(study, trials),
         rows=tuple(_rows_in(attributes)),
         timeline=tuple(kept[TIMELINE].get(tunings[-1].run, ())),
-        findings=findings_in(attributes, tunings[-1].run),
+        findings=tuple(map(Finding.from_dict, kept[FINDINGS].get(tunings[-1].run, ()))),
     )
 
 

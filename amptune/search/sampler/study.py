@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from amptune.errors import StudyError
-from amptune.measure.results.outcome import Failure, Outcome
+from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import CompileMode, Policy
 from amptune.search.gate.limits import Judgement
 from amptune.search.sampler.catalog import Catalog, History, ToPolicy
@@ -37,6 +37,7 @@ class Study:
 
     The trials come from tuning runs of any objective, and from other workers that use the same storage now. A trial is
     used if it failed or has the figure that this `objective` needs. `sampler` proposes policies; by default amptune's.
+    `history` is the trials so far as a value.
     """
 
     def __init__(
@@ -54,12 +55,12 @@ class Study:
         self._given = sampler
         self._first: deque[Policy] = deque()
         self._left_out: set[int] = set()
-        self._run = ""
+        self.run = ""
         known = store.trials()
         self._numbers = {trial.number for trial in known}
         self.trials: list[Trial] = list(filter(self._tells, known))
         self._rows = [*(trial.row for trial in known if not self._tells(trial)), *store.rows()]
-        self._history = self._history_of(self.trials)
+        self.history = self._history_of(self.trials)
 
     def __contains__(self, policy: Policy) -> bool:
         """Returns True if the space holds a policy, measured or not."""
@@ -70,13 +71,13 @@ class Study:
         """The number of different policies in the space."""
         return len(self._catalog.policies)
 
-    def trial_of(self, policy: Policy) -> Trial | None:
-        return self._history.latest.get(policy)
-
     @property
-    def history(self) -> History:
-        """The trials so far, as a value."""
-        return self._history
+    def measured(self) -> int:
+        """The number of trials of this run; other workers have runs of their own."""
+        return sum(trial.run == self.run for trial in self.trials)
+
+    def trial_of(self, policy: Policy) -> Trial | None:
+        return self.history.latest.get(policy)
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -84,14 +85,9 @@ class Study:
         return tuple(self._rows)
 
     @property
-    def outcomes(self) -> Mapping[Policy, Outcome]:
-        """The last outcome of each policy."""
-        return self._history.outcomes
-
-    @property
     def yardstick(self) -> Yardstick:
         """The yardstick that trials are compared by, with the baseline's measurement if it is known."""
-        return self._history.yardstick
+        return self.history.yardstick
 
     def _history_of(self, trials: Collection[Trial]) -> History:
         return History(self._catalog, tuple(trials), self._objective, self._baseline)
@@ -105,7 +101,7 @@ class Study:
 
     def _add(self, trial: Trial) -> None:
         self.trials.append(trial)
-        self._history = self._history_of(self.trials)
+        self.history = self._history_of(self.trials)
 
     def leave_out(self, which: Callable[[Policy], bool]) -> None:
         """Excludes these policies from all suggestions."""
@@ -123,15 +119,15 @@ class Study:
     @property
     def has_left_out(self) -> bool:
         """True if an exclusion kept any policy from being measured."""
-        return any(self._catalog.policies[index] not in self._history.latest for index in self._excluded)
+        return any(self._catalog.policies[index] not in self.history.latest for index in self._excluded)
 
     @property
     def _excluded(self) -> set[int]:
-        return self._left_out | self._history.too_large()
+        return self._left_out | self.history.too_large()
 
     def begin(self, tuning: TuningRecord) -> None:
         """Records that a tuning run uses the study from now on."""
-        self._run = tuning.run
+        self.run = tuning.run
         self._store.note_tuning(tuning)
         self._store.join()
 
@@ -139,7 +135,7 @@ class Study:
         """Records what this run did when, and that it begins no more trials; a failing storage loses that."""
         self._store.leave()
         with suppress(StudyError):
-            self._store.note_timeline(self._run, timeline)
+            self._store.note_timeline(self.run, timeline)
 
     def add(self, row: Row) -> None:
         """Adds a timing that is no trial; a storage that fails loses it for later runs alone."""
@@ -152,7 +148,7 @@ class Study:
         with suppress(StudyError):
             self._catch_up_trials()
             known = set(self._rows)
-            self._rows += [row for row in self._store.rows() if row.run != self._run and row not in known]
+            self._rows += [row for row in self._store.rows() if row.run != self.run and row not in known]
 
     def _catch_up_trials(self) -> None:
         for trial in self._store.trials(besides=self._numbers):
@@ -196,7 +192,7 @@ class Study:
             is_open = policy is not None and self._is_open(policy, asked, modes)
             if policy is not None and is_open and (self._store.claim(handle, policy) or policy == self._baseline):
                 self._catch_up_trials()  # another worker may have been faster
-                if policy not in self._history.latest:
+                if policy not in self.history.latest:
                     return Suggestion.of(proposal, policy, handle)
             self._store.forget(handle)
             if proposal is None and asked is None and given is None and not self._own.was_enqueued:
@@ -212,9 +208,9 @@ class Study:
 
         The baseline is measured though another worker, perhaps a killed one, has begun it: nothing works without it.
         """
-        fits = self._catalog.index.get(policy) not in self._history.too_large()
+        fits = self._catalog.index.get(policy) not in self.history.too_large()
         is_begun = policy != self._baseline and policy in self._store.running()
-        return policy not in self._history.latest and fits and not is_begun
+        return policy not in self.history.latest and fits and not is_begun
 
     def _next_wanted(self, modes: Collection[CompileMode] | None) -> Policy | None:
         """Returns the first free policy of those that were put first, in one of these modes."""
@@ -240,24 +236,24 @@ class Study:
     def _is_open(self, policy: Policy, wanted: Policy | None, modes: Collection[CompileMode] | None) -> bool:
         is_excluded = policy != wanted and self._catalog.index.get(policy) in self._excluded
         in_mode = policy == wanted or modes is None or policy.compile in modes
-        return policy not in self._history.latest and in_mode and not is_excluded
+        return policy not in self.history.latest and in_mode and not is_excluded
 
     def neighbours(self, policy: Policy) -> list[Policy]:
         """Returns the policies one step from a policy that may be better, the most promising first."""
-        return neighbours_of(policy, self._history, self._own.belief(self._history))
+        return neighbours_of(policy, self.history, self._own.belief(self.history))
 
     def adopt(self, space: Space, to_policy: ToPolicy, fits: Callable[[Policy], bool] = lambda _: True) -> None:
         """Goes on with the policies of another space, or other policies of its points; trials are kept."""
         self._catalog = Catalog(space, to_policy, fits)
         self._own = PolicySampler(self._store.distributions, self._catalog, self._history_that_tells, self._seed)
-        self._history = self._history_of(self.trials)
+        self.history = self._history_of(self.trials)
 
     def reconsider(self, policy: Policy) -> None:
         """Forgets a failure: on a busy machine it may have been chance, and nothing works without a baseline."""
-        trial = self._history.latest.get(policy)
+        trial = self.history.latest.get(policy)
         if trial is not None and isinstance(trial.outcome, Failure):
             self.trials.remove(trial)
-            self._history = self._history_of(self.trials)
+            self.history = self._history_of(self.trials)
 
     def tell(self, suggestion: Suggestion, trial: Trial) -> None:
         """Adds an outcome and stores it."""

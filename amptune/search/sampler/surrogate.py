@@ -139,8 +139,9 @@ class _Prior:
     def kernel(self, alike: Floats) -> Floats:
         """Returns the covariance of points from their (knobs, some, others) likenesses."""
         rooted = np.sqrt(self.effects)[:, None, None] * alike
-        one, two, three = rooted.sum(axis=0), (rooted**2).sum(axis=0), (rooted**3).sum(axis=0)
-        pairs, triples = (one**2 - two) / 2, (one**3 - 3 * one * two + 2 * three) / 6  # Newton's identities
+        single = pairs = triples = np.zeros_like(rooted[0])
+        for own in rooted:  # each pair and each triple of knobs once
+            single, pairs, triples = single + own, pairs + own * single, triples + own * pairs
         main = np.tensordot(self.effects, alike, axes=1)
         together: Floats = main + self.pair_share * (pairs + triples / 2)
         return together

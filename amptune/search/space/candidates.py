@@ -20,7 +20,6 @@ from amptune.search.space.knobs import (
     EXCLUSIONS,
     IN_HALF,
     MASTERS,
-    SEARCHED,
     WEIGHTS,
     Point,
     Space,
@@ -170,8 +169,7 @@ class Candidates:
     @property
     def halves_alone(self) -> tuple[Policy, ...]:
         """One plain policy for each precision below FP32 in the space: autocast in each dtype, then half weights."""
-        dtypes: list[Any] = [dtype for dtype in self.space.choices("autocast") if dtype != "off"]
-        recipes = [amp_recipe(dtype) for dtype in dtypes]
+        recipes = [amp_recipe(dtype) for dtype in self.space.half_dtypes]
         if "half" in self.space.choices(WEIGHTS):
             safest: Any = {name: is_in(True, self.space.choices(name)) for name in (MASTERS, BATCHNORM)}
             recipes.append(Policy(weights="half", **safest))
@@ -197,13 +195,9 @@ class Candidates:
     @property
     def _plain(self) -> Iterator[Policy]:
         """Stock PyTorch and plain autocast, as far as the space has them; only pinned settings differ."""
-        stock = {
-            knob.name: stock if is_in(stock := SEARCHED[knob.name].stock, knob.choices) else knob.choices[0]
-            for knob in self.space.knobs
-            if knob.name != BATCH_SIZE
-        }
-        if BATCH_SIZE in {knob.name for knob in self.space.knobs}:
-            stock[BATCH_SIZE] = self.batch_size or self.space.choices(BATCH_SIZE)[0]
+        stock = {knob.name: knob.plain for knob in self.space.knobs if knob.name != BATCH_SIZE}
+        if sizes := self.space.choices(BATCH_SIZE):
+            stock[BATCH_SIZE] = self.batch_size or sizes[0]
         for dtype in self.space.choices("autocast"):
             point = Point({**stock, "autocast": dtype})
             if forbidden_because(self.space, point) is None:

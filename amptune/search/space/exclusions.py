@@ -24,7 +24,6 @@ __all__ = [
     "Group",
     "Ladder",
     "Price",
-    "Saving",
     "groups_by_intensity",
     "ladder_by_intensity",
     "ladder_by_time",
@@ -42,9 +41,8 @@ HEAVY_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The modules that one rule keeps in FP32; `name` says what they are (`stem`, `classifier`, `Conv2d`, …)."""
+    """The modules that one rule keeps in FP32."""
 
-    name: str
     rule: Fp32Rule
     leaves: tuple[Leaf, ...]
 
@@ -65,10 +63,6 @@ class Ladder:
     rungs: tuple[Rules, ...] = ()
     timed: Mapping[tuple[str, str], tuple[Rules, ...]] = field(default_factory=dict)
     half: tuple[HalfRule, ...] = ()
-
-    @property
-    def height(self) -> int:
-        return max(map(len, self.timed.values())) if self.timed else len(self.rungs)
 
     def rules(self, depth: int, autocast: str = "", memory_format: str = "") -> Rules:
         """Returns the rules of this depth, or of the last rung if the ladder is shorter."""
@@ -107,8 +101,8 @@ def _rungs_by_time(subject: Subject, sensitivity: Sensitivity, dtype: Half) -> I
     price = Price(sensitivity, dtype)
     paths = {module.path for module in subject.modules}
     kept: list[str] = []
-    for saving in savings_in_order(sensitivity, dtype)[:MOST_RUNGS]:
-        kept += [path for path in saving.modules if path in paths]  # the model itself has no path for a rule
+    for modules in savings_in_order(sensitivity, dtype)[:MOST_RUNGS]:
+        kept += [path for path in modules if path in paths]  # the model itself has no path for a rule
         if kept:
             rules = general_rules(kept, subject.modules, root_types=subject.root_types)
             yield tuple(_with_saving(rule, price, subject, kept) for rule in rules)
@@ -137,30 +131,30 @@ def _ends(products: Sequence[Leaf]) -> Iterator[Group]:
     """Yields the first matrix product the model runs, and the last with its neighbours of the same type and parent."""
     if not products:
         return
-    yield _single("stem", products[0])
+    yield _single(products[0])
     last = products[-1]
     parent = last.path.rpartition(".")[0]
     family = [leaf for leaf in products if leaf.path.rpartition(".")[0] == parent]
     if parent and all(leaf.type == last.type for leaf in family):
-        yield Group(name="classifier", rule=Fp32Rule(path=parent), leaves=tuple(family))
+        yield Group(rule=Fp32Rule(path=parent), leaves=tuple(family))
     else:
-        yield _single("classifier", last)
+        yield _single(last)
 
 
 def _heavy(products: Iterable[Leaf], parameters: int) -> Iterator[Group]:
     for leaf in products:
         if leaf.parameters >= HEAVY_SHARE * parameters:
-            yield _single(f"weights of {leaf.path}", leaf)
+            yield _single(leaf)
 
 
 def _types(leaves: Sequence[Leaf]) -> Iterator[Group]:
     for kind in dict.fromkeys(leaf.type for leaf in leaves):
-        yield Group(name=kind, rule=Fp32Rule(type=kind), leaves=tuple(leaf for leaf in leaves if leaf.type == kind))
+        yield Group(rule=Fp32Rule(type=kind), leaves=tuple(leaf for leaf in leaves if leaf.type == kind))
 
 
-def _single(name: str, leaf: Leaf) -> Group:
+def _single(leaf: Leaf) -> Group:
     rule = Fp32Rule(path=leaf.path) if leaf.path else Fp32Rule(type=leaf.type)
-    return Group(name=name, rule=rule, leaves=(leaf,))
+    return Group(rule=rule, leaves=(leaf,))
 
 
 def _without_repeats(groups: Iterable[Group]) -> Iterator[Group]:
@@ -178,14 +172,6 @@ LEAST_SAVED = 0.003
 NEARLY = 0.9
 # A cast reads two bytes and writes four per element, or the reverse: 1.5 times the element's size in FP32.
 CAST_TIMES = 1.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saving:
-    """Modules to keep in FP32 in addition to earlier ones, and the ms per step that they save together."""
-
-    modules: tuple[str, ...]
-    saves_ms: float
 
 
 @dataclass(frozen=True)
@@ -233,8 +219,8 @@ class Price:
         return fp32_ms if comes_wide else half_ms
 
 
-def savings_in_order(sensitivity: Sensitivity, dtype: Half) -> tuple[Saving, ...]:
-    """Chooses greedily which modules to keep in FP32, the largest saving first, while more of them save time.
+def savings_in_order(sensitivity: Sensitivity, dtype: Half) -> list[tuple[str, ...]]:
+    """Chooses greedily which modules to keep in FP32 besides earlier ones, the largest saving first, while that pays.
 
     Modules of one type and shape take the same time and are kept or not together. Two neighbouring kinds may pay only
     together.
@@ -244,7 +230,7 @@ def savings_in_order(sensitivity: Sensitivity, dtype: Half) -> tuple[Saving, ...
     choices = list(_choices(sensitivity.modules))
     kept: frozenset[str] = frozenset()
     now_ms = price.of(kept)
-    found: list[Saving] = []
+    found: list[tuple[str, ...]] = []
     while choices:
         cost = {choice: price.of(kept | choice) for choice in choices}
         most_ms = now_ms - min(cost.values())
@@ -254,11 +240,10 @@ def savings_in_order(sensitivity: Sensitivity, dtype: Half) -> tuple[Saving, ...
             (choice for choice in choices if now_ms - cost[choice] >= NEARLY * most_ms),
             key=lambda choice: (len(choice), -price.own_gain_ms(choice)),
         )
-        saves_ms = now_ms - cost[best]
-        found.append(Saving(modules=tuple(sorted(best - kept)), saves_ms=saves_ms))
+        found.append(tuple(sorted(best - kept)))
         kept, now_ms = kept | best, cost[best]
         choices = [choice for choice in choices if not choice <= kept]
-    return tuple(found)
+    return found
 
 
 def _choices(modules: Sequence[ModuleSensitivity]) -> Iterator[frozenset[str]]:

@@ -74,6 +74,12 @@ class Dimension:
     name: str
     choices: tuple[Value, ...]
 
+    @property
+    def plain(self) -> Value:
+        """Stock PyTorch's value if it is among the choices, else the first."""
+        stock = SEARCHED[self.name].stock
+        return stock if is_in(stock, self.choices) else self.choices[0]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forbidden:
@@ -99,6 +105,11 @@ class Space:
     def choices(self, name: str) -> tuple[Value, ...]:
         """Returns a knob's values; () if the space has no such knob."""
         return next((knob.choices for knob in self.knobs if knob.name == name), ())
+
+    @property
+    def half_dtypes(self) -> tuple[Any, ...]:
+        """The dtypes that autocast is tried in."""
+        return tuple(dtype for dtype in self.choices("autocast") if dtype != "off")
 
 
 def points(space: Space) -> Iterator[Point]:

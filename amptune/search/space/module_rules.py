@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from enum import IntEnum, auto
 from functools import cache
 from typing import NamedTuple
 
@@ -28,13 +29,20 @@ MOST_NAMES_BEFORE = 2
 Bits = int
 
 
+class _Kind(IntEnum):
+    """What a rule names modules by, the nicest first: a path, a type, a pattern for one depth, or one with `**`."""
+
+    MODULE = auto()
+    CONTAINER = auto()
+    TYPE = auto()
+    PATTERN = auto()
+    OPEN_PATTERN = auto()
+
+
 class _Candidate(NamedTuple):
-    """A rule that covers these modules and no forbidden one; the nicest sorts first.
+    """A rule that covers these modules and no forbidden one; the nicest sorts first."""
 
-    `kind`: 0 is the path of a module that runs, 1 of a container, 2 a type, 3 a pattern, 4 one with `**`.
-    """
-
-    kind: int
+    kind: _Kind
     stars: int
     length: int
     text: str
@@ -42,7 +50,7 @@ class _Candidate(NamedTuple):
 
     @property
     def rule(self) -> Fp32Rule:
-        return Fp32Rule(type=self.text) if self.kind == 2 else Fp32Rule(path=self.text)
+        return Fp32Rule(type=self.text) if self.kind is _Kind.TYPE else Fp32Rule(path=self.text)
 
 
 def general_rules(
@@ -103,7 +111,7 @@ def _candidates(tops: Sequence[str], modules: Sequence[Module], root_types: froz
     right = [module for module in modules if module.path in covers and module.path not in wrong]
     spoilers = [module for module in modules if module.path in wrong]
     for module in right:
-        kind, path = 0 if module.runs else 1, module.path
+        kind, path = _Kind.MODULE if module.runs else _Kind.CONTAINER, module.path
         yield _Candidate(kind=kind, stars=0, length=len(path), text=path, covers=covers[path])
     yield from _types(right, covers, GENERIC_TYPES.union(root_types, *(module.types for module in spoilers)))
     yield from _patterns(right, covers, [module.path for module in spoilers])
@@ -121,7 +129,7 @@ def _types(right: Sequence[Module], covers: Mapping[str, Bits], forbidden: froze
         for name in module.types:
             of_type[name] |= covers[module.path]
     for name in {module.types[0] for module in right} - forbidden:
-        yield _Candidate(kind=2, stars=0, length=len(name), text=name, covers=of_type[name])
+        yield _Candidate(kind=_Kind.TYPE, stars=0, length=len(name), text=name, covers=of_type[name])
 
 
 def _patterns(right: Iterable[Module], covers: Mapping[str, Bits], wrong: Sequence[str]) -> Iterator[_Candidate]:
@@ -147,8 +155,8 @@ def _pattern(text: str, covers: Bits) -> _Candidate:
     """Ranks patterns of equally many stars: the longest first if the depth is fixed, the shortest if it is open."""
     stars = text.replace("**", "").count("*")
     if "**" in text:
-        return _Candidate(kind=4, stars=stars, length=len(text), text=text, covers=covers)
-    return _Candidate(kind=3, stars=stars, length=-len(text), text=text, covers=covers)
+        return _Candidate(kind=_Kind.OPEN_PATTERN, stars=stars, length=len(text), text=text, covers=covers)
+    return _Candidate(kind=_Kind.PATTERN, stars=stars, length=-len(text), text=text, covers=covers)
 
 
 def _family(paths: Iterable[str]) -> Callable[[str], Iterator[str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from amptune.errors import SpaceError
 from amptune.measure.results.subject import Subject
@@ -89,6 +88,5 @@ def _for_model(space: Space, subject: Subject) -> Space:
 
 def _amp_recipes(space: Space) -> tuple[Policy, ...]:
     """Returns the AMP recipe in every dtype of this machine, contiguous and in the model's channels-last format."""
-    dtypes: list[Any] = [dtype for dtype in space.choices("autocast") if dtype != "off"]
     formats = space.choices("memory_format") or ("contiguous",)
-    return tuple(amp_recipe(dtype, memory_format=layout) for layout in formats for dtype in dtypes)
+    return tuple(amp_recipe(dtype, memory_format=layout) for layout in formats for dtype in space.half_dtypes)

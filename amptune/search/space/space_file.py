@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -148,16 +148,15 @@ def _space_of(body: _SpaceDocument, base: Space | None) -> Space:
         forbid=tuple(Forbidden(when=when, because=because) for when, because in rules.items()),
     )
     if body.try_first is not None:
-        return replace(space, try_first=tuple(_completed(point, choices) for point in body.try_first))
-    inherited = [_completed(point, choices) for point in base.try_first]
+        return replace(space, try_first=tuple(_completed(point, space.knobs) for point in body.try_first))
+    inherited = [_completed(point, space.knobs) for point in base.try_first]
     allowed = (point for point in inherited if all(is_in(point[name], choices[name]) for name in point))
     return replace(space, try_first=tuple(point for point in allowed if forbidden_because(space, point) is None))
 
 
-def _completed(point: Mapping[str, Value], choices: Mapping[str, tuple[Value, ...]]) -> Point:
+def _completed(point: Mapping[str, Value], knobs: Iterable[Dimension]) -> Point:
     """Returns a starting point that has stock PyTorch's value, or the knob's first, for each knob it leaves out."""
-    stock = {name: stock if (stock := SEARCHED[name].stock) in own else own[0] for name, own in choices.items()}
-    return Point({**stock, **point})
+    return Point({**{knob.name: knob.plain for knob in knobs}, **point})
 
 
 def _knob_problems(document: Document, body: _SpaceDocument) -> Iterator[Problem]:
@@ -183,7 +182,7 @@ def _point_problems(document: Document, body: _SpaceDocument, space: Space) -> I
     for index, point in enumerate(body.try_first or ()):
         wrong = list(_values_outside(document, ("try_first", index), point, choices))
         yield from wrong
-        reason = None if wrong else forbidden_because(space, _completed(point, choices))
+        reason = None if wrong else forbidden_because(space, _completed(point, space.knobs))
         if reason is not None:
             yield document.problem(("try_first", index), f"this starting point is forbidden: {reason}")
     for index, rule in enumerate(body.forbid or ()):

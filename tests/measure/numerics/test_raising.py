@@ -25,7 +25,7 @@ from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import Parity, Reference
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.gate.judge import Judge
-from amptune.search.gate.repair import cure_of, traces_of
+from amptune.search.gate.repair import cure_of
 from amptune.search.plan.budget import Budget
 
 WIDTH = 16
@@ -101,7 +101,7 @@ def test_what_raises_under_autocast_alone_is_refused_by_name_and_cured(then: Any
     (why,) = judgement.shortcomings
     assert (why.code, why.module) == ("breaks", "1")
     assert f"{__file__}:" in why.message
-    cure = cure_of(gatekeeper, judgement.policy, inspect_model(here.bench, ""), traces_of(gatekeeper, judgement.policy))
+    cure = cure_of(gatekeeper, judgement.policy, inspect_model(here.bench, ""), gatekeeper.traces_of(judgement.policy))
     assert cure is not None
     assert cure.modules == ("1.product",)
 
