@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -225,11 +225,9 @@ def _modules_named(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
     def enter(path: str) -> Any:
         return lambda *_: setattr(recorder, "module", path)
 
-    leaves = [(path, one) for path, one in model.named_modules() if not any(one.children())]
-    hooks = [one.register_forward_pre_hook(enter(path)) for path, one in leaves]
-    hooks += [one.register_forward_hook(enter("")) for _, one in leaves]
-    try:
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            if not any(module.children()):
+                hooks.enter_context(module.register_forward_pre_hook(enter(path)))
+                hooks.enter_context(module.register_forward_hook(enter("")))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ def require_training(stepper: Stepper, model: nn.Module, *, own_step: bool) -> N
     def note(*_: Any) -> None:
         reached.append(any(parameter.grad is not None for parameter in held))
 
-    hooks = [optimizer.register_step_pre_hook(note) for optimizer in stepper.optimizers]
     versions = _versions(model)
-    try:
+    with ExitStack() as hooks:
+        for optimizer in stepper.optimizers:
+            hooks.enter_context(optimizer.register_step_pre_hook(note))
         for _ in range(MOST_MICRO_BATCHES if own_step else 1):
             stepper()
             if reached or _versions(model) != versions:
@@ -36,9 +38,6 @@ def require_training(stepper: Stepper, model: nn.Module, *, own_step: bool) -> N
                 f"step(…) ran {MOST_MICRO_BATCHES} times, and neither did the optimizer step nor a weight change: call "
                 "tuned.scaler.step(optimizer) and tuned.scaler.update()"
             )
-    finally:
-        for hook in hooks:
-            hook.remove()
     if not own_step and not any(reached):
         if not any(parameter.requires_grad for parameter in held):
             raise TargetError("the optimizer's parameters are all frozen: they have requires_grad=False")

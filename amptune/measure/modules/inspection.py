@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,14 +83,10 @@ def _watching(leaves: dict[str, nn.Module], seen: dict[str, _Seen]) -> Iterator[
         mine.flops += _flops(module, inputs, output)
         mine.cast_numel += _numel(inputs) + sum(p.numel() for p in module.parameters(recurse=False))
 
-    hooks = [
-        module.register_forward_hook(lambda m, i, o, path=path: note(path, m, i, o)) for path, module in leaves.items()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for path, module in leaves.items():
+            hooks.enter_context(module.register_forward_hook(partial(note, path)))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _module(path: str, module: nn.Module) -> Module:

@@ -8,8 +8,9 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,36 +87,25 @@ class _Watch:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        hooks = []
-        for path, module in self._model.named_modules():
-            if not any(module.children()):
-                hooks.append(module.register_forward_pre_hook(self._before(path), with_kwargs=True))
-                hooks.append(module.register_forward_hook(self._after(path), with_kwargs=True))
-        try:
+        with ExitStack() as hooks:
+            for path, module in self._model.named_modules():
+                if not any(module.children()):
+                    before, after = partial(self._begins, path), partial(self._ends, path)
+                    hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                    hooks.enter_context(module.register_forward_hook(after, with_kwargs=True))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def left_out(self) -> dict[str, str]:
         without = {path: "no gradient passes through it" for path, seen in self._seen.items() if not seen.calls}
         return without | self._failed
 
-    def _before(self, path: str) -> Callable[..., None]:
-        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._versions[path] = versions_of((args, kwargs))
+    def _begins(self, path: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._versions[path] = versions_of((args, kwargs))
 
-        return before
-
-    def _after(self, path: str) -> Callable[..., None]:
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not self._busy:
-                self._called(path, module, args, kwargs, output)
-
-        return after
-
-    def _called(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _ends(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Holds the call's inputs until the gradient of its output is known."""
+        if self._busy:
+            return
         seen = self._seen.setdefault(path, _Seen())
         taken, given = floating_in((args, kwargs)), floating_in(output)
         seen.producers |= dict.fromkeys(maker for tensor in taken if (maker := self._maker_of(tensor)) is not None)
