@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from amptune.changes.blocks import repeated_leaves
-from amptune.changes.tensor_tree import map_tensors
+from amptune.changes.tensor_tree import tensors_in
 from amptune.errors import TargetError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import failure_of
@@ -62,7 +61,9 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
         batch_size=bench.workload.batch_size,
         parameters=sum(p.numel() for p in bench.model.parameters()),
         leaves=tuple(_leaf(path, module, seen[path]) for path, module in leaves.items()),
-        convolution_dims=frozenset(len(m.kernel_size) for m in leaves.values() if _is_convolution(m)),
+        convolution_dims=frozenset(
+            len(m.kernel_size) for m in leaves.values() if isinstance(m, nn.modules.conv._ConvNd)
+        ),
         modules=tuple(_module(path, module) for path, module in bench.model.named_modules() if path),
         root_types=_types_of(bench.model),
         tolerance=bench.workload.evaluate_tolerance,
@@ -120,16 +121,4 @@ def _flops(module: nn.Module, inputs: Any, output: Any) -> int:
 
 
 def _numel(value: Any) -> int:
-    total = 0
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal total
-        total += tensor.numel()
-        return tensor
-
-    map_tensors(count, value)
-    return total
-
-
-def _is_convolution(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.conv._ConvNd)
+    return sum(tensor.numel() for tensor in tensors_in(value))
