@@ -55,13 +55,12 @@ def follow_step(workload: Workload, batch_size: int | None = None) -> StepFigure
         sample_bytes=((fp32.peak - fp32.fixed_bytes) / size, (half.peak - half.fixed_bytes) / size),
         convolution_dims=fp32.convolution_dims,
         waits=fp32.waits,
-        on_fakes=fp32.fake,
     )
 
 
 def _followed(workload: Workload, batch_size: int, *, half: bool, fake: bool) -> _Recorder:
     mode: Any = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
-    recorder = _Recorder(half=half, fake=fake)
+    recorder = _Recorder(half=half)
     real = nullcontext() if isinstance(workload.model, CopiedModel) else mode
     with real, user_code("building the model"):
         model = workload.model()
@@ -156,13 +155,12 @@ def _update_of(parameters: list[nn.Parameter], optimizers: list[torch.optim.Opti
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes each operation, and the bytes of the tensors that are alive."""
 
-    def __init__(self, *, half: bool, fake: bool) -> None:
+    def __init__(self, *, half: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.autocast = CudaAutocast(half=half)
         self.convolution_dims: frozenset[int] = frozenset()
         self.fixed_bytes = 0.0
-        self.fake = fake
         self.module = ""
         self.peak = 0.0
         self.waits = 0
