@@ -10,10 +10,11 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Literal
 
+from amptune.policy.settings import Fp32Math
 from amptune.policy.yaml_text import read
 from amptune.predict.gpu_table import GpuModel
 from amptune.predict.operation import StepFigures
-from amptune.predict.roofline import Efficiency, Fp32Math, step_seconds
+from amptune.predict.roofline import Efficiency, step_seconds
 
 __all__ = [
     "PAYS_FROM",
