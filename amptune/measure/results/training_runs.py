@@ -17,6 +17,7 @@ __all__ = [
     "HARMLESS",
     "ILL_CONDITIONED",
     "MOST_BUFFER_OFF",
+    "REPEATED_BATCHES",
     "ROUNDING",
     "THOROUGHNESS",
     "BufferParity",
@@ -49,6 +50,8 @@ ILL_CONDITIONED = 0.1
 # An error that is this small beside the whole model's gradient does no harm, as a multiple of the rounding error of one
 # number. Parameters whose true gradient is 0, such as a bias before BatchNorm, have errors of up to a fifth of that.
 HARMLESS = 0.5
+# Number of batches on which FP32's gradients are taken once more, to see what they differ by from themselves.
+REPEATED_BATCHES = 2
 # A buffer may be this far off, relative to FP32's, whatever FP32's replicas differ by.
 MOST_BUFFER_OFF = 0.3
 
@@ -67,8 +70,8 @@ class Thoroughness:
 
     @property
     def gradient_steps(self) -> int:
-        """Steps in which the reference takes gradients: of each batch, rounded too, and of two batches again."""
-        return 2 * self.batches + 2
+        """Steps in which the reference takes gradients: of each batch, rounded too, and of some batches again."""
+        return 2 * self.batches + REPEATED_BATCHES
 
     @property
     def curve_steps(self) -> int:
@@ -96,7 +99,6 @@ class Gradients:
 
     sketches: Floats
     noticeable: NDArray[np.int64]
-    losses: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

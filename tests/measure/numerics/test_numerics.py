@@ -211,7 +211,7 @@ def usual() -> Rows:
 def gradients(sketches: Rows, noticeable: Sequence[int] | None = None) -> Gradients:
     each = [sketches.shape[1]] if noticeable is None else noticeable
     counts = np.array([each] * len(sketches))
-    return Gradients(sketches=sketches, noticeable=counts, losses=(1.0,) * len(sketches))
+    return Gradients(sketches=sketches, noticeable=counts)
 
 
 def falling(epochs: int = 4, batches: int = BATCHES, by: float = 1.0) -> tuple[float, ...]:
