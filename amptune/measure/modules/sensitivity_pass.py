@@ -23,10 +23,10 @@ from amptune.measure.numerics.randomness import without_dropout
 from amptune.measure.numerics.short_training import Training
 from amptune.measure.results.half_effects import Half, ModuleSensitivity, Sensitivity, Stream
 from amptune.policy.settings import Policy
+from amptune.runtime.tuned import AUTOCAST_DTYPES
 
 __all__ = ["sense"]
 
-DTYPES: dict[Half, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Modules of one type and shape share their times: this many runs of them are timed in total.
 TIMED_RUNS = 3
 # GradScaler's first scale, used for fp16 gradients.
@@ -52,7 +52,7 @@ def sense(bench: Bench, policy: Policy, dtypes: Sequence[Half]) -> Sensitivity:
         return Sensitivity(
             modules=tuple(watch.found()),
             left_out=watch.left_out(),
-            cast_ms_per_byte=_cast_ms_per_byte(bench.device, DTYPES[dtypes[0]]),
+            cast_ms_per_byte=_cast_ms_per_byte(bench.device, AUTOCAST_DTYPES[dtypes[0]]),
             step_ms=step_ms,
             seconds=time.perf_counter() - start_s,
         )
@@ -152,7 +152,7 @@ class _Watch:
 
     def _stream_of(self, call: Call) -> Stream:
         """Returns the stream, from the output dtypes for FP32 inputs and for half inputs."""
-        dtype = DTYPES[self._dtypes[0]]
+        dtype = AUTOCAST_DTYPES[self._dtypes[0]]
         with torch.no_grad(), torch.autocast(self._device.type, dtype=dtype):
             of_fp32, of_half = (
                 [tensor.dtype for tensor in floating_in(call.module(*args, **kwargs))]
@@ -168,7 +168,7 @@ class _Watch:
             return
         for dtype in (None, *self._dtypes):
             scale = 1.0 if dtype is None else LOSS_SCALE[dtype]
-            replay = Replay(call, gradients, None if dtype is None else DTYPES[dtype], self._device, scale)
+            replay = Replay(call, gradients, None if dtype is None else AUTOCAST_DTYPES[dtype], self._device, scale)
             replay.run()
             self._times[call.key, dtype].append(later_ms(replay.backpropagate, self._device))
 
