@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-__all__ = ["Axis", "Bar", "ChartLine", "ChartMark", "Kind", "axis_for", "bars", "lane", "lines", "scatter"]
+__all__ = ["BEYOND", "Axis", "Bar", "ChartLine", "ChartMark", "Kind", "axis_for", "bars", "lane", "lines", "scatter"]
 
 Kind = Literal["trial", "front", "rejected", "recipe", "baseline", "winner"]
 
@@ -19,6 +19,8 @@ Kind = Literal["trial", "front", "rejected", "recipe", "baseline", "winner"]
 HEIGHT, LINE = 300, 20
 # Share of the marks' range that an axis adds at each end, and the approximate number of its ticks.
 MARGIN, TICKS = 0.08, 5
+# The scale of bars ends beyond the longest by this factor.
+BEYOND = 1.03
 # Marks of other trials that fall into one cell of a raster of so many columns and rows are drawn once.
 RASTER = (90, 45)
 # Drawing order: the most important kinds come last and lie on top.

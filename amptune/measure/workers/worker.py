@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from amptune.measure.results.training_runs import LossCurve, Parity, Reference
 
 __all__ = [
-    "Reply",
     "Setting",
     "get_ready",
+    "import_compiler",
     "is_measuring",
     "judge",
     "measure",
