@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -53,14 +53,12 @@ class Training:
         self._buffers = [(module, dict(module._buffers)) for module in self.bench.model.modules()]
 
     @staticmethod
-    @contextmanager
-    def on(bench: Bench, policy: Policy, *, divided: bool = False) -> Iterator[Training]:
-        """Yields training on the bench's device, over batches of the workload's own size.
+    def on(bench: Bench, policy: Policy, *, divided: bool = False) -> AbstractContextManager[Training]:
+        """Returns a context of training on the bench's device, over batches of the workload's own size.
 
         With `divided`, and if all batches are equal, it trains over the parts of one batch.
         """
-        with Training.over(Feed(*batches_of(bench, divided=divided), device=bench.device), bench, policy) as training:
-            yield training
+        return Training.over(Feed(*batches_of(bench, divided=divided), device=bench.device), bench, policy)
 
     @staticmethod
     @contextmanager
