@@ -64,9 +64,9 @@ class Thoroughness:
     runs differ from each other.
     """
 
-    batches: int = 8
-    epochs: int = 4
-    replicas: int = 2
+    batches: int
+    epochs: int
+    replicas: int
 
     @property
     def gradient_steps(self) -> int:
