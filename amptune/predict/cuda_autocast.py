@@ -8,7 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["CudaAutocast"]
+__all__ = ["HALF_DTYPES", "CudaAutocast"]
 
 # The operations that autocast computes in FP32 on CUDA and not on the CPU: torch/include/ATen/autocast_mode.h.
 _IN_FP32 = frozenset(
@@ -55,7 +55,7 @@ _CAST_WITHIN = frozenset(["softmax", "log_softmax", "softmin", "sum", "prod", "c
 # It refuses this one on CUDA, with an error, and not on the CPU.
 _REFUSED = "binary_cross_entropy"
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
-_LOW = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class CudaAutocast(TorchFunctionMode):
@@ -91,4 +91,4 @@ class CudaAutocast(TorchFunctionMode):
 
 
 def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in _LOW else tensor
+    return tensor.float() if tensor.dtype in HALF_DTYPES else tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -42,11 +41,6 @@ class Work:
 
     operations: tuple[Operation, ...]
 
-    def total(self, figure: str, kinds: Iterable[str] = KINDS) -> float:
-        """Returns the sum of a figure (`flops`, `bytes`, `launches`) over operations of some kinds."""
-        wanted = frozenset(kinds)
-        return float(sum(getattr(one, figure) for one in self.operations if one.kind in wanted))
-
     def scaled(self, factor: float) -> Work:
         """Returns the work at `factor` times the batch size."""
         return self if factor == 1 else _scaled(self, factor)
@@ -68,8 +62,7 @@ class StepFigures:
 
     `fixed_bytes` and `sample_bytes` give the peak of its tensors in FP32 and in half: fixed + batch × sample.
     `convolution_dims` are the numbers of spatial dimensions of its convolutions. `waits` counts the places where the
-    model asks the device for a value. `raises` is True if autocast on CUDA refuses one of its operations. `on_fakes` is
-    False if it was followed on real tensors.
+    model asks the device for a value. `raises` is True if autocast on CUDA refuses one of its operations.
     """
 
     name: str
@@ -81,7 +74,6 @@ class StepFigures:
     convolution_dims: frozenset[int] = frozenset()
     waits: int = 0
     raises: bool = False
-    on_fakes: bool = True
 
     def at(self, batch_size: int) -> StepFigures:
         """Returns the step at another batch size."""

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from amptune.predict.cuda_autocast import HALF_DTYPES
 from amptune.predict.operation import Operation
 
 __all__ = ["figures_of"]
 
-_LOW = (torch.bfloat16, torch.float16)
 _TILE = 64  # rows and columns of a product that a tensor core's kernel computes at a time, as a rule
 # Batch normalization in training reads its input once for the statistics and once more to normalize.
 _READ_TWICE = ("native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit", "native_group_norm")
@@ -27,7 +27,7 @@ def figures_of(
     if not outputs or name in _MADE_ON_THE_HOST or func.namespace != "aten" or _is_view(func, inputs, outputs):
         return None
     moved = float(sum(map(_size, inputs)) + sum(map(_size, outputs)))
-    half = any(one.dtype in _LOW for one in (*inputs, *outputs))
+    half = any(one.dtype in HALF_DTYPES for one in (*inputs, *outputs))
     if name in ("_to_copy", "copy_") and inputs[-1].dtype != outputs[0].dtype:
         return _operation("cast", 0.0, moved, True)
     if name in ("convolution", "convolution_backward"):

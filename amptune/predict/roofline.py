@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from amptune.policy.settings import Fp32Math
 from amptune.predict.gpu_table import GpuModel
 from amptune.predict.operation import KINDS, Work
 
-__all__ = ["Efficiency", "Fp32Math", "gpu_and_host_seconds", "step_seconds"]
-
-Fp32Math = Literal["stock", "ieee", "tf32"]
+__all__ = ["Efficiency", "gpu_and_host_seconds", "step_seconds"]
 
 _CAST_HOST = 0.4  # of an operation's host time: autocast casts in C++, without Python or a module's call
 _HIDDEN = 4  # the power by which the longer of host and GPU time hides the shorter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -56,13 +56,12 @@ def follow_step(workload: Workload, batch_size: int | None = None) -> StepFigure
         convolution_dims=fp32.convolution_dims,
         waits=fp32.waits,
         raises=half.autocast.refuses,
-        on_fakes=fp32.fake,
     )
 
 
 def _followed(workload: Workload, batch_size: int, *, half: bool, fake: bool) -> _Recorder:
     mode: Any = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
-    recorder = _Recorder(half=half, fake=fake)
+    recorder = _Recorder(half=half)
     real = nullcontext() if isinstance(workload.model, CopiedModel) else mode
     with real, user_code("building the model"):
         model = workload.model()
@@ -157,13 +156,12 @@ def _update_of(parameters: list[nn.Parameter], optimizers: list[torch.optim.Opti
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes each operation, and the bytes of the tensors that are alive."""
 
-    def __init__(self, *, half: bool, fake: bool) -> None:
+    def __init__(self, *, half: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.autocast = CudaAutocast(half=half)
         self.convolution_dims: frozenset[int] = frozenset()
         self.fixed_bytes = 0.0
-        self.fake = fake
         self.module = ""
         self.peak = 0.0
         self.waits = 0
@@ -226,11 +224,9 @@ def _modules_named(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
     def enter(path: str) -> Any:
         return lambda *_: setattr(recorder, "module", path)
 
-    leaves = [(path, one) for path, one in model.named_modules() if not any(one.children())]
-    hooks = [one.register_forward_pre_hook(enter(path)) for path, one in leaves]
-    hooks += [one.register_forward_hook(enter("")) for _, one in leaves]
-    try:
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            if not any(module.children()):
+                hooks.enter_context(module.register_forward_pre_hook(enter(path)))
+                hooks.enter_context(module.register_forward_hook(enter("")))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

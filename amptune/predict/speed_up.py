@@ -10,10 +10,11 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Literal
 
+from amptune.policy.settings import Fp32Math
 from amptune.policy.yaml_text import read
 from amptune.predict.gpu_table import GpuModel
 from amptune.predict.operation import StepFigures
-from amptune.predict.roofline import Efficiency, Fp32Math, step_seconds
+from amptune.predict.roofline import Efficiency, step_seconds
 
 __all__ = [
     "PAYS_FROM",
@@ -36,6 +37,7 @@ PAYS_FROM = 1.05  # a gain below 5 % is not worth a change of precision
 _SURE = 0.9  # how likely a verdict must be
 _FAR_LESS = 0.7  # of the modelled speed-up: outside the range that shapes alone give
 _COVERED = 0.9  # the share of true values that a range is to hold
+_REACH = NormalDist().inv_cdf((1 + _COVERED) / 2)  # of a range to either side, in standard deviations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,7 @@ class Range:
     @classmethod
     def around(cls, middle: float, spread: float) -> Range:
         """Returns the range for a standard deviation of the ratio's logarithm."""
-        reach = math.exp(NormalDist().inv_cdf((1 + _COVERED) / 2) * spread)
+        reach = math.exp(_REACH * spread)
         return cls(low=middle / reach, middle=middle, high=middle * reach)
 
 
@@ -138,6 +140,6 @@ def modelled(step: StepFigures, gpu: GpuModel, setting: StepSetting, efficiency:
 
 def verdict_of(ratio: Range) -> Verdict:
     """Returns `pays` or `does not` if that is at least 90 % likely in a log-normal distribution of that range."""
-    spread = math.log(ratio.high / ratio.low) / (2 * NormalDist().inv_cdf((1 + _COVERED) / 2))
+    spread = math.log(ratio.high / ratio.low) / (2 * _REACH)
     likely = 1 - NormalDist(math.log(ratio.middle), spread).cdf(math.log(PAYS_FROM))
     return "pays" if likely >= _SURE else "does not" if likely <= 1 - _SURE else "unclear"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from amptune.policy.findings import Finding
     from amptune.search.decide.decision import Decision
 
-__all__ = ["answer_of", "important", "ranked"]
+__all__ = ["answer_of", "counted", "important", "ranked"]
 
 # Findings that the three lines say already.
 _SAID = {"faster", "less-memory", "less-energy", "keep", "provisional", "undecided", "budget-too-small"}
@@ -29,7 +29,7 @@ MOST_SHOWN = 5
 
 def answer_of(decision: Decision, output: str, training: str | None = None) -> tuple[str, str, str]:
     """Returns what was found, how sure that is, and what to do next; `training` is the line that training needs."""
-    sure = f"{_sure(decision)}, {_count(len(decision.trials), 'trial')}, {decision.seconds:.0f} s"
+    sure = f"{_sure(decision)}, {counted(len(decision.trials), 'trial')}, {decision.seconds:.0f} s"
     return _found(decision), sure, _next(decision, output, training or f'amptune.apply("{output}", model)')
 
 
@@ -63,7 +63,7 @@ def _sure(decision: Decision) -> str:
             return f"{verdict.confidence}: none of {len(verdict.contenders) - 1} others is better"
         return f"undecided: {leader.policy} is better with a probability of {chance_in_words(leader.chance)}"
     launches = max(1, verdict.gain.launches)
-    by = f"{_count(winner.rows, 'measurement')} in {_count(launches, 'process')}"
+    by = f"{counted(winner.rows, 'measurement')} in {counted(launches, 'process')}"
     return f"{verdict.confidence}, {chance_in_words(winner.chance)} sure: {by}"
 
 
@@ -81,6 +81,7 @@ def _next(decision: Decision, output: str, training: str) -> str:
     return f"{written}. In training: {training}" + ("; run again to make it surer" if decision.provisional else "")
 
 
-def _count(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
+    """Returns a number of things in words: `1 trial`, `2 processes`."""
     plural = "es" if what.endswith("s") else "s"
     return f"{number} {what}{'' if number == 1 else plural}"

@@ -52,22 +52,21 @@ def explain_for(policy_file: PolicyFile, objective: Objective) -> tuple[ParetoPo
     The policy is None if no policy on record is fast enough. Raises `ClaimError` if the file lacks the figures.
     """
     evidence: Any = policy_file.evidence
-    points = _points(evidence)
     with _readable("evidence"):
-        baseline = _baseline_of(evidence)
-    if not points or "samples_per_s" not in baseline:
-        raise ClaimError(
-            "this file does not say what else was found: it has no evidence.pareto; `amptune tune` writes one, and "
-            "`amptune report` answers from the study"
-        )
-    if objective.name == "energy" and all(point.energy_j_per_sample is None for point in points):
-        raise ClaimError("this file does not say what energy was used: the machine it was tuned on reported none")
-    with _readable("evidence"):
+        points, baseline = _points(evidence), _baseline_of(evidence)
+        if not points or "samples_per_s" not in baseline:
+            raise ClaimError(
+                "this file does not say what else was found: it has no evidence.pareto; `amptune tune` writes one, and "
+                "`amptune report` answers from the study"
+            )
+        if objective.name == "energy" and all(point.energy_j_per_sample is None for point in points):
+            raise ClaimError("this file does not say what energy was used: the machine it was tuned on reported none")
         chosen = best_point(points, objective, baseline["samples_per_s"])
-    asked = f"For {objective.name}, {aim_of(objective)}, of the {len(points)} policies on record that no other beats"
-    if chosen is None:
-        return None, (f"{asked}: none is fast enough.",)
-    with _readable("evidence"):
+        asked = (
+            f"For {objective.name}, {aim_of(objective)}, of the {len(points)} policies on record that no other beats"
+        )
+        if chosen is None:
+            return None, (f"{asked}: none is fast enough.",)
         return chosen, (f"{asked}: {chosen.policy}.", *_costs(chosen, policy_file))
 
 

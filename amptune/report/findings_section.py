@@ -10,7 +10,7 @@ from amptune.report.markup import code, memory, note, prose, section, table
 from amptune.search.decide.study_report import StudyReport, command_of, tuning_command
 from amptune.search.sampler.records import StudyRecord
 
-__all__ = ["advice_of", "findings_section_of", "worth_of"]
+__all__ = ["findings_section_of", "repeated", "worth_of"]
 
 # What to do about a finding whose message does not say it.
 _ADVICE = {
@@ -58,14 +58,10 @@ def worth_of(finding: Finding) -> float:
     return 0.0
 
 
-def advice_of(finding: Finding) -> str:
-    return _ADVICE.get(finding.code, "")
-
-
 def _item(finding: Finding) -> str:
     worth = worth_of(finding)
     gain = f'<span class="worth">up to {worth:.0%} faster:</span>' if worth > 0 else ""
-    advice = advice_of(finding)
+    advice = _ADVICE.get(finding.code)
     do = f'<span class="do">{prose(advice)}</span>' if advice else ""
     return f"<li>{gain}{prose(str(finding))}{do}</li>"
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from amptune.measure.results.outcome import Failure, Outcome
+from amptune.report.answer import counted
 from amptune.search.events import ContenderMeasured, Event, StepStarted, TrialEnded, WorkerSaid
 from amptune.search.plan.budget import Budget
 from amptune.search.plan.plan import Stage as PlanStage
@@ -58,7 +59,7 @@ class Standing:
         if not self.ended:
             return ""
         failed = f", {self.failed} failed" if self.failed else ""
-        return f"{self.ended} trial{'' if self.ended == 1 else 's'}{failed}"
+        return f"{counted(self.ended, 'trial')}{failed}"
 
     @property
     def leading(self) -> str:

@@ -19,6 +19,8 @@ __all__ = ["numerics_of"]
 
 # Of the worst modules, and of the judged policies, the most that are shown.
 MOST_SHOWN = 8
+# Bars end at this share of what is allowed.
+MOST_USED = 1.5
 
 
 def numerics_of(study_report: StudyReport, curves: Sequence[LongCurve]) -> str:
@@ -54,13 +56,13 @@ def _used(judged: Sequence[GateRecord], own: GateRecord | None) -> str:
         (
             Bar(
                 name=str(one.policy),
-                end=min(one.used, 1.5),
+                end=min(one.used, MOST_USED),
                 kind="winner" if one.passes else "bad",
                 words=f"{one.used:.0%}" if one.passes else f"rejected: {one.words}",
             )
             for one in ranked
         ),
-        1.5,
+        MOST_USED,
     )
 
 

@@ -9,11 +9,12 @@ from html import escape
 from amptune.policy.file_io import dumps
 from amptune.policy.findings import Finding
 from amptune.policy.policy_file import PolicyFile
+from amptune.report.answer import counted
 from amptune.report.course_section import course_of
 from amptune.report.findings_section import findings_section_of, repeated
 from amptune.report.markup import code, interval, memory, note, number, section, times, whole_page
 from amptune.report.numerics_section import numerics_of
-from amptune.report.plot import Bar, bars
+from amptune.report.plot import BEYOND, Bar, bars
 from amptune.report.settings_section import settings_of
 from amptune.report.study_files import StudyFiles
 from amptune.report.trials_section import batch_of, trials_of, trials_without_answer
@@ -86,7 +87,7 @@ def _title(record: StudyRecord) -> str:
 
 def _heading(record: StudyRecord, objective: str) -> str:
     last = record.last
-    count = f"{len(record.trials)} trial{'' if len(record.trials) == 1 else 's'}"
+    count = counted(len(record.trials), "trial")
     words = f"batch size {last.batch_size} · baseline {last.baseline} · {count}"
     began = f"{last.began[:16].replace('T', ' ')} UTC"
     return (
@@ -157,7 +158,7 @@ def _with_interval(ratio: Ratio) -> str:
 
 def _grounds(study_report: StudyReport) -> str:
     launches = study_report.verdict.gain.launches
-    processes = f"; measured in {launches} process{'' if launches == 1 else 'es'}" if launches else ""
+    processes = f"; measured in {counted(launches, 'process')}" if launches else ""
     if study_report.keeps_the_baseline:
         others = len(study_report.verdict.contenders) - 1
         measured = f"{others} other polic{'y was' if others == 1 else 'ies were'} measured{processes}"
@@ -187,11 +188,11 @@ def _bars(study_report: StudyReport) -> Iterator[str]:
     longest = max(bar.end for bar in speeds)
     farthest = max(bar.between[1] if bar.between else 0.0 for bar in speeds)
     yield "<h3>Speed, with 95 % intervals</h3>"
-    yield bars(speeds, max(longest, min(farthest, MOST_OF_INTERVAL * longest)) * 1.03)
+    yield bars(speeds, max(longest, min(farthest, MOST_OF_INTERVAL * longest)) * BEYOND)
     peaks = [(name, one.peak_memory_mib, kind) for name, one, kind in shown if one.peak_memory_mib]
     yield "<h3>Peak memory</h3>"
     drawn = [Bar(name=name, end=mib, kind=kind, words=memory(mib)) for name, mib, kind in peaks]
-    yield bars(drawn, max(bar.end for bar in drawn) * 1.03)
+    yield bars(drawn, max(bar.end for bar in drawn) * BEYOND)
 
 
 def _speed_in_words(contender: Contender, ratio: Ratio) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-__all__ = ["Axis", "Bar", "ChartLine", "ChartMark", "Kind", "axis_for", "bars", "lane", "lines", "scatter"]
+__all__ = ["BEYOND", "Axis", "Bar", "ChartLine", "ChartMark", "Kind", "axis_for", "bars", "lane", "lines", "scatter"]
 
 Kind = Literal["trial", "front", "rejected", "recipe", "baseline", "winner"]
 
@@ -19,6 +19,8 @@ Kind = Literal["trial", "front", "rejected", "recipe", "baseline", "winner"]
 HEIGHT, LINE = 300, 20
 # Share of the marks' range that an axis adds at each end, and the approximate number of its ticks.
 MARGIN, TICKS = 0.08, 5
+# The scale of bars ends beyond the longest by this factor.
+BEYOND = 1.03
 # Marks of other trials that fall into one cell of a raster of so many columns and rows are drawn once.
 RASTER = (90, 45)
 # Drawing order: the most important kinds come last and lie on top.
@@ -86,14 +88,15 @@ class Axis:
         return f"{tick:,.{digits}f}"
 
 
-def axis_for(label: str, values: Sequence[float], start: float = 0.0, end: float = 100.0) -> Axis:
-    """Returns an axis that holds the values with a margin, which does not extend below 0 if no value does."""
+def axis_for(label: str, values: Sequence[float]) -> Axis:
+    """Returns an axis in per cent with a margin around the values, which does not extend below 0 if no value does."""
     low, high = min(values), max(values)
     room = MARGIN * (high - low) or 0.1 * abs(high) or 1.0
     low, high = max(min(0.0, low), low - room), high + room
     step = _round_step((high - low) / TICKS)
     counts = high - low >= 2 and all(float(value).is_integer() for value in values)
-    return Axis(label=label, low=low, high=high, start=start, end=end, step=max(1.0, step) if counts else step)
+    step = max(1.0, step) if counts else step
+    return Axis(label=label, low=low, high=high, start=0.0, end=100.0, step=step)
 
 
 def bars(rows: Iterable[Bar], highest: float) -> str:

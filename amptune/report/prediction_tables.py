@@ -10,7 +10,7 @@ from amptune.report.text_table import TextRow, TextTable
 if TYPE_CHECKING:
     from amptune.predict.operation import StepFigures
     from amptune.predict.prediction import Gain, Prediction
-    from amptune.predict.speed_up import Known, Range, StepSetting
+    from amptune.predict.speed_up import Known, StepSetting
 
 __all__ = ["prediction_lines"]
 
@@ -47,8 +47,4 @@ def _figures(one: Prediction) -> tuple[str, ...]:
 
 
 def _gain(gain: Gain) -> str:
-    return f"{gain.verdict}, {_ends(gain.ratio)}"
-
-
-def _ends(ratio: Range) -> str:
-    return f"{ratio.low:.2f}-{ratio.high:.2f}×"
+    return f"{gain.verdict}, {gain.ratio.low:.2f}-{gain.ratio.high:.2f}×"

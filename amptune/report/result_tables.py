@@ -18,16 +18,9 @@ if TYPE_CHECKING:
     from amptune.search.table.contenders import Contender
     from amptune.search.verification import Verification
 
-__all__ = [
-    "HOW_TO_READ",
-    "ablation_table",
-    "claim_table",
-    "comparison_table",
-    "curves_table",
-    "pareto_table",
-]
+__all__ = ["ablation_table", "claim_table", "comparison_table", "curves_table", "pareto_table"]
 
-HOW_TO_READ = (
+_HOW_TO_READ = (
     "ms/step and samples/s are means of all that was measured. vs. baseline compares blocks that were measured in "
     "turn, so it need not be their quotient."
 )
@@ -55,7 +48,7 @@ def comparison_table(decision: Decision) -> TextTable:
             )
             for contender in shown
         ),
-        note=HOW_TO_READ + (f" {decision.objective.name}: share of the baseline's." if used else ""),
+        note=_HOW_TO_READ + (f" {decision.objective.name}: share of the baseline's." if used else ""),
     )
 
 

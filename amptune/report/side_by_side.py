@@ -11,11 +11,11 @@ from amptune.policy.findings import Finding
 from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import Policy
 from amptune.report.markup import bullets, memory, note, number, section, table, times, whole_page
-from amptune.report.plot import Bar, bars
+from amptune.report.plot import BEYOND, Bar, bars
 from amptune.report.text_table import TextRow, TextTable
 from amptune.search.decide.study_report import StudyReport
 
-__all__ = ["PolicyPair", "page_of_two", "pairs_of", "told_of_two", "two_tables"]
+__all__ = ["page_of_two", "pairs_of", "told_of_two", "two_tables"]
 
 # A policy that is slower by this factor in one of the studies is worth a sentence, and so many of them.
 WORTH_TELLING, MOST_TOLD = 1.1, 5
@@ -146,4 +146,4 @@ def _bars(pairs: Sequence[PolicyPair]) -> Iterator[str]:
         rows.append(Bar(name=str(pair.policy), end=pair.first, kind="baseline", words=f"{number(pair.first)} first"))
         words = f"{number(pair.second)} second, {pair.ratio:.2f}×"
         rows.append(Bar(name="", end=pair.second, kind="gain" if pair.ratio >= 1 else "loss", words=words))
-    yield bars(rows, max(max(pair.first, pair.second) for pair in drawn) * 1.03)
+    yield bars(rows, max(max(pair.first, pair.second) for pair in drawn) * BEYOND)

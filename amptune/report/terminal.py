@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
@@ -147,9 +147,8 @@ class _Page:
             self.as_it_is(line.text, _TITLE if line.is_title else _WINNER if line.wins else "")
 
 
-def _parity_in_words(parity: dict[str, float] | object) -> str:
+def _parity_in_words(parity: Mapping[str, float]) -> str:
     """Each figure is optional: losses need equal batches, the gate's share needs a policy it has judged."""
-    assert isinstance(parity, dict)  # noqa: S101  # evidence that this process made
     words = []
     if "loss_deviation" in parity:
         words.append(f"losses of the first steps within {parity['loss_deviation']:.2g} of the baseline's (relative)")

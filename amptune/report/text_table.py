@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["TextLine", "TextRow", "TextTable", "wrapped"]
+__all__ = ["TextRow", "TextTable", "wrapped"]
 
 _GAP = "  "
 

@@ -18,7 +18,7 @@ from amptune.search.table.gains import FIGURES
 from amptune.search.table.objective import Objective
 from amptune.search.table.trial import Trial
 
-__all__ = ["batch_of", "failures", "trials_of", "trials_without_answer"]
+__all__ = ["batch_of", "trials_of", "trials_without_answer"]
 
 _GIB = 1024
 _LABELS: dict[Kind, str] = {"winner": "answer", "baseline": "baseline", "recipe": "AMP recipe"}

@@ -224,7 +224,7 @@ def _undivided(statement: ast.stmt, loss: ast.expr, accumulate: str | None) -> a
 def _accumulation_in(script: Script, nodes: Sequence[ast.AST], optimizer: str) -> str | None:
     for node in nodes:
         for test in ast.walk(node):
-            if not isinstance(test, ast.If) or f"{optimizer}" not in names_loaded(*test.body):
+            if not isinstance(test, ast.If) or optimizer not in names_loaded(*test.body):
                 continue
             counts = [
                 one.right for one in ast.walk(test.test) if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod)

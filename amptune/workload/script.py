@@ -125,9 +125,7 @@ class Script:
             return any(_is_step(inner) for inner in self._executed(node))
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             return False
-        if ast.unparse(node.func) == "amptune.tune":
-            return True
-        return self.is_trainer_call(node)
+        return ast.unparse(node.func) == "amptune.tune" or self.is_trainer_call(node)
 
     def is_trainer_call(self, node: ast.AST) -> bool:
         """Returns True for `train()` or `fit()` of a Trainer."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-__all__ = ["Clock", "CpuClock", "CudaClock", "Lap", "Stopwatch", "clock_for", "hold_device", "stopwatch_for"]
+__all__ = ["Clock", "CpuClock", "CudaClock", "Stopwatch", "clock_for", "hold_device", "stopwatch_for"]
 
 
 class Clock(Protocol):

@@ -38,11 +38,7 @@ class DrawnBatches:
 
     def batches(self, samples: int, count: int) -> list[Any]:
         """Returns so many batches, each of `samples`."""
-
-        def draw() -> list[Any]:
-            return [self._workload.batch(samples) for _ in range(count)]
-
-        return self._known(("batches", samples, count), draw)
+        return self._known(("batches", samples, count), lambda: [self._workload.batch(samples) for _ in range(count)])
 
     def sequence(self, samples: int, count: int | None = None) -> list[Any]:
         """Returns the batches that all policies are timed on.

@@ -19,6 +19,8 @@ _OUT_OF_MEMORY = (
     "not enough memory",
 )
 _COMPILER = ("torch._dynamo", "torch._inductor")
+# Memory is short if less than this share of the device's is free.
+_SHORT = 0.1
 _UNSUPPORTED = ("not implemented for", "is not supported", "not currently supported", "CUDNN_STATUS_NOT_SUPPORTED")
 
 
@@ -93,4 +95,4 @@ def _memory_is_short() -> bool:
         free, total = torch.cuda.mem_get_info()
     except RuntimeError:
         return False
-    return free < 0.1 * total
+    return free < _SHORT * total

@@ -16,6 +16,8 @@ Times = Sequence[tuple[str | None, float]]
 MOST = 0.5
 # Otherwise it names this many modules, if together they take that part.
 NAMED = 3
+# No other module is named beside one that takes this part.
+NEARLY_ALL = 0.95
 
 _Key = TypeVar("_Key")
 
@@ -34,7 +36,7 @@ def where(times: Times, profile: StepProfile) -> str:
     modules = summed(times)
     total = sum(ms for _, ms in modules)
     first, first_ms = modules[0]
-    if first_ms >= 0.95 * total:
+    if first_ms >= NEARLY_ALL * total:
         return f"in {called(first)}"
     slowest = modules[:NAMED]
     if sum(ms for _, ms in slowest) >= MOST * total:

@@ -13,7 +13,6 @@ from typing import Literal
 from amptune.measure.breakdown.step_trace import Op
 
 __all__ = [
-    "KernelKind",
     "bytes_cast",
     "groups_and_channels",
     "is_cast",

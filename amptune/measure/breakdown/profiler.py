@@ -7,13 +7,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.hooks import RemovableHandle
 
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.clocks import clock_for
@@ -44,7 +45,7 @@ def profile_step(bench: Bench, policy: Policy, *, steps: int = 3) -> StepProfile
     try:
         with bench.on_device(policy) as (_, stepper):
             step_ms, host_ms = _timed(stepper, bench.device)
-            with _ranges(bench.model) if attributed else _nothing():
+            with _ranges(bench.model) if attributed else nullcontext():
                 traces = _traces(stepper, bench.device, steps)
     finally:
         bench.release()
@@ -119,20 +120,15 @@ def _events(profiler: profile) -> list[dict[str, Any]]:
 @contextmanager
 def _ranges(model: nn.Module) -> Iterator[None]:
     """Marks every call of a module's forward as a range in the profile."""
-    hooks = [
-        hook
-        for path, module in model.named_modules()
-        if not isinstance(module, torch.jit.ScriptModule)  # takes no hooks
-        for hook in _mark(module, path)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                for hook in _mark(module, path):
+                    hooks.enter_context(hook)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
-def _mark(module: nn.Module, path: str) -> tuple[Any, Any]:
+def _mark(module: nn.Module, path: str) -> tuple[RemovableHandle, RemovableHandle]:
     """Opens a range before all other hooks of the call; closes it after them, even if forward raises."""
     open_ranges: list[record_function] = []
 
@@ -147,8 +143,3 @@ def _mark(module: nn.Module, path: str) -> tuple[Any, Any]:
         module.register_forward_pre_hook(enter, prepend=True),
         module.register_forward_hook(leave, always_call=True),
     )
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

@@ -55,14 +55,10 @@ def speed_findings(profile: StepProfile, hardware: Hardware, policy: Policy) -> 
 
 
 def _launch_bound(profile: StepProfile, policy: Policy) -> Iterator[Finding]:
-    share, idle_ms, busy_ms, host_ms = (
-        profile.gpu_idle_share,
-        profile.gpu_idle_ms,
-        profile.gpu_busy_ms,
-        profile.host_ms,
-    )
-    if share is None or idle_ms is None or busy_ms is None or host_ms is None:
+    idle_ms, busy_ms, host_ms = profile.gpu_idle_ms, profile.gpu_busy_ms, profile.host_ms
+    if idle_ms is None or busy_ms is None or host_ms is None:
         return
+    share = idle_ms / profile.step_ms
     if share <= IDLE_SHARE or host_ms < HOST_SHARE * profile.step_ms or not profile.kernels:
         return
     kernel_us = 1000 * busy_ms / profile.kernels

@@ -78,16 +78,13 @@ def _within(event: Mapping[str, Any], ranges: Sequence[Mapping[str, Any]]) -> bo
 
 def _forward_ids(events: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, Any], int]:
     """Maps (thread, start) of a backward operation to the id of its forward one, by the profiler's links."""
-    ids = {_place(event): event["args"]["External id"] for event in _host_ops(events)}
+    known = [event for event in events if event.get("cat") == "cpu_op" and "External id" in event.get("args", {})]
+    ids = {_place(event): event["args"]["External id"] for event in known}
     links = [event for event in events if event.get("cat") == "fwdbwd"]
     sources = {link["id"]: ids.get(_place(link)) for link in links if link["ph"] == "s"}
     return {
         _place(link): source for link in links if link["ph"] == "f" and (source := sources.get(link["id"])) is not None
     }
-
-
-def _host_ops(events: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    return (event for event in events if event.get("cat") == "cpu_op" and "External id" in event.get("args", {}))
 
 
 def _place(event: Mapping[str, Any]) -> tuple[Any, Any]:

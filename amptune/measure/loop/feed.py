@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from amptune.changes.tensor_tree import map_tensors
+from amptune.changes.tensor_tree import map_tensors, tensors_in
 from amptune.errors import TargetError
 from amptune.measure.bench.clocks import Stopwatch, hold_device
 from amptune.workload.user_errors import user_code
@@ -212,14 +212,7 @@ def _lengths(batch: Any) -> dict[tuple[int, int], int]:
 
 
 def _shapes(batch: Any) -> list[tuple[int, ...]]:
-    shapes: list[tuple[int, ...]] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        shapes.append(() if tensor.is_nested else tuple(tensor.shape))
-        return tensor
-
-    map_tensors(note, batch)
-    return shapes
+    return [() if tensor.is_nested else tuple(tensor.shape) for tensor in tensors_in(batch)]
 
 
 class _Fresh(IterableDataset[Any]):

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 
 from amptune.changes.tensor_tree import map_tensors
 from amptune.measure.bench.bench import Bench
@@ -77,7 +76,4 @@ class _LoopFeed(Feed):
         return Epochs(self._bench.workload, self._bench.workload.batch_size, self._bench.device)
 
     def _moved(self, batch: Any) -> Any:
-        return map_tensors(self._to_device, batch)
-
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device, copy=True, non_blocking=True)
+        return map_tensors(lambda tensor: tensor.to(self.device, copy=True, non_blocking=True), batch)

@@ -1,22 +1,23 @@
-"""Inspection of the model in one instrumented training step: leaf modules, their order and their work."""
+"""Inspection of the model in one instrumented training step: leaf modules, their order and work; does it train?"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from amptune.changes.blocks import repeated_leaves
-from amptune.changes.tensor_tree import map_tensors
+from amptune.changes.tensor_tree import tensors_in
 from amptune.errors import TargetError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import failure_of
-from amptune.measure.modules.first_step import require_training
+from amptune.measure.bench.step import Stepper
 from amptune.measure.results.subject import Leaf, Module, Subject
 from amptune.policy.settings import STOCK
 from amptune.runtime.digest import model_digest
@@ -24,6 +25,9 @@ from amptune.runtime.module_precision import has_forward
 from amptune.runtime.optimizer import is_fusable
 
 __all__ = ["inspect_model"]
+
+# A step of the user's own may be one of so many micro-batches before the optimizer's step.
+MOST_MICRO_BATCHES = 16
 
 
 @dataclass(slots=True)
@@ -47,7 +51,7 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
     try:
         with bench.on_device(STOCK) as (_, stepper), _watching(leaves, seen):
             fusable = any(map(is_fusable, stepper.optimizers))
-            require_training(stepper, bench.model, own_step=bench.workload.step is not None)
+            _require_training(stepper, bench.model, own_step=bench.workload.step is not None)
     except TargetError:
         raise
     except Exception as error:  # noqa: BLE001  # reported by the baseline's trial, which repeats it
@@ -61,7 +65,9 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
         batch_size=bench.workload.batch_size,
         parameters=sum(p.numel() for p in bench.model.parameters()),
         leaves=tuple(_leaf(path, module, seen[path]) for path, module in leaves.items()),
-        convolution_dims=frozenset(len(m.kernel_size) for m in leaves.values() if _is_convolution(m)),
+        convolution_dims=frozenset(
+            len(m.kernel_size) for m in leaves.values() if isinstance(m, nn.modules.conv._ConvNd)
+        ),
         modules=tuple(_module(path, module) for path, module in bench.model.named_modules() if path),
         root_types=_types_of(bench.model),
         tolerance=bench.workload.evaluate_tolerance,
@@ -71,6 +77,49 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
         repeated_leaves=repeated_leaves(bench.model),
         threads=torch.get_num_threads() if bench.device.type == "cpu" else 0,
     )
+
+
+def _require_training(stepper: Stepper, model: nn.Module, *, own_step: bool) -> None:
+    """Runs a step, or several of the user's own until one trains. Raises `TargetError` if the model is not trained."""
+    held = [parameter for optimizer in stepper.optimizers for parameter in _require_own(optimizer, model)]
+    reached: list[bool] = []
+
+    def note(*_: Any) -> None:
+        reached.append(any(parameter.grad is not None for parameter in held))
+
+    versions = _versions(model)
+    with ExitStack() as hooks:
+        for optimizer in stepper.optimizers:
+            hooks.enter_context(optimizer.register_step_pre_hook(note))
+        for _ in range(MOST_MICRO_BATCHES if own_step else 1):
+            stepper()
+            if reached or _versions(model) != versions:
+                break
+        else:
+            raise TargetError(
+                f"step(…) ran {MOST_MICRO_BATCHES} times, and neither did the optimizer step nor a weight change: call "
+                "tuned.scaler.step(optimizer) and tuned.scaler.update()"
+            )
+    if not own_step and not any(reached):
+        if not any(parameter.requires_grad for parameter in held):
+            raise TargetError("the optimizer's parameters are all frozen: they have requires_grad=False")
+        raise TargetError("no gradient reaches the optimizer's parameters: loss(model, batch) is to use its model")
+
+
+def _require_own(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[nn.Parameter]:
+    """Returns the optimizer's parameters. Raises `TargetError` if none is the model's."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not {id(parameter) for parameter in held} & {id(parameter) for parameter in model.parameters()}:
+        raise TargetError(
+            f"optimizer(model) holds {len(held)} parameters, and none is the model's: build it over the parameters of "
+            "the model that it is given, as in lambda model: SGD(model.parameters(), lr=0.1)"
+        )
+    return held
+
+
+def _versions(model: nn.Module) -> list[int]:
+    """Returns how often each weight was written to."""
+    return [parameter._version for parameter in model.parameters()]
 
 
 @contextmanager
@@ -83,14 +132,10 @@ def _watching(leaves: dict[str, nn.Module], seen: dict[str, _Seen]) -> Iterator[
         mine.flops += _flops(module, inputs, output)
         mine.cast_numel += _numel(inputs) + sum(p.numel() for p in module.parameters(recurse=False))
 
-    hooks = [
-        module.register_forward_hook(lambda m, i, o, path=path: note(path, m, i, o)) for path, module in leaves.items()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for path, module in leaves.items():
+            hooks.enter_context(module.register_forward_hook(partial(note, path)))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _module(path: str, module: nn.Module) -> Module:
@@ -124,16 +169,4 @@ def _flops(module: nn.Module, inputs: Any, output: Any) -> int:
 
 
 def _numel(value: Any) -> int:
-    total = 0
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal total
-        total += tensor.numel()
-        return tensor
-
-    map_tensors(count, value)
-    return total
-
-
-def _is_convolution(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.conv._ConvNd)
+    return sum(tensor.numel() for tensor in tensors_in(value))

@@ -8,8 +8,9 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,10 @@ from amptune.measure.numerics.randomness import without_dropout
 from amptune.measure.numerics.short_training import Training
 from amptune.measure.results.half_effects import Half, ModuleSensitivity, Sensitivity, Stream
 from amptune.policy.settings import Policy
+from amptune.runtime.tuned import AUTOCAST_DTYPES
 
 __all__ = ["sense"]
 
-DTYPES: dict[Half, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Modules of one type and shape share their times: this many runs of them are timed in total.
 TIMED_RUNS = 3
 # GradScaler's first scale, used for fp16 gradients.
@@ -51,7 +52,7 @@ def sense(bench: Bench, policy: Policy, dtypes: Sequence[Half]) -> Sensitivity:
         return Sensitivity(
             modules=tuple(watch.found()),
             left_out=watch.left_out(),
-            cast_ms_per_byte=_cast_ms_per_byte(bench.device, DTYPES[dtypes[0]]),
+            cast_ms_per_byte=_cast_ms_per_byte(bench.device, AUTOCAST_DTYPES[dtypes[0]]),
             step_ms=step_ms,
             seconds=time.perf_counter() - start_s,
         )
@@ -86,36 +87,25 @@ class _Watch:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        hooks = []
-        for path, module in self._model.named_modules():
-            if not any(module.children()):
-                hooks.append(module.register_forward_pre_hook(self._before(path), with_kwargs=True))
-                hooks.append(module.register_forward_hook(self._after(path), with_kwargs=True))
-        try:
+        with ExitStack() as hooks:
+            for path, module in self._model.named_modules():
+                if not any(module.children()):
+                    before, after = partial(self._begins, path), partial(self._ends, path)
+                    hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                    hooks.enter_context(module.register_forward_hook(after, with_kwargs=True))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def left_out(self) -> dict[str, str]:
         without = {path: "no gradient passes through it" for path, seen in self._seen.items() if not seen.calls}
         return without | self._failed
 
-    def _before(self, path: str) -> Callable[..., None]:
-        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._versions[path] = versions_of((args, kwargs))
+    def _begins(self, path: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._versions[path] = versions_of((args, kwargs))
 
-        return before
-
-    def _after(self, path: str) -> Callable[..., None]:
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not self._busy:
-                self._called(path, module, args, kwargs, output)
-
-        return after
-
-    def _called(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _ends(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Holds the call's inputs until the gradient of its output is known."""
+        if self._busy:
+            return
         seen = self._seen.setdefault(path, _Seen())
         taken, given = floating_in((args, kwargs)), floating_in(output)
         seen.producers |= dict.fromkeys(maker for tensor in taken if (maker := self._maker_of(tensor)) is not None)
@@ -162,7 +152,7 @@ class _Watch:
 
     def _stream_of(self, call: Call) -> Stream:
         """Returns the stream, from the output dtypes for FP32 inputs and for half inputs."""
-        dtype = DTYPES[self._dtypes[0]]
+        dtype = AUTOCAST_DTYPES[self._dtypes[0]]
         with torch.no_grad(), torch.autocast(self._device.type, dtype=dtype):
             of_fp32, of_half = (
                 [tensor.dtype for tensor in floating_in(call.module(*args, **kwargs))]
@@ -178,7 +168,7 @@ class _Watch:
             return
         for dtype in (None, *self._dtypes):
             scale = 1.0 if dtype is None else LOSS_SCALE[dtype]
-            replay = Replay(call, gradients, None if dtype is None else DTYPES[dtype], self._device, scale)
+            replay = Replay(call, gradients, None if dtype is None else AUTOCAST_DTYPES[dtype], self._device, scale)
             replay.run()
             self._times[call.key, dtype].append(later_ms(replay.backpropagate, self._device))
 

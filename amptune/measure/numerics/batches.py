@@ -11,12 +11,12 @@ import torch
 from amptune.changes.tensor_tree import map_tensors, tensors_in
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.drawn_batches import bytes_of
-from amptune.measure.results.training_runs import Spread
+from amptune.measure.results.training_runs import THOROUGHNESS, Spread
 
 __all__ = ["Feed", "batches_of", "fingerprint_of"]
 
 # Number of batches drawn; fewer are used if a step is slow.
-MOST_COMPARED = 8
+MOST_COMPARED = THOROUGHNESS[0].batches
 # Minimum number of samples in a part of a batch: BatchNorm needs at least two.
 SMALLEST_PART = 4
 # Batches up to this total size stay on the device after their first use.

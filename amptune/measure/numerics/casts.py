@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_leaves
 
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import failure_of
+from amptune.measure.numerics.randomness import HALF_DTYPES
 from amptune.measure.numerics.short_training import Training
 from amptune.policy.settings import Policy
 
 __all__ = ["parameters_in_half"]
 
-_HALF = (torch.bfloat16, torch.float16)
 _CASTS = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
 
@@ -41,7 +41,7 @@ class _Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return found
         given = [one for one in tree_leaves(args) if isinstance(one, torch.Tensor)]
         made = [one for one in tree_leaves(found) if isinstance(one, torch.Tensor)]
-        if func in _CASTS and made[0].dtype in _HALF:
+        if func in _CASTS and made[0].dtype in HALF_DTYPES:
             self.rounded.update(*(self._sources.get(_storage(one), ()) for one in given))
         elif given and all(_storage(one) in self._sources for one in given):
             sources = set().union(*(self._sources[_storage(one)] for one in given))

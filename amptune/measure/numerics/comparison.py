@@ -22,7 +22,7 @@ from amptune.measure.results.training_runs import (
     Run,
 )
 
-__all__ = ["LEAST_DEVIATION", "LEAST_LEVEL", "buffer_parities", "comparable", "compare"]
+__all__ = ["LEAST_DEVIATION", "LEAST_LEVEL", "NEARLY_ZERO", "buffer_parities", "comparable", "compare"]
 
 
 def compare(reference: Reference, run: Run, rounding: Rounding) -> Parity:
@@ -117,6 +117,8 @@ def _spread(gram: NDArray[np.float64]) -> float:
 LEAST_DEVIATION = 0.005
 # Floor for the loss level, as a share of the first loss: a loss may fall to almost 0.
 LEAST_LEVEL = 0.02
+# In place of 0 where something is divided by a size.
+NEARLY_ZERO = 1e-30
 
 
 def _drift(reference: Reference, run: Run) -> tuple[float, float, float]:
@@ -128,7 +130,7 @@ def _drift(reference: Reference, run: Run) -> tuple[float, float, float]:
     """
     own = [_by_epoch(curve, reference) for curve in (reference.run.curve, *reference.replicas)]
     theirs = [_by_epoch(curve, reference) for curve in (run.curve, *run.more)]
-    least = max(LEAST_LEVEL * abs(reference.run.curve.losses[0]), 1e-30)
+    least = max(LEAST_LEVEL * abs(reference.run.curve.losses[0]), NEARLY_ZERO)
     level = [np.maximum(np.abs(losses), least) for losses in own]
     apart = [(replica - own[0]) / level[0] for replica in own[1:]]
     variance = max(LEAST_DEVIATION**2, float(np.mean(np.square(apart))) if apart else 0.0)
@@ -172,7 +174,7 @@ def _between_variances(one: Floats, other: Floats, _: float) -> float:
     if np.isfinite(one).all() != np.isfinite(other).all():
         return math.inf
     a, b = (np.sqrt(np.maximum(np.nan_to_num(values), 0.0)) for values in (one, other))
-    return math.sqrt(float(np.mean(np.square((a - b) / np.maximum(np.maximum(a, b), 1e-30)))))
+    return math.sqrt(float(np.mean(np.square((a - b) / np.maximum(np.maximum(a, b), NEARLY_ZERO)))))
 
 
 def _scale(name: str, buffers: Mapping[str, Floats]) -> float:
@@ -183,7 +185,7 @@ def _scale(name: str, buffers: Mapping[str, Floats]) -> float:
     """
     variance = buffers.get(f"{name.removesuffix('running_mean')}running_var") if name.endswith("running_mean") else None
     lengths = buffers[name] if variance is None else np.sqrt(np.maximum(variance, 0.0))
-    return max(float(np.linalg.norm(lengths[np.isfinite(lengths)])), 1e-30)
+    return max(float(np.linalg.norm(lengths[np.isfinite(lengths)])), NEARLY_ZERO)
 
 
 def _by_epoch(curve: LossCurve, reference: Reference) -> NDArray[np.float64]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from amptune.measure.numerics.comparison import LEAST_DEVIATION, LEAST_LEVEL, buffer_parities
+from amptune.measure.numerics.comparison import LEAST_DEVIATION, LEAST_LEVEL, NEARLY_ZERO, buffer_parities
 from amptune.measure.results.training_runs import TIMES_BELOW, TIMES_SPREAD, BufferParity, LossCurve
 
 __all__ = [
@@ -118,14 +118,13 @@ def gaps_of(pairs: Sequence[CurvePair], tolerance: float | None = None) -> tuple
     steps = min(pair.steps for pair in pairs)
     fp32 = np.array([pair.fp32.losses[:steps] for pair in pairs], dtype=np.float64)
     policy = np.array([pair.policy.losses[:steps] for pair in pairs], dtype=np.float64)
-    level = np.maximum(np.abs(_parts(fp32).mean(axis=0)), LEAST_LEVEL * abs(float(fp32[:, 0].mean())))
+    least = max(LEAST_LEVEL * abs(float(fp32[:, 0].mean())), NEARLY_ZERO)
+    level = np.maximum(np.abs(_parts(fp32).mean(axis=0)), least)
     ends = [steps * part // PARTS for part in range(PARTS + 1)]
     names = [f"loss in steps {start + 1:,} to {end:,}" for start, end in pairwise(ends)]
-    gaps = _gaps(names, _parts(fp32), _parts(policy), np.maximum(level, 1e-30), below=TIMES_BELOW)
+    gaps = _gaps(names, _parts(fp32), _parts(policy), level, below=TIMES_BELOW)
     means = fp32.mean(axis=1, keepdims=True), policy.mean(axis=1, keepdims=True)
-    gaps += _gaps(
-        [f"loss in all {steps:,} steps"], *means, np.maximum(level, 1e-30).mean(keepdims=True), below=TIMES_BELOW
-    )
+    gaps += _gaps([f"loss in all {steps:,} steps"], *means, level.mean(keepdims=True), below=TIMES_BELOW)
     ended = [(one.fp32.evaluated, one.policy.evaluated) for one in pairs if one.ends_alike]
     rated = np.array([both for both in ended if None not in both], dtype=np.float64)
     if len(rated) >= LEAST_SEEDS:

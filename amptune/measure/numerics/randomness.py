@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from amptune.workload.user_errors import is_the_users
 
-__all__ = ["DrawingInFp32", "OwnGenerators", "without_dropout"]
+__all__ = ["HALF_DTYPES", "DrawingInFp32", "OwnGenerators", "without_dropout"]
 
 # Attributes that hold a probability: of nn.Dropout and its variants, and of recurrent layers and nn.MultiheadAttention,
 # which pass theirs to functions that a TorchFunctionMode cannot see into.
@@ -72,7 +72,7 @@ class _NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 _NEW = (torch.rand, torch.randn, torch.rand_like, torch.randn_like)
 _IN_PLACE = {
     getattr(torch.Tensor, name)
@@ -96,11 +96,11 @@ class DrawingInFp32(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         given = args[0] if args and isinstance(args[0], torch.Tensor) else None
         dtype = kwargs.get("dtype") or (torch.get_default_dtype() if given is None else given.dtype)
-        if dtype in _HALF_DTYPES and func in _NEW and "out" not in kwargs:
+        if dtype in HALF_DTYPES and func in _NEW and "out" not in kwargs:
             return func(*args, **{**kwargs, "dtype": torch.float32}).to(dtype)
-        if dtype in _HALF_DTYPES and given is not None and func is torch.bernoulli and "out" not in kwargs:
+        if dtype in HALF_DTYPES and given is not None and func is torch.bernoulli and "out" not in kwargs:
             return func(given.float(), *args[1:], **kwargs).to(dtype)
-        if dtype in _HALF_DTYPES and given is not None and func in _IN_PLACE:
+        if dtype in HALF_DTYPES and given is not None and func in _IN_PLACE:
             return given.copy_(func(torch.empty_like(given, dtype=torch.float32), *args[1:], **kwargs))
         return func(*args, **kwargs)
 

@@ -21,6 +21,7 @@ from amptune.measure.numerics.casts import parameters_in_half
 from amptune.measure.numerics.comparison import comparable
 from amptune.measure.numerics.short_training import Training, Weights
 from amptune.measure.results.training_runs import (
+    REPEATED_BATCHES,
     ROUNDING,
     THOROUGHNESS,
     Gradients,
@@ -33,8 +34,6 @@ from amptune.policy.settings import Fp32Math, Policy
 
 __all__ = ["completed", "make_reference", "order_of", "training_as"]
 
-# Number of batches on which FP32's gradients are taken once more, to see what they differ by from themselves.
-REPEATED_BATCHES = 2
 # Gradients are taken so often: of half the models again after training, where more of them can be compared.
 GRADIENTS_TIMES = 1.5
 

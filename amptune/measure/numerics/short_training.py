@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -53,14 +53,12 @@ class Training:
         self._buffers = [(module, dict(module._buffers)) for module in self.bench.model.modules()]
 
     @staticmethod
-    @contextmanager
-    def on(bench: Bench, policy: Policy, *, divided: bool = False) -> Iterator[Training]:
-        """Yields training on the bench's device, over batches of the workload's own size.
+    def on(bench: Bench, policy: Policy, *, divided: bool = False) -> AbstractContextManager[Training]:
+        """Returns a context of training on the bench's device, over batches of the workload's own size.
 
         With `divided`, and if all batches are equal, it trains over the parts of one batch.
         """
-        with Training.over(Feed(*batches_of(bench, divided=divided), device=bench.device), bench, policy) as training:
-            yield training
+        return Training.over(Feed(*batches_of(bench, divided=divided), device=bench.device), bench, policy)
 
     @staticmethod
     @contextmanager
@@ -125,18 +123,18 @@ class Training:
 
         Each starts from the initial weights (or `weights`), which `prepare` may change.
         """
-        sketches, noticeable, losses = [], [], []
+        sketches, noticeable = [], []
         with without_dropout(self.tuned.model), DrawingInFp32():
             stepper = self._stepper(capture=True)
             for self.feed.at in range(count):
                 start = partial(self.restart, SEED_STRIDE * seed + self.feed.at, weights)
-                losses.append(self._capture_one(stepper, start, prepare))
+                self._capture_one(stepper, start, prepare)
                 # Summed over the optimizer steps of one training step: a GAN takes several.
                 sketch, counts = (torch.stack(parts).sum(0) for parts in zip(*self._captured, strict=True))
                 self._require_finite(sketch)
                 sketches.append(sketch.numpy())
                 noticeable.append(counts.numpy())
-        return Gradients(sketches=np.stack(sketches), noticeable=np.stack(noticeable), losses=tuple(losses))
+        return Gradients(sketches=np.stack(sketches), noticeable=np.stack(noticeable))
 
     def curve(self, order: Iterable[int], seed: int = 0) -> LossCurve:
         """Trains from the initial weights over the batches at these places in this order; returns the loss curve.
@@ -192,8 +190,8 @@ class Training:
 
     def _capture_one(
         self, stepper: Stepper, start: Callable[[], None], prepare: Callable[[torch.nn.Module], None] | None
-    ) -> float:
-        """Repeats the step until a gradient was captured before an optimizer step; returns the loss."""
+    ) -> None:
+        """Repeats the step until a gradient was captured before an optimizer step."""
         for _ in range(MOST_HALVINGS):
             start()
             if prepare is not None:
@@ -204,7 +202,7 @@ class Training:
             if not math.isfinite(loss):
                 raise NonFiniteError(f"the loss is {loss} in the first step of batch {self.feed.at + 1}")
             if self._captured and went:
-                return loss
+                return
         if not self.tuned.scaler.is_enabled():
             raise TargetError(
                 f"the optimizer that optimizer(model) returned took no step in {MOST_HALVINGS} training steps"

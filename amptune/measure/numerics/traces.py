@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ def _watching(model: nn.Module, scale: float) -> Iterator[tuple[Glances, dict[st
     glances: Glances = defaultdict(_Glance)
     order: dict[str, None] = {}
 
-    def forward(path: str, args: Any, kwargs: Any, output: Any) -> None:
+    def forward(path: str, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         order.setdefault(path)  # activation checkpointing calls again, in backward order
         for here, there, value in (("inputs", "gradients_out", (args, kwargs)), ("outputs", "gradients_in", output)):
             for tensor in tensors_in(value):
@@ -95,21 +96,14 @@ def _watching(model: nn.Module, scale: float) -> Iterator[tuple[Glances, dict[st
                 if tensor.requires_grad and tensor.is_floating_point():
                     _on_gradient(tensor, glances[path, there], scale)
 
-    hooks = [_forward_hook(module, path, forward) for path, module in model.named_modules()]
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            hooks.append(_on_weight_gradient(parameter, glances[name.rpartition(".")[0], "weights"], scale))
-    try:
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(partial(forward, path), with_kwargs=True))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                glance = glances[name.rpartition(".")[0], "weights"]
+                hooks.enter_context(_on_weight_gradient(parameter, glance, scale))
         yield glances, order
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _forward_hook(module: nn.Module, path: str, look: Callable[[str, Any, Any, Any], None]) -> RemovableHandle:
-    return module.register_forward_hook(
-        lambda _, args, kwargs, output: look(path, args, kwargs, output), with_kwargs=True
-    )
 
 
 def _on_gradient(tensor: torch.Tensor, glance: _Glance, scale: float) -> None:

@@ -139,10 +139,6 @@ class StepProfile:
         return None if self.gpu_busy_ms is None else max(0.0, self.step_ms - self.gpu_busy_ms)
 
     @property
-    def gpu_idle_share(self) -> float | None:
-        return None if self.gpu_idle_ms is None else self.gpu_idle_ms / self.step_ms
-
-    @property
     def cast_ms(self) -> float:
         return sum(cast.ms for cast in self.casts)
 

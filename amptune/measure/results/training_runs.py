@@ -17,6 +17,7 @@ __all__ = [
     "HARMLESS",
     "ILL_CONDITIONED",
     "MOST_BUFFER_OFF",
+    "REPEATED_BATCHES",
     "ROUNDING",
     "THOROUGHNESS",
     "TIMES_BELOW",
@@ -54,6 +55,8 @@ HARMLESS = 0.5
 # A loss may lie above FP32's by this many times what FP32's own runs differ by. One below does no harm, unless it is so
 # far below that it must be another loss.
 TIMES_SPREAD, TIMES_BELOW = 3.0, 10.0
+# Number of batches on which FP32's gradients are taken once more, to see what they differ by from themselves.
+REPEATED_BATCHES = 2
 # A buffer may be this far off, relative to FP32's, whatever FP32's replicas differ by.
 MOST_BUFFER_OFF = 0.3
 
@@ -66,14 +69,14 @@ class Thoroughness:
     runs differ from each other.
     """
 
-    batches: int = 8
-    epochs: int = 4
-    replicas: int = 2
+    batches: int
+    epochs: int
+    replicas: int
 
     @property
     def gradient_steps(self) -> int:
-        """Steps in which the reference takes gradients: of each batch, rounded too, and of two batches again."""
-        return 2 * self.batches + 2
+        """Steps in which the reference takes gradients: of each batch, rounded too, and of some batches again."""
+        return 2 * self.batches + REPEATED_BATCHES
 
     @property
     def curve_steps(self) -> int:
@@ -101,7 +104,6 @@ class Gradients:
 
     sketches: Floats
     noticeable: NDArray[np.int64]
-    losses: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,17 +86,13 @@ if sys.platform == "linux":
         Process = _ForkWithoutMain
 
 
-def start_importing(target: str = "") -> None:
-    """Starts the imports that all workers need in the process they are forked from, if possible; returns at once.
+def start_importing(target: str = "") -> bool:
+    """Starts the imports that all workers need in the process they are forked from; returns False without such a one.
 
     These include the installed libraries that a target's file imports. On Linux that process is multiprocessing's fork
-    server. If the program has already started it, workers do missing imports themselves.
+    server, unless it cannot have a socket: a long TMPDIR makes the path too long. If the program has already started
+    it, workers do missing imports themselves.
     """
-    _fork_server_runs(target)
-
-
-def _fork_server_runs(target: str = "") -> bool:
-    """Starts the fork server; returns False if it cannot have a socket: a long TMPDIR makes the path too long."""
     if sys.platform != "linux":
         return False
     forkserver.set_forkserver_preload(["amptune.measure.workers.preloaded"])
@@ -125,7 +121,7 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _context() -> BaseContext:
-    return _Forking() if _fork_server_runs() else _Spawning()
+    return _Forking() if start_importing() else _Spawning()
 
 
 class Pending(Generic[T]):

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from amptune.policy.findings import Finding
 
-__all__ = ["TRUTH", "Knob", "Model", "Settings", "Undo", "in_file"]
+__all__ = ["TRUTH", "Knob", "Model", "Settings", "Undo", "in_file", "is_in"]
 
 # A policy, whose class stands below the knobs that it is made of; and an nn.Module: files are read without torch.
 Settings = Any
@@ -20,6 +20,11 @@ TRUTH = (False, True)
 def in_file(values: Iterable[str | bool]) -> str:
     """Returns the values as a file has them, in one line."""
     return ", ".join(str(value).lower() if isinstance(value, bool) else value for value in values)
+
+
+def is_in(value: Any, values: Iterable[Any]) -> bool:
+    """Returns True if `values` has the value; 0 and False are kept apart."""
+    return any(type(value) is type(other) and value == other for other in values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,7 +89,7 @@ class Knob:
     def problem(self, value: Any) -> str | Literal[False]:
         """Returns why no policy can have this value; False if one can. Types are the reader's affair, but for words."""
         has_words = any(isinstance(one, str) for one in self.values)
-        if has_words and not any(type(value) is type(one) and value == one for one in self.values):
+        if has_words and not is_in(value, self.values):
             return f"{self.name}: {value!r} is not one of {in_file(self.values)}"
         return False
 

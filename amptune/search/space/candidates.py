@@ -12,6 +12,7 @@ from typing import Any, Literal
 from amptune.errors import SpaceError
 from amptune.measure.results.subject import Prepared, Subject
 from amptune.policy.findings import Finding
+from amptune.policy.knobs.knob import is_in
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe, settled
 from amptune.search.space.exclusions import Ladder, ladder_by_intensity
 from amptune.search.space.knobs import (
@@ -25,7 +26,6 @@ from amptune.search.space.knobs import (
     Space,
     digest,
     forbidden_because,
-    is_in,
     restrict,
     with_knob,
 )

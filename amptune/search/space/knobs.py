@@ -5,12 +5,11 @@ from __future__ import annotations
 import difflib
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from amptune.errors import SpaceError
-from amptune.policy.knobs.knob import TRUTH, in_file
+from amptune.policy.knobs.knob import TRUTH, in_file, is_in
 from amptune.policy.knobs.precision_rules import FP32_MODULES, HALF_MODULES
 from amptune.policy.settings import KNOBS
 
@@ -26,7 +25,6 @@ __all__ = [
     "Value",
     "digest",
     "forbidden_because",
-    "is_in",
     "pin",
     "points",
     "restrict",
@@ -192,8 +190,3 @@ def _value_of(name: str, text: str) -> Value:
     if text.lower() not in words:
         raise SpaceError(f"{name}={text}: {text!r} is not one of {in_file(legal)}")
     return words[text.lower()]
-
-
-def is_in(value: Any, values: Iterable[Value]) -> bool:
-    """Returns True if `values` has the value; 0 and False are kept apart."""
-    return any(value == other and type(value) is type(other) for other in values)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from amptune.errors import FileFormatError, Problem, SpaceError
 from amptune.hardware.machine import Gpu, Hardware
+from amptune.policy.knobs.knob import is_in
 from amptune.policy.serialization import adapter_for
 from amptune.policy.validation import validate
 from amptune.policy.yaml_text import Document, read
@@ -21,7 +22,6 @@ from amptune.search.space.knobs import (
     Space,
     Value,
     forbidden_because,
-    is_in,
     points,
 )
 

@@ -58,7 +58,7 @@ def test_casts_under_autocast_are_counted_and_attributed_to_the_module_that_need
 def test_fp32_has_no_casts_and_a_cpu_no_gpu_figures() -> None:
     profile = profiled(classifier(), STOCK, shape=(64,))
     assert profile.casts == ()
-    assert (profile.device, profile.gpu_busy_ms, profile.gpu_idle_share, profile.host_ms) == ("cpu", None, None, None)
+    assert (profile.device, profile.gpu_busy_ms, profile.gpu_idle_ms, profile.host_ms) == ("cpu", None, None, None)
     assert (profile.kernels, profile.unaligned, profile.products) == (0, (), ())
 
 
@@ -194,7 +194,7 @@ def test_kernels_on_two_streams_are_not_counted_twice() -> None:
     kernels = tuple(Kernel(name="k", start_us=s, us=u, op=0) for s, u in ((0.0, 4000.0), (1000.0, 2000.0), (3e3, 2e3)))
     profile = distil([StepTrace(ops=ops, kernels=kernels)], device="cuda", step_ms=10.0, host_ms=1.0)
     assert profile.gpu_busy_ms == pytest.approx(5.0)
-    assert profile.gpu_idle_share == pytest.approx(0.5)
+    assert profile.gpu_idle_ms == pytest.approx(0.5 * profile.step_ms)
     (module,) = profile.modules
     assert module.module == "a"
     assert module.ms == pytest.approx(8.0)

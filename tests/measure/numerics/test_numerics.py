@@ -20,7 +20,7 @@ from torch import nn
 
 from amptune.measure.numerics.comparison import compare
 from amptune.measure.numerics.sketches import MOST_COLUMNS, MOST_TOGETHER, Sketcher
-from amptune.measure.results.training_runs import Gradients, LossCurve, Parity, Reference, Run, Thoroughness
+from amptune.measure.results.training_runs import THOROUGHNESS, Gradients, LossCurve, Parity, Reference, Run
 from amptune.policy.settings import STOCK
 
 each_size = pytest.mark.parametrize("shape", [(1,), (7, 5), (100, 90), (3000, 64), (1024, 1024)], ids=str)
@@ -211,7 +211,7 @@ def usual() -> Rows:
 def gradients(sketches: Rows, noticeable: Sequence[int] | None = None) -> Gradients:
     each = [sketches.shape[1]] if noticeable is None else noticeable
     counts = np.array([each] * len(sketches))
-    return Gradients(sketches=sketches, noticeable=counts, losses=(1.0,) * len(sketches))
+    return Gradients(sketches=sketches, noticeable=counts)
 
 
 def falling(epochs: int = 4, batches: int = BATCHES, by: float = 1.0) -> tuple[float, ...]:
@@ -239,7 +239,7 @@ def reference(
         columns=tuple(slice(int(start), int(end)) for start, end in pairwise(ends)),
         names=names,
         spread="batches",
-        thoroughness=Thoroughness(batches=BATCHES),
+        thoroughness=replace(THOROUGHNESS[0], batches=BATCHES),
         fingerprint=(),
     )
 

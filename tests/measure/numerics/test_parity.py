@@ -238,7 +238,6 @@ def test_gradients_are_compared_without_dropout(drop: Callable[[], nn.Module]) -
     bench = Bench(workload_of(lambda: WithDropout(drop()), (4, 4)), CPU)
     with Training.on(bench, STOCK) as training:
         one, other = training.gradients(1), training.gradients(1, seed=1)
-    assert one.losses == other.losses
     assert (one.sketches == other.sketches).all()
 
 

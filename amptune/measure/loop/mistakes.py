@@ -1,17 +1,23 @@
-"""Mistakes in a step of the user's own, found by the guard in a pass that is not timed."""
+"""Mistakes in a workload's inputs and in its steps, told before time is spent on measuring."""
 
 from __future__ import annotations
 
 import warnings
 
-from amptune.errors import TargetError
+import torch
+
+from amptune.changes.tensor_tree import tensors_in
+from amptune.errors import AmptuneError, TargetError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import failure_of
+from amptune.measure.loop.feed import Epochs, SampleCounter
 from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.runtime.guard.misuse import PolicyMisuseWarning
+from amptune.workload.user_errors import user_code
+from amptune.workload.workload import Workload
 
-__all__ = ["mistakes_in_step", "mistakes_under"]
+__all__ = ["mistakes_in_step", "mistakes_under", "require_sound_input"]
 
 # A loop without a loss scaler is noticed in its second optimizer step.
 WATCHED_STEPS = 2
@@ -19,6 +25,46 @@ WATCHED_STEPS = 2
 MOST_CALLS = 8
 # This one harms training in FP32 too, which policies are compared with: none would be noticed to do worse.
 _IN_ANY_PRECISION = "stepped-twice"
+
+
+def require_sound_input(bench: Bench) -> None:
+    """Raises `TargetError` for batches of another size, and for an empty loader; `UserCodeError` if a loader raises."""
+    workload = bench.workload
+    _require_samples(workload, bench.drawn.sequence(workload.batch_size)[0])
+    if workload.loader is None:
+        return
+    epochs = Epochs(workload, workload.batch_size, torch.device("cpu"))
+    try:
+        SampleCounter(workload, workload.batch_size).samples_in(next(epochs))
+    finally:
+        epochs.close()
+
+
+def _require_samples(workload: Workload, batch: object) -> None:
+    """Raises `TargetError` if all tensors have one length that is not n, and it does not grow with n.
+
+    A length that grows is that of packed samples, such as the tokens of n texts.
+    """
+    n = workload.batch_size
+    length = _length_of(batch)
+    if length is None or any(n in tensor.shape for tensor in tensors_in(batch)):
+        return
+    try:
+        with user_code(f"batch({2 * n})"):
+            more = _length_of(workload.batch(2 * n))
+    except AmptuneError:
+        more = None
+    if more != 2 * length:
+        raise TargetError(
+            f"batch({n}) returns {length} samples, by the first axis of all its tensors: throughput would count {n}; "
+            f"return n samples, or say batch_size={length}"
+        )
+
+
+def _length_of(batch: object) -> int | None:
+    """Returns the length of the first axis of all tensors; None if they differ in it."""
+    lengths = {len(tensor) for tensor in tensors_in(batch) if tensor.ndim}
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def mistakes_in_step(bench: Bench) -> tuple[Finding, ...]:
