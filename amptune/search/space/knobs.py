@@ -7,6 +7,7 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from amptune.errors import SpaceError
 from amptune.policy.knobs.knob import TRUTH, in_file, is_in
