@@ -43,6 +43,7 @@ THREADS = Knob(
     name="threads",
     stock=0,
     is_count=True,
+    is_optional=True,
     conflict=lambda policy: policy.threads < 0 and f"threads: {policy.threads} is not at least 0",
     # Each thread sums its own part.
     numerics="order",
