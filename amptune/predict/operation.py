@@ -19,8 +19,9 @@ class Operation:
 
     `layout_bytes` are those of a convolution's images, which tensor cores want channels_last. `fill` is the share of
     a tensor core's tile (64 by 64) that its shape fills. `in_half` tells its dtype. `steps` counts what must run one
-    after another within it (the time steps of a recurrent layer). `fixed` is True if its size does not grow with the
-    batch, as that of a weight's cast.
+    after another within it (the time steps of a recurrent layer). `odd` is a product's largest dimension that is no
+    multiple of 8, and 0 without one. `fixed` is True if its size does not grow with the batch, as that of a weight's
+    cast.
     """
 
     kind: str
@@ -32,6 +33,7 @@ class Operation:
     fill: float = 1.0
     launches: float = 1.0
     steps: int = 1
+    odd: int = 0
     fixed: bool = False
 
 

@@ -13,6 +13,7 @@ from amptune.predict.operation import Operation
 
 __all__ = ["figures_of"]
 
+_ALIGNED = 8  # tensor cores take 16 bytes at a time
 _TILE = 64  # rows and columns of a product that a tensor core's kernel computes at a time, as a rule
 # Batch normalization in training reads its input once for the statistics and once more to normalize.
 _READ_TWICE = ("native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit", "native_group_norm")
@@ -39,7 +40,8 @@ def figures_of(
     if func.overloadpacket in flop_registry:
         flops = float(flop_registry[func.overloadpacket](*args, out_val=found))
         rows, columns = outputs[0].shape[-2:]
-        return _operation("matmul", flops, moved, half, fill=_fill(rows, columns))
+        odd = max((n for n in (rows, columns, *inputs[-1].shape[-2:-1]) if n % _ALIGNED), default=0)
+        return _operation("matmul", flops, moved, half, fill=_fill(rows, columns), odd=odd)
     if name.startswith("embedding") and not name.endswith("backward"):
         moved = 2.0 * _size(outputs[0])
     if name in _READ_TWICE:

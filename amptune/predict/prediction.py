@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from amptune.policy.findings import Finding
@@ -26,6 +27,8 @@ _CONTEXT_BYTES = 0.6 * 2**30
 _TENSOR_SHARE = 0.9
 # Of measured peaks over predicted ones; 16 of 18 in tests/simulated/h200_grid.json lie in that range.
 _MEMORY_SPREAD = 0.08
+# Less of the products' work than this is not worth a word.
+_ODD_SHARE = 0.05
 _REFUSED = Finding(
     code="refused-by-autocast",
     message="autocast on a GPU refuses binary_cross_entropy (BCELoss): give what is before the sigmoid to "
@@ -85,8 +88,24 @@ def predicted(step: StepFigures, gpu: GpuModel, setting: StepSetting, known: Kno
         largest_batch=(_largest(step, gpu, 0), _largest(step, gpu, 1)),
         memory_bound=min(moved / (gpu.bandwidth * 1e9 * fitted.efficiency.bandwidth) / busy_s, 1.0),
         host_share=host_s / busy_s,
-        missing=(*([_REFUSED] if step.raises else []), *missing_on(gpu)),
+        missing=(*([_REFUSED] if step.raises else []), *_odd_sizes(step, gpu), *missing_on(gpu)),
     )
+
+
+def _odd_sizes(step: StepFigures, gpu: GpuModel) -> Iterator[Finding]:
+    """Yields a finding if much of the products' work has a size that tensor cores take more slowly."""
+    products = [one for one in step.half.operations if one.kind == "matmul"]
+    odd = [one for one in products if one.odd]
+    share = sum(one.flops for one in odd) / max(sum(one.flops for one in products), 1.0)
+    if gpu.half is not None and share > _ODD_SHARE:
+        most = max(odd, key=lambda one: one.flops)
+        where = f" in {most.module}" if most.module else ""
+        message = (
+            f"{share:.0%} of the work in matrix products has a dimension that is no multiple of 8, the most with "
+            f"{most.odd}{where}: tensor cores take it more slowly; pad it to a multiple of 64, as a vocabulary of "
+            "50257 to 50304"
+        )
+        yield Finding(code="odd-sizes", message=message, figures={"share": share, "size": most.odd})
 
 
 def _gain(times: float, spread: float) -> Gain:

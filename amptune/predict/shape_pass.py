@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -43,7 +44,9 @@ def follow_step(workload: Workload, batch_size: int | None = None) -> StepFigure
         raise TargetError("amptune predict needs a workload with a loss: a step of its own is not followed by shapes")
     size = batch_size or workload.batch_size
     try:
-        fp32, half = (_followed(workload, size, half=half, fake=True) for half in (False, True))
+        with warnings.catch_warnings():  # PyTorch's own modules ask fake tensors for their address when they are copied
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
+            fp32, half = (_followed(workload, size, half=half, fake=True) for half in (False, True))
     except _VALUE_DEPENDENT:
         fp32, half = (_followed(workload, size, half=half, fake=False) for half in (False, True))
     return StepFigures(

@@ -63,6 +63,16 @@ def test_a_loss_that_autocast_refuses_on_a_gpu_is_told_on_a_cpu(loss: Callable[.
     assert ("refused-by-autocast" in found) is raises
 
 
+@pytest.mark.parametrize(
+    ("words", "gpu", "sizes"), [(1001, "V100", [1001]), (1008, "V100", []), (1001, "GTX-1080-Ti", [])]
+)
+def test_odd_sizes_are_told_where_tensor_cores_would_mind(words: int, gpu: str, sizes: list[int]) -> None:
+    step = followed(lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, words)), 64)
+    [model] = gpus_named(gpu)
+    odd = [one for one in predicted(step, model, StepSetting()).missing if one.code == "odd-sizes"]
+    assert [finding.figures["size"] for finding in odd] == sizes
+
+
 def test_a_grouped_convolution_has_its_share_of_the_flops_forward_and_backward() -> None:
     def flops(groups: int) -> float:
         convolution = nn.Conv2d(16, 32, 3, padding=1, groups=groups)
