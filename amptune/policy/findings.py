@@ -13,7 +13,7 @@ __all__ = ["Finding"]
 class Finding:
     """Something noticed: `code` is stable and for programs; `message` is for people and complete by itself.
 
-    `module` is the path of the model's module concerned, if any; `figures` holds the numbers behind the
+    `module` is the path of the model's module concerned, if any, and empty for the model itself; `figures` holds the numbers behind the
     message, each with its unit in its name.
     """
 
@@ -23,7 +23,7 @@ class Finding:
     figures: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
-        return self.message if self.module is None else f"{self.module}: {self.message}"
+        return self.message if self.module is None else f"{self.module or 'the model itself'}: {self.message}"
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the finding as `--json` prints it: `{code, module, message, …figures}`."""

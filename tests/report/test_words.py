@@ -13,6 +13,7 @@ from amptune.errors import ClaimError, FileFormatError
 from amptune.hardware.detect import probe
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.file_io import load
+from amptune.policy.findings import Finding
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, Reason, amp_recipe
 from amptune.report.explanation import explain, explain_for, machine_in_words
@@ -313,3 +314,8 @@ def test_an_opt_level_of_apex_is_a_policy_that_is_valid_everywhere() -> None:
     assert check_file("apex:O2") == ("policy", ())
     with pytest.raises(FileFormatError, match="is no opt level of Apex"):
         check_file("apex:O5")
+
+
+def test_a_finding_about_the_model_itself_says_so() -> None:
+    assert str(Finding(code="breaks", message="it raises", module="")) == "the model itself: it raises"
+    assert str(Finding(code="breaks", message="it raises", module="head")) == "head: it raises"
