@@ -13,8 +13,8 @@ __all__ = ["Finding"]
 class Finding:
     """Something noticed: `code` is stable and for programs; `message` is for people and complete by itself.
 
-    `module` is the path of the model's module concerned, if any, and empty for the model itself; `figures` holds the numbers behind the
-    message, each with its unit in its name.
+    `module` is the path of the model's module concerned, if any, and empty for the model itself; `figures` holds the
+    numbers behind the message, each with its unit in its name.
     """
 
     code: str
