@@ -11,10 +11,11 @@ from typing import Literal
 
 from amptune.errors import NothingFeasibleError
 from amptune.hardware.machine import Hardware
+from amptune.measure.bench.readings import noticed
 from amptune.measure.breakdown.slow_findings import speed_findings
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.results.loop_timing import limits_of
-from amptune.measure.results.outcome import Effort, Failure
+from amptune.measure.results.outcome import Effort, Failure, Measurement
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Prepared, Subject
 from amptune.policy.findings import Finding
@@ -28,6 +29,7 @@ from amptune.search.groundwork import examined
 from amptune.search.plan.budget import Budget
 from amptune.search.request import source_of
 from amptune.search.table.trial import error_of_baseline
+from amptune.search.verification import DISTURBANCES
 from amptune.workload.workload import Workload
 
 __all__ = ["Diagnosis", "DtypeDiagnosis", "diagnose"]
@@ -105,7 +107,13 @@ class _Examination:
             subject=prepared.subject,
             numerics=numerics,
             profiles=profiles,
-            findings=(*prepared.mistakes, *_in_order(numerics), *slow, *self._input(numerics)),
+            findings=(
+                *prepared.mistakes,
+                *_in_order(numerics),
+                *_disturbances(outcome, prepared.hardware),
+                *slow,
+                *self._input(numerics),
+            ),
             seconds=self.budget.spent_s,
         )
 
@@ -158,6 +166,16 @@ class _Examination:
             yield Finding(code="end-to-end-failed", message=f"the training loop with fresh data failed: {timing}")
             return
         yield from (_under(policy, finding) for finding in limits_of(timing) if finding.code != "host-bound")
+
+
+def _disturbances(outcome: Measurement, hardware: Hardware) -> Iterator[Finding]:
+    """Yields what made the step slow from outside of it."""
+    for finding in noticed([outcome]):
+        if finding.code == "host-load" and hardware.gpu is None:
+            fewer = "beside other programs fewer threads may be several times as fast (amptune tune --set threads=1)"
+            yield replace(finding, message=f"{finding.message}; {fewer}")
+        elif finding.code in DISTURBANCES:
+            yield finding
 
 
 def _recipes(hardware: Hardware) -> tuple[Policy, ...]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import Done, Machine, run
 from in_this_process import measuring_here
+from measurements import took
+from simulated.recorded import H200
+
+from amptune.search.diagnosis import _disturbances
 
 WORKLOADS = """
 import time
@@ -150,3 +155,14 @@ def test_what_cannot_be_looked_at_has_a_clear_error(folder: Path, target: str, c
     assert done.returncode == code, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_made_the_step_slow_from_outside_is_told() -> None:
+    """On a CPU with what to do about a busy one: there, threads wait for one another."""
+    busy = took(10.0, 10.0, contaminated_by=("host-load",))
+    [on_gpu], [on_cpu] = (tuple(_disturbances(busy, one)) for one in (H200, replace(H200, gpu=None, device="cpu")))
+    assert on_gpu.message.endswith("while the step was timed")
+    assert on_cpu.message.endswith("(amptune tune --set threads=1)")
+    [throttled] = _disturbances(took(10.0, 10.0, contaminated_by=("hw-thermal",)), H200)
+    assert throttled.message == "the GPU was thermally throttled (HW thermal) while the step was timed"
+    assert not tuple(_disturbances(took(10.0, 10.0), H200))

@@ -259,7 +259,9 @@ def _message(discarded: Sequence[_Codes], kept: Sequence[_Codes]) -> str:
         parts.append(
             f"{count} of {len(discarded) + len(kept)} blocks {were} discarded and repeated: {_in_words(discarded)}"
         )
-    if count := sum(map(bool, kept)):
+    if len(kept) == 1 and any(kept):
+        parts.append(f"{_in_words(kept)} while the step was timed")
+    elif count := sum(map(bool, kept)):
         were = "was" if count == 1 else "were"
         parts.append(f"{count} of {len(kept)} measurements {were} taken nevertheless: {_in_words(kept)}")
     return "; ".join(parts)
