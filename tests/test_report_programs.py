@@ -1,4 +1,4 @@
-"""The programs that hold the answers against an oracle, a rival and other samplers: their pure parts."""
+"""The programs that hold the answers against an oracle and a rival: their pure parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ import parity
 import rejudge
 import replay
 import rivals
-import samplers
 import sittings
 import stored
 import suite
@@ -569,35 +568,6 @@ def test_what_is_measured_while_compilers_stand_still_is_told_from_what_is_measu
     ]
 
 
-# --- the samplers -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def table() -> samplers.Table:
-    return samplers.grid_table("vgg16_cifar")
-
-
-# The Gaussian process takes seconds to suggest what little it does here.
-@pytest.mark.parametrize("sampler", [*sorted(samplers.SAMPLERS.keys() - set(samplers.DEAR)), samplers.OURS])
-def test_every_sampler_measures_the_known_good_first_and_nothing_twice(table: samplers.Table, sampler: str) -> None:
-    run = samplers.searched(table, sampler, seed=0)
-    assert run.trials >= len(table.first)
-    assert run.regrets[-1] < 0.05
-    assert sorted(run.regrets, reverse=True)[0] == run.regrets[0]
-
-
-def test_a_repeat_is_answered_without_being_measured(table: samplers.Table) -> None:
-    def stubborn(task: samplers.Task) -> samplers.Proposals:
-        while True:
-            yield task.table.first[0]
-
-    clock = samplers.Clock()
-    task = samplers.Task(table=table, clock=clock, seed=0)
-    watched = samplers.Watched(task, table.machine(clock, 0))
-    samplers._follow(stubborn(task), task, watched)
-    assert watched.trials == 1
-
-
 @dataclass
 class ThisMachine:
     """Stands for the `time` module: its time passes where a test says so."""
@@ -611,53 +581,8 @@ class ThisMachine:
 @pytest.fixture
 def this_machine(monkeypatch: pytest.MonkeyPatch) -> ThisMachine:
     machine = ThisMachine()
-    for program in (samplers, costs):
-        monkeypatch.setattr(program, "time", machine)
+    monkeypatch.setattr(costs, "time", machine)
     return machine
-
-
-def test_thinking_takes_real_time_and_measuring_simulated_time(
-    table: samplers.Table, this_machine: ThisMachine
-) -> None:
-    clock = samplers.Clock()
-    machine = table.machine(clock, 0)
-
-    def slowly(policy: Policy, effort: Effort) -> Outcome:
-        this_machine.now_s += 50.0  # to look it up in the table is no thinking
-        return machine(policy, effort)
-
-    watched = samplers.Watched(samplers.Task(table=table, clock=clock, seed=0), slowly)
-    watched.measure(STOCK)
-    assert clock.now_s > samplers.TRIAL_S
-    assert clock() == pytest.approx(clock.now_s)
-    this_machine.now_s += 7.0
-    assert clock() == pytest.approx(clock.now_s + 7.0)
-
-
-def test_compiling_gains_what_it_gained_the_nearest_policy() -> None:
-    eager = all_eager()
-    best = eager.fastest(1)[0]
-    compiled = row(replace(best.policy, compile="default"), best.ms / 2, seconds=30.0)
-    known = samplers.oracle_table(replace(eager, rows=(*eager.rows, compiled)))
-    other = eager.fastest(2)[1].policy
-    own = known.speed(replace(other, compile="default")) / known.speed(other)
-    assert own == pytest.approx(2.0)
-    assert known.best == known.speed(compiled.policy)
-
-
-def test_regret_is_read_off_at_a_time() -> None:
-    regrets = [(5.0, 0.5), (30.0, 0.02), (50.0, 0.2), (70.0, 0.0)]
-    assert [samplers.regret_at(regrets, at) for at in (1.0, 10.0, 40.0, 80.0)] == [math.inf, 0.5, 0.02, 0.0]
-    assert samplers.stays_below(regrets, 0.03) == 70.0
-    assert samplers.stays_below(regrets[:1], 0.03) is None
-
-
-def test_the_searches_come_back_from_the_file_as_they_were(tmp_path: Path, table: samplers.Table) -> None:
-    runs = [samplers.searched(table, "random", seed) for seed in range(2)]
-    samplers.write(tmp_path / "samplers.json", runs)
-    back = samplers.kept_in(tmp_path / "samplers.json")
-    assert [(run.table, run.sampler, run.trials) for run in back] == [(r.table, r.sampler, r.trials) for r in runs]
-    assert f"| {table.name} | random | 2 |" in samplers.table_of(back)
 
 
 # --- the largest batch --------------------------------------------------------------------------------------------
