@@ -17,7 +17,7 @@ _ADVICE = {
     "own-load": "Nothing: training runs in this state too. A higher power limit makes both faster.",
     "throttled": "Look at the GPU's cooling and power; measure again when it runs at full clocks.",
     "foreign-process": "Tune on a GPU that nothing else uses.",
-    "host-load": "Tune while the host is idle, or give the job more CPU cores; on a CPU, try `--set threads=1`.",
+    "host-load": "Tune while the host is idle, or give the job more CPU cores.",
     "beside-compiling": "Give more with --budget: then more blocks are measured when nothing compiles.",
     "allocator-thrashing": "Use a smaller batch; memory is short.",
     "unsteady": "Give more with --budget, or tune on a quieter machine.",

@@ -12,6 +12,7 @@ from typing import Literal
 from amptune.errors import NothingFeasibleError
 from amptune.hardware.machine import Hardware
 from amptune.measure.bench.readings import noticed
+from amptune.measure.bench.run_delay import busy_cpu
 from amptune.measure.breakdown.slow_findings import speed_findings
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.results.loop_timing import limits_of
@@ -170,12 +171,10 @@ class _Examination:
 
 def _disturbances(outcome: Measurement, hardware: Hardware) -> Iterator[Finding]:
     """Yields what made the step slow from outside of it."""
-    for finding in noticed([outcome]):
-        if finding.code == "host-load" and hardware.gpu is None:
-            fewer = "beside other programs fewer threads may be several times as fast (amptune tune --set threads=1)"
-            yield replace(finding, message=f"{finding.message}; {fewer}")
-        elif finding.code in DISTURBANCES:
-            yield finding
+    if hardware.gpu is None:
+        yield from busy_cpu([outcome])
+    else:
+        yield from (finding for finding in noticed([outcome]) if finding.code in DISTURBANCES)
 
 
 def _recipes(hardware: Hardware) -> tuple[Policy, ...]:

@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import pytest
 from measurements import took
-from simulated.recorded import RecordedEvaluator
+from simulated.recorded import H200, RecordedEvaluator
 from tables import BF16, BF16_LAST, FP16, block, decided, in_turn, row
 
+from amptune.hardware.machine import Hardware
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.measure.results.training_runs import Parity
 from amptune.policy.findings import Finding
@@ -48,13 +49,14 @@ def concluded(
     objective: Objective = THROUGHPUT,
     noticed_before: Sequence[Finding] = (),
     interrupted: bool = False,
+    hardware: Hardware = H200,
 ) -> Decision:
     """The decision on these rows, of which the first of each policy is its trial. All can win that the judge lets."""
     judge = judge or judge_of()
     judgements = judge.judgements
     verdict = decided(rows, GPU, objective, lambda policy: judgements.bar(policy, is_outside=False))
     return decide(
-        RecordedEvaluator("resnet50").prepare(1.0),
+        RecordedEvaluator("resnet50", hardware=hardware).prepare(1.0),
         trials_of(rows),
         rows,
         verdict,
@@ -131,6 +133,19 @@ def test_what_disturbed_the_blocks_is_a_finding() -> None:
     rows = [*ROUNDS, *(row(BF16_LAST, hot, launch="9", moment_s=40.0 + i) for i in range(12))]
     assert len(found(concluded(rows), "throttled")) == 1
     assert found(concluded(ROUNDS), "throttled") == []
+
+
+@pytest.mark.parametrize(
+    ("threads", "delay", "on_gpu", "told"),
+    [(0, 0.45, False, True), (0, 0.45, True, False), (0, 0.05, False, False), (1, 0.45, False, False)],
+)
+def test_a_busy_cpu_is_told_of_with_what_to_try(threads: int, delay: float, on_gpu: bool, told: bool) -> None:
+    """Unless another number of threads was tried."""
+    own, other = (block(ms, contaminated_by=("host-load",), host_delay=delay) for ms in (10.0, 9.0))
+    rows = in_turn({STOCK: [own] * 3, Policy(autocast="bf16", threads=threads): [other] * 3})
+    decision = concluded(rows, hardware=H200 if on_gpu else replace(H200, gpu=None, device="cpu"))
+    busy = [finding for finding in decision.findings if finding.code == "busy-cpu"]
+    assert [finding.figures["share"] for finding in busy] == [delay] * told
 
 
 def test_for_memory_the_evidence_says_what_is_gained_and_at_which_speed() -> None:
