@@ -52,7 +52,7 @@ _IN_FP32 = frozenset(
     ]
 )
 _CAST_WITHIN = frozenset(["softmax", "log_softmax", "softmin", "sum", "prod", "cumsum", "cumprod", "cross_entropy"])
-# It refuses this one on CUDA, with an error, and not on the CPU.
+# Autocast on CUDA refuses this one with an error, and on the CPU it does not (PyTorch's "Autocast Op Reference").
 _REFUSED = "binary_cross_entropy"
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 HALF_DTYPES = (torch.bfloat16, torch.float16)

@@ -20,15 +20,18 @@ _HEADINGS = ("half precision", "channels_last", "CUDA graphs", "memory, FP32", "
 def prediction_lines(
     step: StepFigures, setting: StepSetting, known: Known | None, found: Sequence[Prediction]
 ) -> Iterator[str]:
-    """Yields a table with a row for each GPU, and below it what each GPU lacks."""
+    """Yields a table with a row for each GPU, and below it what is missing, with the GPUs that lack it."""
     layout = "channels_last" if setting.channels_last else "contiguous"
     title = f"Predicted, not measured: {step.name}, batch {step.batch_size}, fp32_math {setting.fp32_math}, {layout}"
     rows = tuple(TextRow(name=one.gpu.name, figures=_figures(one)) for one in found)
     table = TextTable(title=title, headings=_HEADINGS, rows=rows, name="GPU", note=_note(known))
     yield from (line.text for line in table.lines(None))
+    missing: dict[str, list[str]] = {}
     for one in found:
         for finding in one.missing:
-            yield f"{one.gpu.name}: {finding}"
+            missing.setdefault(str(finding), []).append(one.gpu.name)
+    for message, gpus in missing.items():
+        yield f"{'all' if 1 < len(found) == len(gpus) else ', '.join(gpus)}: {message}"
 
 
 def _note(known: Known | None) -> str:

@@ -21,6 +21,7 @@ def test_a_prediction_is_marked_as_one_and_writes_nothing(folder: Path) -> None:
     assert done.returncode == 0
     assert done.stdout.startswith("Predicted, not measured: small, batch 16")
     assert "GTX-1080-Ti: no tensor cores" in done.stdout
+    assert done.stdout.count("no bf16") == done.stdout.count("all: no bf16") == 1, "what several lack is told once"
     assert "the script prints" not in done.stdout
     assert sorted(folder.rglob("*.yaml")) == before
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from simulated.recorded import RecordedEvaluator
 from torch import nn
 
 import amptune
 from amptune.errors import FileFormatError
-from amptune.measure.results.subject import Subject
 from amptune.policy.file_io import parse_policy
 from amptune.policy.settings import STOCK, Policy
 from amptune.policy.yaml_text import parse
@@ -76,16 +76,8 @@ def test_a_file_has_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("own", "tried"), [(1, (0,)), (2, (0, 1)), (12, (0, 8, 4, 2, 1)), (0, (0,))])
 def test_a_space_of_ones_own_tries_fewer_than_pytorch_takes(own: int, tried: tuple[int, ...], tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(SPACE)
-    subject = Subject(
-        name="small",
-        source_digest="",
-        model_digest="",
-        batch_size=8,
-        parameters=6,
-        leaves=(),
-        convolution_dims=frozenset(),
-    )
-    space, _ = narrowed(load_space(tmp_path / "mine.yaml"), replace(subject, threads=own), {}, compiling=False)
+    subject = replace(RecordedEvaluator("small").prepare(1.0).subject, threads=own)
+    space, _ = narrowed(load_space(tmp_path / "mine.yaml"), subject, {}, compiling=False)
     assert space.choices("threads") == tried
-    pinned, _ = narrowed(load_space("cpu"), replace(subject, threads=own), {"threads": "3"}, compiling=False)
+    pinned, _ = narrowed(load_space("cpu"), subject, {"threads": "3"}, compiling=False)
     assert pinned.choices("threads") == (3,), "it may be pinned where the space leaves it out"

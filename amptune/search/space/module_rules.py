@@ -30,7 +30,7 @@ Bits = int
 
 
 class _Kind(IntEnum):
-    """What a rule names modules by, the nicest first: a path, a type, a pattern for one depth, or one with `**`."""
+    """The ways in which a rule names modules, the nicest first; an open pattern is one with `**`."""
 
     MODULE = auto()
     CONTAINER = auto()
