@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
+from amptune.policy.knobs.attention import ATTENTION, AttentionBackend
 from amptune.policy.knobs.autocast import AUTOCAST, Autocast
 from amptune.policy.knobs.batch import ACCUMULATE, BATCH_SIZE
 from amptune.policy.knobs.compile_mode import AUTOTUNED_MODES, COMPILE, CUDA_GRAPH_MODES, WHOLE_MODES, CompileMode
@@ -56,6 +57,7 @@ KNOBS: tuple[Knob, ...] = (
     BATCH_SIZE,
     ACCUMULATE,
     THREADS,
+    ATTENTION,
     COMPILE,
     CUDA_GRAPHS,
     FUSED_OPTIMIZER,
@@ -93,6 +95,7 @@ class Policy:
     batch_size: int | None = None
     accumulate: int = 1
     threads: int = 0
+    attention: tuple[AttentionBackend, ...] = ()
     compile: CompileMode = "off"
     cuda_graphs: CudaGraphs = False
     fused_optimizer: bool = False

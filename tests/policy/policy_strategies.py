@@ -54,6 +54,7 @@ def policies(draw: st.DrawFn) -> Policy:
         cudnn_benchmark=draw(st.booleans()),
         batch_size=draw(st.none() | st.integers(1, 10**6)),
         accumulate=draw(st.integers(1, 1000)),
+        attention=draw(st.sampled_from([(), ("cudnn",), ("flash", "cudnn")])),
         compile=compiled,
         cuda_graphs=compiled == "off" and draw(st.sampled_from((False, True) if half else (False, True, "step"))),
         fused_optimizer=draw(st.booleans()),

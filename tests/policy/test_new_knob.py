@@ -19,10 +19,10 @@ from typing import Literal, get_args
 
 from amptune.policy.knobs.knob import Knob, Model, Undo
 
-Attention = Literal["stock", "math"]
+Kernels = Literal["stock", "math"]
 
 
-def _apply(attention: Attention, model: Model) -> Undo:
+def _apply(kernels: Kernels, model: Model) -> Undo:
     import torch
 
     before, weights = torch.backends.cuda.flash_sdp_enabled(), [one.detach().clone() for one in model.parameters()]
@@ -32,37 +32,37 @@ def _apply(attention: Attention, model: Model) -> Undo:
         for one, old in zip(model.parameters(), weights, strict=True):
             one.data = old
 
-    if attention == "math":
+    if kernels == "math":
         torch.backends.cuda.enable_flash_sdp(False)
         for one in model.parameters():
             one.data = one.data / 3
     return undo
 
 
-ATTENTION = Knob(
-    name="attention",
+KERNELS = Knob(
+    name="kernels",
     stock="stock",
-    values=get_args(Attention),
-    conflict=lambda policy: policy.weights == "half" and f"attention: it is for FP32 weights, not {policy.weights}",
+    values=get_args(Kernels),
+    conflict=lambda policy: policy.weights == "half" and f"kernels: it is for FP32 weights, not {policy.weights}",
     memory="rest",
     matters=lambda value, subject: value == "stock" or bool(subject.convolution_dims),
     apply=_apply,
-    words="{} attention",
-    sentences={"math": "attention math: it is computed by plain matrix products."},
+    words="{} kernels",
+    sentences={"math": "kernels math: it is computed by plain matrix products."},
 )
 '''
 # What `settings.py` gets: an import, a place in the registry, a field.
 LINES = {
-    "from amptune.policy.knobs.autocast": "from amptune.policy.knobs.attention import ATTENTION, Attention\n",
-    "    FUSED_OPTIMIZER,\n": "    ATTENTION,\n",
-    "    fused_optimizer: bool": '    attention: Attention = "stock"\n',
+    "from amptune.policy.knobs.autocast": "from amptune.policy.knobs.kernels import KERNELS, Kernels\n",
+    "    FUSED_OPTIMIZER,\n": "    KERNELS,\n",
+    "    fused_optimizer: bool": '    kernels: Kernels = "stock"\n',
 }
 SPACE = """
 schema: amptune.space/1
 architecture: mine
 compute_capability: []
 extends: hopper
-knobs: {attention: [stock, math]}
+knobs: {kernels: [stock, math]}
 """
 USE = """
 from dataclasses import replace
@@ -80,17 +80,17 @@ from amptune.search.table.ablation import variants_of
 from amptune.search.table.verdict import departure_count
 from simulated.recorded import recorded_ms
 
-here, policy = Path.cwd(), Policy(autocast="bf16", attention="math")
+here, policy = Path.cwd(), Policy(autocast="bf16", kernels="math")
 
 # a file and its schema
 amptune.save(policy, "by_hand.yaml")
-assert "attention: math" in Path("by_hand.yaml").read_text()
+assert "kernels: math" in Path("by_hand.yaml").read_text()
 assert amptune.load("by_hand.yaml").policy == policy
-with pytest.raises(FileFormatError, match="2:12: attention: 'mahts' is not one of stock, math"):
-    parse_policy(parse("schema: amptune.policy/1\\nattention: mahts", "x.yaml"))
-with pytest.raises(FileFormatError, match="attention: it is for FP32 weights, not half"):
-    parse_policy(parse("schema: amptune.policy/1\\nweights: half\\nattention: math", "x.yaml"))
-assert schema_of("policy")["properties"]["attention"]["enum"] == ["stock", "math"]
+with pytest.raises(FileFormatError, match="2:10: kernels: 'mahts' is not one of stock, math"):
+    parse_policy(parse("schema: amptune.policy/1\\nkernels: mahts", "x.yaml"))
+with pytest.raises(FileFormatError, match="kernels: it is for FP32 weights, not half"):
+    parse_policy(parse("schema: amptune.policy/1\\nweights: half\\nkernels: math", "x.yaml"))
+assert schema_of("policy")["properties"]["kernels"]["enum"] == ["stock", "math"]
 
 # training
 model = torch.nn.Linear(3, 3)
@@ -102,26 +102,26 @@ assert torch.backends.cuda.flash_sdp_enabled()
 assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
 
 # words, effects, what it buys
-assert str(policy) == "bf16, math attention"
-assert "attention math: it is computed by plain matrix products." in explain(amptune.load("by_hand.yaml"))
+assert str(policy) == "bf16, math kernels"
+assert "kernels math: it is computed by plain matrix products." in explain(amptune.load("by_hand.yaml"))
 assert effects.numerics_of(policy) == policy and effects.tensors_of(policy) == Policy(autocast="bf16")
 assert effects.process_of(policy) == effects.process_of(STOCK) and departure_count(policy) == 2
-assert [(one.setting, one.reverted_to) for one in variants_of(policy)] == [("autocast", "off"), ("attention", "stock")]
-assert variants_of(policy)[0].policy == Policy(attention="math")
+assert [(one.setting, one.reverted_to) for one in variants_of(policy)] == [("autocast", "off"), ("kernels", "stock")]
+assert variants_of(policy)[0].policy == Policy(kernels="math")
 
 # a search, and what it writes
 def run(*arguments):
-    ms = lambda one: recorded_ms("resnet50", one) * (0.7 if one.attention == "math" else 1)
+    ms = lambda one: recorded_ms("resnet50", one) * (0.7 if one.kernels == "math" else 1)
     return commands.run(*arguments, folder=here, evaluator=commands.Machine(true_ms=ms))
 
 tune = "tune", "amptune.workload.zoo:resnet50", "--budget", "200s", "--no-compile"
 tuned = run(*tune, "--space", "space.yaml", "--study", "study", "-o", "policy.yaml")
 found = amptune.load("policy.yaml")
-assert found.policy.attention == "math" and found.evidence["ablation"]["attention"]["buys"] > 1.2, tuned.stdout
-assert "math attention" in run("report", "study").stdout
-run(*tune, "--space", "space.yaml", "--set", "attention=stock", "-o", "pinned.yaml")
-assert amptune.load("pinned.yaml").policy.attention == "stock"
-assert "'attention' is no knob of this search" in run(*tune, "--set", "attention=math").stderr
+assert found.policy.kernels == "math" and found.evidence["ablation"]["kernels"]["buys"] > 1.2, tuned.stdout
+assert "math kernels" in run("report", "study").stdout
+run(*tune, "--space", "space.yaml", "--set", "kernels=stock", "-o", "pinned.yaml")
+assert amptune.load("pinned.yaml").policy.kernels == "stock"
+assert "'kernels' is no knob of this search" in run(*tune, "--set", "kernels=math").stderr
 print("all of it")
 """
 
@@ -129,7 +129,7 @@ print("all of it")
 def test_a_new_knob_is_one_file_and_its_lines_beside_policy(tmp_path: Path) -> None:
     for part in ("amptune", "search_spaces"):
         shutil.copytree(REPOSITORY / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "amptune" / "policy" / "knobs" / "attention.py").write_text(KNOB)
+    (tmp_path / "amptune" / "policy" / "knobs" / "kernels.py").write_text(KNOB)
     (tmp_path / "space.yaml").write_text(SPACE)
     settings = tmp_path / "amptune" / "policy" / "settings.py"
     text = settings.read_text()

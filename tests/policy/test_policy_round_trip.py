@@ -28,6 +28,7 @@ EVERYTHING = Policy(
     batch_size=128,
     accumulate=4,
     threads=3,
+    attention=("flash", "cudnn"),
     compile="reduce-overhead",
     fused_optimizer=True,
     loss_scale=LossScale(init=1024.0, growth_interval=7, max=65536.0),

@@ -73,7 +73,7 @@ def test_a_file_has_it(tmp_path: Path) -> None:
         parse_policy(parse("schema: amptune.policy/1\nthreads: -1", "x.yaml"))
 
 
-@pytest.mark.parametrize(("own", "tried"), [(1, (0,)), (2, (0, 1)), (12, (0, 8, 4, 2, 1)), (0, (0,))])
+@pytest.mark.parametrize(("own", "tried"), [(1, ()), (2, (0, 1)), (12, (0, 8, 4, 2, 1)), (0, ())])
 def test_a_space_of_ones_own_tries_fewer_than_pytorch_takes(own: int, tried: tuple[int, ...], tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(SPACE)
     subject = replace(RecordedEvaluator("small").prepare(1.0).subject, threads=own)

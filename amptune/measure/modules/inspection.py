@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from amptune.changes.blocks import repeated_leaves
 from amptune.changes.tensor_tree import tensors_in
@@ -39,6 +41,18 @@ class _Seen:
     called: int | None = None
 
 
+class _Attention(TorchFunctionMode):
+    """A mode that notes whether a function is called that chooses among kernels for attention."""
+
+    was_called = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        chooses = func is functional.multi_head_attention_forward and not kwargs.get("need_weights", True)
+        self.was_called |= chooses or func is functional.scaled_dot_product_attention
+        return func(*args, **kwargs)
+
+
 def inspect_model(bench: Bench, source_digest: str) -> Subject:
     """Runs one FP32 step with hooks on every leaf.
 
@@ -47,9 +61,9 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
     """
     leaves = {path: module for path, module in bench.model.named_modules() if not any(module.children())}
     seen = {path: _Seen() for path in leaves}
-    fusable = False
+    fusable, attention = False, _Attention()
     try:
-        with bench.on_device(STOCK) as (_, stepper), _watching(leaves, seen):
+        with bench.on_device(STOCK) as (_, stepper), _watching(leaves, seen), attention:
             fusable = any(map(is_fusable, stepper.optimizers))
             _require_training(stepper, bench.model, own_step=bench.workload.step is not None)
     except TargetError:
@@ -76,6 +90,7 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
         accumulate=bench.workload.accumulate,
         repeated_leaves=repeated_leaves(bench.model),
         threads=torch.get_num_threads() if bench.device.type == "cpu" else 0,
+        attends=attention.was_called and bench.device.type == "cuda",
     )
 
 

@@ -54,7 +54,8 @@ class Subject:
     tells if the optimizer has a fused kernel not used yet, `own_step` if the workload defines its own step.
     `accumulate` is the number of batches for one optimizer step in training today. `repeated_leaves` counts the
     leaves of blocks that equal another, which a compiler of blocks need not compile again. `threads` is the number of
-    threads that PyTorch uses on a CPU, and 0 for a model that is trained on a GPU.
+    threads that PyTorch uses on a CPU, and 0 for a model that is trained on a GPU. The model `attends` if its step on a
+    GPU calls scaled_dot_product_attention.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Subject:
     accumulate: int = 1
     repeated_leaves: int = 0
     threads: int = 0
+    attends: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,8 @@ from amptune.search.space.knobs import (
     Space,
     digest,
     forbidden_because,
+    in_policy,
+    in_search,
     restrict,
     with_knob,
 )
@@ -130,7 +132,8 @@ class Candidates:
 
     def policy_of(self, point: Point) -> Policy:
         """Returns the policy for a point of the space; settings without effect there keep stock PyTorch's value."""
-        settings: dict[str, Any] = {BATCH_SIZE: self.batch_size, **point}
+        settings: dict[str, Any] = {BATCH_SIZE: self.batch_size}
+        settings |= {name: in_policy(name, value) for name, value in point.items()}
         settings["accumulate"] = _accumulate(settings[BATCH_SIZE], self.global_batch)
         half, depth = settings.pop(IN_HALF, False), settings.pop(EXCLUSIONS, 0)
         policy = settled(settings)
@@ -156,7 +159,7 @@ class Candidates:
         if policy.weights == "fp32":  # master weights and BatchNorm's dtype have no meaning then
             settings = {name: choices for name, choices in settings.items() if name not in (MASTERS, BATCHNORM)}
         faster = [rule for rule in policy.fp32_modules if not rule.is_needed]
-        point: dict[str, Any] = {name: getattr(policy, name) for name in settings}
+        point: dict[str, Any] = {name: in_search(name, policy) for name in settings}
         point |= {EXCLUSIONS: len(faster), IN_HALF: bool(policy.half_modules)}
         if forbidden_because(self.space, point) is not None:
             return False

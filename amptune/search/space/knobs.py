@@ -12,7 +12,7 @@ from typing import Any
 from amptune.errors import SpaceError
 from amptune.policy.knobs.knob import TRUTH, in_file, is_in
 from amptune.policy.knobs.precision_rules import FP32_MODULES, HALF_MODULES
-from amptune.policy.settings import KNOBS
+from amptune.policy.settings import KNOBS, Policy
 
 __all__ = [
     "BATCH_SIZE",
@@ -26,10 +26,13 @@ __all__ = [
     "Value",
     "digest",
     "forbidden_because",
+    "in_policy",
+    "in_search",
     "pin",
     "points",
     "restrict",
     "with_knob",
+    "without_knob",
 ]
 
 Value = str | int | bool
@@ -40,6 +43,8 @@ EXCLUSIONS, IN_HALF = "fp32_exclusions", "half_modules"
 WEIGHTS, MASTERS, BATCHNORM = "weights", "master_weights", "keep_batchnorm_fp32"
 # The choices of this knob depend on what fits into memory.
 BATCH_SIZE = "batch_size"
+# What a search calls it if nothing is preferred.
+NO_ORDER = "stock"
 
 
 class Point(Mapping[str, Value]):
@@ -158,6 +163,17 @@ def with_knob(space: Space, name: str, choices: tuple[Value, ...], *, stock: Val
     return replace(space, knobs=(*space.knobs, Dimension(name=name, choices=choices)), try_first=first)
 
 
+def without_knob(space: Space, name: str) -> Space:
+    """Returns the space without a knob that it may leave out, and without what was said of it."""
+    first = (Point({one: value for one, value in point.items() if one != name}) for point in space.try_first)
+    return replace(
+        space,
+        knobs=tuple(knob for knob in space.knobs if knob.name != name),
+        try_first=tuple(dict.fromkeys(first)),
+        forbid=tuple(rule for rule in space.forbid if name not in dict(rule.when)),
+    )
+
+
 def digest(space: Space) -> str:
     """Returns a short hash of the knobs and forbidden points, without reasons; each hash has a study of its own.
 
@@ -174,9 +190,25 @@ _OF_RULES = (
     replace(FP32_MODULES, name=EXCLUSIONS, stock=0, is_count=True),
     replace(HALF_MODULES, stock=False, values=TRUTH),
 )
-_OF_POLICIES = (knob for knob in KNOBS if knob.values or knob.is_count)
+_OF_POLICIES = (knob for knob in KNOBS if (knob.values or knob.is_count) and not knob.is_order)
+# What is preferred, in place of an order.
+_OF_ORDERS = (replace(knob, stock=NO_ORDER, values=(NO_ORDER, *knob.values)) for knob in KNOBS if knob.is_order)
 # The knobs that a space may have, by name. Those that it may leave out stand last.
-SEARCHED = {knob.name: knob for knob in sorted((*_OF_POLICIES, *_OF_RULES), key=lambda knob: knob.is_optional)}
+SEARCHED = {
+    knob.name: knob for knob in sorted((*_OF_POLICIES, *_OF_RULES, *_OF_ORDERS), key=lambda knob: knob.is_optional)
+}
+
+
+def in_policy(name: str, value: Value) -> Any:
+    """Returns what a policy has for a value of the search."""
+    is_order = name in SEARCHED and SEARCHED[name].is_order
+    return value if not is_order else () if value == NO_ORDER else (value,)
+
+
+def in_search(name: str, policy: Policy) -> Any:
+    """Returns the search's value of a policy's setting."""
+    setting = getattr(policy, name)
+    return setting if not SEARCHED[name].is_order else setting[0] if setting else NO_ORDER
 
 
 def _value_of(name: str, text: str) -> Value:

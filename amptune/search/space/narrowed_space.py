@@ -19,6 +19,7 @@ from amptune.search.space.knobs import (
     pin,
     restrict,
     with_knob,
+    without_knob,
 )
 
 __all__ = ["narrowed"]
@@ -82,7 +83,10 @@ def _for_model(space: Space, subject: Subject) -> Space:
         space = replace(space, try_first=tuple(unfused))
     for knob in space.knobs:
         choices = tuple(value for value in knob.choices if SEARCHED[knob.name].matters(value, subject))
-        space = restrict(space, knob.name, choices or (SEARCHED[knob.name].stock,))
+        stock = SEARCHED[knob.name].stock
+        space = restrict(space, knob.name, choices or (stock,))
+        if SEARCHED[knob.name].is_optional and space.choices(knob.name) == (stock,):
+            space = without_knob(space, knob.name)
     return space
 
 

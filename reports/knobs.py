@@ -1,9 +1,11 @@
-"""What recording whole steps gives (`cuda_graphs: step`) beside recorded passes and `reduce-overhead`: ms a step.
+"""What a knob gives, ms a step: whole steps beside recorded passes, or attention by cuDNN beside PyTorch's choice.
 
-    python reports/whole_steps.py --out reports/NAME/steps.jsonl llama_150m t5_base zoo:resnet18:8
+    python reports/knobs.py whole_steps --out reports/NAME/steps.jsonl llama_150m t5_base zoo:resnet18:8
+    python reports/knobs.py attention --out reports/NAME/attention.jsonl llama_150m long_decoder zoo:gpt2:8
 
-A model is one of `foreign_models.py`, or `zoo:NAME:BATCH_SIZE`. Each policy trains by `tuned.training_step` on a few
-batches that lie on the GPU; a line has the median of three blocks, and the host's own time.
+A model is one of `foreign_models.py` or `attention_models.py`, or `zoo:NAME:BATCH_SIZE`. Each policy trains by
+`tuned.training_step` on a few batches that lie on the GPU; a line has the median of three blocks, and the host's own
+time.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import foreign_models  # beside this program
+import attention_models  # beside this program
+import foreign_models
 import torch
 
 import amptune
@@ -32,11 +35,12 @@ BATCHES, FIRST_STEPS, BLOCKS, BLOCK_STEPS = 4, 12, 3, 30
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("knob", choices=KNOBS)
     parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     for model in arguments.models:
-        for policy in policies_for(workload_of(model)):
+        for policy in KNOBS[arguments.knob](plain_for(workload_of(model))):
             line = {"model": model, "gpu": torch.cuda.get_device_name(), **timed(workload_of(model), policy)}
             with arguments.out.open("a", encoding="utf-8") as file:
                 print(json.dumps(line), file=file)
@@ -44,19 +48,32 @@ def main() -> None:
 
 def workload_of(model: str) -> Workload:
     if not model.startswith("zoo:"):
-        found: Workload = getattr(foreign_models, model)()
+        found: Workload = getattr(foreign_models if hasattr(foreign_models, model) else attention_models, model)()
         return found
     _, name, size = model.split(":")
     return replace(zoo.workload(name), batch_size=int(size))
 
 
-def policies_for(workload: Workload) -> Iterator[Policy]:
+def plain_for(workload: Workload) -> Policy:
     convolves = any(isinstance(module, torch.nn.Conv2d) for module in workload.model().modules())
-    plain = Policy(autocast="bf16", memory_format="channels_last" if convolves else "contiguous", fused_optimizer=True)
+    return Policy(autocast="bf16", memory_format="channels_last" if convolves else "contiguous", fused_optimizer=True)
+
+
+def with_whole_steps(plain: Policy) -> Iterator[Policy]:
     for own in (plain, replace(plain, compile="blocks")):
         yield replace(own, cuda_graphs=True)
         yield replace(own, cuda_graphs="step")
     yield replace(plain, compile="reduce-overhead")
+
+
+def with_attention(plain: Policy) -> Iterator[Policy]:
+    for own in (replace(plain, cuda_graphs=True), replace(plain, compile="reduce-overhead")):
+        yield own
+        yield replace(own, attention=("cudnn",))
+        yield replace(own, attention=("flash", "cudnn"))
+
+
+KNOBS = {"whole_steps": with_whole_steps, "attention": with_attention}
 
 
 def timed(workload: Workload, policy: Policy) -> dict[str, Any]:
