@@ -11,7 +11,6 @@ from statistics import median_low
 
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.results.outcome import Failure, Measurement
-from amptune.policy.knobs.attention import AttentionBackend
 from amptune.policy.settings import AUTOTUNED_MODES, CompileMode, Fp32Math, MemoryFormat, Policy
 from amptune.search.events import Compiling, Observer
 from amptune.search.plan.budget import Budget
@@ -37,7 +36,6 @@ RECIPES = (
     Policy(),
 )
 LAYOUTS: tuple[MemoryFormat, ...] = ("channels_last_3d", "channels_last", "contiguous")
-ATTENTION: tuple[tuple[AttentionBackend, ...], ...] = (("cudnn",), ())
 # A host may need so many times what is expected: Swin-T's graph came after 91 s in place of 27 (reports/h100/foreign).
 SLOW_HOST = 4.0
 # The device memory that a compiling process is expected to need, relative to the eager baseline: CUDA graphs have their
@@ -252,8 +250,8 @@ class CompiledGraphs:
     def _plain(self) -> Iterator[Policy]:
         """Yields the policies to compile before anything was measured, the likeliest first."""
         own = {"batch_size": self.baseline.batch_size, "accumulate": self.baseline.accumulate}
-        for recipe, layout, fused, attention, fp32_math in product(RECIPES, LAYOUTS, FUSED, ATTENTION, MATHS):
-            policy = replace(recipe, memory_format=layout, attention=attention, fused_optimizer=fused, **own)  # type: ignore[arg-type]
+        for recipe, layout, fused, fp32_math in product(RECIPES, LAYOUTS, FUSED, MATHS):
+            policy = replace(recipe, memory_format=layout, fused_optimizer=fused, **own)  # type: ignore[arg-type]
             policy = replace(policy, fp32_math=fp32_math) if recipe.precision == "off" else policy
             if any(policy.compiled(mode) in self.study for mode in BEHIND):
                 yield policy

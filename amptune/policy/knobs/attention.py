@@ -21,17 +21,26 @@ _IN_TORCH = {
 }
 
 
-def _apply(preferred: tuple[AttentionBackend, ...], _: Model) -> Undo:
-    if not preferred:
+def _apply(preferred: tuple[AttentionBackend, ...], model: Model) -> Undo:
+    if not preferred or not _is_on_gpu(model):
         return lambda: None
     import torch
     import torch.compiler.config as compiler
 
+    # The first choice of a process makes PyTorch's own order, which would replace ours
+    # (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    tiny = torch.empty(1, 1, 1, 8, device=next(model.parameters()).device)
+    torch._fused_sdp_choice(tiny, tiny, tiny)
     order: list[int] = torch._C._get_sdp_priority_order()
     first = [int(getattr(torch._C._SDPBackend, _IN_TORCH[name])) for name in preferred]
     tag = compiler.cache_key_tag
     _set(order=[*first, *(one for one in order if one not in first)], tag=f"{tag} attention {', '.join(preferred)}")
     return lambda: _set(order=order, tag=tag)
+
+
+def _is_on_gpu(model: Model) -> bool:
+    first = next(model.parameters(), None)
+    return first is not None and first.device.type == "cuda"
 
 
 def _set(*, order: list[int], tag: str) -> None:
@@ -46,9 +55,8 @@ def _set(*, order: list[int], tag: str) -> None:
 
 
 def _idle(policy: Settings, model: Model) -> Iterator[Finding]:
-    first = next(model.parameters(), None)
-    if policy.attention and first is not None and first.device.type != "cuda":
-        message = f"attention is for a GPU, and the model is on {first.device}"
+    if policy.attention and not _is_on_gpu(model):
+        message = "attention is for a model on a GPU: move the model there, and then apply the policy"
         yield Finding(code="attention-without-effect", message=message)
 
 
@@ -60,14 +68,15 @@ def _told(policy: Settings) -> Iterator[str]:
         )
 
 
-# Compiled, a model may pass a mask where it says "causal" without a compiler: PyTorch then took kernels that made the
-# step of a decoder a third slower than cuDNN's (reports/h100/attention).
+# PyTorch's own order is the fastest on an H100 with torch 2.11 (reports/h100/attention), so that no space has another.
 ATTENTION = Knob(
     name="attention",
     stock=(),
     values=get_args(AttentionBackend),
     is_order=True,
     is_optional=True,
+    # All of them sum in FP32, over blocks of other sizes.
+    numerics="order",
     matters=lambda value, subject: value == "stock" or subject.attends,
     apply=_apply,
     idle=_idle,
