@@ -12,7 +12,9 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["map_tensors", "tensors_in"]
+__all__ = ["HALF_DTYPES", "map_tensors", "tensors_in"]
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

@@ -8,7 +8,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["HALF_DTYPES", "CudaAutocast"]
+from amptune.changes.tensor_tree import HALF_DTYPES
+
+__all__ = ["CudaAutocast"]
 
 # The operations that autocast computes in FP32 on CUDA and not on the CPU: torch/include/ATen/autocast_mode.h.
 _IN_FP32 = frozenset(
@@ -55,7 +57,6 @@ _CAST_WITHIN = frozenset(["softmax", "log_softmax", "softmin", "sum", "prod", "c
 # Autocast on CUDA refuses this one with an error, and on the CPU it does not (PyTorch's "Autocast Op Reference").
 _REFUSED = "binary_cross_entropy"
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class CudaAutocast(TorchFunctionMode):

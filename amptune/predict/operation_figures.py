@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from amptune.predict.cuda_autocast import HALF_DTYPES
+from amptune.changes.tensor_tree import HALF_DTYPES
 from amptune.predict.operation import Operation
 
 __all__ = ["figures_of"]

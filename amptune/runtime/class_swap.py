@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amptune.changes.tensor_tree import map_tensors
+from amptune.changes.tensor_tree import HALF_DTYPES, map_tensors
 from amptune.errors import PolicyApplyError
 from amptune.runtime.gradient_dtype import take_gradients_as_they_come
 
@@ -30,7 +30,6 @@ __all__ = ["Precision", "obstacle", "overlaid", "precision_of", "swap", "swapped
 # "fp32-weights" is a module within it that has FP32 weights, with half inputs and outputs.
 Precision = Literal["fp32", "fp32-cast", "half", "half-weights", "fp32-weights"]
 
-_HALF = (torch.float16, torch.bfloat16)
 
 # The device types on which autocast can be on. They come from this build of torch, as an input's device can mislead:
 # a mask or a time step may be on the CPU while the features are on the GPU.
@@ -58,7 +57,7 @@ def obstacle(module: nn.Module, precision: Precision = "fp32") -> str | None:
             "has a forward set on the instance (accelerate's prepare() and torch.compile do that), which hides the "
             "class's; apply the policy before that"
         )
-    half = {str(p.dtype) for p in module.parameters() if p.dtype in _HALF}
+    half = {str(p.dtype) for p in module.parameters() if p.dtype in HALF_DTYPES}
     if half:
         return f"has weights in {' and '.join(sorted(half))}; call its .float(), or leave the rule out"
     return None
@@ -204,7 +203,7 @@ def _to_half(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in _HALF else tensor
+    return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
 
 
 def _run_eager(on: Sequence[str], call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

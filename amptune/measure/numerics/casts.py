@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from amptune.changes.tensor_tree import HALF_DTYPES
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import failure_of
-from amptune.measure.numerics.randomness import HALF_DTYPES
 from amptune.measure.numerics.short_training import Training
 from amptune.policy.settings import Policy
 

@@ -21,9 +21,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from amptune.changes.tensor_tree import HALF_DTYPES
 from amptune.workload.user_errors import is_the_users
 
-__all__ = ["HALF_DTYPES", "DrawingInFp32", "OwnGenerators", "without_dropout"]
+__all__ = ["DrawingInFp32", "OwnGenerators", "without_dropout"]
 
 # Attributes that hold a probability: of nn.Dropout and its variants, and of recurrent layers and nn.MultiheadAttention,
 # which pass theirs to functions that a TorchFunctionMode cannot see into.
@@ -72,7 +73,6 @@ class _NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-HALF_DTYPES = (torch.float16, torch.bfloat16)
 _NEW = (torch.rand, torch.randn, torch.rand_like, torch.randn_like)
 _IN_PLACE = {
     getattr(torch.Tensor, name)

@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from amptune.changes.tensor_tree import HALF_DTYPES
 from amptune.runtime.graphs.host_effects import NotRecordableError
 
 if TYPE_CHECKING:
@@ -170,9 +171,6 @@ def _edges_behind(outputs: Iterable[torch.Tensor]) -> Iterator[tuple[Any, Any]]:
             ahead += [(node, following) for following, _ in node.next_functions]
 
 
-_HALF = (torch.bfloat16, torch.float16)
-
-
 def edges_for(
     outputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], others: Collection[torch.Tensor]
 ) -> list[torch.Tensor | GradientEdge]:
@@ -201,5 +199,5 @@ def _edge_of(weight: torch.Tensor, sources: Sequence[Any]) -> torch.Tensor | Gra
     if len(sources) != 1 or type(sources[0]).__name__ != "ToCopyBackward0":
         return weight
     metadata = getattr(sources[0], "_input_metadata", ())
-    is_cast_to_half = [(one.dtype in _HALF, one.device) for one in metadata] == [(True, weight.device)]
+    is_cast_to_half = [(one.dtype in HALF_DTYPES, one.device) for one in metadata] == [(True, weight.device)]
     return GradientEdge(sources[0], 0) if is_cast_to_half and weight.dtype is torch.float32 else weight
