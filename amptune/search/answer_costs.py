@@ -74,5 +74,8 @@ def compared_s(
 
     most, share_s = max(0, PROCESSES - rounds) * round_s(len(policies)), COMPARISON_SHARE * search_s
     has_time = not awaits_graph and share_s >= round_s(2)
+    if has_time or rounds:
+        return min(most, share_s)
     running_s = sum(costs[:2])  # a turn of the baseline and the best policy, in the processes that run
-    return min(most, share_s) if has_time or rounds else min(running_s, share_s)
+    # Without time for both, one of the best alone is all that is done.
+    return running_s if running_s <= share_s else min(costs[1], share_s)
