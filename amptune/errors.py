@@ -18,6 +18,7 @@ __all__ = [
     "FileFormatError",
     "HardwareMismatchError",
     "MissingPackageError",
+    "NotMeasuredError",
     "NothingFeasibleError",
     "ObjectiveError",
     "OutputError",
@@ -88,6 +89,10 @@ class UserCodeError(AmptuneError):
 
 class NothingFeasibleError(AmptuneError):
     """The baseline (the step as it trains today) could not be measured here, so no policy can be."""
+
+
+class NotMeasuredError(NothingFeasibleError):
+    """The budget was spent before a claim could be measured, so nothing is known of it."""
 
 
 class StudyError(AmptuneError):

@@ -41,6 +41,7 @@ _COMMANDS = {
 
 _EXIT_CODES: dict[type[errors.AmptuneError], int] = {
     errors.UserCodeError: 1,
+    errors.NotMeasuredError: 1,
     errors.NothingFeasibleError: 3,
     errors.HardwareMismatchError: 4,
 }
@@ -136,7 +137,7 @@ def _quieten_resource_tracker() -> None:
 
 
 def exit_code_of(error: errors.AmptuneError) -> int:
-    """Returns the exit code of an error: 2 (wrong use), unless the error's class has its own code."""
+    """Returns the exit code of an error: that of the first class here that it is of, else 2 (wrong use)."""
     return next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), 2)
 
 

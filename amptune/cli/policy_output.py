@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from amptune.search.decide.decision import Decision
     from amptune.search.request import TuningRequest
 
-__all__ = ["deliver", "require_outputs", "require_replaceable", "write_policy", "write_report"]
+__all__ = ["deliver", "require_outputs", "require_replaceable", "write_policy"]
 
 
 def require_outputs(output: str, report: str | None) -> None:
@@ -60,8 +60,20 @@ def _reason_to_keep(path: Path, target: str) -> str | None:
     return None
 
 
-def deliver(decision: Decision, target: str, output: str, *, as_json: bool, verbose: bool) -> None:
-    """Writes the policy and prints the result; if the file cannot be written, the policy goes to stdout."""
+def deliver(
+    decision: Decision,
+    *,
+    request: TuningRequest,
+    target: str,
+    output: str,
+    report: str | None,
+    as_json: bool,
+    verbose: bool,
+) -> None:
+    """Writes the policy and the page, and prints the result; if the policy cannot be written, prints that.
+
+    With `as_json`, stdout gets one object at most: the policy then goes to stderr, and an error comes before a result.
+    """
     from amptune.policy.file_io import dumps
     from amptune.report.terminal import print_decision
     from amptune.workload.script import line_for_training
@@ -69,16 +81,18 @@ def deliver(decision: Decision, target: str, output: str, *, as_json: bool, verb
     try:
         write_policy(dumps(decision.policy_file), output, target)
     except OutputError:
-        click.echo(dumps(decision.policy_file))
+        click.echo(dumps(decision.policy_file), err=as_json)
         raise
     if as_json:
+        _write_report(decision, request, report)
         print_json("amptune.tune/1", _as_data(decision, output))
     else:
         training = line_for_training(target, output)
         print_decision(decision, output, sys.stdout, training=training, verbose=verbose)
+        _write_report(decision, request, report)
 
 
-def write_report(decision: Decision, request: TuningRequest, output: str | None) -> None:
+def _write_report(decision: Decision, request: TuningRequest, output: str | None) -> None:
     """Writes the HTML page, if one was requested."""
     if output is None:
         return

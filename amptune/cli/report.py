@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from amptune.cli.options import FILE, json_option, objective_options, print_json
+from amptune.policy.findings import Finding
 
 if TYPE_CHECKING:
     from amptune.search.decide.study_report import StudyReport
@@ -66,6 +67,9 @@ def report_command(
             raise
         write_page(page_without_answer(record, str(error)), output)
         click.echo(f"wrote {output}: {error}", err=True)
+        if as_json:
+            finding = Finding(code="study", message=str(error))
+            print_json("amptune.report/1", {"output": output, "study": record.name, "findings": [finding.as_dict()]})
         return
     if output is not None:
         files = files_of(_folder(where, record))

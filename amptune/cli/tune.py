@@ -101,7 +101,7 @@ def tune_command(
     Stock PyTorch and the AMP recipe are measured first. The same command again resumes its study: a policy that had its
     trial gets no second one. It also replaces the policy that it wrote; no other file, without --force.
     """
-    from amptune.cli.policy_output import deliver, require_outputs, require_replaceable, write_report
+    from amptune.cli.policy_output import deliver, require_outputs, require_replaceable
     from amptune.cli.workers import beside, end_with_parent, parts_of, use_cores
 
     if of_run is not None:
@@ -116,7 +116,15 @@ def tune_command(
     require_replaceable(output, options["target"], force=force)
     request = replace(_request(session, pins=pins, **options | {"trials": mine.trials}), workers=workers)
     _require_folder(request.folder)
-    tell = partial(deliver, target=options["target"], output=output, as_json=as_json, verbose=verbose)
+    tell = partial(
+        deliver,
+        request=request,
+        target=options["target"],
+        output=output,
+        report=report,
+        as_json=as_json,
+        verbose=verbose,
+    )
     progress = progress_unless(quiet, request.budget, verbose=verbose)
     if of_run is not None:  # the process that started this one decides
         with suppress(TuningInterrupted), progress as observer:
@@ -133,11 +141,9 @@ def tune_command(
                 print_error(130, "interrupted", nothing)
         else:
             tell(interrupted.decision)
-            write_report(interrupted.decision, request, report)
             click.echo("interrupted: this is the best so far; the same command continues", err=True)
         return 130
     tell(decision)
-    write_report(decision, request, report)
     return 0
 
 

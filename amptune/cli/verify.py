@@ -149,13 +149,13 @@ def _long_look(
             evaluator=session.evaluator,
             **options,
         )
-    if as_json:
-        print_json("amptune.verify-numerics/1", {"file": policy, "curves": str(curves), **_as_long_data(look)})
-    else:
+    if not as_json:
         print_long_look(look, str(curves), sys.stdout)
     if report is not None:
         write_page(page_of_look(look), report)
         click.echo(f"report written to {report}", err=True)
+    if as_json:  # last, so that stdout has this object or that of an error
+        print_json("amptune.verify-numerics/1", {"file": policy, "curves": str(curves), **_as_long_data(look)})
     if look.interrupted:
         click.echo("interrupted: this is what the finished runs say", err=True)
         return INTERRUPTED

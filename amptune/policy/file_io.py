@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from amptune.errors import FileFormatError, OutputError
+from amptune.errors import FileFormatError, OutputError, Problem
 from amptune.policy.condition import condition_of
 from amptune.policy.policy_file import PolicyFile, is_preset, preset
 from amptune.policy.profile import Entry, Profile, resolve_here, useless
@@ -56,7 +56,7 @@ def parse_policy(document: Document) -> PolicyFile | Profile:
     if schema == POLICY_SCHEMA:
         return policy_file_from(validate(document, PolicyDocument, data))
     if schema == PROFILE_SCHEMA:
-        return _profile_from(validate(document, ProfileDocument, data), document)
+        return _profile_from(document, data)
     allowed = f"amptune reads {POLICY_SCHEMA} and {PROFILE_SCHEMA}"
     said = "schema: this key is missing" if schema is None else f"schema: {schema!r} is not known"
     raise FileFormatError([document.problem(("schema",), f"{said}; {allowed}")])
@@ -138,21 +138,31 @@ def _entry_to_dict(entry: Entry) -> dict[str, Any]:
     return {"match": dict(entry.match), "policy": policy_file_to_dict(entry.policy, schema=False)}
 
 
-def _profile_from(body: ProfileDocument, document: Document) -> Profile:
-    """Returns the profile. Raises `FileFormatError` for malformed comparisons."""
-    problems = []
-    for index, entry in enumerate(body.entries):
-        for name, text in entry.match.items():
-            try:
-                condition_of(name, text)
-            except ValueError as error:
-                problems.append(document.problem(("entries", index, "match", name), f"{name}: {error}"))
+def _profile_from(document: Document, data: Any) -> Profile:
+    """Returns the profile. Raises `FileFormatError` with every problem, malformed comparisons included."""
+    problems = list(_malformed_comparisons(document, data))
+    try:
+        body = validate(document, ProfileDocument, data)
+    except FileFormatError as error:
+        problems += error.problems
     if problems:
-        raise FileFormatError(problems)
+        raise FileFormatError(sorted(problems, key=lambda p: (p.line or 0, p.column or 0)))
     return Profile(
         entries=tuple(Entry(match=e.match, policy=policy_file_from(e.policy)) for e in body.entries),
         default=None if body.default is None else policy_file_from(body.default),
     )
+
+
+def _malformed_comparisons(document: Document, data: Any) -> Iterator[Problem]:
+    """Yields a problem for each malformed comparison, whatever else is wrong."""
+    entries = data.get("entries")
+    for index, entry in enumerate(entries if isinstance(entries, list) else ()):
+        match = entry.get("match") if isinstance(entry, Mapping) else None
+        for name, text in match.items() if isinstance(match, Mapping) else ():
+            try:
+                condition_of(name, text if isinstance(text, str) else "")
+            except ValueError as error:
+                yield document.problem(("entries", index, "match", name), f"{name}: {error}")
 
 
 def _with_labels_as_written(document: Document) -> Any:

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from amptune.errors import NothingFeasibleError
+from amptune.errors import NothingFeasibleError, NotMeasuredError
 from amptune.hardware.detect import probe
 from amptune.hardware.machine import Hardware
 from amptune.measure.bench.readings import noticed
@@ -89,8 +89,8 @@ def verify(
     """Measures a policy's claim again, on this machine unless an `evaluator` is given: `amptune verify` as a function.
 
     `arguments` are those of a target's script. Raises `ClaimError` if the file claims nothing,
-    `HardwareMismatchError` on another machine, `NothingFeasibleError` if the baseline fails, and any error that the
-    workload raises.
+    `HardwareMismatchError` on another machine, `NothingFeasibleError` if the baseline fails, `NotMeasuredError` if
+    there was no time to measure both, and any error that the workload raises.
     """
     claim_of(policy_file)
     if evaluator is None:  # checked before a model is built that may be far too large here
@@ -120,7 +120,7 @@ def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, o
         raise _not_measured(rows, pair)
     policy = verdict.contender_of(pair.policy)
     if policy is None:
-        raise NothingFeasibleError(f"{claim.policy} could not be measured within the budget; give more with --budget")
+        raise _no_time_for(claim.policy)
     found = Verification(
         claim=claim,
         policy=policy,
@@ -181,7 +181,12 @@ def _not_measured(rows: Sequence[Row], pair: Pair) -> NothingFeasibleError:
     failure = next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)
     if failure is not None:
         return NothingFeasibleError(f"the baseline ({claim.baseline}) fails here: {failure}")
-    return NothingFeasibleError(f"{claim.baseline} could not be measured within the budget; give more with --budget")
+    return _no_time_for(claim.baseline)
+
+
+def _no_time_for(policy: Policy) -> NotMeasuredError:
+    why = f"{policy} could not be measured within the budget"
+    return NotMeasuredError(f"could not tell: {why}; give more with --budget")
 
 
 def _sized(policy: Policy, prepared: Prepared) -> Policy:

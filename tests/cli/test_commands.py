@@ -410,6 +410,11 @@ def test_a_full_disk_prints_the_policy_instead(folder: Path) -> None:
     assert done.returncode == 2
     assert "No space left on device" in done.stderr
     assert done.stdout.startswith("schema: amptune.policy/1")
+    as_json = run(*TUNE, *FEW, "-o", "/dev/full", "--json", folder=folder, evaluator=Machine())
+    assert json.loads(as_json.stdout)["exit_code"] == 2
+    assert "schema: amptune.policy/1" in as_json.stderr
+    page = run(*TUNE, *FEW, "--report", "/dev/full", "--json", folder=folder, evaluator=Machine())
+    assert json.loads(page.stdout)["exit_code"] == 2
 
 
 def test_a_policy_of_another_gpu_is_refused(folder: Path) -> None:

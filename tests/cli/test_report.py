@@ -231,6 +231,9 @@ def test_a_study_whose_baseline_failed_gets_a_page_and_no_answer(tmp_path: Path)
     assert (done.returncode, done.stdout) == (0, "")
     assert "nothing can be held against it" in done.stderr
     assert "The verdict" in Text((tmp_path / "page.html").read_text()).headings
+    answer = json.loads(run("report", "train.py:small", "-o", "page.html", "--json", folder=tmp_path).stdout)
+    assert (answer["schema"], answer["output"]) == ("amptune.report/1", "page.html")
+    assert "nothing can be held against it" in answer["findings"][0]["message"]
 
 
 def test_a_study_keeps_what_the_tuning_noticed_and_the_versions(folder: Path) -> None:

@@ -151,6 +151,17 @@ def test_a_malformed_comparison_is_an_error_with_its_line(wanted: str) -> None:
     assert line.startswith(f"p.yaml:5:16: a: {wanted!r} is no comparison: write one of >=, <=, >, <")
 
 
+def test_a_malformed_comparison_is_reported_with_all_other_problems() -> None:
+    text = (
+        "schema: amptune.profile/1\nentries:\n"
+        '  - match: {a: ">=x"}\n    policy: {autocast: bf15}\n  - match: {}\n    polcy: {}\n'
+    )
+    with pytest.raises(FileFormatError) as caught:
+        parse_policy(parse(text, "p.yaml"))
+    places = [line.split(" ")[0] for line in str(caught.value).splitlines()]
+    assert places == ["p.yaml:3:16:", "p.yaml:4:24:", "p.yaml:6:5:"]
+
+
 @pytest.mark.parametrize(
     ("matches", "said"),
     [

@@ -14,7 +14,8 @@ from simulated.clock import SimulatedClock
 from simulated.landscape import WORKLOADS, SyntheticEvaluator, Trouble, landscape_of
 from simulated.recorded import H200, RecordedEvaluator, recorded_ms
 
-from amptune.errors import ClaimError, HardwareMismatchError, NothingFeasibleError
+from amptune.cli.entry import exit_code_of
+from amptune.errors import ClaimError, HardwareMismatchError, NothingFeasibleError, NotMeasuredError
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.file_io import load, save
 from amptune.policy.policy_file import Evidence, PolicyFile
@@ -203,8 +204,9 @@ def test_what_disturbed_the_measurements_is_said_if_they_did_not_tell() -> None:
 def test_a_baseline_that_hangs_is_not_measured_within_the_budget() -> None:
     hangs = Failure(kind="timeout", message="no answer")
     evaluator = RecordedEvaluator("resnet50", interfere=lambda policy: hangs if policy.autocast == "off" else None)
-    with pytest.raises(NothingFeasibleError, match="could not be measured within the budget"):
+    with pytest.raises(NotMeasuredError, match=r"could not tell: .* could not be measured within the budget") as caught:
         verified(claiming(TRUE), evaluator)
+    assert exit_code_of(caught.value) == 1
 
 
 @pytest.mark.parametrize("baseline", [{"policy": {"autocast": "int8"}}, {"step_ms": "abc"}, {"policy": None}])
