@@ -50,7 +50,9 @@ class Training:
     _buffers: list[tuple[torch.nn.Module, dict[str, torch.Tensor | None]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._buffers = [(module, dict(module._buffers)) for module in self.bench.model.modules()]
+        modules = self.bench.model.modules()
+        others = (module for module in modules if not isinstance(module, torch.jit.ScriptModule))  # they drop no buffer
+        self._buffers = [(module, dict(module._buffers)) for module in others]
 
     @staticmethod
     def on(bench: Bench, policy: Policy, *, divided: bool = False) -> AbstractContextManager[Training]:
