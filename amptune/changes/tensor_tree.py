@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["map_tensors", "tensors_in"]
+__all__ = ["map_tensors", "stored_in", "tensors_in"]
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -34,6 +34,22 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
     map_tensors(note, value)
     return found
+
+
+def stored_in(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the plain tensors that hold the numbers of one that may be sparse or nested: indices, then values.
+
+    Most functions know nothing else: a sparse tensor has no nbytes and no stride, and cannot be compared or narrowed.
+    """
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]  # the public ones want it coalesced
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if tensor.is_nested:
+        return [tensor.values()]
+    return [tensor]
 
 
 def _mapped(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> tuple[Any, bool]:
