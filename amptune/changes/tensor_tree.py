@@ -8,6 +8,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,6 +72,8 @@ def _sequence(fn: Callable[[torch.Tensor], torch.Tensor], value: tuple[Any, ...]
     if not any(changed for _, changed in pairs):
         return value, False
     items = [item for item, _ in pairs]
+    if isinstance(value, PackedSequence):
+        items[1] = value.batch_sizes  # recurrent layers take them on the CPU, wherever the data is
     if type(value) is tuple:
         return tuple(items), True
     make = getattr(type(value), "_make", type(value))  # named tuples take their fields one by one, and have _make
