@@ -84,7 +84,8 @@ class _Strides:
 
     def tensor(self) -> torch.Tensor | None:
         """Returns the tensor that has the name now."""
-        return self.module._parameters.get(self.name, self.module._buffers.get(self.name))
+        tables = (self.module._parameters, self.module._buffers)
+        return next((table[self.name] for table in tables if self.name in table), None)  # TorchScript's have no `get`
 
 
 def _state(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:

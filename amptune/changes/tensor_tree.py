@@ -8,11 +8,12 @@ from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["HALF_DTYPES", "map_tensors", "tensors_in"]
+__all__ = ["HALF_DTYPES", "map_tensors", "stored_in", "tensors_in"]
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -38,6 +39,22 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
+def stored_in(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the plain tensors that hold the numbers of one that may be sparse or nested: indices, then values.
+
+    Most functions know nothing else: a sparse tensor has no nbytes and no stride, and cannot be compared or narrowed.
+    """
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]  # the public ones want it coalesced
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if tensor.is_nested:
+        return [tensor.values()]
+    return [tensor]
+
+
 def _mapped(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> tuple[Any, bool]:
     """Returns (the new value, whether it changed), since torch.compile cannot compare containers by identity."""
     if isinstance(value, torch.Tensor):
@@ -57,6 +74,8 @@ def _sequence(fn: Callable[[torch.Tensor], torch.Tensor], value: tuple[Any, ...]
     if not any(changed for _, changed in pairs):
         return value, False
     items = [item for item, _ in pairs]
+    if isinstance(value, PackedSequence):
+        items[1] = value.batch_sizes  # recurrent layers take them on the CPU, wherever the data is
     if type(value) is tuple:
         return tuple(items), True
     make = getattr(type(value), "_make", type(value))  # named tuples take their fields one by one, and have _make

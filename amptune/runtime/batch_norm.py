@@ -55,7 +55,7 @@ class FiniteStatistics:
 
 def _running(model: nn.Module) -> Iterator[tuple[str, list[torch.Tensor]]]:
     for path, module in model.named_modules():
-        statistics = (module._buffers.get(name) for name in ("running_mean", "running_var"))
-        tensors = [tensor for tensor in statistics if tensor is not None]
+        own = dict(module.named_buffers(recurse=False))
+        tensors = [own[name] for name in ("running_mean", "running_var") if name in own]
         if tensors:
             yield path, tensors

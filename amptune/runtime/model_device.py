@@ -28,10 +28,11 @@ class ModelDevice:
     @property
     def device_type(self) -> str:
         """The device type; `cpu` for a model without parameters and buffers."""
-        tensor = self._holder.get(self._name)
+        stands = self._name in self._holder  # no `get`: what TorchScript's modules have in place of dicts has none
         for children, name, child in self._way:
-            if children.get(name) is not child:
-                tensor = None
+            if name not in children or children[name] is not child:
+                stands = False
+        tensor = self._holder[self._name] if stands else None
         if tensor is None:
             tensor = next(self._tensors(), None)
         return "cpu" if tensor is None else str(tensor.device.type)

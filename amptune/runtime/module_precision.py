@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from amptune.errors import PolicyApplyError
@@ -89,6 +90,8 @@ def _runnable_in(module: nn.Module) -> Iterator[nn.Module]:
 
 def has_forward(module: nn.Module) -> bool:
     """Returns True if the module has a forward; a ModuleList or a ModuleDict has none."""
+    if isinstance(module, torch.jit.ScriptModule):  # only the object has it: asking the class raises
+        return hasattr(module, "forward")
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from amptune.changes.tensor_tree import tensors_in
+from amptune.changes.tensor_tree import stored_in, tensors_in
 from amptune.errors import TargetError
 
 __all__ = ["LoaderBatches"]
@@ -123,7 +123,7 @@ def _first_of(loader: Iterable[Any]) -> list[Any]:
     with _own_randomness():
         for batch in islice(loader, MOST_KEPT + 1):
             batches.append(batch)
-            if sum(tensor.nbytes for tensor in tensors_in(batches)) > LARGE_BYTES:
+            if sum(part.nbytes for tensor in tensors_in(batches) for part in stored_in(tensor)) > LARGE_BYTES:
                 break
     if not batches:
         raise TargetError("the loader yields no batch: is its dataset empty?")

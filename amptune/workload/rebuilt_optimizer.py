@@ -34,7 +34,8 @@ class RebuiltOptimizer:
                 "model.parameters() of this model; parameters of a loss belong into the model"
             )
         self.kind = type(optimizer)
-        self.arguments = {name: optimizer.defaults[name] for name in _accepted(self.kind, optimizer.defaults)}
+        known = {**_plain_attributes(optimizer), **optimizer.defaults}
+        self.arguments = {name: known[name] for name in _accepted(self.kind, optimizer.defaults, known)}
         self.groups = [
             {**_settings(group), "params": [names[id(parameter)] for parameter in group["params"]]}
             for group in optimizer.param_groups
@@ -52,12 +53,21 @@ class RebuiltOptimizer:
             ) from error
 
 
-def _accepted(kind: type, defaults: dict[str, Any]) -> list[str]:
-    """Returns the names of the defaults that the class takes as arguments; groups have all of them anyway."""
+def _accepted(kind: type, defaults: dict[str, Any], known: dict[str, Any]) -> list[str]:
+    """Returns the names of what is known that the class takes as arguments; groups have all the defaults anyway."""
     taken = inspect.signature(kind).parameters.values()
+    named = [parameter.name for parameter in taken if parameter.name in known]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken):
-        return list(defaults)
-    return [parameter.name for parameter in taken if parameter.name in defaults]
+        return list(dict.fromkeys([*defaults, *named]))
+    return named
+
+
+def _plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns the numbers and texts that the object has as attributes: arguments of its class, if that keeps some so.
+
+    What else it holds may belong to the user's model.
+    """
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, bool | int | float | str)}
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

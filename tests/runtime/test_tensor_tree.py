@@ -114,6 +114,12 @@ def test_a_packed_sequence_keeps_its_lengths() -> None:
     assert halved.batch_sizes.tolist() == [2, 2, 1]
 
 
+def test_the_lengths_of_a_packed_sequence_stay_on_the_cpu() -> None:
+    moved = map_tensors(lambda tensor: tensor.to("meta"), pack_sequence([torch.ones(3), torch.ones(2)]))
+    assert isinstance(moved, PackedSequence)
+    assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
+
+
 def test_torch_s_own_result_tuples_are_mapped() -> None:
     result = torch.ones(2, 2).max(dim=0)
     assert map_tensors(double, result).values.tolist() == [2, 2]

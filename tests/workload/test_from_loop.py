@@ -21,7 +21,7 @@ from amptune.search.request import source_of
 from amptune.workload import loader_batches
 from amptune.workload.by_value import from_bytes, to_bytes
 from amptune.workload.loader_batches import LoaderBatches
-from amptune.workload.rebuilt_optimizer import without_schedule
+from amptune.workload.rebuilt_optimizer import RebuiltOptimizer, without_schedule
 
 DATA = TensorDataset(torch.randn(40, 6), torch.randint(3, (40,)))
 
@@ -241,6 +241,17 @@ def test_a_loss_of_pytorchs_own_kind_takes_pairs() -> None:
         TargetError, match=r"CrossEntropyLoss takes \(output, target\), but .* are dict of x, not pairs"
     ):
         workload.loss(model, {"x": batch[0]})
+
+
+def test_an_optimizer_of_ones_own_gets_the_arguments_that_it_keeps_beside_its_groups() -> None:
+    class Scaled(torch.optim.SGD):
+        def __init__(self, params: Any, rate: float = 1e-3, scale: float = 1.0) -> None:
+            super().__init__(params, lr=rate)
+            self.scale = scale
+
+    model = nn.Linear(4, 2)
+    made: Any = RebuiltOptimizer(Scaled(model.parameters(), rate=0.5, scale=3.0), model)(model)
+    assert (made.scale, made.param_groups[0]["lr"]) == (3.0, 0.5)
 
 
 def test_an_optimizer_that_cannot_be_built_again_asks_for_a_function() -> None:

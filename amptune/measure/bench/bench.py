@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 import torch
 
-from amptune.changes.tensor_tree import map_tensors, tensors_in
+from amptune.changes.tensor_tree import map_tensors, stored_in, tensors_in
 from amptune.hardware.nvml import NvmlGpu
 from amptune.measure.bench.built_model import built
 from amptune.measure.bench.clocks import clock_for
 from amptune.measure.bench.compilation import Compilations
-from amptune.measure.bench.drawn_batches import DrawnBatches, seed_everything
+from amptune.measure.bench.drawn_batches import DrawnBatches, bytes_of, seed_everything
 from amptune.measure.bench.failures import failure_of
 from amptune.measure.bench.peak_memory import memory_for
 from amptune.measure.bench.policy_timer import PolicyTimer
@@ -225,7 +225,7 @@ class Bench:
         if self.device.type != "cuda":
             return False
         total = torch.cuda.get_device_properties(self.device).total_memory
-        return sum(tensor.nbytes for tensor in self._initial) <= NEAR_SHARE * total
+        return bytes_of(self._initial) <= NEAR_SHARE * total
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy, on the device if the initial weights are kept there, else on the CPU."""
@@ -252,7 +252,7 @@ class Bench:
     def _put_back(self, weights: Sequence[torch.Tensor] = ()) -> None:
         initial_state = self._initial if self._near is None else self._near
         for tensor, initial in zip(self._state(), [*weights, *initial_state[len(weights) :]], strict=True):
-            if 0 not in tensor.stride() and tensor.data_ptr() != initial.data_ptr():  # expanded ones cannot be written
+            if _can_be_written(tensor) and stored_in(tensor)[0].data_ptr() != stored_in(initial)[0].data_ptr():
                 tensor.copy_(initial) if self._tuned is None else self._tuned.write(tensor, initial)
             tensor.grad = None
         for module, training in self._modes.items():
@@ -278,9 +278,15 @@ class Bench:
                 torch.cuda.empty_cache()
 
 
+def _can_be_written(tensor: torch.Tensor) -> bool:
+    """Returns False for an expanded tensor: several of its elements are one."""
+    return tensor.layout is not torch.strided or 0 not in tensor.stride()
+
+
 def _sums_of(tensors: Sequence[Any]) -> tuple[float, ...]:
     """Returns the sum of the magnitudes in each tensor, at any depth."""
     return tuple(
         float((tensor.byte() if tensor.dtype is torch.bool else tensor.detach().abs()).sum(dtype=torch.float64))
-        for tensor in tensors_in(list(tensors))
+        for whole in tensors_in(list(tensors))
+        for tensor in stored_in(whole)
     )

@@ -7,6 +7,7 @@ from torch.nn.parameter import is_lazy
 
 from amptune.errors import TargetError
 from amptune.measure.bench.drawn_batches import seed_everything
+from amptune.workload.copied_model import plain_model
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 
@@ -20,6 +21,12 @@ def built(workload: Workload, seed: int) -> torch.nn.Module:
         model = workload.model()
     if not isinstance(model, torch.nn.Module):
         raise TargetError(f"{workload.name}: model() returned {type(model).__name__}, not a torch.nn.Module")
+    is_compiled = plain_model(model) is not model
+    if is_compiled:
+        raise TargetError(
+            f"{workload.name}: model() returned a compiled model: give it before torch.compile, which amptune tries by "
+            "itself"
+        )
     if any(is_lazy(parameter) for parameter in (*model.parameters(), *model.buffers())):
         _initialise_lazy(model, workload)
     if not any(parameter.requires_grad for parameter in model.parameters()):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from amptune.changes.tensor_tree import tensors_in
+from amptune.changes.tensor_tree import stored_in, tensors_in
 from amptune.errors import TargetError, UserCodeError
 from amptune.measure.bench.failures import failure_of
 from amptune.workload.user_errors import user_code
@@ -109,7 +109,7 @@ class DrawnBatches:
 
 def bytes_of(batches: Sequence[Any]) -> int:
     """Returns the size in bytes of the tensors in them, at any depth."""
-    return sum(tensor.nbytes for tensor in tensors_in(list(batches)))
+    return sum(part.nbytes for tensor in tensors_in(list(batches)) for part in stored_in(tensor))
 
 
 def seed_everything(seed: int) -> None:

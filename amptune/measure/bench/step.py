@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from amptune.changes.tensor_tree import stored_in
 from amptune.errors import TargetError
 from amptune.measure.bench.failures import NonFiniteError
 from amptune.runtime.training_step import RecipeStep
@@ -21,7 +22,7 @@ __all__ = ["Stepper", "nonfinite_in"]
 def nonfinite_in(model: torch.nn.Module) -> Iterator[str]:
     """Yields the names of the weights and buffers that hold an infinity, as masks do, or a NaN."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        if tensor.is_floating_point() and not torch.isfinite(stored_in(tensor)[-1]).all():
             yield name
 
 
@@ -82,7 +83,9 @@ class Stepper:
 
     def _gradient_norm(self) -> float:
         gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        # an embedding's sparse gradient may name a row twice: coalescing adds both
+        parts = [stored_in(g.coalesce() if g.layout is torch.sparse_coo else g)[-1] for g in gradients]
+        norm = torch.nn.utils.get_total_norm(parts)
         return float(norm) / float(self._tuned.scaler.get_scale())
 
     def require_sound(self, model: torch.nn.Module, steps: int, besides: Collection[str]) -> float:

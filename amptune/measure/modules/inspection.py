@@ -149,6 +149,8 @@ def _watching(leaves: dict[str, nn.Module], seen: dict[str, _Seen]) -> Iterator[
 
     with ExitStack() as hooks:
         for path, module in leaves.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # it takes no hooks
             hooks.enter_context(module.register_forward_hook(partial(note, path)))
         yield
 

@@ -89,7 +89,7 @@ class _Watch:
     def hooked(self) -> Iterator[None]:
         with ExitStack() as hooks:
             for path, module in self._model.named_modules():
-                if not any(module.children()):
+                if not any(module.children()) and not isinstance(module, torch.jit.ScriptModule):  # it takes no hooks
                     before, after = partial(self._begins, path), partial(self._ends, path)
                     hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
                     hooks.enter_context(module.register_forward_hook(after, with_kwargs=True))

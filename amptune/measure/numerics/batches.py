@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from amptune.changes.tensor_tree import map_tensors, tensors_in
+from amptune.changes.tensor_tree import map_tensors, stored_in, tensors_in
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.drawn_batches import bytes_of
 from amptune.measure.results.training_runs import THOROUGHNESS, Spread
@@ -81,9 +81,13 @@ def batches_of(bench: Bench, *, divided: bool) -> tuple[list[Any], Spread]:
 
 def _same(a: Any, b: Any) -> bool:
     ours, theirs = tensors_in(a), tensors_in(b)
-    return len(ours) == len(theirs) and all(
-        x.shape == y.shape and torch.equal(x, y) for x, y in zip(ours, theirs, strict=True)
-    )
+    return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.layout is not b.layout or a.shape != b.shape:
+        return False
+    return all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(stored_in(a), stored_in(b), strict=True))
 
 
 def _is_divisible(batch: Any, samples: int) -> bool:

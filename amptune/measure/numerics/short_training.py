@@ -12,6 +12,7 @@ from functools import cached_property, partial
 import numpy as np
 import torch
 
+from amptune.changes.tensor_tree import stored_in
 from amptune.errors import TargetError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import NonFiniteError
@@ -50,7 +51,9 @@ class Training:
     _buffers: list[tuple[torch.nn.Module, dict[str, torch.Tensor | None]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._buffers = [(module, dict(module._buffers)) for module in self.bench.model.modules()]
+        modules = self.bench.model.modules()
+        others = (module for module in modules if not isinstance(module, torch.jit.ScriptModule))  # they drop no buffer
+        self._buffers = [(module, dict(module._buffers)) for module in others]
 
     @staticmethod
     def on(bench: Bench, policy: Policy, *, divided: bool = False) -> AbstractContextManager[Training]:
@@ -178,8 +181,9 @@ class Training:
         found = {}
         for name, buffer in self.bench.model.named_buffers():
             if buffer.is_floating_point():
-                every = max(1, math.ceil(buffer.numel() / LARGEST_BUFFER))
-                found[name] = buffer.detach().flatten()[::every].float().cpu().numpy().copy()
+                values = stored_in(buffer)[-1]
+                every = max(1, math.ceil(values.numel() / LARGEST_BUFFER))
+                found[name] = values.detach().flatten()[::every].float().cpu().numpy().copy()
         return found
 
     def _put_buffers_back(self) -> None:

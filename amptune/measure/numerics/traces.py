@@ -98,6 +98,8 @@ def _watching(model: nn.Module, scale: float) -> Iterator[tuple[Glances, dict[st
 
     with ExitStack() as hooks:
         for path, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # it takes no hooks
             hooks.enter_context(module.register_forward_hook(partial(forward, path), with_kwargs=True))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:

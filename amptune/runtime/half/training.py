@@ -193,6 +193,11 @@ def _require_convertible(model: nn.Module, kept: Collection[nn.Module], *, maste
         )
     owners: dict[nn.Parameter, str] = {}
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and (module._parameters or module._buffers):
+            raise PolicyApplyError(
+                f"{path or 'the model itself'} is a TorchScript module, whose checkpoints cannot be made in FP32 while "
+                "its weights are in half: use autocast, or the module as it was before scripting"
+            )
         if module in kept:
             owners |= {p: path for p in module._parameters.values() if p is not None}
     for path, module in model.named_modules():

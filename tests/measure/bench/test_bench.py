@@ -282,6 +282,11 @@ def test_an_expanded_buffer_is_no_obstacle() -> None:
     assert measured(Bench(workload_of(Expanded), CPU)).losses
 
 
+def test_a_model_that_is_compiled_already_is_refused() -> None:
+    with pytest.raises(TargetError, match=r"model\(\) returned a compiled model: give it before torch\.compile"):
+        Bench(workload_of(lambda: torch.compile(nn.Linear(8, 2), backend="eager")), CPU)  # type: ignore[arg-type,return-value]
+
+
 @pytest.mark.parametrize(
     ("part", "value", "words"),
     [
