@@ -29,7 +29,8 @@ def check_command(files: tuple[str, ...], any_hardware: bool, as_json: bool) -> 
             continue
         for finding in findings:
             click.echo(f"note: {finding}", err=True)
-        click.echo(f"{file}: a well-formed {kind}" + ("" if any_hardware else ", valid here"))
+        is_valid_here = not any_hardware and kind != "search space"  # one of another GPU can be searched anywhere
+        click.echo(f"{file}: a well-formed {kind}" + (", valid here" if is_valid_here else ""))
 
 
 @click.command("explain", short_help="Say in words what a policy sets, and why.")
