@@ -229,7 +229,7 @@ def _modules_named(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
 
     with ExitStack() as hooks:
         for path, module in model.named_modules():
-            if not any(module.children()):
+            if not any(module.children()) and not isinstance(module, torch.jit.ScriptModule):  # it takes no hooks
                 hooks.enter_context(module.register_forward_pre_hook(enter(path)))
                 hooks.enter_context(module.register_forward_hook(enter("")))
         yield

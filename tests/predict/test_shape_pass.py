@@ -168,3 +168,13 @@ def test_errors_of_the_users_code_are_theirs() -> None:
         followed(lambda: nn.Linear(8, 8), 8, loss=fails)
     with pytest.raises(TargetError, match="needs a workload with a loss"):
         followed(lambda: nn.Linear(8, 8), 8, loss=None, step=lambda *_: torch.zeros(()))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TorchScript, by torch itself from 2.10 on
+def test_a_scripted_part_is_followed_too() -> None:
+    def model() -> nn.Module:
+        scripted: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(32, 64), nn.ReLU()))
+        return nn.Sequential(scripted, nn.Linear(64, 16))
+
+    plain = followed(lambda: nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)), 32)
+    assert total(followed(model, 32).fp32, "flops", "matmul") == total(plain.fp32, "flops", "matmul")

@@ -94,7 +94,7 @@ class DrawnBatches:
         if samples == own or known is None:
             return
         shapes, own_shapes = ([tensor.shape for tensor in tensors_in(one)] for one in (batch, known))
-        if shapes == own_shapes:
+        if shapes and shapes == own_shapes:  # an object of the user's own shows no tensors
             raise TargetError(
                 f"batch({samples}) gives tensors of the same shapes as batch({own}): it is to give n samples"
             )

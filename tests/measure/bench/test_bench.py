@@ -273,6 +273,17 @@ def test_a_module_the_user_put_in_eval_mode_stays_there() -> None:
         assert torch.equal(model.state_dict()["1.running_mean"], mean)
 
 
+def test_batches_without_a_visible_tensor_may_have_other_sizes() -> None:
+    class Data:
+        def __init__(self, n: int) -> None:
+            self.x = torch.randn(n, 8)
+
+    workload = workload_of(nn.Linear(8, 2), batch=Data, loss=lambda model, batch: model(batch.x).square().mean())
+    bench = Bench(workload, CPU)
+    assert measured(bench).losses
+    assert measured(bench, Policy(batch_size=8)).losses
+
+
 def test_an_expanded_buffer_is_no_obstacle() -> None:
     class Expanded(nn.Linear):
         def __init__(self) -> None:
