@@ -166,12 +166,16 @@ def _worth(one: Contender, verdict: Verdict) -> float:
 
 
 def _is_settled(verdict: Verdict) -> bool:
-    """Returns True if the leader is decided, and a later sitting adds more doubt than is left in this one."""
+    """Returns True if the leader is decided, and a later sitting adds more doubt than is left in this one.
+
+    A simpler policy that wins in its place is to be confirmed as well.
+    """
     leader = verdict.leader
     if leader is None or leader.gain is None:
         return True
     known = (verdict.scores, verdict.speeds) if verdict.objective.needs_speed else (verdict.scores,)
-    decided = leader.chance <= 1 - LIKELY or (leader.chance >= CONFIRMED and leader.gain.launches >= PROCESSES)
+    in_few = leader.gain.launches < PROCESSES or _are_few(verdict, named_by(verdict)[1:])
+    decided = leader.chance <= 1 - LIKELY or (leader.chance >= CONFIRMED and not in_few)
     return decided and all(_is_narrow(leader.policy, fit) for fit in known)
 
 
