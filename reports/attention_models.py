@@ -5,14 +5,12 @@ Built from configurations, with random weights; data is synthetic.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
+from foreign_models import text  # beside this program
 from torch import Tensor, nn
 
 from amptune.workload.workload import Workload
-from amptune.workload.zoo.recipes import adamw, classification, in_memory
+from amptune.workload.zoo.recipes import classification
 
 VOCABULARY = 32000
 
@@ -41,7 +39,7 @@ def padded_encoder() -> Workload:
         kept = torch.arange(512) < torch.randint(128, 513, (n, 1))
         return {"input_ids": tokens * kept, "attention_mask": kept.long(), "labels": tokens}
 
-    return _workload("padded_encoder", model, batch, batch_size=16)
+    return text("padded_encoder", model, batch, batch_size=16)
 
 
 def large_pictures() -> Workload:
@@ -76,22 +74,4 @@ def _decoder(name: str, *, tokens: int, batch_size: int, **heads: int) -> Worklo
         drawn = torch.randint(VOCABULARY, (n, tokens))
         return {"input_ids": drawn, "labels": drawn}
 
-    return _workload(name, model, batch, batch_size=batch_size)
-
-
-def _workload(name: str, model: Any, batch: Any, *, batch_size: int) -> Workload:
-    return Workload(
-        name=name,
-        model=model,
-        batch=batch,
-        loader=partial(in_memory, batch=batch),
-        loss=_own_loss,
-        optimizer=adamw,
-        batch_size=batch_size,
-    )
-
-
-def _own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Returns the loss that a model of transformers computes if it is given labels."""
-    loss: Tensor = model(**batch).loss
-    return loss
+    return text(name, model, batch, batch_size=batch_size)

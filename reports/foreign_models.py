@@ -94,7 +94,7 @@ def llama_150m() -> Workload:
         built: nn.Module = LlamaForCausalLM(config)
         return built
 
-    return _text("llama_150m", model, _continued, batch_size=8)
+    return text("llama_150m", model, _continued, batch_size=8)
 
 
 def t5_base() -> Workload:
@@ -115,7 +115,7 @@ def t5_base() -> Workload:
         built: nn.Module = T5ForConditionalGeneration(config)
         return built
 
-    return _text("t5_base", model, _translated, batch_size=16)
+    return text("t5_base", model, _translated, batch_size=16)
 
 
 def _torchvision(name: str) -> nn.Module:
@@ -134,7 +134,7 @@ def _videos(n: int) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 3, 16, 112, 112), torch.randint(_VIDEO_CLASSES, (n,))
 
 
-def _text(name: str, model: Callable[[], nn.Module], batch: Callable[[int], Any], *, batch_size: int) -> Workload:
+def text(name: str, model: Callable[[], nn.Module], batch: Callable[[int], Any], *, batch_size: int) -> Workload:
     return Workload(
         name=name,
         model=model,
