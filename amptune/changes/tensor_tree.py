@@ -13,7 +13,10 @@ from torch.nn.utils.rnn import PackedSequence
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["HALF_DTYPES", "map_tensors", "stored_in", "tensors_in"]
+    Fn = Callable[[torch.Tensor], torch.Tensor]
+    Other = Callable[[Any], Any]
+
+__all__ = ["HALF_DTYPES", "map_tensors", "moved_to", "stored_in", "tensors_in"]
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -25,6 +28,19 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     they are, and so is a container in which nothing changed; no container is changed in place.
     """
     return _mapped(fn, value)[0]
+
+
+def moved_to(device: torch.device, value: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Replaces every tensor in `value` by `move` of it, which moves it to the device.
+
+    An object in it that is no container, and has a method `to` as a tensor has, is copied and moved by that: a graph
+    of torch_geometric or DGL.
+    """
+
+    def is_movable(item: Any) -> bool:
+        return callable(getattr(item, "to", None)) and not isinstance(item, (type, torch.nn.Module))
+
+    return _mapped(move, value, lambda item: copy.copy(item).to(device) if is_movable(item) else item)[0]
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -55,22 +71,28 @@ def stored_in(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor]
 
 
-def _mapped(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> tuple[Any, bool]:
-    """Returns (the new value, whether it changed), since torch.compile cannot compare containers by identity."""
+def _mapped(fn: Fn, value: Any, other: Other | None = None) -> tuple[Any, bool]:
+    """Returns (the new value, whether it changed), since torch.compile cannot compare containers by identity.
+
+    `other` replaces what is neither a tensor nor a container.
+    """
     if isinstance(value, torch.Tensor):
         new = fn(value)
         return new, new is not value
     if isinstance(value, (tuple, list)):  # older torch.compile cannot trace `tuple | list`
-        return _sequence(fn, value)
+        return _sequence(fn, value, other)
     if isinstance(value, Mapping):
-        return _mapping(fn, value)
+        return _mapping(fn, value, other)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _dataclass(fn, value)
-    return value, False
+        return _dataclass(fn, value, other)
+    if other is None:
+        return value, False
+    replaced = other(value)
+    return replaced, replaced is not value
 
 
-def _sequence(fn: Callable[[torch.Tensor], torch.Tensor], value: tuple[Any, ...] | list[Any]) -> tuple[Any, bool]:
-    pairs = [_mapped(fn, item) for item in value]
+def _sequence(fn: Fn, value: tuple[Any, ...] | list[Any], other: Other | None) -> tuple[Any, bool]:
+    pairs = [_mapped(fn, item, other) for item in value]
     if not any(changed for _, changed in pairs):
         return value, False
     items = [item for item, _ in pairs]
@@ -82,8 +104,8 @@ def _sequence(fn: Callable[[torch.Tensor], torch.Tensor], value: tuple[Any, ...]
     return make(items), True
 
 
-def _mapping(fn: Callable[[torch.Tensor], torch.Tensor], value: Mapping[Any, Any]) -> tuple[Any, bool]:
-    changed = _changed(fn, value)
+def _mapping(fn: Fn, value: Mapping[Any, Any], other: Other | None) -> tuple[Any, bool]:
+    changed = _changed(fn, value, other)
     if not changed:
         return value, False
     if type(value) is dict:
@@ -96,14 +118,14 @@ def _mapping(fn: Callable[[torch.Tensor], torch.Tensor], value: Mapping[Any, Any
     return copied, True
 
 
-def _dataclass(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> tuple[Any, bool]:
+def _dataclass(fn: Fn, value: Any, other: Other | None) -> tuple[Any, bool]:
     """Builds the new object without `__init__`, so that checks and counters in `__post_init__` do not run again.
 
     `dataclasses.replace` would run them and refuses init=False fields; `copy.copy` of a frozen one with slots
     breaks the graph of torch.compile.
     """
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    changed = _changed(fn, fields)
+    changed = _changed(fn, fields, other)
     if not changed:
         return value, False
     copied = object.__new__(type(value))
@@ -114,6 +136,6 @@ def _dataclass(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> tuple[
     return copied, True
 
 
-def _changed(fn: Callable[[torch.Tensor], torch.Tensor], items: Mapping[Any, Any]) -> dict[Any, Any]:
-    pairs = [(key, _mapped(fn, item)) for key, item in items.items()]
+def _changed(fn: Fn, items: Mapping[Any, Any], other: Other | None) -> dict[Any, Any]:
+    pairs = [(key, _mapped(fn, item, other)) for key, item in items.items()]
     return {key: item for key, (item, changed) in pairs if changed}

@@ -39,8 +39,8 @@ def diagnose_command(
 
     Numerics: training under autocast in bf16 and in fp16 is held against FP32; where it is not as good, the module in
     which that begins is named, and the smallest set of modules that cures it when kept in FP32. Speed: what the step
-    waits for, as stock PyTorch runs it and under the AMP recipe. Exit code 0 whatever is found; 3 if FP32 itself
-    breaks.
+    waits for, as stock PyTorch runs it and under the AMP recipe. Exit code 0 whatever is found; 3 if stock
+    PyTorch cannot run a step.
     """
     session.start_importing(target, device)
     from amptune.report.terminal import print_diagnosis

@@ -69,13 +69,15 @@ def deliver(
     report: str | None,
     as_json: bool,
     verbose: bool,
+    quiet: bool,
 ) -> None:
     """Writes the policy and the page, and prints the result; if the policy cannot be written, prints that.
 
-    With `as_json`, stdout gets one object at most: the policy then goes to stderr, and an error comes before a result.
+    Findings go to stderr, unless `quiet`. With `as_json`, stdout gets one object at most: the policy then goes to
+    stderr, and an error comes before a result.
     """
     from amptune.policy.file_io import dumps
-    from amptune.report.terminal import print_decision
+    from amptune.report.terminal import print_decision, print_findings
     from amptune.workload.script import line_for_training
 
     try:
@@ -89,6 +91,8 @@ def deliver(
     else:
         training = line_for_training(target, output)
         print_decision(decision, output, sys.stdout, training=training, verbose=verbose)
+        if not quiet:
+            print_findings(decision, sys.stderr, verbose=verbose)
         _write_report(decision, request, report)
 
 

@@ -20,7 +20,6 @@ from amptune.cli.options import (
     objective_options,
     print_error,
     progress_unless,
-    quiet_option,
     target_argument,
 )
 from amptune.cli.session import Session, pass_session
@@ -78,7 +77,7 @@ _GROUPS = {
 @click.option("--sampler", type=click.Choice(["amptune", "tpe", "gp", "random"]), default="amptune", show_default=True,
               help="What proposes policies: amptune's own sampler, or one of Optuna's.")  # fmt: skip
 @click.option("-v", "--verbose", is_flag=True, help="Print the policies that were compared and all findings too.")
-@quiet_option
+@click.option("-q", "--quiet", is_flag=True, help="Print the answer alone: no progress, no findings.")
 @json_option
 @pass_session
 def tune_command(
@@ -124,6 +123,7 @@ def tune_command(
         report=report,
         as_json=as_json,
         verbose=verbose,
+        quiet=quiet,
     )
     progress = progress_unless(quiet, request.budget, verbose=verbose)
     if of_run is not None:  # the process that started this one decides

@@ -38,12 +38,19 @@ PROFILE_SCHEMA = "amptune.profile/1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyBody(Policy):
-    """A policy as an entry of a profile holds it."""
+    """A policy as an entry of a profile holds it; `compile: default` of the scope `blocks` is `compile: blocks`."""
 
     schema: Literal["amptune.policy/1"] | None = None
     name: str | None = None
     valid_for: dict[str, str] = field(default_factory=dict)
     evidence: Evidence = field(default_factory=Evidence)
+    compile_scope: Literal["model", "blocks"] = "model"
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` as `Policy` does, and for blocks in a mode that compiles no blocks."""
+        Policy.__post_init__(self)
+        if self.compile_scope == "blocks" and self.compile not in ("default", "blocks"):
+            raise ValueError(f"compile_scope: blocks needs compile: default, not {self.compile}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +124,8 @@ def policy_file_to_dict(policy_file: PolicyFile, *, schema: bool = True) -> dict
 def policy_file_from(body: PolicyBody) -> PolicyFile:
     """Splits a file's single mapping into the policy's settings and the rest."""
     settings = {f.name: getattr(body, f.name) for f in fields(Policy)}
+    if body.compile_scope == "blocks":
+        settings["compile"] = "blocks"
     rest = {f.name: getattr(body, f.name) for f in fields(PolicyFile) if f.name not in ("policy", "origin")}
     return PolicyFile(policy=Policy(**settings), **rest)
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "print_decision",
     "print_diagnosis",
+    "print_findings",
     "print_hardware",
     "print_long_look",
     "print_study_report",
@@ -40,7 +41,7 @@ _WINNER, _TITLE = "bold green", "bold"
 def print_decision(
     decision: Decision, output: str, stream: TextIO, *, training: str | None = None, verbose: bool = False
 ) -> None:
-    """Prints the answer in three lines and the important findings; if `verbose`, the tables and all findings too.
+    """Prints the answer in three lines; if `verbose`, the tables too.
 
     `training` is the line that training needs, by default that of a loop.
     """
@@ -56,6 +57,12 @@ def print_decision(
         if decision.ablation:
             page.table(ablation_table(decision))
             page.line()
+    stream.flush()  # what follows may go elsewhere
+
+
+def print_findings(decision: Decision, stream: TextIO, *, verbose: bool = False) -> None:
+    """Prints the important findings, the most important first; all of them if `verbose`."""
+    page = _Page(stream)
     page.findings(ranked(decision.findings) if verbose else important(decision.findings))
     parity = decision.policy_file.evidence.get("parity", {})
     if parity and verbose:

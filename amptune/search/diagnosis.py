@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from amptune.errors import NothingFeasibleError
 from amptune.hardware.machine import Hardware
 from amptune.measure.bench.readings import noticed
 from amptune.measure.bench.run_delay import busy_cpu
@@ -100,32 +99,25 @@ class _Examination:
         prepared = self.evaluator.prepare(self.budget.left_to_prepare_s)
         outcome = self.evaluator.measure(STOCK, replace(GLANCE, time_limit_s=max(SHORTEST_LOOK_S, self.budget.left_s)))
         if isinstance(outcome, Failure):
-            raise self._error_of(outcome)
+            findings = (*prepared.mistakes, self._fp32_breaks(outcome))
+            return self._found(prepared, numerics=(), profiles=(), findings=findings)
         numerics = tuple(self._numerics(prepared))
         profiles, slow = self._speed(prepared)
-        return Diagnosis(
-            hardware=prepared.hardware,
-            subject=prepared.subject,
-            numerics=numerics,
-            profiles=profiles,
-            findings=(
-                *prepared.mistakes,
-                *_in_order(numerics),
-                *_disturbances(outcome, prepared.hardware),
-                *slow,
-                *self._input(numerics),
-            ),
-            seconds=self.budget.spent_s,
-        )
+        disturbances = _disturbances(outcome, prepared.hardware)
+        findings = (*prepared.mistakes, *_in_order(numerics), *disturbances, *slow, *self._input(numerics))
+        return self._found(prepared, numerics=numerics, profiles=profiles, findings=findings)
 
-    def _error_of(self, failure: Failure) -> Exception:
-        """Returns why stock PyTorch does not run and, if its numbers break, where."""
-        error = error_of_baseline(STOCK, failure)
+    def _found(self, prepared: Prepared, **found: Any) -> Diagnosis:
+        return Diagnosis(hardware=prepared.hardware, subject=prepared.subject, seconds=self.budget.spent_s, **found)
+
+    def _fp32_breaks(self, failure: Failure) -> Finding:
+        """Returns where the numbers of stock PyTorch break. Raises what else keeps it from running."""
         if failure.kind != "nonfinite":
-            return error
+            raise error_of_baseline(STOCK, failure)
         traces = self.evaluator.trace(STOCK, STOCK, max(SHORTEST_LOOK_S, self.budget.left_s))
-        where = "" if isinstance(traces, Failure) else f"; {where_fp32_breaks(traces)}"
-        return NothingFeasibleError(f"{error}{where}")
+        module, where = (None, "") if isinstance(traces, Failure) else where_fp32_breaks(traces)
+        message = f"training breaks in FP32 already: {failure.message}{where and f'; {where}'}"
+        return Finding(code="fp32-breaks", module=module, message=message)
 
     def _numerics(self, prepared: Prepared) -> Iterator[DtypeDiagnosis]:
         time = replace(self.budget, seconds=NUMERICS_SHARE * self.budget.seconds)

@@ -144,9 +144,6 @@ def test_what_is_slow_is_said_of_the_recipe_and_of_stock_pytorch(folder: Path) -
     ("target", "code", "words"),
     [
         ("raises", 1, "labels out of range"),
-        ("not_a_number", 3, "is finite: look at the loss function"),
-        ("spoiled", 3, "what the model is given is not finite: look at the batches"),
-        ("divides", 3, "in 2 (Divides) what comes in is finite (largest "),
         ("nothing", 2, "nothing"),
     ],
 )
@@ -155,6 +152,20 @@ def test_what_cannot_be_looked_at_has_a_clear_error(folder: Path, target: str, c
     assert done.returncode == code, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("target", "module", "words"),
+    [
+        ("not_a_number", None, "is finite: look at the loss function"),
+        ("spoiled", None, "what the model is given is not finite: look at the batches"),
+        ("divides", "2", "what comes into Divides is finite (largest "),
+    ],
+)
+def test_where_fp32_breaks_is_a_finding(folder: Path, target: str, module: str | None, words: str) -> None:
+    [finding] = answer_to(target, folder)["findings"]
+    assert (finding["code"], finding["module"]) == ("fp32-breaks", module)
+    assert words in finding["message"]
 
 
 def test_what_made_the_step_slow_from_outside_is_told() -> None:

@@ -61,7 +61,7 @@ def test_a_global_batch_is_kept_and_the_policy_says_so(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     policy = yaml.safe_load((folder / "policy.yaml").read_text())
     assert policy["batch_size"] * policy["accumulate"] * 2 == 128
-    assert "the global batch stays 128: 16 × accumulate 4 × 2 devices" in done.stdout
+    assert "the global batch stays 128: 16 × accumulate 4 × 2 devices" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,16 @@ def test_a_switch_reads_on_and_yes_as_true(on: str) -> None:
     assert policy_file(f"cudnn_benchmark: {on}\n").policy.cudnn_benchmark is True
 
 
+def test_the_compiler_s_scope_may_be_said_beside_its_mode() -> None:
+    """As `compile: blocks`, which is how it is written."""
+    policy = policy_file("compile: default\ncompile_scope: blocks\n").policy
+    assert policy == policy_file("compile: blocks\n").policy
+    assert policy_file("compile: default\ncompile_scope: model\n").policy == policy_file("compile: default\n").policy
+    assert "policy.yaml:2:16: compile_scope: blocks needs compile: default" in refused(
+        HEAD + "compile_scope: blocks\ncompile: reduce-overhead\n"
+    )
+
+
 def test_a_whole_number_may_be_written_with_a_point() -> None:
     policy = policy_file("batch_size: 128.0\n").policy
     assert policy.batch_size == 128

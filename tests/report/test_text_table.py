@@ -13,7 +13,7 @@ from terminals import BERT_RULES, Terminal, decision_of, with_rules
 
 from amptune.policy.settings import Policy
 from amptune.report.result_tables import comparison_table
-from amptune.report.terminal import print_decision
+from amptune.report.terminal import print_decision, print_findings
 from amptune.report.text_table import TextRow, TextTable
 from amptune.search.table.objective import Objective
 
@@ -42,6 +42,7 @@ def test_at_80_columns_the_tables_of_a_bert_with_rules_are_readable(
 def test_a_pipe_gets_the_width_of_its_content(tmp_path: Path) -> None:
     stream, decision = io.StringIO(), with_rules(decision_of(tmp_path))
     print_decision(decision, "policy.yaml", stream, verbose=True)
+    print_findings(decision, stream, verbose=True)
     lines = stream.getvalue().splitlines()
     assert any(str(decision.verdict.winner.policy) in line and "×" in line for line in lines)
     assert all(line == line.rstrip() for line in lines)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from amptune.changes.tensor_tree import map_tensors
+from amptune.changes.tensor_tree import map_tensors, moved_to
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -131,3 +131,26 @@ def test_objects_it_does_not_know_pass_through() -> None:
 
     graph = Graph()
     assert map_tensors(double, (graph, ONE))[0] is graph
+
+
+class Graph:
+    """As torch_geometric has it: `to` moves what it holds in place, and returns it."""
+
+    def __init__(self) -> None:
+        self.nodes = torch.ones(2)
+
+    def to(self, device: torch.device) -> Graph:
+        self.nodes = self.nodes.to(device)
+        return self
+
+
+def test_an_object_that_moves_itself_is_moved_and_stays_where_it_was() -> None:
+    graph, meta = Graph(), torch.device("meta")
+    moved, ones = moved_to(meta, {"graphs": [(graph, ONE)]}, lambda tensor: tensor.to(meta))["graphs"][0]
+    assert (moved.nodes.device, ones.device) == (meta, meta)
+    assert graph.nodes.device.type == "cpu"
+
+
+def test_words_classes_and_modules_of_a_batch_are_not_moved() -> None:
+    batch = ("cat", Graph, torch.nn.Linear(1, 1), None)
+    assert moved_to(torch.device("meta"), batch, double) is batch

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from amptune.changes.tensor_tree import map_tensors, stored_in, tensors_in
+from amptune.changes.tensor_tree import moved_to, stored_in, tensors_in
 from amptune.hardware.nvml import NvmlGpu
 from amptune.measure.bench.built_model import built
 from amptune.measure.bench.clocks import clock_for
@@ -194,7 +194,7 @@ class Bench:
 
     def _on_device(self, samples: int, count: int | None = None) -> list[Any]:
         sequence = self.drawn.sequence(samples, count)
-        return [map_tensors(lambda tensor: tensor.to(self.device, copy=True), batch) for batch in sequence]
+        return [moved_to(self.device, batch, lambda tensor: tensor.to(self.device, copy=True)) for batch in sequence]
 
     def restart(self, offset: int = 0, weights: Sequence[torch.Tensor] = ()) -> None:
         """Restores the initial weights and seeds random generators with seed + `offset`; only within `on_device`.

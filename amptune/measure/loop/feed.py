@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from amptune.changes.tensor_tree import map_tensors, tensors_in
+from amptune.changes.tensor_tree import map_tensors, moved_to, tensors_in
 from amptune.errors import TargetError
 from amptune.measure.bench.clocks import Stopwatch, hold_device
 from amptune.workload.user_errors import user_code
@@ -151,7 +151,7 @@ class LoaderFeed:
         self.wait_s += time.perf_counter() - start
         self._stopwatch.mark("wait")
         self.samples += self._counter.samples_in(batch)
-        batch = map_tensors(self._to_device, batch)
+        batch = moved_to(self._device, batch, self._to_device)
         if self.hold_ms:
             hold_device(self.hold_ms)
         self._stopwatch.mark("copy")

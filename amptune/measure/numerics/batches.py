@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from amptune.changes.tensor_tree import map_tensors, stored_in, tensors_in
+from amptune.changes.tensor_tree import map_tensors, moved_to, stored_in, tensors_in
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.drawn_batches import bytes_of
 from amptune.measure.results.training_runs import THOROUGHNESS, Spread
@@ -58,7 +58,7 @@ class Feed:
         self._resident.clear()
 
     def _moved(self, batch: Any) -> Any:
-        return map_tensors(lambda tensor: tensor.to(self.device, copy=True), batch)
+        return moved_to(self.device, batch, lambda tensor: tensor.to(self.device, copy=True))
 
 
 def fingerprint_of(bench: Bench) -> tuple[float, ...]:
@@ -81,6 +81,8 @@ def batches_of(bench: Bench, *, divided: bool) -> tuple[list[Any], Spread]:
 
 def _same(a: Any, b: Any) -> bool:
     ours, theirs = tensors_in(a), tensors_in(b)
+    if not ours and not theirs:
+        return a is b  # what an object of one's own holds is not known
     return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
 
 

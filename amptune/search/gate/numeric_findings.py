@@ -62,16 +62,18 @@ def _long_look(policy: Policy) -> str:
     return f"amptune verify {preset} TARGET --numerics"
 
 
-def where_fp32_breaks(traces: Sequence[ModuleTrace]) -> str:
-    """Returns in words in which module an FP32 step becomes non-finite; inner modules come first."""
+def where_fp32_breaks(traces: Sequence[ModuleTrace]) -> tuple[str | None, str]:
+    """Returns the module in which an FP32 step becomes non-finite, if any, and in words; inner modules come first."""
     for trace in traces:
         comes_finite = trace.inputs is None or math.isfinite(trace.inputs.largest)
         if trace.outputs is not None and not math.isfinite(trace.outputs.largest) and comes_finite:
-            name = trace.path or "the model itself"
-            return f"in {name} ({trace.type}) what comes in is finite{_size(trace.inputs)}, and what goes out is not"
+            return trace.path, f"what comes into {trace.type} is finite{_size(trace.inputs)}, and what goes out is not"
     if any(trace.inputs is not None and not math.isfinite(trace.inputs.largest) for trace in traces):
-        return "what the model is given is not finite: look at the batches"
-    return "what every module gives in the first step is finite: look at the loss function, and at the steps behind"
+        return None, "what the model is given is not finite: look at the batches"
+    return (
+        None,
+        "what every module gives in the first step is finite: look at the loss function and at later steps",
+    )
 
 
 def findings_of(

@@ -576,6 +576,19 @@ def test_constant_data_that_is_too_little_for_parts_gives_no_spread(samples: int
     assert is_close(judged.parity)
 
 
+class Sealed:
+    """Holds a tensor where nobody looks."""
+
+    def __init__(self, samples: int) -> None:
+        self.rows = torch.randn(samples, 16)
+
+
+def test_batches_that_are_objects_of_ones_own_are_not_taken_as_constant() -> None:
+    rows = workload_of(perceptron, batch=Sealed, loss=lambda model, batch: model(batch.rows).square().mean())
+    judged = looked_at(rows, BF16, seconds=ENOUGH_S)
+    assert (judged.parity.failure, judged.parity.spread) == (None, "batches")
+
+
 def test_constant_data_without_a_dimension_of_samples_gives_no_spread() -> None:
     parity = sound(workload_of(perceptron, batch=lambda _: constant(5)), BF16)
     assert parity.spread == "none"
