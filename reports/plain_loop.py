@@ -297,10 +297,12 @@ def step_of_autotune(config: Mapping[str, Any], workload: Workload, device: str)
 
 def batches(workload: Workload, device: str) -> Iterator[Any]:
     """Yields the loader's batches without end, each copied to the device while the one before is trained on."""
-    from amptune.changes.tensor_tree import map_tensors
+    import torch
+
+    from amptune.changes.tensor_tree import moved_to
 
     size = workload.batch_size
     loader = workload.loader(size) if workload.loader else [workload.batch(size) for _ in range(BATCHES_HELD)]
     while True:
         for batch in loader:
-            yield map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+            yield moved_to(torch.device(device), batch, lambda tensor: tensor.to(device, non_blocking=True))
