@@ -188,7 +188,8 @@ class Modules:
     """The times of the modules by themselves, from which the ladder of modules to keep in FP32 is made.
 
     They are measured once for a study: other times would give other rules, and so other policies than were tried.
-    `timed` is called when they are known, or cannot be.
+    `timed` is called when they are known, or cannot be. `trial_s` returns the seconds of a trial, without which the
+    times are of no use.
     """
 
     evaluator: Evaluator
@@ -196,6 +197,7 @@ class Modules:
     space: Space
     folder: Path
     timed: Callable[[], None]
+    trial_s: Callable[[], float]
 
     def __post_init__(self) -> None:
         self._key = _key(self.prepared)
@@ -215,12 +217,12 @@ class Modules:
         return ladder_by_time(self.prepared.subject, sensed) if sensed else None
 
     def wants(self, free_s: float) -> Step | None:
-        """Returns the step that times the modules in every memory format of the space."""
-        if not self._left:
-            return None
+        """Returns the step that times the modules in every memory format, if a trial has time behind it."""
         seconds = len(self._left) * (1.0 + MODULE_S * len(self.prepared.subject.leaves))
+        if not self._left or free_s < seconds + self.trial_s():
+            return None
         what = f"{len(self.prepared.subject.leaves)} modules by themselves"
-        return Step(stage="modules", what=what, seconds=min(seconds, free_s), worth=UNSEEN, act=self._time)
+        return Step(stage="modules", what=what, seconds=seconds, worth=UNSEEN, act=self._time)
 
     def _entries(self) -> dict[str, tuple[str, Policy]]:
         """Returns the memory format and the policy of each entry of the file."""

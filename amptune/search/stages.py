@@ -127,7 +127,12 @@ class Stages:
     def _modules(self) -> Modules:
         known = self.known
         return Modules(
-            self.evaluator, known.prepared, known.candidates.space, known.request.folder, timed=self._changed
+            self.evaluator,
+            known.prepared,
+            known.candidates.space,
+            known.request.folder,
+            timed=self._changed,
+            trial_s=lambda: typical_s(known.study),
         )
 
     @cached_property

@@ -51,13 +51,17 @@ class Timed(RecordedEvaluator):
 def ladder_in(folder: Path, evaluator: Timed, *, layouts: Sequence[str] = ()) -> Ladder | None:
     prepared = evaluator.prepare(1.0)
     space = candidates_for(prepared, Wanted(baseline=STOCK, pins={})).space
-    modules = Modules(evaluator, prepared, cut(space, layouts), folder, timed=lambda: None)
+    modules = modules_of(evaluator, cut(space, layouts), prepared, folder)
     step = modules.wants(60.0)
     assert modules.are_open == (step is not None)
     if step is not None:
         step.act(60.0)
     assert modules.wants(60.0) is None
     return modules.ladder()
+
+
+def modules_of(evaluator: Timed, space: Space, prepared: Prepared, folder: Path, *, trial_s: float = 1.0) -> Modules:
+    return Modules(evaluator, prepared, space, folder, timed=lambda: None, trial_s=lambda: trial_s)
 
 
 def cut(space: Space, layouts: Sequence[str]) -> Space:
@@ -73,6 +77,18 @@ def test_every_layout_is_timed_with_tf32_for_what_stays_in_fp32(tmp_path: Path) 
         Policy(fp32_math="tf32"),
         Policy(fp32_math="tf32", memory_format="channels_last"),
     ]
+
+
+def test_modules_are_not_timed_without_time_for_a_trial_behind(tmp_path: Path) -> None:
+    """At the end of a search their times would come too late; the answer's comparison has more use of the seconds."""
+    evaluator = Timed("vgg16_cifar")
+    prepared = evaluator.prepare(1.0)
+    space = candidates_for(prepared, Wanted(baseline=STOCK, pins={})).space
+    modules = modules_of(evaluator, space, prepared, tmp_path, trial_s=4.0)
+    step = modules.wants(60.0)
+    assert step is not None
+    assert modules.wants(step.seconds + 3.9) is None
+    assert modules.wants(step.seconds + 4.1) is not None
 
 
 def test_times_are_measured_once_for_a_study_and_what_a_pin_left_out_later(tmp_path: Path) -> None:
