@@ -178,8 +178,8 @@ class Narrowing:
         named = () if verdict is None else named_by(verdict)
         in_turn = self._order.sample(chosen.policies, len(chosen.policies))
         for policy in sorted(in_turn, key=lambda policy: policy not in named):  # what decides, before time is short
-            if verdict is not None and self._left_s < self._cost_s(policy):
-                return False
+            if verdict is not None and self.budget.left_s < self._cost_s(policy):
+                return False  # a round that has begun uses the reserve too: half of it says little
             began_s = self.budget.spent_s
             outcome = self._outcome(policy, verdict)
             if outcome is None:

@@ -7,6 +7,7 @@ installed libraries that the workload's file imports. The file itself is run in 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import importlib.util
@@ -29,6 +30,15 @@ def _import(name: str) -> None:
         getattr(importlib.import_module(module), attribute or "__name__", None)
 
 
+def _has_called_cuda() -> bool:
+    """Returns True if anything called CUDA's driver, which torch does not know if it was another library."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False  # it is not even loaded
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0)  # else "not initialized"
+
+
 # Only the parent handles Ctrl-C, also during these imports.
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -42,16 +52,15 @@ with (
     contextlib.suppress(Exception),
 ):
     # An error here is ignored: it occurs again in the worker, which can report it.
-    import torch
-    import torch._dynamo
+    import torch._dynamo  # noqa: F401
 
     threads, libraries = threading.active_count(), os.environ.pop(LIBRARIES, "").split()
     for library in libraries:
         with contextlib.suppress(BaseException):
             _import(library)
 
-    if libraries and (threading.active_count() > threads or torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
-        # Neither a library's threads nor its CUDA context outlive a fork: once more, without the libraries.
+    if libraries and (threading.active_count() > threads or _has_called_cuda()):
+        # Neither a library's threads nor CUDA's driver outlive a fork: once more, without the libraries.
         os.execv(sys.executable, sys.orig_argv)  # noqa: S606  # itself
 
 # Frozen objects are skipped by each trial's garbage collection, which takes 0.2 s otherwise. Forked processes then need

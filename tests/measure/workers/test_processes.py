@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import asking
 import psutil
 import pytest
+import torch
 
 from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.results.loop_timing import LoopTiming
@@ -161,12 +163,23 @@ LIBRARY = """
 import threading, time
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 """
+# A driver as CUDA's: devices can be counted after it was initialized.
+DRIVER = """
+static int ready;
+int cuInit(unsigned flags) { ready = 1; return 0; }
+int cuDeviceGetCount(int *count) { *count = 1; return ready ? 0 : 3; }
+"""
+COMPILER = shutil.which("cc") or ""
+CUDA_LIBRARY = """
+import ctypes, pathlib
+driver = ctypes.CDLL(str(pathlib.Path(__file__).with_name("libcuda.so.1")))
+"""
 SERVER = """
 import sys, threading
 import amptune.workload.user_errors as errors
 errors.is_the_users = lambda file: False  # what lies beside this program counts as installed
 import amptune.measure.workers.preloaded
-print(sorted({"quiet_library", "busy_library"} & set(sys.modules)), threading.active_count())
+print(sorted({"quiet_library", "busy_library", "cuda_library"} & set(sys.modules)), threading.active_count())
 """
 
 
@@ -179,10 +192,28 @@ def test_libraries_are_imported_once_for_all_but_none_that_starts_threads(
 ) -> None:
     (tmp_path / "quiet_library.py").touch()
     (tmp_path / "busy_library.py").write_text(LIBRARY)
-    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    assert served(libraries, tmp_path) == f"{imported} 1\n"
+
+
+@FORKED
+@pytest.mark.skipif(not COMPILER, reason="a driver is compiled")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the driver of this machine is loaded in its place")
+@pytest.mark.parametrize(("calls", "imported"), [("", ["cuda_library"]), ("driver.cuInit(0)", [])])
+def test_libraries_may_load_cuda_s_driver_but_not_call_it(tmp_path: Path, calls: str, imported: list[str]) -> None:
+    """Forked from a process that did, a worker would end with "CUDA error: initialization error"."""
+    (tmp_path / "driver.c").write_text(DRIVER)
+    named = ["-Wl,-soname,libcuda.so.1", "-o", str(tmp_path / "libcuda.so.1")]
+    subprocess.run([COMPILER, "-shared", "-fPIC", str(tmp_path / "driver.c"), *named], check=True)
+    (tmp_path / "cuda_library.py").write_text(CUDA_LIBRARY + calls)
+    assert served("cuda_library", tmp_path) == f"{imported} 1\n"
+
+
+def served(libraries: str, folder: Path) -> str:
+    """Returns the libraries that the fork server has imported, and the number of its threads."""
+    paths = os.pathsep.join([str(folder), *sys.path])
     environment = os.environ | {processes.LIBRARIES: libraries, "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", SERVER], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{imported} 1\n"
+    return done.stdout
 
 
 @FORKED
