@@ -5,7 +5,6 @@ from __future__ import annotations
 from statistics import median
 
 from amptune.measure.results.outcome import Measurement
-from amptune.measure.results.training_runs import THOROUGHNESS
 from amptune.policy.settings import Policy
 from amptune.search.narrowing import turn_of
 from amptune.search.plan.compile_costs import cold_s, compiled_s
@@ -13,14 +12,11 @@ from amptune.search.sampler.catalog import History
 from amptune.search.table.contenders import PROCESSES
 from amptune.search.table.next_rows import MOST_POLICIES, launch_s
 
-__all__ = ["compared_s", "first_judgement_s", "load_s", "ranked", "turn_s"]
+__all__ = ["compared_s", "load_s", "ranked", "turn_s"]
 
 # Loading a graph from the compiler's cache takes this share of compiling it: 2.5 of 25 to 40 s for ResNet-50
 # (reports/h200/oracle).
 CACHED_GRAPH = 0.1
-# A judgement takes this long beside its steps: of eight models with 60 s the first took 3.2 to 7.8 s, steps included
-# (reports/h100/other).
-JUDGEMENT_S = 3.0
 # The rounds of the comparison get no more than this share of the time: with a quarter, simulated tunings of 120 s lost
 # 7.6 % in place of 4.5 %.
 COMPARISON_SHARE = 1 / 6
@@ -39,14 +35,6 @@ def turn_s(history: History, policy: Policy, draw_s: float) -> float:
         more = turn_of(known.outcome.mean_ms).min_steps - len(known.outcome.step_ms)
         more_s = max(0, more) * known.outcome.mean_ms / 1000
     return draw_s + known.again_s + more_s
-
-
-def first_judgement_s(history: History) -> float:
-    """Returns the seconds of the first judgement: the fewest steps that tell, in FP32 and in half, and all besides."""
-    measured = (trial.outcome for trial in history.trials)
-    step_ms = max((one.mean_ms for one in measured if isinstance(one, Measurement)), default=0.0)
-    least = THOROUGHNESS[-1]
-    return JUDGEMENT_S + 3 * (least.gradient_steps + least.curve_steps) * step_ms / 1000
 
 
 def load_s(history: History, policy: Policy) -> float:

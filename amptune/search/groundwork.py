@@ -22,8 +22,7 @@ from amptune.policy.findings import Finding
 from amptune.policy.serialization import adapter_for
 from amptune.policy.setting_effects import ordered_as
 from amptune.policy.settings import Fp32Math, Fp32Rule, Policy
-from amptune.search.answer_costs import first_judgement_s
-from amptune.search.gate.judge import Judge, OutOfTimeError, raised_by
+from amptune.search.gate.judge import Judge, OutOfTimeError, first_judgement_s, raised_by
 from amptune.search.gate.limits import Judgement
 from amptune.search.gate.numeric_findings import findings_of
 from amptune.search.gate.repair import Cure, cure_of
@@ -72,7 +71,7 @@ class Numerics:
             return None
         policy, lead = leading
         recipe = self._recipe_of(policy) or policy
-        judgement_s = self.judge.last_s or first_judgement_s(self.study().history)
+        judgement_s = self.judge.last_s or first_judgement_s(trial.outcome for trial in self.study().trials)
         unjudged = next(
             (one for one in (ordered_as(recipe, policy), recipe) if self.judge.judgements.is_open(one)), None
         )

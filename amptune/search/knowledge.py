@@ -12,10 +12,9 @@ from amptune.errors import StudyError
 from amptune.hardware.versions import versions_of
 from amptune.measure.results.subject import Prepared
 from amptune.policy.settings import Fp32Rule, Policy
-from amptune.search.answer_costs import first_judgement_s
 from amptune.search.batch_size.batch_sizes import NO_SIZES, BatchSizes
 from amptune.search.decide.evidence import labels_of
-from amptune.search.gate.judge import Judge, PolicyJudged
+from amptune.search.gate.judge import Judge, PolicyJudged, first_judgement_s
 from amptune.search.request import TuningRequest
 from amptune.search.run_state import RunState
 from amptune.search.sampler.records import TuningRecord
@@ -112,7 +111,7 @@ class Knowledge:
         """Returns the seconds to judge a policy without its graph."""
         if not self.judge.judgements.is_open(policy):
             return 0.0
-        return self.judge.last_s or first_judgement_s(self.study.history)
+        return self.judge.last_s or first_judgement_s(trial.outcome for trial in self.study.trials)
 
     def take(self, ladder: Ladder | None, safeguards: Mapping[str, tuple[Fp32Rule, ...] | None]) -> bool:
         """Makes the candidates anew, from the modules' measured times and the batch sizes; returns True if others come.
