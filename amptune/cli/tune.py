@@ -37,7 +37,7 @@ __all__ = ["tune_command"]
 _GROUPS = {
     "Result": ["output", "force", "report", "verbose", "quiet", "as_json"],
     "Effort": ["budget", "trials"],
-    "What is best": ["objective", "least_speed", "baseline", "max_memory"],
+    "What is best": ["objective", "least_speed", "steps", "baseline", "max_memory"],
     "What may change": ["batch_size", "global_batch", "devices", "compile_", "pins", "space"],
     "Where it runs": ["device", "workers", "study", "seed", "sampler"],
 }
@@ -62,6 +62,8 @@ _GROUPS = {
 @click.option("--compile/--no-compile", "compile_", default=None,
               help="Whether to try torch.compile. Default: where the budget has time for it.")  # fmt: skip
 @objective_options("throughput", "Most samples per second, least peak memory, or least energy per sample.")
+@click.option("--steps", type=click.IntRange(1), metavar="N",
+              help="You will train for so many: the policy that ends first wins, compiling included.")  # fmt: skip
 @click.option("--baseline", type=FILE, default="stock", show_default=True, help="What training uses today.",
               metavar="stock|amp-fp16|amp-bf16|transformers|FILE")  # fmt: skip
 @click.option("--set", "pins", multiple=True, metavar="KNOB=VALUE", help="Pin a knob instead of searching it.")
@@ -175,6 +177,7 @@ def _request(
     sampler: str,
     objective: str,
     least_speed: float | None,
+    steps: int | None,
 ) -> TuningRequest:
     from amptune.search.request import TuningRequest, place_of, source_of
     from amptune.search.space.candidates import Wanted
@@ -198,7 +201,7 @@ def _request(
         device=device,
         seed=seed,
         sampler=_sampler(sampler, seed),
-        objective=objective_of(objective, least_speed),
+        objective=objective_of(objective, least_speed, steps),
     )
 
 

@@ -42,6 +42,7 @@ def tune(
     sampler: Sampler | None = None,
     objective: ObjectiveName = "throughput",
     least_speed: float | None = None,
+    steps: int | None = None,
     observer: Observer | None = None,
 ) -> Decision:
     """Finds the best policy for a workload on this machine: `amptune tune` as a function.
@@ -56,7 +57,7 @@ def tune(
 
     The `objective` is samples per second; or "memory", the least peak memory at no less than `least_speed` times the
     baseline's samples per second (default: 1); or "energy", joules per sample, where the GPU counts them. One study
-    serves all three.
+    serves all three. With `steps`, of the training to come, the policy that ends it first wins, compiling included.
 
     Raises a subclass of `AmptuneError`, and `TuningInterrupted` on Ctrl-C, with the best so far.
     """
@@ -92,6 +93,6 @@ def tune(
         device=device,
         seed=seed,
         sampler=sampler,
-        objective=objective_of(objective, least_speed),
+        objective=objective_of(objective, least_speed, steps),
     )
     return run_tuning(request, observer or (lambda _: None))

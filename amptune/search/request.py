@@ -53,7 +53,7 @@ class TuningRequest:
     began: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
 
     def __post_init__(self) -> None:
-        if self.sampler is not None and self.objective != THROUGHPUT:
+        if self.sampler is not None and self.objective.name != "throughput":
             raise ObjectiveError(
                 f"a study's values are samples per second, so only amptune's own sampler serves {self.objective.name}"
             )
@@ -62,7 +62,7 @@ class TuningRequest:
     def leaves_the_batch(self) -> bool:
         """True if the batch size is the user's own, and another might be worth knowing of."""
         wanted = self.wanted
-        return self.objective == THROUGHPUT and wanted.batch_size != "auto" and wanted.global_batch is None
+        return self.objective.name == "throughput" and wanted.batch_size != "auto" and wanted.global_batch is None
 
     @property
     def options(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from amptune.search.request import TuningRequest
 from amptune.search.sampler.catalog import History
 from amptune.search.space.candidates import Candidates
 from amptune.search.table.effects import machine_of
+from amptune.search.table.late_starts import LateStart, late_starts
 from amptune.search.table.row import Row
 from amptune.search.table.verdict import Verdict, verdict_of
 
@@ -51,10 +52,16 @@ class RunState:
         machine = machine_of(self.prepared.hardware.device)
         return verdict_of(self.table, self.candidates.baseline, machine, self.request.objective, self.bar)
 
+    @cached_property
+    def late(self) -> dict[Policy, LateStart]:
+        """The policies that start too late for as many steps as will be trained."""
+        return late_starts(self.table, self.candidates.baseline, self.request.objective.steps)
+
     def bar(self, policy: Policy) -> str | None:
         """Returns why a policy cannot win; None if it can."""
         is_outside = policy not in self.history.catalog.points and not self.candidates.allows(policy)
-        return self.judgements.bar(policy, is_outside=is_outside)
+        late = self.late.get(policy)
+        return self.judgements.bar(policy, is_outside=is_outside) or (str(late) if late else None)
 
     def better_recipe(self, verdict: Verdict) -> list[Policy]:
         """Returns the faster AMP recipe, which everybody would try first."""
@@ -92,6 +99,7 @@ class RunState:
         if winner.fused_optimizer and not self.prepared.subject.fusable:
             message = "the optimizer has no fused kernel here or is fused as it is: fused_optimizer changes nothing"
             yield Finding(code="fused-optimizer-without-effect", message=message)
+        yield from self._too_late()
         workers = self.request.workers
         if workers > 1 and self.prepared.hardware.gpu is None:
             message = f"{workers} workers shared this CPU, each with its part of the cores: with all, steps are faster"
@@ -102,3 +110,12 @@ class RunState:
             if self.request.budget.trials is not None:
                 spent = "the budget, or the trials allowed, were spent before; give more with --budget or --trials"
             yield Finding(code="compile-not-tried", message=f"torch.compile was not tried: {spent}")
+
+    def _too_late(self) -> Iterator[Finding]:
+        """Yields that the policy with the fastest steps starts too late."""
+        able = (one for one in self.late if not self.judgements.bars(one))
+        fastest = max(able, key=lambda policy: self.late[policy].speedup, default=None)
+        if fastest is not None:
+            late = self.late[fastest]
+            message = f"steps under {fastest} are {late.speedup:.2f} times as fast, but {late}"
+            yield Finding(code="starts-late", message=message, figures={"start_s": late.start_s, "steps": late.steps})

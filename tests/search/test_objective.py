@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from measurements import took
@@ -57,6 +58,8 @@ def test_energy_that_was_not_measured_gives_no_score() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("memory", None, 100), "steps are for the objective throughput"),
+        (("throughput", None, 0), "and at least 1, not 0"),
         (("speed", None), "one of throughput, memory, energy, not 'speed'"),
         (("memory", 0.0), "a share of the baseline's above 0, such as 0.9, not 0.0"),
         (("memory", math.nan), "above 0"),
@@ -64,7 +67,7 @@ def test_energy_that_was_not_measured_gives_no_score() -> None:
         (("memory", math.inf), "the least speed is a share of the baseline's above 0, such as 0.9, not inf"),
     ],
 )
-def test_an_objective_that_means_nothing_is_a_clear_error(arguments: tuple[str, float | None], words: str) -> None:
+def test_an_objective_that_means_nothing_is_a_clear_error(arguments: tuple[Any, ...], words: str) -> None:
     with pytest.raises(ObjectiveError, match=words):
         objective_of(*arguments)
 

@@ -100,7 +100,7 @@ def verdict_of(
     speeds = fit(rows, baseline, THROUGHPUT.score, machine)
     scores = (
         speeds
-        if objective == THROUGHPUT
+        if objective.name == "throughput"
         else fit(rows, baseline, objective.score, machine, _spread(objective, machine))
     )
     if speeds is None or scores is None:
@@ -110,7 +110,7 @@ def verdict_of(
     able = [one for one in contenders if one is not own and one.may_win and bar(one.policy) is None]
     shown = [one for one in able if one.is_shown]
     level = _level_with_the_best(shown, scores, speeds)
-    if objective == THROUGHPUT:
+    if objective.name == "throughput":
         level = _compiled_over_recorded(level, shown, scores)
     winner = min(level, key=_simplest, default=own)
     verdict = Verdict(
