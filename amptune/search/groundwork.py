@@ -16,16 +16,18 @@ from pathlib import Path
 
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.results.half_effects import Sensitivity
-from amptune.measure.results.outcome import Failure
+from amptune.measure.results.outcome import Failure, Measurement
 from amptune.measure.results.subject import Prepared, Subject
+from amptune.measure.results.training_runs import THOROUGHNESS
 from amptune.policy.findings import Finding
 from amptune.policy.serialization import adapter_for
 from amptune.policy.setting_effects import ordered_as
 from amptune.policy.settings import Fp32Math, Fp32Rule, Policy
-from amptune.search.gate.judge import Judge, OutOfTimeError, first_judgement_s, raised_by
+from amptune.search.gate.judge import Judge, OutOfTimeError, raised_by
 from amptune.search.gate.limits import Judgement
 from amptune.search.gate.numeric_findings import findings_of
 from amptune.search.gate.repair import Cure, cure_of
+from amptune.search.plan.budget import SHORT_S
 from amptune.search.plan.compile_costs import judged_graph_s
 from amptune.search.plan.plan import Step
 from amptune.search.sampler.study import Study
@@ -71,7 +73,7 @@ class Numerics:
             return None
         policy, lead = leading
         recipe = self._recipe_of(policy) or policy
-        judgement_s = self.judge.last_s or first_judgement_s(trial.outcome for trial in self.study().trials)
+        judgement_s = self.judge.last_s or self._guessed_s
         unjudged = next(
             (one for one in (ordered_as(recipe, policy), recipe) if self.judge.judgements.is_open(one)), None
         )
@@ -84,6 +86,14 @@ class Numerics:
             act = partial(self._cure, judgement)
             return Step(stage="cure", what=str(recipe), seconds=seconds, worth=CURABLE * lead, act=act)
         return None
+
+    @property
+    def _guessed_s(self) -> float:
+        """The seconds of the first judgement: of the fewest steps that tell, in FP32 and in half, and all besides."""
+        measured = (trial.outcome for trial in self.study().trials)
+        step_ms = max((one.mean_ms for one in measured if isinstance(one, Measurement)), default=0.0)
+        least = THOROUGHNESS[-1]
+        return SHORT_S + 3 * (least.gradient_steps + least.curve_steps) * step_ms / 1000
 
     def graph(self, _free_s: float) -> Step | None:
         """Returns the step that judges the leader together with its graph, which is compiled anew for that."""

@@ -14,7 +14,7 @@ from amptune.measure.results.subject import Prepared
 from amptune.policy.settings import Fp32Rule, Policy
 from amptune.search.batch_size.batch_sizes import NO_SIZES, BatchSizes
 from amptune.search.decide.evidence import labels_of
-from amptune.search.gate.judge import Judge, PolicyJudged, first_judgement_s
+from amptune.search.gate.judge import Judge, PolicyJudged
 from amptune.search.request import TuningRequest
 from amptune.search.run_state import RunState
 from amptune.search.sampler.records import TuningRecord
@@ -109,9 +109,7 @@ class Knowledge:
 
     def judging_s(self, policy: Policy) -> float:
         """Returns the seconds to judge a policy without its graph."""
-        if not self.judge.judgements.is_open(policy):
-            return 0.0
-        return self.judge.last_s or first_judgement_s(trial.outcome for trial in self.study.trials)
+        return self.judge.last_s if self.judge.judgements.is_open(policy) else 0.0
 
     def take(self, ladder: Ladder | None, safeguards: Mapping[str, tuple[Fp32Rule, ...] | None]) -> bool:
         """Makes the candidates anew, from the modules' measured times and the batch sizes; returns True if others come.

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from amptune.errors import StudyError
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.results.half_effects import ModuleTrace
-from amptune.measure.results.outcome import Failure, Measurement, Outcome
-from amptune.measure.results.training_runs import THOROUGHNESS, Parity
+from amptune.measure.results.outcome import Failure
+from amptune.measure.results.training_runs import Parity
 from amptune.policy.setting_effects import numerics_of
 from amptune.policy.settings import Policy
 from amptune.search.gate.judgements import Judgements, fp32_of, without_graph
 from amptune.search.gate.limits import Judgement, judged
 from amptune.search.plan.budget import Budget
 
-__all__ = ["Judge", "OutOfTimeError", "PolicyJudged", "first_judgement_s", "raised_by"]
+__all__ = ["Judge", "OutOfTimeError", "PolicyJudged", "raised_by"]
 
 # The share of the time left that the reference may take: the more time, the more steps it compares.
 REFERENCE_SHARE = 0.08
@@ -135,13 +135,6 @@ class Judge:
         finally:
             self.last_s = self.budget.spent_s - before_s
             self.spent_s += self.last_s
-
-
-def first_judgement_s(outcomes: Iterable[Outcome]) -> float:
-    """Returns the seconds of the first judgement: the fewest steps that tell, in FP32 and in half, and all besides."""
-    step_ms = max((one.mean_ms for one in outcomes if isinstance(one, Measurement)), default=0.0)
-    least = THOROUGHNESS[-1]
-    return SHORTEST_REFERENCE_S + 3 * (least.gradient_steps + least.curve_steps) * step_ms / 1000
 
 
 def raised_by(policy: Policy, failure: Failure) -> bool:
