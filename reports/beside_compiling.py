@@ -22,7 +22,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from oracle import append, compile_caches  # beside this program
+from json_lines import append  # beside this program
+from plain_loop import compile_caches
 
 from amptune.measure.bench.stillness import ProcessIdentity
 from amptune.measure.evaluator import WorkerEvaluator

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lanes import EARLIER_S, Job, ProcessLane, end_with_parent, run  # beside this program
-from oracle import append
+from json_lines import append  # beside this program
+from lanes import EARLIER_S, Job, ProcessLane, end_with_parent, run
 from torch import nn
 
 import amptune

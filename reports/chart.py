@@ -3,7 +3,7 @@
     python reports/chart.py           # draws docs/results.svg from h200/rivals/
     python reports/chart.py --check   # exits with 1 if that file is not what would be drawn
 
-No figure stands here: all come from the raw samples, by the functions that print the table (`rivals.py`).
+No figure stands here: all come from the raw samples.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
-from oracle import read  # beside this program
-from rivals import Summary, summary_of
-
+from amptune.measure.results.outcome import Measurement, outcome_from_dict
+from amptune.policy.serialization import policy_from_dict
 from amptune.policy.settings import STOCK
 from amptune.report.plot import Axis
 
 HERE = Path(__file__).resolve().parent
-RIVALS, ORACLES = HERE / "h200" / "rivals", HERE / "h200" / "oracle"
-CHART = HERE.parent / "docs" / "results.svg"
+RIVALS, CHART = HERE / "h200" / "rivals", HERE.parent / "docs" / "results.svg"
 
 # The workloads' names and sizes as the README's table has them.
 NAMES = {
@@ -101,31 +100,33 @@ def results() -> list[Result]:
 
 
 def result_of(path: Path) -> Result:
-    data, oracle = json.loads(path.read_text()), read(ORACLES / f"{path.stem}.jsonl")
-    if oracle is None:
-        sys.exit(f"{ORACLES / path.stem}.jsonl: there is no oracle for {path.name}; `reports/oracle.py` measures it")
-    summary, torch = summary_of(data, oracle), data["amptune"]["software"]["torch"]
-    machine = f"{data['amptune']['hardware']}, torch {'.'.join(torch.split('.')[:2])}"
-    is_stock = summary.policy == STOCK
+    data = json.loads(path.read_text())
+    tuned = data["amptune"]
     return Result(
-        workload=summary.workload,
-        times_ms=times_ms_of(summary),
-        is_stock=is_stock,
-        is_provisional=data["amptune"]["provisional"],
-        machine=machine,
+        workload=data["workload"],
+        times_ms=times_ms_of(data["comparison"], data["autotune"]["own_step_ms"]),
+        is_stock=policy_from_dict(tuned["policy"]) == STOCK,
+        is_provisional=tuned["provisional"],
+        machine=f"{tuned['hardware']}, torch {'.'.join(tuned['software']['torch'].split('.')[:2])}",
     )
 
 
-def times_ms_of(summary: Summary) -> dict[str, float]:
+def times_ms_of(comparison: Mapping[str, Any], own_step_ms: Sequence[float]) -> dict[str, float]:
     """Returns the step times; pytorch-autotune's is the faster of its choice as a policy and its own step."""
-    ms = summary.ms
-    times_ms = {
-        "stock": [ms["stock"]],
-        "amptune": [ms["amptune"]],
-        "pytorch-autotune": [ms["pytorch-autotune"], summary.own_step_ms],
-        "best AMP recipe": [ms["amp bf16"], ms["amp fp16"]],
+    ms = {name: step_ms(comparison["rounds"], policy) for name, policy in comparison["contenders"].items()}
+    return {
+        "stock": ms["stock"],
+        "amptune": ms["amptune"],
+        "pytorch-autotune": min(ms["pytorch-autotune"], statistics.median(own_step_ms)),
+        "best AMP recipe": min(ms["amp bf16"], ms["amp fp16"]),
     }
-    return {name: min(time_ms for time_ms in of if time_ms) for name, of in times_ms.items()}
+
+
+def step_ms(rounds: Sequence[Mapping[str, Any]], policy: Mapping[str, Any]) -> float:
+    """Returns the geometric mean over a policy's blocks of their steps' mean time; none of these blocks failed."""
+    lines = [line for one in rounds for line in one["rows"] if line["policy"] == policy]
+    outcomes = (outcome_from_dict(line["outcome"]) for line in lines)
+    return statistics.geometric_mean(outcome.mean_ms for outcome in outcomes if isinstance(outcome, Measurement))
 
 
 def drawn(found: Sequence[Result]) -> str:

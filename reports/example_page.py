@@ -35,7 +35,7 @@ ROUND_S = 10.0
 
 
 def record_of(content: dict[str, Any], valid_for: dict[str, str], began: str) -> StudyRecord:
-    """Returns what `compare.py` kept of a tuning, as a study."""
+    """Returns a tuning, as `SOURCE` holds it, as a study."""
     own = content["trials"][0]["samples_per_step"]
     trials, moment_s = [], 0.0
     for number, one in enumerate(content["trials"]):

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from autotune import AUTOTUNE_MORE_S, Bridged, answer_of, policy_of_autotune  # beside this program
 from foreign_table import FASTEST, WITH_GRID, ZOO, Evidence, Line, Plan, mean_ms, name_of, ran
-from oracle import compile_caches
-from plain_loop import Arm, batches, device_or_default, in_turn
+from plain_loop import Arm, batches, compile_caches, device_or_default, in_turn
 
 import amptune
 from amptune.errors import AmptuneError

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oracle import append  # beside this program
+from json_lines import append  # beside this program
 
 from amptune.policy.serialization import policy_from_dict
 from amptune.search.table.ratio import Ratio

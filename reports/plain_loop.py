@@ -14,14 +14,13 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from autotune import Bridged  # beside this program
-from oracle import compile_caches
 
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import AUTOTUNED_MODES, Policy
@@ -95,6 +94,22 @@ def in_turn(
     crowded = [one.arm for one in launched if len(arms) > 1 and "out of memory" in (one.failure or "").lower()]
     rows = [{**one.row(), "launch_s": seconds} for one in launched if one.arm not in crowded]
     return rows + [row for arm in crowded for row in in_turn([arm], target, device, limit, steps=steps)]
+
+
+@contextmanager
+def compile_caches(kept: Path) -> Iterator[Path]:
+    """Has torch.compile and Triton keep what they make in this folder; worker processes inherit that."""
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    folder = kept.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        os.environ.update({name: str(folder / name.lower()) for name in names})
+        yield folder
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 class Launched:

@@ -26,10 +26,10 @@ import foreign_models
 import foreign_parts
 import foreign_table
 import lanes
-import oracle
 import plain_loop
 import unruly_models
 import unruly_table
+from json_lines import append
 from measurements import took
 
 import amptune
@@ -124,6 +124,18 @@ def test_blocks_of_given_steps_count_them_all_and_a_slow_one_ends_before(
     (row,) = plain_loop.in_turn(arms, target, "cpu", Budget(seconds=300), steps=7)
     assert row["steps"] == [7] * plain_loop.LONG_BLOCKS
     assert len(row["ms"]) == plain_loop.LONG_BLOCKS
+
+
+def test_what_torch_compiles_stands_in_the_given_folder_and_the_environment_is_put_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    with plain_loop.compile_caches(tmp_path / "caches") as folder:
+        assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent == folder
+        assert Path(os.environ["TRITON_CACHE_DIR"]).parent == folder
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+    assert "TRITON_CACHE_DIR" not in os.environ
 
 
 def test_what_the_limit_cuts_short_is_no_row(target: str, tmp_path: Path) -> None:
@@ -414,13 +426,13 @@ def test_what_another_process_added_is_read(tmp_path: Path) -> None:
 def evidence_of(path: Path, budget_s: float, times: Sequence[dict[str, float]]) -> foreign_table.Evidence:
     """A model's file with a launch for each of the times."""
     told = {"what": "amptune", "budget_s": budget_s, "seconds": 100.0, "course": [], "policy": policy_to_dict(BF16)}
-    oracle.append(path, told)
+    append(path, told)
     for launch, ms in enumerate(times):
         for name, value in ms.items():
             row = launch_row([name], value)
             if math.isinf(value):
                 row |= {"failure": "it crashed", "ms": []}
-            oracle.append(path, {"what": "launch", "budget_s": budget_s, "launch": launch, **row})
+            append(path, {"what": "launch", "budget_s": budget_s, "launch": launch, **row})
     return foreign_table.Evidence(path)
 
 
@@ -479,7 +491,7 @@ def test_a_policy_slower_than_stock_and_one_that_fails_are_named(tmp_path: Path)
     path = tmp_path / "early_exit.jsonl"
     told = {"what": "amptune", "budget_s": 60.0, "seconds": 62.0, "course": [], "policy": policy_to_dict(BF16)}
     for tuning in range(4):
-        oracle.append(path, {**told, "tuning": tuning})
+        append(path, {**told, "tuning": tuning})
     rows = [
         long_row(["stock", "amptune 4"], [10.0, 10.0]),
         long_row(["amptune"], [9.0, 9.0]),
@@ -487,7 +499,7 @@ def test_a_policy_slower_than_stock_and_one_that_fails_are_named(tmp_path: Path)
         {**long_row(["amptune 3"], []), "failure": "it crashed"},
     ]
     for row in rows:
-        oracle.append(path, {"what": "launch", "budget_s": 60.0, "launch": 0, **row})
+        append(path, {"what": "launch", "budget_s": 60.0, "launch": 0, **row})
     evidence = foreign_table.Evidence(path)
     assert unruly_table.is_unruly(evidence)
     *_, count, slower, failed, without = unruly_table.unruly_table([evidence]).splitlines()

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.append(str(Path(__file__).parent.parent / "reports"))  # programs, no package
-
-from stored import former_ratio
 
 import amptune
 from amptune.measure.results.outcome import Measurement, outcome_from_dict
@@ -67,53 +60,6 @@ POLICIES = [*H200.glob("*.policy.yaml"), *(NUMERICS / "h200").glob("*.policy.yam
 @pytest.mark.parametrize("path", sorted(POLICIES), ids=lambda path: f"{path.parent.parent.name}-{path.stem}")
 def test_the_policies_of_the_report_load(path: Path) -> None:
     assert amptune.load(path).valid_for["nvidia.com/gpu.product"] == "NVIDIA-H200"
-
-
-@pytest.mark.slow
-def test_the_table_is_printed_from_the_reports() -> None:
-    command = [sys.executable, "reports/compare.py", "--out", str(H200), "--table"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert all(path.stem in done.stdout for path in REPORTS)
-
-
-TRUST = H200 / "trust"
-
-
-def trust_rows(part: str) -> list[dict[str, Any]]:
-    path = TRUST / f"{part}.json"
-    return list(loaded(path)["rows"]) if path.exists() else []
-
-
-@pytest.mark.parametrize("row", trust_rows("aa"), ids=lambda row: f"{row['workload']}-{row['started']}")
-def test_a_comparison_of_a_policy_with_itself_can_be_computed_again(row: dict[str, Any]) -> None:
-    medians = {policy_from_dict(c["policy"]): c["median_ms"] for c in row["comparison"]["contenders"]}
-    spelled_out = {replace(policy, batch_size=None): policy for policy in medians if policy.batch_size}
-    for pair in row["pairs"]:
-        (first,) = [policy for policy in medians if str(policy) == pair["policy"]]
-        second = spelled_out[first]
-        launches = zip(medians[first], medians[second], strict=True)
-        # One that was beaten by another policy has fewer rounds than its double.
-        pairs = [[a / b for a, b in zip(*launch, strict=False)] for launch in launches]
-        ratio = former_ratio([launch for launch in pairs if launch])
-        # The medians are rounded, which a wide interval of few blocks makes more of.
-        assert [ratio.value, ratio.low, ratio.high] == pytest.approx(pair["ratio"], abs=1e-3)
-        assert ratio.launches == pair["launches"]
-
-
-@pytest.mark.parametrize("path", sorted(TRUST.glob("*.policy.yaml")), ids=lambda path: path.stem)
-def test_a_policy_that_was_tuned_again_is_the_one_its_row_says(path: Path) -> None:
-    policies = {f"{row['workload']}-{row['repetition']}": row.get("policy") for row in trust_rows("tunings")}
-    found = policies[path.name.removesuffix(".policy.yaml")]
-    assert found is not None
-    assert policy_from_dict(found) == amptune.load(path).policy
-
-
-@pytest.mark.slow
-def test_the_tables_of_trust_are_printed_from_its_rows() -> None:
-    command = [sys.executable, "reports/trust.py", "--out", str(TRUST), "--table"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    for row in [*trust_rows("tunings"), *trust_rows("regret"), *trust_rows("aa")]:
-        assert f"| {row['workload']} |" in done.stdout
 
 
 def holds(module: str, path: str) -> bool:
