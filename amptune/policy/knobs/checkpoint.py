@@ -35,6 +35,9 @@ CHECKPOINT = Knob(
     # again as it likes.
     numerics="none",
     in_numerics=lambda policy: () if policy.compile == "off" else policy.checkpoint,
+    # A search calls a choice of repeated blocks by a word.
+    matters=lambda value, subject: value == "none" or bool(subject.blocks),
+    is_optional=True,
     words="checkpoint {}",
     told=_told,
 )
