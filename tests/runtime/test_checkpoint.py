@@ -258,8 +258,15 @@ def test_a_module_that_cannot_be_checkpointed_is_named() -> None:
         amptune.apply(Policy(checkpoint=("*",)), model)
 
 
-@pytest.mark.parametrize("compiled", ["default", "reduce-overhead", "blocks"])
-@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+@pytest.mark.parametrize(
+    ("compiled", "norm"),
+    [
+        ("default", nn.LayerNorm),
+        ("default", nn.BatchNorm1d),
+        ("reduce-overhead", nn.LayerNorm),
+        ("blocks", nn.BatchNorm1d),
+    ],
+)
 def test_compiled_it_is_part_of_the_graph(compiled: Any, norm: Callable[[int], nn.Module]) -> None:
     policy = Policy(compile=compiled)
     torch.compiler.reset()
