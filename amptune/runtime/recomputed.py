@@ -8,6 +8,7 @@ count each batch twice.
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,25 +29,29 @@ def recomputed_forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             return cls.forward(self, *args, **kwargs)
-        if torch.compiler.is_compiling():  # the compiler traces it, and writes to buffers once
-            return checkpoint(functools.partial(cls.forward, self, **kwargs), *args, use_reentrant=False)
-        return _checkpointed(functools.partial(cls.forward, self), self, args, kwargs)
+        # All arguments are positional ones: of others PyTorch would see neither devices nor changes in place.
+        devices, count = () if torch.compiler.is_compiling() else _devices_of(self), len(args)
+        passes: list[_Buffers] = []
+
+        def run(*given: Any) -> Any:
+            own = given[len(devices) :]
+            named = dict(zip(kwargs, own[count:], strict=True))
+            # A compiled graph writes to buffers once. What the compiler cannot trace is run without it, whole.
+            around = nullcontext() if torch.compiler.is_compiling() else _around(passes, self)
+            with around:
+                return cls.forward(self, *own[:count], **named)
+
+        return checkpoint(run, *devices, *args, *kwargs.values(), use_reentrant=False)
 
     return forward
 
 
-def _checkpointed(call: Callable[..., Any], module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Gives all arguments as positional ones: of others PyTorch would see neither devices nor changes in place."""
-    devices, count = _devices_of(module), len(args)
-
-    def run(*given: Any) -> Any:
-        own = given[len(devices) :]
-        return call(*own[:count], **dict(zip(kwargs, own[count:], strict=True)))
-
-    buffers = _Buffers(module)
-    return checkpoint(
-        run, *devices, *args, *kwargs.values(), use_reentrant=False, context_fn=lambda: (buffers, buffers.lent())
-    )
+def _around(passes: list[_Buffers], module: nn.Module) -> _Buffers | _Lent:
+    """Returns the context of the forward pass, which comes first and is noted, or of one that computes it again."""
+    if passes:
+        return passes[0].lent()
+    passes.append(_Buffers(module))
+    return passes[0]
 
 
 def _devices_of(module: nn.Module) -> tuple[torch.Tensor, ...]:

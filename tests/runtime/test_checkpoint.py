@@ -63,6 +63,19 @@ class Average(nn.Module):
         return (x - self.average).square()
 
 
+class Untraceable(nn.Module):
+    """Is tanh of what an average of all that it has seen leaves, and ends the compiler's graph."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = Average(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        out: torch.Tensor = torch.tanh(self.norm(x))
+        return out
+
+
 class Net(nn.Module):
     def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
@@ -275,6 +288,23 @@ def test_compiled_it_is_part_of_the_graph(compiled: Any, norm: Callable[[int], n
     counters.clear()
     assert are_equal(own, trained(replace(policy, checkpoint=("layers.*",)), built(norm)))
     assert not counters["graph_break"]
+
+
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor")  # of the compiler, which hides it itself
+@pytest.mark.parametrize("compiled", ["default", "blocks"])
+def test_what_the_compiler_cannot_trace_meets_its_buffers_as_they_were(compiled: Any) -> None:
+    """PyTorch runs such a block without the compiler, both times: its average moved twice, and gradients were wrong."""
+
+    def without_dropout() -> Net:  # a compiler draws other random numbers
+        model = built(Untraceable)
+        for layer in model.layers.children():
+            layer.drop = nn.Identity()
+        return model
+
+    torch.compiler.reset()
+    found = trained(Policy(compile=compiled, checkpoint=("layers.*",)), without_dropout())
+    for one, own in zip(found, trained(STOCK, without_dropout()), strict=True):
+        torch.testing.assert_close(one, own, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("compiled", ["default", "blocks"])
