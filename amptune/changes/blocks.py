@@ -11,7 +11,7 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
-__all__ = ["compile_blocks", "holds_compiled", "repeated_blocks", "repeated_leaves"]
+__all__ = ["compile_blocks", "holds_compiled", "repeated_blocks", "repeated_leaves", "repeated_paths"]
 
 # Where `Module.compile` keeps what it makes.
 _COMPILED = "_compiled_call_impl"
@@ -29,6 +29,12 @@ def repeated_blocks(model: nn.Module) -> dict[Hashable, list[nn.Module]]:
     for block in dict.fromkeys(_blocks_in(model)):
         found[_kind_of(block)].append(block)
     return dict(found)
+
+
+def repeated_paths(model: nn.Module) -> list[str]:
+    """Returns the paths of the repeated blocks, in the model's order."""
+    blocks = {block for alike in repeated_blocks(model).values() for block in alike if len(alike) > 1}
+    return [path for path, module in model.named_modules() if module in blocks]
 
 
 def repeated_leaves(model: nn.Module) -> int:

@@ -25,7 +25,8 @@ __all__ = [
 @cache
 def numerics_of(policy: Policy) -> Policy:
     """Returns the policy with only the settings that its numerics depend on."""
-    return _with(policy, lambda knob: knob.numerics != "none")
+    as_numerics_tell = {knob.name: knob.in_numerics(policy) for knob in KNOBS if knob.in_numerics is not None}
+    return replace(_with(policy, lambda knob: knob.numerics != "none"), **as_numerics_tell)
 
 
 @cache

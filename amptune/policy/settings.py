@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from amptune.policy.knobs.attention import ATTENTION, AttentionBackend
 from amptune.policy.knobs.autocast import AUTOCAST, Autocast
 from amptune.policy.knobs.batch import ACCUMULATE, BATCH_SIZE
+from amptune.policy.knobs.checkpoint import CHECKPOINT
 from amptune.policy.knobs.compile_mode import AUTOTUNED_MODES, COMPILE, CUDA_GRAPH_MODES, WHOLE_MODES, CompileMode
 from amptune.policy.knobs.cuda_graphs import CUDA_GRAPHS, CudaGraphs
 from amptune.policy.knobs.cudnn_benchmark import CUDNN_BENCHMARK
@@ -58,6 +59,7 @@ KNOBS: tuple[Knob, ...] = (
     ACCUMULATE,
     THREADS,
     ATTENTION,
+    CHECKPOINT,
     COMPILE,
     CUDA_GRAPHS,
     FUSED_OPTIMIZER,
@@ -79,6 +81,7 @@ class Policy:
     `cuda_graphs` records the model's training passes, or as "step" the whole training step of `tuned.training_step`,
     and replays them, kernel for kernel; modes of `compile` for the
     whole model have CUDA graphs of their own. `compile: blocks` compiles repeated blocks one by one, equal ones once.
+    `checkpoint` names modules, by path, whose activations are computed again in the backward pass.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -96,6 +99,7 @@ class Policy:
     accumulate: int = 1
     threads: int = 0
     attention: tuple[AttentionBackend, ...] = ()
+    checkpoint: tuple[str, ...] = ()
     compile: CompileMode = "off"
     cuda_graphs: CudaGraphs = False
     fused_optimizer: bool = False
@@ -138,7 +142,8 @@ class Policy:
 
     def compiled(self, mode: CompileMode) -> Policy:
         """Returns this policy with a torch.compile mode; blocks are recorded, and other modes decide on CUDA graphs."""
-        return replace(self, compile=mode, cuda_graphs=mode == "blocks" and (self.cuda_graphs or True))
+        records = mode == "blocks" and not self.checkpoint
+        return replace(self, compile=mode, cuda_graphs=records and (self.cuda_graphs or True))
 
     def departures(self) -> Iterator[tuple[str, Any]]:
         """Yields each setting that differs from stock PyTorch, as (name, value), in the order of the file."""

@@ -19,7 +19,7 @@ from amptune.runtime.batch_norm import FiniteStatistics
 from amptune.runtime.claim_watch import ClaimWatch
 from amptune.runtime.class_swap import obstacle, overlaid, swap, swapped_class, unswap
 from amptune.runtime.digest import model_digest
-from amptune.runtime.module_precision import precisions_of
+from amptune.runtime.module_precision import changes_of
 from amptune.runtime.policy_argument import kind_of, read_policy
 from amptune.runtime.ranks import Ranks
 from amptune.runtime.step_claim import claim_about_steps
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from amptune.policy.policy_file import PolicyFile
     from amptune.policy.settings import CompileMode
-    from amptune.runtime.class_swap import Precision
+    from amptune.runtime.class_swap import Change
     from amptune.runtime.graphs.graphed_model import GraphedModel
     from amptune.runtime.graphs.recorded_step import WholeStep
     from amptune.runtime.guard.guard import Guard
@@ -81,7 +81,7 @@ def apply(
     _require_plain(model)
     policy = read_policy(policy)
     settings, drift, claim = _read(policy, model, any_hardware=any_hardware)
-    selected = precisions_of(settings, model)
+    selected = changes_of(settings, model)
     _require_swappable(selected)
     if selected or settings.memory_format != "contiguous" or settings.cuda_graphs:
         _require_unsharded(model)
@@ -117,7 +117,7 @@ def _require_plain(model: nn.Module) -> None:
         raise PolicyApplyError(f"a policy is applied to a torch.nn.Module, not to {kind_of(model)}")
     patched = _patched(model)
     if has_policy(model):
-        where = f" ({patched[0] or 'the model itself'} has a precision of its own)" if patched else ""
+        where = f" ({patched[0] or 'the model itself'} runs under it)" if patched else ""
         raise PolicyApplyError(
             f"this {type(model).__name__} already has a policy{where}; undo that one first, with tuned.undo(); "
             "a copy has the policy of its original"
@@ -168,12 +168,12 @@ def _gpu_of(model: nn.Module) -> str | None:
     return str(first.device) if first is not None and first.device.type == "cuda" else None
 
 
-def _require_swappable(selected: Sequence[tuple[Selected, Precision]]) -> None:
-    found = [(one, precision, obstacle(one.module, precision)) for one, precision in selected]
-    reasons = [f"\n  {one} {reason}" for one, _, reason in found if reason is not None]
-    half = any(precision.startswith("half") for _, precision, reason in found if reason is not None)
+def _require_swappable(selected: Sequence[tuple[Selected, Change]]) -> None:
+    found = [(one, change, reason) for one, change in selected if (reason := obstacle(one.module, change)) is not None]
+    reasons = [f"\n  {one} {reason}" for one, _, reason in found]
+    half, recomputed = (any(change.startswith(word) for _, change, _ in found) for word in ("half", "recomputed"))
     if reasons:
-        where = "run in half" if half else "kept in FP32"
+        where = "run in half" if half else "checkpointed" if recomputed else "kept in FP32"
         raise PolicyApplyError(f"not every module can be {where}:{''.join(reasons)}")
 
 
@@ -188,7 +188,7 @@ def _require_unsharded(model: nn.Module) -> None:
 def _apply(
     settings: Policy,
     model: nn.Module,
-    selected: Sequence[tuple[Selected, Precision]],
+    selected: Sequence[tuple[Selected, Change]],
     weights: WeightHook,
     findings: Sequence[Finding],
     *,
@@ -202,8 +202,8 @@ def _apply(
         steps.callback(_under_a_policy.discard, model)
         for knob in KNOBS:
             steps.callback(knob.apply(knob.of(settings), model))
-        for one, precision in selected:
-            swap(one.module, precision)
+        for one, change in selected:
+            swap(one.module, change)
             steps.callback(unswap, one.module)
         weights.convert()
         steps.callback(weights.undo)
@@ -235,7 +235,7 @@ def _apply(
     )
 
 
-def _weights(settings: Policy, model: nn.Module, selected: Sequence[tuple[Selected, Precision]]) -> WeightHook:
+def _weights(settings: Policy, model: nn.Module, selected: Sequence[tuple[Selected, Change]]) -> WeightHook:
     """Returns the hook for how the policy holds weights. Raises `PolicyApplyError` if the model cannot have them so."""
     if settings.weights != "half":
         return PLAIN_WEIGHTS
@@ -284,7 +284,7 @@ def _compiled(mode: CompileMode, model: nn.Module, steps: ExitStack) -> nn.Modul
     return compiled
 
 
-def _require_unswappable(selected: Sequence[tuple[Selected, Precision]]) -> None:
+def _require_unswappable(selected: Sequence[tuple[Selected, Change]]) -> None:
     in_the_way = [str(one) for one, _ in selected if overlaid(one.module)]
     if in_the_way:
         raise PolicyApplyError(

@@ -1,4 +1,4 @@
-"""Runs one module in a precision of its own, by swapping its class for a subclass with another forward.
+"""Runs one module as a policy says, by swapping its class for a subclass with another forward.
 
 After a class swap (`torch.nn.utils.parametrize` and FSDP2 do it too) the module is still the same object: state_dict
 keys, `isinstance`, hooks, copies and pickles keep working, and torch.compile sees no graph break. With `forward`
@@ -19,16 +19,19 @@ from torch.nn.parallel import DistributedDataParallel
 from amptune.changes.tensor_tree import HALF_DTYPES, map_tensors
 from amptune.errors import PolicyApplyError
 from amptune.runtime.gradient_dtype import take_gradients_as_they_come
+from amptune.runtime.recomputed import recomputed_forward_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["Precision", "obstacle", "overlaid", "precision_of", "swap", "swapped_class", "unswap"]
+__all__ = ["Change", "Precision", "obstacle", "overlaid", "precision_of", "swap", "swapped_class", "unswap"]
 
 # Inside autocast: "fp32" returns its FP32 output, "fp32-cast" casts it back to autocast's dtype, "half" runs in
 # autocast's dtype. With half weights: "half-weights" is the model that has them, with FP32 inputs and outputs;
 # "fp32-weights" is a module within it that has FP32 weights, with half inputs and outputs.
 Precision = Literal["fp32", "fp32-cast", "half", "half-weights", "fp32-weights"]
+# "recomputed" computes activations again in the backward pass, in the precision that the module has: it comes last.
+Change = Precision | Literal["recomputed"]
 
 
 # The device types on which autocast can be on. They come from this build of torch, as an input's device can mislead:
@@ -37,18 +40,15 @@ _accelerator = torch.accelerator.current_accelerator()
 _DEVICE_TYPES = ("cpu",) if _accelerator is None else (_accelerator.type, "cpu")
 
 # An entry lives as long as a module has the class (or until the garbage collector runs).
-_classes: weakref.WeakValueDictionary[tuple[type[nn.Module], Precision], type[nn.Module]]
+_classes: weakref.WeakValueDictionary[tuple[type[nn.Module], Change], type[nn.Module]]
 _classes = weakref.WeakValueDictionary()
 
 
-def obstacle(module: nn.Module, precision: Precision = "fp32") -> str | None:
-    """Returns why a class swap cannot give this module a precision of its own, or None if it can."""
-    if swapped_class(module) is not None:
-        return (
-            "has a precision of its own by a policy already; undo that one first (a copy of a patched model is "
-            "patched too)"
-        )
-    if precision == "half" and any(module.children()):
+def obstacle(module: nn.Module, change: Change = "fp32") -> str | None:
+    """Returns why a class swap cannot change this module, or None if it can."""
+    if _is_taken(module, change):
+        return "runs under a policy already; undo that one first (a copy of a patched model is patched too)"
+    if change == "half" and any(module.children()):
         return "holds other modules; only modules without children can be run in half"
     if isinstance(module, torch.jit.ScriptModule):
         return "is a TorchScript module, whose forward cannot be replaced; apply the policy before scripting"
@@ -57,30 +57,39 @@ def obstacle(module: nn.Module, precision: Precision = "fp32") -> str | None:
             "has a forward set on the instance (accelerate's prepare() and torch.compile do that), which hides the "
             "class's; apply the policy before that"
         )
+    if change == "recomputed":
+        scripted = any(isinstance(inner, torch.jit.ScriptModule) for inner in module.modules())
+        return "holds a TorchScript module, whose buffers could change twice" if scripted else None
     half = {str(p.dtype) for p in module.parameters() if p.dtype in HALF_DTYPES}
     if half:
         return f"has weights in {' and '.join(sorted(half))}; call its .float(), or leave the rule out"
     return None
 
 
-def swap(module: nn.Module, precision: Precision = "fp32") -> None:
-    """Gives the module this precision from now on; "fp32", "fp32-cast" and "half" change nothing outside autocast.
+def _is_taken(module: nn.Module, change: Change) -> bool:
+    """Returns True if the module has the class of a change, other than a precision below "recomputed"."""
+    swapped = swapped_class(module)
+    return swapped is not None and (change != "recomputed" or vars(swapped)["_amptune_change"] == "recomputed")
+
+
+def swap(module: nn.Module, change: Change = "fp32") -> None:
+    """Makes this change from now on; "fp32", "fp32-cast" and "half" change nothing outside autocast.
 
     The FP32 precisions cast half inputs, at any depth of the arguments; "half" casts FP32 inputs and the module's
     weights. Raises `PolicyApplyError` if there is an `obstacle`.
     """
-    reason = obstacle(module, precision)
+    reason = obstacle(module, change)
     if reason is not None:
         raise PolicyApplyError(f"{type(module).__name__} {reason}")
-    module.__class__ = _class_in(precision, type(module))
+    module.__class__ = _class_in(change, type(module))
 
 
 def unswap(module: nn.Module) -> None:
-    """Gives the module its own class back. Raises `PolicyApplyError` if its class was changed again since."""
+    """Takes the last swap back. Raises `PolicyApplyError` if the module's class was changed again since."""
     if overlaid(module):
         raise PolicyApplyError(
-            f"{type(module).__name__} got yet another class after it got a precision of its own (parametrize and "
-            "fully_shard do that); undo that first"
+            f"{type(module).__name__} got yet another class after the policy's (parametrize and fully_shard do that); "
+            "undo that first"
         )
     swapped = swapped_class(module)
     if swapped is not None:
@@ -93,8 +102,8 @@ def overlaid(module: nn.Module) -> bool:
 
 
 def swapped_class(module: nn.Module) -> type[nn.Module] | None:
-    """Returns the class `swap` gave the module, also if another class was put over it since; None without a swap."""
-    return next((base for base in type(module).__mro__ if "_amptune_precision" in vars(base)), None)
+    """Returns the last class `swap` gave the module, also if another was put over it since; None without a swap."""
+    return next((base for base in type(module).__mro__ if "_amptune_change" in vars(base)), None)
 
 
 def precision_of(module: nn.Module) -> Precision | None:
@@ -103,29 +112,33 @@ def precision_of(module: nn.Module) -> Precision | None:
     return precision
 
 
-def _class_in(precision: Precision, cls: type[nn.Module]) -> type[nn.Module]:
-    """Returns the subclass of `cls` for this precision, made once, with the name that type rules and repr() use."""
-    known = _classes.get((cls, precision))
+def _class_in(change: Change, cls: type[nn.Module]) -> type[nn.Module]:
+    """Returns the subclass of `cls` with this change, made once, with the name that type rules and repr() use."""
+    known = _classes.get((cls, change))
     if known is not None:
         return known
     body = {
         "__doc__": cls.__doc__,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
-        "__reduce_ex__": _reduction_of(cls, precision),
-        "_amptune_precision": precision,
-        "forward": _forward_in(precision, cls),
+        "__reduce_ex__": _reduction_of(cls, change),
+        "_amptune_change": change,
+        "forward": _forward_in(change, cls),
     }
+    if change != "recomputed":
+        body["_amptune_precision"] = change
     becomes = getattr(cls, "cls_to_become", None)
     if becomes is not None:  # a lazy module takes this class after its first input
-        body["cls_to_become"] = _class_in(precision, becomes)
+        body["cls_to_become"] = _class_in(change, becomes)
     made: type[nn.Module] = types.new_class(cls.__name__, (cls,), exec_body=lambda space: space.update(body))
-    _classes[cls, precision] = made
+    _classes[cls, change] = made
     return made
 
 
-def _forward_in(precision: Precision, cls: type[nn.Module]) -> Callable[..., Any]:
-    match precision:
+def _forward_in(change: Change, cls: type[nn.Module]) -> Callable[..., Any]:
+    match change:
+        case "recomputed":
+            return recomputed_forward_of(cls)
         case "half":
             return _half_forward_of(cls)
         case "half-weights":
@@ -133,7 +146,7 @@ def _forward_in(precision: Precision, cls: type[nn.Module]) -> Callable[..., Any
         case "fp32-weights":
             return _fp32_weights_forward_of(cls)
         case _:
-            return _fp32_forward_of(cls, precision)
+            return _fp32_forward_of(cls, change)
 
 
 def _half_weights_forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
@@ -225,7 +238,7 @@ def _run_compiled(on: Sequence[str], call: Callable[..., Any], args: Sequence[An
         return _run_compiled(on[1:], call, args, kwargs)
 
 
-def _reduction_of(cls: type[nn.Module], precision: Precision) -> Callable[[nn.Module, Any], Any]:
+def _reduction_of(cls: type[nn.Module], change: Change) -> Callable[[nn.Module, Any], Any]:
     """Returns a `__reduce_ex__` by which copies and pickles name the importable class and swap the rebuilt module."""
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:  # noqa: N807  # becomes the method of that name
@@ -234,12 +247,12 @@ def _reduction_of(cls: type[nn.Module], precision: Precision) -> Callable[[nn.Mo
             return reduced
         build, args, *rest = reduced
         build, *args = [cls if part is type(self) else part for part in (build, *args)]
-        return (_rebuild, (precision, build, tuple(args)), *rest)
+        return (_rebuild, (change, build, tuple(args)), *rest)
 
     return __reduce_ex__
 
 
-def _rebuild(precision: Precision, build: Callable[..., nn.Module], args: Sequence[Any]) -> nn.Module:
+def _rebuild(change: Change, build: Callable[..., nn.Module], args: Sequence[Any]) -> nn.Module:
     module = build(*args)
-    module.__class__ = _class_in(precision, type(module))
+    module.__class__ = _class_in(change, type(module))
     return module

@@ -1,4 +1,4 @@
-"""The modules that a policy's rules name, and the precision that each one gets. Changes nothing."""
+"""The modules that a policy names, and how each one is to be changed. Changes nothing."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from torch import nn
 
 from amptune.errors import PolicyApplyError
 from amptune.policy.patterns import matcher_of
-from amptune.policy.settings import Fp32Rule, Policy
+from amptune.policy.settings import Fp32Rule, ModuleRule, Policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from amptune.policy.settings import ModuleRule
-    from amptune.runtime.class_swap import Precision
+    from amptune.runtime.class_swap import Change, Precision
 
-__all__ = ["Selected", "has_forward", "precisions_of", "select"]
+__all__ = ["Selected", "changes_of", "has_forward", "precisions_of", "select"]
 
 # The names that torch.compile, and DistributedDataParallel or DataParallel, put before every path.
 _WRAPPER_NAMES = ("_orig_mod", "module")
@@ -28,7 +27,7 @@ _WRAPPER_NAMES = ("_orig_mod", "module")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
-    """A module that gets a precision of its own, with the first of its paths; the root's path is empty.
+    """A module that is to be changed, with the first of its paths; the root's path is empty.
 
     `rule` is the rule that names the module, or None if the policy selects it without a rule.
     """
@@ -128,6 +127,12 @@ def _no_match(model: nn.Module, idle: Sequence[ModuleRule], paths: dict[nn.Modul
 def _closest(wanted: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(wanted, list(known), cutoff=0.5)
     return f": did you mean {', '.join(close)}?" if close else ""
+
+
+def changes_of(settings: Policy, model: nn.Module) -> list[tuple[Selected, Change]]:
+    """Returns the modules whose forward changes, in the order of the changes: a module may come twice."""
+    recomputed = select(model, [ModuleRule(path=pattern) for pattern in settings.checkpoint], "checkpoint")
+    return [*precisions_of(settings, model), *((one, "recomputed") for one in recomputed)]
 
 
 def precisions_of(settings: Policy, model: nn.Module) -> list[tuple[Selected, Precision]]:

@@ -94,7 +94,7 @@ def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) 
     observer(WorkloadBuilt(prepared=prepared, left_s=request.budget.left_s))
     if request.objective.name == "energy" and prepared.hardware.gpu is None:
         raise ObjectiveError(f"{NO_ENERGY}: it is read from a GPU, and {prepared.hardware.name} is none")
-    request = _accumulating(request, prepared)
+    request = _accumulating(_saving_memory(request), prepared)
     candidates = candidates_for(prepared, request.wanted)
     judge = Judge(evaluator, candidates.baseline, request.budget, observer, prepared.subject.tolerance)
     known = Knowledge(request, prepared, candidates, judge)
@@ -124,6 +124,11 @@ def _built(evaluator: Evaluator, request: TuningRequest, plan: Plan) -> Prepared
     )
     plan.do(step, limit_s)
     return found[0]
+
+
+def _saving_memory(request: TuningRequest) -> TuningRequest:
+    """Returns the request whose candidates also save memory for time, if that is the objective."""
+    return replace(request, wanted=replace(request.wanted, saves_memory=request.objective.name == "memory"))
 
 
 def _accumulating(request: TuningRequest, prepared: Prepared) -> TuningRequest:

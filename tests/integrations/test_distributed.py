@@ -23,6 +23,7 @@ from amptune.runtime.tuned import Tuned
 FP16 = replace(POLICY, autocast="fp16")
 RULES = replace(POLICY, fp32_modules=(Fp32Rule(path="body.0"), *POLICY.fp32_modules))
 O2 = Policy(weights="half", master_weights=True, fp32_modules=POLICY.fp32_modules)
+RECOMPUTED = replace(POLICY, checkpoint=("body", "head"))
 CHANNELS_LAST = Policy(memory_format="channels_last")
 
 Tensors = dict[str, torch.Tensor]
@@ -66,10 +67,12 @@ def _work(rank: int, folder: str, backend: str) -> None:
             "ddp": _ddp(POLICY, mine, device),
             "ddp, fp16": _ddp(FP16, mine, device),
             "ddp, O2": _ddp(O2, mine, device),
+            "ddp, checkpoint": _ddp(RECOMPUTED, mine, device),
             "fsdp2": _fsdp2(POLICY, mine, device),
             "fsdp2, fp16": _fsdp2(FP16, mine, device),
             "fsdp2, rules": _fsdp2(RULES, mine, device),
             "fsdp2, off": _fsdp2(Policy(), mine, device),
+            "fsdp2, checkpoint": _fsdp2(RECOMPUTED, mine, device),
         }
         torch.save(_trained_with_o2(mine, device), f"{folder}/trained{rank}.pt")
         if rank == 0:
@@ -165,7 +168,16 @@ def seen(all_seen: dict[str, Any]) -> dict[str, Seen]:
     return {way: seen for way, seen in all_seen.items() if isinstance(seen, Seen)}
 
 
-WAYS = ["ddp", "ddp, fp16", "fsdp2", "fsdp2, fp16", "fsdp2, rules", "fsdp2, off"]
+WAYS = [
+    "ddp",
+    "ddp, fp16",
+    "fsdp2",
+    "fsdp2, fp16",
+    "fsdp2, rules",
+    "fsdp2, off",
+    "ddp, checkpoint",
+    "fsdp2, checkpoint",
+]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -238,7 +250,9 @@ class FSDPLinear(FSDPModule, nn.Linear):
 
 
 @pytest.mark.parametrize(
-    "policy", [Policy(autocast="bf16", fp32_modules=(Fp32Rule(path="0"),)), CHANNELS_LAST], ids=str
+    "policy",
+    [Policy(autocast="bf16", fp32_modules=(Fp32Rule(path="0"),)), CHANNELS_LAST, Policy(checkpoint=("0",))],
+    ids=str,
 )
 def test_a_model_that_was_sharded_already_is_refused(policy: Policy) -> None:
     with pytest.raises(PolicyApplyError, match="1 is sharded by fully_shard already: apply the policy before that"):

@@ -42,6 +42,7 @@ def policies(draw: st.DrawFn) -> Policy:
     autocast: Autocast = draw(st.sampled_from(["off", "bf16", "fp16"]))
     half = autocast == "off" and draw(st.booleans())
     compiled: CompileMode = draw(st.sampled_from(["off", "default", "reduce-overhead", "max-autotune"]))
+    checkpoint = tuple(draw(st.lists(words, max_size=2, unique=True)))
     return Policy(
         autocast=autocast,
         weights="half" if half else "fp32",
@@ -55,8 +56,11 @@ def policies(draw: st.DrawFn) -> Policy:
         batch_size=draw(st.none() | st.integers(1, 10**6)),
         accumulate=draw(st.integers(1, 1000)),
         attention=draw(st.sampled_from([(), ("cudnn",), ("flash", "cudnn")])),
+        checkpoint=checkpoint,
         compile=compiled,
-        cuda_graphs=compiled == "off" and draw(st.sampled_from((False, True) if half else (False, True, "step"))),
+        cuda_graphs=compiled == "off"
+        and not checkpoint
+        and draw(st.sampled_from((False, True) if half else (False, True, "step"))),
         fused_optimizer=draw(st.booleans()),
         loss_scale=draw(st.none() | loss_scales) if half or autocast == "fp16" else None,
     )

@@ -29,6 +29,7 @@ EVERYTHING = Policy(
     accumulate=4,
     threads=3,
     attention=("flash", "cudnn"),
+    checkpoint=("layers.*", "head"),
     compile="reduce-overhead",
     fused_optimizer=True,
     loss_scale=LossScale(init=1024.0, growth_interval=7, max=65536.0),

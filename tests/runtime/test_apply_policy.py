@@ -215,7 +215,7 @@ def test_a_copy_of_a_patched_model_is_patched_and_said_to_be() -> None:
     model = Net()
     with apply(EVERYTHING, model):
         other = copy.deepcopy(model)
-        with pytest.raises(PolicyApplyError, match=r"already has a policy \(stem.1 has a precision of its own\)"):
+        with pytest.raises(PolicyApplyError, match=r"already has a policy \(stem.1 runs under it\)"):
             apply(EVERYTHING, other)
     assert type(other.head) is not nn.Linear
 

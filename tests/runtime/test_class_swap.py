@@ -245,7 +245,7 @@ def test_a_class_made_for_one_module_is_not_kept_alive() -> None:
 def test_a_module_is_swapped_only_once() -> None:
     linear = nn.Linear(4, 4)
     swap(linear)
-    with pytest.raises(PolicyApplyError, match="has a precision of its own by a policy already"):
+    with pytest.raises(PolicyApplyError, match="runs under a policy already"):
         swap(linear, "fp32-cast")
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from amptune.changes.blocks import repeated_leaves
+from amptune.changes.blocks import repeated_leaves, repeated_paths
 from amptune.changes.tensor_tree import tensors_in
 from amptune.errors import TargetError
 from amptune.measure.bench.bench import Bench
@@ -22,6 +22,7 @@ from amptune.measure.bench.failures import failure_of
 from amptune.measure.bench.step import Stepper
 from amptune.measure.results.subject import Leaf, Module, Subject
 from amptune.policy.settings import STOCK
+from amptune.runtime.class_swap import obstacle
 from amptune.runtime.digest import model_digest
 from amptune.runtime.module_precision import has_forward
 from amptune.runtime.optimizer import is_fusable
@@ -89,9 +90,14 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
         own_step=bench.workload.step is not None,
         accumulate=bench.workload.accumulate,
         repeated_leaves=repeated_leaves(bench.model),
+        blocks=tuple(path for path in repeated_paths(bench.model) if _can_recompute(bench.model.get_submodule(path))),
         threads=torch.get_num_threads() if bench.device.type == "cpu" else 0,
         attends=attention.was_called and bench.device.type == "cuda",
     )
+
+
+def _can_recompute(block: nn.Module) -> bool:
+    return obstacle(block, "recomputed") is None
 
 
 def _require_training(stepper: Stepper, model: nn.Module, *, own_step: bool) -> None:

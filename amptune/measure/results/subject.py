@@ -53,7 +53,8 @@ class Subject:
     model's class and base classes. `tolerance` is the allowed distance of `evaluate` from its value in FP32. `fusable`
     tells if the optimizer has a fused kernel not used yet, `own_step` if the workload defines its own step.
     `accumulate` is the number of batches for one optimizer step in training today. `repeated_leaves` counts the
-    leaves of blocks that equal another, which a compiler of blocks need not compile again. `threads` is the number of
+    leaves of blocks that equal another, which a compiler of blocks need not compile again; `blocks` are the paths of
+    such blocks, in order, that can compute their activations again. `threads` is the number of
     threads that PyTorch uses on a CPU, and 0 for a model that is trained on a GPU. The model `attends` if its step on a
     GPU calls scaled_dot_product_attention.
     """
@@ -72,6 +73,7 @@ class Subject:
     own_step: bool = False
     accumulate: int = 1
     repeated_leaves: int = 0
+    blocks: tuple[str, ...] = ()
     threads: int = 0
     attends: bool = False
 

@@ -30,6 +30,11 @@ def _conflict(policy: Settings) -> str | Literal[False]:
             "cuda_graphs: what torch.compile makes has CUDA graphs by its mode (reduce-overhead), and compile is "
             f"{policy.compile}"
         )
+    if policy.checkpoint:
+        return (
+            "cuda_graphs: a recording has no random numbers to go back to, as checkpoint does for what it computes "
+            "again; compile: reduce-overhead has CUDA graphs beside checkpoint"
+        )
     if policy.cuda_graphs == "step" and policy.weights == "half":
         return "cuda_graphs: half weights are updated in a way that is not recorded; true records the passes"
     return False

@@ -38,9 +38,10 @@ class Knob:
 
     What it changes besides speed. `numerics`: "rounding" if values are rounded otherwise, "order" if only sums are
     taken in another order, which is FP32 still. `memory`: "sample" if a sample keeps other tensors for the backward
-    pass, "workspaces" if it takes other workspaces, "rest" if anything else; `in_memory` returns the value as far as
-    memory differs by it. `graph`: torch.compile makes another graph. `process`: what it does lasts for the life of a
-    process. `precision`: "whole" if it decides the precision of all modules, "part" if it needs one below FP32.
+    pass, "workspaces" if it takes other workspaces, "rest" if anything else. `in_numerics` and `in_memory` return the
+    value as far as numerics or memory differ by it. `graph`: torch.compile makes another graph. `process`: what it does
+    lasts for the life of a process. `precision`: "whole" if it decides the precision of all modules, "part" if it needs
+    one below FP32.
 
     What a search does with it. It `matters` for a value and a workload (a `Subject`), or that value is not tried. It
     `is_own_choice` if a policy is the simpler without it, and what it buys is measured by itself. A space may leave
@@ -62,6 +63,7 @@ class Knob:
     is_always_written: bool = False
 
     numerics: Literal["none", "order", "rounding"] = "rounding"
+    in_numerics: Callable[[Settings], Any] | None = None
     memory: Literal["none", "rest", "workspaces", "sample"] = "sample"
     in_memory: Callable[[Settings], Any] | None = None
     graph: bool = True

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from amptune.policy.settings import Policy
-    from amptune.runtime.class_swap import Precision
+    from amptune.runtime.class_swap import Change
     from amptune.runtime.module_precision import Selected
 
 __all__ = ["NOT_FOR_FSDP2", "HalfTraining"]
@@ -47,8 +47,8 @@ class HalfTraining(WeightHook):
 
     in_half = True
 
-    def __init__(self, policy: Policy, model: nn.Module, selected: Sequence[tuple[Selected, Precision]]) -> None:
-        named = [one.module for one, precision in selected if precision in ("fp32", "fp32-weights")]
+    def __init__(self, policy: Policy, model: nn.Module, selected: Sequence[tuple[Selected, Change]]) -> None:
+        named = [one.module for one, change in selected if change in ("fp32", "fp32-weights")]
         self._model = model
         self._kept = _modules_kept(model, named, keep_batchnorm=policy.keep_batchnorm_fp32)
         _require_convertible(model, self._kept, masters=policy.master_weights)

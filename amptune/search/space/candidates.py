@@ -14,10 +14,12 @@ from amptune.measure.results.subject import Prepared, Subject
 from amptune.policy.findings import Finding
 from amptune.policy.knobs.knob import is_in
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe, settled
+from amptune.search.space.checkpoints import checkpoints_of
 from amptune.search.space.exclusions import Ladder, ladder_by_intensity
 from amptune.search.space.knobs import (
     BATCH_SIZE,
     BATCHNORM,
+    CHECKPOINTS,
     EXCLUSIONS,
     IN_HALF,
     MASTERS,
@@ -98,7 +100,7 @@ class Wanted:
 
     `batch_size` is None (the workload's own), a number to run the workload with instead, or "auto" to search it.
     `compile` says whether to try torch.compile; None leaves that to the space and the budget. No policy may take more
-    than `memory_mib` of the device's memory.
+    than `memory_mib` of the device's memory. A search that `saves_memory` may compute activations again.
     """
 
     baseline: Policy
@@ -108,6 +110,7 @@ class Wanted:
     global_batch: GlobalBatch | None = None
     compile: bool | None = None
     memory_mib: float | None = None
+    saves_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +119,7 @@ class Candidates:
 
     The `first` are measured before the sampler proposes anything; the best of the `known_good` also enter the finals.
     `stored` is the space that a study is kept under; values that fail the numerics gate are removed from `space` only.
-    If `batch_size` is None, the workload's own is used.
+    If `batch_size` is None, the workload's own is used. `checkpoints` has the patterns of each choice of blocks.
     """
 
     space: Space
@@ -129,11 +132,13 @@ class Candidates:
     known_good: tuple[Policy, ...]
     stored: Space
     safeguards: Mapping[str, tuple[Fp32Rule, ...]] = field(default_factory=dict)
+    checkpoints: Mapping[Any, tuple[str, ...]] = field(default_factory=dict)
 
     def policy_of(self, point: Point) -> Policy:
         """Returns the policy for a point of the space; settings without effect there keep stock PyTorch's value."""
         settings: dict[str, Any] = {BATCH_SIZE: self.batch_size}
         settings |= {name: in_policy(name, value) for name, value in point.items()}
+        settings[CHECKPOINTS] = self.checkpoints.get(point.get(CHECKPOINTS, "none"), ())
         settings["accumulate"] = _accumulate(settings[BATCH_SIZE], self.global_batch)
         half, depth = settings.pop(IN_HALF, False), settings.pop(EXCLUSIONS, 0)
         policy = settled(settings)
@@ -155,12 +160,13 @@ class Candidates:
 
     def allows(self, policy: Policy) -> bool:
         """Returns whether the space, with the user's pins, allows each setting of a policy, tried or not."""
-        settings = {knob.name: knob.choices for knob in self.space.knobs if knob.name not in (EXCLUSIONS, IN_HALF)}
-        if policy.weights == "fp32":  # master weights and BatchNorm's dtype have no meaning then
-            settings = {name: choices for name, choices in settings.items() if name not in (MASTERS, BATCHNORM)}
+        idle = {EXCLUSIONS, IN_HALF} | ({MASTERS, BATCHNORM} if policy.weights == "fp32" else set())  # no meaning then
+        settings = {knob.name: knob.choices for knob in self.space.knobs if knob.name not in idle}
         faster = [rule for rule in policy.fp32_modules if not rule.is_needed]
         point: dict[str, Any] = {name: in_search(name, policy) for name in settings}
         point |= {EXCLUSIONS: len(faster), IN_HALF: bool(policy.half_modules)}
+        if CHECKPOINTS in settings:
+            point[CHECKPOINTS] = next((one for one, its in self.checkpoints.items() if its == policy.checkpoint), "")
         if forbidden_because(self.space, point) is not None:
             return False
         depths = self.space.choices(EXCLUSIONS)
@@ -236,7 +242,7 @@ def candidates_for(
     subject = prepared.subject
     ladder = ladder or ladder_by_intensity(subject)
     space = load_space(wanted.space) if wanted.space else space_for(prepared.hardware)
-    space, recipes = narrowed(space, subject, wanted.pins, compiling=wanted.compile)
+    space, recipes = narrowed(space, subject, wanted.pins, compiling=wanted.compile, saves_memory=wanted.saves_memory)
     own_size = subject.batch_size
     batch_size = own_size if wanted.batch_size == "auto" or wanted.global_batch is not None else None
     if wanted.batch_size == "auto":
@@ -256,6 +262,7 @@ def candidates_for(
         baseline=_sized(wanted.baseline, own or batch_size, wanted.global_batch),
         amp_recipes=tuple(policy for policy in known_good[1:] if policy.memory_format == "contiguous"),
         known_good=known_good,
+        checkpoints=checkpoints_of(subject) if space.choices(CHECKPOINTS) else {},
     )
 
 

@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from amptune.errors import SpaceError
+from amptune.policy.knobs.checkpoint import CHECKPOINT
 from amptune.policy.knobs.knob import TRUTH, in_file, is_in
 from amptune.policy.knobs.precision_rules import FP32_MODULES, HALF_MODULES
 from amptune.policy.settings import KNOBS, Policy
 
 __all__ = [
     "BATCH_SIZE",
+    "CHECKPOINTS",
     "EXCLUSIONS",
     "IN_HALF",
     "SEARCHED",
@@ -40,6 +42,8 @@ Value = str | int | bool
 # How far down the ladder modules stay in FP32, and if modules that autocast keeps in FP32 run in half: what a search
 # varies in place of the rules. All others are settings of the policy.
 EXCLUSIONS, IN_HALF = "fp32_exclusions", "half_modules"
+# Which repeated blocks compute their activations again, in place of patterns; for a search that saves memory.
+CHECKPOINTS, REPEATED = "checkpoint", ("none", "alternate", "all")
 WEIGHTS, MASTERS, BATCHNORM = "weights", "master_weights", "keep_batchnorm_fp32"
 # The choices of this knob depend on what fits into memory.
 BATCH_SIZE = "batch_size"
@@ -177,10 +181,11 @@ def without_knob(space: Space, name: str) -> Space:
 def digest(space: Space) -> str:
     """Returns a short hash of the knobs and forbidden points, without reasons; each hash has a study of its own.
 
-    Choices that follow from the modules' own times or from the batch sizes that fit are no part of it: policies are
-    remembered by their settings.
+    Choices that follow from the modules' own times or from the batch sizes that fit are no part of it, nor all choices
+    of blocks, which only some objectives have: policies are remembered by their settings.
     """
     kept = [one for one in space.knobs if one.name not in (EXCLUSIONS, IN_HALF)]
+    kept = [one for one in kept if (one.name, set(one.choices)) != (CHECKPOINTS, set(REPEATED))]
     knobs = [(one.name, () if one.name == BATCH_SIZE else one.choices) for one in kept]
     content = (knobs, [rule.when for rule in space.forbid])
     return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
@@ -189,6 +194,7 @@ def digest(space: Space) -> str:
 _OF_RULES = (
     replace(FP32_MODULES, name=EXCLUSIONS, stock=0, is_count=True),
     replace(HALF_MODULES, stock=False, values=TRUTH),
+    replace(CHECKPOINT, stock="none", values=REPEATED),
 )
 _OF_POLICIES = (knob for knob in KNOBS if (knob.values or knob.is_count) and not knob.is_order)
 # What is preferred, in place of an order.

@@ -10,12 +10,14 @@ from amptune.measure.results.subject import Subject
 from amptune.policy.settings import Policy, amp_recipe
 from amptune.search.space.knobs import (
     BATCHNORM,
+    CHECKPOINTS,
     IN_HALF,
     MASTERS,
     SEARCHED,
     WEIGHTS,
     Point,
     Space,
+    forbidden_because,
     pin,
     restrict,
     with_knob,
@@ -26,13 +28,20 @@ __all__ = ["narrowed"]
 
 
 def narrowed(
-    space: Space, subject: Subject, pins: Mapping[str, str], *, compiling: bool | None
+    space: Space, subject: Subject, pins: Mapping[str, str], *, compiling: bool | None, saves_memory: bool = False
 ) -> tuple[Space, tuple[Policy, ...]]:
     """Returns the space narrowed to a model and the pins, and its AMP recipes before these.
 
     Raises `SpaceError` for a pin that means nothing.
     """
-    space = _for_model(space, subject)
+    if not saves_memory:
+        space = without_knob(space, CHECKPOINTS)
+    if pins.get(CHECKPOINTS, "none").lower() != "none" and not subject.blocks:
+        raise SpaceError(
+            f"--set checkpoint={pins[CHECKPOINTS]} is for repeated blocks, and the model has none; a policy file can "
+            "name any modules"
+        )
+    space = _recomputing_soon(_for_model(space, subject))
     recipes = _amp_recipes(space)
     if recipes and subject.leaves:
         space = with_knob(space, IN_HALF, (False, True), stock=False)
@@ -88,6 +97,13 @@ def _for_model(space: Space, subject: Subject) -> Space:
         if SEARCHED[knob.name].is_optional and space.choices(knob.name) == (stock,):
             space = without_knob(space, knob.name)
     return space
+
+
+def _recomputing_soon(space: Space) -> Space:
+    """Adds the first starting point with all repeated blocks computed again, in front: it takes the least memory."""
+    soon = (Point({**point, CHECKPOINTS: "all"}) for point in space.try_first[:1])
+    allowed = (one for one in soon if "all" in space.choices(CHECKPOINTS) and forbidden_because(space, one) is None)
+    return replace(space, try_first=tuple(dict.fromkeys([*allowed, *space.try_first])))
 
 
 def _amp_recipes(space: Space) -> tuple[Policy, ...]:

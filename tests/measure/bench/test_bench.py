@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from torch import nn
 from amptune import Policy
 from amptune.errors import TargetError
 from amptune.measure.bench.bench import Bench
+from amptune.measure.bench.peak_memory import memory_for
 from amptune.measure.modules.inspection import inspect_model
 from amptune.measure.results.outcome import Effort, Failure, Measurement
 from amptune.policy.settings import STOCK, amp_recipe
@@ -203,6 +205,23 @@ def test_a_step_that_fails_leaves_the_inspection_to_the_baselines_trial() -> Non
     subject = inspect_model(Bench(workload_of(nn.Linear(8, 3), loss=fail), CPU), "digest")
     assert subject.leaves[0].called is None
     assert subject.parameters == 27
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel's high-water mark stays")
+def test_on_a_cpu_what_a_trial_has_freed_is_no_memory_of_the_next() -> None:
+    meter = memory_for(CPU)
+    torch.ones(28 * 2**18)  # after which glibc has 28 MiB and less from its heap, and keeps them there
+    meter.reset()
+    before, _ = meter.peak_mib()
+    held = [torch.ones(2**18) for _ in range(200)]
+    most, _ = meter.peak_mib()
+    last = held.pop()  # which holds the heap's end
+    held.clear()
+    meter.reset()
+    after, _ = meter.peak_mib()
+    assert most > before + 190
+    assert after < before + 60
+    assert last.numel() == 2**18
 
 
 @pytest.mark.gpu

@@ -1,0 +1,357 @@
+"""`checkpoint`: modules whose activations the backward pass computes again, to the bit, and for less memory."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import amptune
+from amptune.errors import FileFormatError, PolicyApplyError
+from amptune.policy.file_io import parse_policy
+from amptune.policy.policy_file import PolicyFile
+from amptune.policy.serialization import schema_of
+from amptune.policy.setting_effects import memory_of, numerics_of, tensors_of
+from amptune.policy.settings import STOCK, Fp32Rule, HalfRule, LossScale, Policy, settled
+from amptune.policy.yaml_text import parse
+from amptune.report.explanation import explain
+from amptune.search.table.ablation import variants_of
+
+WIDTH = 16
+LAYERS = Policy(checkpoint=("layers.*",))
+
+
+class Block(nn.Module):
+    """Draws random numbers, keeps statistics, takes an argument by name, and counts the passes through it."""
+
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.norm, self.inner, self.outer = norm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.3)
+        self.passes: list[None] = []
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor | float = 1.0) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            self.passes.append(None)
+        out: torch.Tensor = x + self.drop(self.outer(torch.relu(self.inner(self.norm(x))))) * scale
+        return out
+
+
+class Average(nn.Module):
+    """Subtracts an average of what it has seen, which it has in a buffer and moves in each pass."""
+
+    def __init__(self, width: int, *, replaces: bool = False) -> None:
+        super().__init__()
+        self.average: torch.Tensor
+        self.replaces = replaces
+        self.register_buffer("average", torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        moved = self.average + (x.detach().mean(dim=0) - self.average) / 2
+        if self.replaces:
+            self.average = moved
+        else:
+            self.average.copy_(moved)
+        return (x - self.average).square()
+
+
+class Untraceable(nn.Module):
+    """Is tanh of what an average of all that it has seen leaves, and ends the compiler's graph."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = Average(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        out: torch.Tensor = torch.tanh(self.norm(x))
+        return out
+
+
+class Net(nn.Module):
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block(norm) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, scale=torch.tensor(0.5))
+        return x.square().mean()
+
+
+def built(norm: Callable[[int], nn.Module] = nn.LayerNorm) -> Net:
+    torch.manual_seed(0)
+    return Net(norm)
+
+
+def trained(policy: Policy, model: nn.Module) -> list[torch.Tensor]:
+    """All that three steps compute: losses, gradients, buffers."""
+    torch.manual_seed(1)
+    found = []
+    with amptune.apply(policy, model, guard=False) as tuned:
+        optimizer = tuned.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(3):
+            with tuned.autocast():
+                loss = tuned.model(torch.randn(8, WIDTH))
+            tuned.scaler.scale(loss).backward()
+            found += [loss.detach(), *(one.grad for one in model.parameters() if one.grad is not None)]
+            found += [buffer.clone() for buffer in model.buffers()]
+            tuned.scaler.step(optimizer)
+            tuned.scaler.update()
+            optimizer.zero_grad()
+    return found
+
+
+def are_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(some) == len(others) > 0 and all(map(torch.equal, some, others))
+
+
+def saved_bytes(policy: Policy, model: nn.Module) -> int:
+    """The bytes that a forward pass keeps for the backward pass, weights aside."""
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with amptune.apply(policy, model, guard=False) as tuned:
+        x = torch.randn(512, WIDTH)
+        tuned.model(x).backward()  # which compiles
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), tuned.autocast():
+            loss = tuned.model(x)
+        loss.backward()
+    own = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    return sum(size for place, size in kept.items() if place not in own)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d, Average, lambda width: Average(width, replaces=True)])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        STOCK,
+        Policy(autocast="bf16"),
+        Policy(autocast="fp16", loss_scale=LossScale(init=8.0)),
+        Policy(autocast="bf16", fp32_modules=(Fp32Rule(path="layers.1"), Fp32Rule(path="layers.2.norm"))),
+    ],
+    ids=str,
+)
+def test_losses_gradients_and_buffers_are_the_models_own_to_the_bit(
+    policy: Policy, norm: Callable[[int], nn.Module]
+) -> None:
+    plain, model = built(norm), built(norm)
+    assert are_equal(trained(policy, plain), trained(replace(policy, checkpoint=("layers.*",)), model))
+    assert [len(layer.passes) for layer in plain.layers] == [3] * 4  # type: ignore[arg-type]
+    assert [len(layer.passes) for layer in model.layers] == [6] * 4  # type: ignore[arg-type]
+
+
+def test_half_weights_are_trained_to_the_bit_too() -> None:
+    policy = Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True, loss_scale=LossScale(init=8.0))
+    own = trained(policy, built(nn.BatchNorm1d))
+    assert are_equal(own, trained(replace(policy, checkpoint=("layers.*",)), built(nn.BatchNorm1d)))
+
+
+@pytest.mark.parametrize("pattern", ["layers.*", "layers.[02]", "**.norm", "**"])
+def test_a_module_can_have_a_precision_and_be_checkpointed(pattern: str) -> None:
+    """The rule covers what is computed again: in half, a norm's weights are cast for one pass alone."""
+    patterns = ("layers.0", "layers.2") if pattern == "layers.[02]" else (pattern,)
+    policy = Policy(autocast="bf16", half_modules=(HalfRule(type="LayerNorm"),))
+    assert are_equal(trained(policy, built()), trained(replace(policy, checkpoint=patterns), built()))
+
+
+def test_less_is_kept_for_the_backward_pass() -> None:
+    every, second = saved_bytes(LAYERS, built()), saved_bytes(Policy(checkpoint=("layers.0", "layers.2")), built())
+    assert every < second / 2 < saved_bytes(STOCK, built()) / 3
+
+
+def test_without_gradients_and_in_evaluation_nothing_is_computed_twice() -> None:
+    model = built()
+    layer: Any = model.layers[0]
+    with amptune.apply(LAYERS, model) as tuned:
+        with torch.no_grad():
+            tuned.model(torch.randn(8, WIDTH))
+        model.eval()
+        tuned.model(torch.randn(8, WIDTH)).backward()
+        assert len(layer.passes) == 2
+        model.train()
+        tuned.model(torch.randn(8, WIDTH)).backward()
+        assert len(layer.passes) == 4
+
+
+def test_of_nested_modules_the_outermost_alone_is_checkpointed() -> None:
+    model = built()
+    with amptune.apply(Policy(checkpoint=("layers.*.norm", "layers", "layers.1.**")), model):
+        swapped = [path for path, module in model.named_modules() if type(module).__mro__[1].__name__ == "Block"]
+        assert swapped == [f"layers.{n}" for n in range(4)]
+        assert type(model.layers[0].norm) is nn.LayerNorm
+
+
+def test_a_second_backward_pass_computes_again_from_the_same_buffers() -> None:
+    def gradients(policy: Policy) -> list[torch.Tensor]:
+        model = built(Average)
+        with amptune.apply(policy, model, guard=False):
+            torch.manual_seed(2)
+            loss = model(torch.randn(8, WIDTH))
+            loss.backward(retain_graph=True)
+            loss.backward()
+            return [one.grad for one in model.parameters() if one.grad is not None] + list(model.buffers())
+
+    assert are_equal(gradients(STOCK), gradients(LAYERS))
+
+
+def test_accumulated_passes_in_one_backward_meet_the_buffers_of_their_own_forward() -> None:
+    def gradients(policy: Policy) -> list[torch.Tensor]:
+        model = built(Average)
+        with amptune.apply(policy, model, guard=False):
+            torch.manual_seed(2)
+            sum(model(torch.randn(8, WIDTH)) for _ in range(3)).backward()
+            return [one.grad for one in model.parameters() if one.grad is not None] + list(model.buffers())
+
+    assert are_equal(gradients(STOCK), gradients(LAYERS))
+
+
+def test_an_input_that_is_changed_in_place_afterwards_is_an_error() -> None:
+    """Given by name too: computed again from another input, gradients would be wrong and nobody would know."""
+    model = built()
+    scale = torch.ones(())
+    with amptune.apply(LAYERS, model, guard=False):
+        out = next(model.layers.children())(torch.randn(8, WIDTH), scale=scale)
+        scale += 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_undo_gives_the_classes_back_and_copies_and_pickles_keep_the_names() -> None:
+    model = built()
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    tuned = amptune.apply(
+        Policy(autocast="bf16", checkpoint=("layers.*",), fp32_modules=(Fp32Rule(path="layers.1"),)), model
+    )
+    assert list(model.state_dict()) == list(before)
+    assert repr(model) == repr(built())
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert list(map(type, twin.modules())) == list(map(type, model.modules()))
+        twin(torch.randn(8, WIDTH)).backward()
+        assert [len(layer.passes) for layer in twin.layers] == [2] * 4  # type: ignore[arg-type]
+        with pytest.raises(PolicyApplyError, match=r"already has a policy \(layers.0 runs under it\)"):
+            amptune.apply(LAYERS, twin)
+    tuned.undo()
+    assert [type(layer) for layer in model.layers] == [Block] * 4
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    amptune.apply(LAYERS, model).undo()
+
+
+def test_a_pattern_that_names_no_module_is_an_error_and_changes_nothing() -> None:
+    model = built()
+    expected = r"these rules of checkpoint match no module of Net:\n  layer\.\*: did you mean .*layers"
+    with pytest.raises(PolicyApplyError, match=expected):
+        amptune.apply(Policy(checkpoint=("layers.*", "layer.*")), model)
+    assert type(model.layers[0]) is Block
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchScript, by torch itself
+def test_a_module_that_cannot_be_checkpointed_is_named() -> None:
+    model = nn.Sequential(nn.Sequential(torch.jit.script(nn.Linear(3, 3))), nn.Linear(3, 3))
+    expected = r"not every module can be checkpointed:\n  0 holds a TorchScript module"
+    with pytest.raises(PolicyApplyError, match=expected):
+        amptune.apply(Policy(checkpoint=("*",)), model)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "norm"),
+    [
+        ("default", nn.LayerNorm),
+        ("default", nn.BatchNorm1d),
+        ("reduce-overhead", nn.LayerNorm),
+        ("blocks", nn.BatchNorm1d),
+    ],
+)
+def test_compiled_it_is_part_of_the_graph(compiled: Any, norm: Callable[[int], nn.Module]) -> None:
+    policy = Policy(compile=compiled)
+    torch.compiler.reset()
+    own = trained(policy, built(norm))
+    torch.compiler.reset()
+    counters.clear()
+    assert are_equal(own, trained(replace(policy, checkpoint=("layers.*",)), built(norm)))
+    assert not counters["graph_break"]
+
+
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor")  # of the compiler, which hides it itself
+@pytest.mark.parametrize("compiled", ["default", "blocks"])
+def test_what_the_compiler_cannot_trace_meets_its_buffers_as_they_were(compiled: Any) -> None:
+    """PyTorch runs such a block without the compiler, both times: its average moved twice, and gradients were wrong."""
+
+    def without_dropout() -> Net:  # a compiler draws other random numbers
+        model = built(Untraceable)
+        for layer in model.layers.children():
+            layer.drop = nn.Identity()
+        return model
+
+    torch.compiler.reset()
+    found = trained(Policy(compile=compiled, checkpoint=("layers.*",)), without_dropout())
+    for one, own in zip(found, trained(STOCK, without_dropout()), strict=True):
+        torch.testing.assert_close(one, own, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("compiled", ["default", "blocks"])
+def test_compiled_it_keeps_less_too(compiled: Any) -> None:
+    policy = Policy(compile=compiled)
+    torch.compiler.reset()
+    own = saved_bytes(policy, built())
+    torch.compiler.reset()
+    assert saved_bytes(replace(policy, checkpoint=("layers.*",)), built()) < own / 2
+
+
+def test_a_file_has_it() -> None:
+    read = parse_policy(parse('schema: amptune.policy/1\ncheckpoint: ["layers.*", head]', "x.yaml"))
+    assert read == PolicyFile(policy=Policy(checkpoint=("layers.*", "head")))
+    assert schema_of("policy")["properties"]["checkpoint"]["items"] == {"type": "string"}
+    for text, problem in (
+        ("layers", r"x.yaml:2:13: checkpoint: 'layers' is not a list"),
+        ('[""]', r"x.yaml:2:13: checkpoint: a pattern must not be empty"),
+        ("[a, a]", r"x.yaml:2:13: checkpoint: a pattern stands there twice"),
+        ("[a]\ncuda_graphs: true", r"cuda_graphs: a recording has no random numbers to go back to"),
+        ("[a]\ncuda_graphs: step", r"cuda_graphs: a recording has no random numbers to go back to"),
+    ):
+        with pytest.raises(FileFormatError, match=problem):
+            parse_policy(parse(f"schema: amptune.policy/1\ncheckpoint: {text}", "x.yaml"))
+
+
+def test_it_is_put_into_words(tmp_path: Any) -> None:
+    policy = Policy(autocast="bf16", checkpoint=("layers.*", "head"))
+    assert str(policy) == "bf16, checkpoint layers.* + head"
+    amptune.save(policy, tmp_path / "policy.yaml")
+    assert 'checkpoint: ["layers.*", head]' in (tmp_path / "policy.yaml").read_text().replace("'", '"')
+    said = explain(amptune.load(tmp_path / "policy.yaml"))
+    assert (
+        "checkpoint layers.*, head: the backward pass computes the activations of these modules again, which saves "
+        "their memory and costs the time of their forward pass."
+    ) in said
+
+
+def test_numerics_are_the_same_unless_compiled_and_memory_is_not() -> None:
+    assert numerics_of(LAYERS) == STOCK
+    compiled = replace(LAYERS, compile="default")
+    assert numerics_of(compiled) == compiled
+    assert memory_of(LAYERS) == tensors_of(LAYERS) == LAYERS
+
+
+def test_a_policy_that_compiles_blocks_does_not_record_them() -> None:
+    assert LAYERS.compiled("blocks") == replace(LAYERS, compile="blocks")
+    assert STOCK.compiled("blocks").cuda_graphs
+    assert settled({"checkpoint": ("a",), "cuda_graphs": True}) == Policy(checkpoint=("a",))
+    assert [(one.setting, one.policy) for one in variants_of(LAYERS)] == [("checkpoint: layers.*", STOCK)]
