@@ -38,17 +38,25 @@ _WINNER, _TITLE = "bold green", "bold"
 
 
 def print_decision(
-    decision: Decision, output: str, stream: TextIO, *, training: str | None = None, verbose: bool = False
+    decision: Decision,
+    output: str,
+    stream: TextIO,
+    *,
+    training: str | None = None,
+    artifacts: str | None = None,
+    verbose: bool = False,
 ) -> None:
     """Prints the answer in three lines and the important findings; if `verbose`, the tables and all findings too.
 
-    `training` is the line that training needs, by default that of a loop.
+    `training` is the line that training needs, by default that of a loop; `artifacts` the file of what was compiled.
     """
     page = _Page(stream)
     found, *others = answer_of(decision, output, training)
     page.line(found, _TITLE if decision.verdict.keeps_the_baseline else _WINNER)
     for line in others:
         page.line(line)
+    if artifacts is not None:
+        page.line(f"compiled graphs are in {artifacts}; amptune.apply(…, artifacts=True) loads them")
     if verbose:
         page.line()
         page.table(comparison_table(decision))
