@@ -6,9 +6,9 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from amptune.policy.serialization import policy_to_dict
 
@@ -25,26 +25,37 @@ _START = f'{{"schema": "{_SCHEMA}"'.encode()
 class ArtifactFile:
     """The compiler's artifacts, and the facts that they fit, by name: versions, the device, the policy's settings.
 
-    `content` is what `torch.compiler.save_cache_artifacts` returns. Reading it there unpickles it.
+    `graphs` is what `torch.compiler.save_cache_artifacts` returns; reading it there unpickles it. `objects` are shared
+    objects of compiled C++, by their path in torch.compile's cache folder.
     """
 
     fits: Mapping[str, str]
-    content: bytes
+    graphs: bytes
+    objects: Mapping[str, bytes] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """Returns the file's bytes; `from_bytes` reverses it."""
-        head = {"schema": _SCHEMA, "sha256": _sha256(self.fits, self.content), "fits": dict(self.fits)}
-        return json.dumps(head).encode() + b"\n" + self.content
+        sizes = {name: len(data) for name, data in self.objects.items()}
+        content = b"".join([*self.objects.values(), self.graphs])
+        digest = _sha256(dict(self.fits), sizes, content)
+        head = {"schema": _SCHEMA, "sha256": digest, "fits": dict(self.fits), "sizes": sizes}
+        return json.dumps(head).encode() + b"\n" + content
 
     @staticmethod
     def from_bytes(data: bytes) -> ArtifactFile:
         """Reads a file's bytes, without unpickling them. Raises `ValueError` if they are damaged, or no such file."""
         first, _, content = data.partition(b"\n")
-        head = json.loads(first) if first.startswith(_START) else {}
-        fits = head.get("fits", {})
-        if not isinstance(fits, dict) or head.get("sha256") != _sha256(fits, content):
+        try:
+            head: dict[str, Any] = json.loads(first) if first.startswith(_START) else {}
+        except ValueError:
+            raise ValueError("is damaged") from None
+        fits, sizes = head.get("fits", {}), head.get("sizes", {})
+        if not head or head.get("sha256") != _sha256(fits, sizes, content):
             raise ValueError("is damaged" if head else "is no file of amptune's artifacts")
-        return ArtifactFile(fits=fits, content=content)
+        objects, begin = {}, 0
+        for name, size in sizes.items():
+            objects[name], begin = content[begin : begin + size], begin + size
+        return ArtifactFile(fits=fits, graphs=content[begin:], objects=objects)
 
 
 def beside(policy: str | os.PathLike[str]) -> Path:
@@ -73,5 +84,5 @@ def digest_of(policy: Policy) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
-def _sha256(fits: Mapping[str, str], content: bytes) -> str:
-    return hashlib.sha256(json.dumps(dict(fits), sort_keys=True).encode() + b"\n" + content).hexdigest()
+def _sha256(fits: Any, sizes: Any, content: bytes) -> str:
+    return hashlib.sha256(json.dumps([fits, sizes], sort_keys=True).encode() + b"\n" + content).hexdigest()

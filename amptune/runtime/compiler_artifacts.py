@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import platform
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import torch
 
 from amptune.errors import PolicyApplyError
 from amptune.policy.artifact_file import ArtifactFile, beside, digest_of
+from amptune.policy.file_io import write_bytes
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from amptune.policy.policy_file import PolicyFile
 
 __all__ = ["facts_of", "load_artifacts"]
+
+# A path that stays within the cache folder.
+_IN_CACHE = re.compile(r"([\w-]+/)+[\w.-]+\.so")
 
 
 def load_artifacts(
@@ -75,10 +80,22 @@ def _why_not(path: Path, settings: Policy, model: nn.Module) -> str | None:
     if other:
         return f"does not fit ({other})"
     try:
-        loaded = torch.compiler.load_cache_artifacts(found.content)
+        loaded = torch.compiler.load_cache_artifacts(found.graphs)
+        _place(found.objects)
     except Exception as error:  # noqa: BLE001  # whatever it was, training can compile
         return f"cannot be loaded ({type(error).__name__}: {error})"
     return "cannot be loaded" if loaded is None else None
+
+
+def _place(objects: Mapping[str, bytes]) -> None:
+    """Writes shared objects into torch.compile's cache folder, where it looks for them before it compiles C++ anew."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # only compiled policies need it
+
+    for name, data in objects.items():
+        path = Path(cache_dir(), name)
+        if _IN_CACHE.fullmatch(name) and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(data, path)
 
 
 def _differences(then: Mapping[str, str], now: Mapping[str, str]) -> str:

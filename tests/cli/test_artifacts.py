@@ -30,7 +30,7 @@ class Compiling(Machine):
             path = kept_in(self.folder / KEPT, policy)
             path.parent.mkdir(exist_ok=True)
             fits = {"settings": digest_of(policy)}
-            path.write_bytes(ArtifactFile(fits=fits, content=str(policy).encode()).to_bytes())
+            path.write_bytes(ArtifactFile(fits=fits, graphs=str(policy).encode()).to_bytes())
         return outcome
 
 

@@ -11,29 +11,35 @@ from policy_strategies import policies
 from amptune.policy.artifact_file import ArtifactFile, beside, digest_of, is_artifact_file, kept_in
 from amptune.policy.settings import Fp32Rule, Policy, Reason
 
-FILE = ArtifactFile(fits={"torch": "2.13.0", "device": "NVIDIA H200"}, content=b"\x80\x04graphs\n\n")
+FILE = ArtifactFile(
+    fits={"torch": "2.13.0", "device": "NVIDIA H200"}, graphs=b"\x80\x04graphs\n\n", objects={"ab/c.so": b"\x7fELF"}
+)
 
 
-@given(fits=st.dictionaries(st.text(), st.text()), content=st.binary())
-def test_any_file_survives_bytes_and_back(fits: dict[str, str], content: bytes) -> None:
-    file = ArtifactFile(fits=fits, content=content)
+@given(
+    fits=st.dictionaries(st.text(), st.text()),
+    graphs=st.binary(),
+    objects=st.dictionaries(st.text(), st.binary()),
+)
+def test_any_file_survives_bytes_and_back(fits: dict[str, str], graphs: bytes, objects: dict[str, bytes]) -> None:
+    file = ArtifactFile(fits=fits, graphs=graphs, objects=objects)
     assert ArtifactFile.from_bytes(file.to_bytes()) == file
 
 
 def damaged() -> list[bytes]:
     whole = FILE.to_bytes()
-    return [whole[:-1], whole + b"x", whole.replace(b"H200", b"H100"), whole.replace(b"graphs", b"grafts")]
+    return [whole[:-1], whole + b"x", whole.replace(b"H200", b"H100"), whole.replace(b"graphs", b"grafts"), whole[:60]]
 
 
 @pytest.mark.parametrize("data", damaged())
 def test_a_file_that_was_cut_or_edited_in_its_head_or_its_content_is_damaged(data: bytes) -> None:
-    with pytest.raises(ValueError, match="^is damaged$"):
+    with pytest.raises(ValueError, match=r"^is damaged$"):
         ArtifactFile.from_bytes(data)
 
 
 @pytest.mark.parametrize("data", [b"", b"\n", b"schema: amptune.policy/1\n", b"\x80\x04."])
 def test_another_file_is_none_of_amptune_s(data: bytes, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="^is no file of amptune's artifacts$"):
+    with pytest.raises(ValueError, match=r"^is no file of amptune's artifacts$"):
         ArtifactFile.from_bytes(data)
     (tmp_path / "other").write_bytes(data)
     assert not is_artifact_file(tmp_path / "other")

@@ -34,17 +34,25 @@ COMPILED = Policy(autocast="bf16", compile="default", fp32_modules=(Fp32Rule(pat
 QUICK = {"TORCHINDUCTOR_VEC_ISA_OK": "1"}
 
 TRAINING = """
-import json, sys, warnings
+import json, os, sys
+from pathlib import Path
 import torch
 import amptune
 from torch import nn
 from torch._dynamo.utils import counters
+
+def objects():
+    return set(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.so"))
+
+def is_kernel(built):  # others show which vector instructions there are
+    return "chk_kernel" not in built.with_suffix(".cpp").read_text()
 
 class Training:
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
 
     def run(self, artifacts):
         tuned = amptune.apply("policy.yaml", self.model, artifacts=artifacts)
+        self.placed = objects()
         optimizer = tuned.optimizer(torch.optim.AdamW(self.model.parameters()))
         for _ in range(3):
             x, y = torch.randn(16, 64), torch.randint(8, (16,))
@@ -54,8 +62,10 @@ class Training:
             tuned.step(optimizer)
             optimizer.zero_grad()
 
-Training().run(json.loads(sys.argv[1]))
-print(json.dumps({**counters["inductor"], **counters["aot_autograd"]}))
+training = Training()
+training.run(json.loads(sys.argv[1]))
+compiled = sum(map(is_kernel, objects() - training.placed))
+print(json.dumps({**counters["inductor"], **counters["aot_autograd"], "compiled_kernels": compiled}))
 """
 
 
@@ -118,6 +128,7 @@ def test_training_in_another_script_with_an_empty_cache_finds_every_graph_of_the
     counts = counts_of_training(folder, True)
     assert counts["fxgraph_cache_hit"] == 2  # forward and backward pass
     assert counts["autograd_cache_hit"] == 1
+    assert counts["compiled_kernels"] == 0
     assert "fxgraph_cache_miss" not in counts
     assert "autograd_cache_miss" not in counts
 
@@ -126,6 +137,7 @@ def test_training_in_another_script_with_an_empty_cache_finds_every_graph_of_the
 def test_training_that_does_not_ask_compiles(folder: Path) -> None:
     counts = counts_of_training(folder, False)
     assert counts["fxgraph_cache_miss"] == 2
+    assert counts["compiled_kernels"] > 0
     assert "fxgraph_cache_hit" not in counts
 
 
@@ -152,8 +164,8 @@ def with_facts(**facts: str) -> Callable[[Path], None]:
     return change
 
 
-def edited(old: bytes, new: bytes) -> Callable[[Path], None]:
-    return lambda path: path.write_bytes(path.read_bytes().replace(old, new, 1)) and None
+def edited(old: bytes, new: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(path.read_bytes().replace(old, new, 1))
 
 
 HERE = str(torch.__version__)
@@ -174,7 +186,7 @@ HERE = str(torch.__version__)
     ],
 )
 def test_what_does_not_fit_is_a_finding_and_nothing_of_it_is_loaded(
-    folder: Path, net: nn.Module, change: Callable[[Path], None], why: str
+    folder: Path, net: nn.Module, change: Callable[[Path], object], why: str
 ) -> None:
     path = folder / "policy.yaml.artifacts"
     change(path)
@@ -191,7 +203,7 @@ def test_what_does_not_fit_is_a_finding_and_nothing_of_it_is_loaded(
 def test_content_that_torch_cannot_read_is_a_finding(folder: Path, net: nn.Module) -> None:
     path = folder / "policy.yaml.artifacts"
     file = ArtifactFile.from_bytes(path.read_bytes())
-    path.write_bytes(replace(file, content=b"of another kind").to_bytes())
+    path.write_bytes(replace(file, graphs=b"of another kind").to_bytes())
     with pytest.warns(PolicyDriftWarning, match="cannot be loaded"):
         apply(folder / "policy.yaml", net, artifacts=True).undo()
 
@@ -235,3 +247,21 @@ def test_graphs_with_autocast_are_cached_until_the_policy_is_undone(net: nn.Modu
         assert config.unsafe_marked_cacheable_functions == {"torch.amp.autocast_mode._exit_autocast": "the user's"}
     finally:
         config.unsafe_marked_cacheable_functions = before
+
+
+def test_no_shared_object_is_written_outside_the_cache_or_over_another(folder: Path, net: nn.Module) -> None:
+    path = folder / "policy.yaml.artifacts"
+    file, objects = (
+        ArtifactFile.from_bytes(path.read_bytes()),
+        {"../out.so": b"x", "ab/../out.so": b"x", "ab/own.so": b"x"},
+    )
+    path.write_bytes(replace(file, objects={**objects, "ab/new.so": b"x", f"{folder}/out.so": b"x"}).to_bytes())
+    own = folder / "cache/ab/own.so"
+    own.parent.mkdir(parents=True)
+    own.write_bytes(b"built here")
+    apply(folder / "policy.yaml", net, artifacts=True).undo()
+    assert {found.relative_to(folder) for found in folder.rglob("*.so")} == {
+        Path("cache/ab/own.so"),
+        Path("cache/ab/new.so"),
+    }
+    assert own.read_bytes() == b"built here"

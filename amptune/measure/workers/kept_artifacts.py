@@ -38,7 +38,22 @@ def keep_artifacts(policy: Policy, outcome: Outcome, device: torch.device, folde
         return
     try:
         folder.mkdir(exist_ok=True)
-        write_bytes(ArtifactFile(fits=facts_of(policy, device), content=saved[0]).to_bytes(), path)
+        file = ArtifactFile(fits=facts_of(policy, device), graphs=saved[0], objects=_objects())
+        write_bytes(file.to_bytes(), path)
         _kept[path] = saved[1]
     except (OSError, OutputError):
         traceback.print_exc()
+
+
+def _objects() -> dict[str, bytes]:
+    """Returns the compiled C++ that this process has loaded from torch.compile's cache, by path; on Linux alone.
+
+    PyTorch's artifacts hold the kernels of a GPU compiled, and those of a CPU as source, which takes most of the time.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder, maps = Path(cache_dir()).resolve(), Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    mapped = sorted({Path(line[line.index("/") :]) for line in lines if line.endswith(".so")})
+    own = [path for path in mapped if path.is_relative_to(folder) and path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in own}
