@@ -13,7 +13,6 @@ import torch
 
 from amptune.errors import PolicyApplyError
 from amptune.policy.artifact_file import ArtifactFile, beside, digest_of
-from amptune.policy.file_io import write_bytes
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 
@@ -80,16 +79,19 @@ def _why_not(path: Path, settings: Policy, model: nn.Module) -> str | None:
     if other:
         return f"does not fit ({other})"
     try:
-        loaded = torch.compiler.load_cache_artifacts(found.graphs)
+        if torch.compiler.load_cache_artifacts(found.graphs) is None:
+            return "cannot be loaded"
         _place(found.objects)
     except Exception as error:  # noqa: BLE001  # whatever it was, training can compile
         return f"cannot be loaded ({type(error).__name__}: {error})"
-    return "cannot be loaded" if loaded is None else None
+    return None
 
 
 def _place(objects: Mapping[str, bytes]) -> None:
     """Writes shared objects into torch.compile's cache folder, where it looks for them before it compiles C++ anew."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir  # only compiled policies need it
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # few trainings need this
+
+    from amptune.policy.file_io import write_bytes
 
     for name, data in objects.items():
         path = Path(cache_dir(), name)
