@@ -10,7 +10,8 @@ import click
 
 from amptune.cli.options import print_json
 from amptune.errors import OutputError
-from amptune.policy.file_io import require_writable, write
+from amptune.policy.artifact_file import beside, is_artifact_file
+from amptune.policy.file_io import require_writable, write, write_bytes
 from amptune.policy.file_mark import mark_of, marked
 
 if TYPE_CHECKING:
@@ -85,15 +86,40 @@ def deliver(
     except OutputError:
         click.echo(dumps(decision.policy_file), err=as_json)
         raise
+    artifacts = _place_artifacts(decision, request, output)
     if as_json:
         _write_report(decision, request, report)
-        print_json("amptune.tune/1", _as_data(decision, output))
+        print_json("amptune.tune/1", {**_as_data(decision, output), "artifacts": artifacts})
     else:
         training = line_for_training(target, output)
         print_decision(decision, output, sys.stdout, training=training, verbose=verbose)
         if not quiet:
-            print_findings(decision, sys.stderr, verbose=verbose)
+            print_findings(decision, sys.stderr, artifacts=artifacts, verbose=verbose)
         _write_report(decision, request, report)
+
+
+def _place_artifacts(decision: Decision, request: TuningRequest, output: str) -> str | None:
+    """Puts what was compiled for the winner beside its policy, and removes what belonged to others.
+
+    Returns the file's path; None if there is none, or if it cannot be written, which is said on stderr.
+    """
+    kept, place = decision.artifacts, beside(output)
+    try:
+        for other in request.artifacts.glob("*") if request.artifacts.is_dir() else ():
+            if other != kept:
+                other.unlink(missing_ok=True)
+        is_ours = is_artifact_file(place)
+        if kept is None or not Path(output).is_file():  # no file lies beside a pipe or a terminal
+            if is_ours:
+                place.unlink()
+            return None
+        if place.exists() and not is_ours:
+            raise OutputError(f"{place} exists, and `amptune tune` did not write it")
+        write_bytes(kept.read_bytes(), place)
+    except (OSError, OutputError) as error:
+        click.echo(f"what torch.compile made was not written: {error}", err=True)
+        return None
+    return str(place)
 
 
 def _write_report(decision: Decision, request: TuningRequest, output: str | None) -> None:

@@ -126,13 +126,14 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
     layout but not by that flag: in one process, the setting that meets a shape first would decide for both
     (aten/src/ATen/native/cudnn/Conv_v8.cpp). The workers never measure at the same time, and those that compile stand
     still while a block of steps is timed. Each frees its device memory after every trial, except CUDA graphs of a
-    moderate size. `memory_mib` limits the device memory of each worker.
+    moderate size. `memory_mib` limits the device memory of each worker; `artifacts` is a folder for what is compiled.
     """
 
     source: Source
     device: str | None
     log: Path
     memory_mib: float | None = None
+    artifacts: Path | None = None
     _workers: dict[Policy | tuple[bool, ...], WorkerProcess] = field(default_factory=dict)
     _graphs: dict[Policy, BackgroundGraph] = field(default_factory=dict)
     _built: list[WorkerProcess] = field(default_factory=list)
@@ -283,9 +284,7 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
     def _stop_others(self, policy: Policy) -> bool:
         """Stops all other workers; returns True if any was running."""
         mine = self._worker(policy)
-        others = [
-            process for process in (*self._workers.values(), *self._built) if process is not mine and process.runs
-        ]
+        others = [one for one in (*self._workers.values(), *self._built) if one is not mine and one.runs]
         self._graphs = {one: graph for one, graph in self._graphs.items() if graph.process is mine}
         self._built.clear()
         stop_all(others)
@@ -293,7 +292,7 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
 
     def _new(self) -> WorkerProcess:
         setting = Setting(source=self.source, device=self.device, log=self.log, memory_mib=self.memory_mib)
-        return WorkerProcess(setting)
+        return WorkerProcess(replace(setting, artifacts=self.artifacts))
 
 
 def _graphs_at_once() -> int:

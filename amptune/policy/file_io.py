@@ -25,7 +25,17 @@ from amptune.policy.settings import Policy
 from amptune.policy.validation import validate
 from amptune.policy.yaml_text import Document, dump, read
 
-__all__ = ["dumps", "load", "load_any", "parse_policy", "require_useful", "require_writable", "save", "write"]
+__all__ = [
+    "dumps",
+    "load",
+    "load_any",
+    "parse_policy",
+    "require_useful",
+    "require_writable",
+    "save",
+    "write",
+    "write_bytes",
+]
 
 
 def load(path: str | os.PathLike[str]) -> PolicyFile:
@@ -91,12 +101,17 @@ def save(content: Policy | PolicyFile | Profile, path: str | os.PathLike[str]) -
 
 def write(text: str, path: str | os.PathLike[str]) -> None:
     """Writes a file's text completely or not at all. Raises `OutputError` if it cannot be written."""
+    write_bytes(text.encode(), path)
+
+
+def write_bytes(data: bytes, path: str | os.PathLike[str]) -> None:
+    """Writes a file's bytes completely or not at all. Raises `OutputError` if it cannot be written."""
     target = Path(path)
     try:
         if target.exists() and not target.is_file():  # a pipe or a terminal cannot be replaced
-            target.write_text(text, encoding="utf-8")
+            target.write_bytes(data)
         else:
-            _replace(target.resolve(), text)  # replaces the target of a link, not the link
+            _replace(target.resolve(), data)  # replaces the target of a link, not the link
     except OSError as error:
         raise OutputError(f"{target} cannot be written: {error.strerror or error}") from error
 
@@ -113,11 +128,11 @@ def require_writable(path: str | os.PathLike[str]) -> None:
         raise OutputError(f"{target} cannot be written: permission denied")
 
 
-def _replace(target: Path, text: str) -> None:
+def _replace(target: Path, data: bytes) -> None:
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
         os.chmod(name, _mode(target))
         os.replace(name, target)
     except BaseException:

@@ -60,13 +60,18 @@ def print_decision(
     stream.flush()  # what follows may go elsewhere
 
 
-def print_findings(decision: Decision, stream: TextIO, *, verbose: bool = False) -> None:
-    """Prints the important findings, the most important first; all of them if `verbose`."""
+def print_findings(decision: Decision, stream: TextIO, *, artifacts: str | None = None, verbose: bool = False) -> None:
+    """Prints the important findings, the most important first; all of them if `verbose`.
+
+    Then where the `artifacts` are, the file of what was compiled.
+    """
     page = _Page(stream)
     page.findings(ranked(decision.findings) if verbose else important(decision.findings))
     parity = decision.policy_file.evidence.get("parity", {})
     if parity and verbose:
         page.bullet(_parity_in_words(parity))
+    if artifacts is not None:
+        page.bullet(f"compiled graphs are in {artifacts}; amptune.apply(…, artifacts=True) loads them")
 
 
 def print_verification(found: Verification, stream: TextIO) -> None:

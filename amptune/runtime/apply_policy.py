@@ -6,18 +6,18 @@ import os
 import warnings
 import weakref
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import nn
 
-from amptune.changes.blocks import compile_blocks
 from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
 from amptune.policy.settings import KNOBS, Policy
 from amptune.runtime.batch_norm import FiniteStatistics
 from amptune.runtime.claim_watch import ClaimWatch
 from amptune.runtime.class_swap import obstacle, overlaid, swap, swapped_class, unswap
+from amptune.runtime.compiled_model import compiled
+from amptune.runtime.compiler_artifacts import load_artifacts
 from amptune.runtime.digest import model_digest
 from amptune.runtime.module_precision import changes_of
 from amptune.runtime.policy_argument import kind_of, read_policy
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from amptune.policy.policy_file import PolicyFile
-    from amptune.policy.settings import CompileMode
     from amptune.runtime.class_swap import Change
     from amptune.runtime.graphs.graphed_model import GraphedModel
     from amptune.runtime.graphs.recorded_step import WholeStep
@@ -58,6 +57,7 @@ def apply(
     any_hardware: bool = False,
     guard: bool | None = None,
     protect_batch_norm: bool = False,
+    artifacts: bool | str | PathLike[str] | None = False,
 ) -> Tuned:
     """Applies a policy, a policy file or the fitting entry of a profile to the model, until `Tuned.undo`.
 
@@ -77,6 +77,9 @@ def apply(
     AMPTUNE_GUARD, 1 or 0, says the same where `guard` is None.
     `protect_batch_norm` keeps the running statistics of BatchNorm finite if a forward overflows in fp16: a value that
     is not finite is reset to its value at the last `tuned.scaler.update()`.
+    `artifacts` is a file of what torch.compile made of this policy, or True for the one that `amptune tune` wrote
+    beside it: the first step then finds it compiled. Loading unpickles, which can run any code: load only what you
+    trust. If the file is missing, damaged or does not fit, there is a `PolicyDriftWarning`, and the model is compiled.
     """
     _require_plain(model)
     policy = read_policy(policy)
@@ -86,6 +89,7 @@ def apply(
     if selected or settings.memory_format != "contiguous" or settings.cuda_graphs:
         _require_unsharded(model)
     weights = _weights(settings, model, selected)
+    drift = (*drift, *load_artifacts(artifacts, policy, model))
     for finding in drift:
         warnings.warn(str(finding), PolicyDriftWarning, stacklevel=2)
     findings = (*drift, *(finding for knob in KNOBS for finding in knob.idle(settings, model)))
@@ -207,10 +211,10 @@ def _apply(
             steps.callback(unswap, one.module)
         weights.convert()
         steps.callback(weights.undo)
-        compiled = _compiled(settings.compile, model, steps)
+        compiled_model = compiled(settings.compile, model, steps)
         graphed = _graphed(model, steps) if settings.cuda_graphs else None
         whole_step = _whole_step(graphed, steps) if graphed is not None and settings.cuda_graphs == "step" else None
-        called = graphed or compiled
+        called = graphed or compiled_model
         guard = None if guard_for == "no steps" else _guard(settings, model, called, brief=guard_for == "first steps")
         way_back = steps.pop_all()
 
@@ -268,20 +272,6 @@ def _whole_step(graphed: GraphedModel, steps: ExitStack) -> WholeStep:
 
     steps.callback((whole_step := WholeStep(graphed.recordings)).end)
     return whole_step
-
-
-def _compiled(mode: CompileMode, model: nn.Module, steps: ExitStack) -> nn.Module:
-    """Returns the compiled model. torch.compile sets attributes on `model`, which `steps` removes again."""
-    if mode == "off":
-        return model
-    if mode == "blocks":
-        steps.callback(compile_blocks(model))
-        return model
-    before = set(vars(model))
-    compiled = cast("nn.Module", torch.compile(model, mode=None if mode == "default" else mode))
-    for mark in vars(model).keys() - before:
-        steps.callback(vars(model).pop, mark, None)
-    return compiled
 
 
 def _require_unswappable(selected: Sequence[tuple[Selected, Change]]) -> None:

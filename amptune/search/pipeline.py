@@ -20,6 +20,7 @@ from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Prepared
 from amptune.measure.workers.cpu_share import cores_of_this_process
+from amptune.policy.artifact_file import kept_in
 from amptune.policy.findings import Finding
 from amptune.search.after_checks import larger_batch
 from amptune.search.decide.decision import Decision
@@ -64,10 +65,11 @@ def run_tuning(request: TuningRequest, observer: Observer, evaluator: Evaluator 
             except KeyboardInterrupt:
                 raise TuningInterrupted(decision) from None
             _keep_findings(request, decision)
-            return decision
+            return _with_artifacts(request, decision)
         except TuningInterrupted as interrupted:
             if interrupted.decision is not None:
                 _keep_findings(request, interrupted.decision, INTERRUPTED)
+                interrupted.decision = _with_artifacts(request, interrupted.decision)
             raise
         finally:
             evaluator.close()
@@ -77,7 +79,8 @@ def _workers(request: TuningRequest) -> WorkerEvaluator:
     """Returns workers on this machine, with the batch size that was asked for."""
     size = request.wanted.batch_size
     source = request.source if size is None or size == "auto" else replace(request.source, batch_size=size)
-    return WorkerEvaluator(source, request.device, request.folder / "workers.log", request.wanted.memory_mib)
+    log, memory_mib = request.folder / "workers.log", request.wanted.memory_mib
+    return WorkerEvaluator(source, request.device, log, memory_mib, artifacts=request.artifacts)
 
 
 def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) -> Decision:
@@ -143,6 +146,12 @@ def _accumulating(request: TuningRequest, prepared: Prepared) -> TuningRequest:
 def _told_of_a_larger_batch(evaluator: Evaluator, decision: Decision, request: TuningRequest) -> Decision:
     finding = larger_batch(evaluator, decision, request.budget) if request.leaves_the_batch else None
     return decision if finding is None else decision.with_findings([finding])
+
+
+def _with_artifacts(request: TuningRequest, decision: Decision) -> Decision:
+    """Returns the decision with what was compiled for its winner, in this run or in one before."""
+    kept = kept_in(request.artifacts, decision.winner)
+    return replace(decision, artifacts=kept) if kept.is_file() else decision
 
 
 def _keep_findings(request: TuningRequest, decision: Decision, *more: Finding) -> None:

@@ -59,6 +59,11 @@ class TuningRequest:
             )
 
     @property
+    def artifacts(self) -> Path:
+        """The folder for what torch.compile made of policies."""
+        return self.folder / "artifacts"
+
+    @property
     def leaves_the_batch(self) -> bool:
         """True if the batch size is the user's own, and another might be worth knowing of."""
         wanted = self.wanted

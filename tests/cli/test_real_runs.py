@@ -6,6 +6,7 @@ Budgets are as long as it takes to import torch so many times on the machine at 
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -16,6 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 from commands import WORKLOADS, Machine, budget_here, process, run, start, wait_for_trials
+
+from amptune.policy.file_io import save
+from amptune.policy.settings import Policy
 
 # On a slow machine budgets are long; what would wait for ever ends here.
 pytestmark = pytest.mark.timeout(1200)
@@ -33,6 +37,16 @@ with amptune.apply("policy.yaml", model) as tuned:
     tuned.scaler.step(optimizer)
     tuned.scaler.update()
 """
+
+# The same policy in another script, whose loop counts what its compiler found.
+COMPILED_TRAINING = (
+    TRAINING.replace('("policy.yaml", model)', '("policy.yaml", model, artifacts=True)')
+    + """
+from torch._dynamo.utils import counters
+assert (counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]) == (2, 1), counters
+assert not counters["inductor"]["fxgraph_cache_miss"], counters
+"""
+)
 
 # The workload whose numerics break in fp16, for `amptune diagnose`.
 SQUARES = """
@@ -271,3 +285,21 @@ def test_a_compiled_policy_is_measured_compared_and_applied(folder: Path) -> Non
     assert all("step_ms" in one for one in compiled)
     codes = {finding["code"] for finding in answer["findings"]}
     assert codes & {"compile-pays", "compile-costs", "compile-not-needed"}
+
+
+@pytest.mark.slow
+def test_training_with_an_empty_cache_finds_what_the_tuning_compiled(folder: Path) -> None:
+    save(Policy(compile="default"), folder / "today.yaml")
+    options = ["--baseline", "today.yaml", "--set", "compile=default", "--trials", "1", "--json"]
+    cache = str(folder / "graphs")
+    done = process(
+        "tune", "train.py:small", "--budget", budget_here(40), *options, folder=folder, TORCHINDUCTOR_CACHE_DIR=cache
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["artifacts"] == "policy.yaml.artifacts"
+    subprocess.run(
+        [sys.executable, "-c", COMPILED_TRAINING],
+        cwd=folder,
+        check=True,
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "empty")},
+    )

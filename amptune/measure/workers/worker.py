@@ -57,13 +57,15 @@ T = TypeVar("T")
 class Setting:
     """The settings of a fresh worker. `device` None means the best one; `log` receives what the user's code prints.
 
-    A trial that needs more device memory than `memory_mib` fails as out of memory, even if more is free.
+    A trial that needs more device memory than `memory_mib` fails as out of memory, even if more is free. What is
+    compiled for a policy is kept in the folder `artifacts`, if there is one.
     """
 
     source: Source
     device: str | None
     log: Path
     memory_mib: float | None = None
+    artifacts: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +196,7 @@ def measure(policy: Policy, effort: Effort, beside: Sequence[ProcessIdentity] = 
     """
     from amptune.measure.bench.failures import cuda_is_broken, failure_of
     from amptune.measure.loop.own_loop import measure_in_loop
+    from amptune.measure.workers.kept_artifacts import keep_artifacts
 
     stillness = Stillness(beside, go_on=effort.beside_compiling)
     try:
@@ -202,6 +205,7 @@ def measure(policy: Policy, effort: Effort, beside: Sequence[ProcessIdentity] = 
             outcome = measure_in_loop(bench, policy, effort, stillness)
         else:
             outcome = bench.measure(policy, effort, stillness=stillness)
+        keep_artifacts(policy, outcome, bench.device, _State.setting.artifacts)
     except Exception as error:  # noqa: BLE001  # whatever it was, it costs this worker and this trial
         traceback.print_exc()  # into the log
         return Reply(outcome=failure_of(error), broken=True, pauses=tuple(stillness.pauses))

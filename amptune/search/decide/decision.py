@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 from amptune.hardware.machine import Hardware
@@ -32,7 +33,8 @@ class Decision:
     interrupted. The claim rests on `verdict`. `finalists` are the policies measured more than once, `ablation` says
     what each setting of the winner buys. `amp_recipe` is the better of the compared AMP recipes, or a failure if all of
     them failed. `points` are the trials that ran and are sound, `memory_mib` is the memory that the device had
-    available. `timeline` says what was done when, and why.
+    available. `timeline` says what was done when, and why. `artifacts` is the file of what torch.compile made of the
+    winner, in the study's folder: `amptune.apply` takes it.
     """
 
     policy_file: PolicyFile
@@ -49,6 +51,7 @@ class Decision:
     provisional: bool
     memory_mib: float | None = None
     timeline: tuple[Mapping[str, Any], ...] = ()
+    artifacts: Path | None = None
 
     @property
     def policy(self) -> Policy:

@@ -1,0 +1,54 @@
+"""torch.compile, as a policy has it: of the whole model or of its repeated blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from amptune.changes.blocks import compile_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import ExitStack
+
+    from torch import nn
+
+    from amptune.policy.settings import CompileMode
+
+__all__ = ["compiled"]
+
+# What a rule for modules, or the model itself, puts into a graph to switch autocast off and on. AOTAutograd caches no
+# graph with a function whose name begins with an underscore (torch/_functorch/_aot_autograd/autograd_cache.py). Their
+# arguments are in the graph, and so in the cache's key. Graphs with them were traced anew in each process: of a small
+# transformer with FP32 modules, the first step then took 5 to 10 s instead of 3 to 6 s.
+_AUTOCAST_IN_GRAPHS = ("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast")
+
+
+def compiled(mode: CompileMode, model: nn.Module, steps: ExitStack) -> nn.Module:
+    """Returns the compiled model. torch.compile sets attributes on `model`, which `steps` removes again."""
+    if mode == "off":
+        return model
+    steps.callback(_cache_graphs_with_autocast())
+    if mode == "blocks":
+        steps.callback(compile_blocks(model))
+        return model
+    before = set(vars(model))
+    whole = cast("nn.Module", torch.compile(model, mode=None if mode == "default" else mode))
+    for mark in vars(model).keys() - before:
+        steps.callback(vars(model).pop, mark, None)
+    return whole
+
+
+def _cache_graphs_with_autocast() -> Callable[[], None]:
+    """Lets AOTAutograd cache graphs that switch autocast; returns a function that undoes it."""
+    from torch._inductor import config  # only compiled policies need it
+
+    new = {name: "amptune" for name in _AUTOCAST_IN_GRAPHS if name not in config.unsafe_marked_cacheable_functions}
+    config.unsafe_marked_cacheable_functions = {**config.unsafe_marked_cacheable_functions, **new}
+
+    def undo() -> None:
+        marked = config.unsafe_marked_cacheable_functions
+        config.unsafe_marked_cacheable_functions = {name: key for name, key in marked.items() if name not in new}
+
+    return undo

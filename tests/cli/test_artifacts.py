@@ -1,0 +1,110 @@
+"""`amptune tune` and the file of what torch.compile made of the winner, on a recorded machine that keeps such files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from commands import WORKLOADS, Done, Machine, interrupting, run
+
+from amptune.measure.results.outcome import Effort, Measurement, Outcome
+from amptune.policy.artifact_file import ArtifactFile, digest_of, kept_in
+from amptune.policy.file_io import load
+from amptune.policy.settings import Policy
+
+KEPT = Path(".amptune/train.py-small/artifacts")
+COMPILED = ("--set", "compile=reduce-overhead", "--trials", "4")
+
+
+@dataclass
+class Compiling(Machine):
+    """A machine whose workers keep what they compiled, as `measure.workers` does."""
+
+    folder: Path = field(kw_only=True)
+
+    def measure(self, policy: Policy, effort: Effort) -> Outcome:
+        outcome = super().measure(policy, effort)
+        if policy.compile != "off" and isinstance(outcome, Measurement):
+            path = kept_in(self.folder / KEPT, policy)
+            path.parent.mkdir(exist_ok=True)
+            fits = {"settings": digest_of(policy)}
+            path.write_bytes(ArtifactFile(fits=fits, graphs=str(policy).encode()).to_bytes())
+        return outcome
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(WORKLOADS)
+    return tmp_path
+
+
+def tune(folder: Path, *options: str, keeps: bool = True, budget: str = "200s") -> Done:
+    machine = Compiling(folder=folder) if keeps else Machine()
+    return run("tune", "train.py:small", "--budget", budget, *options, folder=folder, evaluator=machine)
+
+
+def beside(folder: Path) -> ArtifactFile:
+    return ArtifactFile.from_bytes((folder / "policy.yaml.artifacts").read_bytes())
+
+
+def test_what_was_compiled_for_the_winner_lies_beside_its_policy_and_is_mentioned_in_a_line(folder: Path) -> None:
+    done = tune(folder, *COMPILED)
+    assert done.returncode == 0, done.stderr
+    assert beside(folder).fits["settings"] == digest_of(load(folder / "policy.yaml").policy)
+    (line,) = [line for line in done.stdout.splitlines() if "artifacts" in line]
+    assert line == "compiled graphs are in policy.yaml.artifacts; amptune.apply(…, artifacts=True) loads them"
+
+
+def test_the_study_keeps_the_winner_s_alone(folder: Path) -> None:
+    tune(folder, *COMPILED)
+    (kept,) = (folder / KEPT).iterdir()
+    assert kept.read_bytes() == (folder / "policy.yaml.artifacts").read_bytes()
+
+
+def test_a_resumed_study_writes_again_what_an_earlier_run_compiled(folder: Path) -> None:
+    tune(folder, *COMPILED)
+    first = beside(folder)
+    (folder / "policy.yaml.artifacts").unlink()
+    done = tune(folder, *COMPILED, "--json", keeps=False)
+    assert json.loads(done.stdout)["artifacts"] == "policy.yaml.artifacts"
+    assert beside(folder) == first
+
+
+def test_a_policy_that_is_not_compiled_takes_the_file_of_the_one_before_away(folder: Path) -> None:
+    tune(folder, *COMPILED)
+    done = tune(folder, "--no-compile", "--trials", "4", "--json")
+    assert json.loads(done.stdout)["policy"].get("compile", "off") == "off"
+    assert json.loads(done.stdout)["artifacts"] is None
+    assert not (folder / "policy.yaml.artifacts").exists()
+    assert not list((folder / KEPT).iterdir())
+
+
+def test_another_compiled_policy_replaces_the_file(folder: Path) -> None:
+    tune(folder, *COMPILED)
+    first = beside(folder)
+    tune(folder, "--set", "compile=default", "--trials", "4")
+    assert beside(folder) != first
+    assert beside(folder).fits["settings"] == digest_of(load(folder / "policy.yaml").policy)
+
+
+def test_a_file_that_amptune_did_not_write_is_left_and_told_of(folder: Path) -> None:
+    (folder / "policy.yaml.artifacts").write_text("mine")
+    done = tune(folder, *COMPILED, "--json")
+    assert done.returncode == 0
+    assert "policy.yaml.artifacts exists, and `amptune tune` did not write it" in done.stderr
+    assert json.loads(done.stdout)["artifacts"] is None
+    assert (folder / "policy.yaml.artifacts").read_text() == "mine"
+    tune(folder, "--no-compile", "--trials", "4")
+    assert (folder / "policy.yaml.artifacts").read_text() == "mine"
+
+
+def test_an_interrupted_tuning_writes_the_file_of_its_policy_too(folder: Path) -> None:
+    tune(folder, *COMPILED)
+    (folder / "policy.yaml.artifacts").unlink()
+    machine = Compiling(folder=folder, interfere=interrupting(1))
+    done = run("tune", "train.py:small", *COMPILED, "--json", folder=folder, evaluator=machine)
+    assert done.returncode == 130
+    assert json.loads(done.stdout)["policy"]["compile"] == "reduce-overhead"
+    assert beside(folder).fits["settings"] == digest_of(load(folder / "policy.yaml").policy)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from policy_strategies import policies
+
+from amptune.policy.artifact_file import ArtifactFile, beside, digest_of, is_artifact_file, kept_in
+from amptune.policy.settings import Fp32Rule, Policy, Reason
+
+FILE = ArtifactFile(
+    fits={"torch": "2.13.0", "device": "NVIDIA H200"}, graphs=b"\x80\x04graphs\n\n", objects={"ab/c.so": b"\x7fELF"}
+)
+
+
+@given(
+    fits=st.dictionaries(st.text(), st.text()),
+    graphs=st.binary(),
+    objects=st.dictionaries(st.text(), st.binary()),
+)
+def test_any_file_survives_bytes_and_back(fits: dict[str, str], graphs: bytes, objects: dict[str, bytes]) -> None:
+    file = ArtifactFile(fits=fits, graphs=graphs, objects=objects)
+    assert ArtifactFile.from_bytes(file.to_bytes()) == file
+
+
+def damaged() -> list[bytes]:
+    whole = FILE.to_bytes()
+    return [whole[:-1], whole + b"x", whole.replace(b"H200", b"H100"), whole.replace(b"graphs", b"grafts"), whole[:60]]
+
+
+@pytest.mark.parametrize("data", damaged())
+def test_a_file_that_was_cut_or_edited_in_its_head_or_its_content_is_damaged(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"^is damaged$"):
+        ArtifactFile.from_bytes(data)
+
+
+@pytest.mark.parametrize("data", [b"", b"\n", b"schema: amptune.policy/1\n", b"\x80\x04."])
+def test_another_file_is_none_of_amptune_s(data: bytes, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^is no file of amptune's artifacts$"):
+        ArtifactFile.from_bytes(data)
+    (tmp_path / "other").write_bytes(data)
+    assert not is_artifact_file(tmp_path / "other")
+
+
+def test_a_file_is_known_by_its_head_and_lies_beside_its_policy(tmp_path: Path) -> None:
+    path = beside(tmp_path / "policy.yaml")
+    assert path.name == "policy.yaml.artifacts"
+    assert not is_artifact_file(path)
+    path.write_bytes(FILE.to_bytes()[:-1])
+    assert is_artifact_file(path)
+
+
+@given(one=policies(), other=policies())
+def test_policies_that_differ_in_more_than_batch_sizes_have_other_digests(one: Policy, other: Policy) -> None:
+    alike = replace(one, batch_size=None, accumulate=1) == replace(other, batch_size=None, accumulate=1)
+    assert (digest_of(one) == digest_of(other)) == alike
+
+
+def test_reasons_and_batch_sizes_leave_the_digest_and_a_batch_size_has_a_file_of_its_own() -> None:
+    plain = Policy(autocast="bf16", fp32_modules=(Fp32Rule(path="0"),))
+    told = replace(plain, fp32_modules=(Fp32Rule(path="0", reason=Reason(saves_ms=0.4)),))
+    assert digest_of(plain) == digest_of(told) == digest_of(replace(plain, batch_size=64, accumulate=2))
+    assert kept_in(Path(), plain) == kept_in(Path(), told) != kept_in(Path(), replace(plain, batch_size=64))

@@ -1,0 +1,267 @@
+"""What a tuner's process compiled, found again by training. Graphs are compiled for this machine's CPU, for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import WORKLOADS
+from torch import nn
+
+from amptune.errors import PolicyApplyError
+from amptune.measure.evaluator import WorkerEvaluator
+from amptune.measure.results.outcome import Measurement
+from amptune.measure.workers.source import Source
+from amptune.measure.workers.worker import A_FEW_STEPS
+from amptune.policy.artifact_file import ArtifactFile, beside, kept_in
+from amptune.policy.file_io import save
+from amptune.policy.settings import Fp32Rule, Policy
+from amptune.runtime.apply_policy import PolicyDriftWarning, apply
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+
+COMPILED = Policy(autocast="bf16", compile="default", fp32_modules=(Fp32Rule(path="2"),))
+# PyTorch would compile programs for eight seconds to see which vector instructions there are.
+QUICK = {"TORCHINDUCTOR_VEC_ISA_OK": "1"}
+
+TRAINING = """
+import json, os, sys
+from pathlib import Path
+import torch
+import amptune
+from torch import nn
+from torch._dynamo.utils import counters
+
+def objects():
+    return set(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.so"))
+
+def is_kernel(built):  # others show which vector instructions there are
+    return "chk_kernel" not in built.with_suffix(".cpp").read_text()
+
+class Training:
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+
+    def run(self, artifacts):
+        tuned = amptune.apply("policy.yaml", self.model, artifacts=artifacts)
+        self.placed = objects()
+        optimizer = tuned.optimizer(torch.optim.AdamW(self.model.parameters()))
+        for _ in range(3):
+            x, y = torch.randn(16, 64), torch.randint(8, (16,))
+            with tuned.autocast():
+                loss = nn.functional.cross_entropy(tuned.model(tuned.batch(x)), y)
+            tuned.scaler.scale(loss).backward()
+            tuned.step(optimizer)
+            optimizer.zero_grad()
+
+training = Training()
+training.run(json.loads(sys.argv[1]))
+compiled = sum(map(is_kernel, objects() - training.placed))
+print(json.dumps({**counters["inductor"], **counters["aot_autograd"], "compiled_kernels": compiled}))
+"""
+
+
+@pytest.fixture(scope="module")
+def tuned_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a policy and what a worker kept of it beside."""
+    folder = tmp_path_factory.mktemp("tuned")
+    (folder / "train.py").write_text(WORKLOADS)
+    source, kept = Source(target=f"{folder}/train.py:small"), folder / "kept"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**QUICK, "TORCHINDUCTOR_CACHE_DIR": str(folder / "graphs")}.items():
+            patch.setenv(name, value)
+        with WorkerEvaluator(source, "cpu", folder / "log", artifacts=kept) as evaluator:
+            for policy in (COMPILED, Policy()):
+                outcome = evaluator.measure(policy, replace(A_FEW_STEPS, time_limit_s=300.0))
+                assert isinstance(outcome, Measurement), outcome
+    assert list(kept.iterdir()) == [kept_in(kept, COMPILED)]
+    save(COMPILED, folder / "policy.yaml")
+    shutil.copy(kept_in(kept, COMPILED), beside(folder / "policy.yaml"))
+    return folder
+
+
+@pytest.fixture
+def folder(tuned_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, and an empty cache of torch.compile."""
+    for name in ("policy.yaml", "policy.yaml.artifacts"):
+        shutil.copy(tuned_folder / name, tmp_path)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
+def net() -> Iterator[nn.Module]:
+    yield nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    torch.compiler.reset()
+
+
+def loaded(folder: Path) -> set[str]:
+    """What lies in the cache of torch.compile."""
+    names = {path.name for path in (folder / "cache").glob("*")}
+    return names & {"fxgraph", "aotautograd"}
+
+
+def counts_of_training(folder: Path, artifacts: Any) -> dict[str, int]:
+    """Trains in another script and process, with an empty cache; returns the compiler's counters."""
+    (folder / "loop.py").write_text(TRAINING)
+    done = subprocess.run(
+        [sys.executable, "loop.py", json.dumps(artifacts)],
+        cwd=folder,
+        env={**os.environ, **QUICK},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    counts: dict[str, int] = json.loads(done.stdout)
+    return counts
+
+
+def test_training_in_another_script_with_an_empty_cache_finds_every_graph_of_the_tuner(folder: Path) -> None:
+    counts = counts_of_training(folder, True)
+    assert counts["fxgraph_cache_hit"] == 2  # forward and backward pass
+    assert counts["autograd_cache_hit"] == 1
+    assert counts["compiled_kernels"] == 0
+    assert "fxgraph_cache_miss" not in counts
+    assert "autograd_cache_miss" not in counts
+
+
+@pytest.mark.slow
+def test_training_that_does_not_ask_compiles(folder: Path) -> None:
+    counts = counts_of_training(folder, False)
+    assert counts["fxgraph_cache_miss"] == 2
+    assert counts["compiled_kernels"] > 0
+    assert "fxgraph_cache_hit" not in counts
+
+
+@pytest.mark.parametrize("artifacts", [True, "policy.yaml.artifacts", Path("policy.yaml.artifacts")])
+def test_what_fits_is_loaded_without_a_word(folder: Path, net: nn.Module, artifacts: Any) -> None:
+    artifacts = artifacts if artifacts is True else folder / artifacts
+    with apply(folder / "policy.yaml", net, artifacts=artifacts) as tuned:  # warnings are errors here
+        assert tuned.findings == ()
+    assert loaded(folder) == {"fxgraph", "aotautograd"}
+
+
+@pytest.mark.parametrize("artifacts", [False, None])
+def test_nothing_is_loaded_that_was_not_asked_for(folder: Path, net: nn.Module, artifacts: bool | None) -> None:
+    apply(folder / "policy.yaml", net).undo()
+    apply(folder / "policy.yaml", net, artifacts=artifacts).undo()
+    assert not loaded(folder)
+
+
+def with_facts(**facts: str) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        file = ArtifactFile.from_bytes(path.read_bytes())
+        path.write_bytes(replace(file, fits={**file.fits, **facts}).to_bytes())
+
+    return change
+
+
+def edited(old: bytes, new: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(path.read_bytes().replace(old, new, 1))
+
+
+HERE = str(torch.__version__)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (with_facts(torch="2.0.1"), f"does not fit (torch was 2.0.1 and is {HERE})"),
+        (with_facts(device="a Z80, DEFAULT"), "does not fit (device was a Z80, DEFAULT and is "),
+        (with_facts(kind="cuda", device="NVIDIA H200, compute capability 9.0"), "does not fit (device was NVIDIA H200"),
+        (with_facts(triton="0.1"), "does not fit (triton was 0.1 and is "),
+        (with_facts(settings="of another"), "does not fit (it is of a policy with other settings)"),
+        (edited(HERE.encode(), b"2.0.1"), "is damaged"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "is damaged"),
+        (lambda path: path.write_text("schema: amptune.policy/1"), "is no file of amptune's artifacts"),
+        (lambda path: path.unlink(), "cannot be read (No such file or directory)"),
+    ],
+)
+def test_what_does_not_fit_is_a_finding_and_nothing_of_it_is_loaded(
+    folder: Path, net: nn.Module, change: Callable[[Path], object], why: str
+) -> None:
+    path = folder / "policy.yaml.artifacts"
+    change(path)
+    with pytest.warns(PolicyDriftWarning) as caught, apply(folder / "policy.yaml", net, artifacts=True) as tuned:
+        assert tuned.model is not net  # the wrapper of torch.compile
+    (found,) = tuned.findings
+    assert found.code == "artifacts-not-used"
+    assert str(found).startswith(f"{path} {why}")
+    assert str(found).endswith(": torch.compile compiles the model anew")
+    assert [(str(one.message), one.filename) for one in caught] == [(str(found), __file__)]
+    assert not loaded(folder)
+
+
+def test_content_that_torch_cannot_read_is_a_finding(folder: Path, net: nn.Module) -> None:
+    path = folder / "policy.yaml.artifacts"
+    file = ArtifactFile.from_bytes(path.read_bytes())
+    path.write_bytes(replace(file, graphs=b"of another kind").to_bytes())
+    with pytest.warns(PolicyDriftWarning, match="cannot be loaded"):
+        apply(folder / "policy.yaml", net, artifacts=True).undo()
+
+
+def test_artifacts_of_another_policy_are_not_loaded_and_those_of_another_batch_size_are(
+    folder: Path, net: nn.Module
+) -> None:
+    save(replace(COMPILED, batch_size=64), folder / "policy.yaml")
+    apply(folder / "policy.yaml", net, artifacts=True).undo()
+    assert loaded(folder)
+    save(replace(COMPILED, autocast="off", fp32_modules=()), folder / "policy.yaml")
+    with pytest.warns(PolicyDriftWarning, match="it is of a policy with other settings"):
+        apply(folder / "policy.yaml", net, artifacts=True).undo()
+
+
+def test_a_policy_that_does_not_compile_needs_no_artifacts(folder: Path, net: nn.Module) -> None:
+    save(Policy(autocast="bf16"), folder / "policy.yaml")
+    beside(folder / "policy.yaml").unlink()
+    with apply(folder / "policy.yaml", net, artifacts=True) as tuned:
+        assert tuned.findings == ()
+
+
+def test_the_file_beside_a_policy_that_has_no_file_is_an_error_and_a_path_is_none(folder: Path, net: nn.Module) -> None:
+    with pytest.raises(PolicyApplyError, match=r"comes from no file: give the artifacts by their path, artifacts="):
+        apply(COMPILED, net, artifacts=True)
+    apply(COMPILED, net, artifacts=folder / "policy.yaml.artifacts").undo()
+    assert loaded(folder)
+
+
+def test_graphs_with_autocast_are_cached_until_the_policy_is_undone(net: nn.Module) -> None:
+    from torch._inductor import config
+
+    before = config.unsafe_marked_cacheable_functions
+    config.unsafe_marked_cacheable_functions = {"torch.amp.autocast_mode._exit_autocast": "the user's"}
+    try:
+        with apply(COMPILED, net):
+            assert set(config.unsafe_marked_cacheable_functions) == {
+                "torch.amp.autocast_mode._enter_autocast",
+                "torch.amp.autocast_mode._exit_autocast",
+            }
+        assert config.unsafe_marked_cacheable_functions == {"torch.amp.autocast_mode._exit_autocast": "the user's"}
+    finally:
+        config.unsafe_marked_cacheable_functions = before
+
+
+def test_no_shared_object_is_written_outside_the_cache_or_over_another(folder: Path, net: nn.Module) -> None:
+    path = folder / "policy.yaml.artifacts"
+    file, objects = (
+        ArtifactFile.from_bytes(path.read_bytes()),
+        {"../out.so": b"x", "ab/../out.so": b"x", "ab/own.so": b"x"},
+    )
+    path.write_bytes(replace(file, objects={**objects, "ab/new.so": b"x", f"{folder}/out.so": b"x"}).to_bytes())
+    own = folder / "cache/ab/own.so"
+    own.parent.mkdir(parents=True)
+    own.write_bytes(b"built here")
+    apply(folder / "policy.yaml", net, artifacts=True).undo()
+    assert {found.relative_to(folder) for found in folder.rglob("*.so")} == {
+        Path("cache/ab/own.so"),
+        Path("cache/ab/new.so"),
+    }
+    assert own.read_bytes() == b"built here"
