@@ -53,7 +53,7 @@ def test_what_was_compiled_for_the_winner_lies_beside_its_policy_and_is_mentione
     done = tune(folder, *COMPILED)
     assert done.returncode == 0, done.stderr
     assert beside(folder).fits["settings"] == digest_of(load(folder / "policy.yaml").policy)
-    (line,) = [line for line in done.stdout.splitlines() if "artifacts" in line]
+    (line,) = [line for line in done.stderr.splitlines() if "artifacts" in line]
     assert line == "compiled graphs are in policy.yaml.artifacts; amptune.apply(…, artifacts=True) loads them"
 
 
