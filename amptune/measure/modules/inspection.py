@@ -68,7 +68,7 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
             _require_training(stepper, bench.model, own_step=bench.workload.step is not None)
     except TargetError:
         raise
-    except Exception as error:  # noqa: BLE001  # reported by the baseline's trial, which repeats it
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # reported by the baseline's trial, which repeats it
         print(f"the instrumented step failed: {failure_of(error)}", flush=True)  # noqa: T201  # into the worker's log
     finally:
         bench.release()

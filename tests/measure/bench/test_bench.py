@@ -196,9 +196,10 @@ def test_inspection_counts_what_the_leaves_compute() -> None:
     assert subject.convolution_dims == {2}
 
 
-def test_a_step_that_fails_leaves_the_inspection_to_the_baselines_trial() -> None:
+@pytest.mark.parametrize("error", [RuntimeError("not in this step"), SystemExit("not in this step")])
+def test_a_step_that_fails_leaves_the_inspection_to_the_baselines_trial(error: BaseException) -> None:
     def fail(*_: object) -> torch.Tensor:
-        raise RuntimeError("not in this step")
+        raise error
 
     subject = inspect_model(Bench(workload_of(nn.Linear(8, 3), loss=fail), CPU), "digest")
     assert subject.leaves[0].called is None
