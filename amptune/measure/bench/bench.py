@@ -253,6 +253,8 @@ class Bench:
         initial_state = self._initial if self._near is None else self._near
         for tensor, initial in zip(self._state(), [*weights, *initial_state[len(weights) :]], strict=True):
             if _can_be_written(tensor) and stored_in(tensor)[0].data_ptr() != stored_in(initial)[0].data_ptr():
+                if tensor.shape != initial.shape:
+                    tensor.resize_(initial.shape)  # observers of quantization-aware training resize their buffers
                 tensor.copy_(initial) if self._tuned is None else self._tuned.write(tensor, initial)
             tensor.grad = None
         for module, training in self._modes.items():
