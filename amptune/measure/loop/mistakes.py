@@ -27,8 +27,8 @@ MOST_CALLS = 8
 _IN_ANY_PRECISION = "stepped-twice"
 _WITHOUT_AUTOCAST = Finding(
     code="autocast-unused",
-    message="step(…) does not call tuned.autocast(), so the autocast of a policy changes nothing in it: run the forward "
-    "pass and the loss in `with tuned.autocast():`",
+    message="step(…) does not call tuned.autocast(), so the autocast of a policy changes nothing in it: run the "
+    "forward pass and the loss in `with tuned.autocast():`",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 
 import pytest
@@ -81,6 +82,65 @@ def test_a_policy_leaves_no_trace_on_the_model() -> None:
     measured(bench, amp_recipe("bf16", memory_format="channels_last"))
     assert convolution.weight.stride() == strides
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Remembering(nn.Linear):
+    """Keeps state in plain attributes, as target networks that are copied at times and replay buffers do."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 3)
+        self.calls = 0
+        self.hidden: torch.Tensor | None = None
+        self.replay: deque[torch.Tensor | None] = deque([None], maxlen=4)
+        self.best, self.mean = {"loss": 9.0}, torch.zeros(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.calls += 1
+        self.hidden = hidden = y.detach()
+        self.replay.append(hidden)
+        self.best["loss"] = self.best[str(self.calls)] = 1.0
+        self.mean += hidden.mean(0)
+        return y
+
+    def state(self) -> object:
+        return self.calls, self.hidden, list(self.replay), self.best, self.mean.tolist()
+
+
+def test_state_in_plain_attributes_is_restored() -> None:
+    bench = Bench(workload_of(Remembering), CPU)
+    model = bench.model
+    assert isinstance(model, Remembering)
+    replay = model.replay
+    measured(bench)
+    assert model.calls > 0
+    with bench.on_device(STOCK) as (_, stepper):
+        assert model.state() == (0, None, [None], {"loss": 9.0}, [0.0] * 3)
+        stepper()
+        bench.restart()
+        assert model.state() == (0, None, [None], {"loss": 9.0}, [0.0] * 3)
+        assert model.replay is replay
+
+
+class Moving(nn.Linear):
+    """Moves a tensor by itself, which is no buffer, with what holds it and says where it is."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 3)
+        self.table, self.where, self.tables = torch.ones(3), "cpu", [torch.ones(3)]
+
+    def move(self) -> None:
+        self.table, self.where, self.tables = self.table.to("meta"), "meta", [self.table.to("meta")]
+
+
+def test_what_a_model_moved_by_itself_stays_where_it_is() -> None:
+    bench = Bench(workload_of(Moving), CPU)
+    model = bench.model
+    assert isinstance(model, Moving)
+    with bench.on_device(STOCK):
+        model.move()
+        bench.restart()
+        assert {model.table.device.type, model.tables[0].device.type, model.where} == {"meta"}
 
 
 def test_a_buffer_made_while_training_is_gone_in_the_next_trial() -> None:

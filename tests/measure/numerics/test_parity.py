@@ -557,6 +557,22 @@ def test_buffers_that_training_resizes_are_put_back() -> None:
     assert is_fp32_itself(judged.parity)
 
 
+class Replaying(nn.Linear):
+    """Trains on what it has seen before too."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 4)
+        self.replay: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.replay.append(x)
+        return super().forward(torch.stack(self.replay[-8:]).mean(0))
+
+
+def test_what_a_model_remembers_beside_its_buffers_is_put_back() -> None:
+    assert is_fp32_itself(looked_at(workload_of(Replaying), STOCK).parity)
+
+
 def test_weights_buffers_and_modes_are_as_they_were_for_the_next() -> None:
     bench = Bench(workload_of(lambda: nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8).eval(), nn.Linear(8, 4))), CPU)
     before = {name: tensor.clone() for name, tensor in bench.model.state_dict().items()}
