@@ -62,6 +62,7 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
     leaves = {path: module for path, module in bench.model.named_modules() if not any(module.children())}
     seen = {path: _Seen() for path in leaves}
     fusable, attention = False, _Attention()
+    digest = model_digest(bench.model)  # before the step, as `apply` sees it: observers resize their buffers in it
     try:
         with bench.on_device(STOCK) as (_, stepper), _watching(leaves, seen), attention:
             fusable = any(map(is_fusable, stepper.optimizers))
@@ -75,7 +76,7 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
     return Subject(
         name=bench.workload.name or "workload",
         source_digest=source_digest,
-        model_digest=model_digest(bench.model),
+        model_digest=digest,
         batch_size=bench.workload.batch_size,
         parameters=sum(p.numel() for p in bench.model.parameters()),
         leaves=tuple(_leaf(path, module, seen[path]) for path, module in leaves.items()),

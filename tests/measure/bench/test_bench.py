@@ -18,6 +18,7 @@ from amptune.measure.bench.bench import Bench
 from amptune.measure.modules.inspection import inspect_model
 from amptune.measure.results.outcome import Effort, Failure, Measurement
 from amptune.policy.settings import STOCK, amp_recipe
+from amptune.runtime.digest import model_digest
 from amptune.runtime.scaler import PolicyScaler
 
 
@@ -254,6 +255,23 @@ def test_inspection_counts_what_the_leaves_compute() -> None:
     assert linear.cast_numel == 4 * 8 * 16 + 8 * 16 * 5 + 5
     assert [leaf.called for leaf in subject.leaves] == [0, 1, 2]
     assert subject.convolution_dims == {2}
+
+
+class Resizing(nn.Linear):
+    largest: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(8, 3)
+        self.register_buffer("largest", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.largest.resize_(3).fill_(1.0)
+        return super().forward(x)
+
+
+def test_the_digest_is_that_of_the_model_before_it_trains() -> None:
+    subject = inspect_model(Bench(workload_of(Resizing), CPU), "digest")
+    assert subject.model_digest == model_digest(Resizing())
 
 
 @pytest.mark.parametrize("error", [RuntimeError("not in this step"), SystemExit("not in this step")])
