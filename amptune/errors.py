@@ -30,6 +30,7 @@ __all__ = [
     "UserCodeError",
     "first_line",
     "require_tune",
+    "told",
 ]
 
 
@@ -153,6 +154,11 @@ def first_line(error: BaseException) -> str:
     if len(lines) > 1 and lines[0].endswith(":"):
         return f"{lines[0]} {lines[1]}"
     return lines[0] if lines else type(error).__name__
+
+
+def told(kind: str, message: str) -> str:
+    """Returns "KIND: MESSAGE" of an exception, or its kind alone if it has no message of its own."""
+    return f"{kind}: {message}" if message.strip() not in ("", kind) else kind
 
 
 def require_tune() -> None:

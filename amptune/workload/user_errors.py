@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from amptune.errors import AmptuneError, UserCodeError
+from amptune.errors import AmptuneError, UserCodeError, told
 
 __all__ = ["is_the_users", "tell_of_user_code", "user_code", "user_script", "where_in_user_code"]
 
@@ -37,7 +37,7 @@ def user_code(doing: str) -> Iterator[None]:
         where = where_in_user_code(error.__traceback__)
         kind = type(error).__name__
         place = f" ({where})" if where else ""
-        raise UserCodeError(f"{doing} raised {kind}: {error}{place}", kind=kind, where=where) from error
+        raise UserCodeError(f"{doing} raised {told(kind, str(error))}{place}", kind=kind, where=where) from error
     finally:
         _doing.pop()
         _tell[0](_doing[-1])

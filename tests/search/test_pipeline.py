@@ -136,10 +136,17 @@ def test_a_baseline_whose_worker_dies_again_is_not_feasible(tmp_path: Path) -> N
     assert evaluator.measured == [STOCK, STOCK]
 
 
-def test_a_baseline_that_raises_is_the_users_error(tmp_path: Path) -> None:
-    failure = Failure(kind="error", message="no such key", exception="KeyError", where="train.py:7")
+@pytest.mark.parametrize(
+    ("kind", "message", "said"),
+    [
+        ("KeyError", "no such key", r"raised KeyError: no such key \(train.py:7\)"),
+        ("AssertionError", "AssertionError", r"raised AssertionError \(train.py:7\)"),  # a bare `assert`
+    ],
+)
+def test_a_baseline_that_raises_is_the_users_error(tmp_path: Path, kind: str, message: str, said: str) -> None:
+    failure = Failure(kind="error", message=message, exception=kind, where="train.py:7")
     evaluator = RecordedEvaluator("resnet50", interfere=lambda _: failure)
-    with pytest.raises(UserCodeError, match=r"the training step raised KeyError: no such key \(train.py:7\)"):
+    with pytest.raises(UserCodeError, match=f"the training step {said}"):
         tuned_on(evaluator, tmp_path)
 
 

@@ -109,6 +109,13 @@ def test_a_function_that_raises_is_the_users_error_with_its_place(script: Path) 
     assert caught.value.where == f"{script}:12"
 
 
+def test_an_error_without_a_message_is_told_by_its_kind_alone(tmp_path: Path) -> None:
+    path = tmp_path / "spent.py"
+    path.write_text("next(iter(()))\n")
+    with pytest.raises(UserCodeError, match=r"importing spent.py raised StopIteration \(.*spent.py:1\)"):
+        load_workload(parse_target(f"{path}:workload"))
+
+
 def test_a_script_that_raises_while_imported_is_the_users_error(tmp_path: Path) -> None:
     path = tmp_path / "broken.py"
     path.write_text("import torch\n1 / 0\n")

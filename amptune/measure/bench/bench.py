@@ -18,6 +18,7 @@ from amptune.measure.bench.clocks import clock_for
 from amptune.measure.bench.compilation import Compilations
 from amptune.measure.bench.drawn_batches import DrawnBatches, bytes_of, seed_everything
 from amptune.measure.bench.failures import failure_of
+from amptune.measure.bench.host_state import HostState
 from amptune.measure.bench.peak_memory import memory_for
 from amptune.measure.bench.policy_timer import PolicyTimer
 from amptune.measure.bench.readings import Instruments
@@ -121,6 +122,7 @@ class Bench:
         self._initial_sums: tuple[float, ...] | None = None
         self.nonfinite = frozenset(nonfinite_in(self.model))
         self._kinds = self._kinds_of_state()
+        self._host_state = HostState(self.model)
         self._modes = {module: module.training for module in self.model.modules()}
 
     def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -250,9 +252,12 @@ class Bench:
 
     @torch.no_grad()
     def _put_back(self, weights: Sequence[torch.Tensor] = ()) -> None:
+        self._host_state.put_back()
         initial_state = self._initial if self._near is None else self._near
         for tensor, initial in zip(self._state(), [*weights, *initial_state[len(weights) :]], strict=True):
             if _can_be_written(tensor) and stored_in(tensor)[0].data_ptr() != stored_in(initial)[0].data_ptr():
+                if tensor.shape != initial.shape:
+                    tensor.resize_(initial.shape)  # observers of quantization-aware training resize their buffers
                 tensor.copy_(initial) if self._tuned is None else self._tuned.write(tensor, initial)
             tensor.grad = None
         for module, training in self._modes.items():

@@ -25,6 +25,11 @@ WATCHED_STEPS = 2
 MOST_CALLS = 8
 # This one harms training in FP32 too, which policies are compared with: none would be noticed to do worse.
 _IN_ANY_PRECISION = "stepped-twice"
+_WITHOUT_AUTOCAST = Finding(
+    code="autocast-unused",
+    message="step(…) does not call tuned.autocast(), so the autocast of a policy changes nothing in it: run the "
+    "forward pass and the loss in `with tuned.autocast():`",
+)
 
 
 def require_sound_input(bench: Bench) -> None:
@@ -79,7 +84,7 @@ def mistakes_in_step(bench: Bench) -> tuple[Finding, ...]:
     for policy in (amp_recipe("bf16" if bench.device.type == "cpu" else "fp16"), STOCK):
         try:
             found = mistakes_under(policy, bench)
-        except Exception as error:  # noqa: BLE001  # the user's code may raise anything
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # the user's code may raise anything
             print(f"the guarded step failed under {policy}: {failure_of(error)}", flush=True)  # noqa: T201  # the log
             continue
         repeated = next((finding for finding in found if finding.code == _IN_ANY_PRECISION), None)
@@ -90,7 +95,10 @@ def mistakes_in_step(bench: Bench) -> tuple[Finding, ...]:
 
 
 def mistakes_under(policy: Policy, bench: Bench) -> tuple[Finding, ...]:
-    """Returns what the guard finds in a few steps under the policy. Raises whatever the workload raises."""
+    """Returns what the guard finds in a few steps under the policy, and whether they leave out the policy's autocast.
+
+    Raises whatever the workload raises.
+    """
     try:
         with warnings.catch_warnings(), bench.on_device(policy, guarded=True) as (tuned, stepper):
             warnings.simplefilter("ignore", PolicyMisuseWarning)  # they are reported as findings
@@ -100,6 +108,7 @@ def mistakes_under(policy: Policy, bench: Bench) -> tuple[Finding, ...]:
                 if guard.step_watch.most_steps >= WATCHED_STEPS:
                     break
                 stepper()
-            return tuple(guard.findings)
+            is_unused = policy.autocast != "off" and not guard.step_watch.autocast_was_used
+            return (*guard.findings, *((_WITHOUT_AUTOCAST,) if is_unused else ()))
     finally:
         bench.release()

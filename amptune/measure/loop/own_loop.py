@@ -48,7 +48,7 @@ def measure_in_loop(bench: Bench, policy: Policy, effort: Effort, stillness: Sti
         outcome = bench.measure(policy, effort, feed, stillness)
         if isinstance(outcome, Failure):
             return replace(outcome, exception=LOADER_FAILED) if feed.failed else outcome
-        return replace(outcome, in_loop=True, wait_share=feed.wait_share())
+        return replace(outcome, in_loop=True, wait_share=feed.wait_share() if drawn is None else 0.0)
     finally:
         feed.close()
 

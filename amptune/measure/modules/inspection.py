@@ -63,20 +63,21 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
     leaves = {path: module for path, module in bench.model.named_modules() if not any(module.children())}
     seen = {path: _Seen() for path in leaves}
     fusable, attention = False, _Attention()
+    digest = model_digest(bench.model)  # before the step, as `apply` sees it: observers resize their buffers in it
     try:
         with bench.on_device(STOCK) as (_, stepper), _watching(leaves, seen), attention:
             fusable = any(map(is_fusable, stepper.optimizers))
             _require_training(stepper, bench.model, own_step=bench.workload.step is not None)
     except TargetError:
         raise
-    except Exception as error:  # noqa: BLE001  # reported by the baseline's trial, which repeats it
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # reported by the baseline's trial, which repeats it
         print(f"the instrumented step failed: {failure_of(error)}", flush=True)  # noqa: T201  # into the worker's log
     finally:
         bench.release()
     return Subject(
         name=bench.workload.name or "workload",
         source_digest=source_digest,
-        model_digest=model_digest(bench.model),
+        model_digest=digest,
         batch_size=bench.workload.batch_size,
         parameters=sum(p.numel() for p in bench.model.parameters()),
         leaves=tuple(_leaf(path, module, seen[path]) for path, module in leaves.items()),

@@ -116,8 +116,10 @@ class GradientMarks:
         if torch.compiler.is_compiling():
             _gradient_traced(self._name)
             return
+        mark = self._marks.get(id(parameter))
+        if mark is None:  # what another hook returned, which autograd passes on before it raises its error
+            return
         self.now += 1
-        mark = self._marks[id(parameter)]
         mark.when = self.now
         mark.added += 1
         self.passes = max(self.passes, mark.added)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from amptune.errors import NothingFeasibleError, TargetError, UserCodeError
+from amptune.errors import NothingFeasibleError, TargetError, UserCodeError, told
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.setting_effects import process_of
 from amptune.policy.settings import Policy
@@ -52,7 +52,9 @@ def error_of_baseline(baseline: Policy, failure: Failure) -> Exception:
         return TargetError(failure.message)
     if failure.kind == "error":
         place = f" ({failure.where})" if failure.where else ""
-        text = f"the training step raised {failure.exception}: {failure.message}{place}"
-        return UserCodeError(text, kind=failure.exception or "Exception", where=failure.where)
+        kind = failure.exception or "Exception"
+        return UserCodeError(
+            f"the training step raised {told(kind, failure.message)}{place}", kind=kind, where=failure.where
+        )
     hint = "; name a smaller batch with --batch-size, or another --baseline" if failure.kind == "oom" else ""
     return NothingFeasibleError(f"the baseline ({baseline}) fails, so nothing can be held against it: {failure}{hint}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from dataclasses import dataclass
 
 import pytest
@@ -19,6 +20,7 @@ from amptune.measure.bench.peak_memory import memory_for
 from amptune.measure.modules.inspection import inspect_model
 from amptune.measure.results.outcome import Effort, Failure, Measurement
 from amptune.policy.settings import STOCK, amp_recipe
+from amptune.runtime.digest import model_digest
 from amptune.runtime.scaler import PolicyScaler
 
 
@@ -83,6 +85,65 @@ def test_a_policy_leaves_no_trace_on_the_model() -> None:
     measured(bench, amp_recipe("bf16", memory_format="channels_last"))
     assert convolution.weight.stride() == strides
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Remembering(nn.Linear):
+    """Keeps state in plain attributes, as target networks that are copied at times and replay buffers do."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 3)
+        self.calls = 0
+        self.hidden: torch.Tensor | None = None
+        self.replay: deque[torch.Tensor | None] = deque([None], maxlen=4)
+        self.best, self.mean = {"loss": 9.0}, torch.zeros(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.calls += 1
+        self.hidden = hidden = y.detach()
+        self.replay.append(hidden)
+        self.best["loss"] = self.best[str(self.calls)] = 1.0
+        self.mean += hidden.mean(0)
+        return y
+
+    def state(self) -> object:
+        return self.calls, self.hidden, list(self.replay), self.best, self.mean.tolist()
+
+
+def test_state_in_plain_attributes_is_restored() -> None:
+    bench = Bench(workload_of(Remembering), CPU)
+    model = bench.model
+    assert isinstance(model, Remembering)
+    replay = model.replay
+    measured(bench)
+    assert model.calls > 0
+    with bench.on_device(STOCK) as (_, stepper):
+        assert model.state() == (0, None, [None], {"loss": 9.0}, [0.0] * 3)
+        stepper()
+        bench.restart()
+        assert model.state() == (0, None, [None], {"loss": 9.0}, [0.0] * 3)
+        assert model.replay is replay
+
+
+class Moving(nn.Linear):
+    """Moves a tensor by itself, which is no buffer, with what holds it and says where it is."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 3)
+        self.table, self.where, self.tables = torch.ones(3), "cpu", [torch.ones(3)]
+
+    def move(self) -> None:
+        self.table, self.where, self.tables = self.table.to("meta"), "meta", [self.table.to("meta")]
+
+
+def test_what_a_model_moved_by_itself_stays_where_it_is() -> None:
+    bench = Bench(workload_of(Moving), CPU)
+    model = bench.model
+    assert isinstance(model, Moving)
+    with bench.on_device(STOCK):
+        model.move()
+        bench.restart()
+        assert {model.table.device.type, model.tables[0].device.type, model.where} == {"meta"}
 
 
 def test_a_buffer_made_while_training_is_gone_in_the_next_trial() -> None:
@@ -198,9 +259,27 @@ def test_inspection_counts_what_the_leaves_compute() -> None:
     assert subject.convolution_dims == {2}
 
 
-def test_a_step_that_fails_leaves_the_inspection_to_the_baselines_trial() -> None:
+class Resizing(nn.Linear):
+    largest: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(8, 3)
+        self.register_buffer("largest", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.largest.resize_(3).fill_(1.0)
+        return super().forward(x)
+
+
+def test_the_digest_is_that_of_the_model_before_it_trains() -> None:
+    subject = inspect_model(Bench(workload_of(Resizing), CPU), "digest")
+    assert subject.model_digest == model_digest(Resizing())
+
+
+@pytest.mark.parametrize("error", [RuntimeError("not in this step"), SystemExit("not in this step")])
+def test_a_step_that_fails_leaves_the_inspection_to_the_baselines_trial(error: BaseException) -> None:
     def fail(*_: object) -> torch.Tensor:
-        raise RuntimeError("not in this step")
+        raise error
 
     subject = inspect_model(Bench(workload_of(nn.Linear(8, 3), loss=fail), CPU), "digest")
     assert subject.leaves[0].called is None

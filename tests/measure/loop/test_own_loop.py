@@ -20,7 +20,7 @@ from amptune.errors import TargetError, UserCodeError
 from amptune.measure.bench import clocks
 from amptune.measure.bench.bench import Bench
 from amptune.measure.loop import feed, own_loop
-from amptune.measure.loop.feed import Epochs
+from amptune.measure.loop.feed import Epochs, LoaderFeed
 from amptune.measure.loop.own_loop import measure_in_loop, run_loop
 from amptune.measure.results.loop_timing import LoopTiming, limits_of
 from amptune.measure.results.outcome import LOADER_FAILED, Effort, Failure, Measurement
@@ -485,6 +485,14 @@ def test_without_a_loader_drawing_a_batch_is_not_timed(scripted: ScriptedTime) -
     outcome = turn(batch=batch_in(scripted, 0.02), loss=StepsIn(scripted, 0.005))
     assert isinstance(outcome, Measurement)
     assert outcome.mean_ms == pytest.approx(5.0)
+    assert outcome.wait_share == 0.0
+
+
+def test_without_a_loader_no_time_is_blamed_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy CPU takes some time even for batches that lie ready."""
+    monkeypatch.setattr(LoaderFeed, "wait_share", lambda _: 0.1)
+    outcome = turn()
+    assert isinstance(outcome, Measurement)
     assert outcome.wait_share == 0.0
 
 

@@ -168,9 +168,23 @@ def test_what_harms_training_under_autocast_is_a_finding(step: Step, code: str) 
     assert mistakes_under(STOCK, bench_of(step)) == ()
 
 
-def test_a_step_that_raises_is_left_to_its_trial(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_that_leaves_the_policys_autocast_out_is_told_so() -> None:
+    def plain(_: Tuned, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(batch).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has not typed it
+        optimizer.step()
+        return loss
+
+    (finding,) = mistakes_in_step(bench_of(plain))
+    assert finding.code == "autocast-unused"
+    assert "run the forward pass and the loss in `with tuned.autocast():`" in str(finding)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no such luck"), SystemExit("no such luck")])
+def test_a_step_that_raises_is_left_to_its_trial(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
     def raising(*_: Any) -> torch.Tensor:
-        raise RuntimeError("no such luck")
+        raise error
 
     assert mistakes_in_step(bench_of(raising)) == ()
     assert "no such luck" in capsys.readouterr().out

@@ -534,6 +534,45 @@ def test_buffers_that_training_replaces_or_makes_are_put_back() -> None:
     assert {name: len(buffer) for name, buffer in judged.bench.model.named_buffers()} == {"seen": 1}
 
 
+class Observing(nn.Linear):
+    """Resizes a buffer in place at its first step, as observers of quantization-aware training do."""
+
+    largest: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(16, 4)
+        self.register_buffer("largest", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        largest = self.weight.detach().abs().amax(1)
+        if not len(self.largest):
+            self.largest.resize_(len(largest)).copy_(largest)
+        self.largest.copy_(torch.maximum(self.largest, largest))
+        return super().forward(x) / (1 + self.largest)
+
+
+def test_buffers_that_training_resizes_are_put_back() -> None:
+    judged = looked_at(workload_of(Observing), STOCK)
+    assert judged.parity.failure is None
+    assert is_fp32_itself(judged.parity)
+
+
+class Replaying(nn.Linear):
+    """Trains on what it has seen before too."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 4)
+        self.replay: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.replay.append(x)
+        return super().forward(torch.stack(self.replay[-8:]).mean(0))
+
+
+def test_what_a_model_remembers_beside_its_buffers_is_put_back() -> None:
+    assert is_fp32_itself(looked_at(workload_of(Replaying), STOCK).parity)
+
+
 def test_weights_buffers_and_modes_are_as_they_were_for_the_next() -> None:
     bench = Bench(workload_of(lambda: nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8).eval(), nn.Linear(8, 4))), CPU)
     before = {name: tensor.clone() for name, tensor in bench.model.state_dict().items()}

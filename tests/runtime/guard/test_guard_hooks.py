@@ -467,3 +467,13 @@ def test_a_guard_that_has_watched_adds_a_few_calls_to_a_step(model: Net) -> None
 
         step()
         assert calls_in(step) <= 15  # 10 of 2026-11; 173 while the guard watches
+
+
+def test_torchs_error_for_a_hook_that_returns_something_is_the_one_that_is_raised() -> None:
+    model = Net()
+    weight: Any = model.head.weight
+    weight.register_post_accumulate_grad_hook(lambda _: weight.grad.mul_(0.5))
+    with apply(Policy(), model) as tuned:
+        loss = loss_of(tuned)
+        with pytest.raises(RuntimeError, match="hooks should return None"):
+            loss.backward()
