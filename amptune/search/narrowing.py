@@ -177,9 +177,10 @@ class Narrowing:
             self._launch(chosen.policies)
         named = () if verdict is None else named_by(verdict)
         in_turn = self._order.sample(chosen.policies, len(chosen.policies))
+        reserve_s = self.reserve_s()  # what its own turns add to the reserve has no claim on the turns that are left
         for policy in sorted(in_turn, key=lambda policy: policy not in named):  # what decides, before time is short
-            if verdict is not None and self.budget.left_s < self._cost_s(policy):
-                return False  # a round that has begun uses the reserve too: half of it says little
+            if verdict is not None and self.budget.left_s - reserve_s < self._cost_s(policy):
+                return False
             began_s = self.budget.spent_s
             outcome = self._outcome(policy, verdict)
             if outcome is None:

@@ -54,7 +54,7 @@ def test_what_was_compiled_for_the_winner_lies_beside_its_policy_and_is_mentione
     assert done.returncode == 0, done.stderr
     assert beside(folder).fits["settings"] == digest_of(load(folder / "policy.yaml").policy)
     (line,) = [line for line in done.stderr.splitlines() if "artifacts" in line]
-    assert line == "compiled graphs are in policy.yaml.artifacts; amptune.apply(…, artifacts=True) loads them"
+    assert line == "• compiled graphs are in policy.yaml.artifacts; amptune.apply(…, artifacts=True) loads them"
 
 
 def test_the_study_keeps_the_winner_s_alone(folder: Path) -> None:

@@ -241,7 +241,7 @@ def test_time_is_kept_for_judging_a_leader() -> None:
     assert 60.0 - LAUNCH_S - 2 * BLOCK_S < bench.spent_s <= 60.0
 
 
-def test_a_round_that_has_begun_may_use_the_reserve() -> None:
+def test_what_the_first_turn_reserves_is_not_taken_from_the_other_turns_of_its_round() -> None:
     """The time for a look at larger batches is kept as soon as one policy had its turn; the baseline's comes first."""
     bench = Bench(seconds=3.9 * BLOCK_S, start_s=1000.0)
     bench.narrowing.running = dict.fromkeys((STOCK, BF16), "search")
