@@ -20,8 +20,7 @@ __all__ = ["compiled"]
 
 # What a rule for modules, or the model itself, puts into a graph to switch autocast off and on. AOTAutograd caches no
 # graph with a function whose name begins with an underscore (torch/_functorch/_aot_autograd/autograd_cache.py). Their
-# arguments are in the graph, and so in the cache's key. Graphs with them were traced anew in each process: of a small
-# transformer with FP32 modules, the first step then took 5 to 10 s instead of 3 to 6 s.
+# arguments are in the graph, and so in the cache's key. Graphs with them would be traced anew in each process.
 _AUTOCAST_IN_GRAPHS = ("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast")
 
 

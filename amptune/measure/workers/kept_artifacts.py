@@ -1,4 +1,4 @@
-"""What torch.compile made of a policy, kept in the study's folder for training."""
+"""Keeps the artifacts of torch.compile in the study's folder, for training."""
 
 from __future__ import annotations
 
