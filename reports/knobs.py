@@ -1,7 +1,8 @@
-"""What a knob gives, ms a step: whole steps beside recorded passes, or attention by cuDNN beside PyTorch's choice.
+"""What a knob gives and costs: whole steps beside recorded passes, attention by cuDNN, activations computed again.
 
     python reports/knobs.py whole_steps --out reports/NAME/steps.jsonl llama_150m t5_base zoo:resnet18:8
     python reports/knobs.py attention --out reports/NAME/attention.jsonl llama_150m long_decoder zoo:gpt2:8
+    python reports/knobs.py checkpoint --out reports/NAME/checkpoint.jsonl llama_150m zoo:gpt2:8
 
 A model is one of `foreign_models.py` or `attention_models.py`, or `zoo:NAME:BATCH_SIZE`. Each policy trains by
 `tuned.training_step` on a few batches that lie on the GPU; a line has the median of three blocks, and the host's own
@@ -24,6 +25,7 @@ import foreign_models
 import torch
 
 import amptune
+from amptune.changes.blocks import repeated_blocks
 from amptune.changes.tensor_tree import map_tensors
 from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import Policy
@@ -40,7 +42,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     for model in arguments.models:
-        for policy in KNOBS[arguments.knob](plain_for(workload_of(model))):
+        workload = workload_of(model)
+        for policy in KNOBS[arguments.knob](plain_for(workload), workload):
             line = {"model": model, "gpu": torch.cuda.get_device_name(), **timed(workload_of(model), policy)}
             with arguments.out.open("a", encoding="utf-8") as file:
                 print(json.dumps(line), file=file)
@@ -59,21 +62,30 @@ def plain_for(workload: Workload) -> Policy:
     return Policy(autocast="bf16", memory_format="channels_last" if convolves else "contiguous", fused_optimizer=True)
 
 
-def with_whole_steps(plain: Policy) -> Iterator[Policy]:
+def with_whole_steps(plain: Policy, _: Workload) -> Iterator[Policy]:
     for own in (plain, replace(plain, compile="blocks")):
         yield replace(own, cuda_graphs=True)
         yield replace(own, cuda_graphs="step")
     yield replace(plain, compile="reduce-overhead")
 
 
-def with_attention(plain: Policy) -> Iterator[Policy]:
+def with_attention(plain: Policy, _: Workload) -> Iterator[Policy]:
     for own in (replace(plain, cuda_graphs=True), replace(plain, compile="reduce-overhead")):
         yield own
         yield replace(own, attention=("cudnn",))
         yield replace(own, attention=("flash", "cudnn"))
 
 
-KNOBS = {"whole_steps": with_whole_steps, "attention": with_attention}
+def with_checkpoint(plain: Policy, workload: Workload) -> Iterator[Policy]:
+    model = workload.model()
+    alike = {module for blocks in repeated_blocks(model).values() for module in blocks}
+    all_blocks = tuple(name for name, module in model.named_modules() if module in alike)
+    for compile_mode in ("off", "default", "reduce-overhead"):
+        for blocks in ((), all_blocks[::2], all_blocks):
+            yield replace(plain, compile=compile_mode, checkpoint=blocks)
+
+
+KNOBS = {"whole_steps": with_whole_steps, "attention": with_attention, "checkpoint": with_checkpoint}
 
 
 def timed(workload: Workload, policy: Policy) -> dict[str, Any]:
