@@ -9,6 +9,7 @@ and what does the cure hold besides it?
 `--healthy N`: each model of `tests/numerics/healthy.py`, N times with other seeds: how many runs are rejected?
 `--packages N`: the same of the forty models of `package_models.py`; on a CPU, pictures in bf16 only.
 `--others N`: the same of the thirty others there.
+`--full-size N`: the same of those there that are as large as in use.
 `--zoo`: the bundled workloads, in bf16, fp16, bf16 with channels_last, and TF32.
 Writes OUT.json, one row a judgement, as each is done. `--part 2/5`: the second of five parts of all models, for one of
 five processes; `--summary OUT.json …` prints what stands in the files of all of them, and with `--out` joins them.
@@ -53,7 +54,7 @@ from amptune.workload.targets import load_workload, parse_target
 from amptune.workload.workload import Workload
 
 HALVES: tuple[Autocast, ...] = ("bf16", "fp16")
-KINDS = ("faults", "healthy", "packages", "others", "zoo")
+KINDS = ("faults", "healthy", "packages", "others", "full_size", "zoo")
 ZOO = (
     "conv1",
     "mlp3",
@@ -101,6 +102,7 @@ def main() -> None:
     parser.add_argument("--healthy", type=int, default=0, metavar="N")
     parser.add_argument("--packages", type=int, default=0, metavar="N")
     parser.add_argument("--others", type=int, default=0, metavar="N")
+    parser.add_argument("--full-size", type=int, default=0, metavar="N")
     parser.add_argument("--zoo", nargs="*", metavar="NAME")
     parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/N")
     parser.add_argument("--summary", type=Path, nargs="+", metavar="FILE")
@@ -135,14 +137,12 @@ def _rows(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[s
     if options.healthy:
         models = dict(list(HEALTHY.items())[chosen])
         yield from (("healthy", row) for row in _healthy(device, models, options.healthy, HALVES))
-    if options.packages or options.others:
-        # beside this program; it needs torchvision, timm and transformers
-        from package_models import OTHER_MODELS, PACKAGE_MODELS
+    if options.packages or options.others or options.full_size:
+        import package_models  # beside this program; it needs torchvision, timm and transformers
 
-        models = dict(list(PACKAGE_MODELS.items())[chosen])
-        yield from (("packages", row) for row in _healthy(device, models, options.packages))
-        models = dict(list(OTHER_MODELS.items())[chosen])
-        yield from (("others", row) for row in _healthy(device, models, options.others))
+        for kind in ("packages", "others", "full_size"):
+            models = dict(list(package_models.MODELS[kind].items())[chosen])
+            yield from ((kind, row) for row in _healthy(device, models, getattr(options, kind)))
     if options.zoo is not None:
         yield from (("zoo", row) for row in _zoo(device, (options.zoo or ZOO)[chosen]))
 

@@ -200,9 +200,9 @@ def _runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def _workload_of(model: str) -> Workload:
     if model in WORKLOADS:
         return WORKLOADS[model]()
-    from package_models import OTHER_MODELS, PACKAGE_MODELS  # beside this program; it needs the packages
+    from package_models import MODELS  # beside this program; it needs the packages
 
-    return {**PACKAGE_MODELS, **OTHER_MODELS}[model]
+    return {**MODELS["packages"], **MODELS["others"]}[model]
 
 
 def _costs(bench: Bench, policy: Policy) -> dict[str, float]:

@@ -18,7 +18,8 @@ from amptune.measure.results.subject import Prepared
 from amptune.measure.results.training_runs import LossCurve, Parity, Reference
 from amptune.measure.workers import worker
 from amptune.measure.workers.background_graph import BackgroundGraph
-from amptune.measure.workers.cpu_share import cores
+from amptune.measure.workers.cpu_share import CORES_PER_GRAPH, cores, graphs_at_once
+from amptune.measure.workers.other_programs import OtherPrograms
 from amptune.measure.workers.processes import WorkerProcess, stop_all, workers_that_fit
 from amptune.measure.workers.source import Source
 from amptune.measure.workers.worker import Setting
@@ -31,8 +32,6 @@ T = TypeVar("T")
 
 # Covers importing torch, opening a CUDA context and building the model, for all contenders at once.
 START_LIMIT_S = 120.0
-# Eight graphs on sixteen cores take 1.7 times as long as one (VGG16, reports/h200/oracle).
-CORES_PER_GRAPH = 4
 
 
 class Evaluator(Protocol):
@@ -141,6 +140,8 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
     _room: int = 0
     _batches: int | None = None
     _reference: Reference | Failure | None = None
+    _threads: int | None = None
+    _others: OtherPrograms = field(default_factory=OtherPrograms)
 
     def prepare(self, limit_s: float) -> Prepared:
         answer = self._worker(STOCK).call(limit_s, worker.prepare)
@@ -150,7 +151,12 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
         if not self._has_gpu:  # nothing compiles in the background
             stop_all(self._built)
             self._built.clear()
-        return answer
+            self._threads = self._others.threads_beside(answer.subject.threads)
+        if self._threads is None:
+            return answer
+        for process in self._workers.values():
+            process.limit_threads(self._threads)
+        return answer.with_threads(self._threads)
 
     def launch(self, policies: Sequence[Policy]) -> None:
         self._room = max(2, workers_that_fit())
@@ -167,13 +173,13 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
     def build_ahead(self, count: int) -> None:
         for _ in range(min(count, cores() // CORES_PER_GRAPH)):
             process = self._new()
-            process.begin(START_LIMIT_S, worker.get_ready, STOCK, _graphs_at_once())
+            process.begin(START_LIMIT_S, worker.get_ready, STOCK, graphs_at_once())
             process.begin(START_LIMIT_S, worker.import_compiler)
             self._built.append(process)
 
     @property
     def graphs_at_once(self) -> int:
-        return min(_graphs_at_once(), workers_that_fit()) if self._has_gpu else 0
+        return min(graphs_at_once(), workers_that_fit()) if self._has_gpu else 0
 
     def begin_compiling(self, policy: Policy, limit_s: float) -> None:
         if policy in self._workers:
@@ -250,9 +256,8 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
     def _with_room(self, policy: Policy, ask: Callable[[], T | Failure]) -> T | Failure:
         """Asks again with no other worker running if memory was short: training will have what these took."""
         answer = ask()
-        if isinstance(answer, Failure) and answer.kind == "oom" and self._stop_others(policy):
-            return ask()
-        return answer
+        is_short = isinstance(answer, Failure) and answer.kind == "oom"
+        return ask() if is_short and self._stop_others(policy) else answer
 
     def _measure(self, policy: Policy, effort: Effort) -> Outcome:
         process, effort = self._worker(policy), replace(effort, batches=self._batches)
@@ -291,9 +296,5 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
         return bool(others)
 
     def _new(self) -> WorkerProcess:
-        setting = Setting(source=self.source, device=self.device, log=self.log, memory_mib=self.memory_mib)
-        return WorkerProcess(replace(setting, artifacts=self.artifacts))
-
-
-def _graphs_at_once() -> int:
-    return max(1, cores() // CORES_PER_GRAPH)
+        own = Setting(source=self.source, device=self.device, log=self.log, memory_mib=self.memory_mib)
+        return WorkerProcess(replace(own, artifacts=self.artifacts, threads=self._threads))

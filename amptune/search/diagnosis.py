@@ -99,12 +99,12 @@ class _Examination:
         prepared = self.evaluator.prepare(self.budget.left_to_prepare_s)
         outcome = self.evaluator.measure(STOCK, replace(GLANCE, time_limit_s=max(SHORTEST_LOOK_S, self.budget.left_s)))
         if isinstance(outcome, Failure):
-            findings = (*prepared.mistakes, self._fp32_breaks(outcome))
+            findings = (*prepared.noticed, self._fp32_breaks(outcome))
             return self._found(prepared, numerics=(), profiles=(), findings=findings)
         numerics = tuple(self._numerics(prepared))
         profiles, slow = self._speed(prepared)
         disturbances = _disturbances(outcome, prepared.hardware)
-        findings = (*prepared.mistakes, *_in_order(numerics), *disturbances, *slow, *self._input(numerics))
+        findings = (*prepared.noticed, *_in_order(numerics), *disturbances, *slow, *self._input(numerics))
         return self._found(prepared, numerics=numerics, profiles=profiles, findings=findings)
 
     def _found(self, prepared: Prepared, **found: Any) -> Diagnosis:

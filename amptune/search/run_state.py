@@ -84,7 +84,7 @@ class RunState:
             self.table,
             verdict,
             self.judgements,
-            noticed_before=(*self.prepared.mistakes, *noticed_before),
+            noticed_before=(*self.prepared.noticed, *noticed_before),
             amp_recipes=self.candidates.amp_recipes,
             seconds=seconds,
             interrupted=interrupted,

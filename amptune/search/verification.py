@@ -132,9 +132,7 @@ def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, o
     )
     changed = require_valid(policy_file, labels)
     disturbed = noticed(row.outcome for row in rows)
-    return replace(
-        found, findings=(_answer(found, disturbed), *prepared.mistakes, *_moved(found), *changed, *disturbed)
-    )
+    return replace(found, findings=(_answer(found, disturbed), *prepared.noticed, *_moved(found), *changed, *disturbed))
 
 
 def _measured(

@@ -89,6 +89,13 @@ def test_an_error_that_is_small_beside_the_whole_gradient_does_no_harm(rounding:
     assert codes(with_gradient(**noise, share=1e-3)) != []
 
 
+def test_a_scale_that_batch_norm_divides_by_has_no_gradient_but_rounding_errors() -> None:
+    """The first BatchNorm of SEMNASNet, before a depthwise convolution and another, on 64 pictures of 224 × 224."""
+    noise = {"size": 4730.0, "error": 4730.0, "slope": 164.0, "rounding": 0.716}
+    assert codes(with_gradient(**noise, share=1.1e-6)) == []
+    assert codes(with_gradient(**noise, share=3e-6)) == ["gradient-size"]
+
+
 def test_the_finer_the_rounding_the_smaller_the_error_that_does_no_harm() -> None:
     off = with_gradient(error=1.0, share=3e-4)
     assert codes(replace(off, precision=ROUNDING["bf16"])) == []

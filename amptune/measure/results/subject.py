@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from amptune.hardware.machine import Hardware
 from amptune.policy.findings import Finding
@@ -85,8 +85,8 @@ class Prepared:
     `memory_mib` is the device memory that a training process can use: the free memory once its context is open (on a
     CPU, the available memory), or the user's limit. It is None if unknown. `start_s` is the time in seconds from the
     start of its process until the workload was built; another worker needs the same time. `batches` is the number of
-    different batches to time steps on, if it is known, and `draw_s` the seconds to draw them. `mistakes` are those that
-    the guard found in a step of the user's own.
+    different batches to time steps on, if it is known, and `draw_s` the seconds to draw them. `noticed` is what the guard
+    found in a step of the user's own, and that threads were left out.
     """
 
     hardware: Hardware
@@ -95,4 +95,16 @@ class Prepared:
     start_s: float = 0.0
     draw_s: float = 0.0
     batches: int | None = None
-    mistakes: tuple[Finding, ...] = ()
+    noticed: tuple[Finding, ...] = ()
+
+    def with_threads(self, threads: int) -> Prepared:
+        """Returns these facts of workers that use so many threads: other programs keep the other cores busy."""
+        subject = replace(self.subject, threads=threads)
+        few = f"{threads} thread{'s' * (threads > 1)} instead of {self.subject.threads}"
+        message = (
+            f"other programs keep CPU cores busy, so all was timed with {few}: each has a core of its own and waits "
+            f"for no other; `threads: {threads}` in the policy does the same in training, as long as they run"
+        )
+        figures = {"threads": threads, "usual": self.subject.threads}
+        found = Finding(code="busy-cpu", message=message, figures=figures)
+        return replace(self, subject=subject, noticed=(*self.noticed, found))

@@ -18,6 +18,7 @@ from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.context import BaseContext, SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -29,6 +30,7 @@ from amptune.errors import StudyError
 from amptune.measure.bench.stillness import ProcessIdentity, this_process
 from amptune.measure.results.outcome import Failure
 from amptune.measure.workers.activity import Activity
+from amptune.measure.workers.cpu_share import limit_threads
 from amptune.measure.workers.worker import Setting, start
 from amptune.workload.script import imports_of
 
@@ -192,6 +194,12 @@ class WorkerProcess:
         kills_before = _kernel_oom_kills()
         future = self._running().schedule(function, args=args, kwargs=kwargs, timeout=limit_s)
         return Pending(self, future, limit_s, kills_before)
+
+    def limit_threads(self, threads: int) -> None:
+        """Lets its operations on the CPU use no more threads, from its next task on."""
+        self._setting = replace(self._setting, threads=threads)
+        if self.runs:
+            self.begin(None, limit_threads, threads)
 
     @property
     def log(self) -> Path:

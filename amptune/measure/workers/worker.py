@@ -20,7 +20,7 @@ from amptune.measure.bench.stillness import Pause, ProcessIdentity, Stillness
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.subject import Prepared
 from amptune.measure.workers.activity import Activity
-from amptune.measure.workers.cpu_share import rarely_collecting_garbage, share_compilers, sharing_threads
+from amptune.measure.workers.cpu_share import limit_threads, rarely_collecting_garbage, share_compilers, sharing_threads
 from amptune.measure.workers.log_stream import LogStream
 from amptune.measure.workers.source import Source, digest_of, workload_of
 from amptune.policy.settings import Policy
@@ -58,7 +58,7 @@ class Setting:
     """The settings of a fresh worker. `device` None means the best one; `log` receives what the user's code prints.
 
     A trial that needs more device memory than `memory_mib` fails as out of memory, even if more is free. What is
-    compiled for a policy is kept in the folder `artifacts`, if there is one.
+    compiled is kept in the folder `artifacts`, if there is one. No operation on a CPU uses more than so many `threads`.
     """
 
     source: Source
@@ -66,6 +66,7 @@ class Setting:
     log: Path
     memory_mib: float | None = None
     artifacts: Path | None = None
+    threads: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +115,8 @@ def start(setting: Setting, environment: Mapping[str, str], start_method: str | 
 
         sys.argv = [Target(setting.source.target).place, *setting.source.arguments]
     _State.setting, _State.is_measuring = setting, True
+    if setting.threads is not None:
+        limit_threads(setting.threads)
     tell_of_user_code(activity.note)
 
 
@@ -145,7 +148,7 @@ def prepare() -> Prepared:
         return Prepared(
             hardware=probe(_State.setting.device),
             subject=subject,
-            mistakes=mistakes_in_step(bench) if batches else (),
+            noticed=mistakes_in_step(bench) if batches else (),
             memory_mib=min(available_mib(bench.device), math.inf if limit is None else limit),
             start_s=start_s,
             draw_s=draw_s,
