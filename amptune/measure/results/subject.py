@@ -85,8 +85,8 @@ class Prepared:
     `memory_mib` is the device memory that a training process can use: the free memory once its context is open (on a
     CPU, the available memory), or the user's limit. It is None if unknown. `start_s` is the time in seconds from the
     start of its process until the workload was built; another worker needs the same time. `batches` is the number of
-    different batches to time steps on, if it is known, and `draw_s` the seconds to draw them. `noticed` is what the guard
-    found in a step of the user's own, and that threads were left out.
+    different batches to time steps on, if it is known, and `draw_s` the seconds to draw them. `noticed` is what the
+    guard found in a step of the user's own, and that threads were left out.
     """
 
     hardware: Hardware
