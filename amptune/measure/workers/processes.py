@@ -34,7 +34,7 @@ from amptune.measure.workers.cpu_share import limit_threads
 from amptune.measure.workers.worker import Setting, start
 from amptune.workload.script import imports_of
 
-__all__ = ["LIBRARIES", "Pending", "WorkerProcess", "start_importing", "stop_all", "workers_that_fit"]
+__all__ = ["LIBRARIES", "Pending", "WorkerProcess", "fork_server", "start_importing", "stop_all", "workers_that_fit"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -109,6 +109,11 @@ def start_importing(target: str = "") -> bool:
         del os.environ[LIBRARIES]
         multiprocessing.set_start_method(method, force=True)  # starting the server chooses one for good
     return True
+
+
+def fork_server() -> int | None:
+    """Returns the id of the process that workers are forked from; None if there is none."""
+    return getattr(forkserver._forkserver, "_forkserver_pid", None) if sys.platform == "linux" else None
 
 
 @contextmanager
