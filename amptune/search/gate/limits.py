@@ -29,8 +29,8 @@ __all__ = ["Judgement", "buffer_limit", "judged"]
 MOST_BIAS = MOST_ERROR = 0.3
 # Rounding every activation, and not only the weights, was seen to have up to 4.4 times the effect.
 TIMES_ROUNDING = 6.0
-# A weight before a depthwise convolution and BatchNorm scales what BatchNorm divides by: its gradient is 0, but for an
-# epsilon, and in half the sum of millions of rounding errors. Of 27 models that was up to 9 times what is negligible.
+# The weight of a BatchNorm whose channels another one divides by, as after a depthwise convolution, has no gradient but
+# for an epsilon, and in half the sum of millions of rounding errors: in 27 models up to 9 times what is negligible.
 TIMES_NULL = 2 * TIMES_ROUNDING
 MOST_VANISHED = 0.25
 LEAST_SIZE = 0.3
