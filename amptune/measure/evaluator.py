@@ -149,9 +149,9 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
             raise NothingFeasibleError(f"the workload could not be built and run for one step: {answer}")
         self._has_gpu, self._batches = answer.hardware.gpu is not None, answer.batches
         if not self._has_gpu:  # nothing compiles in the background
+            self._threads = self._others.threads_beside(answer.subject.threads)
             stop_all(self._built)
             self._built.clear()
-            self._threads = self._others.threads_beside(answer.subject.threads)
         if self._threads is None:
             return answer
         for process in self._workers.values():

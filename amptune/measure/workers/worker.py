@@ -115,8 +115,7 @@ def start(setting: Setting, environment: Mapping[str, str], start_method: str | 
 
         sys.argv = [Target(setting.source.target).place, *setting.source.arguments]
     _State.setting, _State.is_measuring = setting, True
-    if setting.threads is not None:
-        limit_threads(setting.threads)
+    limit_threads(setting.threads)
     tell_of_user_code(activity.note)
 
 
@@ -292,6 +291,7 @@ def _bench() -> Bench:
         if limit is not None:
             limit_memory(device, limit)
         workload = workload_of(_State.setting.source)
+        limit_threads(_State.setting.threads)  # the script may have asked for more
         if (give_back := getattr(workload.model, "give_back", None)) is not None:
             give_back()
         _State.bench = Bench(workload, device, nvml, memory_mib=limit)

@@ -97,7 +97,8 @@ def _of_the_loader(rows: Sequence[Row], verdict: Verdict) -> Iterator[Finding]:
 
 def _of_the_cpu(prepared: Prepared, rows: Sequence[Row], verdict: Verdict) -> Iterator[Finding]:
     """Yields a finding if what one trains with today waits for a busy CPU, and no other number of threads was tried."""
-    if prepared.hardware.gpu is None and not any(row.policy.threads for row in rows):
+    has_fewer = any(row.policy.threads for row in rows) or any(one.code == "busy-cpu" for one in prepared.noticed)
+    if prepared.hardware.gpu is None and not has_fewer:
         yield from busy_cpu(row.outcome for row in rows if row.policy == verdict.baseline.policy)
 
 
