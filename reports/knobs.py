@@ -25,7 +25,7 @@ import foreign_models
 import torch
 
 import amptune
-from amptune.changes.blocks import repeated_blocks
+from amptune.changes.blocks import repeated_paths
 from amptune.changes.tensor_tree import map_tensors
 from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import Policy
@@ -77,9 +77,7 @@ def with_attention(plain: Policy, _: Workload) -> Iterator[Policy]:
 
 
 def with_checkpoint(plain: Policy, workload: Workload) -> Iterator[Policy]:
-    model = workload.model()
-    alike = {module for blocks in repeated_blocks(model).values() for module in blocks}
-    all_blocks = tuple(name for name, module in model.named_modules() if module in alike)
+    all_blocks = tuple(repeated_paths(workload.model()))
     for compile_mode in ("off", "default", "reduce-overhead"):
         for blocks in ((), all_blocks[::2], all_blocks):
             yield replace(plain, compile=compile_mode, checkpoint=blocks)

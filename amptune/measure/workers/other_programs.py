@@ -23,9 +23,10 @@ SELDOM = 0.01
 
 
 class OtherPrograms:
-    """What other programs take of this process's CPU cores from now on; on Linux, which alone counts what it needs.
+    """A watch over the time that this process's CPU cores work for other programs, from when it is made.
 
-    Its children that ran before belong to them, except the one that workers are forked from.
+    Children of this process that ran before count as others, except the one that workers are forked from. Only Linux
+    counts what children used that have ended; elsewhere nothing is known of others.
     """
 
     def __init__(self) -> None:
