@@ -8,7 +8,7 @@ rejected where its fault shows and passed where it does not? Is the planted modu
 and what does the cure hold besides it?
 `--healthy N`: each model of `tests/numerics/healthy.py`, N times with other seeds: how many runs are rejected?
 `--packages N`: the same of the forty models of `package_models.py`; on a CPU, pictures in bf16 only.
-`--others N`: the same of the thirty others there.
+`--others N`, `--later N`: the same of two times thirty others there.
 `--full-size N`: the same of those there that are as large as in use.
 `--zoo`: the bundled workloads, in bf16, fp16, bf16 with channels_last, and TF32.
 Writes OUT.json, one row a judgement, as each is done. `--part 2/5`: the second of five parts of all models, for one of
@@ -46,15 +46,16 @@ from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import Parity, Reference
 from amptune.policy.settings import STOCK, Autocast, Policy, amp_recipe
 from amptune.search.gate.judge import Judge
-from amptune.search.gate.limits import judged
+from amptune.search.gate.judgement import judged
 from amptune.search.gate.numeric_findings import findings_of
 from amptune.search.gate.repair import cure_of
 from amptune.search.plan.budget import Budget
 from amptune.workload.targets import load_workload, parse_target
 from amptune.workload.workload import Workload
 
+OF_PACKAGES = ("packages", "others", "later", "full_size")
 HALVES: tuple[Autocast, ...] = ("bf16", "fp16")
-KINDS = ("faults", "healthy", "packages", "others", "full_size", "zoo")
+KINDS = ("faults", "healthy", *OF_PACKAGES, "zoo")
 ZOO = (
     "conv1",
     "mlp3",
@@ -100,9 +101,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", action="store_true")
     parser.add_argument("--healthy", type=int, default=0, metavar="N")
-    parser.add_argument("--packages", type=int, default=0, metavar="N")
-    parser.add_argument("--others", type=int, default=0, metavar="N")
-    parser.add_argument("--full-size", type=int, default=0, metavar="N")
+    for kind in OF_PACKAGES:
+        parser.add_argument(f"--{kind.replace('_', '-')}", type=int, default=0, metavar="N")
     parser.add_argument("--zoo", nargs="*", metavar="NAME")
     parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/N")
     parser.add_argument("--summary", type=Path, nargs="+", metavar="FILE")
@@ -137,10 +137,10 @@ def _rows(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[s
     if options.healthy:
         models = dict(list(HEALTHY.items())[chosen])
         yield from (("healthy", row) for row in _healthy(device, models, options.healthy, HALVES))
-    if options.packages or options.others or options.full_size:
+    if any(getattr(options, kind) for kind in OF_PACKAGES):
         import package_models  # beside this program; it needs torchvision, timm and transformers
 
-        for kind in ("packages", "others", "full_size"):
+        for kind in OF_PACKAGES:
             models = dict(list(package_models.MODELS[kind].items())[chosen])
             yield from ((kind, row) for row in _healthy(device, models, getattr(options, kind)))
     if options.zoo is not None:
@@ -234,6 +234,7 @@ def _judgements(name: str, bench: Bench, policies: Sequence[Policy], **more: Any
             "rejected": not judgement.passes,
             "why": str(judgement),
             "share_of_allowed": round(judgement.used, 3),
+            "looks": 1 if parity.again is None else 2,
             "drift": round(parity.drift, 3),
             "bias": round(max((gradient.bias for gradient in parity.gradients), default=0.0), 3),
             "spread": parity.spread,

@@ -84,7 +84,7 @@ class InThisProcess:
         reference = self._reference
         if isinstance(reference, Failure):
             return reference
-        return self._logged(lambda: worker.judge(policy, reference))
+        return self._logged(lambda: worker.judge(policy, reference, math.inf))
 
     def trace(self, policy: Policy, fp32: Policy, limit_s: float) -> tuple[ModuleTrace, ...] | Failure:  # noqa: ARG002
         return self._logged(lambda: worker.trace(policy, fp32))

@@ -217,7 +217,7 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
         reference = self._reference
 
         def parity() -> Parity | Failure:
-            found = self._worker(policy).call(limit_s, worker.judge, policy, reference)
+            found = self._worker(policy).call(limit_s, worker.judge, policy, reference, limit_s)
             if isinstance(found, Parity) and found.failure is not None and found.failure.kind == "oom":
                 return found.failure
             return found

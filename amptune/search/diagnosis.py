@@ -22,7 +22,7 @@ from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.events import Event, Observer, PolicyJudged
 from amptune.search.gate.judge import Judge
-from amptune.search.gate.limits import Judgement
+from amptune.search.gate.judgement import Judgement
 from amptune.search.gate.numeric_findings import sound_finding, where_fp32_breaks, yardstick_findings
 from amptune.search.gate.repair import Cure
 from amptune.search.groundwork import examined

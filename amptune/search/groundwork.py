@@ -24,7 +24,7 @@ from amptune.policy.serialization import adapter_for
 from amptune.policy.setting_effects import ordered_as
 from amptune.policy.settings import Fp32Math, Fp32Rule, Policy
 from amptune.search.gate.judge import Judge, OutOfTimeError, raised_by
-from amptune.search.gate.limits import Judgement
+from amptune.search.gate.judgement import Judgement
 from amptune.search.gate.numeric_findings import findings_of
 from amptune.search.gate.repair import Cure, cure_of
 from amptune.search.plan.budget import SHORT_S

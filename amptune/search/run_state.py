@@ -12,8 +12,8 @@ from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.decide.conclusion import decide
 from amptune.search.decide.decision import Decision
+from amptune.search.gate.judgement import Judgement
 from amptune.search.gate.judgements import Judgements
-from amptune.search.gate.limits import Judgement
 from amptune.search.request import TuningRequest
 from amptune.search.sampler.catalog import History
 from amptune.search.space.candidates import Candidates

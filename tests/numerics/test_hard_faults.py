@@ -16,7 +16,7 @@ from amptune.measure.numerics.reference import make_reference
 from amptune.measure.results.training_runs import Reference
 from amptune.policy.settings import STOCK, Autocast, Fp32Rule, Policy, amp_recipe
 from amptune.runtime.apply_policy import apply
-from amptune.search.gate.limits import judged
+from amptune.search.gate.judgement import judged
 
 pytestmark = pytest.mark.slow
 

@@ -18,8 +18,8 @@ from amptune.policy.setting_effects import (
     tensors_of,
 )
 from amptune.policy.settings import KNOBS, STOCK, Fp32Rule, LossScale, Policy
+from amptune.search.gate.judgement import Judgement
 from amptune.search.gate.judgements import Judgements
-from amptune.search.gate.limits import Judgement
 
 FUSED = Policy(fused_optimizer=True)
 AGAINST_STOCK: Judgements[Judgement] = Judgements(STOCK)

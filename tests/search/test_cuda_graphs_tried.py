@@ -9,8 +9,8 @@ from simulated.recorded import RecordedEvaluator
 
 from amptune.policy.setting_effects import memory_of, numerics_of, tensors_of
 from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.search.gate.judgement import Judgement
 from amptune.search.gate.judgements import Judgements
-from amptune.search.gate.limits import Judgement
 from amptune.search.sampler.acquisition import features_of, with_features
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.space.knobs import Dimension, Point, Value, points

@@ -21,8 +21,8 @@ from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, Reason, amp_recipe
 from amptune.search.api import tune
 from amptune.search.events import Event, PolicyJudged, TrialEnded
+from amptune.search.gate.judgement import Judgement, judged
 from amptune.search.gate.judgements import Judgements, fp32_of, is_graph_like
-from amptune.search.gate.limits import Judgement, judged
 from amptune.search.gate.numeric_findings import findings_of
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.space.knobs import points

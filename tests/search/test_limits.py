@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 import amptune
+from amptune.measure.numerics.limits import is_near_limits
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import ILL_CONDITIONED, ROUNDING, BufferParity, GradientParity, Parity
 from amptune.policy.settings import amp_recipe
-from amptune.search.gate.limits import judged
+from amptune.search.gate.judgement import judged
 from amptune.search.gate.numeric_findings import line_to_look
 from amptune.search.sampler.records import GateRecord
 
@@ -145,6 +146,44 @@ def test_buffers_that_end_far_from_fp32s_are_a_fault_and_what_replicas_differ_by
     ruined = BufferParity(path="norm.running_var", off=1.0, apart=0.1)
     assert codes(Parity(buffers=(ruined,))) == ["statistics-differ"]
     assert codes(Parity(buffers=(replace(ruined, apart=0.5),))) == []
+
+
+NEAR, FAR = 2 * 0.3, 4 * 0.3  # errors of a gradient: two and four times what is allowed
+
+
+def test_what_exceeds_its_limit_in_one_look_of_two_was_chance() -> None:
+    once = replace(with_gradient(error=NEAR), again=with_gradient())
+    assert judged(BF16, once).passes
+    assert judged(BF16, once).used < 0.5
+    assert codes(replace(with_gradient(error=NEAR), again=with_gradient(error=NEAR))) == ["gradient-error"]
+    other = Parity(gradients=(HEALTHY, replace(HEALTHY, name="b.weight", error=NEAR)))
+    assert judged(BF16, replace(with_gradient(error=NEAR), again=other)).passes
+
+
+def test_what_cannot_be_compared_again_is_not_confirmed() -> None:
+    assert judged(BF16, replace(with_gradient(error=NEAR), again=with_gradient(rounding=ILL_CONDITIONED))).passes
+
+
+def test_a_buffer_is_looked_at_again_by_its_own_name() -> None:
+    first = Parity(buffers=tuple(BufferParity(path=path, off=0.5, apart=0.0) for path in ("a", "b")))
+    again = Parity(buffers=(BufferParity(path="a", off=0.1, apart=0.0), BufferParity(path="b", off=0.4, apart=0.0)))
+    (found,) = judged(BF16, replace(first, again=again)).shortcomings
+    assert "the buffer b is off by 40%" in found.message
+
+
+@pytest.mark.parametrize(
+    ("parity", "is_near"),
+    [
+        (with_gradient(), False),
+        (with_gradient(error=NEAR), True),
+        (with_gradient(error=FAR), False),
+        (with_gradient(error=math.nan), False),
+        (Parity(drift=4.0), True),
+        (BROKEN, False),
+    ],
+)
+def test_a_second_look_is_for_what_chance_can_have_made(parity: Parity, is_near: bool) -> None:  # noqa: FBT001
+    assert is_near_limits(parity) == is_near
 
 
 def test_steps_that_are_skipped_again_and_again_are_a_fault() -> None:

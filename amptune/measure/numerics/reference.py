@@ -25,6 +25,7 @@ from amptune.measure.results.training_runs import (
     ROUNDING,
     THOROUGHNESS,
     Gradients,
+    LossCurve,
     Reference,
     Rounding,
     Run,
@@ -32,7 +33,7 @@ from amptune.measure.results.training_runs import (
 )
 from amptune.policy.settings import Fp32Math, Policy
 
-__all__ = ["completed", "make_reference", "order_of", "training_as"]
+__all__ = ["completed", "made_again", "make_reference", "order_of", "training_as"]
 
 # Gradients are taken so often: of half the models again after training, where more of them can be compared.
 GRADIENTS_TIMES = 1.5
@@ -141,9 +142,10 @@ def training_as(reference: Reference, bench: Bench, policy: Policy) -> Iterator[
 _known: WeakKeyDictionary[Bench, tuple[Reference, Weights]] = WeakKeyDictionary()
 
 
-def completed(reference: Reference, bench: Bench, rounding: Rounding, *, replicas: bool) -> tuple[Reference, Weights]:
+def completed(reference: Reference, bench: Bench, rounding: Rounding, *, replicas: int) -> tuple[Reference, Weights]:
     """Returns the reference as it holds in this process, with what it lacked, and the weights of its gradients.
 
+    It has so many `replicas` at least, and no more than its thoroughness wants.
     If these are trained ones and another process made the reference, they are trained once more, and FP32's gradients
     are taken again: on a GPU, the same training does not end at the same weights.
     """
@@ -152,9 +154,9 @@ def completed(reference: Reference, bench: Bench, rounding: Rounding, *, replica
     own, weights = _known.get(bench, (None, ()))
     is_known = own is not None and _is_the_same(own, reference)
     reference, weights = (own, weights) if own is not None and is_known else (reference, ())
-    lacks_replicas = replicas and not reference.replicas
-    if (reference.after_training and not is_known) or rounding not in reference.rounded or lacks_replicas:
-        wanted = reference.thoroughness
+    wanted = reference.thoroughness
+    lacking = range(1 + len(reference.replicas), 1 + min(replicas, wanted.replicas))
+    if (reference.after_training and not is_known) or rounding not in reference.rounded or lacking:
         with training_as(reference, bench, reference.policy) as training:
             count = len(training.feed)
             if reference.after_training and not is_known:
@@ -162,14 +164,31 @@ def completed(reference: Reference, bench: Bench, rounding: Rounding, *, replica
                 weights = training.weights()
                 reference = _with(_gradients_at(weights, training, reference.in_half), reference)
             if rounding not in reference.rounded:
-                more = {rounding: _rounded_gradients(weights, training, reference.in_half, rounding)}
-                reference = replace(reference, rounded={**reference.rounded, **more})
-            if lacks_replicas:
-                seeds = range(1, 1 + wanted.replicas)
-                curves = tuple(training.curve(order_of(count, wanted.epochs, seed), seed) for seed in seeds)
-                reference = replace(reference, replicas=curves)
+                rounded = _rounded_gradients(weights, training, reference.in_half, rounding)
+                reference = replace(reference, rounded={**reference.rounded, rounding: rounded})
+            more = tuple(_curve(training, wanted.epochs, seed) for seed in lacking)
+            reference = replace(reference, replicas=(*reference.replicas, *more))
     _known[bench] = reference, weights
     return reference, weights
+
+
+def made_again(reference: Reference, bench: Bench, rounding: Rounding) -> tuple[Reference, Weights]:
+    """Returns a reference with other data orders and random numbers, and the weights of its gradients."""
+    epochs, first = reference.thoroughness.epochs, 1 + reference.thoroughness.replicas
+    with training_as(reference, bench, reference.policy) as training:
+        curve = _curve(training, epochs, first)
+        weights = training.weights() if reference.after_training else ()
+        gradients = _gradients_at(weights, training, reference.in_half)
+        if rounding not in gradients.rounded:
+            more = {rounding: _rounded_gradients(weights, training, reference.in_half, rounding)}
+            gradients = gradients._replace(rounded=more)
+        replicas = tuple(_curve(training, epochs, seed) for seed in range(first + 1, 2 * first))
+    run = Run(gradients=gradients.own, curve=curve)
+    return _with(gradients, replace(reference, run=run, replicas=replicas, seed=first)), weights
+
+
+def _curve(training: Training, epochs: int, seed: int) -> LossCurve:
+    return training.curve(order_of(len(training.feed), epochs, seed), seed)
 
 
 def _is_the_same(own: Reference, other: Reference) -> bool:
@@ -184,9 +203,9 @@ def _alike(a: Sequence[float], b: Sequence[float]) -> bool:
     return len(a) == len(b) and all(same)
 
 
-def order_of(count: int, epochs: int, seed: int | None = None) -> list[int]:
-    """Returns the order of batches: each once per epoch; with a seed, in random order."""
-    if seed is None:
+def order_of(count: int, epochs: int, seed: int = 0) -> list[int]:
+    """Returns the order of batches: each once per epoch; in random order, unless the seed is 0."""
+    if not seed:
         return list(range(count)) * epochs
     random = np.random.default_rng(seed)
     return [int(i) for _ in range(epochs) for i in random.permutation(count)]

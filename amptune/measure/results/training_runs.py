@@ -138,7 +138,8 @@ class Reference:
     weights with random changes as large as rounding errors (in the parameters `in_half`, which autocast rounds),
     `repeated` those of the first batches once more. Some roundings and the `replicas` are made when first needed. If
     `after_training`, gradients are taken at the weights that the run's loss curve ends at, because more of them can be
-    compared there; another process takes FP32's again, at its own weights. `evaluated_at_start` is the result of
+    compared there; another process takes FP32's again, at its own weights. The curve and the replicas have seeds from
+    `seed` on. `evaluated_at_start` is the result of
     `evaluate` before training. `fingerprint` shows if another process has the same weights and batches.
     `all_rounded_because` says why all parameters were rounded, if nobody saw which of them autocast rounds.
     """
@@ -155,6 +156,7 @@ class Reference:
     fingerprint: tuple[float, ...]
     in_half: tuple[str, ...] = ()
     after_training: bool = False
+    seed: int = 0
     evaluated_at_start: float | None = None
     all_rounded_because: str | None = None
     seconds: float = 0.0
@@ -213,8 +215,9 @@ class Parity:
     that the loss scaler skipped after it had settled at `scale`. `evaluated`, `evaluated_fp32` and
     `evaluated_at_start` are results of the workload's `evaluate`: of the policy, of FP32, and before training.
     `losses` is the policy's loss curve, `losses_fp32` that of FP32 and of its replicas, if they were needed.
-    `all_rounded_because` is the reference's: the effect of rounding, and with it the limits, may then be too large. If
-    training broke, `failure` gives the reason and `broken` the modules whose gradients broke; the other fields are
+    `all_rounded_because` is the reference's: the effect of rounding, and with it the limits, may then be too large.
+    `again` is a second look, with other orders and random numbers, if the first one was near the limits. If training
+    broke, `failure` gives the reason and `broken` the modules whose gradients broke; the other fields are
     then empty.
     """
 
@@ -233,6 +236,7 @@ class Parity:
     losses: tuple[float, ...] = ()
     losses_fp32: tuple[tuple[float, ...], ...] = ()
     all_rounded_because: str | None = None
+    again: Parity | None = None
     failure: Failure | None = None
     broken: tuple[str, ...] = ()
     seconds: float = 0.0

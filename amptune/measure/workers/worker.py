@@ -228,11 +228,11 @@ def refer(fp32: Policy, seconds: float) -> Reference | Failure:
     return _attempt(lambda: make_reference(_bench(), fp32, seconds))
 
 
-def judge(policy: Policy, reference: Reference) -> Parity:
+def judge(policy: Policy, reference: Reference, limit_s: float) -> Parity:
     """Compares training under the policy with the reference."""
     from amptune.measure.numerics.parity import judge
 
-    return judge(_bench(), policy, reference)
+    return judge(_bench(), policy, reference, limit_s)
 
 
 def train_long(policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:

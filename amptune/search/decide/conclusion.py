@@ -17,8 +17,8 @@ from amptune.policy.settings import Policy
 from amptune.search.decide.decision import Decision
 from amptune.search.decide.evidence import evidence_of, labels_of, parity_of
 from amptune.search.decide.pareto import points_of
+from amptune.search.gate.judgement import Judgement
 from amptune.search.gate.judgements import Judgements, without_graph
-from amptune.search.gate.limits import Judgement
 from amptune.search.gate.numeric_findings import line_to_look, yardstick_findings
 from amptune.search.plan.compile_costs import compile_findings
 from amptune.search.table.ablation import ablated

@@ -17,7 +17,7 @@ from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import Policy
 from amptune.search.decide.decision import Decision, in_order
 from amptune.search.decide.pareto import front_of, spread_along
-from amptune.search.gate.limits import Judgement
+from amptune.search.gate.judgement import Judgement
 from amptune.search.table.ablation import Ablated
 from amptune.search.table.contenders import Contender
 from amptune.search.table.objective import Objective

@@ -14,8 +14,8 @@ from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import Parity
 from amptune.policy.setting_effects import numerics_of
 from amptune.policy.settings import Policy
+from amptune.search.gate.judgement import Judgement, judged
 from amptune.search.gate.judgements import Judgements, fp32_of, without_graph
-from amptune.search.gate.limits import Judgement, judged
 from amptune.search.plan.budget import Budget
 
 __all__ = ["Judge", "OutOfTimeError", "PolicyJudged", "raised_by"]

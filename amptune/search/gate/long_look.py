@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from amptune.hardware.machine import Hardware
 from amptune.measure.numerics.comparison import LEAST_DEVIATION
+from amptune.measure.numerics.limits import buffer_limit
 from amptune.measure.numerics.long_comparison import (
     LEAST_SEEDS,
     LEAST_STEPS,
@@ -21,7 +22,6 @@ from amptune.measure.results.training_runs import TIMES_SPREAD, BufferParity
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.gate.judge import raised_by
-from amptune.search.gate.limits import buffer_limit
 
 __all__ = ["LongLook"]
 

@@ -10,7 +10,7 @@ from typing import Any
 from amptune.measure.results.half_effects import ModuleTrace, Reach, suspects
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
-from amptune.search.gate.limits import Judgement
+from amptune.search.gate.judgement import Judgement
 from amptune.search.gate.repair import Cure
 
 __all__ = ["findings_of", "line_to_look", "sound_finding", "where_fp32_breaks", "yardstick_findings"]

@@ -10,8 +10,8 @@ from typing import Any
 from amptune.policy.findings import Finding
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
 from amptune.policy.settings import Policy
+from amptune.search.gate.judgement import Judgement
 from amptune.search.gate.judgements import Judgements
-from amptune.search.gate.limits import Judgement
 from amptune.search.table.effects import Machine, machine_of
 from amptune.search.table.objective import Objective
 from amptune.search.table.row import Row

@@ -12,7 +12,7 @@ from typing import Any
 from amptune.errors import StudyError
 from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import CompileMode, Policy
-from amptune.search.gate.limits import Judgement
+from amptune.search.gate.judgement import Judgement
 from amptune.search.sampler.catalog import Catalog, History, ToPolicy
 from amptune.search.sampler.neighbours import neighbours_of
 from amptune.search.sampler.policy_sampler import PolicySampler, Sampler, with_fixed

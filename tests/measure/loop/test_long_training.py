@@ -21,7 +21,7 @@ from amptune.measure.numerics.long_comparison import CurvePair
 from amptune.measure.numerics.parity import judge
 from amptune.measure.numerics.reference import make_reference
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.gate.limits import judged
+from amptune.search.gate.judgement import judged
 from amptune.search.gate.long_look import LongLook
 
 CPU = torch.device("cpu")

@@ -29,7 +29,7 @@ from amptune.measure.numerics.short_training import Training
 from amptune.measure.results.training_runs import LossCurve, Parity, Reference
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, amp_recipe
 from amptune.runtime.tuned import Tuned
-from amptune.search.gate.limits import judged as held_to_the_limits
+from amptune.search.gate.judgement import judged as held_to_the_limits
 from amptune.search.gate.numeric_findings import yardstick_findings
 
 CPU = torch.device("cpu")
@@ -148,7 +148,7 @@ def test_steps_that_are_far_too_slow_are_not_judged() -> None:
 
 def test_replicas_see_the_same_batches_in_another_order() -> None:
     bench = Bench(workload_of(perceptron), CPU)
-    reference, _ = completed(make_reference(bench, STOCK, ENOUGH_S), bench, "bf16", replicas=True)
+    reference, _ = completed(make_reference(bench, STOCK, ENOUGH_S), bench, "bf16", replicas=2)
     own = reference.run.curve.losses
     assert len(reference.replicas) == 2
     for replica in reference.replicas:
@@ -343,6 +343,48 @@ def test_a_branch_that_starts_closed_is_judged_after_a_moment_of_training() -> N
     healthy = looked_at(workload_of(gated, batch=learnable, loss=to_learn), BF16, seconds=ENOUGH_S)
     assert {gradient.name for gradient in healthy.parity.gradients} == set(dict(gated().named_parameters()))
     assert held_to_the_limits(BF16, healthy.parity).passes
+
+
+class TooLong(nn.Module):
+    """Under autocast its gradient is 1.4 times as long as it should be, in so many of its first backward passes."""
+
+    def __init__(self, passes: float) -> None:
+        super().__init__()
+        self.left = passes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        if torch.is_autocast_enabled("cpu") and torch.is_grad_enabled():
+            x.register_hook(self._stretched)
+        return x
+
+    def _stretched(self, gradient: torch.Tensor) -> torch.Tensor:
+        global _stretches  # noqa: PLW0603  # a model's own attributes are put back before each run
+        _stretches += 1
+        return 1.4 * gradient if _stretches <= self.left else gradient
+
+
+_stretches = 0
+
+
+@pytest.mark.parametrize(("passes", "is_sound"), [(8, True), (math.inf, False)])
+def test_what_is_near_the_limits_is_looked_at_a_second_time(passes: float, is_sound: bool) -> None:  # noqa: FBT001
+    global _stretches  # noqa: PLW0603
+    _stretches = 0
+    model = lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), TooLong(passes), nn.LayerNorm(32), nn.Linear(32, 4))  # noqa: E731
+    parity = sound(workload_of(model), BF16, seconds=ENOUGH_S)
+    assert parity.again is not None
+    assert parity.losses != parity.again.losses, "the second look is in the same order"
+    assert held_to_the_limits(BF16, parity).passes == is_sound
+    assert not held_to_the_limits(BF16, replace(parity, again=None)).passes
+
+
+def test_there_is_no_second_look_without_time_for_it() -> None:
+    global _stretches  # noqa: PLW0603
+    _stretches = 0
+    bench = Bench(workload_of(lambda: nn.Sequential(nn.Linear(16, 32), TooLong(math.inf), nn.Linear(32, 4))), CPU)
+    reference = make_reference(bench, STOCK, LITTLE_S)
+    assert judge(bench, BF16, reference, limit_s=reference.seconds).again is None
 
 
 def test_gradients_are_compared_at_the_start_if_all_can_be() -> None:
