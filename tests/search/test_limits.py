@@ -182,7 +182,7 @@ def test_a_buffer_is_looked_at_again_by_its_own_name() -> None:
         (BROKEN, False),
     ],
 )
-def test_a_second_look_is_for_what_chance_can_have_made(parity: Parity, is_near: bool) -> None:  # noqa: FBT001
+def test_a_second_look_is_for_what_chance_can_have_made(parity: Parity, is_near: bool) -> None:
     assert is_near_limits(parity) == is_near
 
 

@@ -359,7 +359,7 @@ class TooLong(nn.Module):
         return x
 
     def _stretched(self, gradient: torch.Tensor) -> torch.Tensor:
-        global _stretches  # noqa: PLW0603  # a model's own attributes are put back before each run
+        global _stretches  # a model's own attributes are put back before each run
         _stretches += 1
         return 1.4 * gradient if _stretches <= self.left else gradient
 
@@ -368,8 +368,8 @@ _stretches = 0
 
 
 @pytest.mark.parametrize(("passes", "is_sound"), [(8, True), (math.inf, False)])
-def test_what_is_near_the_limits_is_looked_at_a_second_time(passes: float, is_sound: bool) -> None:  # noqa: FBT001
-    global _stretches  # noqa: PLW0603
+def test_what_is_near_the_limits_is_looked_at_a_second_time(passes: float, is_sound: bool) -> None:
+    global _stretches
     _stretches = 0
     model = lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), TooLong(passes), nn.LayerNorm(32), nn.Linear(32, 4))  # noqa: E731
     parity = sound(workload_of(model), BF16, seconds=ENOUGH_S)
@@ -380,7 +380,7 @@ def test_what_is_near_the_limits_is_looked_at_a_second_time(passes: float, is_so
 
 
 def test_there_is_no_second_look_without_time_for_it() -> None:
-    global _stretches  # noqa: PLW0603
+    global _stretches
     _stretches = 0
     bench = Bench(workload_of(lambda: nn.Sequential(nn.Linear(16, 32), TooLong(math.inf), nn.Linear(32, 4))), CPU)
     reference = make_reference(bench, STOCK, LITTLE_S)
