@@ -1,8 +1,8 @@
 """Models of torchvision, timm and transformers: each trains as well in half precision as in FP32.
 
 The numbers of the numerics gate were chosen on the forty `packages`; the thirty `others` were named before any of them
-was run, and so were the thirty `later` ones, after the gate had got a second look. They are small: pictures are 64 × 64,
-sentences have 24 tokens; a class, or the next token, can be learned of them. Those of `full_size` are trained on 64
+was run, and so were the thirty `later` ones, after the gate had got a second look. They are small: pictures of 64 × 64,
+sentences of 24 tokens; a class, or the next token, can be learned of them. Those of `full_size` are trained on 64
 pictures of 224 × 224 and labels without a meaning: what is allowed of a gradient that is next to nothing was chosen on
 the first 27, and the other 16 were named before any of them was run.
 """
