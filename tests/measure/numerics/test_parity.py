@@ -355,7 +355,7 @@ class TooLong(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.clone()
         if torch.is_autocast_enabled("cpu") and torch.is_grad_enabled():
-            x.register_hook(self._stretched)
+            x.register_hook(self._stretched)  # type: ignore[no-untyped-call]
         return x
 
     def _stretched(self, gradient: torch.Tensor) -> torch.Tensor:
