@@ -65,9 +65,7 @@ def follow_step(workload: Workload, batch_size: int | None = None) -> StepFigure
 def _followed(workload: Workload, batch_size: int, *, half: bool, fake: bool) -> _Recorder:
     mode: Any = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
     recorder = _Recorder(half=half)
-    real = nullcontext() if isinstance(workload.model, CopiedModel) else mode
-    with real, user_code("building the model"):
-        model = workload.model()
+    model = _built(workload, mode)
     batch = _drawn(workload, batch_size, mode)
     with mode:
         if fake:
@@ -86,6 +84,16 @@ def _followed(workload: Workload, batch_size: int, *, half: bool, fake: bool) ->
                 loss.backward()  # type: ignore[no-untyped-call]
     recorder.operations.append(_update_of(parameters, optimizers, half=half))
     return recorder
+
+
+def _built(workload: Workload, mode: Any) -> nn.Module:
+    """Returns the model, of real tensors if it is a copy or its code asks for values, as timm's rates of dropped paths."""
+    try:
+        with nullcontext() if isinstance(workload.model, CopiedModel) else mode:
+            return workload.model()
+    except Exception:  # noqa: BLE001  # what is wrong with it shows in the second attempt
+        with user_code("building the model"):
+            return workload.model()
 
 
 def _drawn(workload: Workload, batch_size: int, mode: Any) -> Any:

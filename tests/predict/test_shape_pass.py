@@ -160,6 +160,16 @@ def test_a_model_that_asks_for_values_is_followed_on_real_tensors() -> None:
     assert total(step.fp32, "flops") == 2 * 2 * 8 * 8 * 8
 
 
+def test_a_model_that_asks_for_values_while_it_is_built_is_followed_by_shapes() -> None:
+    def model() -> nn.Module:
+        widths = [int(width.item()) for width in torch.linspace(8, 16, 3)]
+        return nn.Sequential(*map(nn.Linear, widths, widths[1:]))
+
+    step = followed(model, 8)
+    assert step.waits == 0
+    assert total(step.fp32, "flops", "matmul") == 2 * 8 * (2 * 8 * 12 + 3 * 12 * 16)
+
+
 def test_errors_of_the_users_code_are_theirs() -> None:
     def fails(*_: object) -> Tensor:
         raise ValueError("labels out of range")
