@@ -2,10 +2,10 @@
 
     python reports/predicted_cards.py --out reports/published/h100_and_h200.json
 
-What half precision was worth on one card (stock PyTorch's step over that of the bf16 recipe, in the plain loop, median
-of all launches) is told to `amptune predict --measured`; what it says of the other card is compared with that card's own
-figure. The evidence is that of `foreign.py`, under `h100/` and `h200/`. It needs torchvision, timm and transformers, and
-no GPU.
+What half precision was worth on one card (stock PyTorch's step over that of the bf16 recipe, in the plain loop,
+median of all launches) is told to `amptune predict --measured`; what it says of the other card is compared with what
+that card did. The evidence is that of `foreign.py`, under `h100/` and `h200/`. It needs torchvision, timm and
+transformers, but no GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ def main() -> None:
     right = sum(row["verdict"] == ("pays" if row["true"] >= 1.05 else "does not") for row in rows)
     width = statistics.median(row["high"] / row["low"] for row in rows)
     for row in rows:
-        print("{model}: {known} {measured:.2f} → {other}: {low:.2f} to {high:.2f}, {verdict}; true {true:.2f}".format(**row))
+        print(
+            "{model}: {known} {measured:.2f} → {other}: {low:.2f} to {high:.2f}, {verdict}; true {true:.2f}".format(
+                **row
+            )
+        )
     print(f"of {len(rows)} ranges {held} hold, median width {width:.2f}; {right} verdicts are right")
 
 

@@ -87,7 +87,7 @@ def _followed(workload: Workload, batch_size: int, *, half: bool, fake: bool) ->
 
 
 def _built(workload: Workload, mode: Any) -> nn.Module:
-    """Returns the model, of real tensors if it is a copy or its code asks for values, as timm's rates of dropped paths."""
+    """Returns the model, of real tensors if it is a copy or its code asks for values, as that of timm's ViTs does."""
     try:
         with nullcontext() if isinstance(workload.model, CopiedModel) else mode:
             return workload.model()

@@ -43,12 +43,15 @@ def larger_batch(runner: Runner, decision: Decision, budget: Budget) -> Finding 
     if first is None or best is None or best is first:
         return None
     size, gain = best.samples_per_step // policy.accumulate, best.samples_per_s / first.samples_per_s
+    before_mib = decision.baseline.peak_memory_mib or 0.0
+    freed_mib = before_mib - first.peak_allocated_mib
+    freed = f"the policy frees {freed_mib:,.0f} of {before_mib:,.0f} MiB: " if freed_mib > 0 else ""
     return Finding(
         code="larger-batch",
-        message=f"batches of {size} instead of {own} would train {gain:.2f} times as many samples a second, with a "
-        f"peak of {best.peak_allocated_mib:,.0f} MiB: --batch-size auto searches that (what training learns from a "
-        "larger batch is another question; --global-batch N keeps it as it is)",
-        figures={"batch_size": size, "gain": gain, "peak_memory_mib": best.peak_allocated_mib},
+        message=f"{freed}batches of {size} instead of {own} would train {gain:.2f} times as many samples a second, "
+        f"with a peak of {best.peak_allocated_mib:,.0f} MiB: --batch-size auto searches that (what training learns "
+        "from a larger batch is another question; --global-batch N keeps it as it is)",
+        figures={"batch_size": size, "gain": gain, "peak_memory_mib": best.peak_allocated_mib, "freed_mib": freed_mib},
     )
 
 

@@ -19,7 +19,7 @@ from amptune.measure.results.outcome import Effort, Failure, Measurement
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Prepared, Subject
 from amptune.policy.findings import Finding
-from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.policy.settings import STOCK, LossScale, Policy, amp_recipe
 from amptune.search.events import Event, Observer, PolicyJudged
 from amptune.search.gate.judge import Judge
 from amptune.search.gate.judgement import Judgement
@@ -186,7 +186,25 @@ def _dtype(judge: Judge, recipe: Policy, subject: Subject) -> DtypeDiagnosis:
         findings = (sound_finding(judgement), *yardstick_findings(judgement))
         return DtypeDiagnosis(policy=recipe, judgement=judgement, cure=None, findings=findings)
     cure, findings = examined(judge, judgement, subject)
+    if cure is None and recipe.autocast == "fp16" and judge.budget.left_s > 0:
+        findings += tuple(_of_scaler(judge, recipe))
     return DtypeDiagnosis(policy=recipe, judgement=judgement, cure=cure, findings=findings)
+
+
+def _of_scaler(judge: Judge, recipe: Policy) -> Iterator[Finding]:
+    """Yields which of the two breaks fp16: autocast, or the loss scaler."""
+    without = judge.judgement_of(replace(recipe, loss_scale=LossScale(init=1.0, static=True)))
+    if without is None:
+        return
+    if without.passes:
+        message = (
+            "without a loss scaler autocast fp16 is as good as FP32, so the scaler breaks training, or how the step "
+            "uses it: gradients are scaled until scaler.unscale_(optimizer), and each step ends with scaler.update()"
+        )
+        yield Finding(code="scaler-breaks", message=message, figures={"autocast": recipe.autocast})
+    else:
+        message = f"without a loss scaler autocast fp16 is no better ({without}), so autocast breaks training"
+        yield Finding(code="autocast-breaks", message=message, figures={"autocast": recipe.autocast})
 
 
 def _in_order(numerics: Sequence[DtypeDiagnosis]) -> Iterator[Finding]:

@@ -65,7 +65,18 @@ class Divides(nn.Module):
     def forward(self, x):
         return x / (x - x)
 
+def clips_scaled(tuned, model, optimizer, batch):
+    optimizer.zero_grad()
+    with tuned.autocast():
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+    tuned.scaler.scale(loss).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    tuned.scaler.step(optimizer)
+    tuned.scaler.update()
+    return loss
+
 divides = of(Divides)
+misused = of(loss=None, step=clips_scaled)
 spoiled = of(batch=lambda n: (torch.full((n, 32), float("inf")), torch.randint(4, (n,))))
 """
 
@@ -107,6 +118,16 @@ def test_a_fault_outside_of_the_model_is_said_to_be_there(folder: Path) -> None:
     unsound = [finding for finding in answer["findings"] if finding["code"] == "unsound"]
     assert unsound
     assert "in the loss function" in unsound[0]["message"]
+    assert "autocast-breaks" in {finding["code"] for finding in answer["findings"]}
+
+
+@pytest.mark.slow
+def test_a_step_that_uses_the_loss_scaler_wrongly_is_told_from_one_that_autocast_breaks(folder: Path) -> None:
+    answer = answer_to("misused", folder)
+    (found,) = (one for one in answer["findings"] if one["code"] == "scaler-breaks")
+    assert "scaler.unscale_(optimizer)" in found["message"]
+    assert "autocast-breaks" not in {finding["code"] for finding in answer["findings"]}
+    assert next(one for one in answer["numerics"] if one["autocast"] == "bf16")["sound"] is True
 
 
 @pytest.mark.slow

@@ -209,6 +209,19 @@ def test_what_a_larger_batch_would_give_is_told(decision: Decision) -> None:
     assert finding.figures["batch_size"] > 4 * OWN
     assert finding.figures["gain"] > 2
     assert "--batch-size auto" in finding.message
+    before_mib, after_mib = decision.baseline.peak_memory_mib, FIXED_MIB + SAMPLE_MIB * OWN
+    assert before_mib is not None
+    assert finding.figures["freed_mib"] == before_mib - after_mib
+    assert finding.message.startswith("the policy frees") == (before_mib > after_mib)
+
+
+def test_memory_that_the_policy_frees_is_told_with_the_larger_batch(decision: Decision) -> None:
+    runner = Sized(lambda n: 1000 * n / (n + 500), LARGEST)
+    verdict = decision.verdict
+    heavy = replace(verdict, baseline=replace(verdict.baseline, peak_memory_mib=FIXED_MIB + SAMPLE_MIB * OWN + 4200))
+    finding = larger_batch(runner, replace(decision, verdict=heavy), Budget(seconds=60))
+    assert finding is not None
+    assert "the policy frees 4,200 of" in finding.message
 
 
 def test_no_larger_batch_is_told_than_would_be_searched(decision: Decision) -> None:

@@ -10,10 +10,13 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from simulated.recorded import RecordedEvaluator
 
 from amptune.errors import FileFormatError, SpaceError
 from amptune.hardware.generations import GENERATIONS, generation_of
 from amptune.hardware.machine import Cpu, Gpu, Hardware, Software
+from amptune.policy.settings import STOCK
+from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.space.knobs import SEARCHED, Space, points, without_knob
 from amptune.search.space.space_file import load_space, space_for, space_names, space_schema, spaces_folder
 
@@ -142,6 +145,17 @@ def test_the_fp32_math_is_tried_only_where_something_computes_in_fp32(name: str)
     for point in points(load_space(name)):
         if point["autocast"] != "off" and point["fp32_exclusions"] == 0:
             assert point["fp32_math"] == "stock"
+
+
+def test_only_a_search_that_saves_memory_mixes_half_and_fp32_where_half_is_slow() -> None:
+    def mixed(*, saves_memory: bool) -> Candidates:
+        wanted = Wanted(baseline=STOCK, space="pascal-6.1", pins={}, saves_memory=saves_memory)
+        return candidates_for(RecordedEvaluator("resnet50").prepare(1.0), wanted)
+
+    fast, small = mixed(saves_memory=False), mixed(saves_memory=True)
+    assert {point["fp32_exclusions"] for point in points(fast.space) if point["autocast"] == "fp16"} == {0}
+    assert {point["fp32_exclusions"] for point in points(small.space) if point["autocast"] == "fp16"} == {0, 1, 2, 3, 4}
+    assert fast.study_name == small.study_name
 
 
 def test_fp16_is_not_tried_where_its_convolutions_give_nan() -> None:

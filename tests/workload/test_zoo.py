@@ -28,6 +28,7 @@ SMALL: dict[str, dict[str, int]] = {
     "densenet161": {},
     "seresnext50": {},
     "deeplabv3plus": {"height": 32, "width": 48},
+    "deeplabv3plus_multigrid": {"height": 32, "width": 48},
     "bert_base": {"width": 128, "layers": 2, "tokens": 32},
     "gpt2": {"width": 128, "layers": 2, "tokens": 32},
     "digits": {},
@@ -54,6 +55,7 @@ BATCHES: dict[str, tuple[int, tuple[tuple[int, ...], ...]]] = {
     "densenet161": (256, ((3, 32, 32), ())),
     "seresnext50": (256, ((3, 32, 32), ())),
     "deeplabv3plus": (4, ((3, 512, 896), (512, 896))),
+    "deeplabv3plus_multigrid": (4, ((3, 512, 896), (512, 896))),
     "bert_base": (16, ((512,), (512,))),
     "gpt2": (8, ((1025,),)),
     "digits": (64, ((1, 32, 32), ())),
@@ -190,6 +192,17 @@ def test_deeplab_answers_each_pixel_and_leaves_some_unlabelled() -> None:
     images, labels = workload.batch(2)
     assert logits(workload.model(), images).shape == (2, 19, *labels.shape[1:])
     assert set(labels.unique().tolist()) == {*range(19), 255}
+
+
+def test_the_variant_of_deeplab_has_a_second_output_in_training_and_dilates_more_and_more() -> None:
+    workload = small("deeplabv3plus_multigrid")
+    model, (images, _) = workload.model(), workload.batch(2)
+    first, second = model(images)
+    assert first.shape == second.shape == (2, 19, 32, 48)
+    assert logits(model, images).shape == (2, 19, 32, 48)
+    widest = [model.get_submodule(f"deep.layer4.{block}.body.conv2").dilation for block in range(3)]
+    assert widest == [(2, 2), (4, 4), (8, 8)]
+    assert sum(isinstance(module, nn.Dropout2d) for module in model.modules()) == 2
 
 
 def test_deeplab_sees_the_image_at_a_sixteenth_of_its_size() -> None:

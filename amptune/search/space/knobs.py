@@ -91,10 +91,14 @@ class Dimension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forbidden:
-    """Points never to try: those in which each knob of `when` has one of the values named there."""
+    """Points never to try: those in which each knob of `when` has one of the values named there.
+
+    What is forbidden `for_speed` may save memory: a search for that tries it.
+    """
 
     when: tuple[tuple[str, tuple[Value, ...]], ...]
     because: str
+    for_speed: bool = False
 
     def forbids(self, point: Mapping[str, Value]) -> bool:
         return all(name in point and is_in(point[name], values) for name, values in self.when)
@@ -181,13 +185,13 @@ def without_knob(space: Space, name: str) -> Space:
 def digest(space: Space) -> str:
     """Returns a short hash of the knobs and forbidden points, without reasons; each hash has a study of its own.
 
-    Choices that follow from the modules' own times or from the batch sizes that fit are no part of it, nor all choices
-    of blocks, which only some objectives have: policies are remembered by their settings.
+    Choices that follow from the modules' own times or from the batch sizes that fit are no part of it, nor is what only
+    some objectives have or forbid: policies are remembered by their settings.
     """
     kept = [one for one in space.knobs if one.name not in (EXCLUSIONS, IN_HALF)]
     kept = [one for one in kept if (one.name, set(one.choices)) != (CHECKPOINTS, set(REPEATED))]
     knobs = [(one.name, () if one.name == BATCH_SIZE else one.choices) for one in kept]
-    content = (knobs, [rule.when for rule in space.forbid])
+    content = (knobs, [rule.when for rule in space.forbid if not rule.for_speed])
     return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
 
 

@@ -34,7 +34,9 @@ def narrowed(
 
     Raises `SpaceError` for a pin that means nothing.
     """
-    if not saves_memory:
+    if saves_memory:
+        space = replace(space, forbid=tuple(rule for rule in space.forbid if not rule.for_speed))
+    else:
         space = without_knob(space, CHECKPOINTS)
     if pins.get(CHECKPOINTS, "none").lower() != "none" and not subject.blocks:
         raise SpaceError(

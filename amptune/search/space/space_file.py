@@ -37,6 +37,7 @@ class _ForbidBody:
 
     when: dict[str, Any]
     because: str
+    for_speed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,13 +140,18 @@ def _space_of(body: _SpaceDocument, base: Space | None) -> Space:
     base = base or Space(architecture="", compute_capability=(), knobs=())
     choices = {knob.name: knob.choices for knob in base.knobs}
     choices |= {name: tuple(values) for name, values in (body.knobs or {}).items()}
-    own = {tuple((k, _as_tuple(v)) for k, v in rule.when.items()): rule.because for rule in body.forbid or ()}
-    rules = {rule.when: rule.because for rule in base.forbid} | own
+    own = (
+        Forbidden(
+            when=tuple((k, _as_tuple(v)) for k, v in rule.when.items()), because=rule.because, for_speed=rule.for_speed
+        )
+        for rule in body.forbid or ()
+    )
+    rules = {rule.when: rule for rule in (*base.forbid, *own)}
     space = Space(
         architecture=body.architecture,
         compute_capability=tuple(body.compute_capability),
         knobs=tuple(Dimension(name=name, choices=values) for name, values in choices.items()),
-        forbid=tuple(Forbidden(when=when, because=because) for when, because in rules.items()),
+        forbid=tuple(rules.values()),
     )
     if body.try_first is not None:
         return replace(space, try_first=tuple(_completed(point, space.knobs) for point in body.try_first))

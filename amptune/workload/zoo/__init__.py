@@ -27,6 +27,7 @@ _MODULES = {
     "densenet161": "densenet",
     "seresnext50": "resnet",
     "deeplabv3plus": "deeplab",
+    "deeplabv3plus_multigrid": "deeplab",
     "bert_base": "bert",
     "gpt2": "gpt",
     "digits": "handwriting",

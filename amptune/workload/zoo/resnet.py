@@ -91,22 +91,22 @@ def _bottleneck_body(
     )
 
 
-def stages(block: Block, depths: Sequence[int], *, last_dilation: int = 1) -> dict[str, nn.Module]:
+def stages(block: Block, depths: Sequence[int], *, last_dilations: Sequence[int] = ()) -> dict[str, nn.Module]:
     """Returns the stem and the stages `layer1` to `layer4`, by name.
 
-    With `last_dilation` above 1 the last stage dilates instead of striding: output stride 16, not 32.
+    With `last_dilations`, one for each of its blocks, the last stage dilates instead of striding: output stride 16.
     """
     trunk: dict[str, nn.Module] = {"stem": _stem()}
     names = ("layer1", "layer2", "layer3", "layer4")
     widths = (64, 128, 256, 512)
-    strides = (1, 2, 2, 2 if last_dilation == 1 else 1)
-    dilations = (1, 1, 1, last_dilation)
+    strides = (1, 2, 2, 1 if last_dilations else 2)
     inputs = 64
-    for name, width, depth, stride, dilation in zip(names, widths, depths, strides, dilations, strict=True):
-        first = block(inputs, width, stride=stride, dilation=dilation)
-        inputs = first.outputs
-        rest = (block(inputs, width, dilation=dilation) for _ in range(depth - 1))
-        trunk[name] = nn.Sequential(first, *rest)
+    for name, width, depth, stride in zip(names, widths, depths, strides, strict=True):
+        dilations = last_dilations if last_dilations and name == "layer4" else (1,) * depth
+        blocks = [block(inputs, width, stride=stride, dilation=dilations[0])]
+        inputs = blocks[0].outputs
+        blocks += (block(inputs, width, dilation=dilation) for dilation in dilations[1:])
+        trunk[name] = nn.Sequential(*blocks)
     return trunk
 
 
