@@ -2,11 +2,10 @@
 
     python reports/two_workers.py amptune.workload.zoo:resnet50 --budget 300 --out reports/h100/two_workers
 
-One worker tunes on the first GPU and, beside it, two on the next two, for the same time, with caches of their own and as
-many CPU cores for each GPU.
-Then the verdict is made anew of what each study knew at every moment, counted from its first measurement: when is the
-interval of two workers, around the gain of their best policy, as narrow as that of one at its end? `--show` prints that
-for studies that are there already.
+One worker tunes on the first GPU and, beside it, two on the next two, for the same time, with caches of their own and
+as many CPU cores for each GPU. Then the verdict is made anew of what each study knew at every moment, counted from its
+first measurement: when is the interval of two workers, around the gain of their best policy, as narrow as that of one
+at its end? `--show` prints that for studies that are there already.
 """
 
 from __future__ import annotations
