@@ -150,7 +150,8 @@ def _validity(
     hardware = probe(_gpu_of(model))
     labels = dict(hardware.labels)
     if "model" in policy.valid_for:
-        labels["model"] = model_digest(model)
+        is_built = not any(map(nn.parameter.is_lazy, model.parameters()))  # a lazy module has no shapes to compare yet
+        labels["model"] = model_digest(model) if is_built else policy.valid_for["model"]
     nvml = hardware.gpu is None or hardware.software.driver is not None
     found = require_valid(policy, labels, any_hardware=any_hardware, nvml=nvml)
     return found, claim_about_steps(policy) if is_of_this_machine(policy, labels, nvml=nvml) else None

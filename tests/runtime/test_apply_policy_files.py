@@ -106,3 +106,12 @@ def test_a_profile_itself_is_no_policy() -> None:
     wrong: Any = Profile(entries=())
     with pytest.raises(PolicyApplyError, match=r"not a Profile"):
         apply(wrong, net())
+
+
+def test_a_lazy_model_that_is_not_built_yet_is_not_taken_for_another() -> None:
+    file = PolicyFile(policy=POLICY, valid_for={**HERE, "model": "sha256:0"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apply(file, nn.Sequential(nn.LazyLinear(4), nn.ReLU())).undo()
+    with pytest.warns(PolicyDriftWarning):
+        apply(file, net()).undo()

@@ -264,6 +264,11 @@ def test_a_refusal_for_a_loss_that_is_no_number_shows_that_loss() -> None:
     assert shown.getvalue() == "nan\n"
 
 
+def test_a_refusal_of_a_workload_with_a_step_of_its_own_names_no_loss() -> None:
+    line = line_to_look(judged(BF16, replace(with_gradient(error=0.9), own_step=True)))
+    assert line == "`amptune verify amp-bf16 TARGET --numerics`"
+
+
 def test_a_refusal_for_a_loss_curve_comes_with_the_command_that_draws_it() -> None:
     assert line_to_look(judged(BF16, Parity(drift=6.0))) == "`amptune verify amp-bf16 TARGET --numerics`"
 

@@ -51,7 +51,8 @@ def judge(bench: Bench, policy: Policy, reference: Reference, limit_s: float = m
             parity = _second_look(bench, policy, reference, parity)
     if parity.failure is not None:
         bench.release()  # the traceback held tensors until now
-    return replace(parity, seconds=time.perf_counter() - start_s)
+    own_step = bench.workload.loss is None
+    return replace(parity, own_step=own_step, seconds=time.perf_counter() - start_s)
 
 
 def _first_look(bench: Bench, policy: Policy, reference: Reference) -> tuple[Parity, Reference]:

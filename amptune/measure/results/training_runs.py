@@ -216,8 +216,8 @@ class Parity:
     `evaluated_at_start` are results of the workload's `evaluate`: of the policy, of FP32, and before training.
     `losses` is the policy's loss curve, `losses_fp32` that of FP32 and of its replicas, if they were needed.
     `all_rounded_because` is the reference's: the effect of rounding, and with it the limits, may then be too large.
-    `again` is a second look, with other orders and random numbers, if the first one was near the limits. If training
-    broke, `failure` gives the reason and `broken` the modules whose gradients broke; the other fields are
+    `again` is a second look, with other orders and random numbers, if the first one was near the limits. `own_step`
+    tells that the workload has a step of its own and no loss. If training broke, `failure` gives the reason and `broken` the modules whose gradients broke; the other fields are
     then empty.
     """
 
@@ -237,6 +237,7 @@ class Parity:
     losses_fp32: tuple[tuple[float, ...], ...] = ()
     all_rounded_because: str | None = None
     again: Parity | None = None
+    own_step: bool = False
     failure: Failure | None = None
     broken: tuple[str, ...] = ()
     seconds: float = 0.0

@@ -42,11 +42,12 @@ def line_to_look(judgement: Judgement) -> str:
     """Returns a line of Python, or a command, that shows what a policy was refused for.
 
     In Python, `model` and `loss` are the workload's, and `batch` is one batch on the device. The loss is scaled by
-    a constant, so that small gradients do not vanish in fp16 and no scale has to settle first.
+    a constant, so that small gradients do not vanish in fp16 and no scale has to settle first. A workload with a step
+    of its own has no loss to call.
     """
     worst = judgement.shortcomings[0]
     parameter = worst.figures.get("parameter")
-    if parameter is None and worst.code != "breaks":
+    if judgement.parity.own_step or (parameter is None and worst.code != "breaks"):
         return f"`{_long_look(judgement.policy)}`"
     own = judgement.policy
     precision = f"weights={own.weights!r}" if own.weights == "half" else f"autocast={own.autocast!r}"
