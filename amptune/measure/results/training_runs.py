@@ -212,13 +212,13 @@ class Parity:
     below FP32's, in the unit of `drift`. If the curve was suspicious, several are trained; where their mean, relative
     to its standard error, is nearer to FP32's, `drift` and `below` are of that. `precision` is the relative rounding
     error of the policy's products. `buffers` are those that training changes. `skipped_share` is the share of steps
-    that the loss scaler skipped after it had settled at `scale`. `evaluated`, `evaluated_fp32` and
-    `evaluated_at_start` are results of the workload's `evaluate`: of the policy, of FP32, and before training.
-    `losses` is the policy's loss curve, `losses_fp32` that of FP32 and of its replicas, if they were needed.
-    `all_rounded_because` is the reference's: the effect of rounding, and with it the limits, may then be too large.
-    `again` is a second look, with other orders and random numbers, if the first one was near the limits. `own_step`
-    tells that the workload has a step of its own and no loss. If training broke, `failure` gives the reason and `broken` the modules whose gradients broke; the other fields are
-    then empty.
+    that the loss scaler skipped after it had settled at `scale`. `evaluated`, `evaluated_fp32` and `evaluated_at_start`
+    are results of the workload's `evaluate`: of the policy, of FP32, and before training. `losses` is the policy's loss
+    curve, `losses_fp32` that of FP32 and of its replicas, if they were needed. `all_rounded_because` is the
+    reference's: the effect of rounding, and with it the limits, may then be too large. `again` is a second look, with
+    other orders and random numbers, if the first one was near the limits. `own_step` tells that the workload has a step
+    of its own and no loss. If training broke, `failure` gives the reason and `broken` the modules whose gradients
+    broke; the other fields are then empty.
     """
 
     gradients: tuple[GradientParity, ...] = ()
