@@ -16,6 +16,7 @@ from simulated.recorded import RecordedEvaluator, recorded_ms
 from amptune.measure.results.outcome import Effort, Failure
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.sampler.policy_sampler import sampler_named, with_fixed
+from amptune.search.sampler.storage import Handle, Store
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.table.trial import Trial
@@ -71,6 +72,25 @@ def test_what_runs_in_one_worker_is_not_suggested_to_another(tmp_path: Path) -> 
     first.tell(one, Trial(number=0, policy=recipe, outcome=Failure(kind="oom", message=""), seconds=1.0, run="first"))
     second.catch_up()
     assert second.trial_of(recipe) is not None
+
+
+def test_a_trial_that_others_gave_up_while_it_was_chosen_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study, ask = opened(tmp_path / "study"), Store.ask
+    asked: list[int] = []
+
+    def asked_and_given_up(store: Store, sampler: BaseSampler) -> Handle:
+        handle = ask(store, sampler)
+        asked.append(handle.number)
+        if len(asked) == 1:
+            store.forget(handle)  # as another worker does that takes this one for gone
+        return handle
+
+    monkeypatch.setattr(Store, "ask", asked_and_given_up)
+    suggestion = study.suggest()
+    assert suggestion is not None
+    assert [suggestion.handle.number] == asked[1:]
 
 
 def test_the_baseline_is_measured_though_a_worker_that_began_it_was_killed(tmp_path: Path) -> None:

@@ -19,7 +19,16 @@ from optuna.storages.journal import JournalFileBackend
 from amptune.errors import StudyError, first_line
 from amptune.search.sampler.records import without_password
 
-__all__ = ["JOURNAL", "SQLITE", "Journal", "database_at", "experimental", "opened", "storage_errors"]
+__all__ = [
+    "JOURNAL",
+    "SQLITE",
+    "Journal",
+    "TrialGivenUpError",
+    "database_at",
+    "experimental",
+    "opened",
+    "storage_errors",
+]
 
 JOURNAL = "journal.log"
 # Making the tables of a database takes less than a second; beside much else, others still made them after ten.
@@ -98,6 +107,10 @@ def _reason(error: BaseException) -> str:
     return first_line(error) if missing is None else f"{first_line(error)} ({missing})"
 
 
+class TrialGivenUpError(StudyError):
+    """Others have ended a trial of this worker: they thought that it was gone."""
+
+
 class storage_errors:  # noqa: N801  # reads as a function at its uses
     """Turns the failure of a storage (full disk, broken journal, unreachable database) into `StudyError`."""
 
@@ -106,6 +119,8 @@ class storage_errors:  # noqa: N801  # reads as a function at its uses
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
             return
+        if isinstance(error, optuna.exceptions.UpdateFinishedTrialError):
+            raise TrialGivenUpError(f"the trial has been given up: {_reason(error)}") from error
         is_of_storage = type(error).__module__.startswith(("sqlalchemy", "optuna.exc"))
         if is_of_storage or isinstance(error, OSError | json.JSONDecodeError | ImportError):
             raise StudyError(f"the study cannot be read or written: {_reason(error)}") from error

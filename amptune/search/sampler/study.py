@@ -13,6 +13,7 @@ from amptune.errors import StudyError
 from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import CompileMode, Policy
 from amptune.search.gate.judgement import Judgement
+from amptune.search.sampler.backend import TrialGivenUpError
 from amptune.search.sampler.catalog import Catalog, History, ToPolicy
 from amptune.search.sampler.neighbours import neighbours_of
 from amptune.search.sampler.policy_sampler import PolicySampler, Sampler, with_fixed
@@ -182,21 +183,22 @@ class Study:
         what it was asked for.
         """
         for attempt in range(MOST_ATTEMPTS):
-            self._store.give_up_what_nobody_has()
-            self._catch_up_trials()
-            asked = self._next_wanted(modes) if wanted is None or not self.is_free(wanted) else wanted
-            given = None if attempt >= MOST_ASKED else self._given
-            handle = self._ask(asked, modes, given)
-            proposal = self._own.proposal if asked is None and given is None else None
-            policy = self._catalog.policy_of(handle.params) if handle.params else asked
-            is_open = policy is not None and self._is_open(policy, asked, modes)
-            if policy is not None and is_open and (self._store.claim(handle, policy) or policy == self._baseline):
-                self._catch_up_trials()  # another worker may have been faster
-                if policy not in self.history.latest:
-                    return Suggestion.of(proposal, policy, handle)
-            self._store.forget(handle)
-            if proposal is None and asked is None and given is None and not self._own.was_enqueued:
-                return None
+            with suppress(TrialGivenUpError):  # the next is this worker's again
+                self._store.give_up_what_nobody_has()
+                self._catch_up_trials()
+                asked = self._next_wanted(modes) if wanted is None or not self.is_free(wanted) else wanted
+                given = None if attempt >= MOST_ASKED else self._given
+                handle = self._ask(asked, modes, given)
+                proposal = self._own.proposal if asked is None and given is None else None
+                policy = self._catalog.policy_of(handle.params) if handle.params else asked
+                is_open = policy is not None and self._is_open(policy, asked, modes)
+                if policy is not None and is_open and (self._store.claim(handle, policy) or policy == self._baseline):
+                    self._catch_up_trials()  # another worker may have been faster
+                    if policy not in self.history.latest:
+                        return Suggestion.of(proposal, policy, handle)
+                self._store.forget(handle)
+                if proposal is None and asked is None and given is None and not self._own.was_enqueued:
+                    return None
         raise StudyError(f"the study gave none of the policies that it was asked for, {MOST_ATTEMPTS} times")
 
     def has_wanted(self, modes: Collection[CompileMode]) -> bool:
