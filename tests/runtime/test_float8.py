@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ from amptune.errors import FileFormatError, PolicyApplyError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.modules import inspection
 from amptune.measure.modules.inspection import inspect_model
+from amptune.measure.numerics.parity import judge
+from amptune.measure.numerics.reference import make_reference
 from amptune.policy.artifact_file import digest_of
 from amptune.policy.file_io import parse_policy
 from amptune.policy.policy_file import PolicyFile
@@ -28,6 +32,7 @@ from amptune.policy.settings import Reason, settled
 from amptune.policy.yaml_text import parse
 from amptune.report.explanation import explain
 from amptune.runtime import float8
+from amptune.search.gate.judgement import judged
 from amptune.search.table.ablation import variants_of
 from amptune.workload.workload import Workload
 
@@ -282,6 +287,40 @@ def test_a_narrow_model_has_none() -> None:
     assert wide_linears_of(built()) == ()
 
 
+# --- what the gate says ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_emulated")
+@pytest.mark.parametrize("outlier", [1.0, 1e8])
+def test_the_gate_passes_healthy_fp8_and_not_that_of_values_that_vanish_beside_a_large_one(outlier: float) -> None:
+    """A tensor has one scale: beside 1e8, a value of 1 is 0 in FP8. In bf16 each value has its own exponent."""
+
+    def batch(n: int) -> torch.Tensor:
+        x = torch.randn(n, WIDTH)
+        x[:, 0] *= outlier
+        return x
+
+    def model() -> nn.Module:
+        linear = nn.Linear(WIDTH, WIDTH)
+        nn.init.zeros_(linear.weight[:, 0].detach())
+        hook: Any = linear.weight.register_hook
+        hook(lambda gradient: gradient * (torch.arange(WIDTH) > 0))
+        return nn.Sequential(linear, nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+    workload = Workload(
+        model=model,
+        batch=batch,
+        loss=lambda net, x: functional.mse_loss(net(x).float(), x.clamp(-1, 1).roll(1)),
+        optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=0.1),
+        batch_size=64,
+    )
+    bench = Bench(workload, torch.device("cpu"))
+    reference = make_reference(bench, Policy(), 2.0)
+    assert judged(BF16, judge(bench, BF16, reference)).passes
+    fp8 = replace(BF16, float8_modules=(Float8Rule(path="0"),))
+    assert judged(fp8, judge(bench, fp8, reference)).passes == (outlier == 1.0)
+
+
 # --- on a GPU ----------------------------------------------------------------------------------------------------
 
 
@@ -297,9 +336,9 @@ def test_on_a_gpu_compiled_fp8_trains_wide_layers_faster_and_near_bf16() -> None
     for policy in (BF16, replace(BF16, float8_modules=(Float8Rule(path="**.mlp"),))):
         with amptune.apply(replace(policy, compile="default"), model, guard=False) as tuned:
 
-            def step() -> torch.Tensor:
+            def step() -> Any:
                 with tuned.autocast():
-                    loss = functional.mse_loss(tuned.model(x).float(), x)
+                    loss: Any = functional.mse_loss(tuned.model(x).float(), x)
                 loss.backward()
                 return loss
 
@@ -307,13 +346,12 @@ def test_on_a_gpu_compiled_fp8_trains_wide_layers_faster_and_near_bf16() -> None
             found[policy] = [one.grad.clone() for one in model.parameters() if one.grad is not None]
             for _ in range(5):
                 step()
-            begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begun.record()
+            torch.cuda.synchronize()
+            began_s = time.perf_counter()
             for _ in range(20):
                 step()
-            ended.record()
             torch.cuda.synchronize()
-            ms[policy] = begun.elapsed_time(ended) / 20
+            ms[policy] = 1000 * (time.perf_counter() - began_s) / 20
             model.zero_grad()
     (bf16, fp8) = ms
     print(f"bf16 {ms[bf16]:.2f} ms, FP8 {ms[fp8]:.2f} ms")

@@ -16,7 +16,7 @@ from amptune.measure.workers.source import Source
 from amptune.policy.settings import STOCK, Float8Rule, Policy
 from amptune.policy.yaml_text import parse
 from amptune.search.decide.decision import Decision
-from amptune.search.gate.judgement import judged
+from amptune.search.gate.judgement import Judgement, judged
 from amptune.search.gate.judgements import Judgements
 from amptune.search.gate.numeric_findings import line_to_look
 from amptune.search.pipeline import tune_with
@@ -149,7 +149,8 @@ def test_a_judgement_of_a_graph_in_fp8_says_nothing_of_one_in_bf16() -> None:
     bf16 = Policy(autocast="bf16", compile="default")
     fp8 = replace(bf16, float8_modules=RULES)
     failed = judged(fp8, Parity(failure=Failure(kind="nonfinite", message="nan")))
-    known = Judgements(STOCK).also(failed)
+    none: Judgements[Judgement] = Judgements(STOCK)
+    known = none.also(failed)
     assert known.rejection_of(fp8) is failed
     assert known.rejection_of(bf16) is None
     assert line_to_look(failed) == "`amptune verify POLICY.yaml TARGET --numerics`"
