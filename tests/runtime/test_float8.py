@@ -259,13 +259,13 @@ def test_copies_and_pickles_run_in_fp8_too() -> None:
 # --- what a search is told ---------------------------------------------------------------------------------------
 
 
-def wide_linears_of(model: nn.Module) -> tuple[str, ...]:
+def wide_linears_of(model: nn.Module, rows: int = WIDTH) -> tuple[str, ...]:
     workload = Workload(
         model=lambda: model,
         batch=lambda n: torch.randn(n, 10),
         loss=lambda net, x: net(x).square().mean(),
         optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=0.1),
-        batch_size=4,
+        batch_size=rows,
     )
     return inspect_model(Bench(workload, torch.device("cpu")), "").wide_linears
 
@@ -277,6 +277,7 @@ def test_wide_linears_are_those_that_are_called_but_the_head(monkeypatch: pytest
     model = built()
     model.unused = nn.Linear(WIDTH, 4 * WIDTH)
     assert wide_linears_of(model) == tuple(f"layers.{n}.mlp.{m}" for n in (0, 1) for m in (0, 2))
+    assert wide_linears_of(built(), rows=WIDTH - 1) == ()
     monkeypatch.setattr(float8, "EMULATE", False)
     if not torch.cuda.is_available():
         assert wide_linears_of(built()) == ()

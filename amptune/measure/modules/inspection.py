@@ -30,8 +30,8 @@ from amptune.runtime.optimizer import is_fusable
 
 __all__ = ["inspect_model"]
 
-# FP8 gains 1.1 to 1.25 times on Linears of 4096 and more, and nothing where a side is below 2048 (torchao,
-# "torchao.float8", performance by shapes; reports/README.md).
+# FP8 gains 1.1 to 1.25 times on Linears of 4096 and more, and nothing where a side, or the rows of a batch, are below
+# 2048 (torchao documentation, "torchao.float8", microbenchmarks by shape).
 LEAST_SIDE, LEAST_LONG_SIDE = 2048, 4096
 # A step of the user's own may be one of so many micro-batches before the optimizer's step.
 MOST_MICRO_BATCHES = 16
@@ -107,13 +107,16 @@ def _wide_linears(bench: Bench, seen: Mapping[str, _Seen]) -> tuple[str, ...]:
     linears = {path: one for path, one in bench.model.named_modules() if isinstance(one, nn.Linear)}
     called = {path: at for path in linears if path in seen and (at := seen[path].called) is not None}
     head = max(called, key=called.__getitem__, default="")
-    wide = tuple(path for path in called if path not in (head, "") and _is_wide(linears[path]))
+    wide = tuple(path for path in called if path not in (head, "") and _is_wide(linears[path], seen[path].flops))
     return wide if wide and no_float8_because(bench.device) is None else ()
 
 
-def _is_wide(linear: nn.Linear) -> bool:
+def _is_wide(linear: nn.Linear, flops: int) -> bool:
     sides = linear.in_features, linear.out_features
-    return min(sides) >= LEAST_SIDE and max(sides) >= LEAST_LONG_SIDE and obstacle(linear, "float8") is None
+    if min(sides) < LEAST_SIDE or max(sides) < LEAST_LONG_SIDE:
+        return False
+    rows = flops // (2 * math.prod(sides))  # of few, casting the weight is most of the work
+    return rows >= LEAST_SIDE and obstacle(linear, "float8") is None
 
 
 def _can_recompute(block: nn.Module) -> bool:
