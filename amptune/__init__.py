@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from amptune.policy.file_io import save as save
     from amptune.policy.policy_file import PolicyFile as PolicyFile
     from amptune.policy.profile import Profile as Profile
+    from amptune.policy.settings import Float8Rule as Float8Rule
     from amptune.policy.settings import Fp32Rule as Fp32Rule
     from amptune.policy.settings import HalfRule as HalfRule
     from amptune.policy.settings import LossScale as LossScale
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 _HOME = {
     "AmptuneError": "amptune.errors",
     "Decision": "amptune.search.decide.decision",
+    "Float8Rule": "amptune.policy.settings",
     "Fp32Rule": "amptune.policy.settings",
     "HalfRule": "amptune.policy.settings",
     "Hardware": "amptune.hardware.machine",

@@ -1,12 +1,15 @@
-"""What a knob gives and costs: whole steps beside recorded passes, attention by cuDNN, activations computed again.
+"""What a knob gives and costs: whole steps, attention by cuDNN, activations computed again, Linears in FP8.
 
     python reports/knobs.py whole_steps --out reports/NAME/steps.jsonl llama_150m t5_base zoo:resnet18:8
     python reports/knobs.py attention --out reports/NAME/attention.jsonl llama_150m long_decoder zoo:gpt2:8
     python reports/knobs.py checkpoint --out reports/NAME/checkpoint.jsonl llama_150m zoo:gpt2:8
+    python reports/knobs.py float8 --steps 1000 --out reports/NAME/float8.jsonl wide_decoder large_encoder:64
+    python reports/knobs.py activation_budget --out reports/NAME/budget.jsonl wide_decoder zoo:gpt2:8
 
-A model is one of `foreign_models.py` or `attention_models.py`, or `zoo:NAME:BATCH_SIZE`. Each policy trains by
-`tuned.training_step` on a few batches that lie on the GPU; a line has the median of three blocks, and the host's own
-time.
+A model is one of `foreign_models.py`, `attention_models.py` or `wide_models.py`, or `zoo:NAME`; `:BATCH_SIZE` follows.
+Each policy, and those of the files after `--policy`, trains by `tuned.training_step` on a few batches that lie on the
+GPU; a line has the median of three blocks, and the host's own time. With `--steps` the first model trains on, on new
+batches, and the line has the mean losses of 50 steps.
 """
 
 from __future__ import annotations
@@ -23,16 +26,19 @@ from typing import Any
 import attention_models  # beside this program
 import foreign_models
 import torch
+import wide_models
 
 import amptune
 from amptune.changes.blocks import repeated_paths
 from amptune.changes.tensor_tree import map_tensors
 from amptune.policy.serialization import policy_to_dict
-from amptune.policy.settings import Policy
+from amptune.policy.settings import Float8Rule, Policy
 from amptune.workload import zoo
 from amptune.workload.workload import Workload
 
 BATCHES, FIRST_STEPS, BLOCKS, BLOCK_STEPS = 4, 12, 3, 30
+MEAN_OF = 50
+BUDGETS = (0.8, 0.5, 0.2)
 
 
 def main() -> None:
@@ -40,21 +46,25 @@ def main() -> None:
     parser.add_argument("knob", choices=KNOBS)
     parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--policy", nargs="*", default=[], help="policy files to train under too")
+    parser.add_argument("--steps", type=int, default=0, help="steps of the first model whose losses are kept")
     arguments = parser.parse_args()
     for model in arguments.models:
         workload = workload_of(model)
-        for policy in KNOBS[arguments.knob](plain_for(workload), workload):
-            line = {"model": model, "gpu": torch.cuda.get_device_name(), **timed(workload_of(model), policy)}
+        steps = arguments.steps if model == arguments.models[0] else 0
+        found = [amptune.load(path) for path in arguments.policy]
+        files = [one.policy for one in found if isinstance(one, amptune.PolicyFile)]
+        for policy in (*KNOBS[arguments.knob](plain_for(workload), workload), *files):
+            line = {"model": model, "gpu": torch.cuda.get_device_name(), **timed(workload_of(model), policy, steps)}
             with arguments.out.open("a", encoding="utf-8") as file:
                 print(json.dumps(line), file=file)
 
 
 def workload_of(model: str) -> Workload:
-    if not model.startswith("zoo:"):
-        found: Workload = getattr(foreign_models if hasattr(foreign_models, model) else attention_models, model)()
-        return found
-    _, name, size = model.split(":")
-    return replace(zoo.workload(name), batch_size=int(size))
+    name, _, size = model.removeprefix("zoo:").partition(":")
+    home = next((one for one in (foreign_models, attention_models, wide_models) if hasattr(one, name)), None)
+    found: Workload = zoo.workload(name) if model.startswith("zoo:") or home is None else getattr(home, name)()
+    return replace(found, batch_size=int(size)) if size else found
 
 
 def plain_for(workload: Workload) -> Policy:
@@ -83,10 +93,31 @@ def with_checkpoint(plain: Policy, workload: Workload) -> Iterator[Policy]:
             yield replace(plain, compile=compile_mode, checkpoint=blocks)
 
 
-KNOBS = {"whole_steps": with_whole_steps, "attention": with_attention, "checkpoint": with_checkpoint}
+def with_float8(plain: Policy, workload: Workload) -> Iterator[Policy]:
+    model = workload.model()
+    blocks = tuple(Float8Rule(path=path) for path in repeated_paths(model))
+    own = replace(plain, compile="blocks")
+    yield own
+    yield replace(own, float8_modules=blocks)
 
 
-def timed(workload: Workload, policy: Policy) -> dict[str, Any]:
+def with_activation_budget(plain: Policy, workload: Workload) -> Iterator[Policy]:
+    own = replace(plain, compile="blocks")
+    yield own
+    yield from (replace(own, activation_budget=budget) for budget in BUDGETS)
+    yield replace(own, checkpoint=tuple(repeated_paths(workload.model())))
+
+
+KNOBS = {
+    "whole_steps": with_whole_steps,
+    "attention": with_attention,
+    "checkpoint": with_checkpoint,
+    "float8": with_float8,
+    "activation_budget": with_activation_budget,
+}
+
+
+def timed(workload: Workload, policy: Policy, steps: int = 0) -> dict[str, Any]:
     """Returns the figures of training under a policy."""
     torch.compiler.reset()
     torch.cuda.empty_cache()
@@ -103,15 +134,27 @@ def timed(workload: Workload, policy: Policy) -> dict[str, Any]:
         ready_s = time.perf_counter() - began_s
         blocks = sorted(block_ms(train, batches) for _ in range(BLOCKS))
         ms, host_ms = blocks[BLOCKS // 2]
+        peak_mib = torch.cuda.max_memory_reserved() >> 20
         return {
             "policy": policy_to_dict(policy),
             "ms": round(ms, 3),
             "host_ms": round(host_ms, 3),
             "ready_s": round(ready_s, 1),
-            "peak_reserved_mib": torch.cuda.max_memory_reserved() >> 20,
+            "peak_reserved_mib": peak_mib,
             "losses": [round(statistics.fmean(losses[:2]), 4), round(losses[-1], 4)],
+            "curve": list(curve_of(train, workload, steps)),
             "findings": list(map(str, tuned.findings)),
         }
+
+
+def curve_of(train: Any, workload: Workload, steps: int) -> Iterator[float]:
+    """Yields the mean losses of parts of further steps, on new batches."""
+    for _ in range(steps // MEAN_OF):
+        losses = []
+        for _ in range(MEAN_OF):
+            batch = map_tensors(lambda tensor: tensor.cuda(), workload.batch(workload.batch_size))
+            losses.append(train(batch).detach())
+        yield round(float(torch.stack(losses).mean()), 4)
 
 
 def block_ms(train: Any, batches: list[Any]) -> tuple[float, float]:

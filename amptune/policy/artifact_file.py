@@ -78,9 +78,11 @@ def kept_in(folder: Path, policy: Policy) -> Path:
 
 def digest_of(policy: Policy) -> str:
     """Returns a SHA-256 of the settings, without batch sizes and the reasons of rules: the compiler looks at shapes."""
-    fp32 = tuple(replace(rule, reason=None) for rule in policy.fp32_modules)
-    half = tuple(replace(rule, reason=None) for rule in policy.half_modules)
-    plain = policy_to_dict(replace(policy, batch_size=None, accumulate=1, fp32_modules=fp32, half_modules=half))
+    bare: dict[str, Any] = {
+        name: tuple(replace(rule, reason=None) for rule in getattr(policy, name))
+        for name in ("fp32_modules", "half_modules", "float8_modules")
+    }
+    plain = policy_to_dict(replace(policy, batch_size=None, accumulate=1, **bare))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
+from amptune.policy.knobs.activation_budget import ACTIVATION_BUDGET
 from amptune.policy.knobs.attention import ATTENTION, AttentionBackend
 from amptune.policy.knobs.autocast import AUTOCAST, Autocast
 from amptune.policy.knobs.batch import ACCUMULATE, BATCH_SIZE
@@ -14,6 +15,7 @@ from amptune.policy.knobs.checkpoint import CHECKPOINT
 from amptune.policy.knobs.compile_mode import AUTOTUNED_MODES, COMPILE, CUDA_GRAPH_MODES, WHOLE_MODES, CompileMode
 from amptune.policy.knobs.cuda_graphs import CUDA_GRAPHS, CudaGraphs
 from amptune.policy.knobs.cudnn_benchmark import CUDNN_BENCHMARK
+from amptune.policy.knobs.float8_modules import FLOAT8_MODULES, Float8Rule
 from amptune.policy.knobs.fp32_math import FP32_MATH, Fp32Math
 from amptune.policy.knobs.fused_optimizer import FUSED_OPTIMIZER
 from amptune.policy.knobs.half_weights import KEEP_BATCHNORM_FP32, MASTER_WEIGHTS, WEIGHTS, Weights
@@ -31,6 +33,7 @@ __all__ = [
     "WHOLE_MODES",
     "Autocast",
     "CompileMode",
+    "Float8Rule",
     "Fp32Math",
     "Fp32Rule",
     "HalfRule",
@@ -53,6 +56,7 @@ KNOBS: tuple[Knob, ...] = (
     FP32_MATH,
     FP32_MODULES,
     HALF_MODULES,
+    FLOAT8_MODULES,
     MEMORY_FORMAT,
     CUDNN_BENCHMARK,
     BATCH_SIZE,
@@ -60,6 +64,7 @@ KNOBS: tuple[Knob, ...] = (
     THREADS,
     ATTENTION,
     CHECKPOINT,
+    ACTIVATION_BUDGET,
     COMPILE,
     CUDA_GRAPHS,
     FUSED_OPTIMIZER,
@@ -72,7 +77,7 @@ class Policy:
     """How to run a training step. `Policy()` is stock PyTorch; every field departs from it when set.
 
     `batch_size` is per device and None leaves it to the user; `accumulate` counts micro-batches per optimizer
-    step. A module that both kinds of rules name stays in FP32.
+    step. A module that several kinds of rules name stays in FP32, or else runs in FP8.
 
     `weights: half` holds weights and buffers in fp16, which replaces autocast: `master_weights` lets the optimizer
     update them in FP32, and `keep_batchnorm_fp32` leaves BatchNorm's out. `loss_scale` belongs to fp16 alone; None
@@ -81,7 +86,8 @@ class Policy:
     `cuda_graphs` records the model's training passes, or as "step" the whole training step of `tuned.training_step`,
     and replays them, kernel for kernel; modes of `compile` for the
     whole model have CUDA graphs of their own. `compile: blocks` compiles repeated blocks one by one, equal ones once.
-    `checkpoint` names modules, by path, whose activations are computed again in the backward pass.
+    `checkpoint` names modules, by path, whose activations are computed again in the backward pass;
+    `activation_budget` leaves it to torch.compile, which keeps this share of them.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -93,6 +99,7 @@ class Policy:
     fp32_math: Fp32Math = "stock"
     fp32_modules: tuple[Fp32Rule, ...] = ()
     half_modules: tuple[HalfRule, ...] = ()
+    float8_modules: tuple[Float8Rule, ...] = ()
     memory_format: MemoryFormat = "contiguous"
     cudnn_benchmark: bool = False
     batch_size: int | None = None
@@ -100,6 +107,7 @@ class Policy:
     threads: int = 0
     attention: tuple[AttentionBackend, ...] = ()
     checkpoint: tuple[str, ...] = ()
+    activation_budget: float = 1.0
     compile: CompileMode = "off"
     cuda_graphs: CudaGraphs = False
     fused_optimizer: bool = False

@@ -176,9 +176,10 @@ def _gpu_of(model: nn.Module) -> str | None:
 def _require_swappable(selected: Sequence[tuple[Selected, Change]]) -> None:
     found = [(one, change, reason) for one, change in selected if (reason := obstacle(one.module, change)) is not None]
     reasons = [f"\n  {one} {reason}" for one, _, reason in found]
-    half, recomputed = (any(change.startswith(word) for _, change, _ in found) for word in ("half", "recomputed"))
     if reasons:
-        where = "run in half" if half else "checkpointed" if recomputed else "kept in FP32"
+        said = {"half": "run in half", "float8": "run in FP8", "recomputed": "checkpointed"}
+        changes = " ".join(change for _, change, _ in found)
+        where = next((words for change, words in said.items() if change in changes), "kept in FP32")
         raise PolicyApplyError(f"not every module can be {where}:{''.join(reasons)}")
 
 

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amptune.changes.tensor_tree import HALF_DTYPES, map_tensors
 from amptune.errors import PolicyApplyError
+from amptune.runtime.float8 import float8_attributes, no_float8_linear_because
 from amptune.runtime.gradient_dtype import take_gradients_as_they_come
 from amptune.runtime.recomputed import recomputed_forward_of
 
@@ -30,8 +31,9 @@ __all__ = ["Change", "Precision", "obstacle", "overlaid", "precision_of", "swap"
 # autocast's dtype. With half weights: "half-weights" is the model that has them, with FP32 inputs and outputs;
 # "fp32-weights" is a module within it that has FP32 weights, with half inputs and outputs.
 Precision = Literal["fp32", "fp32-cast", "half", "half-weights", "fp32-weights"]
+# "float8" multiplies in FP8.
 # "recomputed" computes activations again in the backward pass, in the precision that the module has: it comes last.
-Change = Precision | Literal["recomputed"]
+Change = Precision | Literal["float8", "recomputed"]
 
 
 # The device types on which autocast can be on. They come from this build of torch, as an input's device can mislead:
@@ -60,6 +62,8 @@ def obstacle(module: nn.Module, change: Change = "fp32") -> str | None:
     if change == "recomputed":
         scripted = any(isinstance(inner, torch.jit.ScriptModule) for inner in module.modules())
         return "holds a TorchScript module, whose buffers could change twice" if scripted else None
+    if change == "float8" and (why := no_float8_linear_because(module)) is not None:
+        return why
     half = {str(p.dtype) for p in module.parameters() if p.dtype in HALF_DTYPES}
     if half:
         return f"has weights in {' and '.join(sorted(half))}; call its .float(), or leave the rule out"
@@ -123,9 +127,9 @@ def _class_in(change: Change, cls: type[nn.Module]) -> type[nn.Module]:
         "__qualname__": cls.__qualname__,
         "__reduce_ex__": _reduction_of(cls, change),
         "_amptune_change": change,
-        "forward": _forward_in(change, cls),
+        **_attributes_in(change, cls),
     }
-    if change != "recomputed":
+    if change not in ("float8", "recomputed"):
         body["_amptune_precision"] = change
     becomes = getattr(cls, "cls_to_become", None)
     if becomes is not None:  # a lazy module takes this class after its first input
@@ -135,18 +139,21 @@ def _class_in(change: Change, cls: type[nn.Module]) -> type[nn.Module]:
     return made
 
 
-def _forward_in(change: Change, cls: type[nn.Module]) -> Callable[..., Any]:
+def _attributes_in(change: Change, cls: type[nn.Module]) -> dict[str, Any]:
+    """Returns the forward, and what else it needs of the class."""
     match change:
+        case "float8":
+            return float8_attributes()
         case "recomputed":
-            return recomputed_forward_of(cls)
+            return {"forward": recomputed_forward_of(cls)}
         case "half":
-            return _half_forward_of(cls)
+            return {"forward": _half_forward_of(cls)}
         case "half-weights":
-            return _half_weights_forward_of(cls)
+            return {"forward": _half_weights_forward_of(cls)}
         case "fp32-weights":
-            return _fp32_weights_forward_of(cls)
+            return {"forward": _fp32_weights_forward_of(cls)}
         case _:
-            return _fp32_forward_of(cls, change)
+            return {"forward": _fp32_forward_of(cls, change)}
 
 
 def _half_weights_forward_of(cls: type[nn.Module]) -> Callable[..., Any]:

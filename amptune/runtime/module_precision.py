@@ -13,6 +13,7 @@ from torch import nn
 from amptune.errors import PolicyApplyError
 from amptune.policy.patterns import matcher_of
 from amptune.policy.settings import Fp32Rule, ModuleRule, Policy
+from amptune.runtime.float8 import no_float8_because
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -132,7 +133,34 @@ def _closest(wanted: str, known: Iterable[str]) -> str:
 def changes_of(settings: Policy, model: nn.Module) -> list[tuple[Selected, Change]]:
     """Returns the modules whose forward changes, in the order of the changes: a module may come twice."""
     recomputed = select(model, [ModuleRule(path=pattern) for pattern in settings.checkpoint], "checkpoint")
-    return [*precisions_of(settings, model), *((one, "recomputed") for one in recomputed)]
+    wide = {inner for one in select(model, settings.fp32_modules) for inner in one.module.modules()}
+    float8 = [one for one in _linears_in_float8(settings, model) if one.module not in wide]
+    taken = {one.module for one in float8}
+    own = [(one, precision) for one, precision in precisions_of(settings, model) if one.module not in taken]
+    return [*own, *((one, "float8") for one in float8), *((one, "recomputed") for one in recomputed)]
+
+
+def _linears_in_float8(settings: Policy, model: nn.Module) -> list[Selected]:
+    """Returns the Linears that the rules name, and those inside of what they name, each once.
+
+    Raises `PolicyApplyError` if this machine has no FP8, or if a rule names no Linear.
+    """
+    found: dict[nn.Module, Selected] = {}
+    idle = []
+    for rule in settings.float8_modules:
+        inside = [
+            Selected(path=path, module=module, rule=rule)
+            for one in select(model, [rule], "float8_modules")
+            for path, module in one.module.named_modules(prefix=one.path)
+            if isinstance(module, nn.Linear)
+        ]
+        found |= {one.module: one for one in inside if one.module not in found}
+        idle += [] if inside else [rule]
+    if idle:
+        raise PolicyApplyError(f"these rules of float8_modules name no Linear: {', '.join(map(str, idle))}")
+    if found and (why := no_float8_because(next(model.parameters()).device)) is not None:
+        raise PolicyApplyError(f"float8_modules: {why}")
+    return list(found.values())
 
 
 def precisions_of(settings: Policy, model: nn.Module) -> list[tuple[Selected, Precision]]:

@@ -11,7 +11,7 @@ from statistics import median_low
 
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.results.outcome import Failure, Measurement
-from amptune.policy.settings import AUTOTUNED_MODES, CompileMode, Fp32Math, MemoryFormat, Policy
+from amptune.policy.settings import AUTOTUNED_MODES, CompileMode, Float8Rule, Fp32Math, MemoryFormat, Policy
 from amptune.search.events import Compiling, Observer
 from amptune.search.plan.budget import Budget
 from amptune.search.plan.compile_costs import cold_s, expected_compile_s
@@ -54,7 +54,7 @@ class CompiledGraphs:
     """The graphs that compile in the background, and those that are ready to be measured.
 
     The model has this many `leaves`, of which `repeated_leaves` are compiled with others if blocks are. `memory_mib` is
-    the device's memory.
+    the device's memory. `float8` names the Linears that may pay in FP8.
     """
 
     study: Study
@@ -65,6 +65,7 @@ class CompiledGraphs:
     leaves: int = 0
     repeated_leaves: int = 0
     memory_mib: float = math.inf
+    float8: tuple[Float8Rule, ...] = ()
     _held: Suggestion | None = None
     _ask_at: int = 0
     _running: dict[Policy, tuple[Suggestion, float]] = field(default_factory=dict)
@@ -238,13 +239,18 @@ class CompiledGraphs:
     def _likeliest(self) -> Iterator[Policy]:
         """Yields the best policy so far compiled in each mode, then the second precision's with CUDA graphs.
 
-        Blocks come soonest. CUDA graphs save kernel launches, whatever the kernels are; without them a graph may be
-        faster all the same. They need more memory, so an objective of memory leaves the choice to the sampler.
+        Blocks come soonest, then these in FP8 if that may pay. CUDA graphs save kernel launches, whatever the kernels
+        are; without them a graph may be faster all the same. They need more memory, so an objective of memory leaves
+        the choice to the sampler.
         """
         if self.study.yardstick.objective.name == "memory":
             return
         best = list(self._plain())[:1] if self.study.has_wanted(IN_A_TRIAL) else best_of_precisions(self.study)
-        yield from (best[0].compiled(mode) for mode in BEHIND) if best else ()
+        compiled = [one for mode in BEHIND if best and (one := best[0].compiled(mode)) in self.study]
+        yield from compiled[:1]
+        if compiled and self.float8:
+            yield replace(compiled[0], autocast="bf16", float8_modules=self.float8)
+        yield from compiled[1:]
         yield from (policy.compiled(mode) for policy in best[1:2] for mode in BEHIND if mode != "default")
 
     def _plain(self) -> Iterator[Policy]:

@@ -22,6 +22,7 @@ from amptune.search.narrowing import Narrowing
 from amptune.search.plan.budget import larger_batch_s
 from amptune.search.plan.compile_costs import cold_s
 from amptune.search.plan.plan import Step, Wants
+from amptune.search.space.knobs import FLOAT8
 from amptune.search.trials import Trials
 
 __all__ = ["Stages"]
@@ -106,6 +107,7 @@ class Stages:
             leaves=len(prepared.subject.leaves),
             repeated_leaves=prepared.subject.repeated_leaves,
             memory_mib=prepared.memory_mib or math.inf,
+            float8=self.known.candidates.in_words.get(FLOAT8, {}).get("wide", ()),
         )
 
     @cached_property

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from amptune.policy.policy_file import Evidence, PolicyFile
 from amptune.policy.profile import Entry, Profile
-from amptune.policy.settings import Autocast, CompileMode, Fp32Rule, HalfRule, LossScale, Policy, Reason
+from amptune.policy.settings import Autocast, CompileMode, Float8Rule, Fp32Rule, HalfRule, LossScale, Policy, Reason
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 positive = st.floats(min_value=1e-30, max_value=1e30)
@@ -29,6 +29,7 @@ rules = st.one_of(
     st.builds(Fp32Rule, type=words, cast_output=st.booleans(), reason=st.none() | reasons),
 )
 half_rules = st.builds(HalfRule, path=words, reason=st.none() | reasons) | st.builds(HalfRule, type=words)
+float8_rules = st.builds(Float8Rule, path=words, reason=st.none() | reasons) | st.builds(Float8Rule, type=words)
 intervals = st.integers(1, 10**6)
 loss_scales = st.one_of(
     st.builds(LossScale, init=positive, growth_interval=intervals),
@@ -51,12 +52,14 @@ def policies(draw: st.DrawFn) -> Policy:
         fp32_math=draw(st.sampled_from(["stock", "ieee", "tf32"])),
         fp32_modules=tuple(draw(st.lists(rules, max_size=3))),
         half_modules=tuple(draw(st.lists(half_rules, max_size=2))),
+        float8_modules=tuple(draw(st.lists(float8_rules, max_size=2))) if autocast == "bf16" else (),
         memory_format=draw(st.sampled_from(["contiguous", "channels_last", "channels_last_3d"])),
         cudnn_benchmark=draw(st.booleans()),
         batch_size=draw(st.none() | st.integers(1, 10**6)),
         accumulate=draw(st.integers(1, 1000)),
         attention=draw(st.sampled_from([(), ("cudnn",), ("flash", "cudnn")])),
         checkpoint=checkpoint,
+        activation_budget=draw(st.floats(0.0, 1.0)),
         compile=compiled,
         cuda_graphs=compiled == "off"
         and not checkpoint

@@ -12,7 +12,7 @@ from amptune.policy.file_io import dumps, parse_policy
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.profile import Profile
 from amptune.policy.serialization import policy_from_dict, policy_to_dict
-from amptune.policy.settings import Fp32Rule, HalfRule, LossScale, Policy, Reason
+from amptune.policy.settings import Float8Rule, Fp32Rule, HalfRule, LossScale, Policy, Reason
 from amptune.policy.yaml_text import parse
 
 EVERYTHING = Policy(
@@ -30,9 +30,14 @@ EVERYTHING = Policy(
     threads=3,
     attention=("flash", "cudnn"),
     checkpoint=("layers.*", "head"),
+    activation_budget=0.25,
     compile="reduce-overhead",
     fused_optimizer=True,
     loss_scale=LossScale(init=1024.0, growth_interval=7, max=65536.0),
+)
+IN_FP8 = Policy(
+    autocast="bf16",
+    float8_modules=(Float8Rule(path="layers.*.mlp.*", reason=Reason(saves_ms=1.5)), Float8Rule(type="Up")),
 )
 # What does not go together with autocast, and with torch.compile.
 HALF_WEIGHTS = Policy(
@@ -75,10 +80,10 @@ def test_a_policy_survives_the_way_through_plain_data(policy: Policy) -> None:
 
 
 def test_a_policy_that_sets_every_field_keeps_every_field() -> None:
-    both = {name for policy in (EVERYTHING, HALF_WEIGHTS) for name, _ in policy.departures()}
+    both = {name for policy in (EVERYTHING, IN_FP8, HALF_WEIGHTS) for name, _ in policy.departures()}
     unset = {f.name for f in fields(Policy)} - both
     assert not unset, "the policies of this test must depart from stock in every field"
-    for policy in (EVERYTHING, HALF_WEIGHTS):
+    for policy in (EVERYTHING, IN_FP8, HALF_WEIGHTS):
         back = again(policy)
         assert isinstance(back, PolicyFile)
         assert asdict(back.policy) == asdict(policy)

@@ -28,7 +28,7 @@ from amptune.search.pipeline import tune_with
 from amptune.search.plan.budget import Budget
 from amptune.search.request import TuningRequest
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
-from amptune.search.space.checkpoints import checkpoints_of
+from amptune.search.space.chosen_modules import checkpoints_of
 from amptune.search.space.knobs import points
 from amptune.search.space.space_file import space_names
 from amptune.search.table.objective import objective_of

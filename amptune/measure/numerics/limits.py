@@ -23,7 +23,7 @@ from amptune.measure.results.training_runs import (
 )
 from amptune.policy.findings import Finding
 
-__all__ = ["Figure", "buffer_limit", "figures_of", "is_near_limits"]
+__all__ = ["JudgedFigure", "buffer_limit", "figures_of", "is_near_limits"]
 
 MOST_BIAS = MOST_ERROR = 0.3
 # Rounding every activation, and not only the weights, was seen to have up to 4.4 times the effect.
@@ -47,7 +47,7 @@ MOST_BY_CHANCE = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class JudgedFigure:
     """A figure of a judgement, as a multiple of what is allowed; of a module's gradient, if a module is named."""
 
     code: str
@@ -75,7 +75,7 @@ def is_near_limits(parity: Parity) -> bool:
     return parity.failure is None and 1 < used <= MOST_BY_CHANCE
 
 
-def figures_of(parity: Parity, tolerance: float | None = None) -> tuple[Figure, ...]:
+def figures_of(parity: Parity, tolerance: float | None = None) -> tuple[JudgedFigure, ...]:
     """Returns the figures; after a second look those of both, each as it was when it used less of what is allowed.
 
     With a `tolerance`, the result of the workload's `evaluate` is one of them.
@@ -87,14 +87,14 @@ def figures_of(parity: Parity, tolerance: float | None = None) -> tuple[Figure, 
     return tuple(min(one, again[of], key=lambda one: one.times_allowed) for of, one in first.items() if of in again)
 
 
-def _figures_of_a_look(parity: Parity, tolerance: float | None) -> Iterator[Figure]:
-    yield Figure(
+def _figures_of_a_look(parity: Parity, tolerance: float | None) -> Iterator[JudgedFigure]:
+    yield JudgedFigure(
         "steps-skipped",
         parity.skipped_share / MOST_SKIPPED,
         f"the loss scaler skips {parity.skipped_share:.0%} of the steps once it has settled",
         f"{MOST_SKIPPED:.0%}",
     )
-    yield Figure(
+    yield JudgedFigure(
         "loss-drifts",
         parity.drift / TIMES_SPREAD,
         f"the loss is {parity.drift_share:.1%} above that in FP32, {parity.drift:.1f} times what chance makes FP32 "
@@ -103,9 +103,9 @@ def _figures_of_a_look(parity: Parity, tolerance: float | None) -> Iterator[Figu
     )
     spread = f"{parity.below:.1f} times the spread of FP32 runs"
     below = f"the loss is far below FP32's ({spread}): probably not the same loss"
-    yield Figure("loss-differs", parity.below / TIMES_BELOW, below, f"{TIMES_BELOW:g} times")
+    yield JudgedFigure("loss-differs", parity.below / TIMES_BELOW, below, f"{TIMES_BELOW:g} times")
     for buffer in parity.buffers:
-        yield Figure(
+        yield JudgedFigure(
             "statistics-differ",
             buffer.off / buffer_limit(buffer),
             f"the buffer {buffer.path} is off by {buffer.off:.0%} after a moment of training",
@@ -123,7 +123,7 @@ def buffer_limit(buffer: BufferParity) -> float:
     return max(MOST_BUFFER_OFF, TIMES_SPREAD * buffer.apart)
 
 
-def _of_evaluation(parity: Parity, tolerance: float) -> Iterator[Figure]:
+def _of_evaluation(parity: Parity, tolerance: float) -> Iterator[JudgedFigure]:
     """Yields the figure of the user's own measure, unless it is still about what it was before training."""
     evaluated, fp32, at_start = parity.evaluated, parity.evaluated_fp32, parity.evaluated_at_start
     if evaluated is None or fp32 is None:
@@ -137,18 +137,18 @@ def _of_evaluation(parity: Parity, tolerance: float) -> Iterator[Figure]:
     off = abs(evaluated - fp32)
     times = off / tolerance if tolerance else math.inf if off else 0.0
     message = f"evaluate gives {evaluated:.4g} after a moment of training, {fp32:.4g} in FP32"
-    yield Figure("evaluates-differently", times, message, f"{tolerance:g}")
+    yield JudgedFigure("evaluates-differently", times, message, f"{tolerance:g}")
 
 
-def _of_gradient(one: GradientParity, negligible: float) -> Iterator[Figure]:
+def _of_gradient(one: GradientParity, negligible: float) -> Iterator[JudgedFigure]:
     """Yields the figures of a parameter's gradient; errors below `negligible` are allowed, but it must not vanish."""
     if one.share < NULL_SHARE:
         return
     name = one.name.rpartition(".")[2]
     whose, floor = f"the gradient of {name}", max(negligible, TIMES_ROUNDING * one.rounding)
 
-    def figure(code: str, times: float, message: str, allowed: str) -> Figure:
-        return Figure(f"gradient-{code}", times, message, allowed, one.module, one.name)
+    def figure(code: str, times: float, message: str, allowed: str) -> JudgedFigure:
+        return JudgedFigure(f"gradient-{code}", times, message, allowed, one.module, one.name)
 
     vanished = f"{one.vanished:.0%} of the elements vanish in {whose}"
     yield figure("vanishes", one.vanished / MOST_VANISHED, vanished, f"{MOST_VANISHED:.0%}")

@@ -54,9 +54,10 @@ class Subject:
     tells if the optimizer has a fused kernel not used yet, `own_step` if the workload defines its own step.
     `accumulate` is the number of batches for one optimizer step in training today. `repeated_leaves` counts the
     leaves of blocks that equal another, which a compiler of blocks need not compile again; `blocks` are the paths of
-    such blocks, in order, that can compute their activations again. `threads` is the number of
-    threads that PyTorch uses on a CPU, and 0 for a model that is trained on a GPU. The model `attends` if its step on a
-    GPU calls scaled_dot_product_attention.
+    such blocks, in order, that can compute their activations again. `wide_linears` are the paths of the Linears for
+    which FP8 may pay and that can run in it on this machine, without the last one called, the head. `threads` is the
+    number of threads that PyTorch uses on a CPU, and 0 for a model that is trained on a GPU. The model `attends` if its
+    step on a GPU calls scaled_dot_product_attention.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Subject:
     accumulate: int = 1
     repeated_leaves: int = 0
     blocks: tuple[str, ...] = ()
+    wide_linears: tuple[str, ...] = ()
     threads: int = 0
     attends: bool = False
 

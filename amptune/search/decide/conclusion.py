@@ -58,6 +58,7 @@ def decide(
         *_rejected(judgements, verdict, finalists),
         *unjudged,
         *_yardstick(judgements, policy, noticed_before),
+        *_of_float8(policy),
         *_of_the_cpu(prepared, rows, verdict),
         *noticed(row.outcome for row in rows),
     )
@@ -129,6 +130,15 @@ def _yardstick(judgements: Judgements[Judgement], policy: Policy, told: Sequence
     judgement, codes = judgements.known(policy), {finding.code for finding in told}
     if judgement is not None:
         yield from (finding for finding in yardstick_findings(judgement) if finding.code not in codes)
+
+
+def _of_float8(policy: Policy) -> Iterator[Finding]:
+    if policy.float8_modules:
+        message = (
+            "products in FP8 were judged by a moment of training, and NaN can come thousands of steps later: look long "
+            "before you train with it, `amptune verify POLICY.yaml TARGET --numerics --steps 5000`"
+        )
+        yield Finding(code="float8-judged-briefly", message=message)
 
 
 def _not_judged(judgements: Judgements[Judgement], policy: Policy, parity: Mapping[str, float]) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from amptune.measure.numerics.limits import Figure, figures_of
+from amptune.measure.numerics.limits import JudgedFigure, figures_of
 from amptune.measure.results.training_runs import Parity
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
@@ -34,7 +34,7 @@ class Judgement:
     def worst(self) -> tuple[Finding, ...]:
         """The figures nearest to their limits or beyond, the worst first, one a module."""
         ranked = sorted(figures_of(self.parity, self.tolerance), key=lambda figure: -figure.times_allowed)
-        first: dict[str, Figure] = {}
+        first: dict[str, JudgedFigure] = {}
         for figure in ranked:
             first.setdefault(figure.module or figure.code, figure)
         return tuple(figure.as_finding() for figure in first.values())
@@ -58,7 +58,7 @@ def _shortcomings(parity: Parity, tolerance: float | None) -> tuple[Finding, ...
         return (Finding(code="breaks", message=f"{raised}{parity.failure}", module=module),)
     exceeded = [figure for figure in figures_of(parity, tolerance) if not figure.times_allowed <= 1]  # NaN exceeds too
     exceeded.sort(key=lambda figure: (figure.module is not None, -figure.times_allowed))
-    first: dict[str, Figure] = {}
+    first: dict[str, JudgedFigure] = {}
     for figure in exceeded:
         first.setdefault(figure.code if figure.module is None else figure.module, figure)
     return tuple(figure.as_finding() for figure in first.values())

@@ -43,7 +43,8 @@ def fp32_of(baseline: Policy) -> Policy:
 
 def is_graph_like(one: Policy, other: Policy) -> bool:
     """Returns whether both are compiled and in one dtype: a compiler that breaks one is likely to break the other."""
-    return "off" not in (one.compile, other.compile) and one.precision == other.precision
+    in_one_dtype = one.precision == other.precision and one.float8_modules == other.float8_modules
+    return "off" not in (one.compile, other.compile) and in_one_dtype
 
 
 @dataclass(frozen=True, slots=True)

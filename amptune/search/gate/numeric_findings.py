@@ -47,9 +47,9 @@ def line_to_look(judgement: Judgement) -> str:
     """
     worst = judgement.shortcomings[0]
     parameter = worst.figures.get("parameter")
-    if judgement.parity.own_step or (parameter is None and worst.code != "breaks"):
-        return f"`{_long_look(judgement.policy)}`"
     own = judgement.policy
+    if own.float8_modules or judgement.parity.own_step or (parameter is None and worst.code != "breaks"):
+        return f"`{_long_look(own)}`"
     precision = f"weights={own.weights!r}" if own.weights == "half" else f"autocast={own.autocast!r}"
     under = f"with amptune.apply(amptune.Policy({precision}), model, guard=False) as t, t.autocast(): "
     if parameter is None:
@@ -59,7 +59,8 @@ def line_to_look(judgement: Judgement) -> str:
 
 
 def _long_look(policy: Policy) -> str:
-    preset = f"amp-{policy.autocast}" if policy.weights != "half" and policy.autocast != "off" else "POLICY.yaml"
+    is_preset = policy.autocast != "off" and not policy.float8_modules
+    preset = f"amp-{policy.autocast}" if is_preset else "POLICY.yaml"
     return f"amptune verify {preset} TARGET --numerics"
 
 

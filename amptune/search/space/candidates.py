@@ -12,14 +12,14 @@ from typing import Any, Literal
 from amptune.errors import SpaceError
 from amptune.measure.results.subject import Prepared, Subject
 from amptune.policy.findings import Finding
-from amptune.policy.knobs.knob import is_in
+from amptune.policy.knobs.knob import TRUTH, is_in
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe, settled
-from amptune.search.space.checkpoints import checkpoints_of
+from amptune.search.space.chosen_modules import IN_WORDS
 from amptune.search.space.exclusions import Ladder, ladder_by_intensity
 from amptune.search.space.knobs import (
     BATCH_SIZE,
     BATCHNORM,
-    CHECKPOINTS,
+    BUDGET,
     EXCLUSIONS,
     IN_HALF,
     MASTERS,
@@ -119,7 +119,7 @@ class Candidates:
 
     The `first` are measured before the sampler proposes anything; the best of the `known_good` also enter the finals.
     `stored` is the space that a study is kept under; values that fail the numerics gate are removed from `space` only.
-    If `batch_size` is None, the workload's own is used. `checkpoints` has the patterns of each choice of blocks.
+    If `batch_size` is None, the workload's own is used. `in_words` has the modules that a search calls by words.
     """
 
     space: Space
@@ -132,13 +132,15 @@ class Candidates:
     known_good: tuple[Policy, ...]
     stored: Space
     safeguards: Mapping[str, tuple[Fp32Rule, ...]] = field(default_factory=dict)
-    checkpoints: Mapping[Any, tuple[str, ...]] = field(default_factory=dict)
+    in_words: Mapping[str, Mapping[Any, tuple[Any, ...]]] = field(default_factory=dict)
 
     def policy_of(self, point: Point) -> Policy:
         """Returns the policy for a point of the space; settings without effect there keep stock PyTorch's value."""
         settings: dict[str, Any] = {BATCH_SIZE: self.batch_size}
         settings |= {name: in_policy(name, value) for name, value in point.items()}
-        settings[CHECKPOINTS] = self.checkpoints.get(point.get(CHECKPOINTS, "none"), ())
+        if point.get("compile", "off") == "off":
+            settings.pop(BUDGET, None)
+        settings |= {name: of.get(point.get(name, "none"), ()) for name, of in self.in_words.items()}
         settings["accumulate"] = _accumulate(settings[BATCH_SIZE], self.global_batch)
         half, depth = settings.pop(IN_HALF, False), settings.pop(EXCLUSIONS, 0)
         policy = settled(settings)
@@ -165,14 +167,12 @@ class Candidates:
         faster = [rule for rule in policy.fp32_modules if not rule.is_needed]
         point: dict[str, Any] = {name: in_search(name, policy) for name in settings}
         point |= {EXCLUSIONS: len(faster), IN_HALF: bool(policy.half_modules)}
-        if CHECKPOINTS in settings:
-            point[CHECKPOINTS] = next((one for one, its in self.checkpoints.items() if its == policy.checkpoint), "")
+        for name in settings.keys() & self.in_words.keys():
+            point[name] = next((word for word, its in self.in_words[name].items() if its == getattr(policy, name)), "")
         if forbidden_because(self.space, point) is not None:
             return False
-        depths = self.space.choices(EXCLUSIONS)
-        few_enough = not depths or is_in(0, depths) or bool(faster)
-        halves = self.space.choices(IN_HALF)
-        as_wished = not halves or is_in(point[IN_HALF], halves)
+        few_enough = bool(faster) or is_in(0, self.space.choices(EXCLUSIONS) or (0,))
+        as_wished = is_in(point[IN_HALF], self.space.choices(IN_HALF) or TRUTH)
         return few_enough and as_wished and all(is_in(point[name], choices) for name, choices in settings.items())
 
     @property
@@ -262,7 +262,7 @@ def candidates_for(
         baseline=_sized(wanted.baseline, own or batch_size, wanted.global_batch),
         amp_recipes=tuple(policy for policy in known_good[1:] if policy.memory_format == "contiguous"),
         known_good=known_good,
-        checkpoints=checkpoints_of(subject) if space.choices(CHECKPOINTS) else {},
+        in_words={name: of(subject) for name, of in IN_WORDS.items() if space.choices(name)},
     )
 
 

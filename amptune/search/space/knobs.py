@@ -5,21 +5,27 @@ from __future__ import annotations
 import difflib
 import hashlib
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from amptune.errors import SpaceError
+from amptune.policy.knobs.activation_budget import ACTIVATION_BUDGET
 from amptune.policy.knobs.checkpoint import CHECKPOINT
+from amptune.policy.knobs.float8_modules import FLOAT8_MODULES
 from amptune.policy.knobs.knob import TRUTH, in_file, is_in
 from amptune.policy.knobs.precision_rules import FP32_MODULES, HALF_MODULES
 from amptune.policy.settings import KNOBS, Policy
 
 __all__ = [
     "BATCH_SIZE",
+    "BUDGET",
     "CHECKPOINTS",
     "EXCLUSIONS",
+    "FLOAT8",
     "IN_HALF",
+    "SAVING_MEMORY",
     "SEARCHED",
     "Dimension",
     "Forbidden",
@@ -37,13 +43,18 @@ __all__ = [
     "without_knob",
 ]
 
-Value = str | int | bool
+Value = str | int | bool | float
 
 # How far down the ladder modules stay in FP32, and if modules that autocast keeps in FP32 run in half: what a search
 # varies in place of the rules. All others are settings of the policy.
 EXCLUSIONS, IN_HALF = "fp32_exclusions", "half_modules"
 # Which repeated blocks compute their activations again, in place of patterns; for a search that saves memory.
 CHECKPOINTS, REPEATED = "checkpoint", ("none", "alternate", "all")
+# How much a compiler keeps of the activations; for the same searches.
+BUDGET = ACTIVATION_BUDGET.name
+SAVING_MEMORY = (CHECKPOINTS, BUDGET)
+# Whether all wide Linears but the head run in FP8, in place of rules.
+FLOAT8 = FLOAT8_MODULES.name
 WEIGHTS, MASTERS, BATCHNORM = "weights", "master_weights", "keep_batchnorm_fp32"
 # The choices of this knob depend on what fits into memory.
 BATCH_SIZE = "batch_size"
@@ -185,11 +196,11 @@ def without_knob(space: Space, name: str) -> Space:
 def digest(space: Space) -> str:
     """Returns a short hash of the knobs and forbidden points, without reasons; each hash has a study of its own.
 
-    Choices that follow from the modules' own times or from the batch sizes that fit are no part of it, nor is what only
-    some objectives have or forbid: policies are remembered by their settings.
+    Choices that follow from the modules' own times or from the batch sizes that fit are no part of it, nor what only
+    some objectives vary or forbid, unless pinned: policies are remembered by their settings.
     """
     kept = [one for one in space.knobs if one.name not in (EXCLUSIONS, IN_HALF)]
-    kept = [one for one in kept if (one.name, set(one.choices)) != (CHECKPOINTS, set(REPEATED))]
+    kept = [one for one in kept if one.name not in SAVING_MEMORY or len(one.choices) == 1]
     knobs = [(one.name, () if one.name == BATCH_SIZE else one.choices) for one in kept]
     content = (knobs, [rule.when for rule in space.forbid if not rule.for_speed])
     return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
@@ -199,8 +210,9 @@ _OF_RULES = (
     replace(FP32_MODULES, name=EXCLUSIONS, stock=0, is_count=True),
     replace(HALF_MODULES, stock=False, values=TRUTH),
     replace(CHECKPOINT, stock="none", values=REPEATED),
+    replace(FLOAT8_MODULES, stock="none", values=("none", "wide")),
 )
-_OF_POLICIES = (knob for knob in KNOBS if (knob.values or knob.is_count) and not knob.is_order)
+_OF_POLICIES = (knob for knob in KNOBS if (knob.values or knob.is_count or knob.is_share) and not knob.is_order)
 # What is preferred, in place of an order.
 _OF_ORDERS = (replace(knob, stock=NO_ORDER, values=(NO_ORDER, *knob.values)) for knob in KNOBS if knob.is_order)
 # The knobs that a space may have, by name. Those that it may leave out stand last.
@@ -223,6 +235,14 @@ def in_search(name: str, policy: Policy) -> Any:
 
 def _value_of(name: str, text: str) -> Value:
     legal = SEARCHED[name].values
+    if SEARCHED[name].is_share:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value <= 1:
+            raise SpaceError(f"{name}={text}: {text!r} is no number from 0 to 1")
+        return value
     if not legal:
         if not text.isdecimal():
             raise SpaceError(f"{name}={text}: {text!r} is no whole number")

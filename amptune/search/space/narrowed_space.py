@@ -11,8 +11,10 @@ from amptune.policy.settings import Policy, amp_recipe
 from amptune.search.space.knobs import (
     BATCHNORM,
     CHECKPOINTS,
+    FLOAT8,
     IN_HALF,
     MASTERS,
+    SAVING_MEMORY,
     SEARCHED,
     WEIGHTS,
     Point,
@@ -36,12 +38,17 @@ def narrowed(
     """
     if saves_memory:
         space = replace(space, forbid=tuple(rule for rule in space.forbid if not rule.for_speed))
-    else:
-        space = without_knob(space, CHECKPOINTS)
+    for name in () if saves_memory else SAVING_MEMORY:
+        space = without_knob(space, name)
     if pins.get(CHECKPOINTS, "none").lower() != "none" and not subject.blocks:
         raise SpaceError(
             f"--set checkpoint={pins[CHECKPOINTS]} is for repeated blocks, and the model has none; a policy file can "
             "name any modules"
+        )
+    if pins.get(FLOAT8, "none").lower() != "none" and not subject.wide_linears:
+        raise SpaceError(
+            f"--set float8_modules={pins[FLOAT8]} is for Linears of 4096 × 2048 and more besides the head, on a GPU of "
+            "compute capability 8.9 or more with torchao, and there are none; a policy file can name any Linears"
         )
     space = _recomputing_soon(_for_model(space, subject))
     recipes = _amp_recipes(space)

@@ -221,6 +221,8 @@ def _values_outside(
 
 def _is_legal(name: str, value: Any) -> bool:
     legal = SEARCHED[name].values
+    if SEARCHED[name].is_share:
+        return isinstance(value, float) and 0 <= value <= 1
     if not legal:
         least = 0 if SEARCHED[name].stock == 0 else 1
         return isinstance(value, int) and not isinstance(value, bool) and value >= least
@@ -229,6 +231,8 @@ def _is_legal(name: str, value: Any) -> bool:
 
 def _legal_in_words(name: str) -> str:
     legal = SEARCHED[name].values
+    if SEARCHED[name].is_share:
+        return "a number from 0.0 to 1.0"
     return "one of " + ", ".join(map(_word, legal)) if legal else "a whole number"
 
 

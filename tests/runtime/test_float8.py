@@ -1,0 +1,362 @@
+"""`float8_modules`: Linears that multiply in FP8, by torchao; on a CPU it is emulated."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import amptune
+from amptune import Float8Rule, Fp32Rule, HalfRule, Policy
+from amptune.errors import FileFormatError, PolicyApplyError
+from amptune.measure.bench.bench import Bench
+from amptune.measure.modules import inspection
+from amptune.measure.modules.inspection import inspect_model
+from amptune.measure.numerics.parity import judge
+from amptune.measure.numerics.reference import make_reference
+from amptune.policy.artifact_file import digest_of
+from amptune.policy.file_io import parse_policy
+from amptune.policy.policy_file import PolicyFile
+from amptune.policy.serialization import schema_of
+from amptune.policy.setting_effects import changes_graph, numerics_of, rounding_of
+from amptune.policy.settings import Reason, settled
+from amptune.policy.yaml_text import parse
+from amptune.report.explanation import explain
+from amptune.runtime import float8
+from amptune.search.gate.judgement import judged
+from amptune.search.table.ablation import variants_of
+from amptune.workload.workload import Workload
+
+WIDTH = 32
+BF16 = Policy(autocast="bf16")
+MLPS = replace(BF16, float8_modules=(Float8Rule(path="layers.*.mlp.*"),))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.mlp(self.norm(x))
+        return out
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, 4 * width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def built() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.fixture
+def _emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    pytest.importorskip("torchao.float8", reason="FP8 is torchao's: pip install 'amptune[float8]'")
+    monkeypatch.setattr(float8, "EMULATE", True)
+    yield
+    torch.compiler.reset()
+
+
+def gradients(policy: Policy, model: nn.Module, rows: int = 48) -> list[torch.Tensor]:
+    """The output, and all gradients, of one step."""
+    x = torch.randn(rows, 10, generator=torch.Generator().manual_seed(1))
+    with amptune.apply(policy, model, guard=False) as tuned:
+        with tuned.autocast():
+            out = tuned.model(x)
+        out.float().square().mean().backward()
+    found = [out.detach().float(), *(one.grad for one in model.parameters() if one.grad is not None)]
+    model.zero_grad()
+    return found
+
+
+def in_float8(model: nn.Module) -> list[str]:
+    return [path for path, one in model.named_modules() if isinstance(one, nn.Linear) and type(one) is not nn.Linear]
+
+
+def off(some: torch.Tensor, others: torch.Tensor) -> float:
+    return float((some - others).norm() / others.norm())
+
+
+# --- files and words ---------------------------------------------------------------------------------------------
+
+
+def test_a_file_names_linears_by_rules() -> None:
+    text = "schema: amptune.policy/1\nautocast: bf16\nfloat8_modules: [{path: layers.*.mlp.*}]\n"
+    read = parse_policy(parse(text, "x.yaml"))
+    assert isinstance(read, PolicyFile)
+    assert read.policy == MLPS
+    assert schema_of("policy")["properties"]["float8_modules"]["type"] == "array"
+    assert str(MLPS) == "bf16, FP8: layers.*.mlp.*"
+    assert "float8_modules layers.*.mlp.*: the products of these Linears run in FP8" in "\n".join(explain(read))
+
+
+@pytest.mark.parametrize("autocast", ["off", "fp16"])
+def test_it_is_for_bf16(autocast: str) -> None:
+    text = f"schema: amptune.policy/1\nautocast: '{autocast}'\nfloat8_modules: [{{type: Linear}}]\n"
+    with pytest.raises(FileFormatError, match=f"float8_modules: FP8 is for autocast bf16, and autocast is {autocast}"):
+        parse_policy(parse(text, "x.yaml"))
+    assert settled({"autocast": autocast, "float8_modules": MLPS.float8_modules}) == Policy(autocast=autocast)  # type: ignore[arg-type]
+
+
+def test_it_rounds_otherwise_and_makes_another_graph() -> None:
+    assert rounding_of(MLPS) == numerics_of(MLPS) == MLPS
+    assert changes_graph("float8_modules")
+    assert [one.policy for one in variants_of(MLPS)] == [Policy(), BF16]
+
+
+def test_artifacts_do_not_depend_on_the_reason_of_a_rule() -> None:
+    reasoned = replace(MLPS, float8_modules=(Float8Rule(path="layers.*.mlp.*", reason=Reason(saves_ms=1.0)),))
+    assert digest_of(reasoned) == digest_of(MLPS) != digest_of(BF16)
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is for a machine without a GPU")
+def test_without_a_gpu_it_is_refused_and_the_model_unchanged() -> None:
+    model = built()
+    with pytest.raises(
+        PolicyApplyError, match=r"float8_modules: FP8 needs a GPU of compute capability 8\.9 or more, and"
+    ):
+        amptune.apply(MLPS, model)
+    assert in_float8(model) == []
+
+
+def test_a_gpu_before_ada_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with pytest.raises(PolicyApplyError, match=r"capability 8\.9 or more, and this one has 8\.0"):
+        amptune.apply(MLPS, built())
+
+
+def test_without_torchao_the_error_has_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(PolicyApplyError, match=r"FP8 needs torchao \(.*pip install 'amptune\[float8\]'"):
+        amptune.apply(MLPS, built())
+
+
+def test_a_rule_without_a_linear_is_an_error() -> None:
+    rules = (Float8Rule(path="layers.*.norm"), Float8Rule(type="GELU"))
+    with pytest.raises(PolicyApplyError, match=r"rules of float8_modules name no Linear: layers\.\*\.norm, type GELU"):
+        amptune.apply(replace(BF16, float8_modules=rules), built())
+
+
+@pytest.mark.usefixtures("_emulated")
+def test_sizes_that_are_no_multiples_of_16_are_refused_all_at_once() -> None:
+    model = nn.Sequential(nn.Linear(10, 32), nn.Linear(32, 32), nn.Linear(32, 7))
+    expected = "be run in FP8:\n  0 is 10 wide and gives 32, and FP8 needs multiples of 16\n  2 is 32 wide and gives 7"
+    with pytest.raises(PolicyApplyError, match=expected):
+        amptune.apply(replace(BF16, float8_modules=(Float8Rule(path="*"),)), model)
+    assert in_float8(model) == []
+
+
+# --- training ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_emulated")
+def test_undone_all_is_as_it_was() -> None:
+    model = built()
+    plain = gradients(BF16, model)
+    modules, parameters = list(model.modules()), list(model.parameters())
+    keys, state = list(model.state_dict()), {name: dict(vars(one)) for name, one in model.named_modules()}
+    tuned = amptune.apply(MLPS, model)
+    assert in_float8(model) == [f"layers.{n}.mlp.{m}" for n in (0, 1) for m in (0, 2)]
+    assert list(model.state_dict()) == keys
+    assert [id(one) for one in model.parameters()] == [id(one) for one in parameters]
+    tuned.undo()
+    assert [id(one) for one in model.modules()] == [id(one) for one in modules]
+    assert [id(one) for one in model.parameters()] == [id(one) for one in parameters]
+    assert {name: dict(vars(one)) for name, one in model.named_modules()} == state
+    assert in_float8(model) == []
+    assert all(map(torch.equal, gradients(BF16, model), plain))
+
+
+@pytest.mark.usefixtures("_emulated")
+@pytest.mark.parametrize("rows", [48, 7])
+def test_values_are_rounded_to_fp8_and_gradients_stay_near(rows: int) -> None:
+    plain, fp8 = (gradients(policy, built(), rows) for policy in (BF16, MLPS))
+    errors = [off(mine, own) for mine, own in zip(fp8, plain, strict=True)]
+    assert 0.002 < errors[0] < 0.1
+    assert 0.002 < max(errors[1:]) < 0.3
+    assert [one.dtype for one in fp8] == [torch.float32] * len(fp8)
+
+
+@pytest.mark.usefixtures("_emulated")
+def test_a_batch_of_any_shape_is_as_its_rows() -> None:
+    """Rows of zeros are added to 21 rows, which changes no value."""
+    linear = nn.Sequential(nn.Linear(32, 64))
+    x = torch.randn(3, 7, 32)
+    with amptune.apply(replace(BF16, float8_modules=(Float8Rule(path="0"),)), linear) as tuned, tuned.autocast():
+        out = tuned.model(x)
+        assert out.shape == (3, 7, 64)
+        assert torch.equal(tuned.model(torch.cat([x.flatten(0, 1), torch.zeros(11, 32)]))[:21], out.flatten(0, 1))
+
+
+@pytest.mark.usefixtures("_emulated")
+def test_modules_in_fp32_stay_so_and_of_rules_in_half_fp8_wins() -> None:
+    rules = (Float8Rule(path="layers"), Float8Rule(type="Linear"))
+    model = nn.Sequential(*(Net().layers))
+    own = replace(BF16, float8_modules=rules[1:], fp32_modules=(Fp32Rule(path="0"),))
+    own = replace(own, half_modules=(HalfRule(path="1.mlp.0"), HalfRule(path="1.norm")))
+    with amptune.apply(own, model):
+        assert in_float8(model) == ["1.mlp.0", "1.mlp.2"]
+    with amptune.apply(replace(BF16, float8_modules=rules[:1]), whole := built()):
+        assert in_float8(whole) == [f"layers.{n}.mlp.{m}" for n in (0, 1) for m in (0, 2)]
+
+
+@pytest.mark.usefixtures("_emulated")
+@pytest.mark.parametrize("mode", ["default", "blocks"])
+def test_compiled_the_numbers_are_those_of_fp8(mode: str) -> None:
+    eager = gradients(MLPS, built())
+    compiled = gradients(replace(MLPS, compile=mode, checkpoint=("layers.1",)), built())  # type: ignore[arg-type]
+    assert max(off(mine, own) for mine, own in zip(compiled, eager, strict=True)) < 0.1
+
+
+@pytest.mark.usefixtures("_emulated")
+def test_without_a_compiler_a_finding_says_what_is_missing() -> None:
+    codes = [
+        [one.code for one in amptune.apply(policy, built()).findings]
+        for policy in (MLPS, replace(MLPS, compile="default"))
+    ]
+    assert codes == [["float8-not-compiled"], []]
+
+
+@pytest.mark.usefixtures("_emulated")
+def test_copies_and_pickles_run_in_fp8_too() -> None:
+    model = built()
+    x = torch.randn(16, 10)
+    with amptune.apply(MLPS, model) as tuned, tuned.autocast():
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert in_float8(other) == in_float8(model)
+            assert torch.equal(other(x), tuned.model(x))
+
+
+# --- what a search is told ---------------------------------------------------------------------------------------
+
+
+def wide_linears_of(model: nn.Module, rows: int = WIDTH) -> tuple[str, ...]:
+    workload = Workload(
+        model=lambda: model,
+        batch=lambda n: torch.randn(n, 10),
+        loss=lambda net, x: net(x).square().mean(),
+        optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=0.1),
+        batch_size=rows,
+    )
+    return inspect_model(Bench(workload, torch.device("cpu")), "").wide_linears
+
+
+@pytest.mark.usefixtures("_emulated")
+def test_wide_linears_are_those_that_are_called_but_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection, "LEAST_SIDE", WIDTH)
+    monkeypatch.setattr(inspection, "LEAST_LONG_SIDE", 4 * WIDTH)
+    model = built()
+    model.unused = nn.Linear(WIDTH, 4 * WIDTH)
+    assert wide_linears_of(model) == tuple(f"layers.{n}.mlp.{m}" for n in (0, 1) for m in (0, 2))
+    assert wide_linears_of(built(), rows=WIDTH - 1) == ()
+    monkeypatch.setattr(float8, "EMULATE", False)
+    if not torch.cuda.is_available():
+        assert wide_linears_of(built()) == ()
+
+
+@pytest.mark.usefixtures("_emulated")
+def test_a_narrow_model_has_none() -> None:
+    assert wide_linears_of(built()) == ()
+
+
+# --- what the gate says ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_emulated")
+@pytest.mark.parametrize("outlier", [1.0, 1e8])
+def test_the_gate_passes_healthy_fp8_and_not_that_of_values_that_vanish_beside_a_large_one(outlier: float) -> None:
+    """A tensor has one scale: beside 1e8, a value of 1 is 0 in FP8. In bf16 each value has its own exponent."""
+
+    def batch(n: int) -> torch.Tensor:
+        x = torch.randn(n, WIDTH)
+        x[:, 0] *= outlier
+        return x
+
+    def model() -> nn.Module:
+        linear = nn.Linear(WIDTH, WIDTH)
+        nn.init.zeros_(linear.weight[:, 0].detach())
+        hook: Any = linear.weight.register_hook
+        hook(lambda gradient: gradient * (torch.arange(WIDTH) > 0))
+        return nn.Sequential(linear, nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+    workload = Workload(
+        model=model,
+        batch=batch,
+        loss=lambda net, x: functional.mse_loss(net(x).float(), x.clamp(-1, 1).roll(1)),
+        optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=0.1),
+        batch_size=64,
+    )
+    bench = Bench(workload, torch.device("cpu"))
+    reference = make_reference(bench, Policy(), 2.0)
+    assert judged(BF16, judge(bench, BF16, reference)).passes
+    fp8 = replace(BF16, float8_modules=(Float8Rule(path="0"),))
+    assert judged(fp8, judge(bench, fp8, reference)).passes == (outlier == 1.0)
+
+
+# --- on a GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_compiled_fp8_trains_wide_layers_faster_and_near_bf16() -> None:
+    if (why := float8.no_float8_because(torch.device("cuda"))) is not None:
+        pytest.skip(why)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(4096) for _ in range(2))).cuda()
+    x = torch.randn(8192, 4096, device="cuda")
+    ms, losses, found = {}, {}, {}
+    for policy in (BF16, replace(BF16, float8_modules=(Float8Rule(path="**.mlp"),))):
+        with amptune.apply(replace(policy, compile="default"), model, guard=False) as tuned:
+
+            def step() -> Any:
+                with tuned.autocast():
+                    loss: Any = functional.mse_loss(tuned.model(x).float(), x)
+                loss.backward()
+                return loss
+
+            losses[policy] = float(step())
+            found[policy] = [one.grad.clone() for one in model.parameters() if one.grad is not None]
+            for _ in range(5):
+                step()
+            torch.cuda.synchronize()
+            began_s = time.perf_counter()
+            for _ in range(20):
+                step()
+            torch.cuda.synchronize()
+            ms[policy] = 1000 * (time.perf_counter() - began_s) / 20
+            model.zero_grad()
+    (bf16, fp8) = ms
+    print(f"bf16 {ms[bf16]:.2f} ms, FP8 {ms[fp8]:.2f} ms")
+    assert losses[fp8] == pytest.approx(losses[bf16], rel=0.02)
+    assert max(off(mine, own) for mine, own in zip(found[fp8], found[bf16], strict=True)) < 0.3
+    assert ms[fp8] < ms[bf16]
+    assert in_float8(model) == []

@@ -1,0 +1,207 @@
+"""Linears in FP8, and the compiler's budget of activations, in the search: tried where they may pay, and judged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from simulated.recorded import RecordedEvaluator
+
+from amptune.errors import FileFormatError, SpaceError
+from amptune.measure.results.outcome import Failure
+from amptune.measure.results.subject import Module, Prepared
+from amptune.measure.results.training_runs import Parity
+from amptune.measure.workers.source import Source
+from amptune.policy.settings import STOCK, Float8Rule, Policy
+from amptune.policy.yaml_text import parse
+from amptune.search.decide.decision import Decision
+from amptune.search.gate.judgement import Judgement, judged
+from amptune.search.gate.judgements import Judgements
+from amptune.search.gate.numeric_findings import line_to_look
+from amptune.search.pipeline import tune_with
+from amptune.search.plan.budget import Budget
+from amptune.search.request import TuningRequest
+from amptune.search.space.candidates import Candidates, Wanted, candidates_for
+from amptune.search.space.knobs import points
+from amptune.search.space.space_file import parse_space, space_names
+from amptune.search.table.objective import objective_of
+
+LAYERS = range(3)
+WIDE = tuple(f"layers.{n}.mlp.{m}" for n in LAYERS for m in ("up", "down"))
+MODULES = (
+    Module(path="embed", types=("Embedding", "Module")),
+    Module(path="layers", types=("ModuleList", "Module"), runs=False),
+    *(
+        Module(path=f"layers.{n}{path}", types=(kind, "Module"))
+        for n in LAYERS
+        for path, kind in (
+            ("", "Block"),
+            (".narrow", "Linear"),
+            (".mlp", "Mlp"),
+            (".mlp.up", "Linear"),
+            (".mlp.act", "GELU"),
+            (".mlp.down", "Linear"),
+        )
+    ),
+    Module(path="head", types=("Linear", "Module")),
+)
+RULES = (Float8Rule(type="Mlp"),)
+
+
+class Decoder(RecordedEvaluator):
+    """A recorded H200 whose model has wide Linears and repeated blocks."""
+
+    def prepare(self, limit_s: float) -> Prepared:
+        prepared = super().prepare(limit_s)
+        subject = replace(prepared.subject, wide_linears=WIDE, modules=MODULES, repeated_leaves=4)
+        return replace(prepared, subject=subject)
+
+
+def candidates(
+    of: type[RecordedEvaluator], space: str = "hopper", *, saves_memory: bool = False, **pins: str
+) -> Candidates:
+    wanted = Wanted(baseline=STOCK, space=space, pins=pins, saves_memory=saves_memory)
+    return candidates_for(of("resnet50").prepare(1.0), wanted)
+
+
+def ms_of(policy: Policy) -> float:
+    half = 0.5 if policy.autocast != "off" else 1.0
+    compiled = 1.0 if policy.compile == "off" else 0.8
+    return 100.0 * half * compiled * (0.85 if policy.float8_modules else 1.0)
+
+
+def tuned(machine: RecordedEvaluator, folder: Path, seconds: float = 600.0) -> Decision:
+    request = TuningRequest(
+        source=Source(target="recorded"),
+        wanted=Wanted(baseline=STOCK, pins={}),
+        budget=Budget(seconds=seconds, started=machine.clock(), clock=machine.clock),
+        folder=folder,
+        study=folder,
+    )
+    return tune_with(machine, request, lambda _: None)
+
+
+# --- FP8 ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("space", ["ada", "hopper", "blackwell"])
+def test_all_wide_linears_or_none_are_tried_with_bf16_and_a_compiler(space: str) -> None:
+    found = candidates(Decoder, space)
+    policies = {found.policy_of(point) for point in points(found.space)}
+    assert {policy.float8_modules for policy in policies} == {(), RULES}
+    in_float8 = [policy for policy in policies if policy.float8_modules]
+    assert all(policy.autocast == "bf16" and policy.compile != "off" for policy in in_float8)
+    assert all(map(found.allows, in_float8))
+    assert not found.allows(replace(in_float8[0], float8_modules=(Float8Rule(path="head"),)))
+
+
+@pytest.mark.parametrize("space", sorted(set(space_names()) - {"ada", "hopper", "blackwell"}))
+def test_other_gpus_and_cpus_do_not_try_it(space: str) -> None:
+    assert not candidates(Decoder, space).space.choices("float8_modules")
+
+
+def test_a_narrow_model_has_the_same_space_and_study_as_without_it() -> None:
+    narrow = candidates(RecordedEvaluator)
+    assert not narrow.space.choices("float8_modules")
+    assert not any("float8_modules" in dict(rule.when) for rule in narrow.space.forbid)
+    assert narrow.space == replace(
+        candidates(RecordedEvaluator, "ampere").space,
+        **{name: getattr(narrow.space, name) for name in ("architecture", "compute_capability", "forbid")},
+    )
+
+
+def test_pinned_without_a_wide_linear_is_an_error() -> None:
+    with pytest.raises(SpaceError, match="--set float8_modules=wide is for Linears of 4096 × 2048 and more"):
+        candidates(RecordedEvaluator, float8_modules="wide")
+    pinned = candidates(Decoder, float8_modules="wide")
+    in_bf16 = (pinned.policy_of(point) for point in points(pinned.space) if point["autocast"] == "bf16")
+    assert {policy.float8_modules for policy in in_bf16} == {RULES}
+
+
+def test_it_is_found_judged_and_told_to_be_looked_at_for_long(tmp_path: Path) -> None:
+    machine = Decoder("resnet50", noise=0.002, true_ms=ms_of, compile_s=20.0)
+    decision = tuned(machine, tmp_path, seconds=300.0)
+    assert decision.policy.float8_modules == RULES
+    assert any(policy.float8_modules for policy in machine.judged)
+    [finding] = [one for one in decision.findings if one.code == "float8-judged-briefly"]
+    assert "amptune verify POLICY.yaml TARGET --numerics --steps 5000" in finding.message
+
+
+def test_the_second_graph_is_in_fp8(tmp_path: Path) -> None:
+    machine = Decoder("resnet50", true_ms=ms_of, compile_s=20.0)
+    tuned(machine, tmp_path, seconds=200.0)
+    assert [bool(policy.float8_modules) for policy in machine.compiled_behind[:3]] == [False, True, False]
+
+
+def test_unsound_fp8_does_not_win_and_does_not_bar_bf16(tmp_path: Path) -> None:
+    def parity(policy: Policy) -> Parity | Failure:
+        broken = Failure(kind="nonfinite", message="the loss is nan")
+        return Parity(failure=broken) if policy.float8_modules else Parity()
+
+    decision = tuned(Decoder("resnet50", noise=0.002, true_ms=ms_of, compile_s=20.0, parity=parity), tmp_path)
+    assert decision.policy.float8_modules == ()
+    assert decision.policy.autocast != "off"
+    assert decision.policy.compile != "off"
+
+
+def test_a_judgement_of_a_graph_in_fp8_says_nothing_of_one_in_bf16() -> None:
+    bf16 = Policy(autocast="bf16", compile="default")
+    fp8 = replace(bf16, float8_modules=RULES)
+    failed = judged(fp8, Parity(failure=Failure(kind="nonfinite", message="nan")))
+    none: Judgements[Judgement] = Judgements(STOCK)
+    known = none.also(failed)
+    assert known.rejection_of(fp8) is failed
+    assert known.rejection_of(bf16) is None
+    assert line_to_look(failed) == "`amptune verify POLICY.yaml TARGET --numerics`"
+
+
+# --- the compiler's budget ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("space", ["cpu", "volta", "ampere", "hopper"])
+def test_a_search_that_saves_memory_tries_budgets_of_compiled_policies(space: str) -> None:
+    found = candidates(RecordedEvaluator, space, saves_memory=True)
+    policies = {found.policy_of(point) for point in points(found.space)}
+    assert {policy.activation_budget for policy in policies} == {1.0, 0.5, 0.2}
+    assert {policy.activation_budget for policy in policies if policy.compile == "off"} == {1.0}
+
+
+def test_another_search_does_not_and_has_the_same_study() -> None:
+    fast = candidates(RecordedEvaluator)
+    assert not fast.space.choices("activation_budget")
+    assert fast.study_name == candidates(RecordedEvaluator, saves_memory=True).study_name
+
+
+def test_any_budget_can_be_pinned_for_any_objective() -> None:
+    pinned = candidates(RecordedEvaluator, activation_budget="0.35", compile="default")
+    assert {pinned.policy_of(point).activation_budget for point in points(pinned.space)} == {0.35}
+    for text in ("1.5", "half", "nan"):
+        with pytest.raises(SpaceError, match=f"activation_budget={text}: '{text}' is no number from 0 to 1"):
+            candidates(RecordedEvaluator, activation_budget=text)
+
+
+def test_a_space_of_ones_own_lists_shares() -> None:
+    head = "schema: amptune.space/1\narchitecture: mine\ncompute_capability: []\nextends: cpu\n"
+    assert parse_space(parse(f"{head}knobs: {{activation_budget: [1.0, 0.9]}}", "x.yaml")).choices("activation_budget")
+    with pytest.raises(FileFormatError, match=r"activation_budget: 2\.0 is not a number from 0\.0 to 1\.0"):
+        parse_space(parse(f"{head}knobs: {{activation_budget: [1.0, 2.0]}}", "x.yaml"))
+
+
+def test_it_wins_where_it_takes_the_least_memory(tmp_path: Path) -> None:
+    machine = RecordedEvaluator(
+        "resnet50",
+        noise=0.002,
+        compile_s=5.0,
+        true_ms=lambda policy: ms_of(policy) * (1.1 if policy.activation_budget < 1 else 1.0),
+        peak_mib=lambda policy: 5000.0 * (0.5 + 0.5 * policy.activation_budget),
+    )
+    request = TuningRequest(
+        source=Source(target="recorded"),
+        wanted=Wanted(baseline=STOCK, pins={"compile": "default"}),
+        budget=Budget(seconds=600, started=machine.clock(), clock=machine.clock),
+        folder=tmp_path,
+        study=tmp_path,
+        objective=objective_of("memory", 0.5),
+    )
+    assert tune_with(machine, request, lambda _: None).policy.activation_budget == 0.2
