@@ -58,6 +58,16 @@ class Decoder(RecordedEvaluator):
         return replace(prepared, subject=subject)
 
 
+class Blocks(RecordedEvaluator):
+    """A recorded H200 whose model has repeated blocks and no wide Linears."""
+
+    def prepare(self, limit_s: float) -> Prepared:
+        prepared = super().prepare(limit_s)
+        return replace(
+            prepared, subject=replace(prepared.subject, blocks=("layers.0", "layers.1", "layers.2"), modules=MODULES)
+        )
+
+
 def candidates(
     of: type[RecordedEvaluator], space: str = "hopper", *, saves_memory: bool = False, **pins: str
 ) -> Candidates:
@@ -161,24 +171,25 @@ def test_a_judgement_of_a_graph_in_fp8_says_nothing_of_one_in_bf16() -> None:
 
 @pytest.mark.parametrize("space", ["cpu", "volta", "ampere", "hopper"])
 def test_a_search_that_saves_memory_tries_budgets_of_compiled_policies(space: str) -> None:
-    found = candidates(RecordedEvaluator, space, saves_memory=True)
+    found = candidates(Blocks, space, saves_memory=True)
     policies = {found.policy_of(point) for point in points(found.space)}
     assert {policy.activation_budget for policy in policies} == {1.0, 0.5, 0.2}
     assert {policy.activation_budget for policy in policies if policy.compile == "off"} == {1.0}
 
 
-def test_another_search_does_not_and_has_the_same_study() -> None:
-    fast = candidates(RecordedEvaluator)
+def test_another_search_and_a_model_without_blocks_do_not_and_the_study_is_the_same() -> None:
+    fast = candidates(Blocks)
     assert not fast.space.choices("activation_budget")
-    assert fast.study_name == candidates(RecordedEvaluator, saves_memory=True).study_name
+    assert fast.study_name == candidates(Blocks, saves_memory=True).study_name
+    assert not candidates(RecordedEvaluator, saves_memory=True).space.choices("activation_budget")
 
 
 def test_any_budget_can_be_pinned_for_any_objective() -> None:
-    pinned = candidates(RecordedEvaluator, activation_budget="0.35", compile="default")
+    pinned = candidates(Blocks, activation_budget="0.35", compile="default")
     assert {pinned.policy_of(point).activation_budget for point in points(pinned.space)} == {0.35}
     for text in ("1.5", "half", "nan"):
         with pytest.raises(SpaceError, match=f"activation_budget={text}: '{text}' is no number from 0 to 1"):
-            candidates(RecordedEvaluator, activation_budget=text)
+            candidates(Blocks, activation_budget=text)
 
 
 def test_a_space_of_ones_own_lists_shares() -> None:
@@ -189,7 +200,7 @@ def test_a_space_of_ones_own_lists_shares() -> None:
 
 
 def test_it_wins_where_it_takes_the_least_memory(tmp_path: Path) -> None:
-    machine = RecordedEvaluator(
+    machine = Blocks(
         "resnet50",
         noise=0.002,
         compile_s=5.0,

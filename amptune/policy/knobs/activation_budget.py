@@ -55,6 +55,8 @@ ACTIVATION_BUDGET = Knob(
     numerics="none",
     in_numerics=lambda policy: _in_effect(policy),
     in_memory=lambda policy: _in_effect(policy),
+    # As checkpoint: what repeated blocks keep is what there is to save.
+    matters=lambda value, subject: value == 1.0 or bool(subject.blocks),
     is_optional=True,
     apply=_apply,
     idle=_idle,
