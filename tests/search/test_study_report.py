@@ -24,7 +24,7 @@ from amptune.search.pipeline import TuningInterrupted, tune_with
 from amptune.search.sampler import backend
 from amptune.search.sampler.records import StudyRecord, without_password
 from amptune.search.sampler.storage import recall
-from amptune.search.space.candidates import GlobalBatch
+from amptune.search.space.global_batch import GlobalBatch
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.verdict import Verdict
 
