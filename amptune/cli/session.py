@@ -44,10 +44,12 @@ class Session:
         return self.torchrun.processes
 
     def ranks(self, devices: int, device: str | None) -> int:
-        """Returns over how many processes steps are timed."""
+        """Returns over how many processes steps are timed on this machine; an `evaluator` knows by itself."""
         from amptune.search.request import ranks_of
 
-        return ranks_of(devices, device) if self.torchrun is None else devices
+        if self.torchrun is not None:
+            return devices
+        return ranks_of(devices, device) if self.evaluator is None else 1
 
     def budget(self, seconds: float, trials: int | None = None) -> Budget:
         """Returns a budget for the whole command, including the time spent before this call."""

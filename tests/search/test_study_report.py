@@ -120,6 +120,7 @@ def small_gain(percent: float, noise: float) -> RecordedEvaluator:
 
 def test_the_command_that_proves_an_answer_has_the_wishes_that_make_it_the_same_study(tmp_path: Path) -> None:
     wishes = {"pins": {"autocast": "bf16"}, "batch_size": 128, "global_batch": GlobalBatch(samples=512, devices=2)}
+    wishes["devices"] = 2
     machine = recording()
     request = request_in(tmp_path, machine.clock, trials=4, baseline=BF16, **wishes, compile=False, memory_mib=61440.0)
     tune_with(machine, replace(request, device="cuda:1"), lambda _: None)

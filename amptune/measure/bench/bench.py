@@ -28,7 +28,7 @@ from amptune.measure.bench.readings import Instruments
 from amptune.measure.bench.step import Stepper, nonfinite_in
 from amptune.measure.bench.step_timing import StepTimer
 from amptune.measure.bench.stillness import Stillness
-from amptune.measure.bench.trial_group import BLOCK, Leader, TrialGroup
+from amptune.measure.bench.trial_group import NEXT_BLOCK, Leader, TrialGroup
 from amptune.measure.results.outcome import Effort, Measurement, Outcome
 from amptune.policy.settings import Policy
 from amptune.runtime.apply_policy import apply
@@ -152,7 +152,7 @@ class Bench:
 
         def begin() -> None:
             if group is not None:
-                group.tell(BLOCK)
+                group.tell(NEXT_BLOCK)
             fed.begin_block()
 
         with self.on_device(policy, fed, group=group) as (tuned, stepper):

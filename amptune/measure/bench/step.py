@@ -11,7 +11,7 @@ import torch
 from amptune.changes.tensor_tree import stored_in
 from amptune.errors import TargetError
 from amptune.measure.bench.failures import NonFiniteError
-from amptune.measure.bench.trial_group import STEP, TrialGroup
+from amptune.measure.bench.trial_group import NEXT_STEP, TrialGroup
 from amptune.runtime.training_step import RecipeStep
 from amptune.runtime.tuned import Tuned
 from amptune.workload.user_errors import user_code
@@ -56,7 +56,7 @@ class Stepper:
     def __call__(self) -> torch.Tensor:
         """Runs one optimizer step; returns the detached loss (of the last micro-batch)."""
         if self._group is not None:
-            self._group.tell(STEP)
+            self._group.tell(NEXT_STEP)
         if self._train is not None:
             for _ in range(self._tuned.accumulate):
                 self._loss = self._train(next(self._batches))

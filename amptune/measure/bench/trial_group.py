@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from amptune.measure.results.outcome import Effort, Measurement, Outcome
 from amptune.policy.settings import Policy
 
-__all__ = ["BLOCK", "STEP", "Leader", "TrialGroup", "end_waiting", "joined"]
+__all__ = ["NEXT_BLOCK", "NEXT_STEP", "Leader", "TrialGroup", "end_waiting", "joined"]
 
 # Rank 0 tells the others so before it runs a step, and before a block of steps that is timed.
-STEP, BLOCK = b"step", b"block"
+NEXT_STEP, NEXT_BLOCK = b"step", b"block"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Followers"]
 
 LOCALHOST = "127.0.0.1"
-BUILD, END = b"build", b"end"
+BUILD, LEAVE = b"build", b"end"
 # A rank that has run its last step gives its memory back; another one whose process still works has failed by now.
 LEAVE_S = 30.0
 # If a rank fails, others that waited for it fail too. Whose failure came first is known a moment later.
@@ -162,7 +162,7 @@ class Followers:
         self._answers(begin.effort.time_limit_s)
         with joined(0, self._setting.ranks, PrefixStore(begin.name, self._store)):
             measured = trial(TrialGroup(get_none=begin.get_none, tell=self._tell))
-            self._tell(END)
+            self._tell(LEAVE)
         return measured, [one.peak_mib for one in self._answers(LEAVE_S)]
 
     def _answers(self, limit_s: float) -> list[_Here]:
@@ -258,7 +258,7 @@ class _Rank:
 
     def _steps(self, bench: Bench, begin: _Begin) -> tuple[float, float]:
         """Runs the steps that rank 0 asks for; returns the peak of memory."""
-        from amptune.measure.bench.trial_group import BLOCK, STEP, TrialGroup
+        from amptune.measure.bench.trial_group import NEXT_BLOCK, NEXT_STEP, TrialGroup
         from amptune.measure.loop.own_loop import feeding
 
         policy, group = begin.policy, TrialGroup(get_none=begin.get_none)
@@ -266,10 +266,10 @@ class _Rank:
             feeding(bench, policy, begin.effort) as batches,
             bench.on_device(policy, batches, group=group) as (_, step),
         ):
-            while (message := self._pipe.recv_bytes()) != END:
-                if message == STEP:
+            while (message := self._pipe.recv_bytes()) != LEAVE:
+                if message == NEXT_STEP:
                     step()
-                elif message == BLOCK:
+                elif message == NEXT_BLOCK:
                     batches.begin_block()
             return bench.peak_mib()
 
