@@ -38,7 +38,7 @@ from amptune.workload.workload import Workload
 __all__ = ["Bench"]
 
 SEED = 0
-# Ranks train on different batches; those of one rank have the seed and the one after it.
+# Ranks train on different batches and random numbers: those of one have the seed and some behind it.
 SEEDS_APART = 1000
 # What is not timed needs no more different batches.
 FEW_BATCHES = 3
@@ -73,7 +73,8 @@ class Bench:
         clock, self._memory = clock_for(device), memory_for(device)
         self._leader = leader
         self._some_get_none: bool | None = None
-        self.drawn = DrawnBatches(workload, seed + SEEDS_APART * rank)
+        self._own_seed = seed + SEEDS_APART * rank
+        self.drawn = DrawnBatches(workload, self._own_seed)
         self._compilations = Compilations()
         self._timer = PolicyTimer(
             workload=workload,
@@ -137,7 +138,7 @@ class Bench:
     def sequence(self, policy: Policy, effort: Effort) -> Batches:
         """Returns the batches on the device that are the same for every policy."""
         size = policy.batch_size or self.workload.batch_size
-        return BatchSequence(self._on_device(size, effort.batches), lambda: seed_everything(self._seed + 1))
+        return BatchSequence(self._on_device(size, effort.batches), lambda: seed_everything(self._own_seed + 1))
 
     def _trial(
         self,
@@ -186,7 +187,7 @@ class Bench:
         self.model.to(self.device)
         if self._stays and self._near is None and self._is_small:
             self._near = [tensor.detach().clone() for tensor in self._state()]
-        seed_everything(self._seed)
+        seed_everything(self._own_seed)
         # no guard for what is timed, whatever the environment says: its time would be in the figures
         with apply(policy, self.model, any_hardware=True, guard=guarded) as tuned:
             self._tuned = tuned
@@ -212,7 +213,7 @@ class Bench:
         With `weights`, one for each parameter, the parameters get these.
         """
         self._put_back(weights)
-        seed_everything(self._seed + offset)
+        seed_everything(self._own_seed + offset)
 
     @contextmanager
     def staying_on_device(self) -> Iterator[None]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from amptune.measure.workers.cpu_share import cores_for, limit_threads
+from amptune.measure.workers.cpu_share import cores, limit_threads
 from amptune.measure.workers.source import Source, workload_of
 
 if TYPE_CHECKING:
@@ -48,8 +47,6 @@ def built_bench(setting: Setting, rank: int = 0, leader: Leader | None = None) -
     gpu = probe(setting.device).gpu
     if gpu is not None:
         torch.cuda.set_device(gpu.index + rank)
-    elif setting.ranks > 1:
-        _share_cores(rank, setting.ranks)
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu.index + rank)
     nvml = open_gpu(gpu.uuid) if gpu is not None and gpu.uuid and rank == 0 else None
     limit = setting.memory_mib
@@ -57,17 +54,12 @@ def built_bench(setting: Setting, rank: int = 0, leader: Leader | None = None) -
         limit_memory(device, limit)
     workload = workload_of(setting.source)
     limit_threads(setting.threads)  # the script may have asked for more
+    if gpu is None and setting.ranks > 1:
+        # each rank has a share of the cores, and may move: on fixed ones Gloo's thread waits for the one that computes
+        limit_threads(max(1, cores() // setting.ranks))
     if (give_back := getattr(workload.model, "give_back", None)) is not None:
         give_back()
     bench = Bench(workload, device, nvml, memory_mib=limit, rank=rank, leader=leader)
     gc.collect()
     gc.freeze()  # what was imported and built is then skipped by each trial's garbage collection
     return bench
-
-
-def _share_cores(rank: int, ranks: int) -> None:
-    """Keeps a rank on its share of the CPU cores; with fewer cores than ranks, on one thread."""
-    share = cores_for(ranks)[rank]
-    if share:
-        os.sched_setaffinity(0, share)
-    limit_threads(max(1, len(share)))
