@@ -22,8 +22,8 @@ from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Prepared
 from amptune.measure.results.training_runs import LossCurve, Parity, Reference
 from amptune.measure.workers import worker
+from amptune.measure.workers.setting import Setting
 from amptune.measure.workers.source import Source
-from amptune.measure.workers.worker import Setting
 from amptune.policy.settings import Policy
 
 __all__ = ["InThisProcess", "measuring_here"]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from amptune.errors import DeviceError
+from amptune.hardware.cuda_driver import gpu_count
 
-__all__ = ["require_device", "require_devices"]
+if TYPE_CHECKING:
+    from amptune.cli.torchrun import Torchrun
 
-# CUDA_ERROR_NO_DEVICE of the driver API (cuda.h).
-_NO_DEVICE = 100
-# AMD's kernel driver (https://rocm.docs.amd.com).
-_ROCM = Path("/dev/kfd")
+__all__ = ["require_device", "require_devices", "require_ranks"]
 
 
 def require_device(device: str | None) -> None:
@@ -25,7 +23,7 @@ def require_device(device: str | None) -> None:
     asked = re.fullmatch(r"cpu|cuda(?::(\d+))?", device or "cpu")
     if asked is None:
         raise DeviceError(f"{device!r} is no device: write cpu, cuda or cuda:1, or leave it out")
-    count = None if device in (None, "cpu") else _gpus()
+    count = None if device in (None, "cpu") else gpu_count()
     if count is not None and int(asked[1] or 0) >= count:
         has = f"has {count}" if count else "has none, or cannot be loaded"
         raise DeviceError(f"device {device!r} does not exist here: CUDA's driver {has}; choose cpu, or leave it out")
@@ -46,7 +44,7 @@ def require_devices(workers: int, device: str | None) -> None:
             f"--workers {workers} takes the first {workers} GPUs, and --device {device} names one: leave it out, and "
             "choose GPUs with CUDA_VISIBLE_DEVICES"
         )
-    count = _gpus()
+    count = gpu_count()
     if count is not None and count < workers:
         has = f"has {count}" if count else "has none, or cannot be loaded"
         raise DeviceError(
@@ -55,13 +53,22 @@ def require_devices(workers: int, device: str | None) -> None:
         )
 
 
-def _gpus() -> int | None:
-    """Returns how many GPUs CUDA's driver has, 0 without a driver, or None if it does not say."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None if _ROCM.exists() else 0  # torch says why ROCm's GPUs are refused
-    count, answer = ctypes.c_int(), driver.cuInit(0)
-    if answer == _NO_DEVICE:
-        return 0
-    return count.value if answer == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else None
+def require_ranks(job: Torchrun, device: str | None) -> None:
+    """Raises `DeviceError` unless the job's processes are all on this node, and each can have a GPU, or all the CPU."""
+    require_device(device)
+    if job.on_this_node < job.processes:
+        raise DeviceError(
+            f"torchrun started {job.processes} processes, {job.on_this_node} of them on this node, and amptune "
+            "measures on one node: start it with --nnodes 1"
+        )
+    if device not in (None, "cpu", "cuda"):
+        raise DeviceError(
+            f"torchrun's {job.processes} processes take the first {job.processes} GPUs, and --device {device} names "
+            "one: leave it out, and choose GPUs with CUDA_VISIBLE_DEVICES"
+        )
+    count = None if device == "cpu" else gpu_count()
+    if count is not None and count < job.processes and (count or device == "cuda"):
+        raise DeviceError(
+            f"torchrun started {job.processes} processes, and CUDA's driver has {count} GPU{'s' * (count != 1)}: give "
+            "fewer with --nproc-per-node, or measure on the CPU with --device cpu"
+        )

@@ -19,6 +19,7 @@ import amptune
 from amptune import errors
 from amptune.cli.options import print_error
 from amptune.cli.session import Session
+from amptune.cli.torchrun import take_over, wait_for_first
 
 __all__ = ["STARTED", "cli", "exit_code_of", "main"]
 
@@ -127,7 +128,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, _interrupt)
     sys.unraisablehook = _raise_again
     _quieten_resource_tracker()
-    cli(obj=Session(started=STARTED))
+    job = take_over()
+    if job is not None and job.rank > 0:
+        wait_for_first()
+    else:
+        cli(obj=Session(started=STARTED, torchrun=job))
 
 
 def _quieten_resource_tracker() -> None:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from amptune.cli.device import require_device
+from amptune.cli.device import require_device, require_ranks
 from amptune.search.plan.budget import Budget, Clock
 
 if TYPE_CHECKING:
+    from amptune.cli.torchrun import Torchrun
     from amptune.measure.evaluator import Evaluator
 
 __all__ = ["Session", "pass_session"]
@@ -19,11 +20,36 @@ __all__ = ["Session", "pass_session"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """One run of a command line: its start time by `clock`; if `evaluator` is None, this machine's workers measure."""
+    """One run of a command line: its start time by `clock`; if `evaluator` is None, this machine's workers measure.
+
+    `torchrun` is the job that it is the first process of.
+    """
 
     started: float = field(default_factory=time.monotonic)
     clock: Clock = time.monotonic
     evaluator: Evaluator | None = None
+    torchrun: Torchrun | None = None
+
+    def devices(self, asked: int, device: str | None) -> int:
+        """Returns how many devices train together: so many as `asked`, under torchrun one for each of its processes.
+
+        Raises `DeviceError` if they cannot be measured under torchrun, `click.BadParameter` if other ones are asked.
+        """
+        if self.torchrun is None:
+            return asked
+        require_ranks(self.torchrun, device)
+        if asked not in (1, self.torchrun.processes):
+            here = f"torchrun started {self.torchrun.processes} processes: leave it out"
+            raise click.BadParameter(here, param_hint="--devices")
+        return self.torchrun.processes
+
+    def ranks(self, devices: int, device: str | None) -> int:
+        """Returns over how many processes steps are timed on this machine; an `evaluator` knows by itself."""
+        from amptune.search.request import ranks_of
+
+        if self.torchrun is not None:
+            return devices
+        return ranks_of(devices, device) if self.evaluator is None else 1
 
     def budget(self, seconds: float, trials: int | None = None) -> Budget:
         """Returns a budget for the whole command, including the time spent before this call."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from amptune.policy.settings import Policy
     from amptune.search.request import TuningRequest
     from amptune.search.sampler.policy_sampler import Sampler
-    from amptune.search.space.candidates import GlobalBatch
+    from amptune.search.space.global_batch import GlobalBatch
 
 __all__ = ["tune_command"]
 
@@ -57,7 +57,8 @@ _GROUPS = {
 @click.option("--global-batch", type=click.IntRange(1), metavar="N",
               help="Samples of one optimizer step over all devices, to be kept: batches are accumulated.")  # fmt: skip
 @click.option("--devices", type=click.IntRange(1), default=1, show_default=True,
-              help="How many devices train together, for --global-batch.")  # fmt: skip
+              help="How many devices train together. If so many GPUs are visible, steps are timed on all of them, with "
+              "the exchange of gradients; else it is a number for --global-batch. torchrun gives it too.")  # fmt: skip
 @click.option("--max-memory", type=MEMORY, metavar="SIZE", help="What a policy may take of the device's: 60GiB.")
 @click.option("--compile/--no-compile", "compile_", default=None,
               help="Whether to try torch.compile. Default: where the budget has time for it.")  # fmt: skip
@@ -109,13 +110,18 @@ def tune_command(
         end_with_parent()
     require_outputs(output, report)
     pins = _pins(options.pop("pins"))
+    options["devices"] = session.devices(options["devices"], options["device"])
+    ranks = session.ranks(options["devices"], options["device"])
+    if workers > 1 and ranks > 1:
+        why = f"--devices {ranks} measures each step on {ranks} devices: leave one of them out"
+        raise click.BadParameter(why, param_hint="--workers")
     mine, *others = parts_of(workers, options["device"], options["trials"])
     use_cores(mine.cores)
     session.start_importing(options["target"], options["device"])
     from amptune.search.pipeline import TuningInterrupted, run_tuning
 
     require_replaceable(output, options["target"], force=force)
-    request = replace(_request(session, pins=pins, **options | {"trials": mine.trials}), workers=workers)
+    request = replace(_request(session, pins=pins, ranks=ranks, **options | {"trials": mine.trials}), workers=workers)
     _require_folder(request.folder)
     tell = partial(
         deliver,
@@ -178,6 +184,7 @@ def _request(
     objective: str,
     least_speed: float | None,
     steps: int | None,
+    ranks: int,
 ) -> TuningRequest:
     from amptune.search.request import TuningRequest, place_of, source_of
     from amptune.search.space.candidates import Wanted
@@ -191,14 +198,16 @@ def _request(
             space=space,
             pins=pins,
             batch_size=_batch_size(batch_size),
-            global_batch=_global_batch(global_batch, devices),
+            global_batch=_global_batch(global_batch, devices, ranks),
             compile=compile_,
             memory_mib=max_memory,
+            devices=devices,
         ),
         budget=session.budget(budget, trials),
         folder=folder,
         study=storage,
         device=device,
+        ranks=ranks,
         seed=seed,
         sampler=_sampler(sampler, seed),
         objective=objective_of(objective, least_speed, steps),
@@ -241,11 +250,12 @@ def _pin(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _global_batch(samples: int | None, devices: int) -> GlobalBatch | None:
-    from amptune.search.space.candidates import GlobalBatch
+def _global_batch(samples: int | None, devices: int, ranks: int) -> GlobalBatch | None:
+    from amptune.search.space.global_batch import GlobalBatch
 
-    if samples is None and devices != 1:
-        raise click.BadParameter("says something together with --global-batch alone", param_hint="--devices")
+    if samples is None and ranks < devices:
+        why = f"says something together with --global-batch, or where {devices} GPUs are visible"
+        raise click.BadParameter(why, param_hint="--devices")
     return None if samples is None else GlobalBatch(samples=samples, devices=devices)
 
 

@@ -107,7 +107,14 @@ def verify_command(
     time, machine = session.budget(budget or CLAIM_S), session.evaluator
     with progress_unless(quiet, time) as observer:
         found = verify(
-            policy_file, target, budget=time, arguments=arguments, device=device, observer=observer, evaluator=machine
+            policy_file,
+            target,
+            budget=time,
+            arguments=arguments,
+            device=device,
+            observer=observer,
+            evaluator=machine,
+            ranks=None if session.torchrun is None else session.devices(1, device),
         )
     if as_json:
         print_json("amptune.verify/1", _as_data(found, policy))

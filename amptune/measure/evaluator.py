@@ -21,8 +21,8 @@ from amptune.measure.workers.background_graph import BackgroundGraph
 from amptune.measure.workers.cpu_share import CORES_PER_GRAPH, cores, graphs_at_once
 from amptune.measure.workers.other_programs import OtherPrograms
 from amptune.measure.workers.processes import WorkerProcess, stop_all, workers_that_fit
+from amptune.measure.workers.setting import Setting
 from amptune.measure.workers.source import Source
-from amptune.measure.workers.worker import Setting
 from amptune.policy.setting_effects import process_of
 from amptune.policy.settings import STOCK, Policy
 
@@ -126,6 +126,7 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
     (aten/src/ATen/native/cudnn/Conv_v8.cpp). The workers never measure at the same time, and those that compile stand
     still while a block of steps is timed. Each frees its device memory after every trial, except CUDA graphs of a
     moderate size. `memory_mib` limits the device memory of each worker; `artifacts` is a folder for what is compiled.
+    Steps are timed over so many `ranks`; nothing compiles beside them, since all wait for a rank that stands still.
     """
 
     source: Source
@@ -133,6 +134,7 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
     log: Path
     memory_mib: float | None = None
     artifacts: Path | None = None
+    ranks: int = 1
     _workers: dict[Policy | tuple[bool, ...], WorkerProcess] = field(default_factory=dict)
     _graphs: dict[Policy, BackgroundGraph] = field(default_factory=dict)
     _built: list[WorkerProcess] = field(default_factory=list)
@@ -159,7 +161,7 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
         return answer.with_threads(self._threads)
 
     def launch(self, policies: Sequence[Policy]) -> None:
-        self._room = max(2, workers_that_fit())
+        self._room = max(2, workers_that_fit(self.ranks))
         self._graphs = {policy: graph for policy, graph in self._graphs.items() if policy not in policies}
         ended = [key for key in self._workers if key not in self._graphs]
         stop_all([*map(self._workers.pop, ended), *self._built])
@@ -171,7 +173,7 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
             pending.answer()  # a failure is reported again by the first measurement
 
     def build_ahead(self, count: int) -> None:
-        for _ in range(min(count, cores() // CORES_PER_GRAPH)):
+        for _ in range(min(count, cores() // CORES_PER_GRAPH) if self.ranks == 1 else 0):
             process = self._new()
             process.begin(START_LIMIT_S, worker.get_ready, STOCK, graphs_at_once())
             process.begin(START_LIMIT_S, worker.import_compiler)
@@ -179,7 +181,7 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
 
     @property
     def graphs_at_once(self) -> int:
-        return min(graphs_at_once(), workers_that_fit()) if self._has_gpu else 0
+        return min(graphs_at_once(), workers_that_fit()) if self._has_gpu and self.ranks == 1 else 0
 
     def begin_compiling(self, policy: Policy, limit_s: float) -> None:
         if policy in self._workers:
@@ -192,8 +194,7 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
     def compiled(self, wait_s: float = 0.0) -> Mapping[Policy, float | Failure]:
         if wait_s > 0 and self._graphs:
             BackgroundGraph.wait_for_one(self._graphs.values(), wait_s)
-        results = {policy: graph.result() for policy, graph in self._graphs.items()}
-        found = {policy: result for policy, result in results.items() if result is not None}
+        found = {one: result for one, graph in self._graphs.items() if (result := graph.result()) is not None}
         self._graphs = {policy: graph for policy, graph in self._graphs.items() if policy not in found}
         return found
 
@@ -273,15 +274,14 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
     def _beside(self, process: WorkerProcess) -> tuple[ProcessIdentity, ...]:
         """Returns the processes that may compile or build while this one measures."""
         others = [*(graph.process for graph in self._graphs.values()), *self._built]
-        identities = [other.identity for other in others if other is not process]
-        return tuple(identity for identity in identities if identity is not None)
+        return tuple(filter(None, (other.identity for other in others if other is not process)))
 
     def _worker(self, policy: Policy) -> WorkerProcess:
         """Returns the worker launched for the policy, otherwise the one of its kind."""
         key = policy if policy in self._workers else process_of(policy)
         process = self._workers.pop(key, None) or self._new()
         running = [other for one, other in self._workers.items() if other.runs and one not in self._graphs]
-        if not process.runs and running and len(running) >= (self._room or max(2, len(running) + workers_that_fit())):
+        if not process.runs and len(running) >= (self._room or max(2, len(running) + workers_that_fit(self.ranks))):
             running[0].stop()  # the longest idle one
         self._workers[key] = process
         return process
@@ -297,4 +297,4 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
 
     def _new(self) -> WorkerProcess:
         own = Setting(source=self.source, device=self.device, log=self.log, memory_mib=self.memory_mib)
-        return WorkerProcess(replace(own, artifacts=self.artifacts, threads=self._threads))
+        return WorkerProcess(replace(own, artifacts=self.artifacts, threads=self._threads, ranks=self.ranks))

@@ -34,11 +34,14 @@ class Evidence(TypedDict, total=False):
     `least_speed` is the share of the baseline's speed that had to be reached. `pareto` are the trials that no other
     beats in samples per second, peak memory and energy at once, at most twelve: `judged` where the numerics gate has
     passed them, or had nothing to judge. What they are to be held against is the baseline's own `trial`.
+
+    Without `devices` a step was measured on one. With several they exchange gradients; samples are those of all.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # type: ignore[misc]  # noqa: RUF012  # for the JSON Schema
 
     workload: str
+    devices: int
     objective: str
     least_speed: float
     baseline: dict[str, Any]

@@ -21,7 +21,7 @@ from amptune.runtime.compiler_artifacts import load_artifacts
 from amptune.runtime.digest import model_digest
 from amptune.runtime.module_precision import changes_of
 from amptune.runtime.policy_argument import kind_of, read_policy
-from amptune.runtime.ranks import Ranks
+from amptune.runtime.ranks import Ranks, world_size
 from amptune.runtime.step_claim import claim_about_steps
 from amptune.runtime.tuned import Tuned
 from amptune.runtime.weight_hook import PLAIN_WEIGHTS, WeightHook
@@ -135,7 +135,7 @@ def _read(
     if isinstance(policy, Policy):
         return policy, (), None
     found, claim = _validity(policy, model, any_hardware=any_hardware)
-    return policy.policy, (*found, *_not_judged(policy)), claim
+    return policy.policy, (*found, *_of_other_ranks(policy), *_not_judged(policy)), claim
 
 
 def _validity(
@@ -155,6 +155,15 @@ def _validity(
     nvml = hardware.gpu is None or hardware.software.driver is not None
     found = require_valid(policy, labels, any_hardware=any_hardware, nvml=nvml)
     return found, claim_about_steps(policy) if is_of_this_machine(policy, labels, nvml=nvml) else None
+
+
+def _of_other_ranks(policy_file: PolicyFile) -> Iterator[Finding]:
+    """Yields a finding for a policy that was measured over another number of ranks than this job has."""
+    tuned, here = policy_file.evidence.get("devices", 1), world_size()
+    if tuned not in (1, here):
+        message = f"this policy was measured on {tuned} devices that train together, and this job has {here}"
+        figures = {"label": "devices", "tuned": tuned, "here": here}
+        yield Finding(code="drift", message=f"{message}; its claim may not hold", figures=figures)
 
 
 def _not_judged(policy_file: PolicyFile) -> Iterator[Finding]:

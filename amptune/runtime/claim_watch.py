@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from amptune.changes.tensor_tree import tensors_in
+from amptune.runtime.ranks import world_size
 from amptune.runtime.step_claim import STEPS_COMPARED, STEPS_TO_SETTLE, missed
 
 if TYPE_CHECKING:
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from amptune.policy.findings import Finding
-    from amptune.runtime.step_claim import StepClaim
+    from amptune.runtime.ranks import world_size
+from amptune.runtime.step_claim import StepClaim
 
 __all__ = ["ClaimWatch"]
 
@@ -32,7 +34,7 @@ class ClaimWatch:
     So loading data, validating, logging and saving between steps do not count. A step is left out if it has another
     number of passes than the policy has micro-batches: the loss scaler skipped one before, or a validation was there.
     Nothing is said if the batches had another size than the measured ones, or if the size did not become known, or if
-    training is distributed: the evidence is of one device.
+    another number of devices trains together.
     """
 
     def __init__(self, claim: StepClaim, say: Callable[[Finding], None]) -> None:
@@ -107,7 +109,7 @@ class ClaimWatch:
         if not clock.has_passed(self._compared[-1][1]):
             return None
         steps_ms = [clock.ms_between(began, ended) for began, ended in self._compared]
-        comparable = self._has_measured_size and not _is_distributed()
+        comparable = self._has_measured_size and world_size() == self._claim.devices
         self.end()
         return missed(self._claim, steps_ms) if comparable else None
 
@@ -180,8 +182,3 @@ def _clock_of(device_type: str) -> _Clock | None:
     if device_type == "cuda":
         return _GpuClock()
     return _HostClock() if device_type == "cpu" else None
-
-
-def _is_distributed() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

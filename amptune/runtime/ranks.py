@@ -6,6 +6,7 @@ Nothing here waits for other ranks but `weight`: a job in which some ranks apply
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections import Counter
 from dataclasses import replace
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from amptune.policy.settings import Policy
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "world_size"]
 
 # The others' policies are looked for at so many forward passes: all ranks apply theirs before the first one ends.
 MOST_LOOKS = 64
@@ -103,6 +104,15 @@ class Ranks:
 
     def _told(self) -> list[dict[str, Any]]:
         return [json.loads(self._store.get(key)) for key in self._keys]
+
+
+def world_size() -> int:
+    """Returns the number of ranks of this job; before its process group is initialized, as the launcher says."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
+    said = os.environ.get("WORLD_SIZE", "")
+    return int(said) if said.isdecimal() else 1
 
 
 def _differ(told: Sequence[Mapping[str, Any]]) -> str:

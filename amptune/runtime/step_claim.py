@@ -31,7 +31,7 @@ _SLOWER_THAN_BASELINE = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepClaim:
-    """The mean time of an optimizer step by a file's evidence, and the batches it was measured with.
+    """The mean time of an optimizer step by a file's evidence, with the batches and devices it was measured with.
 
     `baseline_ms` is what the baseline took for as many samples, or None if the file does not claim to be faster.
     """
@@ -40,6 +40,7 @@ class StepClaim:
     batch_size: int
     accumulate: int
     baseline_ms: float | None = None
+    devices: int = 1
 
 
 def claim_about_steps(policy_file: PolicyFile) -> StepClaim | None:
@@ -56,6 +57,7 @@ def claim_about_steps(policy_file: PolicyFile) -> StepClaim | None:
         batch_size=policy.batch_size,
         accumulate=policy.accumulate,
         baseline_ms=baseline_ms if baseline_ms is not None and baseline_ms > step_ms else None,
+        devices=evidence.get("devices", 1),
     )
 
 

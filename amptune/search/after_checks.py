@@ -35,14 +35,14 @@ def larger_batch(runner: Runner, decision: Decision, budget: Budget) -> Finding 
     sizer.learn(decision.trials)
     first = best = _look(runner, replace(policy, batch_size=own), budget)
     while best is not None:
-        larger = replace(policy, batch_size=2 * best.samples_per_step // policy.accumulate)
+        larger = replace(policy, batch_size=2 * _batch_size(best, policy))
         found = _look(runner, larger, budget) if sizer.may_try(larger) else None
         if found is None or found.samples_per_s < WORTH_TELLING * best.samples_per_s:
             break
         best = found
     if first is None or best is None or best is first:
         return None
-    size, gain = best.samples_per_step // policy.accumulate, best.samples_per_s / first.samples_per_s
+    size, gain = _batch_size(best, policy), best.samples_per_s / first.samples_per_s
     before_mib = decision.baseline.peak_memory_mib or 0.0
     freed_mib = before_mib - first.peak_allocated_mib
     freed = f"the policy frees {freed_mib:,.0f} of {before_mib:,.0f} MiB: " if freed_mib > 0 else ""
@@ -53,6 +53,10 @@ def larger_batch(runner: Runner, decision: Decision, budget: Budget) -> Finding 
         "from a larger batch is another question; --global-batch N keeps it as it is)",
         figures={"batch_size": size, "gain": gain, "peak_memory_mib": best.peak_allocated_mib, "freed_mib": freed_mib},
     )
+
+
+def _batch_size(measured: Measurement, policy: Policy) -> int:
+    return measured.samples_per_step // (policy.accumulate * measured.devices)
 
 
 def _look(runner: Runner, policy: Policy, budget: Budget) -> Measurement | None:

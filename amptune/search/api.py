@@ -51,9 +51,10 @@ def tune(
     there, or a target such as `"train.py:workload"`. `budget_s` is wall-clock seconds, final comparison included;
     `trials` bounds the number of policies tried. `space` names a search space or its file, `pins` fixes knobs by name,
     `study` is a folder or a database URL to remember trials in (default: under `.amptune/`). `batch_size` is a number,
-    or "auto" to search it too. `global_batch` is the samples of one optimizer step over all `devices`; batches are
-    accumulated to reach it. `compile` says whether to try torch.compile; by default the budget decides. A `sampler` of
-    Optuna proposes policies in place of amptune's own, for throughput.
+    or "auto" to search it too. So many `devices` will train together: if so many GPUs are visible, steps are timed on
+    all of them, the exchange of gradients included. `global_batch` is the samples of one optimizer step over all of
+    them; batches are accumulated to reach it. `compile` says whether to try torch.compile; by default the budget
+    decides. A `sampler` of Optuna proposes policies in place of amptune's own, for throughput.
 
     The `objective` is samples per second; or "memory", the least peak memory at no less than `least_speed` times the
     baseline's samples per second (default: 1); or "energy", joules per sample, where the GPU counts them. One study
@@ -69,8 +70,9 @@ def tune(
     started_s = time.monotonic()
     start_importing(workload if isinstance(workload, str) else "")  # while this process imports the search
     from amptune.search.pipeline import run_tuning
-    from amptune.search.request import TuningRequest, place_of, source_of
-    from amptune.search.space.candidates import GlobalBatch, Wanted
+    from amptune.search.request import TuningRequest, place_of, ranks_of, source_of
+    from amptune.search.space.candidates import Wanted
+    from amptune.search.space.global_batch import GlobalBatch
     from amptune.search.table.objective import objective_of
 
     source = source_of(workload)
@@ -86,11 +88,13 @@ def tune(
             global_batch=None if global_batch is None else GlobalBatch(samples=global_batch, devices=devices),
             compile=compile,
             memory_mib=max_memory_mib,
+            devices=devices,
         ),
         budget=Budget(seconds=budget_s, trials=trials, started=started_s),
         folder=folder,
         study=storage,
         device=device,
+        ranks=ranks_of(devices, device),
         seed=seed,
         sampler=sampler,
         objective=objective_of(objective, least_speed, steps),

@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +28,8 @@ from amptune.search.events import Observer, StepStarted, WorkloadBuilt
 from amptune.search.gate.judge import Judge
 from amptune.search.plan.plan import Plan, Step
 from amptune.search.request import TuningRequest, require_known
-from amptune.search.space.candidates import Candidates, GlobalBatch, candidates_for
+from amptune.search.space.candidates import Candidates, candidates_for
+from amptune.search.space.global_batch import GlobalBatch
 from amptune.search.table.trial import error_of_baseline
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def run_tuning(request: TuningRequest, observer: Observer, evaluator: Evaluator 
 
     Raises an `AmptuneError`, or `TuningInterrupted` with the decision so far.
     """
-    with locked(request.folder, request.device):
+    with locked(request.folder, request.device, request.ranks):
         evaluator = evaluator or _workers(request)
         try:
             decision = tune_with(evaluator, request, observer)
@@ -80,7 +81,7 @@ def _workers(request: TuningRequest) -> WorkerEvaluator:
     size = request.wanted.batch_size
     source = request.source if size is None or size == "auto" else replace(request.source, batch_size=size)
     log, memory_mib = request.folder / "workers.log", request.wanted.memory_mib
-    return WorkerEvaluator(source, request.device, log, memory_mib, artifacts=request.artifacts)
+    return WorkerEvaluator(source, request.device, log, memory_mib, artifacts=request.artifacts, ranks=request.ranks)
 
 
 def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) -> Decision:
@@ -139,7 +140,8 @@ def _accumulating(request: TuningRequest, prepared: Prepared) -> TuningRequest:
     subject, wanted = prepared.subject, request.wanted
     if subject.accumulate == 1 or wanted.global_batch is not None:
         return request
-    whole = GlobalBatch(samples=subject.batch_size * subject.accumulate)
+    samples = subject.batch_size * subject.accumulate * wanted.devices
+    whole = GlobalBatch(samples=samples, devices=wanted.devices)
     return replace(request, wanted=replace(wanted, global_batch=whole))
 
 
@@ -187,30 +189,32 @@ def lock_of(device: str | None) -> str:
 
 
 @contextmanager
-def locked(folder: Path, device: str | None) -> Iterator[None]:
-    """Keeps others that use this device out of the study's folder while this one measures.
+def locked(folder: Path, device: str | None, ranks: int = 1) -> Iterator[None]:
+    """Keeps others that use this device, or one of the first `ranks` GPUs, out of the study's folder meanwhile.
 
     Raises `StudyError` if there is one, or if the folder cannot be made. A folder made here is removed again if the
     device, space or target that was asked for does not exist, unless another device is used there.
     """
     is_new, is_for_nothing = not folder.exists(), False
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / lock_of(device))
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise StudyError(
-            f"another amptune is tuning in {folder} on this device; wait for it (two on one device disturb each "
-            "other), or choose another with --device"
-        ) from None
-    except OSError as error:
-        raise StudyError(f"the study's folder {folder} cannot be used: {error}") from error
-    try:
-        yield
-    except (DeviceError, SpaceError, TargetError):
-        is_for_nothing = is_new and len(list(folder.glob(".lock*"))) == 1
-        raise
-    finally:
-        lock.release()
-        if is_for_nothing:
-            shutil.rmtree(folder, ignore_errors=True)
+    names = {lock_of(device if ranks == 1 or device == "cpu" else f"cuda:{rank}") for rank in range(ranks)}
+    with ExitStack() as locks:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in sorted(names):
+                locks.enter_context(FileLock(folder / name).acquire(timeout=0))
+        except Timeout:
+            raise StudyError(
+                f"another amptune is tuning in {folder} on this device; wait for it (two on one device disturb each "
+                "other), or choose another with --device"
+            ) from None
+        except OSError as error:
+            raise StudyError(f"the study's folder {folder} cannot be used: {error}") from error
+        try:
+            yield
+        except (DeviceError, SpaceError, TargetError):
+            is_for_nothing = is_new and len(list(folder.glob(".lock*"))) == len(names)
+            raise
+        finally:
+            locks.close()
+            if is_for_nothing:
+                shutil.rmtree(folder, ignore_errors=True)

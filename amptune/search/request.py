@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from amptune.errors import ObjectiveError, StudyError, TargetError, first_line
+from amptune.hardware.cuda_driver import gpu_count
 from amptune.measure.workers.source import Source
 from amptune.policy.policy_file import BASELINES
 from amptune.policy.settings import STOCK, Policy
@@ -27,14 +28,15 @@ from amptune.workload.workload import Workload
 if TYPE_CHECKING:
     from amptune.search.sampler.policy_sampler import Sampler
 
-__all__ = ["TuningRequest", "place_of", "require_known", "source_of"]
+__all__ = ["TuningRequest", "place_of", "ranks_of", "require_known", "source_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuningRequest:
     """A request for one tuning run. `study` is a folder or a database URL; `folder` has the log and the locks.
 
-    `sampler` proposes policies; by default amptune's own. So many `workers` of one command share the machine. `run`
+    `sampler` proposes policies; by default amptune's own. So many `workers` of one command share the machine. Steps are
+    timed over so many `ranks`: each of the devices that will train, or the first alone. `run`
     names it among all runs of the study; `began` is UTC, ISO 8601. Raises `ObjectiveError` if a sampler is given that
     cannot serve the objective.
     """
@@ -46,6 +48,7 @@ class TuningRequest:
     study: Path | str
     device: str | None = None
     workers: int = 1
+    ranks: int = 1
     seed: int = 0
     sampler: Sampler | None = None
     objective: Objective = THROUGHPUT
@@ -79,7 +82,7 @@ class TuningRequest:
             "--space": wanted.space,
             "--batch-size": wanted.batch_size,
             "--global-batch": whole and whole.samples,
-            "--devices": whole.devices if whole is not None and whole.devices > 1 else None,
+            "--devices": wanted.devices if wanted.devices > 1 else None,
             "--max-memory": None if wanted.memory_mib is None else f"{wanted.memory_mib:.10g}MiB",
             "--device": self.device,
         }
@@ -123,6 +126,14 @@ def _require_database(url: str) -> None:
     except (ImportError, sqlalchemy.exc.SQLAlchemyError) as error:
         kind = url.partition(":")[0]
         raise StudyError(f"the study cannot be read or written: {first_line(error)} (--study {kind}://…)") from error
+
+
+def ranks_of(devices: int, device: str | None) -> int:
+    """Returns over how many processes steps are timed: one for each of the `devices` if so many GPUs are here."""
+    if devices == 1 or device not in (None, "cuda"):
+        return 1
+    count = gpu_count()
+    return devices if count is not None and count >= devices else 1
 
 
 def source_of(workload: Workload | Callable[[], Workload] | str, arguments: Sequence[str] = ()) -> Source:

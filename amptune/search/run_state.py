@@ -10,7 +10,7 @@ from typing import Any
 from amptune.measure.results.subject import Prepared
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
-from amptune.search.decide.conclusion import decide
+from amptune.search.decide.conclusion import decide, devices_findings
 from amptune.search.decide.decision import Decision
 from amptune.search.gate.judgement import Judgement
 from amptune.search.gate.judgements import Judgements
@@ -96,6 +96,7 @@ class RunState:
         whole = self.request.wanted.global_batch
         if whole is not None:
             yield whole.kept_by(winner)
+        yield from devices_findings(self.request.wanted.devices, self.prepared)
         if winner.fused_optimizer and not self.prepared.subject.fusable:
             message = "the optimizer has no fused kernel here or is fused as it is: fused_optimizer changes nothing"
             yield Finding(code="fused-optimizer-without-effect", message=message)

@@ -276,6 +276,7 @@ def _effort(study: Study, policy: Policy, limit_s: float) -> Effort:
     same = policy.batch_size == best.policy.batch_size and policy.accumulate == best.policy.accumulate
     if not same and policy.batch_size is None:
         return effort
-    samples = best.outcome.samples_per_step if same else (policy.batch_size or 1) * policy.accumulate
+    own = (policy.batch_size or 1) * policy.accumulate * best.outcome.devices
+    samples = best.outcome.samples_per_step if same else own
     enough = best.samples_per_s / yardstick.share_of_needed_speed(best.outcome)
     return replace(effort, abandon_above_ms=HOPELESS * 1000 * samples / enough)

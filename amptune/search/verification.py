@@ -23,7 +23,7 @@ from amptune.search.claim import MARGIN, NARROW_ENOUGH, Answer, Claim, Compariso
 from amptune.search.events import Observer
 from amptune.search.narrowing import Narrowing
 from amptune.search.plan.budget import Budget
-from amptune.search.request import source_of
+from amptune.search.request import ranks_of, source_of
 from amptune.search.table.contenders import Contender
 from amptune.search.table.gains import use_of
 from amptune.search.table.ratio import Ratio
@@ -85,10 +85,12 @@ def verify(
     device: str | None = None,
     observer: Observer | None = None,
     evaluator: Evaluator | None = None,
+    ranks: int | None = None,
 ) -> Verification:
     """Measures a policy's claim again, on this machine unless an `evaluator` is given: `amptune verify` as a function.
 
-    `arguments` are those of a target's script. Raises `ClaimError` if the file claims nothing,
+    `arguments` are those of a target's script. Steps are timed over so many `ranks`; by default over as many as in the
+    file's evidence, if so many GPUs are visible. Raises `ClaimError` if the file claims nothing,
     `HardwareMismatchError` on another machine, `NothingFeasibleError` if the baseline fails, `NotMeasuredError` if
     there was no time to measure both, and any error that the workload raises.
     """
@@ -96,9 +98,10 @@ def verify(
     if evaluator is None:  # checked before a model is built that may be far too large here
         require_valid(policy_file, dict(probe(device).labels))
     source = source_of(workload, arguments)
+    ranks = ranks or ranks_of(policy_file.evidence.get("devices", 1), device)
     with (
         tempfile.TemporaryDirectory(prefix="amptune-") as folder,
-        closing(evaluator or WorkerEvaluator(source, device, Path(folder) / "workers.log")) as machine,
+        closing(evaluator or WorkerEvaluator(source, device, Path(folder) / "workers.log", ranks=ranks)) as machine,
     ):
         return verify_with(machine, policy_file, budget, observer or (lambda _: None))
 
@@ -130,7 +133,7 @@ def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, o
         hardware=prepared.hardware,
         seconds=budget.spent_s,
     )
-    changed = require_valid(policy_file, labels)
+    changed = (*require_valid(policy_file, labels), *_other_devices(policy_file, prepared))
     disturbed = noticed(row.outcome for row in rows)
     return replace(found, findings=(_answer(found, disturbed), *prepared.noticed, *_moved(found), *changed, *disturbed))
 
@@ -166,6 +169,16 @@ def _measured(
         if not narrowing.again(pair.both, fresh=pair.claim.is_missed_by(ratios)):
             break
     return rows, rounds
+
+
+def _other_devices(policy_file: PolicyFile, prepared: Prepared) -> Iterator[Finding]:
+    claimed, here = policy_file.evidence.get("devices", 1), prepared.devices
+    if claimed != here:
+        yield Finding(
+            code="drift",
+            message=f"the claim is of steps on {claimed} device{'s' * (claimed > 1)} at once, and these ran on {here}",
+            figures={"label": "devices", "tuned": claimed, "here": here},
+        )
 
 
 def _here(comparison: Comparison | None) -> Ratio | None:

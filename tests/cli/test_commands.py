@@ -217,7 +217,7 @@ def test_a_wrong_argument_is_told_before_anything_is_imported_or_built(
         pytest.fail("workers were started")
 
     claiming(folder, 2.0)
-    monkeypatch.setattr("amptune.cli.device._gpus", lambda: 0)
+    monkeypatch.setattr("amptune.cli.device.gpu_count", lambda: 0)
     monkeypatch.setattr("amptune.measure.workers.processes.start_importing", started)
     done = run(*arguments, folder=folder)
     assert done.returncode == 2

@@ -50,7 +50,7 @@ def test_a_machine_without_a_driver_has_no_gpu(monkeypatch: pytest.MonkeyPatch, 
         raise OSError
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    monkeypatch.setattr("amptune.cli.device._ROCM", tmp_path / "kfd")
+    monkeypatch.setattr("amptune.hardware.cuda_driver._ROCM", tmp_path / "kfd")
     require_device("cpu")
     with pytest.raises(DeviceError, match="device 'cuda' does not exist here"):
         require_device("cuda")

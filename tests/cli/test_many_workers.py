@@ -130,7 +130,7 @@ def test_killing_the_first_worker_ends_the_others(folder: Path) -> None:
 def test_workers_without_a_device_or_a_trial_are_refused_before_anything_starts(
     options: tuple[str, ...], gpus: int, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("amptune.cli.device._gpus", lambda: gpus)
+    monkeypatch.setattr("amptune.cli.device.gpu_count", lambda: gpus)
     done = run("tune", "train.py:small", *options, folder=folder, evaluator=Machine())
     assert done.returncode == 2
     assert said in done.stderr
@@ -138,7 +138,7 @@ def test_workers_without_a_device_or_a_trial_are_refused_before_anything_starts(
 
 
 def test_each_worker_has_a_gpu_a_share_of_the_cores_and_of_the_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("amptune.cli.device._gpus", lambda: 2)
+    monkeypatch.setattr("amptune.cli.device.gpu_count", lambda: 2)
     monkeypatch.setattr("amptune.measure.workers.cpu_share.cores_for", lambda _: [(0, 1), (2, 3)])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     one, other = Part(gpu="0", cores=(0, 1), trials=3), Part(gpu="1", cores=(2, 3), trials=2)

@@ -30,8 +30,9 @@ from amptune.search.narrowing import Narrowing
 from amptune.search.pipeline import tune_with
 from amptune.search.plan.budget import Budget
 from amptune.search.request import TuningRequest
-from amptune.search.space.candidates import Candidates, GlobalBatch, Wanted, candidates_for
+from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.space.exclusions import groups_by_intensity
+from amptune.search.space.global_batch import GlobalBatch
 from amptune.search.space.knobs import points
 from amptune.search.table.effects import GPU
 from amptune.search.table.objective import objective_of

@@ -84,6 +84,15 @@ def test_a_policy_that_was_not_judged_is_warned_of() -> None:
     apply(PolicyFile(policy=POLICY, evidence=Evidence(findings=[not_judged])), net()).undo()
 
 
+def test_a_job_of_another_number_of_ranks_than_was_measured_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    over_two = PolicyFile(policy=Policy(), evidence=Evidence(devices=2))
+    with pytest.warns(PolicyDriftWarning, match="measured on 2 devices that train together, and this job has 1"):
+        apply(over_two, net()).undo()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with warnings.catch_warnings(action="error"):
+        apply(over_two, net()).undo()
+
+
 def test_a_drift_made_an_error_changes_nothing() -> None:
     model = net()
     with warnings.catch_warnings():

@@ -367,7 +367,7 @@ def test_moments_that_cannot_be_read_end_the_watch_without_a_word(monkeypatch: p
 def test_distributed_training_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SlowGpu()
     gpu.done = True
-    monkeypatch.setattr(claim_watch, "_is_distributed", lambda: True)
+    monkeypatch.setattr(claim_watch, "world_size", lambda: 2)
     _, said, optimizer = watched_on(gpu, monkeypatch)
     assert not said
     assert hooks(optimizer) == 0

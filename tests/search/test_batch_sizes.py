@@ -21,7 +21,8 @@ from amptune.search.after_checks import larger_batch
 from amptune.search.decide.decision import Decision
 from amptune.search.pipeline import tune_with
 from amptune.search.plan.budget import Budget
-from amptune.search.space.candidates import GlobalBatch, Wanted, candidates_for
+from amptune.search.space.candidates import Wanted, candidates_for
+from amptune.search.space.global_batch import GlobalBatch
 
 OWN = 128
 LARGEST = int((MEMORY_MIB - FIXED_MIB) / SAMPLE_MIB)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from simulated.recorded import RecordedEvaluator
 
+from amptune.errors import SpaceError
 from amptune.policy.setting_effects import memory_of, numerics_of, tensors_of
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.gate.judgement import Judgement
@@ -50,6 +51,16 @@ def test_they_are_tried_on_compiled_blocks_and_never_on_a_compiled_model(space: 
 def test_they_can_be_pinned() -> None:
     pinned = candidates("hopper", cuda_graphs="on")
     assert {pinned.policy_of(point).cuda_graphs for point in pinned.space.try_first} == {True}
+
+
+def test_over_several_devices_they_are_not_tried_and_cannot_be_pinned() -> None:
+    over_two = replace(RecordedEvaluator("resnet50").prepare(1.0), devices=2)
+    wanted = Wanted(baseline=STOCK, space="hopper", pins={})
+    tried = candidates_for(over_two, wanted)
+    assert not any(policy.cuda_graphs for policy in (*tried.first, *map(tried.policy_of, points(tried.space))))
+    assert tried.study_name != candidates("hopper").study_name
+    with pytest.raises(SpaceError, match="--set cuda_graphs=on cannot be measured over several devices"):
+        candidates_for(over_two, replace(wanted, pins={"cuda_graphs": "on"}))
 
 
 def test_their_numerics_are_those_of_the_kernels_they_launch() -> None:

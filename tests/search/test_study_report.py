@@ -24,7 +24,7 @@ from amptune.search.pipeline import TuningInterrupted, tune_with
 from amptune.search.sampler import backend
 from amptune.search.sampler.records import StudyRecord, without_password
 from amptune.search.sampler.storage import recall
-from amptune.search.space.candidates import GlobalBatch
+from amptune.search.space.global_batch import GlobalBatch
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.verdict import Verdict
 
@@ -120,6 +120,7 @@ def small_gain(percent: float, noise: float) -> RecordedEvaluator:
 
 def test_the_command_that_proves_an_answer_has_the_wishes_that_make_it_the_same_study(tmp_path: Path) -> None:
     wishes = {"pins": {"autocast": "bf16"}, "batch_size": 128, "global_batch": GlobalBatch(samples=512, devices=2)}
+    wishes["devices"] = 2
     machine = recording()
     request = request_in(tmp_path, machine.clock, trials=4, baseline=BF16, **wishes, compile=False, memory_mib=61440.0)
     tune_with(machine, replace(request, device="cuda:1"), lambda _: None)

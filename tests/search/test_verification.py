@@ -54,6 +54,12 @@ def test_a_true_claim_holds_with_both_figures() -> None:
     assert f"{found.speedup} measured here, {TRUE:g}× claimed" in str(found.findings[0])
 
 
+def test_a_claim_of_several_devices_that_is_measured_on_one_is_told_of() -> None:
+    found = verified(claiming(TRUE, devices=2))
+    told = [finding for finding in found.findings if finding.figures.get("label") == "devices"]
+    assert [str(one) for one in told] == ["the claim is of steps on 2 devices at once, and these ran on 1"]
+
+
 def test_policy_and_baseline_are_measured_in_turn_each_in_a_process_of_its_own() -> None:
     evaluator = RecordedEvaluator("resnet50", noise=0.002)
     found = verified(claiming(TRUE), evaluator)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from itertools import cycle
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from amptune.changes.tensor_tree import moved_to, stored_in, tensors_in
+from amptune.changes.tensor_tree import moved_to, stored_in
 from amptune.hardware.nvml import NvmlGpu
+from amptune.measure.bench.batch_sequence import Batches, BatchSequence
 from amptune.measure.bench.built_model import built
 from amptune.measure.bench.clocks import clock_for
 from amptune.measure.bench.compilation import Compilations
-from amptune.measure.bench.drawn_batches import DrawnBatches, bytes_of, seed_everything
+from amptune.measure.bench.drawn_batches import DrawnBatches, bytes_of, seed_everything, sums_of
 from amptune.measure.bench.failures import failure_of
 from amptune.measure.bench.host_state import HostState
 from amptune.measure.bench.peak_memory import memory_for
@@ -25,58 +28,24 @@ from amptune.measure.bench.readings import Instruments
 from amptune.measure.bench.step import Stepper, nonfinite_in
 from amptune.measure.bench.step_timing import StepTimer
 from amptune.measure.bench.stillness import Stillness
+from amptune.measure.bench.trial_group import NEXT_BLOCK, Leader, TrialGroup
 from amptune.measure.results.outcome import Effort, Measurement, Outcome
 from amptune.policy.settings import Policy
 from amptune.runtime.apply_policy import apply
 from amptune.runtime.tuned import Tuned
 from amptune.workload.workload import Workload
 
-__all__ = ["Batches", "Bench"]
+__all__ = ["Bench"]
 
 SEED = 0
+# Ranks train on different batches and random numbers: those of one have the seed and some behind it.
+SEEDS_APART = 1000
 # What is not timed needs no more different batches.
 FEW_BATCHES = 3
-# The steps before a timed block see at least so many batches: a graph is compiled anew for the first other shape.
-FEWEST_WARM = 2
 # Initial weights of at most this share of the device's memory are kept on it while training restarts from them often.
 NEAR_SHARE = 1 / 32
 # CUDA graphs keep their memory between trials of one policy, up to this share of the device's memory.
 GRAPHS_SHARE = 1 / 8
-
-
-class Batches(Protocol):
-    """An endless iterator of batches on the device."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def __next__(self) -> Any: ...
-
-    def begin_block(self) -> None:
-        """Is called before each block of steps that is timed."""
-        ...
-
-
-class _Sequence:
-    """An endless cycle of batches. Each block begins with the second half of them, after `begin`.
-
-    The steps before the first block get the first half alone. What a policy pays for a batch that it has not seen, as
-    graphs recorded for its shapes, is thus in its block, as training pays for it.
-    """
-
-    def __init__(self, batches: Sequence[Any], begin: Callable[[], None]) -> None:
-        self._batches, self._begin = batches, begin
-        self._at, self._count = 0, max(min(len(batches), FEWEST_WARM), len(batches) // 2)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        self._at += 1
-        return self._batches[(self._at - 1) % self._count]
-
-    def begin_block(self) -> None:
-        self._at, self._count = len(self._batches) // 2, len(self._batches)
-        self._begin()
 
 
 class Bench:
@@ -84,7 +53,7 @@ class Bench:
 
     `seed` is used for weights, batches and training. A trial whose peak is above `memory_mib` fails. Building raises
     `TargetError` or `UserCodeError`. `measure` returns a failed trial as a value; it raises only if the device's memory
-    cannot be freed.
+    cannot be freed. It trains with the other ranks of the `leader`, if there is one; all else runs on one device.
     """
 
     def __init__(
@@ -95,12 +64,17 @@ class Bench:
         *,
         seed: int = SEED,
         memory_mib: float | None = None,
+        rank: int = 0,
+        leader: Leader | None = None,
     ) -> None:
         self.workload = workload
         self._seed = seed
         self.device = device
         clock, self._memory = clock_for(device), memory_for(device)
-        self.drawn = DrawnBatches(workload, seed)
+        self._leader = leader
+        self._some_get_none: bool | None = None
+        self._own_seed = seed + SEEDS_APART * rank
+        self.drawn = DrawnBatches(workload, self._own_seed)
         self._compilations = Compilations()
         self._timer = PolicyTimer(
             workload=workload,
@@ -144,36 +118,67 @@ class Bench:
         `stillness` stops the processes that compile beside it while steps are timed.
         """
         try:
-            return self._trial(policy, effort, batches, stillness or Stillness())
+            trial = partial(self._trial, policy, effort, batches, stillness or Stillness())
+            if self._leader is None:
+                return trial()
+            return self._leader.lead(policy, effort, trial, get_none=self._get_none(policy))
         except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
             traceback.print_exc()  # into the worker's log
             return failure_of(error)
         finally:
             self.release()
 
-    def _trial(self, policy: Policy, effort: Effort, batches: Batches | None, stillness: Stillness) -> Measurement:
+    def _get_none(self, policy: Policy) -> bool:
+        """Returns True if a step leaves parameters without gradients, which a group of ranks would wait for."""
+        if self._some_get_none is None:
+            with self.on_device(replace(policy, compile="off", cuda_graphs=False, accumulate=1)) as (_, stepper):
+                self._some_get_none = stepper.leaves_out_some(self.model)
+        return self._some_get_none
+
+    def sequence(self, policy: Policy, effort: Effort) -> Batches:
+        """Returns the batches on the device that are the same for every policy."""
+        size = policy.batch_size or self.workload.batch_size
+        return BatchSequence(self._on_device(size, effort.batches), lambda: seed_everything(self._own_seed + 1))
+
+    def _trial(
+        self,
+        policy: Policy,
+        effort: Effort,
+        batches: Batches | None,
+        stillness: Stillness,
+        group: TrialGroup | None = None,
+    ) -> Measurement:
         """Runs one trial in its own frame: batches and optimizer state are freed before memory is given back."""
-        if batches is None:
-            size = policy.batch_size or self.workload.batch_size
-            batches = _Sequence(self._on_device(size, effort.batches), lambda: seed_everything(self._seed + 1))
-        with self.on_device(policy, batches) as (tuned, stepper):
+        fed = batches or self.sequence(policy, effort)
+
+        def begin() -> None:
+            if group is not None:
+                group.tell(NEXT_BLOCK)
+            fed.begin_block()
+
+        with self.on_device(policy, fed, group=group) as (tuned, stepper):
             return self._timer.measured(
                 tuned,
                 stepper,
                 effort,
-                begin=batches.begin_block,
+                begin=begin,
                 require_sound=lambda steps: stepper.require_sound(self.model, steps, self.nonfinite),
                 stillness=stillness,
             )
 
     @contextmanager
     def on_device(
-        self, policy: Policy, batches: Iterator[Any] | None = None, *, guarded: bool = False
+        self,
+        policy: Policy,
+        batches: Iterator[Any] | None = None,
+        *,
+        guarded: bool = False,
+        group: TrialGroup | None = None,
     ) -> Iterator[tuple[Tuned, Stepper]]:
         """Yields the model on its device under the policy, and its training step; restores everything afterwards.
 
         Each step takes the next of `batches`, which must be on the device; the default is a cycle of a few batches.
-        `guarded` steps run under the guard.
+        `guarded` steps run under the guard. In a `group` every step is one of all its ranks.
         """
         self._restore()
         self._compilations.begin(policy)
@@ -182,17 +187,21 @@ class Bench:
         self.model.to(self.device)
         if self._stays and self._near is None and self._is_small:
             self._near = [tensor.detach().clone() for tensor in self._state()]
-        seed_everything(self._seed)
+        seed_everything(self._own_seed)
         # no guard for what is timed, whatever the environment says: its time would be in the figures
         with apply(policy, self.model, any_hardware=True, guard=guarded) as tuned:
             self._tuned = tuned
             try:
-                stepper = Stepper(self.workload, tuned, batches)
+                stepper = Stepper(self.workload, tuned, batches, group)
                 if tuned.recordings is not None:
                     tuned.recordings.checks = False  # their price is added, see `price_of_checks`
                 yield tuned, stepper
             finally:
                 self._tuned = None
+
+    def peak_mib(self) -> tuple[float, float]:
+        """Returns the peak of memory since the model came to its device: (allocated, reserved)."""
+        return self._memory.peak_mib()
 
     def _on_device(self, samples: int, count: int | None = None) -> list[Any]:
         sequence = self.drawn.sequence(samples, count)
@@ -204,7 +213,7 @@ class Bench:
         With `weights`, one for each parameter, the parameters get these.
         """
         self._put_back(weights)
-        seed_everything(self._seed + offset)
+        seed_everything(self._own_seed + offset)
 
     @contextmanager
     def staying_on_device(self) -> Iterator[None]:
@@ -236,8 +245,8 @@ class Bench:
     def fingerprint(self, batches: Sequence[Any]) -> tuple[float, ...]:
         """Returns sums of weights and batches; processes with comparable gradients have equal ones."""
         if self._initial_sums is None:
-            self._initial_sums = _sums_of(self._initial)
-        return self._initial_sums + _sums_of(batches)
+            self._initial_sums = sums_of(self._initial)
+        return self._initial_sums + sums_of(batches)
 
     def _state(self) -> list[torch.Tensor]:
         return [*self.model.parameters(), *self.model.buffers()]
@@ -286,12 +295,3 @@ class Bench:
 def _can_be_written(tensor: torch.Tensor) -> bool:
     """Returns False for an expanded tensor: several of its elements are one."""
     return tensor.layout is not torch.strided or 0 not in tensor.stride()
-
-
-def _sums_of(tensors: Sequence[Any]) -> tuple[float, ...]:
-    """Returns the sum of the magnitudes in each tensor, at any depth."""
-    return tuple(
-        float((tensor.byte() if tensor.dtype is torch.bool else tensor.detach().abs()).sum(dtype=torch.float64))
-        for whole in tensors_in(list(tensors))
-        for tensor in stored_in(whole)
-    )

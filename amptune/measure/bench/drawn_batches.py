@@ -16,7 +16,7 @@ from amptune.measure.bench.failures import failure_of
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 
-__all__ = ["DrawnBatches", "bytes_of", "seed_everything"]
+__all__ = ["DrawnBatches", "bytes_of", "seed_everything", "sums_of"]
 
 # All policies are timed on one sequence of batches that lie on the device: at most so many, drawn in about so many
 # seconds, of so many bytes. Batches larger than that: two, as in training that copies the next batch while it works on
@@ -119,3 +119,12 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def sums_of(tensors: Sequence[Any]) -> tuple[float, ...]:
+    """Returns the sum of the magnitudes in each tensor, at any depth."""
+    return tuple(
+        float((tensor.byte() if tensor.dtype is torch.bool else tensor.detach().abs()).sum(dtype=torch.float64))
+        for whole in tensors_in(list(tensors))
+        for tensor in stored_in(whole)
+    )

@@ -11,6 +11,7 @@ import torch
 from amptune.changes.tensor_tree import stored_in
 from amptune.errors import TargetError
 from amptune.measure.bench.failures import NonFiniteError
+from amptune.measure.bench.trial_group import NEXT_STEP, TrialGroup
 from amptune.runtime.training_step import RecipeStep
 from amptune.runtime.tuned import Tuned
 from amptune.workload.user_errors import user_code
@@ -29,10 +30,13 @@ def nonfinite_in(model: torch.nn.Module) -> Iterator[str]:
 class Stepper:
     """A callable that runs one training step on the next batch: forward, loss, backward, optimizer step.
 
-    It is built after the policy was applied and makes its own optimizer, so each trial starts from fresh state.
+    It is built after the policy was applied and makes its own optimizer, so each trial starts from fresh state. In a
+    `group` the ranks average their gradients.
     """
 
-    def __init__(self, workload: Workload, tuned: Tuned, batches: Iterator[Any]) -> None:
+    def __init__(
+        self, workload: Workload, tuned: Tuned, batches: Iterator[Any], group: TrialGroup | None = None
+    ) -> None:
         self._workload = workload
         self._tuned = tuned
         self._batches = batches
@@ -43,20 +47,32 @@ class Stepper:
         # `step` gets several as `optimizer(model)` returned them; its recipe has one
         self._optimizer: Any = built if isinstance(built, list | tuple) else self.optimizers[0]
         self._train: RecipeStep | None = None
+        self._group = group
+        self._model = tuned.model if group is None else group.wrapped(tuned.model)
         if workload.loss is not None:
             loss = _checked(workload.loss)
-            self._train = tuned.training_step(loss, self.optimizers[0], workload.clip, model=tuned.model)
+            self._train = tuned.training_step(loss, self.optimizers[0], workload.clip, model=self._model)
 
     def __call__(self) -> torch.Tensor:
         """Runs one optimizer step; returns the detached loss (of the last micro-batch)."""
+        if self._group is not None:
+            self._group.tell(NEXT_STEP)
         if self._train is not None:
             for _ in range(self._tuned.accumulate):
                 self._loss = self._train(next(self._batches))
         else:
             assert self._workload.step is not None  # noqa: S101  # Workload checks: either loss or step
-            loss = self._workload.step(self._tuned, self._tuned.model, self._optimizer, next(self._batches))
+            loss = self._workload.step(self._tuned, self._model, self._optimizer, next(self._batches))
             self._loss = _require_scalar("step", loss).detach()
         return self._loss
+
+    def leaves_out_some(self, model: torch.nn.Module) -> bool:
+        """Runs a step; returns True if some of the model's weights get no gradient in it."""
+        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        found: list[bool] = []
+        self.before_optimizer(lambda _: found.append(any(weight.grad is None for weight in weights)))
+        self()
+        return any(found)
 
     def before_optimizer(self, look: Callable[[torch.optim.Optimizer], None]) -> None:
         """Registers `look` to be called before each optimizer step that the loss scaler does not skip."""

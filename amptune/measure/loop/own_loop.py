@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
+from amptune.measure.bench.batch_sequence import Batches
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.clocks import Stopwatch, stopwatch_for
 from amptune.measure.bench.failures import failure_of
@@ -23,7 +26,7 @@ from amptune.measure.results.outcome import LOADER_FAILED, Effort, Failure, Outc
 from amptune.policy.settings import Policy
 from amptune.workload.user_errors import user_code
 
-__all__ = ["measure_in_loop", "run_loop"]
+__all__ = ["feeding", "measure_in_loop", "run_loop"]
 
 # Number of single steps probed after the timed part: up to this many within half a second, at least two.
 _PROBES = 5
@@ -38,19 +41,37 @@ def measure_in_loop(bench: Bench, policy: Policy, effort: Effort, stillness: Sti
     Without a loader, new batches are drawn ahead: nobody knows how training gets them. A loader that fails says nothing
     about the policy: the failure's exception is then `LOADER_FAILED`.
     """
-    size = policy.batch_size or bench.workload.batch_size
     try:
-        drawn = None if bench.workload.loader is not None else bench.drawn.fresh_sequence(size, effort.batches)
+        feed, is_drawn = _feed(bench, policy, effort)
     except Exception as error:  # noqa: BLE001  # the user's code may raise anything
         return failure_of(error)
-    feed = LoaderFeed(bench.workload, size, bench.device, stopwatch_for(bench.device), drawn)
     try:
         outcome = bench.measure(policy, effort, feed, stillness)
         if isinstance(outcome, Failure):
             return replace(outcome, exception=LOADER_FAILED) if feed.failed else outcome
-        return replace(outcome, in_loop=True, wait_share=feed.wait_share() if drawn is None else 0.0)
+        return replace(outcome, in_loop=True, wait_share=0.0 if is_drawn else feed.wait_share())
     finally:
         feed.close()
+
+
+@contextmanager
+def feeding(bench: Bench, policy: Policy, effort: Effort) -> Iterator[Batches]:
+    """Yields the batches of a trial as `measure_in_loop` has them, or `Bench.measure` if it is not in the loop."""
+    if not effort.in_loop:
+        yield bench.sequence(policy, effort)
+        return
+    feed, _ = _feed(bench, policy, effort)
+    try:
+        yield feed
+    finally:
+        feed.close()
+
+
+def _feed(bench: Bench, policy: Policy, effort: Effort) -> tuple[LoaderFeed, bool]:
+    """Returns the feed of the user's loop, and if its batches are drawn ahead because there is no loader."""
+    size = policy.batch_size or bench.workload.batch_size
+    drawn = None if bench.workload.loader is not None else bench.drawn.fresh_sequence(size, effort.batches)
+    return LoaderFeed(bench.workload, size, bench.device, stopwatch_for(bench.device), drawn), drawn is not None
 
 
 def run_loop(bench: Bench, policy: Policy, seconds: float, warmup_s: float = 1.0) -> LoopTiming:

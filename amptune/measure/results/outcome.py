@@ -89,6 +89,8 @@ class Measurement:
 
     An `in_loop` measurement is of the user's training loop, with new batches. `wait_share` is the share of its time for
     which the device had nothing to do because no batch was there.
+
+    If several `devices` train together, samples are those of all, peaks the largest of any; all else is the first's.
     """
 
     samples_per_step: int
@@ -116,6 +118,7 @@ class Measurement:
     sm_clock_mhz: int | None = None
     temperature_c: int | None = None
     host_delay: float | None = None
+    devices: int = 1
 
     @property
     def mean_ms(self) -> float:

@@ -88,7 +88,8 @@ class Prepared:
     CPU, the available memory), or the user's limit. It is None if unknown. `start_s` is the time in seconds from the
     start of its process until the workload was built; another worker needs the same time. `batches` is the number of
     different batches to time steps on, if it is known, and `draw_s` the seconds to draw them. `noticed` is what the
-    guard found in a step of the user's own, and that threads were left out.
+    guard found in a step of the user's own, and that threads were left out. So many `devices` train together in a step
+    that is timed.
     """
 
     hardware: Hardware
@@ -98,6 +99,7 @@ class Prepared:
     draw_s: float = 0.0
     batches: int | None = None
     noticed: tuple[Finding, ...] = ()
+    devices: int = 1
 
     def with_threads(self, threads: int) -> Prepared:
         """Returns these facts of workers that use so many threads: other programs keep the other cores busy."""

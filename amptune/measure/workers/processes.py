@@ -31,7 +31,9 @@ from amptune.measure.bench.stillness import ProcessIdentity, this_process
 from amptune.measure.results.outcome import Failure
 from amptune.measure.workers.activity import Activity
 from amptune.measure.workers.cpu_share import limit_threads
-from amptune.measure.workers.worker import Setting, start
+from amptune.measure.workers.death import death_of, kernel_oom_kills
+from amptune.measure.workers.setting import Setting
+from amptune.measure.workers.worker import start
 from amptune.workload.script import imports_of
 
 __all__ = ["LIBRARIES", "Pending", "WorkerProcess", "fork_server", "start_importing", "stop_all", "workers_that_fit"]
@@ -158,7 +160,7 @@ class Pending(Generic[T]):
             raise StudyError(why) from broken
         except pebble.ProcessExpired as expired:
             process.stop()
-            return _death(expired.exitcode, _kernel_oom_kills() > self._kills_before, process.log)
+            return death_of("worker", expired.exitcode, process.log, self._kills_before)
 
     def give_up(self, limit_s: float) -> Failure:
         """Ends the process, and returns the failure of a task that took longer than `limit_s`."""
@@ -196,7 +198,7 @@ class WorkerProcess:
 
     def begin(self, limit_s: float | None, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
         """Starts the function in the worker and returns its pending answer; None is no limit."""
-        kills_before = _kernel_oom_kills()
+        kills_before = kernel_oom_kills()
         future = self._running().schedule(function, args=args, kwargs=kwargs, timeout=limit_s)
         return Pending(self, future, limit_s, kills_before)
 
@@ -265,10 +267,13 @@ def stop_all(processes: Iterable[WorkerProcess]) -> None:
         thread.join(max(0.0, until_s - time.monotonic()))
 
 
-def workers_that_fit() -> int:
-    """Returns how many more workers of the largest current size fit into two thirds of the available memory."""
+def workers_that_fit(ranks: int = 1) -> int:
+    """Returns how many more workers fit into two thirds of the available memory, of the largest current size.
+
+    Each is so many processes.
+    """
     largest = max((_resident_bytes(child) for child in psutil.Process().children(recursive=True)), default=0)
-    return int(psutil.virtual_memory().available * 2 / 3 / largest) if largest else ANY_NUMBER
+    return int(psutil.virtual_memory().available * 2 / 3 / largest / ranks) if largest else ANY_NUMBER
 
 
 def _resident_bytes(process: psutil.Process) -> int:
@@ -276,24 +281,3 @@ def _resident_bytes(process: psutil.Process) -> int:
         return int(process.memory_info().rss)
     except psutil.Error:  # the process has just ended
         return 0
-
-
-def _death(exitcode: int | None, killed_by_kernel: bool, log: Path) -> Failure:
-    if killed_by_kernel and exitcode == -signal.SIGKILL:
-        return Failure(kind="oom", message="the kernel killed the worker for its memory")
-    if exitcode is not None and exitcode < 0:
-        how = f"was ended by {signal.Signals(-exitcode).name}"
-    else:
-        how = f"ended with exit code {exitcode}"
-    return Failure(kind="crash", message=f"the worker {how}; its output is in {log}")
-
-
-def _kernel_oom_kills() -> int:
-    """Returns how many processes of this control group the kernel killed for memory (cgroup v2); 0 if unknown."""
-    try:
-        group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
-        events = Path("/sys/fs/cgroup") / group.lstrip("/") / "memory.events"
-        lines = events.read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import math
 import multiprocessing
@@ -13,7 +12,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from amptune.measure.bench.stillness import Pause, ProcessIdentity, Stillness
@@ -21,8 +19,10 @@ from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.subject import Prepared
 from amptune.measure.workers.activity import Activity
 from amptune.measure.workers.cpu_share import limit_threads, rarely_collecting_garbage, share_compilers, sharing_threads
+from amptune.measure.workers.followers import Followers
 from amptune.measure.workers.log_stream import LogStream
-from amptune.measure.workers.source import Source, digest_of, workload_of
+from amptune.measure.workers.setting import Setting, built_bench
+from amptune.measure.workers.source import digest_of
 from amptune.policy.settings import Policy
 from amptune.workload.user_errors import tell_of_user_code
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from amptune.measure.results.training_runs import LossCurve, Parity, Reference
 
 __all__ = [
-    "Setting",
     "get_ready",
     "import_compiler",
     "is_measuring",
@@ -54,24 +53,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """The settings of a fresh worker. `device` None means the best one; `log` receives what the user's code prints.
-
-    A trial that needs more device memory than `memory_mib` fails as out of memory, even if more is free. What is
-    compiled is kept in the folder `artifacts`, if there is one. No operation on a CPU uses more than so many `threads`.
-    """
-
-    source: Source
-    device: str | None
-    log: Path
-    memory_mib: float | None = None
-    artifacts: Path | None = None
-    threads: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """An outcome, and whether its process is unusable from now on (a sticky CUDA error).
+    """An outcome, and whether its process is unusable from now on (a sticky CUDA error, or a group with a failed rank).
 
     In the `pauses`, the processes that compiled beside the trial stood still.
     """
@@ -89,6 +72,7 @@ class _State:
     """The process's single bench. The first task builds it, so a failed start-up is the answer to that task."""
 
     setting: Setting
+    followers: Followers | None = None
     bench: Bench | None = None
     is_measuring = False
 
@@ -116,6 +100,7 @@ def start(setting: Setting, environment: Mapping[str, str], start_method: str | 
         sys.argv = [Target(setting.source.target).place, *setting.source.arguments]
     _State.setting, _State.is_measuring = setting, True
     limit_threads(setting.threads)
+    _State.followers = Followers(setting) if setting.ranks > 1 else None
     tell_of_user_code(activity.note)
 
 
@@ -152,6 +137,7 @@ def prepare() -> Prepared:
             start_s=start_s,
             draw_s=draw_s,
             batches=max(1, batches),
+            devices=_State.setting.ranks,
         )
     except Exception:
         traceback.print_exc()  # into the log; the caller gets only the message
@@ -162,8 +148,16 @@ def get_ready(policy: Policy, at_once: int, for_turns_of: int | None = None) -> 
     """Builds the workload before its first trial and warms the process up; `at_once` workers do so at the same time.
 
     For turns of the loop of so many batches, draws these, unless a loader gives them. If the policy uses torch.compile,
-    compiles it (CPU work) and returns the outcome of its first steps. A failure is reported by the trial.
+    compiles it (CPU work) and returns the outcome of its first steps. A failure is reported by the trial. With other
+    ranks it ends the process, since their group is lost.
     """
+    outcome = _ready(policy, at_once, for_turns_of)
+    if _State.followers is not None and isinstance(outcome, Failure):
+        os._exit(1)
+    return outcome
+
+
+def _ready(policy: Policy, at_once: int, for_turns_of: int | None) -> Outcome | None:
     from amptune.measure.bench.failures import failure_of
     from amptune.measure.loop.own_loop import measure_in_loop
     from amptune.measure.workers.warm_start import warm_up
@@ -211,7 +205,8 @@ def measure(policy: Policy, effort: Effort, beside: Sequence[ProcessIdentity] = 
     except Exception as error:  # noqa: BLE001  # whatever it was, it costs this worker and this trial
         traceback.print_exc()  # into the log
         return Reply(outcome=failure_of(error), broken=True, pauses=tuple(stillness.pauses))
-    return Reply(outcome=outcome, broken=cuda_is_broken(), pauses=tuple(stillness.pauses))
+    is_lost = _State.followers is not None and isinstance(outcome, Failure)
+    return Reply(outcome=outcome, broken=is_lost or cuda_is_broken(), pauses=tuple(stillness.pauses))
 
 
 def train(policy: Policy, seconds: float) -> LoopTiming | Failure:
@@ -275,26 +270,7 @@ def _attempt(act: Callable[[], T]) -> T | Failure:
 
 def _bench() -> Bench:
     if _State.bench is None:
-        import torch
-
-        from amptune.hardware.detect import probe
-        from amptune.hardware.nvml import open_gpu
-        from amptune.measure.bench.bench import Bench
-        from amptune.measure.bench.peak_memory import limit_memory
-
-        gpu = probe(_State.setting.device).gpu
-        if gpu is not None:
-            torch.cuda.set_device(gpu.index)
-        device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu.index)
-        nvml = open_gpu(gpu.uuid) if gpu is not None and gpu.uuid else None
-        limit = _State.setting.memory_mib
-        if limit is not None:
-            limit_memory(device, limit)
-        workload = workload_of(_State.setting.source)
-        limit_threads(_State.setting.threads)  # the script may have asked for more
-        if (give_back := getattr(workload.model, "give_back", None)) is not None:
-            give_back()
-        _State.bench = Bench(workload, device, nvml, memory_mib=limit)
-        gc.collect()
-        gc.freeze()  # what was imported and built is then skipped by each trial's garbage collection
+        if _State.followers is not None:
+            _State.followers.build()
+        _State.bench = built_bench(_State.setting, leader=_State.followers)
     return _State.bench

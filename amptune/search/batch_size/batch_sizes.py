@@ -16,7 +16,7 @@ from amptune.search.batch_size.largest import LargestBatch, Sizer
 from amptune.search.batch_size.memory_model import MemoryModel
 from amptune.search.batch_size.memory_runs import FixedPart
 from amptune.search.batch_size.next_size import MOST_TIMES_OWN_ON_CPU
-from amptune.search.space.candidates import GlobalBatch
+from amptune.search.space.global_batch import GlobalBatch
 
 __all__ = ["NO_SIZES", "BatchSizes", "Runner", "batch_sizes_for", "sizer_for"]
 

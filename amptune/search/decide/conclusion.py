@@ -27,7 +27,7 @@ from amptune.search.table.row import Row, wait_share
 from amptune.search.table.trial import Trial
 from amptune.search.table.verdict import Verdict
 
-__all__ = ["decide"]
+__all__ = ["decide", "devices_findings"]
 
 
 def decide(
@@ -85,6 +85,25 @@ def decide(
         timeline=tuple(timeline),
     )
     return decision.with_evidence(evidence_of(decision, rows, judgements.known(policy)))
+
+
+def devices_findings(devices: int, prepared: Prepared) -> Iterator[Finding]:
+    """Yields on how many devices steps were timed, if several will train together."""
+    measured = prepared.devices
+    figures = {"devices": devices, "measured": measured}
+    if measured > 1:
+        graphs = "" if prepared.hardware.gpu is None else "; CUDA graphs were left out, which nobody has measured so"
+        message = (
+            f"all steps were timed on {measured} devices that exchange gradients (DistributedDataParallel); samples "
+            f"per second are those of all of them, and memory is that of one{graphs}"
+        )
+        yield Finding(code="devices", message=message, figures=figures)
+    elif devices > 1:
+        message = (
+            f"{devices} devices will train together, and one was measured: communication between them was not, so a "
+            f"policy may gain less there. Tune where {devices} GPUs are visible"
+        )
+        yield Finding(code="communication-not-measured", message=message, figures=figures)
 
 
 def _of_the_loader(rows: Sequence[Row], verdict: Verdict) -> Iterator[Finding]:

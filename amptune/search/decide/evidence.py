@@ -58,6 +58,9 @@ def evidence_of(decision: Decision, rows: Sequence[Row], judgement: Judgement | 
         seconds=round(decision.seconds, 1),
     )
     evidence.update(own)
+    devices = {row.outcome.devices for row in rows if isinstance(row.outcome, Measurement)}
+    if max(devices, default=1) > 1:
+        evidence["devices"] = max(devices)
     if decision.amp_recipe is not None:
         evidence["amp_recipe"] = _figures(decision.amp_recipe)
     if decision.ablation:

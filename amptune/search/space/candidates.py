@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import Any, Literal
 
 from amptune.errors import SpaceError
 from amptune.measure.results.subject import Prepared, Subject
-from amptune.policy.findings import Finding
 from amptune.policy.knobs.knob import TRUTH, is_in
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe, settled
 from amptune.search.space.chosen_modules import IN_WORDS
 from amptune.search.space.exclusions import Ladder, ladder_by_intensity
+from amptune.search.space.global_batch import GlobalBatch
 from amptune.search.space.knobs import (
     BATCH_SIZE,
     BATCHNORM,
@@ -33,65 +32,10 @@ from amptune.search.space.knobs import (
     restrict,
     with_knob,
 )
-from amptune.search.space.narrowed_space import narrowed
+from amptune.search.space.narrowed_space import narrowed, without_graphs
 from amptune.search.space.space_file import load_space, space_for
 
-__all__ = ["Candidates", "GlobalBatch", "Wanted", "candidates_for"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GlobalBatch:
-    """The samples of one optimizer step, over all devices: batch_size × accumulate × devices, exactly.
-
-    Raises `SpaceError` if they cannot be divided evenly among the devices.
-    """
-
-    samples: int
-    devices: int = 1
-
-    def __post_init__(self) -> None:
-        if self.samples % self.devices:
-            raise SpaceError(
-                f"a global batch of {self.samples} cannot be shared out evenly among {self.devices} devices"
-            )
-
-    @property
-    def per_device(self) -> int:
-        return self.samples // self.devices
-
-    def allows(self, batch_size: int) -> bool:
-        """Returns whether a whole number of batches adds up to the global batch."""
-        return self.per_device % batch_size == 0
-
-    @property
-    def batch_sizes(self) -> tuple[int, ...]:
-        """The batch sizes that it allows, the smallest first."""
-        small = [n for n in range(1, math.isqrt(self.per_device) + 1) if self.allows(n)]
-        return tuple(sorted({*small, *(self.per_device // n for n in small)}))
-
-    def kept_by(self, policy: Policy) -> Finding:
-        """Returns a finding that says how a policy's batches add up to the global batch."""
-        size, accumulate = policy.batch_size, policy.accumulate
-        devices = f" × {self.devices} devices" if self.devices > 1 else ""
-        return Finding(
-            code="global-batch",
-            message=f"the global batch stays {self.samples}: {size} × accumulate {accumulate}{devices}",
-            figures={"samples": self.samples, "devices": self.devices, "accumulate": accumulate, "batch_size": size},
-        )
-
-    def require(self, batch_size: int) -> None:
-        """Raises `SpaceError`, with the nearest allowed sizes, if the batch size does not divide the global batch."""
-        if not self.allows(batch_size):
-            near = sorted(sorted(self.batch_sizes, key=lambda n: abs(math.log(n / batch_size)))[:NEAREST])
-            each = f"{self.per_device} samples a device" if self.devices > 1 else f"{self.samples} samples"
-            raise SpaceError(
-                f"batches of {batch_size} do not add up to the global batch's {each}; name one that does with "
-                f"--batch-size: {', '.join(map(str, near))}"
-            )
-
-
-# The number of batch sizes that an error suggests in place of one that is not allowed.
-NEAREST = 5
+__all__ = ["Candidates", "Wanted", "candidates_for"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +44,8 @@ class Wanted:
 
     `batch_size` is None (the workload's own), a number to run the workload with instead, or "auto" to search it.
     `compile` says whether to try torch.compile; None leaves that to the space and the budget. No policy may take more
-    than `memory_mib` of the device's memory. A search that `saves_memory` may compute activations again.
+    than `memory_mib` of the device's memory. A search that `saves_memory` may compute activations again. So many
+    `devices` will train together.
     """
 
     baseline: Policy
@@ -111,6 +56,7 @@ class Wanted:
     compile: bool | None = None
     memory_mib: float | None = None
     saves_memory: bool = False
+    devices: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +188,13 @@ def candidates_for(
     subject = prepared.subject
     ladder = ladder or ladder_by_intensity(subject)
     space = load_space(wanted.space) if wanted.space else space_for(prepared.hardware)
-    space, recipes = narrowed(space, subject, wanted.pins, compiling=wanted.compile, saves_memory=wanted.saves_memory)
+    space, recipes = narrowed(
+        space if prepared.devices == 1 else without_graphs(space, wanted.pins),
+        subject,
+        wanted.pins,
+        compiling=wanted.compile,
+        saves_memory=wanted.saves_memory,
+    )
     own_size = subject.batch_size
     batch_size = own_size if wanted.batch_size == "auto" or wanted.global_batch is not None else None
     if wanted.batch_size == "auto":
@@ -296,5 +248,6 @@ def _study_name(prepared: Prepared, space: Space, batch_size: int, memory_mib: f
         str(software.cudnn),
         digest(space),
         *([] if memory_mib is None else [f"{memory_mib:g} MiB"]),
+        *([] if prepared.devices == 1 else [f"{prepared.devices} devices"]),
     ]
     return f"{subject.name}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:12]}"

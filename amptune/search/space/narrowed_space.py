@@ -26,7 +26,7 @@ from amptune.search.space.knobs import (
     without_knob,
 )
 
-__all__ = ["narrowed"]
+__all__ = ["narrowed", "without_graphs"]
 
 
 def narrowed(
@@ -119,3 +119,16 @@ def _amp_recipes(space: Space) -> tuple[Policy, ...]:
     """Returns the AMP recipe in every dtype of this machine, contiguous and in the model's channels-last format."""
     formats = space.choices("memory_format") or ("contiguous",)
     return tuple(amp_recipe(dtype, memory_format=layout) for layout in formats for dtype in space.half_dtypes)
+
+
+def without_graphs(space: Space, pins: Mapping[str, str]) -> Space:
+    """Returns the space without recorded passes: nobody has measured them in a group that exchanges gradients.
+
+    Raises `SpaceError` if they are pinned.
+    """
+    asked = pins.get("cuda_graphs", "false").lower()
+    if asked not in ("false", "off"):
+        raise SpaceError(
+            f"--set cuda_graphs={asked} cannot be measured over several devices; leave it out, or leave out --devices"
+        )
+    return restrict(space, "cuda_graphs", (False,))

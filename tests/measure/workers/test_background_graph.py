@@ -15,8 +15,8 @@ from amptune.measure.bench.stillness import Pause
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.measure.workers.background_graph import BackgroundGraph
 from amptune.measure.workers.processes import Pending, WorkerProcess
+from amptune.measure.workers.setting import Setting
 from amptune.measure.workers.source import Source
-from amptune.measure.workers.worker import Setting
 from amptune.policy.settings import Policy
 
 

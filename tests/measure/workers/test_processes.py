@@ -22,8 +22,9 @@ from amptune.measure.results.loop_timing import LoopTiming
 from amptune.measure.results.subject import Prepared
 from amptune.measure.workers import processes
 from amptune.measure.workers.processes import WorkerProcess, stop_all
+from amptune.measure.workers.setting import Setting
 from amptune.measure.workers.source import Source
-from amptune.measure.workers.worker import Setting, prepare
+from amptune.measure.workers.worker import prepare
 from amptune.policy.settings import STOCK
 
 LIMIT_S = 240.0  # a minute on a slow and busy machine is nothing; the whole test has 300 s

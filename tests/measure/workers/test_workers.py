@@ -158,7 +158,7 @@ def test_each_launch_gives_every_policy_a_fresh_process_of_its_own(evaluator: Wo
 def test_workers_for_which_there_is_no_memory_take_turns(
     evaluator: WorkerEvaluator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("amptune.measure.evaluator.workers_that_fit", lambda: 2)
+    monkeypatch.setattr("amptune.measure.evaluator.workers_that_fit", lambda *_: 2)
     policies = [Policy(fp32_math="ieee"), Policy(fp32_math="tf32"), STOCK]
     evaluator.launch(policies)
     for policy in policies:

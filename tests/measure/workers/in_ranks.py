@@ -1,0 +1,79 @@
+"""A workload whose ranks note their batches and weights after each step, and misbehave as the batch size says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch import distributed, nn
+
+from amptune import Tuned, Workload
+
+WELL, RAISES, OUT_OF_MEMORY, KILLED, HANGS, FIRST_RAISES, QUITS = 4, 5, 6, 7, 8, 9, 10
+
+
+def misbehave(how: int, rank: int) -> None:
+    if how == FIRST_RAISES and rank == 0:
+        raise KeyError("the first rank's own mistake")
+    if rank == 0:
+        return
+    match how:
+        case 5:
+            raise KeyError("the other rank's own mistake")
+        case 6:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        case 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case 8:
+            time.sleep(600)
+        case 10:
+            raise SystemExit("the script ends here")
+        case _:
+            pass
+
+
+def step(tuned: Tuned, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+    with tuned.autocast():
+        loss: torch.Tensor = model(tuned.batch(batch)).square().mean()
+    tuned.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch has not typed it
+    tuned.scaler.step(optimizer)
+    tuned.scaler.update()
+    optimizer.zero_grad()
+    if distributed.is_initialized():
+        rank = distributed.get_rank()
+        misbehave(len(batch), rank)
+        weights = sum(float(parameter.double().sum()) for parameter in model.parameters())
+        with Path(os.environ["NOTES"], str(rank)).open("a") as notes:
+            notes.write(f"{batch.sum():.9f} {weights:.17f}\n")
+    return loss
+
+
+class WithAnIdlePart(nn.Module):
+    """A model with weights that no step uses, as a head for another task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.used(x)
+        return result
+
+
+workload = Workload(
+    model=lambda: nn.Linear(3, 2),
+    batch=lambda n: torch.randn(n, 3),
+    step=step,
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    batch_size=WELL,
+)
+with_an_idle_part = Workload(
+    model=WithAnIdlePart,
+    batch=lambda n: torch.randn(n, 3),
+    loss=lambda model, batch: model(batch).square().mean(),
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    batch_size=WELL,
+)
