@@ -131,7 +131,7 @@ class Bench:
     def _get_none(self, policy: Policy) -> bool:
         """Returns True if a step leaves parameters without gradients, which a group of ranks would wait for."""
         if self._some_get_none is None:
-            with self.on_device(replace(policy, compile="off", cuda_graphs=False)) as (_, stepper):
+            with self.on_device(replace(policy, compile="off", cuda_graphs=False, accumulate=1)) as (_, stepper):
                 self._some_get_none = stepper.leaves_out_some(self.model)
         return self._some_get_none
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.workers.death import death_of, kernel_oom_kills
@@ -193,13 +193,12 @@ class Followers:
                 follower.pipe.send_bytes(message)
 
     def _listen(self, follower: _Follower) -> None:
+        has_failed = False
         try:
-            while True:
+            while not has_failed:
                 said = follower.pipe.recv()
-                if isinstance(said, _Here):
-                    follower.answers.put(said)
-                else:
-                    self._hear(said)
+                has_failed = isinstance(said, _Failed)
+                self._hear(said) if has_failed else follower.answers.put(said)
         except (EOFError, OSError):
             code = os.waitstatus_to_exitcode(os.waitpid(follower.pid, 0)[1])
             failure = death_of(f"process of rank {follower.rank}", code, self._setting.log, self._kills_before)
@@ -226,18 +225,18 @@ class _Rank:
         self._bench: Bench | None = None
 
     def follow(self) -> None:
-        """Builds the workload when told so, and takes part in trials until the worker ends or one fails."""
-        with suppress(EOFError):
-            try:
-                while (message := self._pipe.recv_bytes()) == BUILD:
+        """Builds the workload when told so, and takes part in trials, until the worker ends or it fails itself."""
+        try:
+            while True:
+                message = self._pipe.recv_bytes()
+                if message == BUILD:
                     self._bench = built_bench(self._setting, self._rank)
-                while True:
+                else:
                     self._take_part(pickle.loads(message))  # noqa: S301  # what the worker has pickled
-                    message = self._pipe.recv_bytes()
-            except Exception as error:  # noqa: BLE001  # of building, or of a group that was not joined
-                self._say(error)
-            while True:  # the worker will end, and this process with it
-                self._pipe.recv_bytes()
+        except EOFError:  # the worker has ended
+            return
+        except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
+            self._fail(error)
 
     def _take_part(self, begin: _Begin) -> None:
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # as above
@@ -250,9 +249,8 @@ class _Rank:
         with joined(self._rank, self._setting.ranks, PrefixStore(begin.name, store)):
             try:
                 peak_mib = self._steps(bench, begin)
-            except BaseException as error:
-                self._say(error)  # before the others' waiting ends by an error
-                raise
+            except BaseException as error:  # noqa: BLE001  # as above
+                self._fail(error)
         bench.release()
         self._pipe.send(_Here(peak_mib=peak_mib))
 
@@ -273,14 +271,17 @@ class _Rank:
                     batches.begin_block()
             return bench.peak_mib()
 
-    def _say(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> NoReturn:
+        """Tells rank 0 of an error and ends this process, and with it all waiting for this rank."""
         from amptune.measure.bench.failures import failure_of
 
         at_s = time.monotonic()
         traceback.print_exception(error)  # into the worker's log
         failure = failure_of(error)
         message = f"{failure.message} (rank {self._rank})"
-        self._pipe.send(_Failed(failure=replace(failure, message=message), at_s=at_s))
+        with suppress(OSError):  # the worker has ended too
+            self._pipe.send(_Failed(failure=replace(failure, message=message), at_s=at_s))
+        os._exit(1)
 
 
 def _end_with(worker: int) -> None:

@@ -12,7 +12,7 @@ from torch import distributed, nn
 
 from amptune import Tuned, Workload
 
-WELL, RAISES, OUT_OF_MEMORY, KILLED, HANGS, FIRST_RAISES = 4, 5, 6, 7, 8, 9
+WELL, RAISES, OUT_OF_MEMORY, KILLED, HANGS, FIRST_RAISES, QUITS = 4, 5, 6, 7, 8, 9, 10
 
 
 def misbehave(how: int, rank: int) -> None:
@@ -29,6 +29,8 @@ def misbehave(how: int, rank: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case 8:
             time.sleep(600)
+        case 10:
+            raise SystemExit("the script ends here")
         case _:
             pass
 
