@@ -148,11 +148,10 @@ def _validity(
     from amptune.policy.hardware_match import is_of_this_machine, require_valid
 
     hardware = probe(_gpu_of(model))
-    labels = dict(hardware.labels)
-    if "model" in policy.valid_for:
-        is_built = not any(map(nn.parameter.is_lazy, model.parameters()))  # a lazy module has no shapes to compare yet
-        labels["model"] = model_digest(model) if is_built else policy.valid_for["model"]
-    nvml = hardware.gpu is None or hardware.software.driver is not None
+    labels, nvml = dict(hardware.labels), hardware.gpu is None or hardware.software.driver is not None
+    if "model" in policy.valid_for:  # a lazy module has no shapes to compare yet
+        is_lazy = any(map(nn.parameter.is_lazy, model.parameters()))
+        labels["model"] = policy.valid_for["model"] if is_lazy else model_digest(model)
     found = require_valid(policy, labels, any_hardware=any_hardware, nvml=nvml)
     return found, claim_about_steps(policy) if is_of_this_machine(policy, labels, nvml=nvml) else None
 
