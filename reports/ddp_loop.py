@@ -80,10 +80,9 @@ def trained_ms(
 
 def batches(workload: Workload, size: int, device: torch.device) -> Iterator[Any]:
     """Yields batches on the device, epoch after epoch, or the same few if the workload has no loader."""
-    drawn = None if workload.loader is not None else [workload.batch(size) for _ in range(8)]
-    loader = workload.loader(size) if workload.loader is not None else drawn
+    loader = [workload.batch(size) for _ in range(8)] if workload.loader is None else workload.loader(size)
     while True:
-        for batch in loader or ():
+        for batch in loader:
             yield moved_to(device, batch, partial(torch.Tensor.to, device=device, non_blocking=True))
 
 
