@@ -12,8 +12,10 @@ from dataclasses import dataclass
 __all__ = ["Torchrun", "take_over", "wait_for_first"]
 
 # What it gives each process (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables).
-_OWN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+_OWN = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,7 @@ def take_over() -> Torchrun | None:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    names = [name for name in os.environ if name in _OWN or name.startswith(_PREFIXES)]
+    names = [name for name in os.environ if name in _OWN or name.startswith("TORCHELASTIC_")]
     found = {name: os.environ.pop(name) for name in names}
     return Torchrun(
         rank=int(found["RANK"]), processes=int(found["WORLD_SIZE"]), on_this_node=int(found["LOCAL_WORLD_SIZE"])

@@ -111,10 +111,9 @@ def tune_command(
     require_outputs(output, report)
     pins = _pins(options.pop("pins"))
     options["devices"] = session.devices(options["devices"], options["device"])
-    ranks = session.ranks(options["devices"], options["device"])
-    if workers > 1 and ranks > 1:
-        why = f"--devices {ranks} measures each step on {ranks} devices: leave one of them out"
-        raise click.BadParameter(why, param_hint="--workers")
+    ranks = session.ranks(options["devices"], options["device"]) if workers == 1 else 1
+    if workers > 1 and session.torchrun is not None:
+        raise click.BadParameter("torchrun's processes train together: leave it out", param_hint="--workers")
     mine, *others = parts_of(workers, options["device"], options["trials"])
     use_cores(mine.cores)
     session.start_importing(options["target"], options["device"])

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from amptune.policy.findings import Finding
-    from amptune.runtime.ranks import world_size
-from amptune.runtime.step_claim import StepClaim
+    from amptune.runtime.step_claim import StepClaim
 
 __all__ = ["ClaimWatch"]
 

@@ -248,7 +248,7 @@ class CompiledGraphs:
         best = list(self._plain())[:1] if self.study.has_wanted(IN_A_TRIAL) else best_of_precisions(self.study)
         compiled = [one for mode in BEHIND if best and (one := best[0].compiled(mode)) in self.study]
         yield from compiled[:1]
-        if compiled and self.float8:
+        if compiled and self.float8 and compiled[0].weights == "fp32":
             yield replace(compiled[0], autocast="bf16", float8_modules=self.float8)
         yield from compiled[1:]
         yield from (policy.compiled(mode) for policy in best[1:2] for mode in BEHIND if mode != "default")

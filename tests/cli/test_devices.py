@@ -14,7 +14,7 @@ import yaml
 from commands import WORKLOADS, Done, Machine, budget_here, process, run
 
 from amptune.cli.device import require_ranks
-from amptune.cli.torchrun import Torchrun
+from amptune.cli.torchrun import Torchrun, take_over
 from amptune.errors import DeviceError
 from amptune.search.request import ranks_of
 
@@ -93,7 +93,7 @@ def test_a_policy_that_fails_in_another_rank_fails_alone(folder: Path) -> None:
     [
         ((), {"WORLD_SIZE": "4"}, "torchrun started 4 processes, 2 of them on this node, and amptune measures on one"),
         (("--devices", "3"), {}, "torchrun started 2 processes: leave it out"),
-        (("--workers", "2"), {}, "--devices 2 measures each step on 2 devices: leave one of them out"),
+        (("--workers", "2"), {}, "torchrun's processes train together: leave it out"),
     ],
 )
 def test_what_torchrun_started_otherwise_is_refused(
@@ -147,3 +147,12 @@ def test_steps_are_timed_on_all_devices_if_so_many_gpus_are_here(
 ) -> None:
     monkeypatch.setattr("amptune.search.request.gpu_count", lambda: gpus)
     assert ranks_of(devices, device) == ranks
+
+
+def test_only_torchruns_own_variables_are_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    for name, value in {**own, "LOCAL_DATA": "/data", "GROUP_NAME": "ours", "ROLE_ARN": "r"}.items():
+        monkeypatch.setenv(name, value)
+    assert take_over() == Torchrun(rank=1, processes=2, on_this_node=2)
+    assert not own.keys() & os.environ.keys()
+    assert (os.environ["LOCAL_DATA"], os.environ["GROUP_NAME"], os.environ["ROLE_ARN"]) == ("/data", "ours", "r")

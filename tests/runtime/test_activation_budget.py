@@ -14,6 +14,7 @@ from torch._functorch import config
 
 import amptune
 from amptune.errors import FileFormatError
+from amptune.measure.bench.compilation import Compilations
 from amptune.policy.file_io import parse_policy
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.serialization import schema_of
@@ -96,14 +97,37 @@ def test_the_compilers_setting_is_put_back() -> None:
     assert config.activation_memory_budget == before
 
 
-def test_a_policy_without_it_resets_no_graphs() -> None:
-    model = built()
-    compiled = torch.compile(model)
-    compiled(torch.randn(4, WIDTH))
-    counters.clear()
-    with amptune.apply(STOCK, built()):
+@pytest.mark.slow
+def test_policies_of_one_budget_share_the_graphs_and_others_do_not() -> None:
+    amptune.apply(STOCK, built()).undo()  # graphs of the tests before may be of another budget
+    compiled, x = torch.compile(built()), torch.randn(4, WIDTH)
+    compiled(x)
+    for policy, graphs in ((STOCK, 0), (HALF, 1), (HALF, 0), (STOCK, 1)):
+        counters.clear()
+        with amptune.apply(policy, built()):
+            compiled(x)
+        assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_budgets_of_several_models_are_undone_in_any_order() -> None:
+    before = config.activation_memory_budget
+    first, second = amptune.apply(HALF, built()), amptune.apply(STOCK, built())
+    assert config.activation_memory_budget == 1.0
+    first.undo()
+    assert config.activation_memory_budget == 1.0
+    second.undo()
+    assert config.activation_memory_budget == before
+
+
+@pytest.mark.slow
+def test_who_listens_for_graphs_goes_on_listening() -> None:
+    bench = Compilations()
+    bench.begin(HALF)
+    compiled = torch.compile(built())
+    with amptune.apply(HALF, built()):
         compiled(torch.randn(4, WIDTH))
-    assert counters["stats"]["unique_graphs"] == 0
+    assert bench.begun > 0
+    bench.forget()
 
 
 def test_a_file_has_a_share() -> None:

@@ -164,6 +164,21 @@ def test_what_cannot_be_compared_again_is_not_confirmed() -> None:
     assert judged(BF16, replace(with_gradient(error=NEAR), again=with_gradient(rounding=ILL_CONDITIONED))).passes
 
 
+def test_a_second_look_that_finds_more_than_chance_makes_is_what_counts() -> None:
+    far = Parity(gradients=(HEALTHY, replace(HEALTHY, name="c.weight", error=FAR)), drift=0.1)
+    assert codes(replace(with_gradient(error=NEAR), again=far)) == ["gradient-error"]
+    assert codes(replace(with_gradient(error=NEAR), again=with_gradient(error=math.nan))) == ["gradient-error"]
+
+
+def test_an_evaluation_that_says_nothing_in_the_second_look_is_not_acquitted() -> None:
+    evaluated = {"evaluated": 0.2, "evaluated_fp32": 0.5, "evaluated_at_start": 0.0}
+    first = Parity(gradients=(HEALTHY,), **evaluated)  # type: ignore[arg-type]
+    assert is_near_limits(first, tolerance=0.2)
+    assert not is_near_limits(first)
+    again = Parity(gradients=(HEALTHY,), evaluated=0.1, evaluated_fp32=0.1, evaluated_at_start=0.0)
+    assert codes(replace(first, again=again), tolerance=0.2) == ["evaluates-differently"]
+
+
 def test_a_buffer_is_looked_at_again_by_its_own_name() -> None:
     first = Parity(buffers=tuple(BufferParity(path=path, off=0.5, apart=0.0) for path in ("a", "b")))
     again = Parity(buffers=(BufferParity(path="a", off=0.1, apart=0.0), BufferParity(path="b", off=0.4, apart=0.0)))

@@ -30,7 +30,7 @@ from amptune.measure.bench.step_timing import StepTimer
 from amptune.measure.bench.stillness import Stillness
 from amptune.measure.bench.trial_group import NEXT_BLOCK, Leader, TrialGroup
 from amptune.measure.results.outcome import Effort, Measurement, Outcome
-from amptune.policy.settings import Policy
+from amptune.policy.settings import STOCK, Policy
 from amptune.runtime.apply_policy import apply
 from amptune.runtime.tuned import Tuned
 from amptune.workload.workload import Workload
@@ -131,7 +131,7 @@ class Bench:
     def _get_none(self, policy: Policy) -> bool:
         """Returns True if a step leaves parameters without gradients, which a group of ranks would wait for."""
         if self._some_get_none is None:
-            with self.on_device(replace(policy, compile="off", cuda_graphs=False, accumulate=1)) as (_, stepper):
+            with self.on_device(replace(STOCK, batch_size=policy.batch_size)) as (_, stepper):
                 self._some_get_none = stepper.leaves_out_some(self.model)
         return self._some_get_none
 

@@ -67,12 +67,12 @@ class Stepper:
         return self._loss
 
     def leaves_out_some(self, model: torch.nn.Module) -> bool:
-        """Runs a step; returns True if some of the model's weights get no gradient in it."""
+        """Runs a step; returns True if some of the model's weights get no gradient in it, or if that cannot be seen."""
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         found: list[bool] = []
         self.before_optimizer(lambda _: found.append(any(weight.grad is None for weight in weights)))
         self()
-        return any(found)
+        return not found or any(found)
 
     def before_optimizer(self, look: Callable[[torch.optim.Optimizer], None]) -> None:
         """Registers `look` to be called before each optimizer step that the loss scaler does not skip."""

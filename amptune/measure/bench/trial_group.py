@@ -34,7 +34,17 @@ class TrialGroup:
         """Returns the model with its gradients averaged over the ranks; all ranks call this at the same time."""
         if isinstance(model, DistributedDataParallel):
             return model
-        return DistributedDataParallel(model, find_unused_parameters=self.get_none)
+        return _Parallel(model, find_unused_parameters=self.get_none)
+
+
+class _Parallel(DistributedDataParallel):
+    """It has what the model has besides `forward`: a loss may read the model's own attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
 
 
 class Leader(Protocol):

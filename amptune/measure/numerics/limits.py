@@ -8,7 +8,7 @@ compared with the differences between FP32's own replicas.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from amptune.measure.results.training_runs import (
@@ -69,22 +69,31 @@ class JudgedFigure:
         return Finding(code=self.code, message=message, module=self.module or None, figures=figures)
 
 
-def is_near_limits(parity: Parity) -> bool:
+def is_near_limits(parity: Parity, tolerance: float | None = None) -> bool:
     """Returns True if figures exceed their limits by no more than chance can make them."""
-    used = max(figure.times_allowed for figure in figures_of(parity))
-    return parity.failure is None and 1 < used <= MOST_BY_CHANCE
+    return parity.failure is None and 1 < _used(figures_of(parity, tolerance)) <= MOST_BY_CHANCE
+
+
+def _used(figures: Iterable[JudgedFigure]) -> float:
+    """Returns the largest figure; infinity if one is no number."""
+    return max(math.inf if math.isnan(one.times_allowed) else one.times_allowed for one in figures)
 
 
 def figures_of(parity: Parity, tolerance: float | None = None) -> tuple[JudgedFigure, ...]:
-    """Returns the figures; after a second look those of both, each as it was when it used less of what is allowed.
+    """Returns the figures; after a second look each as it was when it used less of what is allowed.
 
+    Gradients that cannot be compared in the second look are left out. If that look finds more than chance makes, its
+    figures count.
     With a `tolerance`, the result of the workload's `evaluate` is one of them.
     """
     first = {one.of: one for one in _figures_of_a_look(parity, tolerance)}
     if parity.again is None:
         return tuple(first.values())
     again = {one.of: one for one in _figures_of_a_look(parity.again, tolerance)}
-    return tuple(min(one, again[of], key=lambda one: one.times_allowed) for of, one in first.items() if of in again)
+    if _used(again.values()) > MOST_BY_CHANCE:
+        return tuple(again.values())
+    both = ((one, again.get(of, one)) for of, one in first.items() if of in again or one.parameter is None)
+    return tuple(min(pair, key=lambda one: one.times_allowed) for pair in both)
 
 
 def _figures_of_a_look(parity: Parity, tolerance: float | None) -> Iterator[JudgedFigure]:

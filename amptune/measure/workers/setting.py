@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from amptune.errors import DeviceError
 from amptune.measure.workers.cpu_share import cores, limit_threads
 from amptune.measure.workers.source import Source, workload_of
 
@@ -39,12 +40,18 @@ def built_bench(setting: Setting, rank: int = 0, leader: Leader | None = None) -
     """Builds a rank's workload, on its device. Raises `TargetError`, `UserCodeError` or `DeviceError`."""
     import torch
 
+    from amptune.hardware.cuda_driver import gpu_count
     from amptune.hardware.detect import probe
     from amptune.hardware.nvml import open_gpu
     from amptune.measure.bench.bench import Bench
     from amptune.measure.bench.peak_memory import limit_memory
 
     gpu = probe(setting.device).gpu
+    if gpu is None and setting.ranks > 1 and setting.device != "cpu" and gpu_count():
+        raise DeviceError(
+            f"steps are to be timed on {setting.ranks} GPUs, and this PyTorch cannot use them: install one with CUDA, "
+            "or choose --device cpu"
+        )
     if gpu is not None:
         torch.cuda.set_device(gpu.index + rank)
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu.index + rank)

@@ -227,7 +227,9 @@ def judge(policy: Policy, reference: Reference, limit_s: float) -> Parity:
     """Compares training under the policy with the reference."""
     from amptune.measure.numerics.parity import judge
 
-    return judge(_bench(), policy, reference, limit_s)
+    start_s = time.perf_counter()
+    bench = _bench()
+    return judge(bench, policy, reference, limit_s - (time.perf_counter() - start_s))
 
 
 def train_long(policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:

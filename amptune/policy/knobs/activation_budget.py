@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import ClassVar
 
 from amptune.policy.findings import Finding
 from amptune.policy.knobs.knob import Knob, Model, Settings, Undo
@@ -11,24 +12,40 @@ from amptune.policy.knobs.knob import Knob, Model, Settings, Undo
 __all__ = ["ACTIVATION_BUDGET"]
 
 
+class _Process:
+    """The budgets of the policies that are applied, the last one in force; that before them, and that of the graphs."""
+
+    applied: ClassVar[list[tuple[float]]] = []
+    before: float = 1.0
+    of_graphs: float = 1.0
+
+
 def _apply(budget: float, _: Model) -> Undo:
-    if budget == 1.0:
+    if budget == _Process.of_graphs == 1.0 and not _Process.applied:
         return lambda: None
     from torch._functorch import config
 
-    before = config.activation_memory_budget
-    _set(budget)
-    return lambda: _set(before)
-
-
-def _set(budget: float) -> None:
-    """Sets the compiler's budget; graphs in memory do not know theirs, so they are compiled anew."""
-    import torch
-    from torch._functorch import config
-
+    if not _Process.applied:
+        _Process.before = config.activation_memory_budget
+    own = (budget,)
+    _Process.applied.append(own)
     config.activation_memory_budget = budget
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
+    _forget_graphs_of_others(budget)
+
+    def undo() -> None:
+        _Process.applied[:] = [one for one in _Process.applied if one is not own]
+        config.activation_memory_budget = _Process.applied[-1][0] if _Process.applied else _Process.before
+
+    return undo
+
+
+def _forget_graphs_of_others(budget: float) -> None:
+    """Graphs in memory do not know their budget, so those of another one are compiled anew."""
+    if budget != _Process.of_graphs and "torch._dynamo" in sys.modules:
+        import torch._dynamo
+
+        torch._dynamo.reset_code_caches()  # who listens for graphs that are compiled goes on listening
+    _Process.of_graphs = budget
 
 
 def _idle(policy: Settings, _: Model) -> Iterator[Finding]:

@@ -94,7 +94,7 @@ class Knob:
 
     def problem(self, value: Any) -> str | Literal[False]:
         """Returns why no policy can have this value; False if one can. Types are the reader's affair, but for words."""
-        if self.is_share and not 0 <= value <= 1:
+        if self.is_share and not (isinstance(value, int | float) and 0 <= value <= 1):
             return f"{self.name}: {value} is not a number from 0 to 1"
         has_words = any(isinstance(one, str) for one in self.values)
         for one in value if self.is_order else (value,):

@@ -52,7 +52,7 @@ EXCLUSIONS, IN_HALF = "fp32_exclusions", "half_modules"
 CHECKPOINTS, REPEATED = "checkpoint", ("none", "alternate", "all")
 # How much a compiler keeps of the activations; for the same searches.
 BUDGET = ACTIVATION_BUDGET.name
-SAVING_MEMORY = (CHECKPOINTS, BUDGET)
+SAVING_MEMORY: Mapping[str, set[Value]] = {CHECKPOINTS: set(REPEATED), BUDGET: {1.0, 0.5, 0.2}}
 # Whether all wide Linears but the head run in FP8, in place of rules.
 FLOAT8 = FLOAT8_MODULES.name
 WEIGHTS, MASTERS, BATCHNORM = "weights", "master_weights", "keep_batchnorm_fp32"
@@ -200,7 +200,7 @@ def digest(space: Space) -> str:
     some objectives vary or forbid, unless pinned: policies are remembered by their settings.
     """
     kept = [one for one in space.knobs if one.name not in (EXCLUSIONS, IN_HALF)]
-    kept = [one for one in kept if one.name not in SAVING_MEMORY or len(one.choices) == 1]
+    kept = [one for one in kept if set(one.choices) != SAVING_MEMORY.get(one.name)]
     knobs = [(one.name, () if one.name == BATCH_SIZE else one.choices) for one in kept]
     content = (knobs, [rule.when for rule in space.forbid if not rule.for_speed])
     return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
