@@ -73,6 +73,7 @@ _EVIDENCE: dict[str, st.SearchStrategy[Any]] = {
     "workload": words,
     "objective": st.sampled_from(["memory", "energy"]),
     "least_speed": positive,
+    "devices": st.integers(2, 8),
     "baseline": free,
     "amp_recipe": free,
     "samples_per_s": numbers,

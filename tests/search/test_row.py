@@ -26,6 +26,7 @@ from amptune.search.table.row import (
 
 FULL = Measurement(
     samples_per_step=32,
+    devices=2,
     step_ms=(1.5, 2.5, 3.5),
     warmup_s=0.25,
     warmup_steps=8,

@@ -537,6 +537,7 @@ def test_a_search_looks_for_half_a_second_at_most_and_two_percent() -> None:
 
 FULL = Measurement(
     samples_per_step=8,
+    devices=2,
     step_ms=(10.0, 10.1),
     warmup_s=0.3,
     warmup_steps=8,
