@@ -119,7 +119,7 @@ class storage_errors:  # noqa: N801  # reads as a function at its uses
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
             return
-        if isinstance(error, optuna.exceptions.UpdateFinishedTrialError):
+        if isinstance(error, RuntimeError) and "has already finished" in str(error):  # Optuna's, of a trial
             raise TrialGivenUpError(f"the trial has been given up: {_reason(error)}") from error
         is_of_storage = type(error).__module__.startswith(("sqlalchemy", "optuna.exc"))
         if is_of_storage or isinstance(error, OSError | json.JSONDecodeError | ImportError):
