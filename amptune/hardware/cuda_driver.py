@@ -1,4 +1,4 @@
-"""How many GPUs there are, by CUDA's driver alone: importing torch, which knows too, takes seconds."""
+"""Counts GPUs by CUDA's driver alone: importing torch, which knows them too, takes seconds."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ NULL_SHARE = 2**-24
 TIMES_MOVED = 3.0
 # The share of steps skipped after the loss scale has settled; in practice one step in 2,000 is skipped.
 MOST_SKIPPED = 0.2
-# Of hundreds of figures of a healthy model one was seen to exceed its limit by chance, by up to 2.6 times; of planted
+# Of hundreds of figures of a healthy model one was seen to exceed its limit by chance, by up to 2.5 times; of planted
 # faults that break training the worst figure does so by 3.1 times and more.
 MOST_BY_CHANCE = 3.0
 
@@ -60,7 +60,7 @@ class JudgedFigure:
 
     @property
     def of(self) -> tuple[str, str | None]:
-        """What tells it from the other figures of a look."""
+        """Its code and its parameter or buffer: no other figure of a look has the same."""
         return self.code, self.parameter or self.buffer
 
     def as_finding(self) -> Finding:
@@ -83,8 +83,7 @@ def figures_of(parity: Parity, tolerance: float | None = None) -> tuple[JudgedFi
     """Returns the figures; after a second look each as it was when it used less of what is allowed.
 
     Gradients that cannot be compared in the second look are left out. If that look finds more than chance makes, its
-    figures count.
-    With a `tolerance`, the result of the workload's `evaluate` is one of them.
+    figures count. With a `tolerance`, the result of the workload's `evaluate` is one of them.
     """
     first = {one.of: one for one in _figures_of_a_look(parity, tolerance)}
     if parity.again is None:

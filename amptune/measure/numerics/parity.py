@@ -46,10 +46,10 @@ def judge(bench: Bench, policy: Policy, reference: Reference, limit_s: float = m
     start_s = time.perf_counter()
     with bench.staying_on_device():
         parity, reference = _first_look(bench, policy, reference)
-        # of the second look FP32's part takes up to three times as long: its curves are trained too
-        second_s = time.perf_counter() - start_s + 3 * reference.seconds
         is_near = is_near_limits(parity, bench.workload.evaluate_tolerance)
-        if is_near and time.perf_counter() - start_s + second_s < limit_s:
+        # FP32's part of it takes up to three times as long as the reference: its replicas are trained too
+        until_s = 2 * (time.perf_counter() - start_s) + 3 * reference.seconds
+        if is_near and until_s < limit_s:
             parity = _second_look(bench, policy, reference, parity)
     if parity.failure is not None:
         bench.release()  # the traceback held tensors until now

@@ -139,9 +139,9 @@ class Reference:
     `repeated` those of the first batches once more. Some roundings and the `replicas` are made when first needed. If
     `after_training`, gradients are taken at the weights that the run's loss curve ends at, because more of them can be
     compared there; another process takes FP32's again, at its own weights. The curve and the replicas have seeds from
-    `seed` on. `evaluated_at_start` is the result of
-    `evaluate` before training. `fingerprint` shows if another process has the same weights and batches.
-    `all_rounded_because` says why all parameters were rounded, if nobody saw which of them autocast rounds.
+    `seed` on. `evaluated_at_start` is the result of `evaluate` before training. `fingerprint` shows if another process
+    has the same weights and batches. `all_rounded_because` says why all parameters were rounded, if nobody saw which of
+    them autocast rounds.
     """
 
     policy: Policy

@@ -1,4 +1,4 @@
-"""How much of the activations torch.compile keeps for the backward pass; it computes the rest again."""
+"""The share of the activations that torch.compile keeps; the backward pass computes the rest again."""
 
 from __future__ import annotations
 
