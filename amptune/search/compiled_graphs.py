@@ -66,7 +66,9 @@ class CompiledGraphs:
     repeated_leaves: int = 0
     memory_mib: float = math.inf
     float8: tuple[Float8Rule, ...] = ()
-    _held: Suggestion | None = None
+    held: Suggestion | None = None
+    """The graph that is to be compiled next, and is not begun."""
+
     _ask_at: int = 0
     _running: dict[Policy, tuple[Suggestion, float]] = field(default_factory=dict)
     _ready: deque[tuple[Suggestion, float | Failure]] = field(default_factory=deque)
@@ -92,17 +94,17 @@ class CompiledGraphs:
         return any(self._longest_s(policy) > free_s for policy in self._running)
 
     def next_ready(self) -> tuple[Suggestion, float | Failure] | None:
-        """Returns a compiled policy with the seconds that took, or its failure; it stays the next until `taken`."""
-        self._collect()
+        """Returns a compiled policy with the seconds that took, or its failure; it stays the next until it is taken."""
+        self.collect()
         return self._ready[0] if self._ready else None
 
-    def taken(self) -> None:
-        """Says that the next graph was measured."""
-        self._ready.popleft()
+    def taken(self, policy: Policy) -> tuple[Suggestion, float | Failure] | None:
+        """Returns a policy's graph, which is measured now, as `next_ready` does; None if it is not the next."""
+        return self._ready.popleft() if self._ready and self._ready[0][0].policy == policy else None
 
     def wants(self, free_s: float) -> Step | None:
         """Returns the step that begins the likeliest graph, if there is a place and enough time for it."""
-        self._collect()
+        self.collect()
         if not self.behind or len(self._running) + len(self._ready) >= min(self._places, self._trials_left):
             return None
         if self.is_urgent(free_s):  # another beside it would make it later still
@@ -110,8 +112,8 @@ class CompiledGraphs:
         held = self.suggestion(free_s)
         if held is None:
             return None
-        what = str(held.policy)
-        return Step(stage="compile", what=what, seconds=0.0, worth=math.inf, act=lambda _: self._begin(held))
+        own = (held.policy,)
+        return Step(stage="compile", what=str(held.policy), seconds=0.0, worth=math.inf, policies=own)
 
     def suggestion(self, free_s: float) -> Suggestion | None:
         """Returns the likeliest graph, the same one until another trial has ended; None if none is worth its time."""
@@ -119,13 +121,13 @@ class CompiledGraphs:
             self.drop()
             return None
         count, best = len(self.study.trials), next(self._open_likeliest(), None)
-        if count >= self._ask_at or (best is not None and (self._held is None or best != self._held.policy)):
+        if count >= self._ask_at or (best is not None and (self.held is None or best != self.held.policy)):
             self.drop()
-            self._held, self._ask_at = self._asked(best, free_s), count + ASK_AGAIN
-        held = self._held
+            self.held, self._ask_at = self._asked(best, free_s), count + ASK_AGAIN
+        held = self.held
         if held is not None and self.gain(held) < WORTHWHILE * (self.seconds(held.policy) + typical_s(self.study)):
             self.drop()
-        return self._held
+        return self.held
 
     def gain(self, suggestion: Suggestion) -> float:
         """Returns what a graph is expected to gain, on the logarithm of the score."""
@@ -133,20 +135,14 @@ class CompiledGraphs:
 
     def release(self, suggestion: Suggestion) -> None:
         """Says that a suggestion is being compiled or measured."""
-        self._held, self._ask_at = None if self._held is suggestion else self._held, 0
+        self.held, self._ask_at = None if self.held is suggestion else self.held, 0
 
     def wait(self, free_s: float) -> Step | None:
         """Returns the step that waits for a graph, when there is nothing better to do."""
         if not self._running or free_s <= 0 or self._trials_left <= 0:
             return None
         seconds = min(free_s, max(1.0, min(map(self._remaining_s, self._running))))
-        return Step(
-            stage="wait",
-            what="for a graph",
-            seconds=seconds,
-            worth=math.inf,
-            act=lambda limit_s: self._collect(min(limit_s, seconds)),
-        )
+        return Step(stage="wait", what="for a graph", seconds=seconds, worth=math.inf)
 
     def forget(self) -> None:
         """Gives up the graphs that are not measured."""
@@ -173,7 +169,11 @@ class CompiledGraphs:
         measured = (one.policy.compile for one in self.study.trials if isinstance(one.outcome, Measurement))
         return {str(mode) for mode in measured if mode != "off"}
 
-    def _begin(self, suggestion: Suggestion) -> None:
+    def take(self, _step: Step, _limit_s: float) -> None:
+        """Begins the graph that is held."""
+        suggestion = self.held
+        if suggestion is None:
+            return
         self.release(suggestion)
         self._running[suggestion.policy] = suggestion, self.budget.spent_s
         self.observer(Compiling(policy=suggestion.policy, left_s=self.budget.left_s))
@@ -181,11 +181,15 @@ class CompiledGraphs:
 
     def drop(self) -> None:
         """Gives back the policy that was suggested and is not begun."""
-        if self._held is not None:
-            self.study.forget(self._held)
-            self._held = None
+        if self.held is not None:
+            self.study.forget(self.held)
+            self.held = None
 
-    def _collect(self, wait_s: float = 0.0) -> None:
+    def collect_for(self, step: Step, limit_s: float) -> None:
+        """Waits for a graph as long as the step says."""
+        self.collect(min(limit_s, step.seconds))
+
+    def collect(self, wait_s: float = 0.0) -> None:
         """Notes the graphs that have come. One that was stopped for another's memory can be asked for again."""
         came = self.evaluator.compiled(wait_s) if self._running else {}
         for policy, result in came.items():
@@ -231,7 +235,7 @@ class CompiledGraphs:
 
     def _open_likeliest(self) -> Iterator[Policy]:
         """Yields those of the likeliest that nobody has begun."""
-        held = None if self._held is None else self._held.policy
+        held = None if self.held is None else self.held.policy
         for policy in self._likeliest():
             if policy in self.study and (policy == held or self.study.is_free(policy)):
                 yield policy

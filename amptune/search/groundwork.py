@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 
 from amptune.measure.evaluator import Evaluator
@@ -78,13 +77,12 @@ class Numerics:
             (one for one in (ordered_as(recipe, policy), recipe) if self.judge.judgements.is_open(one)), None
         )
         if unjudged is not None:
-            act: Callable[[float], None] = lambda _: self._judge(unjudged)  # noqa: E731
-            return Step(stage="numerics", what=str(unjudged), seconds=min(judgement_s, free_s), worth=lead, act=act)
-        judgement = self.judge.judgements.rejection_of(recipe)
-        if judgement is not None and policy.precision in self._uncured:
+            seconds = min(judgement_s, free_s)
+            return Step(stage="numerics", what=str(unjudged), seconds=seconds, worth=lead, policies=(unjudged,))
+        if self.judge.judgements.rejection_of(recipe) is not None and policy.precision in self._uncured:
             seconds = min(CURE_JUDGEMENTS * judgement_s, max(0.0, free_s / 2))
-            act = partial(self._cure, judgement)
-            return Step(stage="cure", what=str(recipe), seconds=seconds, worth=CURABLE * lead, act=act)
+            worth = CURABLE * lead
+            return Step(stage="cure", what=str(recipe), seconds=seconds, worth=worth, policies=(recipe,))
         return None
 
     @property
@@ -105,8 +103,8 @@ class Numerics:
         seconds = judged_graph_s(best.policy, self.study().history.outcomes)
         if seconds > self.judge.longest_graph_s:
             return None
-        act = partial(self.judge.judge_graph, best.policy)
-        return Step(stage="graph", what=str(best.policy), seconds=seconds, worth=GRAPH_RISK * lead, act=act)
+        worth = GRAPH_RISK * lead
+        return Step(stage="graph", what=str(best.policy), seconds=seconds, worth=worth, policies=(best.policy,))
 
     def _leading(self) -> tuple[Policy, float] | None:
         """Returns the best policy of a precision that is not judged, or not cured yet, and its lead over sound ones.
@@ -144,11 +142,12 @@ class Numerics:
         yardstick = self.study().yardstick
         return (yardstick.score(trial.outcome) or 0.0) if yardstick.allows(trial.outcome) else 0.0
 
-    def _judge(self, policy: Policy) -> None:
+    def take(self, step: Step, _limit_s: float) -> None:
         """Judges a precision; one that is not as good as FP32 is left out of the search until it is cured.
 
         It is judged as the leader takes its sums, since the answer may; if that fails, in stock PyTorch's order.
         """
+        (policy,) = step.policies
         judgement = self.judge.judgement_of(policy)
         if judgement is not None and not judgement.passes and policy in self.recipes:
             self._uncured.add(policy.precision)
@@ -158,13 +157,17 @@ class Numerics:
             message = f"numerics could not be judged, as there is no FP32 reference: {self.judge.judgements.failure}"
             self.findings += (Finding(code="no-reference", message=message),)
 
-    def _cure(self, judgement: Judgement, limit_s: float) -> None:
-        """Looks for the modules that a precision needs in FP32, in no more than half of the time."""
+    def cure(self, step: Step, limit_s: float) -> None:
+        """Looks for the modules that a rejected precision needs in FP32, in no more than half of the time."""
+        (policy,) = step.policies
+        judgement = self.judge.judgements.rejection_of(policy)
+        if judgement is None:
+            return
         self.judge.cures_until_s = self.judge.budget.spent_s + limit_s / 2
         cure, found = examined(self.judge, judgement, self.subject)
         self.judge.cures_until_s = math.inf
-        self._uncured.remove(judgement.policy.precision)
-        self.safeguards[judgement.policy.precision] = None if cure is None else cure.rules
+        self._uncured.remove(policy.precision)
+        self.safeguards[policy.precision] = None if cure is None else cure.rules
         self.findings += found
         self.changed()
 
@@ -222,7 +225,7 @@ class Modules:
         if not self._left or free_s < seconds + self.trial_s():
             return None
         what = f"{len(self.prepared.subject.leaves)} modules by themselves"
-        return Step(stage="modules", what=what, seconds=seconds, worth=UNSEEN, act=self._time)
+        return Step(stage="modules", what=what, seconds=seconds, worth=UNSEEN)
 
     def _entries(self) -> dict[str, tuple[str, Policy]]:
         """Returns the memory format and the policy of each entry of the file."""
@@ -232,7 +235,8 @@ class Modules:
             found[f"{policy}, {' '.join(self.space.half_dtypes)}"] = layout, policy
         return found
 
-    def _time(self, limit_s: float) -> None:
+    def take(self, _step: Step, limit_s: float) -> None:
+        """Times the modules."""
         entries, left, self._left = self._entries(), self._left, []
         for entry in left:
             found = self.evaluator.sense(entries[entry][1], self.space.half_dtypes, limit_s / len(left))

@@ -87,16 +87,18 @@ class Narrowing:
             what=f"{len(chosen.policies)} policies" + (" in fresh processes" if chosen.fresh else ""),
             seconds=chosen.seconds,
             worth=max(chosen.worth, WORTHWHILE * max(chosen.seconds, 1.0)),
-            act=lambda _: self._do_round(verdict, chosen),
             is_needed=True,
+            policies=chosen.policies,
+            fresh=chosen.fresh,
         )
 
-    def _do_round(self, wanted_by: Verdict | None, chosen: NextRound | None) -> None:
-        """Judges the leader, then measures the round that was chosen, or another one if the judgement changed it."""
-        verdict = self._judged()
+    def take(self, step: Step, _limit_s: float) -> None:
+        """Judges the leader, then measures the round of a step, or another one if the judgement changed it."""
+        wanted_by, verdict = self.verdict(), self._judged()
+        chosen: NextRound | None = NextRound(policies=step.policies, fresh=step.fresh)
         if verdict is None:
             chosen = None
-        elif verdict is not wanted_by or (chosen is not None and chosen.seconds > self._left_s):
+        elif verdict is not wanted_by or step.seconds > self._left_s:
             chosen = self._next(verdict)
         self.is_over = chosen is None or not self._measured(chosen, verdict)
 

@@ -26,7 +26,8 @@ from amptune.search.after_checks import larger_batch
 from amptune.search.decide.decision import Decision
 from amptune.search.events import Observer, StepStarted, WorkloadBuilt
 from amptune.search.gate.judge import Judge
-from amptune.search.plan.plan import Plan, Step
+from amptune.search.plan.plan import Choice, Step
+from amptune.search.plan.timeline import Timeline
 from amptune.search.request import TuningRequest, require_known
 from amptune.search.space.candidates import Candidates, candidates_for
 from amptune.search.space.global_batch import GlobalBatch
@@ -87,10 +88,10 @@ def _workers(request: TuningRequest) -> WorkerEvaluator:
 def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) -> Decision:
     """Tunes on any evaluator: this machine, or a recording of one."""
     require_known(request)
-    plan = Plan(request.budget, lambda step: observer(StepStarted(stage=step.stage, what=step.what)))
+    timeline = Timeline(request.budget, lambda step: observer(StepStarted(stage=step.stage, what=step.what)))
     # Optuna takes seconds to import on a slow host, while the workers build the workload.
     threading.Thread(target=importlib.import_module, args=["amptune.search.run"], daemon=True).start()
-    prepared = _built(evaluator, request, plan)
+    prepared = _built(evaluator, request, timeline)
     from amptune.search.knowledge import Knowledge
     from amptune.search.run import TuningRun
     from amptune.search.stages import Stages
@@ -102,7 +103,7 @@ def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) 
     candidates = candidates_for(prepared, request.wanted)
     judge = Judge(evaluator, candidates.baseline, request.budget, observer, prepared.subject.tolerance)
     known = Knowledge(request, prepared, candidates, judge)
-    run = TuningRun(Stages(known, evaluator, observer), plan)
+    run = TuningRun(Stages(known, evaluator, observer), timeline)
     try:
         run.find_answer()
         decision = run.sound_decision()
@@ -113,21 +114,14 @@ def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) 
     return decision
 
 
-def _built(evaluator: Evaluator, request: TuningRequest, plan: Plan) -> Prepared:
+def _built(evaluator: Evaluator, request: TuningRequest, timeline: Timeline) -> Prepared:
     """Returns the workload, built; other processes build it too, to compile it."""
-    found: list[Prepared] = []
     if request.wanted.compile is not False:
         evaluator.build_ahead(GRAPHS_AHEAD)
     limit_s = request.budget.left_to_prepare_s
-    step = Step(
-        stage="build",
-        what=request.source.target or "workload",
-        seconds=limit_s,
-        worth=math.inf,
-        act=lambda _: found.append(evaluator.prepare(limit_s)),
-    )
-    plan.do(step, limit_s)
-    return found[0]
+    step = Step(stage="build", what=request.source.target or "workload", seconds=limit_s, worth=math.inf)
+    with timeline.noting(Choice(step=step, limit_s=limit_s)):
+        return evaluator.prepare(limit_s)
 
 
 def _saving_memory(request: TuningRequest) -> TuningRequest:

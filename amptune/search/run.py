@@ -1,4 +1,4 @@
-"""A tuning run: the one place where the stages' steps are carried out; a decision can be had at any moment."""
+"""A tuning run: step after step, as the plan chooses them; a decision can be had at any moment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from amptune.errors import StudyError
 from amptune.search.decide.decision import Decision
 from amptune.search.events import SearchStarted
 from amptune.search.plan.compile_costs import judged_graph_s
-from amptune.search.plan.plan import Plan
+from amptune.search.plan.plan import Choice, Moment, next_step
+from amptune.search.plan.timeline import Timeline
 from amptune.search.sampler.records import without_password
 from amptune.search.stages import Stages
 
@@ -23,7 +24,7 @@ class TuningRun:
     """A tuning run in progress, from which a decision can be made at any moment."""
 
     stages: Stages
-    plan: Plan
+    timeline: Timeline
 
     def __post_init__(self) -> None:
         self._known = self.stages.known
@@ -31,9 +32,9 @@ class TuningRun:
 
     def find_answer(self) -> None:
         """Searches, judges and compares as the plan has it, until the answer is known or the budget is spent."""
-        sizing = self.stages.find_batch_sizes()
+        sizing = self.stages.sizing()
         if sizing is not None:
-            self.plan.do(sizing, sizing.seconds)
+            self._take(Choice(step=sizing, limit_s=sizing.seconds))
         study = self._known.study
         study.reconsider(self._known.baseline)
         self.stages.put_first()
@@ -48,13 +49,27 @@ class TuningRun:
         )
         self.stages.trials.anchor()
         try:
-            self.plan.carry_out(self.stages.in_order, self.stages.needed_s)
+            while (choice := self._next()) is not None:
+                self._take(choice)
             self.stages.end_search(self.stages.trials.ended_because())
         except StudyError as error:  # a failing storage, or no worker can be started: what is in memory still decides
             self.stages.end_search(str(error))
         finally:
             self.stages.give_back()
-            study.end(self.plan.timeline)
+            study.end(self.timeline.entries)
+
+    def _next(self) -> Choice | None:
+        """Returns the next step: of the first group of stages that has one."""
+        left_s, needed_s = self._budget.left_s, self.stages.needed_s()
+        for group in self.stages.in_order:
+            wanted = tuple(step for wants in group if (step := wants(left_s - needed_s)) is not None)
+            if (choice := next_step(Moment(left_s=left_s, needed_s=needed_s, wanted=wanted))) is not None:
+                return choice
+        return None
+
+    def _take(self, choice: Choice) -> None:
+        with self.timeline.noting(choice):
+            self.stages.take(choice.step, choice.limit_s)
 
     def sound_decision(self) -> Decision | None:
         """Returns the decision with its winner judged if there is time; a rejected winner is replaced by another."""
@@ -86,5 +101,5 @@ class TuningRun:
             tuple(self.stages.findings),
             seconds=self._budget.spent_s,
             interrupted=interrupted,
-            timeline=self.plan.timeline,
+            timeline=self.timeline.entries,
         )

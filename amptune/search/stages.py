@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 
 from amptune.errors import StudyError
 from amptune.measure.evaluator import Evaluator
@@ -21,7 +21,7 @@ from amptune.search.knowledge import Knowledge
 from amptune.search.narrowing import Narrowing
 from amptune.search.plan.budget import larger_batch_s
 from amptune.search.plan.compile_costs import cold_s
-from amptune.search.plan.plan import Step, Wants
+from amptune.search.plan.plan import Stage, Step, Wants
 from amptune.search.space.knobs import FLOAT8
 from amptune.search.trials import Trials
 
@@ -58,24 +58,39 @@ class Stages:
         yield from self._numerics.findings
         yield from self._narrowing.findings
 
-    def find_batch_sizes(self) -> Step | None:
+    def sizing(self) -> Step | None:
         """Returns the step that finds the largest batches, if asked for, before anything compiles beside that."""
-        wanted, prepared, ladder = self.known.request.wanted, self.known.prepared, self._modules.ladder()
+        ladder = self._modules.ladder()
         if ladder is not None:
             self.known.take(ladder, self._numerics.safeguards)
-        if wanted.batch_size != "auto":
+        if self.known.request.wanted.batch_size != "auto":
             return None
         arms = (*self.known.candidates.halves_alone, self.known.baseline)[:1]
         seconds = self._budget.left_s * BATCH_SIZES_SHARE
-        rest_s = self._budget.left_s - seconds
-
-        def act(_: float) -> None:
-            left_s = lambda: self._budget.left_s - rest_s  # noqa: E731
-            self.known.sizes = batch_sizes_for(self.evaluator, arms, prepared, wanted.global_batch, left_s=left_s)
-            self.known.take(self._modules.ladder(), self._numerics.safeguards)
-
         what = f"the largest batch under {arms[0]}"
-        return Step(stage="batch size", what=what, seconds=seconds, worth=math.inf, act=act)
+        return Step(stage="batch size", what=what, seconds=seconds, worth=math.inf, policies=arms)
+
+    def take(self, step: Step, limit_s: float) -> None:
+        """Takes a step that was wanted, within this time; the one place where steps are carried out."""
+        by_stage: dict[Stage, Callable[[Step, float], None]] = {
+            "batch size": self._find_batch_sizes,
+            "compile": self._graphs.take,
+            "trial": self.trials.take,
+            "numerics": self._numerics.take,
+            "cure": self._numerics.cure,
+            "modules": self._modules.take,
+            "graph": lambda step, limit_s: self.known.judge.judge_graph(step.policies[0], limit_s),
+            "wait": self._graphs.collect_for,
+            "comparison": self._compare,
+        }
+        by_stage[step.stage](step, limit_s)
+
+    def _find_batch_sizes(self, step: Step, limit_s: float) -> None:
+        rest_s = self._budget.left_s - limit_s
+        left_s = lambda: self._budget.left_s - rest_s  # noqa: E731
+        whole, prepared = self.known.request.wanted.global_batch, self.known.prepared
+        self.known.sizes = batch_sizes_for(self.evaluator, step.policies, prepared, whole, left_s=left_s)
+        self.known.take(self._modules.ladder(), self._numerics.safeguards)
 
     def put_first(self) -> None:
         """Has the known-good policies measured first; those that compile in the background come by themselves."""
@@ -165,13 +180,12 @@ class Stages:
         if not self._narrowing.rounds:  # the processes of the trials still run, as a rule
             own = (row for row in self.known.state.table if row.run == self.known.request.run)
             self._narrowing.running = {row.policy: row.launch for row in own}
-        step = self._narrowing.wants()
-        return None if step is None else replace(step, act=partial(self._compare, step))
+        return self._narrowing.wants()
 
     def _compare(self, step: Step, limit_s: float) -> None:
         if not (self._has_ended or self._graphs.may_come):
             self.end_search(self.trials.ended_because())
-        step.act(limit_s)
+        self._narrowing.take(step, limit_s)
 
     def needed_s(self) -> float:
         """Returns the seconds to keep for the answer: for judging it, and comparing it in fresh processes.

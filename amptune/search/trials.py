@@ -87,7 +87,7 @@ class Trials:
                 what=str(ready[0].policy),
                 seconds=typical_s(self.study),
                 worth=math.inf,
-                act=partial(self._measure_ready, *ready),
+                policies=(ready[0].policy,),
                 is_needed=typical_s(self.study) <= self.budget.left_s,  # it may be worth more than all that is compared
             )
         while typical_s(self.study) <= free_s and (suggestion := self._suggestion()) is not None:
@@ -157,7 +157,7 @@ class Trials:
             what=str(suggestion.policy),
             seconds=self._seconds(suggestion),
             worth=math.inf if is_needed else max(gain, least),
-            act=partial(self._measure, suggestion),
+            policies=(suggestion.policy,),
             is_needed=is_needed,
         )
 
@@ -170,20 +170,23 @@ class Trials:
     def _cannot_run(self, policy: Policy) -> bool:
         return policy.compile != "off" and cannot_compile(self.study)
 
-    def _measure_ready(self, suggestion: Suggestion, result: float | Failure, limit_s: float) -> None:
-        """Measures a policy in the process where it was compiled, or tells that compiling it failed.
+    def take(self, step: Step, limit_s: float) -> None:
+        """Measures the policy that was wanted: in the process where it was compiled, if its graph is ready.
 
-        One that lacked memory beside the others is compiled once more, in its trial.
+        If compiling it failed, that is told; one that lacked memory beside the others is compiled again, in its trial.
         """
-        self.graphs.taken()
-        if not isinstance(result, Failure):
-            self._measure(suggestion, limit_s, compile_s=result)
-        elif result.kind == "oom":
-            self._measure(suggestion, limit_s)
+        (policy,) = step.policies
+        suggestion, result = self.graphs.taken(policy) or (self._suggested(policy), 0.0)
+        if isinstance(result, Failure) and result.kind != "oom":
+            self._tell(suggestion, self._trial(policy, result, 0.0))
         else:
-            self._tell(suggestion, self._trial(suggestion.policy, result, 0.0))
+            self._measure(suggestion, limit_s, compile_s=0.0 if isinstance(result, Failure) else result)
 
-    def _measure(self, suggestion: Suggestion, limit_s: float, compile_s: float = 0.0) -> None:
+    def _suggested(self, policy: Policy) -> Suggestion:
+        held = (self._held and self._held[1], self.graphs.held)
+        return next(one for one in held if one is not None and one.policy == policy)
+
+    def _measure(self, suggestion: Suggestion, limit_s: float, compile_s: float) -> None:
         """Runs one trial. One that the budget cut short says nothing about the policy, which is then left out."""
         self.graphs.release(suggestion)
         if self._held is not None and self._held[1] is suggestion:

@@ -88,7 +88,7 @@ class Bench:
     def until_known(self) -> None:
         """Rounds until more tell little, or the budget is spent."""
         while (step := self.narrowing.wants()) is not None:
-            step.act(step.seconds)
+            self.narrowing.take(step, step.seconds)
 
     def known(self, *policies: Policy) -> Verdict:
         """The verdict after a round of these policies, and rounds until it is known."""

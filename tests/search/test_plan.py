@@ -3,88 +3,109 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from simulated.clock import SimulatedClock
+from simulated.recorded import RecordedEvaluator
 
+from amptune.measure.workers.source import Source
+from amptune.policy.settings import STOCK
+from amptune.search.pipeline import tune_with
 from amptune.search.plan.budget import Budget
-from amptune.search.plan.plan import WORTHWHILE, Plan, Stage, Step, Wants
+from amptune.search.plan.plan import WORTHWHILE, Choice, Moment, Step, next_step
+from amptune.search.plan.timeline import Timeline, moment_of
+from amptune.search.request import TuningRequest
+from amptune.search.sampler.storage import recall
+from amptune.search.space.candidates import Wanted
 
 
-class Stages:
-    """Stages whose steps take simulated time, and are wanted once."""
-
-    def __init__(self, budget_s: float) -> None:
-        self.clock = SimulatedClock()
-        self.plan = Plan(Budget(seconds=budget_s, started=self.clock(), clock=self.clock))
-        self.done: list[str] = []
-
-    def wants(
-        self, what: str, seconds: float, worth: float, *, takes_s: float | None = None, needed: bool = False
-    ) -> Wants:
-        def act(_: float) -> None:
-            self.done.append(what)
-            self.clock.advance(seconds if takes_s is None else takes_s)
-
-        stage: Stage = "comparison" if needed else "trial"
-        step = Step(stage=stage, what=what, seconds=seconds, worth=worth, act=act, is_needed=needed)
-        return lambda _: None if what in self.done else step
+def step(what: str, seconds: float, worth: float, *, needed: bool = False) -> Step:
+    stage = "comparison" if needed else "trial"
+    return Step(stage=stage, what=what, seconds=seconds, worth=worth, is_needed=needed)
 
 
-def carried_out(stages: Stages, *groups: list[Wants], needed_s: Callable[[], float] = lambda: 0.0) -> list[str]:
-    stages.plan.carry_out(groups, needed_s)
-    return stages.done
+def chosen(*wanted: Step, left_s: float = 100.0, needed_s: float = 0.0) -> Choice | None:
+    return next_step(Moment(left_s=left_s, needed_s=needed_s, wanted=wanted))
+
+
+def names(*wanted: Step, left_s: float = 100.0, needed_s: float = 0.0) -> list[str]:
+    """The steps in the order in which they are chosen, each taking as long as it says."""
+    choice = chosen(*wanted, left_s=left_s, needed_s=needed_s)
+    if choice is None:
+        return []
+    rest = [one for one in wanted if one is not choice.step]
+    return [choice.step.what, *names(*rest, left_s=left_s - choice.step.seconds, needed_s=needed_s)]
 
 
 def test_what_is_worth_most_for_its_time_comes_first() -> None:
-    stages = Stages(100.0)
-    wanted = [stages.wants("long", 30.0, 0.1), stages.wants("short", 1.0, 0.01), stages.wants("must", 5.0, math.inf)]
-    assert carried_out(stages, wanted) == ["must", "short", "long"]
+    assert names(step("long", 30.0, 0.1), step("short", 1.0, 0.01), step("must", 5.0, math.inf)) == [
+        "must",
+        "short",
+        "long",
+    ]
 
 
 def test_what_is_worth_too_little_is_not_done() -> None:
-    stages = Stages(100.0)
-    wanted = [stages.wants("little", 10.0, 9 * WORTHWHILE), stages.wants("enough", 10.0, 11 * WORTHWHILE)]
-    assert carried_out(stages, wanted) == ["enough"]
+    assert names(step("little", 10.0, 9 * WORTHWHILE), step("enough", 10.0, 11 * WORTHWHILE)) == ["enough"]
 
 
 def test_time_that_the_answer_needs_is_for_needed_steps_alone() -> None:
-    stages = Stages(20.0)
-    trials, answer = stages.wants("trial", 12.0, 1.0), stages.wants("answer", 10.0, 0.01, needed=True)
-    assert carried_out(stages, [trials], [answer], needed_s=lambda: 10.0) == ["answer"]
+    wanted = step("trial", 12.0, 1.0), step("answer", 10.0, 0.01, needed=True)
+    assert names(*wanted, left_s=20.0, needed_s=10.0) == ["answer"]
+    assert chosen(wanted[0], left_s=20.0, needed_s=10.0) is None
 
 
-def test_a_later_group_waits_until_the_earlier_ones_want_nothing() -> None:
-    stages = Stages(100.0)
-    first, last = stages.wants("search", 10.0, 0.01), stages.wants("wait", 1.0, math.inf)
-    assert carried_out(stages, [first], [last]) == ["search", "wait"]
-
-
-def test_a_step_that_takes_longer_than_expected_leaves_less_to_the_others() -> None:
-    stages = Stages(20.0)
-    wanted = [stages.wants("first", 5.0, 1.0, takes_s=18.0), stages.wants("second", 5.0, 0.1)]
-    assert carried_out(stages, wanted) == ["first"]
+def test_a_needed_step_may_use_all_the_time_and_another_what_is_free() -> None:
+    for wanted, limit_s in ((step("trial", 5.0, 1.0), 70.0), (step("answer", 5.0, 1.0, needed=True), 100.0)):
+        choice = chosen(wanted, needed_s=30.0)
+        assert choice is not None
+        assert choice.limit_s == limit_s
 
 
 def test_the_timeline_says_what_was_done_when_and_what_had_to_wait() -> None:
-    stages = Stages(100.0)
-    carried_out(stages, [stages.wants("a", 2.0, 1.0, takes_s=3.0), stages.wants("b", 2.0, 0.5, needed=True)])
-    first, second = stages.plan.timeline
-    assert (first["at_s"], first["seconds"], first["expected_s"], first["worth"]) == (0.0, 3.0, 2.0, 1.0)
-    assert (first["what"], first["instead_of"]) == ("a", "comparison: b")
-    assert (second["at_s"], second["instead_of"]) == (3.0, None)
+    clock = SimulatedClock()
+    timeline = Timeline(Budget(seconds=100.0, started=clock(), clock=clock))
+    first = chosen(step("a", 2.0, 1.0), step("b", 2.0, 0.5, needed=True))
+    assert first is not None
+    with timeline.noting(first):
+        clock.advance(3.0)
+    (entry,) = timeline.entries
+    assert (entry["at_s"], entry["seconds"], entry["expected_s"], entry["worth"]) == (0.0, 3.0, 2.0, 1.0)
+    assert (entry["what"], entry["instead_of"]) == ("a", "comparison: b")
 
 
 def test_an_interrupted_step_stands_on_the_timeline() -> None:
-    stages = Stages(100.0)
-
-    def interrupted(_: float) -> None:
-        stages.clock.advance(4.0)
+    clock = SimulatedClock()
+    timeline = Timeline(Budget(seconds=100.0, started=clock(), clock=clock))
+    with (
+        pytest.raises(KeyboardInterrupt),
+        timeline.noting(Choice(step=step("a", 1.0, math.inf), limit_s=5.0)),
+    ):
+        clock.advance(4.0)
         raise KeyboardInterrupt
+    (entry,) = timeline.entries
+    assert entry["seconds"] == 4.0
+    assert entry["worth"] is None, "JSON has no infinity"
+    assert moment_of(entry) is None, "it was not chosen from others"
 
-    step = Step(stage="trial", what="a", seconds=1.0, worth=math.inf, act=interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        stages.plan.carry_out([[lambda _: step]], lambda: 0.0)
-    assert [one["seconds"] for one in stages.plan.timeline] == [4.0]
-    assert stages.plan.timeline[0]["worth"] is None, "JSON has no infinity"
+
+def test_every_choice_of_a_tuning_can_be_made_again_from_its_study(tmp_path: Path) -> None:
+    evaluator = RecordedEvaluator("resnet50")
+    clock = evaluator.clock
+    request = TuningRequest(
+        source=Source(target="recorded"),
+        wanted=Wanted(baseline=STOCK, pins={}),
+        budget=Budget(seconds=120, started=clock(), clock=clock),
+        folder=tmp_path,
+        study=tmp_path,
+    )
+    tune_with(evaluator, request, lambda _: None)
+    timeline = recall(tmp_path).timeline
+    moments = [(entry, moment_of(entry)) for entry in timeline]
+    made_again = [(entry, next_step(moment)) for entry, moment in moments if moment is not None]
+    assert len(made_again) == len(timeline) - 1 > 10, "all but building the workload"
+    for entry, choice in made_again:
+        assert choice is not None
+        assert (choice.step.stage, choice.step.what) == (entry["stage"], entry["what"])
+    assert {entry["stage"] for entry in timeline} >= {"trial", "numerics", "comparison"}

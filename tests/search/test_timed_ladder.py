@@ -55,7 +55,7 @@ def ladder_in(folder: Path, evaluator: Timed, *, layouts: Sequence[str] = ()) ->
     step = modules.wants(60.0)
     assert modules.are_open == (step is not None)
     if step is not None:
-        step.act(60.0)
+        modules.take(step, 60.0)
     assert modules.wants(60.0) is None
     return modules.ladder()
 

@@ -798,7 +798,7 @@ def same_twice(workload: str, seed: int, trouble: Trouble | None = None, *, budg
     )
     narrowing.round_of((unnamed, named))
     while (step := narrowing.wants()) is not None:
-        step.act(step.seconds)
+        narrowing.take(step, step.seconds)
     verdict = verdict_of(rows, unnamed, GPU)
     assert verdict is not None
     ratio = verdict.scores.to_baseline(named)

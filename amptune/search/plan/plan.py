@@ -1,24 +1,25 @@
-"""The plan: which of the steps that the stages want comes next, and what was done when, and why."""
+"""The plan: which of the steps that the stages want comes next. Pure: what it chooses follows from a moment alone."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
-from amptune.search.plan.budget import Budget
+from amptune.policy.settings import Policy
 
-__all__ = ["Done", "Plan", "Stage", "Step", "Wants"]
+__all__ = ["Choice", "Moment", "Stage", "Step", "Wants", "next_step"]
 
 Stage = Literal["build", "batch size", "compile", "trial", "numerics", "cure", "modules", "wait", "graph", "comparison"]
 # A step that promises less in a second of its time is not worth doing: 1 % of speed in a minute.
 WORTHWHILE = 0.01 / 60
+# Less time than this is none.
+MOMENT_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A step that a stage wants to take. `act` takes it, in about `seconds`, and is told how many it may use.
+    """A step that a stage wants to take, in about `seconds`: of these `policies`, in `fresh` processes or not.
 
     `worth` is what it is expected to add to the logarithm of the answer's score; infinite if there is no answer without
     it. A step that `is_needed` may use the time that is kept for the answer.
@@ -28,8 +29,9 @@ class Step:
     what: str
     seconds: float
     worth: float
-    act: Callable[[float], None]
     is_needed: bool = False
+    policies: tuple[Policy, ...] = ()
+    fresh: bool = False
 
     @property
     def rate(self) -> float:
@@ -37,85 +39,47 @@ class Step:
         return self.worth / max(self.seconds, MOMENT_S)
 
 
-# Less time than this is none.
-MOMENT_S = 0.1
-
 # Asks a stage for what it wants to do next in this many seconds; None if there is nothing.
 Wants = Callable[[float], Step | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """One step on the timeline: its start and its length, with what was expected, and the step that had to wait."""
+class Moment:
+    """All that the plan looks at: the time that is left, what the answer still needs of it, and the steps wanted."""
 
-    at_s: float
-    seconds: float
-    stage: Stage
-    what: str
-    expected_s: float
-    worth: float
-    instead_of: str | None
-
-
-@dataclass
-class Plan:
-    """The order of all steps of a run: at each moment the one that is worth most for its time.
-
-    `started` is called before each.
-    """
-
-    budget: Budget
-    started: Callable[[Step], None] = lambda _: None
-    done: list[Done] = field(default_factory=list)
-
-    def carry_out(self, stages: Sequence[Sequence[Wants]], needed_s: Callable[[], float]) -> None:
-        """Does what the stages want, step by step, until nothing more is worthwhile or fits into the time.
-
-        `stages` of one group compete; a later group has its turn when no earlier one has a step. `needed_s` returns the
-        seconds that the answer still needs; only steps that are needed may use them.
-        """
-        while True:
-            free_s = self.budget.left_s - needed_s()
-            ranked = next(filter(None, (self._ranked(group, free_s) for group in stages)), None)
-            if ranked is None:
-                return
-            other = next((step for step in ranked if step.stage != ranked[0].stage), None)
-            self.do(ranked[0], self.budget.left_s if ranked[0].is_needed else free_s, instead_of=other)
-
-    @staticmethod
-    def _ranked(stages: Sequence[Wants], free_s: float) -> list[Step]:
-        """Returns the steps that are worthwhile and fit into the time, the one with the highest rate first."""
-        wanted = [step for wants in stages if (step := wants(free_s)) is not None]
-        fits = [step for step in wanted if step.is_needed or (free_s >= MOMENT_S and step.seconds <= free_s)]
-        worthwhile = (step for step in fits if step.is_needed or step.rate >= WORTHWHILE)
-        return sorted(worthwhile, key=lambda step: -step.rate)
-
-    def do(self, step: Step, limit_s: float, instead_of: Step | None = None) -> None:
-        """Does one step and notes it on the timeline, also if it is interrupted."""
-        began_s = self.budget.spent_s
-        self.started(step)
-        try:
-            step.act(limit_s)
-        finally:
-            self.done.append(
-                Done(
-                    at_s=began_s,
-                    seconds=self.budget.spent_s - began_s,
-                    stage=step.stage,
-                    what=step.what,
-                    expected_s=step.seconds,
-                    worth=step.worth,
-                    instead_of=None if instead_of is None else f"{instead_of.stage}: {instead_of.what}",
-                )
-            )
+    left_s: float
+    needed_s: float
+    wanted: tuple[Step, ...]
 
     @property
-    def timeline(self) -> list[dict[str, Any]]:
-        """The steps that were taken, in order, as plain data; numbers are rounded to four decimals."""
+    def free_s(self) -> float:
+        """The seconds for steps that the answer does not need."""
+        return self.left_s - self.needed_s
 
-        def plain(value: Any) -> Any:
-            if not isinstance(value, float):
-                return value
-            return round(value, 4) if math.isfinite(value) else None
 
-        return [{name: plain(value) for name, value in asdict(one).items()} for one in self.done]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A step to take within `limit_s`; the best of another stage is done later, `instead_of` which it comes."""
+
+    step: Step
+    limit_s: float
+    instead_of: Step | None = None
+    moment: Moment | None = None
+
+
+def next_step(moment: Moment) -> Choice | None:
+    """Returns the step that is worth most for its time; None if none is worthwhile or fits into the time."""
+    ranked = sorted(filter(lambda step: _may_come(step, moment.free_s), moment.wanted), key=lambda step: -step.rate)
+    if not ranked:
+        return None
+    first = ranked[0]
+    return Choice(
+        step=first,
+        limit_s=moment.left_s if first.is_needed else moment.free_s,
+        instead_of=next((step for step in ranked if step.stage != first.stage), None),
+        moment=moment,
+    )
+
+
+def _may_come(step: Step, free_s: float) -> bool:
+    return step.is_needed or (free_s >= MOMENT_S and step.seconds <= free_s and step.rate >= WORTHWHILE)

@@ -1,0 +1,73 @@
+"""The timeline: what a run did when, and what it chose that from, so that each choice can be made again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from amptune.search.plan.budget import Budget
+from amptune.search.plan.plan import Choice, Moment, Step
+
+__all__ = ["Timeline", "moment_of"]
+
+# What an entry says of each step that was wanted.
+SAID = ("stage", "what", "seconds", "worth", "is_needed")
+
+
+@dataclass
+class Timeline:
+    """The steps of a run by the clock of its budget; `started` is called before each.
+
+    `entries` are plain data, in order: start and length, what was expected, which step had to wait, and of a step that
+    was chosen the moment of the choice. JSON has no infinity, so that is None.
+    """
+
+    budget: Budget
+    started: Callable[[Step], None] = lambda _: None
+    entries: list[dict[str, Any]] = field(default_factory=list)
+
+    @contextmanager
+    def noting(self, choice: Choice) -> Iterator[None]:
+        """Notes the step that is taken meanwhile, also if it is interrupted."""
+        step, other, began_s = choice.step, choice.instead_of, self.budget.spent_s
+        self.started(step)
+        try:
+            yield
+        finally:
+            self.entries.append(
+                {
+                    "at_s": round(began_s, 4),
+                    "seconds": round(self.budget.spent_s - began_s, 4),
+                    "stage": step.stage,
+                    "what": step.what,
+                    "expected_s": round(step.seconds, 4),
+                    "worth": round(step.worth, 4) if math.isfinite(step.worth) else None,
+                    "instead_of": None if other is None else f"{other.stage}: {other.what}",
+                    "chosen_from": None if choice.moment is None else _plain(choice.moment),
+                }
+            )
+
+
+def moment_of(entry: Mapping[str, Any]) -> Moment | None:
+    """Returns the moment of an entry's choice, without the policies of its steps; None if there was no choice."""
+    told = entry.get("chosen_from")
+    if told is None:
+        return None
+    wanted = tuple(Step(**{**one, "worth": _or_infinite(one["worth"])}) for one in told["wanted"])
+    return Moment(left_s=told["left_s"], needed_s=_or_infinite(told["needed_s"]), wanted=wanted)
+
+
+def _plain(moment: Moment) -> dict[str, Any]:
+    wanted = [{name: _finite(asdict(step)[name]) for name in SAID} for step in moment.wanted]
+    return {"left_s": moment.left_s, "needed_s": _finite(moment.needed_s), "wanted": wanted}
+
+
+def _finite(value: Any) -> Any:
+    return None if value == math.inf else value
+
+
+def _or_infinite(value: float | None) -> float:
+    return math.inf if value is None else value
