@@ -343,7 +343,7 @@ def test_on_a_gpu_compiled_fp8_trains_wide_layers_faster_and_near_bf16() -> None
                 loss.backward()
                 return loss
 
-            losses[policy] = float(step())
+            losses[policy] = float(step().detach())
             found[policy] = [one.grad.clone() for one in model.parameters() if one.grad is not None]
             for _ in range(5):
                 step()
