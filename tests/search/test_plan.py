@@ -78,12 +78,14 @@ def test_the_timeline_says_what_was_done_when_and_what_had_to_wait() -> None:
 def test_an_interrupted_step_stands_on_the_timeline() -> None:
     clock = SimulatedClock()
     timeline = Timeline(Budget(seconds=100.0, started=clock(), clock=clock))
-    with (
-        pytest.raises(KeyboardInterrupt),
-        timeline.noting(Choice(step=step("a", 1.0, math.inf), limit_s=5.0)),
-    ):
-        clock.advance(4.0)
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with timeline.noting(Choice(step=step("a", 1.0, math.inf), limit_s=5.0)):
+            clock.advance(4.0)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     (entry,) = timeline.entries
     assert entry["seconds"] == 4.0
     assert entry["worth"] is None, "JSON has no infinity"
