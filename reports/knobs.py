@@ -1,15 +1,17 @@
-"""What a knob gives and costs: whole steps, attention by cuDNN, activations computed again, Linears in FP8.
+"""What a knob gives and costs: blocks, whole steps, attention by cuDNN, activations computed again, Linears in FP8.
 
+    python reports/knobs.py blocks --out reports/NAME/blocks.jsonl convnext_tiny swin_t timm:poolformer_s24:128
     python reports/knobs.py whole_steps --out reports/NAME/steps.jsonl llama_150m t5_base zoo:resnet18:8
     python reports/knobs.py attention --out reports/NAME/attention.jsonl llama_150m long_decoder zoo:gpt2:8
     python reports/knobs.py checkpoint --out reports/NAME/checkpoint.jsonl llama_150m zoo:gpt2:8
     python reports/knobs.py float8 --steps 1000 --out reports/NAME/float8.jsonl wide_decoder large_encoder:64
     python reports/knobs.py activation_budget --out reports/NAME/budget.jsonl wide_decoder zoo:gpt2:8
 
-A model is one of `foreign_models.py`, `attention_models.py` or `wide_models.py`, or `zoo:NAME`; `:BATCH_SIZE` follows.
-Each policy, and those of the files after `--policy`, trains by `tuned.training_step` on a few batches that lie on the
-GPU; a line has the median of three blocks, and the host's own time. With `--steps` the first model trains on, on new
-batches, and the line has the mean losses of 50 steps.
+A model is one of `foreign_models.py`, `attention_models.py` or `wide_models.py`, `zoo:NAME`, or `timm:NAME`, which
+trains on pictures with a drop path rate of 0.1; `:BATCH_SIZE` follows. Each policy, and those of the files after
+`--policy`, trains by `tuned.training_step` on a few batches that lie on the GPU; a line has the median of three
+blocks, and the host's own time. With `--steps` the first model trains on, on new batches, and the line has the mean
+losses of 50 steps.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import attention_models  # beside this program
 import foreign_models
 import torch
 import wide_models
+from torch._inductor.utils import fresh_cache
 
 import amptune
 from amptune.changes.blocks import repeated_paths
@@ -55,21 +58,39 @@ def main() -> None:
         found = [amptune.load(path) for path in arguments.policy]
         files = [one.policy for one in found if isinstance(one, amptune.PolicyFile)]
         for policy in (*KNOBS[arguments.knob](plain_for(workload), workload), *files):
-            line = {"model": model, "gpu": torch.cuda.get_device_name(), **timed(workload_of(model), policy, steps)}
+            with fresh_cache():  # what compiling takes is a figure
+                figures = timed(workload_of(model), policy, steps)
+            line = {"model": model, "gpu": torch.cuda.get_device_name(), **figures}
             with arguments.out.open("a", encoding="utf-8") as file:
                 print(json.dumps(line), file=file)
 
 
 def workload_of(model: str) -> Workload:
-    name, _, size = model.removeprefix("zoo:").partition(":")
+    name, _, size = model.removeprefix("zoo:").removeprefix("timm:").partition(":")
     home = next((one for one in (foreign_models, attention_models, wide_models) if hasattr(one, name)), None)
-    found: Workload = zoo.workload(name) if model.startswith("zoo:") or home is None else getattr(home, name)()
+    if model.startswith("timm:"):
+        found = of_timm(name)
+    else:
+        found = zoo.workload(name) if model.startswith("zoo:") or home is None else getattr(home, name)()
     return replace(found, batch_size=int(size)) if size else found
+
+
+def of_timm(name: str) -> Workload:
+    import timm  # type: ignore[import-not-found,unused-ignore]  # no dependency of amptune
+
+    own = foreign_models.vit_small_patch16_224()
+    return replace(own, name=name, model=lambda: timm.create_model(name, drop_path_rate=0.1))
 
 
 def plain_for(workload: Workload) -> Policy:
     convolves = any(isinstance(module, torch.nn.Conv2d) for module in workload.model().modules())
     return Policy(autocast="bf16", memory_format="channels_last" if convolves else "contiguous", fused_optimizer=True)
+
+
+def with_blocks(plain: Policy, _: Workload) -> Iterator[Policy]:
+    yield replace(plain, cuda_graphs=True)
+    yield replace(plain, compile="blocks", cuda_graphs=True)
+    yield replace(plain, compile="reduce-overhead")
 
 
 def with_whole_steps(plain: Policy, _: Workload) -> Iterator[Policy]:
@@ -109,6 +130,7 @@ def with_activation_budget(plain: Policy, workload: Workload) -> Iterator[Policy
 
 
 KNOBS = {
+    "blocks": with_blocks,
     "whole_steps": with_whole_steps,
     "attention": with_attention,
     "checkpoint": with_checkpoint,
@@ -123,8 +145,8 @@ def timed(workload: Workload, policy: Policy, steps: int = 0) -> dict[str, Any]:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)
-    began_s = time.perf_counter()
     model = workload.model().cuda()
+    began_s = time.perf_counter()
     with amptune.apply(policy, model, guard=False) as tuned:
         assert workload.loss is not None  # noqa: S101  # these models have no step of their own
         train = tuned.training_step(workload.loss, tuned.optimizer(workload.optimizer(model)), workload.clip)

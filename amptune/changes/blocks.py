@@ -71,7 +71,7 @@ def compile_blocks(model: nn.Module) -> Callable[[], None]:
     warn_again = _without_warning_of_gradients()
     outside = {module: type(module) for alike in kinds.values() for module in _outside_graphs(alike)}
     for module, kind in outside.items():
-        module.__class__ = _uncompiled(kind)
+        module.__class__ = _uncompiled(kind)  # type: ignore[arg-type]  # mypy takes a class for unhashable
     for block in blocks:
         block.compile(dynamic=False)
 
