@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -229,6 +230,14 @@ def test_no_module_is_longer_than_a_reader_bears() -> None:
 def test_a_run_knows_few_modules() -> None:
     """Who follows a request reads it first."""
     assert len(modules_in(MODULES["search.run"].read_text())) <= 12
+
+
+def test_a_request_is_followed_through_fifteen_files_at_most() -> None:
+    told = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    steps = re.findall(r"^(\d+)\. `([a-z_/]+)`", told, re.MULTILINE)
+    assert [int(number) for number, _ in steps] == list(range(1, len(steps) + 1))
+    assert 10 < len(steps) <= 15
+    assert [path for _, path in steps if not (PACKAGE / f"{path}.py").is_file()] == []
 
 
 def constants_of(source: str) -> Iterator[tuple[str, str]]:

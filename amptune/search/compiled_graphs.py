@@ -185,10 +185,6 @@ class CompiledGraphs:
             self.study.forget(self.held)
             self.held = None
 
-    def collect_for(self, step: Step, limit_s: float) -> None:
-        """Waits for a graph as long as the step says."""
-        self.collect(min(limit_s, step.seconds))
-
     def collect(self, wait_s: float = 0.0) -> None:
         """Notes the graphs that have come. One that was stopped for another's memory can be asked for again."""
         came = self.evaluator.compiled(wait_s) if self._running else {}

@@ -80,7 +80,7 @@ class Stages:
             "cure": self._numerics.cure,
             "modules": self._modules.take,
             "graph": lambda step, limit_s: self.known.judge.judge_graph(step.policies[0], limit_s),
-            "wait": self._graphs.collect_for,
+            "wait": lambda step, limit_s: self._graphs.collect(min(limit_s, step.seconds)),
             "comparison": self._compare,
         }
         by_stage[step.stage](step, limit_s)

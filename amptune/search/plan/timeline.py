@@ -14,7 +14,7 @@ from amptune.search.plan.plan import Choice, Moment, Step
 __all__ = ["Timeline", "moment_of"]
 
 # What an entry says of each step that was wanted.
-SAID = ("stage", "what", "seconds", "worth", "is_needed")
+OF_A_STEP = ("stage", "what", "seconds", "worth", "is_needed")
 
 
 @dataclass
@@ -61,7 +61,7 @@ def moment_of(entry: Mapping[str, Any]) -> Moment | None:
 
 
 def _plain(moment: Moment) -> dict[str, Any]:
-    wanted = [{name: _finite(asdict(step)[name]) for name in SAID} for step in moment.wanted]
+    wanted = [{name: _finite(asdict(step)[name]) for name in OF_A_STEP} for step in moment.wanted]
     return {"left_s": moment.left_s, "needed_s": _finite(moment.needed_s), "wanted": wanted}
 
 
