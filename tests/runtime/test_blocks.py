@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -53,34 +52,6 @@ class Tower(nn.Module):
         return x
 
 
-class Depth(nn.Module):
-    """Stochastic depth, as libraries have it."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.rate == 0.0:
-            return x
-        kept = 1.0 - self.rate
-        return x * torch.empty(len(x), 1).bernoulli_(kept) / kept
-
-
-class DeepBlock(Block):
-    def __init__(self, width: int, rate: float) -> None:
-        super().__init__(width)
-        self.depth = Depth(rate)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.depth(super().forward(x))
-        return out
-
-
-def deep(*rates: float) -> nn.Sequential:
-    return nn.Sequential(*(DeepBlock(8, rate) for rate in rates))
-
-
 class Towers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +89,6 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
         (Tower(8, 4, 2), []),
         (Tower(8, 8, drop=(0.0, 0.1)), []),
         (Towers(), [3, 2]),  # inside the two towers, which differ
-        (deep(0.0, 0.1, 0.2), [3]),  # a rate is no reason to compile a block again
         (nn.Sequential(Tower(8, 8), Tower(8, 8)), [2]),  # the towers, and not what is in them
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []),
         (nn.Linear(2, 2), []),
@@ -153,33 +123,6 @@ def test_more_kinds_than_pytorch_would_compile_are_compiled(compiled: list[torch
         tuned.model(torch.randn(3, 2, requires_grad=True))
     assert len(compiled) == len(set(widths)) > limit
     assert torch._dynamo.config.recompile_limit == limit
-
-
-def test_blocks_that_differ_in_the_rate_of_stochastic_depth_are_compiled_once_and_train_as_before(
-    compiled: list[torch.fx.GraphModule],
-) -> None:
-    plain = deep(0.0, 0.1, 0.2, 0.3)
-    model, x = deepcopy(plain), torch.randn(64, 8, requires_grad=True)
-    kinds = [type(module) for module in model.modules()]
-    with apply(COMPILED, model) as tuned:
-        torch.manual_seed(0)
-        tuned.model(x).square().mean().backward()
-        assert len(compiled) == 2, "before the rate's module, and after it"
-        average = deepcopy(model).eval()
-        saved = pickle.loads(pickle.dumps(model))  # our own
-    assert [type(module) for module in model.modules()] == kinds
-    assert [[type(module) for module in one.modules()] for one in (average, saved)] == [kinds, kinds]
-    torch.manual_seed(0)
-    plain(x).square().mean().backward()
-    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad)
-    torch.testing.assert_close(average(x), plain.eval()(x))
-
-
-def test_equal_rates_stay_in_the_graph(compiled: list[torch.fx.GraphModule]) -> None:
-    with apply(COMPILED, deep(0.1, 0.1)) as tuned:
-        tuned.model(torch.randn(64, 8, requires_grad=True))
-    assert len(compiled) == 1
 
 
 def test_undo_leaves_the_model_as_it_was(compiled: list[torch.fx.GraphModule]) -> None:
