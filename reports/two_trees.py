@@ -4,8 +4,8 @@
     python reports/two_trees.py /tmp/before convnext_tiny llama_150m --budget 60 --out reports/NAME/rows.jsonl
 
 A model is one of `foreign_models.py`, or a target. Each tuning has empty caches of torch.compile and a study of its
-own; which version tunes first alternates. Then stock PyTorch and both policies train in the README's loop (`plain_loop.py`),
-in turn, in fresh processes. Appends a line for each tuning, and one for each way to train.
+own; which version tunes first alternates. Then stock PyTorch and both policies train in the README's loop
+(`plain_loop.py`), in turn, in fresh processes. Appends a line for each tuning, and one for each way to train.
 """
 
 from __future__ import annotations

@@ -67,8 +67,10 @@ class LoopTiming:
         """Share of the loop's time in which the device was idle although a batch was there."""
         between = max(0.0, self.idle_ms - self.wait_ms)
         within = 0.0
-        if self.busy_ms is not None and self.host_ms >= HOST_AT_ITS_LIMIT * self.step_ms:
-            within = max(0.0, self.step_ms - self.busy_ms)
+        if self.busy_ms is not None:
+            host_ms = HOST_AT_ITS_LIMIT * self.host_ms  # which is measured at another moment than the steps
+            is_late = host_ms > self.busy_ms or self.host_ms >= HOST_AT_ITS_LIMIT * self.step_ms
+            within = max(0.0, self.step_ms - self.busy_ms) if is_late else 0.0
         return (between + within) / self.wall_ms
 
     @property

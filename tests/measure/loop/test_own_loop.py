@@ -425,6 +425,22 @@ def test_a_large_step_keeps_the_gpu_at_work(policy: Policy) -> None:
     assert timing.host_share == 0
 
 
+@pytest.mark.parametrize(
+    ("host_ms", "busy_ms", "share"),
+    [
+        (8.5, 1.0, 0.9),  # the host was faster at that moment than in the loop, and far behind the device all the same
+        (9.5, 9.2, 0.08),
+        (2.0, 9.8, 0.0),  # the device's clock was higher for a few steps
+        (8.5, 8.5, 0.0),  # neither waits for the other as far as one can tell
+    ],
+)
+def test_a_host_that_needs_longer_than_the_device_keeps_it_waiting(
+    host_ms: float, busy_ms: float, share: float
+) -> None:
+    timing = replace(FULL, host_ms=host_ms, busy_ms=busy_ms)
+    assert timing.host_share == pytest.approx(share)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_many_tiny_kernels_are_host_bound() -> None:
