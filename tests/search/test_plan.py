@@ -13,7 +13,7 @@ from amptune.measure.workers.source import Source
 from amptune.policy.settings import STOCK
 from amptune.search.pipeline import tune_with
 from amptune.search.plan.budget import Budget
-from amptune.search.plan.plan import WORTHWHILE, Choice, Moment, Step, next_step
+from amptune.search.plan.plan import WORTHWHILE, Choice, Moment, Stage, Step, next_step
 from amptune.search.plan.timeline import Timeline, moment_of
 from amptune.search.request import TuningRequest
 from amptune.search.sampler.storage import recall
@@ -21,7 +21,7 @@ from amptune.search.space.candidates import Wanted
 
 
 def step(what: str, seconds: float, worth: float, *, needed: bool = False) -> Step:
-    stage = "comparison" if needed else "trial"
+    stage: Stage = "comparison" if needed else "trial"
     return Step(stage=stage, what=what, seconds=seconds, worth=worth, is_needed=needed)
 
 
