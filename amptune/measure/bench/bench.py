@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -28,11 +28,12 @@ from amptune.measure.bench.readings import Instruments
 from amptune.measure.bench.step import Stepper, nonfinite_in
 from amptune.measure.bench.step_timing import StepTimer
 from amptune.measure.bench.stillness import Stillness
-from amptune.measure.bench.trial_group import NEXT_BLOCK, Leader, TrialGroup
+from amptune.measure.bench.trial_group import NEXT_BLOCK, Leader, TrialGroup, classes_put_back
 from amptune.measure.results.outcome import Effort, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy
 from amptune.runtime.apply_policy import apply
 from amptune.runtime.tuned import Tuned
+from amptune.workload.copied_model import copy_of
 from amptune.workload.workload import Workload
 
 __all__ = ["Bench"]
@@ -118,9 +119,11 @@ class Bench:
 
     def _get_none(self, policy: Policy) -> bool:
         """Returns True if a step leaves parameters without gradients, which a group of ranks would wait for."""
+        if self.workload.parallel is not None:
+            return False  # it does not ask, and on one device the step may not fit
         if self._some_get_none is None:
             with self.on_device(replace(STOCK, batch_size=policy.batch_size)) as (_, stepper):
-                self._some_get_none = stepper.leaves_out_some(self.model)
+                self._some_get_none = stepper.leaves_out_some()
         return self._some_get_none
 
     def sequence(self, policy: Policy, effort: Effort) -> Batches:
@@ -150,7 +153,7 @@ class Bench:
                 stepper,
                 effort,
                 begin=begin,
-                require_sound=lambda steps: stepper.require_sound(self.model, steps, self.nonfinite),
+                require_sound=lambda steps: stepper.require_sound(steps, self.nonfinite),
                 stillness=stillness,
             )
 
@@ -166,21 +169,31 @@ class Bench:
         """Yields the model on its device under the policy, and its training step; restores everything afterwards.
 
         Each step takes the next of `batches`, which must be on the device; the default is a cycle of a few batches.
-        `guarded` steps run under the guard. In a `group` every step is one of all its ranks.
+        `guarded` steps run under the guard. In a `group` every step is one of all its ranks; if the workload shares the
+        model by itself, they train a copy, as nothing takes sharding back.
         """
         self._restore()
+        is_copied = group is not None and self.workload.parallel is not None
+        model = copy_of(self.model) if is_copied else self.model
+        if is_copied:
+            self._compilations.forget()  # another copy's graphs fit none of its modules, and count as recompiled
         self._compilations.begin(policy)
         batches = batches or cycle(self._on_device(policy.batch_size or self.workload.batch_size, FEW_BATCHES))
         self._memory.reset()
-        self.model.to(self.device)
+        model.to(self.device)
         if self._stays:
             self._initial.keep_near()
         seed_everything(self._own_seed)
+        way_back = classes_put_back(model) if is_copied else nullcontext()
         # no guard for what is timed, whatever the environment says: its time would be in the figures
-        with apply(policy, self.model, any_hardware=True, guard=guarded) as tuned:
+        with apply(policy, model, any_hardware=True, guard=guarded) as tuned, way_back:
             self._tuned = tuned
             try:
                 stepper = Stepper(self.workload, tuned, batches, group)
+                if is_copied:  # the whole weights are free by now, and no part of what training takes
+                    gc.collect()
+                    torch.cuda.empty_cache()
+                    self._memory.reset()
                 if tuned.recordings is not None:
                     tuned.recordings.checks = False  # their price is added, see `price_of_checks`
                 yield tuned, stepper
