@@ -12,7 +12,7 @@ from amptune.errors import TargetError
 from amptune.runtime.apply_policy import has_policy
 from amptune.workload.by_value import from_bytes, to_bytes
 
-__all__ = ["CopiedModel", "plain_model"]
+__all__ = ["CopiedModel", "copy_of", "plain_model"]
 
 
 class CopiedModel:
@@ -27,10 +27,7 @@ class CopiedModel:
 
     def __call__(self) -> nn.Module:
         self._require_no_policy()
-        try:
-            made: nn.Module = copy.deepcopy(self.module).to("cpu")
-        except Exception:  # noqa: BLE001  # a module may hold what only pickling knows how to copy
-            made = from_bytes(to_bytes(self.module, "model"))
+        made = copy_of(self.module)
         return made if made.training else made.train()
 
     def give_back(self) -> None:
@@ -49,6 +46,15 @@ class CopiedModel:
                 f"a policy is applied to the model ({type(self.module).__name__}) that is to be tuned: apply it under "
                 '`if __name__ == "__main__":`, or call tuned.undo() before'
             )
+
+
+def copy_of(module: nn.Module) -> nn.Module:
+    """Returns a copy of the module on the CPU."""
+    try:
+        return copy.deepcopy(module).to("cpu")
+    except Exception:  # noqa: BLE001  # a module may hold what only pickling knows how to copy
+        made: nn.Module = from_bytes(to_bytes(module, "model"))
+        return made
 
 
 def plain_model(model: nn.Module) -> Any:

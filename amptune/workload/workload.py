@@ -34,6 +34,10 @@ class Workload:
       clips gradients (`clip_grad_norm_`).
     - `loader(batch_size)` returns an iterable of batches like those of `batch`, such as training's DataLoader.
       amptune then tries the winning policy in a loop over it. Without it, that loop calls `batch` at each step.
+    - `parallel(model, tuned)` shares the model among the ranks where steps are timed over several devices, in place of
+      DistributedDataParallel. It shards `model` in place and returns it, as `fully_shard` does: `loss` and `step` then
+      get `tuned.model`. Or it returns a wrapper of `tuned.model`, which they get. `optimizer` is called afterwards,
+      with `tuned.model` in either case.
     - `evaluate(model)` may rate a trained model by one number. `evaluate_tolerance` is then the largest allowed
       difference between a policy's number and FP32's after a short training; it joins the limits of the numerics gate.
     """
@@ -44,6 +48,7 @@ class Workload:
     loss: Callable[[torch.nn.Module, Any], torch.Tensor] | None = None
     step: Callable[[Tuned, torch.nn.Module, Any, Any], torch.Tensor] | None = None
     loader: Callable[[int], Iterable[Any]] | None = None
+    parallel: Callable[[torch.nn.Module, Tuned], torch.nn.Module] | None = None
     evaluate: Callable[[torch.nn.Module], float] | None = None
     evaluate_tolerance: float | None = None
     batch_size: int = 32
@@ -55,7 +60,7 @@ class Workload:
         """Raises one `TargetError` that names every part that is missing or cannot be called."""
         wrong = [
             f"{part} must be a function, not {type(value).__name__}"
-            for part in ("model", "batch", "optimizer", "loss", "step", "loader", "evaluate")
+            for part in ("model", "batch", "optimizer", "loss", "step", "loader", "parallel", "evaluate")
             if (value := getattr(self, part)) is not None and not callable(value)
         ]
         wrong += [f"{part} is missing" for part in ("model", "batch", "optimizer") if getattr(self, part) is None]

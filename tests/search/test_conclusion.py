@@ -16,7 +16,7 @@ from amptune.measure.results.outcome import Failure, Measurement
 from amptune.measure.results.training_runs import Parity
 from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.decide.conclusion import decide
+from amptune.search.decide.conclusion import decide, devices_findings
 from amptune.search.decide.decision import Decision
 from amptune.search.gate.judge import Judge
 from amptune.search.plan.budget import Budget
@@ -146,6 +146,19 @@ def test_a_busy_cpu_is_told_of_with_what_to_try(threads: int, delay: float, on_g
     decision = concluded(rows, hardware=H200 if on_gpu else replace(H200, gpu=None, device="cpu"))
     busy = [finding for finding in decision.findings if finding.code == "busy-cpu"]
     assert [finding.figures["share"] for finding in busy] == [delay] * told
+
+
+@pytest.mark.parametrize(
+    ("own_parallel", "how"),
+    [
+        (False, "exchange gradients (DistributedDataParallel); samples per second are"),
+        (True, "share the model by the workload's parallel(model, tuned); samples per second are"),
+    ],
+)
+def test_how_devices_train_together_is_told(own_parallel: bool, how: str) -> None:
+    prepared = replace(RecordedEvaluator("resnet50").prepare(1.0), devices=2, own_parallel=own_parallel)
+    (told,) = devices_findings(2, prepared)
+    assert told.message.startswith(f"all steps were timed on 2 devices that {how}")
 
 
 def test_for_memory_the_evidence_says_what_is_gained_and_at_which_speed() -> None:

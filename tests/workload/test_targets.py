@@ -211,8 +211,9 @@ def test_a_workload_tells_all_its_mistakes_at_once() -> None:
     assert "batch_size must be a whole number of at least 1, not 0" in text
 
 
-def test_a_loader_that_cannot_be_called_is_a_mistake_too() -> None:
+@pytest.mark.parametrize("part", ["loader", "parallel"])
+def test_a_part_that_cannot_be_called_is_a_mistake_though_it_may_be_left_out(part: str) -> None:
     parts: dict[str, Any] = dict.fromkeys(("model", "batch", "optimizer", "loss"), len)
-    with pytest.raises(TargetError, match="loader must be a function, not list"):
-        Workload(**{**parts, "loader": []})
-    assert Workload(**parts).loader is None
+    with pytest.raises(TargetError, match=f"{part} must be a function, not list"):
+        Workload(**{**parts, part: []})
+    assert getattr(Workload(**parts), part) is None

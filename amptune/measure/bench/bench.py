@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -13,26 +13,27 @@ from typing import Any
 
 import torch
 
-from amptune.changes.tensor_tree import moved_to, stored_in
+from amptune.changes.tensor_tree import moved_to
 from amptune.hardware.nvml import NvmlGpu
 from amptune.measure.bench.batch_sequence import Batches, BatchSequence
 from amptune.measure.bench.built_model import built
 from amptune.measure.bench.clocks import clock_for
 from amptune.measure.bench.compilation import Compilations
-from amptune.measure.bench.drawn_batches import DrawnBatches, bytes_of, seed_everything, sums_of
+from amptune.measure.bench.drawn_batches import DrawnBatches, seed_everything, sums_of
 from amptune.measure.bench.failures import failure_of
-from amptune.measure.bench.host_state import HostState
+from amptune.measure.bench.initial_state import InitialState
 from amptune.measure.bench.peak_memory import memory_for
 from amptune.measure.bench.policy_timer import PolicyTimer
 from amptune.measure.bench.readings import Instruments
 from amptune.measure.bench.step import Stepper, nonfinite_in
 from amptune.measure.bench.step_timing import StepTimer
 from amptune.measure.bench.stillness import Stillness
-from amptune.measure.bench.trial_group import NEXT_BLOCK, Leader, TrialGroup
+from amptune.measure.bench.trial_group import NEXT_BLOCK, Leader, TrialGroup, classes_put_back
 from amptune.measure.results.outcome import Effort, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy
 from amptune.runtime.apply_policy import apply
 from amptune.runtime.tuned import Tuned
+from amptune.workload.copied_model import copy_of
 from amptune.workload.workload import Workload
 
 __all__ = ["Bench"]
@@ -42,8 +43,6 @@ SEED = 0
 SEEDS_APART = 1000
 # What is not timed needs no more different batches.
 FEW_BATCHES = 3
-# Initial weights of at most this share of the device's memory are kept on it while training restarts from them often.
-NEAR_SHARE = 1 / 32
 # CUDA graphs keep their memory between trials of one policy, up to this share of the device's memory.
 GRAPHS_SHARE = 1 / 8
 
@@ -91,18 +90,8 @@ class Bench:
     def _build(self) -> None:
         self._compilations.forget()
         self.model = built(self.workload, self._seed)
-        self._initial = list(map(self._kept, self._state()))
-        self._near: list[torch.Tensor] | None = None  # only while the model stays on the device
-        self._initial_sums: tuple[float, ...] | None = None
+        self._initial = InitialState(self.model, self.device)
         self.nonfinite = frozenset(nonfinite_in(self.model))
-        self._kinds = self._kinds_of_state()
-        self._host_state = HostState(self.model)
-        self._modes = {module: module.training for module in self.model.modules()}
-
-    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor's value, for good: what is trained on another device is a copy of it already."""
-        value = tensor.detach()
-        return value if tensor.device.type == "cpu" and self.device.type != "cpu" else value.clone()
 
     def measure(
         self,
@@ -130,9 +119,11 @@ class Bench:
 
     def _get_none(self, policy: Policy) -> bool:
         """Returns True if a step leaves parameters without gradients, which a group of ranks would wait for."""
+        if self.workload.parallel is not None:
+            return False  # it does not ask, and on one device the step may not fit
         if self._some_get_none is None:
             with self.on_device(replace(STOCK, batch_size=policy.batch_size)) as (_, stepper):
-                self._some_get_none = stepper.leaves_out_some(self.model)
+                self._some_get_none = stepper.leaves_out_some()
         return self._some_get_none
 
     def sequence(self, policy: Policy, effort: Effort) -> Batches:
@@ -162,7 +153,7 @@ class Bench:
                 stepper,
                 effort,
                 begin=begin,
-                require_sound=lambda steps: stepper.require_sound(self.model, steps, self.nonfinite),
+                require_sound=lambda steps: stepper.require_sound(steps, self.nonfinite),
                 stillness=stillness,
             )
 
@@ -178,21 +169,31 @@ class Bench:
         """Yields the model on its device under the policy, and its training step; restores everything afterwards.
 
         Each step takes the next of `batches`, which must be on the device; the default is a cycle of a few batches.
-        `guarded` steps run under the guard. In a `group` every step is one of all its ranks.
+        `guarded` steps run under the guard. In a `group` every step is one of all its ranks; if the workload shares the
+        model by itself, they train a copy, as nothing takes sharding back.
         """
         self._restore()
+        is_copied = group is not None and self.workload.parallel is not None
+        model = copy_of(self.model) if is_copied else self.model
+        if is_copied:
+            self._compilations.forget()  # another copy's graphs fit none of its modules, and count as recompiled
         self._compilations.begin(policy)
         batches = batches or cycle(self._on_device(policy.batch_size or self.workload.batch_size, FEW_BATCHES))
         self._memory.reset()
-        self.model.to(self.device)
-        if self._stays and self._near is None and self._is_small:
-            self._near = [tensor.detach().clone() for tensor in self._state()]
+        model.to(self.device)
+        if self._stays:
+            self._initial.keep_near()
         seed_everything(self._own_seed)
+        way_back = classes_put_back(model) if is_copied else nullcontext()
         # no guard for what is timed, whatever the environment says: its time would be in the figures
-        with apply(policy, self.model, any_hardware=True, guard=guarded) as tuned:
+        with apply(policy, model, any_hardware=True, guard=guarded) as tuned, way_back:
             self._tuned = tuned
             try:
                 stepper = Stepper(self.workload, tuned, batches, group)
+                if is_copied:  # the whole weights are free by now, and no part of what training takes
+                    gc.collect()
+                    torch.cuda.empty_cache()
+                    self._memory.reset()
                 if tuned.recordings is not None:
                     tuned.recordings.checks = False  # their price is added, see `price_of_checks`
                 yield tuned, stepper
@@ -212,7 +213,7 @@ class Bench:
 
         With `weights`, one for each parameter, the parameters get these.
         """
-        self._put_back(weights)
+        self._initial.put_back(weights, None if self._tuned is None else self._tuned.write)
         seed_everything(self._own_seed + offset)
 
     @contextmanager
@@ -228,49 +229,22 @@ class Bench:
         try:
             yield
         finally:
-            self._stays, self._near = False, None
+            self._stays = False
+            self._initial.forget_near()
             self.release()
-
-    @property
-    def _is_small(self) -> bool:
-        if self.device.type != "cuda":
-            return False
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        return bytes_of(self._initial) <= NEAR_SHARE * total
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy, on the device if the initial weights are kept there, else on the CPU."""
-        return tensor.detach().to("cpu" if self._near is None else self.device, copy=True)
+        return tensor.detach().to(self.device if self._initial.is_near else "cpu", copy=True)
 
     def fingerprint(self, batches: Sequence[Any]) -> tuple[float, ...]:
         """Returns sums of weights and batches; processes with comparable gradients have equal ones."""
-        if self._initial_sums is None:
-            self._initial_sums = sums_of(self._initial)
-        return self._initial_sums + sums_of(batches)
-
-    def _state(self) -> list[torch.Tensor]:
-        return [*self.model.parameters(), *self.model.buffers()]
-
-    def _kinds_of_state(self) -> list[tuple[torch.Size, torch.dtype, bool]]:
-        return [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in self._state()]
+        return self._initial.sums() + sums_of(batches)
 
     def _restore(self) -> None:
-        if self._kinds_of_state() != self._kinds:
-            self._build()  # training made, dropped or converted a parameter or buffer; copying cannot undo that
-        self._put_back()
-
-    @torch.no_grad()
-    def _put_back(self, weights: Sequence[torch.Tensor] = ()) -> None:
-        self._host_state.put_back()
-        initial_state = self._initial if self._near is None else self._near
-        for tensor, initial in zip(self._state(), [*weights, *initial_state[len(weights) :]], strict=True):
-            if _can_be_written(tensor) and stored_in(tensor)[0].data_ptr() != stored_in(initial)[0].data_ptr():
-                if tensor.shape != initial.shape:
-                    tensor.resize_(initial.shape)  # observers of quantization-aware training resize their buffers
-                tensor.copy_(initial) if self._tuned is None else self._tuned.write(tensor, initial)
-            tensor.grad = None
-        for module, training in self._modes.items():
-            module.training = training
+        if not self._initial.fits:
+            self._build()
+        self._initial.put_back()
 
     def release(self) -> None:
         """Frees the device's memory for other workers, unless the model stays there."""
@@ -280,18 +254,10 @@ class Bench:
             return
         gc.collect()
         if self.device.type == "cuda":
-            if self._kinds_of_state() == self._kinds:
-                # what was trained is not needed again, and copying it to the CPU takes as long as a trial's first steps
-                for parameter, initial in zip(self.model.parameters(), self._initial, strict=False):
-                    parameter.data = initial
+            self._initial.replace_trained()
             self.model.to("cpu")
             torch._C._cuda_clearCublasWorkspaces()  # they hold 64 MiB on Hopper
             torch.cuda.empty_cache()
             if torch.cuda.memory_reserved() > GRAPHS_SHARE * torch.cuda.get_device_properties(self.device).total_memory:
                 self._compilations.forget()
                 torch.cuda.empty_cache()
-
-
-def _can_be_written(tensor: torch.Tensor) -> bool:
-    """Returns False for an expanded tensor: several of its elements are one."""
-    return tensor.layout is not torch.strided or 0 not in tensor.stride()

@@ -14,6 +14,7 @@ from amptune.measure.bench.failures import NonFiniteError
 from amptune.measure.bench.trial_group import NEXT_STEP, TrialGroup
 from amptune.runtime.training_step import RecipeStep
 from amptune.runtime.tuned import Tuned
+from amptune.workload.copied_model import plain_model
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 
@@ -21,17 +22,25 @@ __all__ = ["Stepper", "nonfinite_in"]
 
 
 def nonfinite_in(model: torch.nn.Module) -> Iterator[str]:
-    """Yields the names of the weights and buffers that hold an infinity, as masks do, or a NaN."""
+    """Yields the names of the weights and buffers that hold an infinity, as masks do, or a NaN.
+
+    Of sharded ones it sees this rank's part.
+    """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and not torch.isfinite(stored_in(tensor)[-1]).all():
+        if tensor.is_floating_point() and not torch.isfinite(stored_in(_own_part(tensor))[-1]).all():
             yield name
+
+
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what this rank has of a tensor that FSDP2 sharded, or the tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class Stepper:
     """A callable that runs one training step on the next batch: forward, loss, backward, optimizer step.
 
     It is built after the policy was applied and makes its own optimizer, so each trial starts from fresh state. In a
-    `group` the ranks average their gradients.
+    `group` the ranks share the model, by the workload's `parallel` or DistributedDataParallel.
     """
 
     def __init__(
@@ -41,14 +50,15 @@ class Stepper:
         self._tuned = tuned
         self._batches = batches
         self._loss = torch.tensor(math.nan)
+        self._group = group
+        # before the optimizer is built: FSDP2 replaces the parameters
+        self._model = tuned.model if group is None else group.shared(tuned, workload.parallel)
         with user_code("building the optimizer"):
             built = workload.optimizer(tuned.model)
         self.optimizers = tuple(map(tuned.optimizer, _required_optimizers(workload, built)))
         # `step` gets several as `optimizer(model)` returned them; its recipe has one
         self._optimizer: Any = built if isinstance(built, list | tuple) else self.optimizers[0]
         self._train: RecipeStep | None = None
-        self._group = group
-        self._model = tuned.model if group is None else group.wrapped(tuned.model)
         if workload.loss is not None:
             loss = _checked(workload.loss)
             self._train = tuned.training_step(loss, self.optimizers[0], workload.clip, model=self._model)
@@ -66,9 +76,9 @@ class Stepper:
             self._loss = _require_scalar("step", loss).detach()
         return self._loss
 
-    def leaves_out_some(self, model: torch.nn.Module) -> bool:
+    def leaves_out_some(self) -> bool:
         """Runs a step; returns True if some of the model's weights get no gradient in it, or if that cannot be seen."""
-        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        weights = [parameter for parameter in self._tuned.model.parameters() if parameter.requires_grad]
         found: list[bool] = []
         self.before_optimizer(lambda _: found.append(any(weight.grad is None for weight in weights)))
         self()
@@ -87,7 +97,8 @@ class Stepper:
     def first_step(self) -> tuple[float, float | None]:
         """Runs the first step; returns (loss, gradient norm).
 
-        The norm is None for a workload with its own step, or if the first loss scale was too large.
+        The norm is None for a workload with its own step, or if the first loss scale was too large. All ranks of a
+        group call this at the same time, since each may have only a part of the gradients.
         """
         if self._train is None:
             return float(self()), None
@@ -101,14 +112,17 @@ class Stepper:
         gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         # an embedding's sparse gradient may name a row twice: coalescing adds both
         parts = [stored_in(g.coalesce() if g.layout is torch.sparse_coo else g)[-1] for g in gradients]
-        norm = torch.nn.utils.get_total_norm(parts)
-        return float(norm) / float(self._tuned.scaler.get_scale())
+        sharded, whole = ([part for part in parts if hasattr(part, "full_tensor") is has] for has in (True, False))
+        norms = [torch.nn.utils.get_total_norm(some) for some in (sharded, whole) if some]  # both in one are refused
+        whole_norms = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in norms]
+        return math.hypot(*map(float, whole_norms)) / float(self._tuned.scaler.get_scale())
 
-    def require_sound(self, model: torch.nn.Module, steps: int, besides: Collection[str]) -> float:
+    def require_sound(self, steps: int, besides: Collection[str]) -> float:
         """Returns the share of `steps` that the loss scaler skipped. Raises `NonFiniteError` if training broke.
 
         Weights and buffers are to be finite `besides` those, by name, that were not when training began.
         """
+        model: torch.nn.Module = plain_model(self._tuned.model)
         broken = next((name for name in nonfinite_in(model) if name not in besides), None)
         if broken is not None:
             kind = "weight" if broken in dict(model.named_parameters()) else "buffer"

@@ -1,4 +1,4 @@
-"""The process group in which several processes train together for one trial, as DistributedDataParallel needs it."""
+"""The process group in which several processes train together for one trial, and the model that they share."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from amptune.errors import TargetError
 from amptune.measure.results.outcome import Effort, Measurement, Outcome
 from amptune.policy.settings import Policy
+from amptune.runtime.tuned import Tuned
+from amptune.workload.copied_model import plain_model
+from amptune.workload.user_errors import user_code
 
-__all__ = ["NEXT_BLOCK", "NEXT_STEP", "Leader", "TrialGroup", "end_waiting", "joined"]
+__all__ = ["NEXT_BLOCK", "NEXT_STEP", "Leader", "TrialGroup", "classes_put_back", "end_waiting", "joined"]
 
 # Rank 0 tells the others so before it runs a step, and before a block of steps that is timed.
 NEXT_STEP, NEXT_BLOCK = b"step", b"block"
@@ -30,11 +34,32 @@ class TrialGroup:
     get_none: bool
     tell: Callable[[bytes], object] = lambda _: None
 
-    def wrapped(self, model: nn.Module) -> nn.Module:
-        """Returns the model with its gradients averaged over the ranks; all ranks call this at the same time."""
-        if isinstance(model, DistributedDataParallel):
+    def shared(self, tuned: Tuned, parallel: Callable[[nn.Module, Tuned], Any] | None) -> nn.Module:
+        """Returns the model as the ranks share it, by the workload's `parallel` or DistributedDataParallel.
+
+        All ranks call this at the same time, before an optimizer is built. Raises what `parallel` raises, and
+        `TargetError` if it returns anything but the model itself or a wrapper of what the policy made of it.
+        """
+        model = tuned.model
+        if parallel is None:
+            is_shared = isinstance(model, DistributedDataParallel)
+            return model if is_shared else _Parallel(model, find_unused_parameters=self.get_none)
+        plain = plain_model(model)
+        with user_code("parallel(model, tuned)"):
+            found = parallel(plain, tuned)
+        if not isinstance(found, nn.Module):
+            raise TargetError(
+                f"parallel(model, tuned) returned {type(found).__name__}, not a torch.nn.Module: return the model "
+                "after fully_shard, or a wrapper such as DistributedDataParallel(tuned.model)"
+            )
+        if found is plain:
             return model
-        return _Parallel(model, find_unused_parameters=self.get_none)
+        if all(inner is not model for inner in found.modules()):
+            raise TargetError(
+                f"parallel(model, tuned) returned a {type(found).__name__} without tuned.model in it, which is what "
+                "this policy trains: wrap tuned.model, not model"
+            )
+        return found
 
 
 class _Parallel(DistributedDataParallel):
@@ -45,6 +70,21 @@ class _Parallel(DistributedDataParallel):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+@contextmanager
+def classes_put_back(model: nn.Module) -> Iterator[None]:
+    """Gives all modules their classes again at the end: FSDP2 changes them, and a policy is then not undone.
+
+    For a model that is not used again. Its weights stay sharded.
+    """
+    before = {module: type(module) for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, kind in before.items():
+            if type(module) is not kind:  # assigning is refused for TorchScript's, which never change
+                module.__class__ = kind
 
 
 class Leader(Protocol):

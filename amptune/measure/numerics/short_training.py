@@ -167,7 +167,7 @@ class Training:
         if broken is not None:
             raise NonFiniteError(f"the loss is {found[broken]} at step {broken + 1}")
         # Repeated steps count too: the scale came down in them.
-        stepper.require_sound(self.bench.model, self._taken, self.bench.nonfinite)
+        stepper.require_sound(self._taken, self.bench.nonfinite)
         return LossCurve(
             losses=tuple(found),
             skipped=skipped,

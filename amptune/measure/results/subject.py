@@ -89,7 +89,7 @@ class Prepared:
     start of its process until the workload was built; another worker needs the same time. `batches` is the number of
     different batches to time steps on, if it is known, and `draw_s` the seconds to draw them. `noticed` is what the
     guard found in a step of the user's own, and that threads were left out. So many `devices` train together in a step
-    that is timed.
+    that is timed, by the workload's `own_parallel` or DistributedDataParallel.
     """
 
     hardware: Hardware
@@ -100,6 +100,7 @@ class Prepared:
     batches: int | None = None
     noticed: tuple[Finding, ...] = ()
     devices: int = 1
+    own_parallel: bool = False
 
     def with_threads(self, threads: int) -> Prepared:
         """Returns these facts of workers that use so many threads: other programs keep the other cores busy."""

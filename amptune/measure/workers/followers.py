@@ -255,7 +255,10 @@ class _Rank:
         self._pipe.send(_Here(peak_mib=peak_mib))
 
     def _steps(self, bench: Bench, begin: _Begin) -> tuple[float, float]:
-        """Runs the steps that rank 0 asks for; returns the peak of memory."""
+        """Runs the steps that rank 0 asks for; returns the peak of memory.
+
+        Raises `NonFiniteError` if the part of a sharded model that is here broke, which rank 0 cannot see.
+        """
         from amptune.measure.bench.trial_group import NEXT_BLOCK, NEXT_STEP, TrialGroup
         from amptune.measure.loop.own_loop import feeding
 
@@ -264,11 +267,15 @@ class _Rank:
             feeding(bench, policy, begin.effort) as batches,
             bench.on_device(policy, batches, group=group) as (_, step),
         ):
+            steps = 0
             while (message := self._pipe.recv_bytes()) != LEAVE:
                 if message == NEXT_STEP:
-                    step()
+                    step() if steps else step.first_step()
+                    steps += 1
                 elif message == NEXT_BLOCK:
                     batches.begin_block()
+            if bench.workload.parallel is not None:
+                step.require_sound(steps, bench.nonfinite)
             return bench.peak_mib()
 
     def _fail(self, error: BaseException) -> NoReturn:

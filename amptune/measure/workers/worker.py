@@ -138,6 +138,7 @@ def prepare() -> Prepared:
             draw_s=draw_s,
             batches=max(1, batches),
             devices=_State.setting.ranks,
+            own_parallel=bench.workload.parallel is not None,
         )
     except Exception:
         traceback.print_exc()  # into the log; the caller gets only the message

@@ -93,9 +93,14 @@ def devices_findings(devices: int, prepared: Prepared) -> Iterator[Finding]:
     figures = {"devices": devices, "measured": measured}
     if measured > 1:
         graphs = "" if prepared.hardware.gpu is None else "; CUDA graphs were left out, which nobody has measured so"
+        shared = (
+            "share the model by the workload's parallel(model, tuned)"
+            if prepared.own_parallel
+            else "exchange gradients (DistributedDataParallel)"
+        )
         message = (
-            f"all steps were timed on {measured} devices that exchange gradients (DistributedDataParallel); samples "
-            f"per second are those of all of them, and memory is that of one{graphs}"
+            f"all steps were timed on {measured} devices that {shared}; samples per second are those of all of them, "
+            f"and memory is that of one{graphs}"
         )
         yield Finding(code="devices", message=message, figures=figures)
     elif devices > 1:
